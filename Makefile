@@ -7,22 +7,27 @@ JOB ?= examples/main.yaml
 COUNT ?= 20000
 ARGS ?=
 # Tests that measure no wall-clock time and send no signals: `make test` runs them beside the others.
-BESIDE := $(addprefix tests/,blocks check comm config cost examples extend families fuzz generate model optimizers \
-	oracle partition pictures plan schedule simulate validation verify parallel/test_predicted_traffic.py \
-	train/optimizers train/test_predicted_memory.py train/test_structure_memory.py)
+BESIDE := $(addprefix tests/,blocks check comm config cost evaluate examples exchange extend families fuzz generate model \
+	optimizers oracle partition pictures plan schedule simulate validation verify train/optimizers \
+	$(addprefix parallel/,$(addsuffix .py,test_predicted_traffic test_tiled_layers test_tiling test_second_copy test_quantised \
+	test_pair_loss test_lora_layouts)) $(addprefix train/,$(addsuffix .py,test_predicted_memory test_structure_memory \
+	test_lora_memory test_offload test_offload_all)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify verify-families test faults fuzz lint format bench accuracy gpu chaos launchers bench-peers clean
+.PHONY: help setup train verify verify-families test faults fuzz lora offload tiles zero-plus-plus test-smollm2 test-families \
+	reference lint format docs docs-check course bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
 
 setup: $(VENV)/.installed ## make .venv and install the project with pinned versions
 
-# The stamp is newer than what it was made from: a second call installs nothing.
+# The stamp is newer than what it was made from: a second call installs nothing. On a terminal pip shows its progress.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@[ -t 1 ] && quiet= || quiet=--quiet; extra=$$($(PYTHON) .ci/torch_index.py $(BIN)/python); \
+	echo "Installing Phalanx with pinned versions$${extra:+ and torch for CPUs, a few hundred MB: no GPU here}"; \
+	$(BIN)/python -m pip install $$quiet --disable-pip-version-check -c constraints.txt $$extra -e '.[dev]'
 	@touch $@
 
 train: setup ## train a small GPT on this machine, in the layout that the planner chooses: ARGS='train.steps=50'
@@ -46,6 +51,27 @@ fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 faults: setup ## make every fault that the watchdog finds, and try every launcher, also on two nodes (as root): minutes
 	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/doctor/test_doctor_two_nodes.py tests/launch/test_every_launcher.py tests/benchmarks/test_chaos.py $(ARGS)
 
+zero-plus-plus: setup ## try ZeRO++ in all its layouts: a minute
+	PHALANX_ZERO_PLUS_PLUS=1 $(BIN)/python -m pytest tests/parallel/test_second_copy.py tests/parallel/test_quantised.py $(ARGS)
+
+lora: setup ## compare adapters in every layout: bytes sent, and memory (a quarter of an hour)
+	PHALANX_LORA=1 $(BIN)/python -m pytest tests/parallel/test_lora_layouts.py tests/train/test_lora_memory.py $(ARGS)
+
+offload: setup ## compare offloaded activations and parameters in every layout: minutes
+	PHALANX_OFFLOAD_MATRIX=1 $(BIN)/python -m pytest tests/train/test_offload_all.py $(ARGS)
+
+tiles: setup ## compare tiles of every layer in every layout: results, and bytes sent
+	PHALANX_TILES=1 $(BIN)/python -m pytest tests/parallel/test_tiled_layers.py tests/parallel/test_tiled_vocabulary.py $(ARGS)
+
+test-smollm2: setup ## import the real SmolLM2-135M and compare it with transformers (PHALANX_SMOLLM2 names its GGUF file): minutes
+	PHALANX_SMOLLM2_WHOLE=1 $(BIN)/python -m pytest -s --timeout=0 tests/exchange/test_smollm2.py $(ARGS)
+
+test-families: setup ## export a small model of every family and load it with transformers: a minute
+	PHALANX_FAMILIES=1 $(BIN)/python -m pytest tests/exchange/test_export.py -k computes $(ARGS)
+
+reference: setup ## write docs/job.md, every field of a job, from the dataclasses
+	$(BIN)/phalanx schema --markdown --out docs/job.md
+
 lint: setup ## check style, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -54,6 +80,18 @@ lint: setup ## check style, format and types
 format: setup ## put the code into the common format
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
+
+docs: setup ## build the documentation site, dist/site/index.html; a broken link fails
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/python docs/stage_site.py
+	$(BIN)/zensical build --clean --strict
+
+docs-check: setup ## run every command that README and docs show with its output, and compare: an hour; ARGS='-k tutorials'
+	PHALANX_DOCS=1 $(BIN)/python -m pytest -q --timeout=0 tests/documented $(ARGS)
+
+course: setup ## run the commands of every lecture of docs/course.md: ARGS=examples/course/03-zero.sh
+	@for lecture in $(or $(ARGS),$(sort $(wildcard examples/course/*.sh))); do \
+		echo "== $$lecture"; PATH=$(CURDIR)/$(BIN):$$PATH bash -e $$lecture || exit 1; done
 
 bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.throughput $(ARGS)

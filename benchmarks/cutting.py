@@ -57,13 +57,6 @@ THREE = Layout(cp=2, tp=4, pp=3, zero=2, accumulate="sharded", sp=True, schedule
 CASES = (
     awkward("BLOOM 176B, vocabulary 250,880", BLOOM, "jean-zay:48", 2048, BLOOM_LAYOUT),
     awkward("DeepSeek-V3, 3 dense layers first", PRESETS["deepseek-v3"], "h800:256", 15360, DEEPSEEK),
-    awkward(
-        "DeepSeek-V3, 3 dense layers first",
-        PRESETS["deepseek-v3"],
-        "h800:256",
-        15360,
-        replace(DEEPSEEK, schedule="zb_v"),
-    ),
     awkward("Llama 3 405B, 126 layers", PRESETS["llama3-405b"], "dgx-h100:2048", 8192, LLAMA),
     awkward(
         "Llama 3 405B, 126 layers",

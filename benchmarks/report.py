@@ -9,21 +9,22 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def without_places(text: str) -> str:
+def without_places(text: str, more: Mapping[str, str] | None = None) -> str:
     """Returns a text, such as the output of a program, without this machine's folders: the checkout's, Python's, the
-    user's, and that of temporary files."""
+    user's, and that of temporary files. `more` has other places, and what stands for each."""
     places = {
         str(RESULTS.parents[1]): ".",
         sys.base_prefix: "$PYTHON",
         tempfile.gettempdir(): "$TMPDIR",
         str(Path.home()): "~",
+        **(more or {}),
     }
     for place in sorted(places, key=len, reverse=True):
         if place != "/":

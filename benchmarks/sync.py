@@ -30,7 +30,6 @@ from phalanx.pictures.canvas import Panel, svg
 from phalanx.train import device as devices
 from phalanx.train import loop
 from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "sync.svg"
@@ -41,8 +40,7 @@ EVEN, SLOW = "one speed", "last one slow"
 def train(ranks: Ranks, job: Job, slow: float) -> dict[str, Any]:
     """Trains as one of the ranks; the last sleeps after each gradient, `slow` times as long as it took."""
     devices.keep_freed_memory()
-    terminal = Terminal(job.train.steps, visible=False)
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), terminal)
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
     if slow and ranks.rank == ranks.world - 1:
         forward_backward = trainer.stepper.replica.forward_backward
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,14 @@ settings.load_profile("phalanx")
 # inherit that: tests that interrupt one would wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_finish() -> None:
+    """Sets one thread per operation: models are tiny here, and threads that wait burn the cores of a busy machine."""
+    if "torch" in sys.modules:  # not for the sake of tests that do without it
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

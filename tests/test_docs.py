@@ -12,6 +12,7 @@ ROOT = Path(phalanx.__file__).parents[2]
 README = ROOT / "README.md"
 LAUNCHERS = sorted((ROOT / "docs" / "launchers").glob("*.md"))
 FAMILIES = sorted((ROOT / "docs" / "families").glob("*.md"))
+TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 FOLDERS = ("src", "tests", "docs", "examples", "benchmarks")
 FILES = [f"/{path.relative_to(ROOT)}" for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
@@ -55,7 +56,7 @@ def test_the_overview_of_families_links_every_family():
     assert not [page.name for page in FAMILIES if f"(families/{page.name})" not in text]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *LAUNCHERS, *FAMILIES], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *LAUNCHERS, *FAMILIES, *TUTORIALS], ids=lambda page: page.name)
 def test_files_modules_links_and_verbs_exist(page):
     text = page.read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w./-]+\.py)`", text))

@@ -6,7 +6,6 @@ import json
 import logging
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,6 +16,7 @@ from phalanx.cli import generate
 from phalanx.cli.main import main, message_of
 from phalanx.echo import VisibleStream, echo, shortened, visible
 from phalanx.errors import JobError, RunError
+from phalanx.generate.output import OrderedOutput
 from phalanx.train.terminal import Terminal, logging_to
 
 ROOT = Path(phalanx.__file__).parent
@@ -111,7 +111,7 @@ def test_very_long_messages_are_shortened():
 def test_log_lines(monkeypatch, tmp_path):
     terminal = FakeTerminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    with logging_to(Terminal(1, visible=False), "info", 0, tmp_path / "log"):
+    with logging_to(Terminal(), "info", 0, tmp_path / "log"):
         logging.getLogger("phalanx.test").info("run: %s", f"{HOSTILE}!")
     for text in (terminal.getvalue(), (tmp_path / "log").read_text()):
         assert "run: \\x1b]0;owned" in text
@@ -123,15 +123,11 @@ def test_generated_text(live, monkeypatch):
     """A terminal shows escapes; a pipe gets the text as it is."""
     written = f"one\n\ttwo{HOSTILE}"
 
-    def text(prompt, *, on_text, **options):
-        if on_text:
-            for piece in written:
-                on_text(piece)
-        return prompt + written
-
     out = FakeTerminal() if live else io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
-    options = generate.Generate(Path("run"), prompt=f"{HOSTILE}>")
-    generate._write(SimpleNamespace(text=text), options)  # pyright: ignore[reportArgumentType]
+    output = OrderedOutput(generate._terminal_or_file(), [f"{HOSTILE}>"])
+    for piece in written:
+        output.give(0, piece)
+    output.end(0)
     assert "one\n\ttwo" in out.getvalue()
     assert out.getvalue() == (visible(f"{HOSTILE}>{written}\n") if live else f"{HOSTILE}>{written}\n")

@@ -9,13 +9,13 @@ import phalanx
 
 ROOT = Path(phalanx.__file__).parent
 FLOORS = [
-    *("cli", "doctor", "selftest", "calibrate", "generate", "verify", "train", "checkpoint", "parallel", "comm"),
-    *("launch", "model", "data"),
+    *("cli", "serve", "doctor", "selftest", "calibrate", "evaluate", "generate", "verify", "train", "exchange"),
+    *("checkpoint", "parallel", "comm", "launch", "model", "report", "trackers", "data"),
     *("pictures", "validation", "plan", "simulate", "cost", "check", "partition", "optimizers", "blocks", "schedule"),
     "config",
 ]
 """Rooms from the top down: a room may import those after it, and itself."""
-WITHOUT_TORCH = [*FLOORS[FLOORS.index("data") :]]
+WITHOUT_TORCH = [*FLOORS[FLOORS.index("report") :]]
 """Rooms that never import torch: these verbs answer in well under a second."""
 GROUND = {"bounded", "echo", "errors", "facts", "gc", "hashed", "nearest", "registry", "safe_path", "units"}
 """Modules that every room may import."""

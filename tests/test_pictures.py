@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from phalanx.pictures.canvas import Panel, svg
-from phalanx.pictures.elements import ticks
+from phalanx.pictures.elements import COLOURS, TEXT, TEXT_ON_DARK, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -37,3 +37,21 @@ def test_one_point_is_a_plot_and_none_is_refused():
     assert "polyline" in svg("one", [Panel("a", "x", "y", {"p": [(1.0, 1.0)]})])
     with pytest.raises(ValueError, match="panel 'a' has no points"):
         svg("none", [Panel("a", "x", "y", {})])
+
+
+def luminance(colour: str) -> float:
+    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def contrast(one: str, other: str) -> float:
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_text_and_digits_have_the_contrast_of_wcag():
+    assert contrast(TEXT, "#ffffff") >= 4.5
+    assert contrast(TEXT_ON_DARK, "#1e2226") >= 4.5  # the cards of dark pages
+    assert min(contrast(colour, "#ffffff") for colour in COLOURS) >= 4.5
+    assert min(contrast(colour, "#14171a") for colour in COLOURS) >= 3

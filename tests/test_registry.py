@@ -15,7 +15,7 @@ from extend.install import environment, install
 from phalanx import registry
 from phalanx.errors import DataError, ExtensionError
 from phalanx.facts import Lazy, stated
-from phalanx.registry import Registry, View, blamed, noting_package
+from phalanx.registry import Registry, View, blamed, noting_package, package_code
 
 
 @stated
@@ -163,6 +163,25 @@ def test_code_is_imported_when_it_is_used_and_a_wrong_place_names_the_package(pa
         match=r"thing 'bad' of package phalanx-reg-code 1\.0: its code, json:nothing, cannot be loaded: AttributeError",
     ):
         TABLE.code("bad", "code")
+
+
+def test_a_check_whose_entry_fails_keeps_what_it_has_found(packages: Loader):
+    def check(name: str, thing: Thing) -> Iterator[str]:
+        yield "first"
+        with package_code("its size failed"):
+            yield str(1 / thing.size)
+
+    found = Registry("thing", {"own": Thing(1)}, check).problems("new", Thing(0))
+    assert found == ["first", "its size failed: ZeroDivisionError: division by zero"]
+
+
+def test_code_of_a_package_fails_with_one_message():
+    with pytest.raises(ValueError, match="^it failed: SystemExit: 3"), package_code("it failed", raising=ValueError):
+        sys.exit(3)
+    with pytest.raises(ExtensionError, match="^it failed: no such corpus$"), package_code("it failed"):
+        raise DataError("no such corpus")
+    with pytest.raises(KeyError), package_code("it failed", passing=(KeyError,)):
+        raise KeyError("mine")
 
 
 def test_errors_in_the_code_of_a_package_name_it(packages: Loader):

@@ -20,13 +20,16 @@ from benchmarks.chaos.program import JOB, Program, ranks_of
 _PLUGIN = Path(__file__).with_name("plugin")
 _TEMPORARY = (".tmp", ".removed-")
 
+WORK = "work"
+"""The folder where commands run, in that of the fault."""
+
 
 class Arena:
     """One fault's folder. A context manager: at the end its processes are killed, its mounts undone."""
 
     def __init__(self, root: Path, fault: Fault, program: Program, tools: Path):
         self.fault, self.program, self.tools = fault, program, tools
-        self.folder, self.tmp, self.mark_file = root / "work", root / "tmp", root / "mark"
+        self.folder, self.tmp, self.mark_file = root / WORK, root / "tmp", root / "mark"
         self.mark = uuid.uuid4().hex
         self.settings: dict[str, Any] = {**JOB, **fault.job, **fault.extra}
         self.env: dict[str, str] = {}

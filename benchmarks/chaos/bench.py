@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 import signal
@@ -12,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos import processes, weights
-from benchmarks.chaos.arena import Arena
+from benchmarks.chaos.arena import WORK, Arena
 from benchmarks.chaos.fault import RESUMABLE, Fault
 from benchmarks.chaos.live import Live, NotReachedError
 from benchmarks.chaos.machine import missing
 from benchmarks.chaos.program import Program
 from benchmarks.chaos.story import INVALID, LOST, SKIPPED, Attempt, Story, Verdict, judge
+from benchmarks.report import without_places
 
 GONE_S = 6.0
 """Seconds that processes may take to go after their command has ended; the right behaviour is 5."""
@@ -109,7 +111,7 @@ class Bench:
             result["output"] = story.first.output[-3000:]
         if not self.keep:
             shutil.rmtree(root, ignore_errors=True)
-        return result
+        return without_root(result, root)
 
     def _story(self, arena: Arena, fault: Fault) -> Story:
         live = arena.start()
@@ -162,6 +164,11 @@ def _own_injection(arena: Arena) -> Callable[[Live], None]:
         live.injected = arena.mark_file.stat().st_mtime
 
     return wait
+
+
+def without_root(result: Result, root: Path) -> Result:
+    """Returns a result whose texts name files relative to the folder where commands run, or to the fault's `root`."""
+    return json.loads(without_places(json.dumps(result), {f"{root / WORK}/": "", f"{root}/": ""}))
 
 
 def _result(fault: Fault, verdict: Verdict, figures: Mapping[str, Any]) -> Result:

@@ -1,4 +1,4 @@
-"""Compiles DeepSpeed's shared-memory collectives, so that no measured run of it waits for the compiler."""
+"""Compiles DeepSpeed's shared-memory collectives and CPUAdam, so that no measured run of it waits for the compiler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from deepspeed.accelerator import get_accelerator
 
 
 def main() -> None:
-    get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)
+    for builder in ("ShareMemCommBuilder", "CPUAdamBuilder"):
+        get_accelerator().create_op_builder(builder).load(verbose=False)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ class JobError(PhalanxError):
 
 
 class ExtensionError(JobError):
-    """What an installed package adds is incomplete, wrong, or has a name that is taken."""
+    """An installed package adds an entry that is incomplete or wrong, or whose name is taken."""
 
 
 class DoesNotFitError(PhalanxError):
@@ -67,6 +67,12 @@ class DamagedCheckpointError(CheckpointError):
 
 class CorruptionError(PhalanxError):
     """Replicas of weights, moments or gradients differ, or a step has another result whenever it is computed."""
+
+    exit_code = 4
+
+
+class OffloadError(PhalanxError):
+    """Files of offloaded state cannot be made, read or written. Checkpoints are untouched."""
 
     exit_code = 4
 

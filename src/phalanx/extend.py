@@ -22,6 +22,7 @@ from phalanx.config.data import Data
 from phalanx.config.device_entry import DeviceEntry
 from phalanx.config.devices import DEVICES
 from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry
+from phalanx.config.trackers import TRACKERS, TrackerEntry
 from phalanx.errors import DataError, ExtensionError, JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.optimizers.entry import ExtraOption, OptimizerEntry, StateKind
@@ -59,6 +60,7 @@ __all__ = [
     "ScheduleEntry",
     "StateKind",
     "TokenizerEntry",
+    "TrackerEntry",
     "attention",
     "cluster",
     "corpus",
@@ -69,6 +71,7 @@ __all__ = [
     "round_robin",
     "schedule",
     "tokenizer",
+    "tracker",
     "v_shape",
 ]
 
@@ -81,6 +84,7 @@ TABLES: Mapping[str, Registry[Any]] = {
     "feed_forward": FEED_FORWARD,
     "corpus": CORPORA,
     "tokenizer": TOKENIZERS,
+    "tracker": TRACKERS,
 }
 """Every table that packages may add to, by the name of its function here."""
 
@@ -117,6 +121,12 @@ def tokenizer(name: str, entry: TokenizerEntry) -> None:
     """Adds a kind of tokenizer: `data.tokenizer=name`. What it makes is a `phalanx.data.tokenizer.Tokenizer`,
     and is checked when it is made. Raises ExtensionError with every problem."""
     TOKENIZERS.add(name, entry)
+
+
+def tracker(name: str, entry: TrackerEntry) -> None:
+    """Adds a tracker: `run.trackers=name`. What it opens is a `phalanx.trackers.tracker.Tracker`, in a process of its
+    own. Raises ExtensionError with every problem."""
+    TRACKERS.add(name, entry)
 
 
 def attention(name: str, kind: AttentionKind) -> None:

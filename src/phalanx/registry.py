@@ -38,7 +38,26 @@ _METADATA = (".dist-info", ".egg-info")
 T = TypeVar("T")
 U = TypeVar("U")
 Check = Callable[[str, T], Iterable[str]]
-"""Yields the problems of an entry with this name, whose facts are of the right kind: what contradicts what they say."""
+"""Yields the problems of an entry with this name, whose facts are of the right kind: what contradicts what they say.
+Raises ExtensionError with one more where the entry's own code fails."""
+
+
+@contextmanager
+def package_code(
+    failed: str, *, passing: tuple[type[BaseException], ...] = (), raising: type[Exception] = ExtensionError
+) -> Iterator[None]:
+    """Turns any error of code that a package supplied into `raising`, with the message "FAILED: TYPE: TEXT"; errors
+    `passing` stay as they are.
+
+    All errors, since the project cannot know which ones such code raises: a typing error in a package would otherwise
+    end a command with a traceback that looks like an error of the project, and does not name the entry."""
+    try:
+        yield
+    except passing:
+        raise
+    except (Exception, SystemExit) as error:
+        what = str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
+        raise raising(f"{failed}: {what}") from error
 
 
 @dataclass(frozen=True)
@@ -88,7 +107,13 @@ class Registry(Mapping[str, T]):
             known = " or ".join(sorted(known.__name__ for known in self._types))
             return [*found, f"the entry must be of type {known}, is of type {type(entry).__name__}"]
         wrong = list(facts.problems(entry)) if is_dataclass(entry) else []
-        return [*found, *(wrong or (self._check(name, entry) if self._check else ()))]
+        if wrong or not self._check:
+            return [*found, *wrong]
+        try:
+            found.extend(self._check(name, entry))  # also what it yields before it raises
+        except ExtensionError as error:
+            found.extend(error.problems)
+        return found
 
     def remove(self, name: str) -> None:
         """Removes an entry that was added."""
@@ -108,13 +133,8 @@ class Registry(Mapping[str, T]):
         place = getattr(self[name], fact)
         if not isinstance(place, str):
             return place
-        try:
+        with package_code(f"{self.kind} {name!r} of {self.owner(name)}: its {fact}, {place}, cannot be loaded"):
             return _imported(place)
-        except Exception as error:
-            raise ExtensionError(
-                f"{self.kind} {name!r} of {self.owner(name)}: its {fact}, {place}, cannot be loaded: "
-                f"{type(error).__name__}: {error}"
-            ) from error
 
     def owner(self, name: str) -> str:
         """Returns whose entry this is, for a message: "package phalanx-eager 1.0", "this process"."""
@@ -252,7 +272,7 @@ def _entry_points() -> list[tuple[Package, EntryPoint]]:
 def _package_of(point: EntryPoint) -> Package:
     try:
         return Package(str(point.dist.name), str(point.dist.version)) if point.dist else Package("?", "")
-    except Exception:  # metadata without a name, which importlib.metadata does not expect
+    except (KeyError, TypeError, ValueError, OSError):  # metadata without a name, or without a file
         return Package("?", "")
 
 
@@ -278,18 +298,15 @@ def _load(package: Package, point: EntryPoint) -> None:
     """Calls an entry point. Raises ExtensionError, naming the package, if that fails."""
     _loading.package = package
     _loading.modules[_top_level(point)] = package
+    its = f"its entry point {point.name} = {point.value}"
     try:
-        function = point.load()
-        if not callable(function):
-            raise ExtensionError(f"its entry point {point.name} = {point.value} is no function")
-        function()
+        with package_code(f"{its} failed", passing=(ExtensionError,)):
+            function = point.load()
+            if not callable(function):
+                raise ExtensionError(f"{its} is no function")
+            function()
     except ExtensionError as error:
         raise ExtensionError([f"package {package}: {problem}" for problem in error.problems]) from error
-    except (Exception, SystemExit) as error:
-        what = str(error) if isinstance(error, PhalanxError) else f"{type(error).__name__}: {error}"
-        raise ExtensionError(
-            f"package {package}: its entry point {point.name} = {point.value} failed: {what}"
-        ) from error
 
 
 def _top_level(point: EntryPoint) -> str:

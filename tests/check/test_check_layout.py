@@ -204,8 +204,8 @@ def test_what_is_legal_deals_out_equal_parts_and_the_nearest_choice_is_legal(seq
             EXPERTS,
             {"dp_shard": 2, "tiles": 2},
             [
-                "layout.tiles: tiles 2 apply to dense MLPs, the model has n_experts 8; nearest legal: tiles=1, or "
-                "n_experts 0"
+                "layout.tile: this model has no layers of mlp that run in tiles, tiles is 2; nearest legal: "
+                "tile=attention+experts, or tiles=1"
             ],
         ),
     ],
@@ -301,3 +301,43 @@ def test_degrees_are_at_least_one(field):
 def test_layers_that_recompute_are_those_of_the_model(layout, message):
     assert problems(MODEL, **layout) == [f"layout.recompute_cut: {message}"]
     assert not problems(MODEL, recompute_cut="1*full+1*selective+2*none")
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ({"dp_shard": 8, "hpz": 3}, "dp_shard 8 × cp 1 = 8 / hpz 3 is not an integer; nearest hpz: 1, 2, 4"),
+        (
+            {"dp_shard": 2, "cp": 2, "hpz": 4},
+            "hpz 4 ranks are all of dp_shard 2 × cp 2, which hold a copy already; nearest hpz: 1, 2",
+        ),
+        ({"hpz": 2}, "dp_shard 1 × cp 1 = 1 / hpz 2 is not an integer; nearest hpz: 1"),
+        (
+            {"dp_shard": 4, "hpz": 2, "zero": 2},
+            "hpz 2 copies parameters that zero=3 shards, zero is 2; nearest legal: zero=3, or hpz=1",
+        ),
+        (
+            {"dp_shard": 4, "hpz": 2, "reshard": False},
+            "hpz 2 copies parameters for the gathers of the backward pass, of which reshard=false has none; nearest "
+            "legal: reshard=true, or hpz=1",
+        ),
+    ],
+)
+def test_second_copies_need_whole_groups_of_sharded_parameters(layout, message):
+    assert problems(**layout) == [f"layout.hpz: {message}"]
+
+
+def test_second_copies_of_experts():
+    found = problems(EXPERTS, dp_shard=8, ep=4, hpz=2)
+    assert found == ["layout.hpz: hpz 2 / ep 4 is not an integer; nearest hpz: 1, 4"]
+
+
+@pytest.mark.parametrize("layout", [{"dp_shard": 2, "zero": 2}, {"dp_replicate": 2}])
+def test_codes_are_for_messages_of_zero_3(layout):
+    ranks = layout.get("dp_shard", 1)
+    assert "quantise_gradients=none" in problems(**layout, quantise_gradients="int4")[0]
+    assert problems(**layout, quantise_weights="int8") == [
+        "layout.quantise_weights: int8 is for the messages of zero=3 on several ranks, zero is "
+        f"{layout.get('zero', 3)} and dp_shard {ranks} × cp 1 = {ranks}; nearest legal: quantise_weights=none, or "
+        "zero=3 with dp_shard=2"
+    ]

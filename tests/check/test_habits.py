@@ -81,7 +81,7 @@ def problems(*argv: str) -> list[str]:
         (
             ["train.use_wandb=false"],
             {},
-            ["train.use_wandb=false: nothing to set, metrics go to metrics.jsonl in the run directory"],
+            ["train.use_wandb=false: taken as run.trackers=[]"],
         ),
         (["--n-layers=8", "--compile", "--lr", "1e-4"], {"model.n_layers": 8}, None),
         # the batch equation
@@ -196,9 +196,9 @@ def test_origins_show_the_alias() -> None:
         (["--model", "xl"], "xl is one of ezpz's sizes"),
         (["--epochs", "5"], "a run is as long as train.steps"),
         (["--ckpt-dir=x"], "set run.dir and run.name"),
-        (["train.use_wandb=true"], "metrics go to metrics.jsonl"),
+        (["--wandb-project=x"], "that is the variable WANDB_PROJECT"),
         (["--num-workers=4"], "a thread of each rank reads batches ahead"),
-        (["--lora-rank", "8"], "all weights are trained"),
+        (["--lora-rank", "8"], "that is model.lora.rank"),
         (["--loss-impl=fused-linear"], "nearest legal: chunked"),
         (["--dtype"], "--dtype needs a value"),
         (["--dtype=bf17"], "train.precision: expected one of fp64, fp32, bf16, fp16, found 'bf17'"),

@@ -121,6 +121,8 @@ def test_the_promised_short_names_exist(alias):
         (["--tensor-model-parallel-size", "2"], "unknown option --tensor-model-parallel-size; did you mean layout.tp?"),
         (["optimizer.kind=x"], "unknown key optimizer.kind in 'optimizer.kind=x'"),
         (["nothing.txt"], "unexpected 'nothing.txt': expected a job file (.yaml), key=value or --key value"),
+        (["train.global_batch=3", "dp_shard=2"], "command line: train.global_batch=3: global_batch 3 ≠ micro_batch ?"),
+        (["--warmup-steps", "900"], "command line: --warmup-steps 900: warmup_steps 900 is more than train.steps 200"),
         (["steps=x"], "command line: steps=x: train.steps: expected a whole number, found 'x'"),
         (
             ["model=gtp2"],
@@ -199,7 +201,7 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
         ("data: {corpus: shakespear}", "did you mean shakespeare_char?"),
         ("data: text", "corpus text needs the path"),
         ("data: {corpus: random, document_mask: true}", "nearest legal: document_mask=false, or corpus=stdlib"),
-        ("optimizer: {warmup_steps: 900}", "warmup_steps 900 is more than train.steps 200"),
+        ("optimizer: {warmup_steps: 900}", "warmup_steps 900 is more than train.steps 200; nearest legal: 200"),
         ("optimizer: {batch_scaling: sqrt}", "needs the global batch for which lr was chosen"),
         ("optimizer: {betas: [0.9, 1.0]}", "must lie in [0, 1)"),
         (
@@ -249,6 +251,14 @@ def test_auto_begins_the_layout_anew_and_keeps_what_comes_with_it(tmp_path):
 )
 def test_every_spelling_of_auto(tmp_path, argv):
     assert load(tmp_path, "layout: {dp_replicate: 2}\n", argv).job.layout == Layout(auto=True)
+
+
+def test_a_run_may_be_named_after_its_layout(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "tp=2").mkdir(parents=True)
+    (tmp_path / "runs" / "tp=2" / "config.yaml").write_text("train: {steps: 7}")
+    assert load_words(overrides.parse(["runs/tp=2/config.yaml"])).job.train.steps == 7
+    assert overrides.parse(["runs/tp=3/config.yaml"]).problems
 
 
 @pytest.mark.parametrize("argv", [["layout=tp=2,sp=true"], ["--layout", "tp=2,sp=true"], ["--layout=tp=2,sp=true"]])

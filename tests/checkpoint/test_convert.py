@@ -114,7 +114,7 @@ def left(folder):
     ("target", "form", "options", "message"),
     [
         ("run", "dcp", {}, "run exists, and nothing is overwritten"),
-        ("no/x", "dcp", {}, "folder .*no does not exist"),
+        ("run/latest/x", "dcp", {}, "run/latest is no folder"),
         ("x", "safetensors", {"dtype": "bf16"}, "--dtype needs --weights-only"),
         ("x.safetensors", "phalanx", {}, "--to phalanx writes a folder"),
     ],

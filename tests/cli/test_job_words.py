@@ -2,7 +2,8 @@
 
 import pytest
 
-from phalanx.cli.job_words import JobVerb, JobWords, Option
+from phalanx.cli.job_words import JobVerb, JobWords
+from phalanx.cli.option import Option
 from phalanx.errors import JobError
 
 VERB = JobVerb(
@@ -71,24 +72,37 @@ def test_mistakes_come_with_those_of_the_job():
     assert problems("--steps", "x") == ["--steps: expected a whole number, found 'x'"]
 
 
-def test_the_page_of_help_shows_them(capsys):
-    assert VERB.parse(["--help", "--steps", "5"]) is None
-    page = capsys.readouterr().out
-    assert "--steps INT" in page
-    assert "--names [STR" in page
-    assert "--quick" in page
+def page(capsys, *argv: str) -> str:
+    assert VERB.parse(argv) is None
+    return capsys.readouterr().out
 
 
-def test_the_page_of_help_leaves_out_what_bench_writes(capsys):
-    assert VERB.parse(["cluster.peak_tflops=43.5", "--help"]) is None
-    page = capsys.readouterr().out
-    assert "--cluster.calibration" not in page
-    assert "--cluster.allow-unreliable" in page
-    assert "(default: 43.5)" in page
+def test_the_page_of_help_is_short_and_shows_the_verb_s_own_options(capsys):
+    found = page(capsys, "--help", "--steps", "5")
+    assert "--steps N" in found
+    assert "--names TEXT ..." in found
+    assert "--quick" in found
+    assert "--layout.tp" not in found
+    assert len(found.splitlines()) < 40
 
 
-def test_help_lists_presets_and_machines(capsys):
-    assert VERB.parse(["--help"]) is None
-    page = " ".join(capsys.readouterr().out.split())
-    assert "`phalanx models` lists the presets of models" in page
-    assert "Machines (docs/devices.md): dgx-v100, " in page
+def test_help_explains_a_section_or_a_field_with_the_job_s_values(capsys):
+    found = page(capsys, "cluster.peak_tflops=43.5", "--help", "cluster")
+    assert "--cluster.calibration" not in found  # which `phalanx bench` writes
+    assert "--cluster.allow-unreliable, --cluster.no-allow-unreliable" in found
+    assert "[≥ 0; 43.5 (command line: cluster.peak_tflops=43.5); default 0.0]" in " ".join(found.split())
+    assert "--layout" not in found
+    assert page(capsys, "--help", "lr").startswith("  --optimizer.lr X\n")
+    assert "--run.sample-prompt TEXT" in page(capsys, "-h", "all", "train.steps=x")  # though the job is wrong
+
+
+def test_help_on_an_unknown_name_is_a_mistake():
+    with pytest.raises(JobError, match="--help lyout: no section or field of this name; did you mean layout"):
+        VERB.parse(["--help", "lyout"])
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_help_has_the_width_of_the_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    longest = max(map(len, page(capsys, "--help", "all").splitlines()))
+    assert longest <= min(columns, 120)

@@ -45,12 +45,12 @@ def test_help_and_configuration_answer_without_torch(argv):
     ("argv", "message"),
     [
         (["trian"], "phalanx: no verb 'trian'; did you mean `phalanx train`?"),
-        (["xyz"], "phalanx: no verb 'xyz'; the verbs are: train, launch, verify, generate, checkpoint"),
+        (["xyz"], "phalanx: no verb 'xyz'; the verbs are: init, train, launch, verify, generate, serve"),
         (["job.yaml"], "phalanx: no verb 'job.yaml'; put the verb first: `phalanx train job.yaml`"),
         *(
             (
-                [verb, *words, "offload=optimizer"],
-                "layout.offload: offloading is not done by this version; nearest legal",
+                [verb, *words, "offload=parameters"],
+                "layout.offload: parameters on the host are updated there, so their optimizer has to be there;",
             )
             for verb in ("train", "verify", "plan", "predict", "simulate")
             for words in (["model=tiny"], ["model=tiny", "--print-config"], ["model=tiny", "layout=auto"])
@@ -68,6 +68,12 @@ def test_mistakes_are_one_message_and_a_code(argv, message, capsys):
     assert code == (4 if argv[0] == "generate" else 2)
     assert message in error
     assert "Traceback" not in error
+
+
+def test_training_without_a_job_is_explained(capsys):
+    for argv in (["train"], ["train", "--json"]):
+        assert main(argv) == 2
+        assert "phalanx train needs a job: a file, or fields\n  phalanx init " in capsys.readouterr().err
 
 
 def test_several_problems_are_listed(capsys):

@@ -120,7 +120,7 @@ def test_a_table_is_predicted_row_by_row(tmp_path: Path, capsys: pytest.CaptureF
     assert "Z9" in bad["pred_note"]
 
 
-@pytest.mark.parametrize("page", ["context-parallel", "experts", "tensor-parallel", "zero"])
+@pytest.mark.parametrize("page", ["context-parallel", "experts", "lora", "tensor-parallel", "zero"])
 def test_the_commands_of_the_pages_draw_their_pictures(page: str, tmp_path: Path) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace("\\\n     ", "")
     commands = re.findall(

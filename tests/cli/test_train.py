@@ -73,6 +73,10 @@ def test_a_run_from_start_to_finish_and_again(here):
     assert json.loads(longer.stdout)["step"] == 6
     assert steps(run) == [1, 2, 3, 4, 5, 6]
     assert "resuming with a change: train.steps: 4 -> 6" in longer.stderr
+    assert "learning rate: 1.00e-04 at step 5: its schedule still ends at step 4, not at train.steps=6" in longer.stderr
+    shorter = phalanx("train", "job.yaml")
+    assert shorter.stdout.startswith("runs/job is 2 steps past train.steps=4: step 6, validation loss ")
+    assert "optimizer.decay_steps=12 stretches it" in shorter.stdout
 
     fresh = phalanx("train", "job.yaml", "--fresh", "--dp-replicate", "1")
     assert fresh.returncode == 0

@@ -10,7 +10,8 @@ from phalanx.config.constraints import Above, AtLeast, Below, Between, Constrain
 from phalanx.config.fields import constraints, leaves, replace
 from phalanx.config.job import Job
 
-NUMBERS = {path: kind for path, kind in leaves().items() if kind in (int, float, tuple[float, float])}
+PAIRS = (tuple[float, float], tuple[int, int])
+NUMBERS = {path: kind for path, kind in leaves().items() if kind in (int, float, *PAIRS)}
 
 
 def test_every_number_has_a_range():
@@ -21,12 +22,13 @@ def test_every_number_has_a_range():
         "run.nnodes",
         "run.rdzv_endpoint",
         "checkpoint.remote",
+        "model.from",
     }
 
 
 @pytest.mark.parametrize("path", NUMBERS)
 def test_every_number_is_refused_far_below_its_range(path):
-    value = (-7.0, -7.0) if NUMBERS[path] == tuple[float, float] else -7
+    value = (-7, -7) if NUMBERS[path] in PAIRS else -7
     found = problems_of(replace(Job(), path, value))
     assert [(where, "-7" in said) for where, said in found] == [(path, True)]
 

@@ -75,6 +75,11 @@ def test_all_mistakes_at_once():
     ]
 
 
+def test_a_word_like_none_is_told_those_that_exist():
+    with pytest.raises(JobError, match=r"layout 'foo=3': unknown key foo \(known: auto, dp_replicate, .*tp, pp"):
+        parse("foo=3")
+
+
 @given(st.text(max_size=30))
 def test_no_text_makes_it_crash(text):
     try:

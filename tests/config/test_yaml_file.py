@@ -54,6 +54,7 @@ def test_a_layout_in_one_word_is_auto_or_a_line():
         ("train:\n  steps:\n", "j:2: train.steps has no value"),
         ("- a\n", "j:1: a job file is a mapping of sections"),
         ("train: [\n", "j:2: not valid YAML"),
+        ("train:\n\tsteps: 3\n", "j:2: not valid YAML: a tab, where it takes only spaces"),
         ("run:\n  name: !!python/object/apply:os.system [ls]\n", "j:2: run.name: the tag tag:yaml.org,2002:python"),
         ("model: !!python/object:phalanx.config.model.Model {}\n", "the tag tag:yaml.org,2002:python"),
         ("optimizer:\n  betas: [[1], 2]\n", "j:2: optimizer.betas: the tag tag:yaml.org,2002:seq is not allowed"),

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.cost.frameworks.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
+from phalanx.cost.held import GatheredParameters
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks, fullest
 from phalanx.optimizers.facts import OptimizerCosts, optimizer_costs
 
@@ -22,11 +23,13 @@ CASE = st.tuples(*(st.integers(1, 64) for _ in range(5)))
 def results(formulas: MemoryFormulas, zero: int, case: Any) -> list[Any]:
     """Every formula, of five numbers or of five arrays."""
     dense, experts, ranks, micro_batches, ep = case
-    shards = (1e6 * dense, ranks), (1e5 * experts, expert_ranks(ranks, ep))
+    shards = (1e6 * dense, 1e3 * ep, ranks), (1e5 * experts, 1e4 * experts, expert_ranks(ranks, ep))
     parameters, gradients, optimizer = formulas.state(shards, zero, ranks * ep, flushes=False)
     early = formulas.stays(micro_batches, ep) * gradients
     blocks = formulas.gathers(micro_batches, 2, 1, reshard=True)
-    whole = formulas.gathered(1e6 * experts, 1e6 * dense, blocks, 1e6 * ranks) + formulas.buffer(ranks)
+    whole = formulas.gathered(
+        1e6 * experts, GatheredParameters(1e6 * dense, 1e6 * ep, 1e5 * ep), blocks, 1e6 * ranks
+    ) + formulas.buffer(ranks)
     unsent, copied = formulas.unsent(shards, micro_batches), formulas.copied(shards, ranks * ep)
     most = fullest(parameters + optimizer, early, 1e6 * ep, whole, gradients + copied)
     context = formulas.context(ranks, micro_batches, ep)

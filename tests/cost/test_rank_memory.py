@@ -3,6 +3,7 @@
 import csv
 import os
 from dataclasses import astuple, replace
+from operator import mul
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,23 @@ def test_in_flight_is_what_the_schedule_says_however_many_micro_batches(name, pp
     peak = max(sum(n * weights[stage] for n, stage in zip(most, found.held, strict=True)) for most in found.most)
     assert found.held == tuple(whole.stages_on(rank % pp))
     assert peak == pytest.approx(whole.peak_live_activations(rank % pp, weights) / whole.slices)
+    # Peaks before backward passes, counted anew: with I and W apart, and with gradients of an earlier micro-batch.
+    now, waiting, back, split = dict.fromkeys(found.held, 0), dict.fromkeys(found.held, 0), set[int](), 0.0
+    later = 0.0
+    for kind, stage, _, _ in whole.programs[rank % pp]:
+        if kind in ("B", "I"):
+            size = sum(weights[each] * (now[each] + 2 * waiting[each]) for each in found.held)
+            split = max(split, size / whole.slices)
+            later = max(later, size / whole.slices) if back == set(found.held) else later
+            back.add(stage)
+        now[stage] += (kind == "F") - (kind in ("B", "I"))
+        waiting[stage] += (kind == "I") - (kind == "W")
+    ones = [weights[stage] for stage in found.held]
+    twos = [*ones, *(2 * weight for weight in ones)]
+    if found.deferring:
+        assert split == pytest.approx(max(sum(map(mul, twos, counts)) for counts in found.joined))
+    elif catalogue.SCHEDULES[name].all_in_flight:
+        assert later == pytest.approx(max(sum(map(mul, ones, counts)) for counts in found.later))
 
 
 def test_1f1b_keeps_fewer_on_later_ranks_and_gpipe_all():

@@ -131,7 +131,7 @@ def test_communication_bounds_what_waits_longer_than_it_computes():
 
 
 def test_attention_of_layers_with_another_window_has_its_own_point():
-    """Of the last layer first; each is that of a model in which all layers are so."""
+    """The last layer's point comes first. Each point equals that of a model whose layers are all of that kind."""
     model = ModelConfig(n_layers=4, d_model=512, n_heads=8, seq_len=4096, window=512, full_every=4)
     names = [point for point in points(spec(model)) if point.name.startswith("attention")]
     assert [point.name for point in names] == ["attention, all keys", "attention, window 512"]

@@ -148,8 +148,9 @@ def test_gradients_of_both_copies_of_a_stage_are_added_up(shard: int) -> None:
 
 def test_experts_that_nobody_owns_travel_with_their_block() -> None:
     sharded = spec(Layout(dp_shard=64, micro_batch=1), 64, "mixtral-8x7b")
-    assert state_seconds(sharded, ParameterCounts(10**9, 10**9), 4) == state_seconds(
-        sharded, ParameterCounts(2 * 10**9), 4
+    apart, together = (10**9, 10**9), (2 * 10**9, 0)
+    assert state_seconds(sharded, ParameterCounts(*apart, *apart), 4) == state_seconds(
+        sharded, ParameterCounts(*together, *together), 4
     )
 
 

@@ -217,12 +217,12 @@ def test_shards_of_version_1_are_read_unchecked_until_they_get_digests(folder: P
 
 
 def test_prepare_verify_adds_digests_to_shards_of_version_1(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
-    prepare_and_report(data, force=False, verify=False, as_json=True)
+    prepare_and_report(data, 16, force=False, verify=False, as_json=True)
     folder = Path(json.loads(capsys.readouterr().out)["path"])
     without_block_digests(folder)
-    prepare_and_report(data, force=False, verify=False, as_json=True)
+    prepare_and_report(data, 16, force=False, verify=False, as_json=True)
     assert not read_index(folder).block_bytes
-    prepare_and_report(data, force=False, verify=True, as_json=True)
+    prepare_and_report(data, 16, force=False, verify=True, as_json=True)
     assert open_shards(folder, verify=True).block_bytes == BLOCK_BYTES
 
 

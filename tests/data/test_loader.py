@@ -158,7 +158,7 @@ def test_an_error_while_reading_ahead_reaches_the_caller(folder: Path, monkeypat
         return read(ids)
 
     monkeypatch.setattr(data, "samples", failing)
-    with Batches(data, global_batch=2, micro_batch=1, rank=0, ranks=1, seed=0) as batches:
+    with Batches(data, global_batch=2, micro_batch=2, rank=0, ranks=1, seed=0) as batches:
         assert [numbers(next(batches)), numbers(next(batches))] == [[0, 1], [2, 3]]
         with pytest.raises(DataError, match="the disk is gone"):
             next(batches)

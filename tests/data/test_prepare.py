@@ -49,6 +49,17 @@ def test_shakespeare_has_the_published_counts(shakespeare: Path, tmp_path: Path)
     assert prepare(Data(corpus="shakespeare_char", dir=str(tmp_path))) == folder  # needs no file and no network now
 
 
+def test_another_tokenizer_than_last_time_is_said(data: Data) -> None:
+    said: list[str] = []
+    first = prepare(replace(data, tokenizer="byte"), progress=lambda text, *_: said.append(text))
+    assert not [text for text in said if "is prepared in" in text]
+    second = prepare(replace(data, tokenizer="char"), progress=lambda text, *_: said.append(text))
+    assert (
+        f"the corpus is prepared in {first} with data.tokenizer=byte; this job has data.tokenizer=char, and prepares "
+        f"{second}"
+    ) in said
+
+
 @pytest.mark.parametrize("tokenizer", ["char", "byte", "bpe"])
 def test_the_stream_is_the_corpus(data: Data, poems: Path, tokenizer: str) -> None:
     folder = prepare(replace(data, tokenizer=tokenizer, bpe_vocab=300))

@@ -17,7 +17,23 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
             progress("working", done, 100)
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.splitlines() == ["only told", "working: 0%", "working: 100%"]
+    assert err.splitlines() == ["only told", "working: 100%"]
+
+
+def test_plain_lines_become_rarer_and_say_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("phalanx.data.progress.time.monotonic", lambda: clock[0])
+    with stderr_progress() as progress:
+        for done in range(1001):
+            progress("working", done, 1000)
+            clock[0] += 0.5
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["working: 0.4%", "working: 0.8%"]
+    assert lines[-1] == "working: 100%"
+    assert lines[2:4] == ["working: 1% (8m14s left)", "working: 1% (8m12s left)"]
+    assert 15 < len(lines) < 40
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,3 +107,14 @@ def test_the_bytes_of_a_checkpoint_are_those_of_a_real_one(ranks, tmp_path, prec
 
 def test_a_run_that_begins(here):
     assert "begins at step 0" in only(job.run_directory(here), "OK").text
+
+
+def test_trackers_that_are_not_installed(here, monkeypatch):
+    assert not list(job.trackers(here))
+    named = replace(here, job=replace(here.job, run=replace(here.job.run, trackers=("mlflow",))))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert only(job.trackers(named), "OK").text == "mlflow is installed"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    line = only(job.trackers(named), "ERROR")
+    assert "mlflow needs mlflow and sqlalchemy and alembic, not installed here" in line.text
+    assert line.remedy == 'pip install "phalanx[mlflow]", or leave mlflow out'

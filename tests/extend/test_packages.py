@@ -17,7 +17,7 @@ import pytest
 
 from extend.install import PACKAGES, environment, install
 from phalanx.blocks.kind import AttentionKind, FeedForwardKind
-from phalanx.extend import CorpusEntry, DeviceEntry, MachineEntry, ScheduleEntry, TokenizerEntry
+from phalanx.extend import CorpusEntry, DeviceEntry, MachineEntry, ScheduleEntry, TokenizerEntry, TrackerEntry
 
 ROOT = Path(__file__).parents[2]
 KINDS = (AttentionKind, FeedForwardKind)
@@ -99,8 +99,9 @@ def test_a_schedule_is_drawn_predicted_and_simulated(phalanx, tmp_path):
 
 
 def test_a_schedule_is_chosen_by_the_planner_where_it_wins(phalanx):
-    """With as many micro-batches as ranks every other schedule has a larger bubble."""
-    job = ("model=llama3-8b", "cluster=lab:1", "train.global_batch=4", "train.precision=bf16", "--json")
+    """With as many micro-batches as ranks every other schedule has a larger bubble. Sequences are short enough that
+    nothing is recomputed: split backward passes keep what they computed again."""
+    job = ("model=llama3-8b", "seq_len=2048", "cluster=lab:1", "train.global_batch=4", "train.precision=bf16", "--json")
     plan = json.loads(phalanx("plan", *job, "pp=4", "tp=1", "cp=1"))
     assert plan["best"]["schedule"] == "interleaved_zb"
     without = json.loads(phalanx("plan", *job, "pp=4", "tp=1", "cp=1", "schedule=zb_v"))
@@ -231,13 +232,15 @@ def test_a_tokenizer_that_gives_other_ids_than_it_says_is_refused(phalanx, tmp_p
     assert "tokenizer 'wrong' of package phalanx-wrong 1.0: separator must be a tuple of ids below 5, is (12,)" in said
 
 
-@pytest.mark.parametrize("entry", [*KINDS, ScheduleEntry, DeviceEntry, MachineEntry, CorpusEntry, TokenizerEntry])
+@pytest.mark.parametrize(
+    "entry", [*KINDS, ScheduleEntry, DeviceEntry, MachineEntry, CorpusEntry, TokenizerEntry, TrackerEntry]
+)
 def test_the_documentation_names_every_fact(entry: type):
     page = (ROOT / "docs" / "extending.md").read_text()
     assert not [field.name for field in fields(entry) if f"`{field.name}`" not in page]
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES, "gated"])
+@pytest.mark.parametrize("name", [*EXAMPLES, "gated", "csv_tracker"])
 def test_the_documentation_shows_the_examples_as_they_are(name: str):
     page = (ROOT / "docs" / "extending.md").read_text()
     assert f"```python\n{(PACKAGES / f'{name}.py').read_text()}```" in page

@@ -161,7 +161,7 @@ def texts(files: object, data: object) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("changed", "found"),
     [
-        ({"documents": CorpusEntry.documents}, ["states too little; missing: files, documents, or tokens"]),
+        ({"documents": CorpusEntry.documents}, ["states too little; missing: files, documents, rows, or tokens"]),
         (
             {"documents": "nowhere", "settings": ["path"]},
             ["documents must be a function, or its place", "settings must be a tuple of text, is ['path']"],

@@ -29,12 +29,16 @@ from phalanx.checkpoint.sources import open_source
 from phalanx.checkpoint.validity import check
 from phalanx.config import local_cluster, overrides
 from phalanx.config.data import Data
+from phalanx.config.hugging_face import config_json
+from phalanx.config.presets import PRESETS
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.data.corpus import scan, segments
 from phalanx.data.shards import CorpusRecord, Index, map_shard, open_shards, write_index, write_shard
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import JobError
+from phalanx.exchange.gguf_model import GgufModel
+from phalanx.exchange.gguf_tokenizer import definition_of
 from phalanx.generate.load import vocabulary_of
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.verdict import End, verdict
@@ -128,6 +132,13 @@ def words(folder: Path) -> Loader:
         return load_words(overrides.parse(argv, ("json", "fresh")))
 
     return Loader(path, WORDS, load)
+
+
+def hugging_face(folder: Path) -> Loader:
+    """A config.json, whose model is counted."""
+    path = folder / "config.json"
+    values = config_json.write(PRESETS["gemma2-2b"])[1]
+    return Loader(path, json.dumps(values).encode(), lambda: load_words(overrides.parse([f"model=hf:{path}"])))
 
 
 def cluster(folder: Path) -> Loader:
@@ -315,6 +326,34 @@ def dcp(folder: Path) -> Loader:
     return Loader(path, path.read_bytes(), load)
 
 
+def gguf(folder: Path) -> Loader:
+    """A model of llama.cpp, with a byte-level tokenizer."""
+    from exchange import gguf_files  # the package that writes the sample is needed only here
+
+    return _gguf(folder / "model.gguf", gguf_files.vocabulary())
+
+
+def gguf_sentencepiece(folder: Path) -> Loader:
+    """A model of llama.cpp, with a tokenizer of SentencePiece's kind."""
+    from exchange import gguf_files
+
+    return _gguf(folder / "model.gguf", gguf_files.pieces())
+
+
+def _gguf(path: Path, vocabulary: dict[str, object]) -> Loader:
+    from exchange.test_gguf import llama
+
+    llama(path, vocabulary)
+
+    def load() -> object:
+        model = GgufModel(path)
+        return [model.read(name).sum() for name in model.shapes], definition_of(model.file.metadata, path)
+
+    content = path.read_bytes()
+    header = len(content) - sum(each.nbytes for each in GgufModel(path).file.tensors.values())
+    return Loader(path, content[:header], load, lambda head: head + content[header:])
+
+
 def commit_record(folder: Path) -> Loader:
     record = CommitRecord(10, folder_of(10, "0" * 16), 1, 1, 2.5)
     remote = RemoteCheckpoints.of(f"file://{folder}", "run")
@@ -326,7 +365,19 @@ MAKERS = {
     maker.__name__: maker
     for maker in (
         *(job, json_job, words, cluster, schedule, rows, outcome, metrics, progress, index, shard, jsonl, text),
-        *(number, char, library, manifest, commit_record, tensors, consolidated, dcp),
+        *(
+            hugging_face,
+            number,
+            char,
+            library,
+            manifest,
+            commit_record,
+            tensors,
+            consolidated,
+            dcp,
+            gguf,
+            gguf_sentencepiece,
+        ),
     )
 }
 """All loaders; each is made with a folder for its files."""

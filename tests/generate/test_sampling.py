@@ -3,10 +3,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from generate.texts import generate
 from model.kinds import KINDS, build, tokens
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.generate.sampling import generate, next_token
+from phalanx.generate.decoder import ModelDecoder
+from phalanx.generate.draws import distribution
+from phalanx.generate.engine import Engine
+from phalanx.generate.request import GenerationRequest
+from phalanx.generate.sampling import Sampling
 
 kinds = pytest.mark.parametrize("model", [KINDS["gpt2"], KINDS["llama"]], ids=["gpt2", "llama"])
 
@@ -33,10 +38,11 @@ def test_the_seed_decides_the_text(model: ModelConfig):
 
 
 def test_each_new_token_is_handed_on():
-    transformer, inputs = build(KINDS["gpt2"]), tokens(KINDS["gpt2"], 2, 4)
-    seen: list[torch.Tensor] = []
-    text = generate(transformer, inputs, max_new_tokens=6, on_token=seen.append)
-    assert torch.equal(torch.stack(seen, dim=1), text[:, 4:])
+    seen: list[int] = []
+    request = GenerationRequest([3, 1], Sampling(6), on_token=seen.append)
+    Engine(ModelDecoder.whole(build(KINDS["gpt2"]))).run([request])
+    assert request.new_tokens == seen
+    assert (len(seen), request.finish) == (6, "length")
 
 
 def test_no_new_tokens_returns_the_prompt():
@@ -45,13 +51,6 @@ def test_no_new_tokens_returns_the_prompt():
 
 
 PROBABILITIES = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
-
-
-def frequencies(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> torch.Tensor:
-    """How often each of four tokens is drawn, in 20,000 draws."""
-    logits = PROBABILITIES.log().expand(20_000, 4)
-    drawn = next_token(logits, temperature, top_k, top_p, torch.Generator().manual_seed(0))
-    return drawn.bincount(minlength=4) / 20_000
 
 
 @pytest.mark.parametrize(
@@ -70,16 +69,14 @@ def frequencies(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) ->
     ],
 )
 def test_tokens_are_drawn_from_the_kept_probabilities(options: dict, weights: list[float]):
-    expected = torch.tensor(weights) / sum(weights)
-    found = frequencies(**options)
-    assert torch.equal(found == 0, expected == 0)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0.02)
+    expected = torch.tensor(weights, dtype=torch.float64) / sum(weights)
+    found = distribution(PROBABILITIES.log(), Sampling(1, **options))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 def test_top_p_follows_the_order_of_probabilities_not_of_tokens():
-    logits = PROBABILITIES.flip(0).log().expand(1000, 4)
-    drawn = next_token(logits, 1.0, 0, 0.65, torch.Generator().manual_seed(0))
-    assert set(drawn.tolist()) == {2, 3}
+    kept = distribution(PROBABILITIES.flip(0).log(), Sampling(1, top_p=0.65))
+    torch.testing.assert_close(kept, torch.tensor([0, 0, 3 / 7, 4 / 7], dtype=torch.float64), rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +87,13 @@ def test_top_p_follows_the_order_of_probabilities_not_of_tokens():
         ({"top_k": -1}, "top_k=-1: it must be 0"),
         ({"top_p": 0.0}, "top_p=0.0: it must be above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p=1.5: it must be above 0 and at most 1"),
-        ({"prompt_tokens": torch.tensor([[3, 37]])}, "tokens 3 to 37, but the model's are 0 to 36"),
-        ({"prompt_tokens": torch.zeros(1, 0, dtype=torch.long)}, "shape \\(1, 0\\): it needs"),
-        ({"prompt_tokens": torch.tensor([1, 2])}, "shape \\(2,\\): it needs \\(batch, tokens\\)"),
+        ({"temperature": float("nan")}, "temperature=nan: it must be 0"),
+        ({"prompt": [3, 37]}, "tokens 3 to 37, but the model's are 0 to 36"),
+        ({"prompt": []}, "the prompt is empty"),
     ],
 )
 def test_senseless_values_are_refused(options: dict, message: str):
-    arguments = {"prompt_tokens": torch.tensor([[1]]), "max_new_tokens": 1} | options
+    arguments = {"max_new_tokens": 1} | options
+    request = GenerationRequest(arguments.pop("prompt", [1]), Sampling(**arguments))
     with pytest.raises(JobError, match=message):
-        generate(build(KINDS["gpt2"]), **arguments)
+        Engine(ModelDecoder.whole(build(KINDS["gpt2"]))).run([request])

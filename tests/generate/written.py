@@ -7,6 +7,7 @@ from pathlib import Path
 from model.kinds import build
 from phalanx.check.show import as_dict
 from phalanx.checkpoint.save import save_tensors
+from phalanx.config.data import Data
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
@@ -14,10 +15,10 @@ from phalanx.data.tokenizer import NumberTokenizer
 from phalanx.model.transformer import Transformer
 
 
-def write_run(path: Path, model: ModelConfig) -> Transformer:
+def write_run(path: Path, model: ModelConfig, data: Data | None = None) -> Transformer:
     """A run of a model in float64, whose texts are numbers. Returns the model."""
     transformer = build(model)
-    job = Job(model=model, train=Train(precision="fp64"))
+    job = Job(model=model, train=Train(precision="fp64"), data=data or Data())
     meta = {"job": as_dict(job), "vocab_size": model.vocab_size}
     save_tensors(path / "checkpoints", 1, dict(transformer.named_parameters()), meta)
     NumberTokenizer(model.vocab_size).save(path)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.config.job import Job
+from phalanx.config.run import RunOptions
 from phalanx.launch.output import Outlet, UnblockedStream, unblocked
 from phalanx.train.terminal import Terminal
 
@@ -83,18 +85,36 @@ def test_a_full_disk_does_not_end_the_program(path: str, tmp_path: Path, monkeyp
         assert (tmp_path / path).read_text() == "on one\non the other\n"
 
 
-def test_the_bar_on_a_terminal_that_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_view_on_a_terminal_that_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    monkeypatch.setenv("TERM", "xterm")
     terminal, theirs = pty.openpty()
     termios.tcflow(theirs, termios.TCOOFF)  # what Ctrl-S does
     monkeypatch.setattr(sys, "stderr", os.fdopen(theirs, "w", buffering=1))
     monkeypatch.setattr("phalanx.launch.output.LINGER_S", 60.0)
     with unblocked():
-        with Terminal(3, visible=True) as shown:
+        with Terminal(Job()) as shown, shown.live(tmp_path):
             for step in (1, 2, 3):
-                shown.step(step, 1.0, 1.0)
                 shown.print(f"line {step}")
         termios.tcflow(theirs, termios.TCOON)  # Ctrl-Q: what waited is shown
     seen = os.read(terminal, 1 << 16)
     while b"line 3" not in seen:
         seen += os.read(terminal, 1 << 16)
+    os.close(terminal)
+
+
+@pytest.mark.parametrize(
+    ("term", "live", "shown"), [("xterm", True, True), ("dumb", True, False), ("xterm", False, False)]
+)
+def test_where_the_live_view_is_shown(term: str, live: bool, shown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal, theirs = pty.openpty()
+    monkeypatch.setenv("TERM", term)
+    with os.fdopen(theirs, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        found = Terminal(Job(run=RunOptions(live=live)))
+        assert found.has_screen == shown
+        assert not Terminal().has_screen, "another rank than the first"
+        found.print("step: 10  loss: 2.0000  " + "x" * 300)
+    seen = os.read(terminal, 1 << 16)
+    assert (b"\x1b[" in seen) == shown
     os.close(terminal)

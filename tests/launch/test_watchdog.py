@@ -225,10 +225,11 @@ def test_a_slow_rank_gets_a_line_and_a_row(
         assert watchdog.poll(pids, {}) is None
         make_steps(two, 20, [0.1, 0.15])
     deadline = time.monotonic() + 20
-    while not (tmp_path / "metrics.jsonl").exists():
+    rows = tmp_path / "metrics.jsonl"
+    while not (rows.exists() and rows.read_text().endswith("\n")):  # a thread of its own writes it
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    (row,) = map(json.loads, rows.read_text().splitlines())
     assert (row["event"], row["rank"], row["step"], row["factor"]) == ("slow_rank", 1, 41, 1.5)
     (line,) = said
     assert "is slow: 0.15 s of its own per step at step 41, 1.50 × the median" in line

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from generate.texts import generate
 from model.kinds import MOE_AND_MLA, build, tokens
 from phalanx.config.model import MLA, ModelConfig, RopeScaling
-from phalanx.generate.sampling import generate
 from phalanx.model.cache import Cache
 from phalanx.model.latent import LatentAttention
 from phalanx.model.rotary import rotary_frequencies

@@ -43,6 +43,12 @@ def test_sgd_without_momentum_keeps_nothing():
     assert (costs.state, costs.moved) == (0, 12)
 
 
+@pytest.mark.parametrize(("shape", "moved"), [((512, 2048), 348), ((384, 384), 404), ((300, 300), 80), ((2048,), 80)])
+def test_what_8_bit_moments_move_depends_on_their_blocks(shape: tuple[int, ...], moved: float):
+    """Blocks have 256 elements, or 16, whose largest is searched one by one; others keep moments in full precision."""
+    assert OPTIMIZERS["adamw8bit"].moved(Optimizer(name="adamw8bit"), "w", shape) == moved
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_projects_own_entries_pass_the_check_of_others(name):
     assert not list(problems(name, OPTIMIZERS[name]))

@@ -19,9 +19,9 @@ from phalanx.parallel.parameter_shards import wholes
 from phalanx.partition import batch as batch_equation
 from phalanx.train import learning_rate
 from phalanx.train.loop import Trainer
+from phalanx.train.schedule_end import end_of
 from phalanx.train.step import Stepper
 from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal
 
 VOCAB = 37
 
@@ -101,7 +101,7 @@ def stepped(ranks, job: Job, weights: plain.Weights, made: Sequence[plain.Batch]
         starts = range(mesh.data_rank * share, (mesh.data_rank + 1) * share, equation.micro_batch)
         micro_batches = [_micro_batch(batch, range(first, first + equation.micro_batch)) for first in starts]
         valid = int((batch[1] != -100).sum())
-        lr = learning_rate.at_step(step, job.optimizer, job.train.steps, job.train.global_batch)
+        lr = learning_rate.at_step(step, job.optimizer, end_of(job), job.train.global_batch)
         found = stepper.step(micro_batches, step, valid, lr)
         losses.append(found.loss)
         norms.append(found.grad_norm)
@@ -120,7 +120,7 @@ def trained(ranks, job: Job) -> tuple[plain.Weights, list[plain.Batch], plain.Re
         read.append(micro_batches)
         return real(self, micro_batches, *args, **kwargs)
 
-    trainer = Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(job.train.steps, visible=False))
+    trainer = Trainer(job, ranks, torch.device("cpu"), StopRequest())
     parameters = {shard.name: shard.value.detach() for shard in trainer.stepper.replica.shards}
     weights = {name: value.clone() for name, value in parameters.items()}
     with mock.patch.object(Stepper, "compute", compute):

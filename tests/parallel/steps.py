@@ -46,9 +46,10 @@ def steps(ranks, job: Job, vocab: int, count: int = 2):
     real = stepper.optimizer.square_norm
 
     def square_norm(scale):
-        found = {f.name: f.gradient for f in shards}
+        trained = [f for f in shards if not f.frozen]
+        found = {f.name: f.gradient for f in trained}
         # Copies: clipping works in place.
-        gradients.update((name, t.clone()) for name, t in wholes(shards, found, mesh, ranks.rank == 0))
+        gradients.update((name, t.clone()) for name, t in wholes(trained, found, mesh, ranks.rank == 0))
         return real(scale)
 
     stepper.optimizer.square_norm = square_norm

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from parallel import structures
 from parallel.steps import steps, worst
 from phalanx.check.job import problems_of
 from phalanx.config.job import Job
@@ -21,22 +22,8 @@ from phalanx.config.train import Train
 VOCAB = 13
 """Divides by nothing: the last tensor rank's rows are padded."""
 GPT = ModelConfig(n_layers=2, d_model=24, n_heads=4, seq_len=8, bias=True, qkv_bias=True)
-LLAMA = ModelConfig(
-    n_layers=2,
-    d_model=24,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    d_ff=40,
-    seq_len=8,
-    norm="rmsnorm",
-    positions="rope",
-    activation="swiglu",
-    bias=False,
-    tied=False,
-    dropout=0.2,
-)
-MISTRAL = dataclasses.replace(LLAMA, window=3, dropout=0.0)
+LLAMA = dataclasses.replace(structures.LLAMA, dropout=0.2)
+MISTRAL = dataclasses.replace(structures.LLAMA, window=3)
 MODELS = {"gpt": GPT, "llama": LLAMA, "mistral": MISTRAL, "mistral with dropout": dataclasses.replace(LLAMA, window=3)}
 LAYOUTS = [
     Layout(dp_replicate=2, bucket_mb=0.01),

@@ -105,3 +105,18 @@ def test_gradients_that_autograd_does_not_bring_are_reduced_on_request(ranks, ve
     for result in ranks(gradient_of_the_first_half, 2):
         assert result["whole"] == (False, True, False)
         assert result["gradients"] == {"weight": [[3.0] * 4] * 2, "bias": [0.0, 0.0]}, "1 + 2, and zeros"
+
+
+def sent_shares_of(ranks: Ranks) -> list[tuple[int, tuple[int, ...], bool]]:
+    devices = init_device_mesh("cpu", (ranks.world,))
+    module = nn.Linear(4, 5)
+    module.bias.requires_grad_(False)
+    group = fully_shard(module, mesh=devices)
+    return [(each.elements, tuple(each.shape), each.trained) for each in fsdp_private.sent_shares(group)]
+
+
+def test_shares_are_sent_in_the_order_of_the_parameters_with_padding(ranks, version):
+    """5 rows on 2 ranks are 3 and 2, padded to 3."""
+    del version
+    for found in ranks(sent_shares_of, 2):
+        assert found == [(3 * 4, (5, 4), True), (3, (5,), False)]

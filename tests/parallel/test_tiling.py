@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from checkpoint.contents import contents
 from parallel.steps import micro_batches, steps, worst
+from phalanx.blocks.kinds import block_kinds
 from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis
 from phalanx.config.checkpoint import Checkpoint
@@ -14,9 +16,10 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
+from phalanx.cost.held import block_parameters, outside
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fsdp_private import is_whole
-from phalanx.parallel.tiling import Tile
+from phalanx.parallel.modules import Tile
 from phalanx.train.saving import Saving
 from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
@@ -93,13 +96,21 @@ def gathered(ranks, layout: Layout) -> list[int]:
     return sizes
 
 
+def largest_gather(model: ModelConfig, layout: Layout) -> int:
+    """Elements of the largest tensor that the formulas say is gathered."""
+    held = block_parameters(model, layout, block_kinds(model)[0]).gathered(layout.ep == 1, tiled=layout.reshard)
+    return max(held.block, held.tile, outside(replace(model, vocab_size=VOCAB), layout.tp, True, True))
+
+
 def test_only_a_tile_is_whole_at_once(ranks):
     layouts = [Layout(dp_shard=2, tiles=tiles) for tiles in (1, 2, 4, 8)]
-    layouts.append(replace(layouts[-1], recompute="full"))
+    layouts += [replace(layouts[-1], tile="all"), replace(layouts[-1], recompute="full")]
     found = [ranks(gathered, 2, layout)[0] for layout in layouts]
     for layout, sizes in zip(layouts, found, strict=True):
         print(layout.line(), f"largest {max(sizes) * 8:,}", f"together {sum(sizes) * 8:,}", len(sizes), sep="  ")
-    without, *_, with_tiles, recomputed = found
+    for layout, sizes in zip(layouts, found, strict=True):
+        assert max(sizes) == largest_gather(replace(GPT, d_model=64, d_ff=1024), layout)
+    without, *_, with_tiles, _, recomputed = found
     matrix = 64 * 1024
     assert max(without) >= 2 * matrix, "both matrices of a block's MLP at once"
     assert max(with_tiles) < matrix / 2, "a tile, or what is left of a block"
@@ -109,12 +120,28 @@ def test_only_a_tile_is_whole_at_once(ranks):
     assert recomputed.count(up) == 2 * 3 * 8, "and when the forward pass is repeated"
 
 
+def largest_bucket(ranks, layout: Layout) -> int:
+    """Bytes of the largest whole gradient that ZeRO-2 keeps until it is reduced."""
+    mesh = meshes.build(layout, "cpu")
+    stepper = Stepper(job(layout, replace(GPT, d_model=64, d_ff=1024)), mesh, torch.device("cpu"), VOCAB)
+    return max(bucket.shard.size * bucket.each * 8 for bucket in stepper.replica.buckets)
+
+
+def test_with_zero_2_a_tile_is_the_largest_bucket(ranks):
+    layouts = [Layout(dp_shard=2, zero=2, bucket_mb=0.01, tiles=tiles, tile="all") for tiles in (1, 2, 4, 8)]
+    found = [ranks(largest_bucket, 2, layout)[0] for layout in layouts]
+    for layout, size in zip(layouts, found, strict=True):
+        print(layout.line(), f"largest bucket {size:,}", sep="  ")
+    assert found[0] >= 8 * 64 * 1024 > 7 * found[3]
+
+
 def most_whole(ranks, layout: Layout) -> int:
     """How many of the model's tiles are whole at once, at most, whenever a collective starts."""
     this = job(layout)
     mesh = meshes.build(layout, "cpu")
     stepper = Stepper(this, mesh, torch.device("cpu"), VOCAB)
-    tiles = [module for module in stepper.replica.objective.modules() if isinstance(module, Tile)]
+    modules = stepper.replica.objective.modules()
+    tiles = [module for module in modules if isinstance(module, Tile) and isinstance(module, FSDPModule)]
     found = []
     reals = {name: getattr(Axis, name) for name in ("all_gather", "reduce_scatter")}
 
@@ -163,10 +190,17 @@ def save_and_load(ranks, root, first: Layout, second: Layout):
 
 
 @pytest.mark.parametrize("with_first", [True, False])
-def test_a_checkpoint_loads_with_and_without_tiles(ranks, tmp_path, with_first):
-    layouts = [Layout(dp_shard=2, tiles=4), Layout(dp_shard=2)]
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [Layout(dp_shard=2, tiles=4), Layout(dp_shard=2)],
+        [Layout(dp_shard=2, tp=2, tiles=4, tile="all"), Layout(dp_shard=4, tiles=2)],
+    ],
+    ids=lambda layouts: layouts[0].line(),
+)
+def test_a_checkpoint_loads_with_and_without_tiles(ranks, tmp_path, layouts, with_first):
     first, second = layouts if with_first else layouts[::-1]
-    (*shown, path), (*expected, path_there) = ranks(save_and_load, 2, tmp_path, first, second)[0]
+    (*shown, path), (*expected, path_there) = ranks(save_and_load, first.world, tmp_path, first, second)[0]
     assert shown == pytest.approx(expected, rel=1e-9)
     there, here = (contents(p) for p in (path_there, path))
     assert worst(here, there, 1e-2) < 1e-9
@@ -185,7 +219,8 @@ def test_tiles_multiply_through_onednn(ranks):
     ("layout", "message"),
     [
         (Layout(tiles=5), "MLP width 48 / tiles 5 is not an integer; nearest tiles: 3, 4, 6"),
-        (Layout(tiles=4, tp=2), "tiles 4 need tp 1, tp is 2"),
+        (Layout(tiles=16, tp=2), "MLP width 48 / (tp 2 × tiles 16) is not an integer; nearest tiles: 8, 12, 24"),
+        (Layout(tiles=3, tile="attention"), "8 rows of attn.wq / tiles 3 is not an integer; nearest tiles: 1, 2, 4"),
         (Layout(tiles=0), "must be at least 1"),
     ],
 )

@@ -62,7 +62,7 @@ def test_a_row_has_its_micro_batches_and_figures():
         words = texts(row)
         assert words[0] == f"rank {rank}"
         assert sorted(words[1:-4]) == sorted(2 * [str(micro) for micro in range(8)])
-        assert words[-4:-1] == [f"{seconds / found.seconds:.1%}" for seconds in found.shares(rank)]
+        assert words[-4:-1] == [f"{seconds / found.seconds:.1%}" for seconds in found.shares(rank)[:3]]
         assert words[-1] == str(4 - rank)
     assert "1 step in 390 ms; rank 0 is idle longest, 23.1% of it" in texts(root)
 
@@ -156,3 +156,12 @@ def test_cells_show_all_the_time_of_the_window(gaps, begin, length, narrow):
         assert cell.x >= 0
         assert 0 <= cell.top <= cell.top + cell.height <= 1 + 1e-9
         assert cell.width * cell.height + 1e-6 >= sum(s.seconds for s in cell.spans) * window.unit
+
+
+def test_slow_ranks_are_marked_and_the_picture_names_model_and_machine():
+    found = timeline("1f1b", 4, 8, message=0.002)
+    root = ElementTree.fromstring(svg(found, None, None, "tiny on a machine", {2: "1.2 ×"}))
+    assert texts(root)[0] == "tiny on a machine: 1f1b, 4 ranks, 8 micro-batches"
+    (mark,) = [box for box in root.iter(f"{SVG}rect") if box.get("class") == "mark"]
+    assert "1.2 ×" in texts(root)
+    assert float(mark.get("y") or 0) > 76 + 2 * 38  # below the name of rank 2

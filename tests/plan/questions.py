@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.config.clusters import cluster_of
-from phalanx.config.model import ModelConfig
+from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.known import MEGATRON_2021, MEGATRON_CORE, PHALANX, PHALANX_CPU, TORCHTITAN
@@ -72,5 +72,10 @@ QUESTIONS = {
     "a laptop": on_laptop(16, worlds=(1, 2, 4)),
     "8 bits": request("llama3-8b", "dgx-h100:2", 32, TORCHTITAN, "fp8"),
     "gradients in fp32": request("llama3-8b", "dgx-h100:2", 32, FP32_GRADIENTS),
+    "adapters": replace(request("llama3-8b", "dgx-h100:2", 64), model=model("llama3-8b", lora=LoRA(rank=16))),
+    "adapters of experts": replace(
+        request("mixtral-8x7b", "dgx-h100:4", 64, MEGATRON_CORE, tp=1),
+        model=model("mixtral-8x7b", lora=LoRA(rank=8, targets="attention")),
+    ),
     "schedules of ones own choice": request("llama3-8b", "dgx-h100:1", 32, schedule="gpipe"),
 }

@@ -12,7 +12,7 @@ from phalanx.cost.predict import predict
 from phalanx.errors import JobError
 from phalanx.plan.search.bounds import Bounds
 from phalanx.plan.search.request import PlanRequest
-from phalanx.plan.search.space import space_of
+from phalanx.plan.search.space import STATES, space_of
 from phalanx.schedule.catalogue import SCHEDULES
 from plan.questions import QUESTIONS, on_laptop, request
 
@@ -32,6 +32,19 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(name: str) -> None:
 def test_bounds_hold_for_every_schedule(name: str) -> None:
     one = request("llama3-8b", "dgx-h100:2", 64, schedule=name, cp=1)
     assert compare(one, random.Random(name)) >= 10
+
+
+@pytest.mark.parametrize("fixed", [{}, {"quantise_weights": "int8", "quantise_gradients": "int4"}])
+def test_bounds_hold_with_a_second_copy(fixed: dict[str, str]) -> None:
+    one = request("llama3-8b", "dgx-h100:4", 64, hpz=8, cp=1, **fixed)
+    assert compare(one, random.Random("hpz")) >= 10
+    assert all(state.zero == 3 for state in (STATES[rows[1]] for option in space_of(one).options for rows in option))
+
+
+@pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b"])
+def test_bounds_hold_with_tiles(model: str) -> None:
+    one = request(model, "dgx-h100:2", 64, tiles=4, tile="all", cp=1)
+    assert compare(one, random.Random("tiles")) >= 10
 
 
 def compare(one: PlanRequest, random: random.Random) -> int:

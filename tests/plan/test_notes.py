@@ -58,7 +58,7 @@ def test_recomputation_says_what_it_saves() -> None:
 
 
 def test_where_nothing_fits_so_many_devices_would_be_enough() -> None:
-    plan = search(request("llama3-70b", "dgx-h100:1", 16))
+    plan = search(request("llama3-70b", "dgx-h100:1", 16, offload="none"))
     assert not plan.best
     (note,) = plan.notes
     found = re.match(r"It fits on (\d+) of these devices, (\d+) times as many", note)
@@ -69,9 +69,22 @@ def test_where_nothing_fits_so_many_devices_would_be_enough() -> None:
 
 
 def test_no_number_of_devices_is_promised_to_fixed_degrees() -> None:
-    plan = search(request("llama3-70b", "dgx-h100:1", 16, dp_shard=8, dp_replicate=1, tp=1, cp=1, pp=1))
+    plan = search(request("llama3-70b", "dgx-h100:1", 16, dp_shard=8, dp_replicate=1, tp=1, cp=1, pp=1, offload="none"))
     assert not plan.best
     assert not plan.notes
+
+
+def test_where_nothing_fits_otherwise_the_optimizer_is_offloaded() -> None:
+    plan = search(request("llama3-70b", "dgx-h100:1", 16))
+    assert plan.best[0].layout.offload == "optimizer"
+    assert plan.notes[0].startswith("Without offload none of ")
+
+
+def test_a_layer_too_large_to_be_gathered_whole_runs_in_tiles() -> None:
+    plan = search(request("megatron-1008b", "dgx-a100:64", 512, tp=1, pp=1, cp=1, offload="none"))
+    assert plan.best[0].layout.tiles == 4
+    assert plan.best[0].layout.tile == "all"
+    assert re.match(r"Without tiles none of [\d,]+ layouts fits: 4 of a layer's matrices", plan.notes[0])
 
 
 def _notes(cluster: str) -> tuple[str, ...]:

@@ -63,8 +63,19 @@ def test_one_device_is_plain_or_hopeless() -> None:
     words, layout = rule(request("gpt2", ONE, 16))
     assert layout.world == 1
     assert words.startswith("one device, and the model fits: plain")
-    assert "does not run" in rule(request("llama3-70b", ONE, 16))[0]
+    words, layout = rule(request("llama3-8b", ONE, 16))
+    assert layout.offload == "optimizer"
+    assert "the model does not fit: optimizer state and its update on the host" in words
+    assert "nor with offload=all" in rule(request("llama3-70b", ONE, 16))[0]
     assert "without tiling" in rule(request("megatron-1008b", ONE, 16))[0]
+
+
+def test_a_block_that_heads_do_not_cut_runs_in_tiles() -> None:
+    one = request("llama3-8b", "dgx-v100:1", 64, offload="none")
+    wide = replace(one.model, d_model=16_384, n_heads=7, n_kv_heads=7, head_dim=2048, d_ff=65_536, n_layers=2)
+    words, layout = rule(replace(one, model=replace(wide, vocab_size=512)))
+    assert "ZeRO-3, large layers in 4 tiles" in words
+    assert (layout.tiles, layout.tile) == (4, "all")
 
 
 def test_where_nothing_fits_the_words_say_so() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.errors import ExtensionError
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.entry import ScheduleEntry
 from phalanx.schedule.probe import entry_problems
@@ -48,7 +49,6 @@ def test_a_true_entry_has_no_problems():
         ({"build": gpipe}, "its name is 'gpipe', not '1f1b'"),
         ({"build": lambda p, m: None}, "build must return a Schedule, returned NoneType"),
         ({"build": lambda p, m: one_f_one_b(p, m + 1)}, "its micro_batches is 2, not 1"),
-        ({"build": lambda p: p}, "build failed: TypeError"),
         ({"build": lambda p, m: replace(one_f_one_b(p, m), programs=((),) * p)}, "rank 0 has no actions"),
         ({"refuses": lambda p, m, v: "never"}, "refuses: no pipeline of 2 to 4 ranks is left"),
         ({"refuses": lambda p, m, v: "too many" if m > 20 else ""}, "refuses 24 micro-batches on 4 ranks, a multiple"),
@@ -62,6 +62,11 @@ def test_a_contradiction_is_named(changed: dict[str, object], message: str):
     found = list(entry_problems("1f1b", replace(ENTRY, **changed)))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match=message):
         raise ValueError(found)
+
+
+def test_a_program_that_cannot_be_built_is_named():
+    with pytest.raises(ExtensionError, match="^2 ranks, 1 micro-batches: build failed: TypeError"):
+        list(entry_problems("1f1b", replace(ENTRY, build=lambda p: p)))  # pyright: ignore[reportArgumentType]
 
 
 def test_every_contradiction_is_named_at_once():

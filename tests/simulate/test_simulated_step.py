@@ -264,8 +264,8 @@ def test_everything_that_a_case_does_not_have_is_told_at_once() -> None:
         "--slow-link 1-1=2: pipeline ranks are 0 to 3; a link joins two of them",
         "--slow-link 2-7=2",
         "--slow-link pp=3: axes are tp, cp, ep, dp; between pipeline ranks: 2-3=3",
-        "0: the factor 0 must be more than 0",
-        "dp: the factor -1 must be more than 0",
+        "--straggler 0=0: the factor must be more than 0",
+        "--slow-link dp=-1: the factor must be more than 0",
     ):
         assert words in str(error.value)
     with pytest.raises(JobError, match="the pipeline has rank 0 alone"):

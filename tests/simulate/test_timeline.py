@@ -17,17 +17,17 @@ def timeline(device: list[Span], network: list[Span], seconds: float) -> Timelin
 
 def test_exposed_communication_is_not_busy():
     found = timeline([Span(1, 3, "F", 0, 0, exposed=1), Span(5, 2, "optimizer")], [], 10)
-    assert found.shares(0) == (4, 1, 5)
+    assert found.shares(0) == (4, 1, 5, 0)
 
 
 def test_what_the_device_hides_is_not_communication():
     found = timeline([Span(1, 3, "F"), Span(5, 2, "B")], [Span(0, 2, "gather"), Span(3, 5, "reduce")], 10)
-    assert found.shares(0) == (5, 3, 2)
+    assert found.shares(0) == (5, 3, 2, 0)
 
 
 def test_network_spans_that_overlap_count_once():
     found = timeline([Span(2, 1, "F")], [Span(0, 9, "gather"), Span(1, 2, "send"), Span(3, 1, "send")], 10)
-    assert found.shares(0) == (1, 8, 1)
+    assert found.shares(0) == (1, 8, 1, 0)
 
 
 lengths = st.integers(0, 5)
@@ -43,4 +43,4 @@ def test_the_times_add_up_as_counting_second_by_second(device, network):
     found = timeline(spans, sends, 100)
     computing = {second for span in spans for second in range(int(span.start), int(span.end))}
     sending = {second for span in sends for second in range(int(span.start), int(span.end))}
-    assert found.shares(0) == (len(computing), len(sending - computing), 100 - len(computing | sending))
+    assert found.shares(0) == (len(computing), len(sending - computing), 100 - len(computing | sending), 0)

@@ -16,7 +16,6 @@ from phalanx.errors import StoppedError
 from phalanx.train import loop
 from phalanx.train.requests import Requests
 from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal
 
 
 def change(job: Job, section: str, **values) -> Job:
@@ -25,8 +24,7 @@ def change(job: Job, section: str, **values) -> Job:
 
 def train(ranks, job: Job, stop_at: int = 0):
     """Train as one of the ranks of a test's process group. `stop_at` acts as if a signal came in that step."""
-    terminal = Terminal(job.train.steps, visible=False)
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), terminal)
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
     trainer.requests = lambda: Requests(stop=0 < stop_at <= trainer.state.step + 1)
     return trainer.run()
 

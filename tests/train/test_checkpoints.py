@@ -21,7 +21,6 @@ from phalanx.errors import CheckpointError, NotFiniteError, RunError, StoppedErr
 from phalanx.train import loop
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal
 from train.runs import change, rows, train, weights
 
 HYBRID = Layout(dp_shard=2, tp=2, zero=3)
@@ -42,16 +41,16 @@ def root(job):
     return RunDirectory.of(job).checkpoints
 
 
-def spoiled(ranks, job, rank, at, kind):
+def spoiled(ranks, job, rank, at, kind, weight="mlp.up.weight"):
     """The message with which a run ends, one of whose ranks has an infinity in one of its elements after step `at`."""
     job = change(change(job, "checkpoint", background=False), "guard", every=0)  # which would compare replicas first
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
     stepper, advance = trainer.stepper, trainer.state.advance
 
     def spoil(step, global_batch):
         advance(step, global_batch)
         if step == at and ranks.rank == rank:
-            shard = next(f for f in stepper.replica.shards if "mlp.up.weight" in f.name and f.value.numel())
+            shard = next(f for f in stepper.replica.shards if weight in f.name and f.value.numel())
             tensors = stepper.optimizer.state_tensors() | {"": {shard.name: shard.value.detach()}}
             tensors[kind][shard.name].view(-1)[-1] = math.nan if kind else math.inf
 
@@ -82,6 +81,14 @@ def test_a_state_that_holds_nan_is_not_saved_and_ends_the_run(ranks, saving, roo
     )
     assert names(root)[-1] == f"step-{at - 2:06d}"
     assert NotFiniteError.exit_code == 5
+
+
+@pytest.mark.parametrize("kind", ["exp_avg_scale", "exp_avg_sq_scale"])
+def test_a_scale_of_codes_that_is_nan_is_not_saved_and_ends_the_run(ranks, saving, root, kind):
+    job = change(change(saving, "optimizer", name="adamw8bit"), "model", d_ff=256)
+    (message,) = ranks(spoiled, 1, dataclasses.replace(job, layout=Layout()), 0, 4, kind, "mlp.down.weight")
+    assert message.startswith(f"step 4: {kind}/blocks.0.mlp.down.weight holds NaN or infinity, so this state was not")
+    assert names(root)[-1] == "step-000002"
 
 
 def replace_by_nan(path: Path) -> None:
@@ -195,7 +202,7 @@ def elements_read(ranks, job):
 
     Reader.read = read
     try:
-        trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+        trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
     finally:
         Reader.read = real
     held = sum(shard.value.numel() for shard in trainer.stepper.replica.shards)

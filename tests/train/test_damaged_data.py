@@ -11,7 +11,7 @@ from phalanx.config.layout import Layout
 from phalanx.data import prepare as preparation
 from phalanx.data.prepare import prepare
 from phalanx.errors import DataError
-from phalanx.train import loop
+from phalanx.train import agreement
 from train.runs import change, losses, train
 
 BLOCK = 256
@@ -39,7 +39,7 @@ def flip(folder: Path, block: int) -> None:
 def train_on_node(ranks, job, elsewhere: dict[int, str]):
     """Train; some ranks are on the node whose disk is in another folder."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "VERIFIED_BYTES", 0)  # as if the shards were larger
+        patch.setattr(agreement, "VERIFIED_BYTES", 0)  # as if the shards were larger
         if ranks.rank in elsewhere:
             patch.chdir(elsewhere[ranks.rank])
             patch.setattr(platform, "node", lambda: "other")

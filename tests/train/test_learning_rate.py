@@ -15,7 +15,7 @@ SCHEDULES = ["cosine", "linear", "wsd", "constant"]
 
 
 def rates(optimizer: Optimizer) -> list[float]:
-    return [at_step(step, optimizer, STEPS, 16) for step in range(STEPS + 5)]
+    return [at_step(step, optimizer, optimizer.decay_steps or STEPS, 16) for step in range(STEPS + 5)]
 
 
 @given(st.sampled_from(SCHEDULES), st.integers(0, STEPS), st.integers(0, STEPS), st.floats(0, 1), st.floats(0, 1))

@@ -13,7 +13,6 @@ from phalanx.errors import CheckpointError, JobError, NotFiniteError, StoppedErr
 from phalanx.launch.ranks import SINGLE
 from phalanx.train import loop
 from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal
 from train.runs import change, losses, moves_between, rows, train, weights
 
 LAYOUTS = [
@@ -157,7 +156,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_optimizer_writes_it(ranks, j
 def poisoned(ranks, job):
     """The message with which a run ends, one of whose ranks meets a NaN in its first micro-batch."""
     stop = StopRequest()
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop, Terminal(1, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop)
     real = trainer.stepper.replica.forward_backward
 
     def forward_backward(micro, factor, *, last):
@@ -177,7 +176,7 @@ def test_fp16_overflow_skips_the_step_and_goes_on(ranks, job, layout):
 
 
 def overflowing(ranks, job):
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
     real = trainer.stepper.replica.forward_backward
 
     def forward_backward(micro, factor, *, last):

@@ -239,10 +239,20 @@ def test_other_errors_stay_as_they_are():
         ("logits", Layout(loss_chunk=64), "layout.loss_chunk=16"),
         ("activations", Layout(recompute="full", tp=2), "layout.sp=true"),
         ("activations", Layout(recompute="full", micro_batch=4), "layout.micro_batch=2"),
-        ("activations", Layout(recompute="full", micro_batch=1), "twice the devices with layout.tp=2, or "),
+        ("activations", Layout(recompute="full", micro_batch=1), "layout.offload=activations"),
+        (
+            "activations",
+            Layout(recompute="full", micro_batch=1, offload="activations"),
+            "twice the devices with layout.tp=2, or ",
+        ),
         ("optimizer", Layout(dp_replicate=4), "layout.dp_replicate=1 layout.dp_shard=4 layout.zero=1"),
         ("gradients", Layout(dp_replicate=2, dp_shard=2), "layout.dp_replicate=1 layout.dp_shard=4 layout.zero=3"),
-        ("parameters", Layout(tp=4), "twice the devices with layout.dp_shard=2 and layout.zero=3"),
+        ("parameters", Layout(tp=4), r"layout.offload=optimizer\+parameters"),
+        (
+            "parameters",
+            Layout(tp=4, offload="optimizer+parameters"),
+            "twice the devices with layout.dp_shard=2 and layout.zero=3",
+        ),
     ],
 )
 def test_the_nearest_remedy(part, layout, remedy):

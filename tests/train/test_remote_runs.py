@@ -20,7 +20,6 @@ from phalanx.train import loop
 from phalanx.train.requests import Requests
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal
 from train.runs import change, rows
 
 
@@ -52,7 +51,7 @@ def same(one, other):
 
 def train(ranks, job, stop_at=0):
     """Trains as one of the ranks; every checkpoint is copied before training goes on, so that none is superseded."""
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
     save, trainer.requests = trainer.saving.save, lambda: Requests(stop=0 < stop_at <= trainer.state.step + 1)
 
     def save_and_copy(last=False):

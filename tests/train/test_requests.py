@@ -21,7 +21,6 @@ from phalanx.errors import StoppedError
 from phalanx.train import feed, loop
 from phalanx.train.requests import Requests, SaveTimer
 from phalanx.train.stop import SIGNALS, StopRequest
-from phalanx.train.terminal import Terminal
 from train.runs import change, rows, train, weights
 
 ONE_RANK = st.builds(Requests, stop=st.booleans(), void=st.booleans())
@@ -51,7 +50,7 @@ def test_the_timer_is_due_until_a_checkpoint_is_written():
 
 def timed(ranks, job: Job) -> tuple[int, list[str]]:
     """Trains by a clock that shows one minute per step. Returns the last step, and the checkpoints that were kept."""
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(job.train.steps, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
     trainer.save_timer.clock = lambda: 60.0 * trainer.state.step
     step = trainer.run()["step"]
     return step, sorted(path.name for path in (Path(job.run.dir) / job.run.name / "checkpoints").glob("step-*"))
@@ -77,7 +76,7 @@ def test_all_ranks_save_after_the_same_step_when_rank_0_finds_that_it_is_time(ra
 def asked_in(ranks, job: Job, where: str) -> str:
     """Trains; the last rank alone is asked to stop inside its first validation, save, or wait for data after step 2."""
     stop = StopRequest()
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop, Terminal(job.train.steps, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop)
     never = threading.Event()
 
     def then_ask(real):

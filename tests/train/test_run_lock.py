@@ -57,6 +57,29 @@ def test_trainers_that_start_at_once_are_never_two_in_one_directory(tmp_path: Pa
     assert all(re.fullmatch(r"job(\.\d+)?", path.name) for path in directories), "an unfinished directory is left"
 
 
+def test_a_directory_that_is_renamed_while_it_is_made_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Path] = []
+
+    def there_and_gone(self: Path, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        calls.append(self)
+        if len(calls) == 1:  # as Path.mkdir: the directory exists, then it is no directory
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(self))
+        os.makedirs(self, mode, exist_ok)
+
+    monkeypatch.setattr(Path, "mkdir", there_and_gone)
+    with locked(tmp_path / "job"):
+        assert (tmp_path / "job" / LOCK).exists()
+    assert len(calls) == 2
+
+
+def test_a_run_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job").touch()
+    with pytest.raises(FileExistsError), locked(tmp_path / "job"):
+        pass
+
+
 def holder(directory: Path) -> int | None:
     found = run_lock._holder_at(directory / LOCK)
     return found.pid if found else None

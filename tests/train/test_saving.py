@@ -20,7 +20,6 @@ from phalanx.launch.environment import GENERATION
 from phalanx.train import loop
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal
 from train.runs import change, rows, train
 
 
@@ -43,7 +42,7 @@ def disturbed(ranks, job, disturb, stop_at=0):
     """Trains while `disturb(trainer, rank, step of the checkpoint)` comes before every shard file is written. Returns
     the error that ends the run, with its class, and the warnings."""
     stop, warnings = StopRequest(), []
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop, Terminal(1, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop)
     requests, write, trainer.over = trainer.requests, shard_file.write, threading.Event()
 
     def asked():
@@ -121,7 +120,7 @@ def test_the_state_does_not_change_while_it_is_copied(ranks, job, root, layout):
 
 def copied_late(ranks, job):
     """Trains with copies that begin late, and returns of each whether it is what the state was when it was taken."""
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
     snapshot, filled = trainer.saving.snapshot, []
     take, fill = snapshot.take, snapshot.fill
 
@@ -204,7 +203,7 @@ def test_a_run_that_a_later_attempt_has_taken_over_ends_whatever_the_policy(rank
 
 
 def spoil(ranks, job):
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
     advance = trainer.state.advance
 
     def advance_and_spoil(step, global_batch):

@@ -26,6 +26,7 @@ def test_every_line_is_another_layout_of_at_most_8_ranks():
         {"dp_shard": 2, "zero": 2},
         {"dp_shard": 2, "zero": 3},
         {"reshard": False},
+        {"hpz": 2, "accumulation": 2},
         {"accumulate": "sharded", "zero": 2},
         {"accumulate": "sharded", "zero": 3},
         {"dp_replicate": 2, "dp_shard": 2, "zero": 3},

@@ -67,9 +67,9 @@ def test_what_is_too_large_is_reduced_and_said():
     assert "dp_shard=64,tp=4,zero=2 (256 ranks), is compared as dp_shard=2,tp=4,zero=2" in selection.notes[0]
 
 
-def test_what_is_not_implemented_is_refused_by_name():
-    with pytest.raises(JobError, match="tp=2,offload=all.*offloading is not done by this version"):
-        select(JOB, lines=["tp=2,offload=all"])
+def test_an_offload_that_a_layout_cannot_use_is_refused_by_name():
+    with pytest.raises(JobError, match=r"tp=2,zero=2,offload=all.*which is zero=3, and zero is 2; nearest legal"):
+        select(JOB, lines=["tp=2,zero=2,offload=all"])
 
 
 def test_illegal_layouts_of_the_matrix_are_skipped_with_the_reason():
@@ -233,3 +233,15 @@ def test_document_masks_are_told():
     assert select(job, lines=["tp=2"]).notes == [
         "data.document_mask: the random sequences are cut into documents at random places"
     ]
+
+
+def test_rounded_layouts_are_not_called_equal():
+    with pytest.raises(JobError, match=r"at most 1/254 of the largest of 256.*nearest legal: quantise_weights=none"):
+        select(JOB, lines=["dp_shard=2,quantise_weights=int8"])
+    with pytest.raises(JobError, match=r"int4 rounds gradients .* at most 1/14 .* quantise_gradients=none"):
+        select(JOB, lines=["dp_shard=2,quantise_gradients=int4"])
+    job = replace(JOB, layout=Layout(dp_shard=2, quantise_weights="int8", quantise_gradients="int4"))
+    selection = select(job)
+    assert selection.layouts[0].line() == "dp_shard=2"
+    notes = [note for note in selection.notes if "compared without quantisation" in note]
+    assert ["1/254" in note for note in notes] == [True, False]

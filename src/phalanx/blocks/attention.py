@@ -13,13 +13,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from phalanx.blocks.attention_runs import CAPPED_TENSORS, capped_scores
+from phalanx.blocks.lora import saved_input
 from phalanx.blocks.operator import PLAIN, AttentionCore, MemoryBound, Message, Operator, SavedTensor
 from phalanx.blocks.place import WIDE, Place
 from phalanx.blocks.residual import enter, leave, linear_weights, norm_kernels, norm_weights
 from phalanx.blocks.ring import ring_keys
 
 ROWS = PLAIN._replace(cut="rows")
-COLUMNS = PLAIN._replace(cut="columns")
+TILED_ROWS, TILED_COLUMNS = (PLAIN._replace(cut=cut, tiled=True) for cut in ("rows", "columns"))
 PARTIAL = PLAIN._replace(gradient="partial")
 """A compression weight: whole on every tensor rank, each of which computes its heads' part of the gradient."""
 ROTARY_KERNELS, HEADS_KERNELS = 6, 4
@@ -32,7 +33,8 @@ def attention(place: Place) -> Iterator[Operator]:
     model, width = place.model, place.width
     bias = model.bias or model.qkv_bias
     queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
-    heads = ROWS._replace(unit=model.head_size)
+    heads = TILED_ROWS._replace(unit=model.head_size)
+    read = saved_input(place, "attention", "attn.wq", "attn.wk", "attn.wv")
     # Ranks that share the heads hold copies if there are fewer key heads.
     spread = max(model.kv_heads, place.tp * place.ulysses) * model.head_size
     if model.sinks:
@@ -40,13 +42,13 @@ def attention(place: Place) -> Iterator[Operator]:
     yield Operator(
         "qkv",
         (
-            *linear_weights("attn.wq", queries, model.d_model, bias, ROWS),
+            *linear_weights("attn.wq", queries, model.d_model, bias, TILED_ROWS),
             *linear_weights("attn.wk", keys, model.d_model, bias, heads),
             *linear_weights("attn.wv", keys, model.d_model, bias, heads),
         ),
         place.tokens,
         saved=(
-            SavedTensor("wq, wk, wv", model.d_model * place.read, "gathered"),
+            SavedTensor("wq, wk, wv", model.d_model * read, "gathered"),
             SavedTensor("queries", queries * width, "width"),
             SavedTensor("keys, values", 2 * spread * width, "width"),
             # Without the fused kernel every head has keys and values of its own.
@@ -57,7 +59,7 @@ def attention(place: Place) -> Iterator[Operator]:
             ),
         ),
         results=(SavedTensor("wq, wv", (queries + model.kv_heads * model.v_head_size) * width, "width"),),
-        messages=tuple(enter(place, regather=True)),
+        messages=tuple(enter(place, regather=bool(read))),
     )
     if model.qk_norm != "none":
         yield _query_key_norm(place)
@@ -73,7 +75,9 @@ def latent_attention(place: Place) -> Iterator[Operator]:
     spread = "tokens" if profile.routes_shards else "whole"
     heads, tokens = model.n_heads * model.head_size, place.tokens
     entering = tuple(enter(place))
-    inputs = (SavedTensor("wq_a, wkv_a" if mla.q_rank else "wq, wkv_a", model.d_model * place.read, spread),)
+    first = ("wq_a" if mla.q_rank else "wq", "wkv_a")
+    read = saved_input(place, "attention", *(f"attn.{name}" for name in first))
+    inputs = (SavedTensor(", ".join(first), model.d_model * read, spread),)
     if mla.q_rank:
         yield Operator(
             "wq_a",
@@ -85,13 +89,21 @@ def latent_attention(place: Place) -> Iterator[Operator]:
         yield _compressed_norm(place, "q_norm", mla.q_rank)
         yield Operator(
             "wq_b",
-            linear_weights("attn.wq_b", heads, mla.q_rank, bias, ROWS),
+            linear_weights("attn.wq_b", heads, mla.q_rank, bias, TILED_ROWS),
             tokens,
-            saved=(SavedTensor("q_norm, wq_b", mla.q_rank * (width + place.read), spread),),
+            saved=(
+                SavedTensor(
+                    "q_norm, wq_b", mla.q_rank * (width + saved_input(place, "attention", "attn.wq_b")), spread
+                ),
+            ),
         )
     else:
         yield Operator(
-            "wq", linear_weights("attn.wq", heads, model.d_model, bias, ROWS), tokens, saved=inputs, messages=entering
+            "wq",
+            linear_weights("attn.wq", heads, model.d_model, bias, TILED_ROWS),
+            tokens,
+            saved=inputs,
+            messages=entering,
         )
     rank, parts = mla.kv_rank, mla.nope_head_dim + mla.v_head_dim
     yield Operator(
@@ -104,10 +116,10 @@ def latent_attention(place: Place) -> Iterator[Operator]:
     values = mla.v_head_dim + (0 if profile.values_apart else mla.nope_head_dim)
     yield Operator(
         "wkv_b",
-        linear_weights("attn.wkv_b", model.n_heads * parts, rank, bias, ROWS),
+        linear_weights("attn.wkv_b", model.n_heads * parts, rank, bias, TILED_ROWS),
         tokens,
         saved=(
-            SavedTensor("wkv_b", rank * place.read, spread),
+            SavedTensor("wkv_b", rank * saved_input(place, "attention", "attn.wkv_b"), spread),
             SavedTensor("queries, keys", 2 * heads * width, "width"),
             SavedTensor("values", model.n_heads * width * values, "width"),
         ),
@@ -297,11 +309,11 @@ def _context_messages(place: Place, kv_heads: int) -> Iterator[Message]:
 
 def _output(place: Place) -> Operator:
     """Returns the output projection. The backward pass of attention reads its input, too."""
-    model, width, read = place.model, place.width, place.read
+    model, width, read = place.model, place.width, saved_input(place, "attention", "attn.wo")
     inner = model.n_heads * model.v_head_size
     return Operator(
         "wo",
-        linear_weights("attn.wo", model.d_model, inner, model.bias, COLUMNS, cuts_bias=False),
+        linear_weights("attn.wo", model.d_model, inner, model.bias, TILED_COLUMNS, cuts_bias=False),
         place.tokens,
         saved=(SavedTensor("wo", inner * (width if read == width else width + read), "width"),),
         messages=tuple(leave(place)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from phalanx.blocks.lora import frozen
 from phalanx.blocks.operator import PLAIN, MemoryBound, Message, Operator, Weight
 from phalanx.blocks.place import Place
 from phalanx.blocks.residual import enter, leave, norm_weights
@@ -26,27 +27,27 @@ def embedding(place: Place, vocabulary: int) -> Operator:
     if model.scaled_embedding:
         scaled = 2 * place.hidden / place.token_share
         work.append(MemoryBound("scale", scaled, scaled))
-    return Operator(
-        "embedding",
-        embedding_weights(model, vocabulary),
-        memory_bound=tuple(work),
-        messages=tuple(leave(place)),
-    )
+    messages = tuple(leave(place))
+    if model.lora.rank:  # nothing before the first block has a gradient
+        work = [each._replace(backward=0) for each in work]
+        messages = tuple(each._replace(backward=0) for each in messages)
+    return Operator("embedding", embedding_weights(model, vocabulary), memory_bound=tuple(work), messages=messages)
 
 
 def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     """Yields the final norm, the head and the loss, whose fp32 logits are read and written by the softmax and by its
-    gradient. With `loss_chunk` the backward pass recomputes the logits."""
+    gradient. With `loss_chunk` the backward pass recomputes the logits and their sums over the tensor ranks; with
+    tiles the logits alone."""
     model = place.model
     yield Operator(
         "final norm",
-        norm_weights(model, "final_norm", model.d_model),
+        frozen(model, norm_weights(model, "final_norm", model.d_model)),
         memory_bound=(MemoryBound("final norm", 2 * place.hidden, 3 * place.hidden),),
         messages=tuple(enter(place)),
     )
-    matrix = VOCABULARY._replace(name="head.weight", shape=(vocabulary, model.d_model))
-    yield Operator("head", (matrix,), place.tokens, sixteen=True)
-    chunked = place.loss_chunk > 0
+    matrix = _table("head.weight", model, vocabulary)
+    yield Operator("head", frozen(model, (matrix,)), place.tokens, sixteen=True)
+    chunked = place.loss_chunk > 0 and not in_tiles(place)
     logits = place.tokens * matrix.part(place.tp)
     if model.logit_softcap:
         yield Operator("soft cap", memory_bound=(MemoryBound("soft cap", 2 * logits, 3 * logits, 3),))
@@ -57,6 +58,11 @@ def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     )
 
 
+def in_tiles(place: Place) -> bool:
+    """Returns whether the head runs in tiles, and computes the loss with each of them."""
+    return "head" in place.tiled and not place.model.tied
+
+
 def boundary(place: Place) -> Message:
     """Returns the message between two stages of a pipeline: the hidden states of a micro-batch, or of a slice of it."""
     return Message("pp", "send", place.hidden / place.slices / place.token_share, forward=1, backward=1)
@@ -64,15 +70,18 @@ def boundary(place: Place) -> Message:
 
 def embedding_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]:
     """Returns the weights of the first stage."""
-    rows = VOCABULARY._replace(name="embed.weight", shape=(vocabulary, model.d_model))
-    if model.positions != "learned":
-        return (rows,)
-    return rows, Weight("positions.weight", (model.seq_len, model.d_model))
+    rows = _table("embed.weight", model, vocabulary)
+    learned = (Weight("positions.weight", (model.seq_len, model.d_model)),) if model.positions == "learned" else ()
+    return frozen(model, (rows, *learned))
 
 
 def head_weights(model: ModelConfig, vocabulary: int) -> tuple[Weight, ...]:
     """Returns the weights of the last stage. A tied head has no weight of its own."""
     norm = norm_weights(model, "final_norm", model.d_model)
-    if model.tied:
-        return norm
-    return *norm, VOCABULARY._replace(name="head.weight", shape=(vocabulary, model.d_model))
+    head = () if model.tied else (_table("head.weight", model, vocabulary),)
+    return frozen(model, (*norm, *head))
+
+
+def _table(name: str, model: ModelConfig, vocabulary: int) -> Weight:
+    """Returns the matrix of one end. A tied one, which both ends read, does not run in tiles."""
+    return VOCABULARY._replace(name=name, shape=(vocabulary, model.d_model), tiled=not model.tied)

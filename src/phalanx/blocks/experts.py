@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Literal
 
 from phalanx.blocks.feed_forward import down_result, gate_result, hidden_bytes, mlp
+from phalanx.blocks.lora import saved_input
 from phalanx.blocks.operator import MemoryBound, Message, Operator, SavedTensor, Weight
 from phalanx.blocks.place import INDEX, WIDE, Place
 from phalanx.blocks.residual import enter, leave, needs_sum
@@ -26,26 +27,27 @@ def experts(place: Place) -> Iterator[Operator]:
     stream, rows = model.d_model * width, routed_rows(place) / place.tokens
     arrived = rows * (place.profile.imbalance if place.ep > 1 else 1)
     yield _router(place, spread, rows)
-    # A row's token and its choice, and for each bias its expert.
-    places = 2 + model.bias * (2 + model.gated)
+    # A row's token and its choice, and for each bias with a gradient its expert.
+    places = 2 + (model.bias and not model.lora.rank) * (2 + model.gated)
     yield _moving(place, "dispatch", rows, SavedTensor("places", places * INDEX * rows, spread))
     up, activation, down = mlp(
-        place, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts)
+        place, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts), tiled=True
     )
-    read = SavedTensor("experts.up", arrived * model.d_model * place.read, spread)
+    inputs = saved_input(place, "feed_forward", "moe.experts.up", "moe.experts.gate")
+    read = SavedTensor("experts.up", arrived * model.d_model * inputs, spread)
     yield replace(
         _in_mixture(up, moe.n_experts), saved=(read,), results=gate_result(place, moe.top_k * model.expert_ff_size)
     )
     here = max(1, moe.n_experts // place.ep)
     each = (one._replace(forward=here * one.forward, backward=here * one.backward) for one in activation.memory_bound)
     yield replace(activation, memory_bound=tuple(each))
-    hidden = SavedTensor("experts", arrived * model.expert_ff_size * hidden_bytes(place), "width")
+    hidden = SavedTensor("experts", arrived * model.expert_ff_size * hidden_bytes(place, "experts"), "width")
     yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,), results=down_result(place))
     # The experts' outputs, before and after the gates: torch's index_add keeps what it adds.
     combined = () if place.profile.weights_inside else (SavedTensor("combine", 2 * rows * stream, spread),)
     yield _moving(place, "combine", rows, *combined).sending(*leave(place, again=needs_sum(model)))
     if moe.n_shared:
-        for part in mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens):
+        for part in mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens, tiled=True):
             yield _in_mixture(part)
 
 
@@ -65,6 +67,10 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
     if moe.router_bias:
         weights.append(Weight("moe.router.logit_bias", (moe.n_experts,), gradient="partial"))
     routed = 8 * place.tokens * moe.n_experts
+    # Shared experts read the same input.
+    reads = not model.lora.rank or (
+        moe.n_shared and saved_input(place, "feed_forward", "moe.shared.up", "moe.shared.gate")
+    )
     gates = moe.top_k * (INDEX + (WIDE if moe.renormalise else 0)) + (2 * WIDE if moe.renormalise else 0)
     return Operator(
         "router",
@@ -73,7 +79,7 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
         sixteen=True,
         memory_bound=(MemoryBound("route", routed, routed, ROUTE_KERNELS),),
         saved=(
-            SavedTensor("router", model.d_model * place.width, spread),
+            SavedTensor("router", model.d_model * place.width if reads else 0, spread),
             SavedTensor("scores", moe.n_experts * WIDE * (2 if moe.z_loss else 1), spread),
             SavedTensor("gates", gates + rows * place.width, spread),
         ),

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from phalanx.blocks.lora import saved_input
 from phalanx.blocks.operator import PLAIN, MemoryBound, Operator, SavedTensor, Weight
 from phalanx.blocks.place import Place
-from phalanx.blocks.residual import enter, leave, linear_weights
+from phalanx.blocks.residual import enter, leave, linear_weights, needs_sum
 from phalanx.config.model import ModelConfig
 
 ROWS, COLUMNS = PLAIN._replace(cut="rows"), PLAIN._replace(cut="columns")
@@ -16,17 +17,20 @@ CLAMPED_KERNELS = 7
 
 def dense(place: Place) -> Iterator[Operator]:
     """Yields the operators of a dense MLP."""
+    read = saved_input(place, "feed_forward", "mlp.up", "mlp.gate")
     up, activation, down = mlp(place, "mlp", place.model.ff_size, place.tokens, tiled=True)
     yield Operator(
         up.name,
         up.weights,
         up.rows,
-        saved=(SavedTensor("up", place.model.d_model * place.read, "gathered"),),
+        saved=(SavedTensor("up", place.model.d_model * read, "gathered"),),
         results=gate_result(place, place.model.ff_size),
-        messages=tuple(enter(place, regather=True)),
+        messages=tuple(enter(place, regather=bool(read))),
     )
     yield activation
-    yield replace(down, results=down_result(place)).sending(*leave(place))
+    # The sum of a frozen matrix's outputs, or of tiles', saves nothing of its own.
+    again = not (place.model.lora.rank or "mlp" in place.tiled) or needs_sum(place.model)
+    yield replace(down, results=down_result(place)).sending(*leave(place, again=again))
 
 
 def gate_result(place: Place, width: int) -> tuple[SavedTensor]:
@@ -63,7 +67,7 @@ def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) 
             f"{name}.down",
             down_weights(model, name, width, tiled=tiled),
             rows,
-            saved=(SavedTensor(name, width * hidden_bytes(place), "width"),),
+            saved=(SavedTensor(name, width * hidden_bytes(place, name), "width"),),
         ),
     )
 
@@ -85,10 +89,11 @@ def down_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = Fal
     return weight, *(one._replace(gradient="tokens" if name == "mlp" else "partial") for one in bias)
 
 
-def hidden_bytes(place: Place) -> int:
-    """Returns the bytes per element of the hidden size that an MLP saves: the inputs of the activation, of the last
-    matrix and, of a gate that is not computed again, its result."""
+def hidden_bytes(place: Place, name: str) -> int:
+    """Returns the bytes per element of the hidden size that the MLP `name` saves: the inputs of the activation, of the
+    last matrix and, of a gate that is not computed again, its result."""
     tensors = place.profile.swiglu_kept if place.model.gated else 2
     if place.model.activation == "swiglu_clamped":
         tensors = min(tensors, 3)
-    return (tensors - 1) * place.width + place.read
+    down = f"{name}.down" if name == "mlp" else f"moe.{name}.down"
+    return (tensors - 1) * place.width + saved_input(place, "feed_forward", down)

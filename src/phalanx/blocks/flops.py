@@ -9,15 +9,20 @@ Attention scores and their product with the values are counted in one of two way
   12 L H Q T per token) and as torchtitan and Megatron-LM report it counts so; so does every `mfu` that Phalanx prints.
 - `causal`: half of that, the work that a kernel cannot avoid.
 
+Frozen matrices, those beside adapters (blocks/lora.py), have no weight gradients to compute.
+
 Model FLOPs (`train_flops_*`) leave recomputation out; `phalanx.cost.flops` adds it.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal
 
 from phalanx.blocks.kinds import BlockKind, block, block_kinds
+from phalanx.blocks.operator import Weight
 from phalanx.blocks.parameters import active_size, block_weights, vocabulary
 from phalanx.blocks.place import Place
 from phalanx.config.model import ModelConfig
@@ -41,15 +46,18 @@ def forward_flops_per_sequence(model: ModelConfig, vocab_size: int | None, atten
 
 
 def train_flops_per_token(model: ModelConfig) -> int:
-    """Returns the FLOPs per token of forward and backward pass: three times the forward pass."""
-    return (1 + BACKWARD_PER_FORWARD) * forward_flops_per_token(model)
+    """Returns the FLOPs per token of forward and backward pass: three times the forward pass, less the weight gradients
+    of frozen matrices."""
+    return (1 + BACKWARD_PER_FORWARD) * forward_flops_per_token(model) - _frozen_flops_per_token(model, None)
 
 
 def train_flops_per_step(
     model: ModelConfig, sequences: int, vocab_size: int | None = None, attention: Attention = "full"
 ) -> int:
     """Returns the FLOPs of one optimizer step over a global batch of `sequences`, on all devices together."""
-    return (1 + BACKWARD_PER_FORWARD) * sequences * forward_flops_per_sequence(model, vocab_size, attention)
+    forward = forward_flops_per_sequence(model, vocab_size, attention)
+    frozen = model.seq_len * _frozen_flops_per_token(model, vocab_size)
+    return sequences * ((1 + BACKWARD_PER_FORWARD) * forward - frozen)
 
 
 def block_flops_per_token(model: ModelConfig, layer: int) -> int:
@@ -66,8 +74,21 @@ def block_flops_per_sequence(model: ModelConfig, layer: int, attention: Attentio
 @lru_cache(1024)
 def matrix_flops_per_token(model: ModelConfig, layer: int) -> int:
     """Returns the forward FLOPs per token of the weight matrices of one block."""
-    weights = block_weights(model, block_kinds(model)[layer])
+    return _flops_of(model, block_weights(model, block_kinds(model)[layer]))
+
+
+def _flops_of(model: ModelConfig, weights: Iterable[Weight]) -> int:
+    """Returns the FLOPs per token of one product with each of the matrices among these weights."""
     return 2 * sum(active_size(weight.name, weight.shape, model) for weight in weights if weight.is_matrix)
+
+
+def _frozen_flops_per_token(model: ModelConfig, vocab_size: int | None) -> int:
+    """Returns the FLOPs per token of one product with each frozen matrix: none without adapters."""
+    if not model.lora.rank:
+        return 0
+    kinds = Counter(block_kinds(model)).items()
+    blocks = sum(n * _flops_of(model, (w for w in block_weights(model, kind) if w.frozen)) for kind, n in kinds)
+    return blocks + head_flops_per_token(model, vocab_size)
 
 
 def attention_flops_per_token(model: ModelConfig, layer: int) -> int:

@@ -41,7 +41,7 @@ class SublayerKind:
     """A kind of one of a block's two sub-layers, attention and feed-forward layer."""
 
     title: str
-    """What it is, in a few words."""
+    """A few words for lists and messages."""
     source: str
     """The paper or model that it is from, with the section."""
     operators: Callable[[Place], Iterator[Operator]]

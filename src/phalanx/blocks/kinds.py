@@ -6,19 +6,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from phalanx.blocks.attention import attention, latent_attention
 from phalanx.blocks.experts import experts
 from phalanx.blocks.feed_forward import dense
 from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind, SublayerKind
+from phalanx.blocks.lora import adapted
 from phalanx.blocks.operator import Operator
-from phalanx.blocks.place import Place
+from phalanx.blocks.place import Half, Place
 from phalanx.blocks.probe import kind_problems
 from phalanx.blocks.problems import expert_problems, latent_problems
 from phalanx.blocks.residual import norm, residual, sum_of_halves
 from phalanx.blocks.shrink import fewer_experts, smaller_latents
-from phalanx.config.model import ModelConfig
+from phalanx.config.model import ModelConfig, window_within
 from phalanx.registry import Registry
 
 
@@ -82,7 +83,6 @@ FEED_FORWARD: Registry[FeedForwardKind] = Registry(
 )
 """Kinds of feed-forward layers, by name."""
 
-Half = Literal["attention", "feed_forward"]
 TABLES: Mapping[Half, Registry[AttentionKind] | Registry[FeedForwardKind]] = {
     "attention": ATTENTION,
     "feed_forward": FEED_FORWARD,
@@ -127,8 +127,8 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
     core, wide = chosen_kinds(model, "attention"), chosen_kinds(model, "feed_forward")
     kinds = []
     for layer in range(model.n_layers):
-        window = model.window_of(layer)
-        kind = BlockKind(core[layer % len(core)], wide[layer % len(wide)], window if window < model.seq_len else 0)
+        window = window_within(model.window_of(layer), model.seq_len)
+        kind = BlockKind(core[layer % len(core)], wide[layer % len(wide)], window)
         is_dense = kind.routed and layer < model.moe.n_dense_layers
         kinds.append(kind._replace(feed_forward="dense") if is_dense else kind)
     return tuple(kinds)
@@ -153,12 +153,14 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
 
 @lru_cache(maxsize=20_000)
 def _attention_half(place: Place, attention: str) -> tuple[Operator, ...]:
-    return tuple(_between_norms(place, "attn", ATTENTION[attention].operators(place), first=True))
+    half = _between_norms(place, "attn", ATTENTION[attention].operators(place), first=True)
+    return tuple(adapted(place, "attention", half))
 
 
 @lru_cache(maxsize=20_000)
 def _feed_forward_half(place: Place, feed_forward: str) -> tuple[Operator, ...]:
-    return tuple(_between_norms(place, "mlp", FEED_FORWARD[feed_forward].operators(place), first=False))
+    half = _between_norms(place, "mlp", FEED_FORWARD[feed_forward].operators(place), first=False)
+    return tuple(adapted(place, "feed_forward", half))
 
 
 def _between_norms(place: Place, name: str, half: Iterator[Operator], *, first: bool) -> Iterator[Operator]:

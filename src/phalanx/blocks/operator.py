@@ -18,9 +18,9 @@ Cut = Literal["whole", "rows", "columns"]
 Gradient = Literal["tokens", "partial", "whole"]
 """The part of a replicated weight's gradient that one tensor rank computes. tokens: that of its own tokens, which are
 all of them without sequence parallelism. partial: that of its part of the layer. whole: all of it in every layout."""
-Initial = Literal["by name", "zeros", "ones", "normal", "residual"]
+Initial = Literal["by name", "zeros", "ones", "normal", "residual", "adapter"]
 """Initial values. normal: with standard deviation `model.init_std`; residual: smaller, for a matrix that writes to the
-residual stream."""
+residual stream; adapter: with variance 1 / (3 inputs), as Hu et al. 2022's code."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 NumberType = Literal["activation", "wide", "index"]
 """The number format of a message. activation: the width of the computation; wide: at least fp32; index: 8 bytes."""
@@ -41,9 +41,11 @@ class Weight(NamedTuple):
     """Whether rows are padded to a multiple of the tensor ranks (the vocabulary)."""
     gradient: Gradient = "tokens"
     tiled: bool = False
-    """Whether `layout.tiles` cuts it, along the dimension that tp cuts."""
+    """Whether `layout.tiles` may cut it, along the dimension that tp cuts (partition/tiles.py)."""
     initial: Initial = "by name"
     """Its initial value (model/init.py), if its name does not say it."""
+    frozen: bool = False
+    """Whether training leaves it as it is: it has no gradient and no optimizer state."""
 
     @property
     def routed(self) -> bool:
@@ -103,7 +105,9 @@ class Product(NamedTuple):
     k: int
     number: int = 1
     sixteen: bool = False
-    """Whether it stays in 16 bits if the others run in 8 or 4 (router and head)."""
+    """Whether it stays in 16 bits if the others run in 8 or 4 (router, head and adapters)."""
+    frozen: bool = False
+    """Whether no gradient of its weights is computed."""
 
     @property
     def flops(self) -> int:
@@ -230,7 +234,8 @@ class Operator:
             return None
         number = matrices[0][0] if len(matrices[0]) == 3 else 1
         outputs = sum(shape[-2] for shape in matrices)
-        return Product(self.rows, outputs, matrices[0][-1], number, self.sixteen)
+        frozen = all(weight.frozen for weight in self.weights)
+        return Product(self.rows, outputs, matrices[0][-1], number, self.sixteen, frozen)
 
     def sending(self, *messages: Message) -> Operator:
         """Returns the operator with more messages."""

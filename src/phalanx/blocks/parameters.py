@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from phalanx.blocks.ends import embedding_weights, head_weights
 from phalanx.blocks.kinds import BlockKind, block, block_kinds
+from phalanx.blocks.lora import by_layer
 from phalanx.blocks.operator import Weight, is_expert
 from phalanx.blocks.place import Place
 from phalanx.config.model import ModelConfig
@@ -37,7 +38,8 @@ def vocabulary(model: ModelConfig, vocab_size: int | None = None) -> int:
 @lru_cache(maxsize=1024)
 def block_weights(model: ModelConfig, kind: BlockKind) -> tuple[Weight, ...]:
     """Returns the weights of a block of one kind, in the order of its modules."""
-    return tuple(weight for operator in block(Place(model), kind) for weight in operator.weights)
+    every = tuple(weight for operator in block(Place(model), kind) for weight in operator.weights)
+    return by_layer(every) if model.lora.rank else every
 
 
 def weights(model: ModelConfig, vocab_size: int | None = None) -> Iterator[Weight]:
@@ -80,6 +82,22 @@ def block_shapes(model: ModelConfig, layer: int) -> Shapes:
 def count(model: ModelConfig, vocab_size: int | None = None) -> int:
     """Returns the parameters of the model: a tied head once, learned positions included."""
     return sum(prod(weight.shape) for weight in weights(model, vocab_size))
+
+
+def trained_shapes(model: ModelConfig, vocab_size: int | None = None) -> Shapes:
+    """Returns name and shape of every parameter that training changes: with adapters, theirs alone."""
+    return {weight.name: weight.shape for weight in weights(model, vocab_size) if not weight.frozen}
+
+
+def count_trained(model: ModelConfig, vocab_size: int | None = None) -> int:
+    """Returns the parameters that training changes."""
+    return sum(map(prod, trained_shapes(model, vocab_size).values()))
+
+
+def trained_text(model: ModelConfig, vocab_size: int | None = None) -> str:
+    """Returns how many parameters adapters have, in words: "1,024 of 98,304 parameters (1.04%)"."""
+    every, trained = count(model, vocab_size), count_trained(model, vocab_size)
+    return f"{trained:,} of {every:,} parameters ({trained / every:.2%})"
 
 
 def count_active(model: ModelConfig) -> int:

@@ -11,6 +11,8 @@ from phalanx.config.model import ModelConfig
 
 INDEX = 8
 """Bytes of a count, an expert's number or an index into a tensor (int64)."""
+Half = Literal["attention", "feed_forward"]
+"""The halves of a block."""
 WIDE = 4
 """Least bytes per element of losses, routers and sums over attention (fp32)."""
 
@@ -38,6 +40,8 @@ class Place(NamedTuple):
     """Keys that a query of this layer sees at most, fewer than the sequence has; 0: all. Set by the kind of block."""
     ring_rank: int | None = None
     """Position in the ring, on which messages depend with a window; None: a position with the most bytes."""
+    tiled: frozenset[str] = frozenset()
+    """Layers that run in tiles, by the names of `layout.tile`."""
     exchange: Literal["both", "enter", "leave"] = "both"
     """Messages between the residual stream and a half of a block: off it and onto it, or in a parallel block off it
     before the first half and onto it after the second. Set by the kind of block."""
@@ -109,4 +113,5 @@ def place_of(
         narrow,
         profile,
         ring_rank=ring_rank,
+        tiled=layout.tiled_layers if layout.tiles > 1 else frozenset(),
     )

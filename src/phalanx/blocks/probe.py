@@ -14,6 +14,7 @@ from phalanx.blocks.operator import Operator
 from phalanx.blocks.place import Place
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.nearest import did_you_mean
+from phalanx.registry import package_code
 
 _PLAIN = ModelConfig(n_heads=4, n_kv_heads=2, positions="rope", activation="swiglu", bias=False)
 _LATENT = MLA(kv_rank=8, q_rank=8, rope_head_dim=4, nope_head_dim=4, v_head_dim=4)
@@ -29,11 +30,10 @@ def kind_problems(kind: SublayerKind) -> Iterator[str]:
             return
     parts = {name: part for path in kind.needs for name, part in NEEDS[path].items()}
     place = Place(replace(_PLAIN, **parts), tp=2)
-    try:
-        if not list(kind.problems(place.model)):  # otherwise it goes with other models only
-            yield from list(_operator_problems(kind, place, tuple(kind.operators(place))))
-    except Exception as error:
-        yield f"its operators failed for a small model with tp=2: {type(error).__name__}: {error}"
+    with package_code("its operators failed for a small model with tp=2"):
+        legal = not list(kind.problems(place.model))  # otherwise it goes with other models only
+        found = list(_operator_problems(kind, place, tuple(kind.operators(place)))) if legal else []
+    yield from found
 
 
 def _operator_problems(kind: SublayerKind, place: Place, operators: tuple[Operator, ...]) -> Iterator[str]:

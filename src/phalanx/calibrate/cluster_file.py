@@ -18,7 +18,7 @@ from phalanx.config.fields import leaves
 from phalanx.errors import JobError
 
 HEADER = "# This machine as `phalanx bench` measured it: the cluster that `cluster=local` means."
-MEASURED = ("accelerator.", "intra.", "inter.", "sharing.", "calibration.", "devices_per_node")
+MEASURED = ("accelerator.", "host.", "intra.", "inter.", "sharing.", "calibration.", "devices_per_node")
 """Prefixes of the fields that belong to the device they were measured on."""
 
 
@@ -38,7 +38,11 @@ def of_device(known: Mapping[str, Any], device: str, name: str = "") -> dict[str
     if known.get("device", device) != device:
         return {key: value for key, value in known.items() if not key.startswith(MEASURED)}
     if name and known.get("accelerator.name", name) != name:
-        return {k: value for k, value in known.items() if not k.startswith(("accelerator.", "calibration.compute."))}
+        return {
+            k: value
+            for k, value in known.items()
+            if not k.startswith(("accelerator.", "host.", "calibration.compute."))
+        }
     return dict(known)
 
 

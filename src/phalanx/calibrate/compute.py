@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from phalanx.calibrate import cpu, shapes
+from phalanx.calibrate import cpu, host, shapes
 from phalanx.calibrate.clock import WINDOW, Clock, Timings
 from phalanx.calibrate.shapes import Shape
 from phalanx.config.calibration import ComputeCalibration, FitQuality
-from phalanx.config.cluster import Accelerator, Sharing
+from phalanx.config.cluster import Accelerator, HostShare, Sharing
 from phalanx.config.model import ModelConfig
 from phalanx.config.this_machine import processor
 from phalanx.cost.fit import (
@@ -72,6 +72,9 @@ class Measured:
     tiny_block: tuple[ModelConfig, float] | None = None
     """On a CPU a launch-bound model, and the seconds of one of its blocks, forward and backward."""
     sharing: Sharing = field(default_factory=Sharing)
+    host: HostShare = field(default_factory=HostShare)
+    folder: str = ""
+    """The folder whose disk was measured."""
     small_block: tuple[float, float] = (0.0, 0.0)
     """Seconds of a block of cpu.SMALL_MODEL in one of the processes that share the cores, and in one alone."""
     timings: dict[str, list[Timings]] = field(default_factory=lambda: defaultdict(list))
@@ -132,7 +135,8 @@ def measure(
     middle_third = by_work[len(by_work) // 3 : len(by_work) - len(by_work) // 3]
     uncached = [(name, moved) for name, moved in kernels if moved >= UNCACHED_BYTES]
     largest = by_work[-SUSTAINED_PRODUCTS:]
-    calls = len(product_shapes) + 2 * len(lengths) + len(kernels) + 1 + len(largest)
+    disk = host.disk(quick)
+    calls = len(product_shapes) + 2 * len(lengths) + len(kernels) + 3 + (disk is not None) + len(largest)
     if on_cpu:
         calls += 2 + 2 * (2 + len(middle_third) + len(uncached)) * dist.is_initialized()
     total = WINDOW * clock.repeats * calls
@@ -164,6 +168,14 @@ def measure(
     one_stream = replace(clock, budget_s=clock.budget_s / len(kernels))  # one after the other: they need much memory
     for (name, moved), make in kernels.items():
         measured.streams.append(StreamTiming(name, moved, *means("streams", [make()], one_stream)))
+    copy_s, update_s = means("host", host.calls(device, quick=quick), one_stream)
+    disk_s, free = 0.0, 0.0
+    if disk is not None:
+        file, call = disk
+        (disk_s,), free = means("disk", [call], one_stream), host.free_space()
+        measured.folder = str(file.folder)
+    sizes = (each / processes / 2**30 for each in (usable_memory(), free))
+    measured.host = host.share(copy_s, update_s, disk_s, *sizes, quick=quick)
     if on_cpu:
         measured.base = replace(measured.base, product_us=product_call_us(measured.streams))
         measured.tiny_block = cpu.TINY_MODEL, cpu.block_seconds(*means("blocks", cpu.block_calls(precision)))
@@ -185,11 +197,11 @@ def look_up(device: torch.device, processes: int) -> Accelerator:
         name, cores, memory = facts.name, facts.multi_processor_count, facts.total_memory
     else:
         # One core: CPU libraries tile a product so that no wave of tiles is left half empty.
-        name, cores, memory = processor(), 1, _usable_memory() // processes
+        name, cores, memory = processor(), 1, usable_memory() // processes
     return Accelerator(name, cores=cores, memory_gib=memory / 2**30)
 
 
-def _usable_memory() -> int:
+def usable_memory() -> int:
     """Returns the bytes of memory of this machine, or of the container that this process is in."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError):  # no cgroup, or "max"

@@ -110,6 +110,7 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
     fields |= {f"accelerator.{name}": _short(getattr(found, name)) for name in names}
     if shared.processes:
         fields |= {f"sharing.{name}": _short(value) for name, value in asdict(shared).items() if name != "linked"}
+    fields |= {f"host.{name}": _short(value) for name, value in asdict(measured.host).items() if value}
     fields |= _calibration_fields("compute", quality)
     if (other := known.get("accelerator.fp32_tflops", 0.0)) and peak != "fp32_tflops":
         # One ceiling serves all precisions, so that fp32's rate stays only if its peak changes.
@@ -122,6 +123,11 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
         f"fused attention: {found.older:.1%} of the rate on the device that its kernel was written for",
         f"memory bandwidth: {found.bandwidth_gbs:.4g} GB/s, of which the cost model lets streams reach 85%",
         f"launch overhead: {found.launch_us:.3g} us per kernel",
+        f"host: copies of {measured.host.link_gbs:.4g} GB/s, AdamW's update at {measured.host.update_gbs:.4g} GB/s",
+        f"disk of {measured.folder}: {measured.host.disk_gbs:.4g} GB/s, read and written by turns, "
+        f"{measured.host.disk_gib:,.4g} GiB free"
+        if measured.folder
+        else "disk: not measured: no file could be made in the folder of temporary files",
     ]
     if shared.processes:
         lines += [

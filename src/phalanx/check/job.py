@@ -7,9 +7,13 @@ from typing import Any
 
 from phalanx.check.guard import guard_problems
 from phalanx.check.layout import Problem, layout_problems, tensor_problems
+from phalanx.check.lora import lora_problems
 from phalanx.check.model import model_problems, unknown_kinds
+from phalanx.check.offload import offload_problems
 from phalanx.check.optimizer import optimizer_problems
 from phalanx.check.pipeline import pipeline_problems
+from phalanx.check.preferences import pair_batch_problems, preference_problems
+from phalanx.check.profile import profile_problems
 from phalanx.check.sizes import size_problems
 from phalanx.check.sync import sync_problems
 from phalanx.config.corpora import CORPORA, number_of
@@ -19,6 +23,7 @@ from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.run import RunOptions
 from phalanx.config.tokenizers import TOKENIZERS
+from phalanx.config.trackers import TRACKERS
 from phalanx.nearest import did_you_mean, nearest_divisors
 
 
@@ -30,12 +35,15 @@ def problems_of(job: Job) -> list[Problem]:
         return found  # the equations below would only repeat them, or never end
     return [
         *_model(job.model),
-        *_unimplemented(job),
         *(tensor_problems(job) if job.layout.auto else _whole_layout(job)),
+        *offload_problems(job),
         *_data(job),
         *_train(job),
+        *profile_problems(job),
         *_checkpoint(job),
         *_optimizer(job),
+        *lora_problems(job),
+        *preference_problems(job),
         *_run(job.run),
         *_nodes(job),
     ]
@@ -47,12 +55,7 @@ def _whole_layout(job: Job) -> Iterator[Problem]:
     yield from pipeline_problems(job)
     yield from sync_problems(job)
     yield from guard_problems(job)
-
-
-def _unimplemented(job: Job) -> Iterator[Problem]:
-    """Yields fields that stand for something that does not exist yet: every verb refuses them."""
-    if job.layout.offload != "none":
-        yield "layout.offload", "offloading is not done by this version; nearest legal: offload=none"
+    yield from pair_batch_problems(job)
 
 
 def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
@@ -116,6 +119,17 @@ def _data(job: Job) -> Iterator[Problem]:
             f"is 0, but train.eval_samples is {job.train.eval_samples}: set one above 0 or the other to 0",
         )
     corpus = CORPORA[job.data.corpus]
+    if corpus.rows is not None and job.data.packing and job.model.positions == "learned":
+        yield (
+            "data.packing",
+            "learned positions count through the sample, so the conversations after the first would begin at other "
+            "positions than alone; nearest legal: packing=false, or positions=rope",
+        )
+    if corpus.rows is not None and job.data.on_corruption == "skip":
+        yield (
+            "data.on_corruption",
+            f"skip replaces samples of a text; corpus {job.data.corpus} has conversations; nearest legal: stop",
+        )
     if corpus.tokens is not None and 0 < job.model.vocab_size < (vocab := number_of(corpus.vocab, job.data)):
         yield (
             f"data.{corpus.vocab if isinstance(corpus.vocab, str) else 'corpus'}",
@@ -160,6 +174,11 @@ def _checkpoint(job: Job) -> Iterator[Problem]:
 
 
 def _run(run: RunOptions) -> Iterator[Problem]:
+    for name in dict.fromkeys(run.trackers):
+        if name not in TRACKERS:
+            yield "run.trackers", f"no tracker {name!r}{did_you_mean(name, TRACKERS)} (known: {', '.join(TRACKERS)})"
+        elif run.trackers.count(name) > 1:
+            yield "run.trackers", f"names {name} {run.trackers.count(name)} times; nearest legal: once"
     if run.hang_s >= run.timeout_s:
         yield (
             "run.hang_s",
@@ -189,7 +208,8 @@ def _optimizer(job: Job) -> Iterator[Problem]:
     if optimizer.warmup_steps > job.train.steps:
         yield (
             "optimizer.warmup_steps",
-            f"warmup_steps {optimizer.warmup_steps} is more than train.steps {job.train.steps}",
+            f"warmup_steps {optimizer.warmup_steps} is more than train.steps {job.train.steps}; nearest legal: "
+            f"{job.train.steps}",
         )
     if optimizer.batch_scaling != "none" and not optimizer.base_batch:
         yield (

@@ -9,14 +9,15 @@ from math import gcd
 
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
 from phalanx.blocks.parameters import block_weights
-from phalanx.blocks.place import Place
 from phalanx.check.optimizer import block_problems
+from phalanx.check.tiles import tile_problems
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.nearest import divisors, nearest_divisors, nearest_of
 from phalanx.partition import batch, recompute
+from phalanx.partition.second_copy import legal_hpz
 
 Problem = tuple[str, str]
 """The dotted path of the field at fault, and the message."""
@@ -28,7 +29,7 @@ def layout_problems(job: Job) -> Iterator[Problem]:
     yield from tensor_problems(job)
     if layout.sp_regather and not layout.sp:
         yield "layout.sp_regather", "is a part of sequence parallelism; nearest legal: sp=true, or sp_regather=false"
-    yield from _tiles(job)
+    yield from tile_problems(job)
     yield from block_problems(job)
     if layout.accumulate == "sharded" and layout.zero == 1:
         yield (
@@ -41,6 +42,8 @@ def layout_problems(job: Job) -> Iterator[Problem]:
             f"dp_shard {layout.dp_shard} × cp {layout.cp} = 1 rank cannot shard gradients; nearest legal: "
             "accumulate=local, or dp_shard=2",
         )
+    yield from _second_copy(layout)
+    yield from _quantised(layout)
     yield from _ulysses(layout, job.model)
     yield from context_problems(job)
     yield from _experts(layout, job.model)
@@ -178,38 +181,51 @@ def _widths(model: ModelConfig) -> Iterator[tuple[int, str]]:
         yield kind.width(model), kind.width_name
 
 
-def _tiles(job: Job) -> Iterator[Problem]:
-    layout, model = job.layout, job.model
-    if layout.tiles > 1 and layout.tp > 1:
-        yield "layout.tiles", f"tiles {layout.tiles} need tp 1, tp is {layout.tp}; nearest legal: tiles=1, or tp=1"
-    if layout.tiles > 1 and model.moe.n_experts:
-        yield (
-            "layout.tiles",
-            f"tiles {layout.tiles} apply to dense MLPs, the model has n_experts {model.moe.n_experts}; nearest legal: "
-            "tiles=1, or n_experts 0",
-        )
-    elif layout.tiles > 1 and (plain := [kind for kind in _feed_forward_kinds(model) if not _is_tiled(model, kind)]):
-        yield (
-            "layout.tiles",
-            f"tiles {layout.tiles} apply to dense MLPs, not to feed_forward {', '.join(plain)}; nearest legal: tiles=1",
-        )
-    elif model.ff_size % layout.tiles:
-        yield (
-            "layout.tiles",
-            f"MLP width {model.ff_size} / tiles {layout.tiles} is not an integer; nearest tiles: "
-            f"{nearest_divisors(model.ff_size, layout.tiles)}",
-        )
-
-
 def _feed_forward_kinds(model: ModelConfig) -> Iterator[str]:
     """Yields the kinds of feed-forward layers, each once."""
     yield from dict.fromkeys(kind.feed_forward for kind in block_kinds(model))
 
 
-def _is_tiled(model: ModelConfig, feed_forward: str) -> bool:
-    """Returns whether `layout.tiles` cuts the weights of a kind of feed-forward layer."""
-    operators = FEED_FORWARD[feed_forward].operators(Place(model))
-    return any(weight.tiled for operator in operators for weight in operator.weights)
+def _second_copy(layout: Layout) -> Iterator[Problem]:
+    """Yields the problems of the ranks that keep a second copy of the parameters."""
+    hpz, ranks = layout.hpz, layout.shard_ranks
+    if hpz == 1:
+        return
+    if layout.zero < 3:
+        yield (
+            "layout.hpz",
+            f"hpz {hpz} copies parameters that zero=3 shards, zero is {layout.zero}; nearest legal: zero=3, or hpz=1",
+        )
+    elif not layout.reshard:
+        yield (
+            "layout.hpz",
+            f"hpz {hpz} copies parameters for the gathers of the backward pass, of which reshard=false has none; "
+            "nearest legal: reshard=true, or hpz=1",
+        )
+    legal = legal_hpz(layout)
+    if hpz in legal:
+        return
+    if ranks % hpz:
+        equation = f"dp_shard {layout.dp_shard} × cp {layout.cp} = {ranks} / hpz {hpz} is not an integer"
+    elif hpz == ranks:
+        equation = f"hpz {hpz} ranks are all of dp_shard {layout.dp_shard} × cp {layout.cp}, which hold a copy already"
+    else:
+        equation = f"hpz {hpz} / ep {layout.ep} is not an integer"
+    yield "layout.hpz", f"{equation}; nearest hpz: {nearest_of(legal, hpz)}"
+
+
+def _quantised(layout: Layout) -> Iterator[Problem]:
+    """Yields the problem of quantised messages that ZeRO-3 does not send."""
+    for name in ("quantise_weights", "quantise_gradients"):
+        if (format := getattr(layout, name)) == "none":
+            continue
+        if layout.zero < 3 or layout.shard_ranks == 1:
+            ranks = f"dp_shard {layout.dp_shard} × cp {layout.cp} = {layout.shard_ranks}"
+            yield (
+                f"layout.{name}",
+                f"{format} is for the messages of zero=3 on several ranks, zero is {layout.zero} and {ranks}; nearest "
+                f"legal: {name}=none, or zero=3 with dp_shard=2",
+            )
 
 
 def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:

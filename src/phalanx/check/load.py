@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,13 +12,14 @@ from typing import Any
 
 from phalanx.check import derived as rules
 from phalanx.check.job import problems_of
+from phalanx.check.start import starting_point
 from phalanx.config import overrides, spelling, values, yaml_file
 from phalanx.config.aliases import Derived
 from phalanx.config.clusters import cluster_of
 from phalanx.config.fields import get, leaves, replace
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
-from phalanx.config.presets import PRESETS, unknown
+from phalanx.config.presets import FROM_FILE, preset_of
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
@@ -124,7 +126,7 @@ def resolve(
         try:
             value = values.convert(setting.text, kind)
         except ValueError as error:
-            found.append(f"{setting.origin}: {setting.path}: {error}")
+            found.append(_placed(setting.origin, setting.path, str(error)))
             continue
         if not presets or setting.path not in ("model.preset", "cluster.preset"):  # these two are already applied
             job = replace(job, setting.path, value)
@@ -156,7 +158,7 @@ def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setti
             continue
         text = spelled(setting.path, setting.text)
         if reason := spelling.refusal(setting.path, text):
-            problems.append(f"{setting.origin}: {setting.path}: {reason}")
+            problems.append(_placed(setting.origin, setting.path, reason))
             continue
         if setting.alias or text != setting.text:
             word = setting.origin.removeprefix("command line: ")
@@ -169,13 +171,17 @@ def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[
     """Returns the default job with the last presets of model.preset and cluster.preset, and the origins."""
     job = default = Job()
     origins = dict.fromkeys(leaves(), "default")
-    for section, preset_of in (("model", _model_of), ("cluster", cluster_of)):
+    job = _started(job, settings, origins, problems)
+    for section, shape_of in (("model", _model_of), ("cluster", cluster_of)):
         path = f"{section}.preset"
         chosen = next((setting for setting in reversed(settings) if setting.path == path), None)
         if chosen is None or chosen.text == "":
             continue
+        if str(chosen.text).startswith(FROM_FILE) and _states_all(section, settings):
+            job = replace(job, path, str(chosen.text))  # a run resumes without the file
+            continue
         try:
-            job = replace(job, section, preset_of(str(chosen.text)))
+            job = replace(job, section, shape_of(str(chosen.text)))
         except JobError as error:
             problems += [f"{chosen.origin}: {problem}" for problem in error.problems]
             continue
@@ -185,11 +191,30 @@ def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[
     return job, origins
 
 
+def _started(job: Job, settings: Sequence[Setting], origins: dict[str, str], problems: list[str]) -> Job:
+    """Returns the job with the shape and the tokenizer of the last `model.from`, which settings override."""
+    chosen = next((setting for setting in reversed(settings) if setting.path == "model.from"), None)
+    if chosen is None or chosen.text == "" or _states_all("model", settings):
+        return job
+    try:
+        start = starting_point(str(chosen.text))
+    except JobError as error:
+        problems += [f"{chosen.origin}: model.from: {problem}" for problem in error.problems]
+        return job
+    began = replace(replace(job, "model", start.model), "data.tokenizer", start.tokenizer or job.data.tokenizer)
+    origins.update({leaf: f"model.from {chosen.text}" for leaf in leaves() if get(began, leaf) != get(job, leaf)})
+    return began
+
+
+def _states_all(section: str, settings: Sequence[Setting]) -> bool:
+    """Returns whether settings state every field of a section, as those of a run's config.yaml do."""
+    stated = {setting.path for setting in settings}
+    return all(path in stated for path in leaves() if path.startswith(f"{section}."))
+
+
 def _model_of(preset: str) -> ModelConfig:
     """Returns the model of `model.preset`. Raises JobError with the nearest name if it is unknown."""
-    if preset not in PRESETS:
-        raise JobError(f"no model preset {preset!r}{unknown(preset)}")
-    return PRESETS[preset]
+    return dataclasses.replace(preset_of(preset).model, preset=preset)
 
 
 def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:
@@ -233,7 +258,16 @@ def _at(path: str, message: str, origins: dict[str, str]) -> str:
     origin = origins.get(path, "default")
     if origin == "default" or not path:
         return f"{path}: {message}" if path else message
-    return f"{origin}: {path}: {message}"
+    return _placed(origin, path, message)
+
+
+def _placed(origin: str, path: str, message: str) -> str:
+    """Returns a problem of a field that was written at `origin`. Where the user's word and the message both name the
+    field, it is not named a third time."""
+    word, name = origin.removeprefix("command line: "), path.rpartition(".")[2]
+    typed = re.split(r"[=\s]", word.lstrip("-+"), maxsplit=1)[0].replace("-", "_")
+    is_named = word != origin and typed in (path, name) and message.startswith(f"{name} ")
+    return f"{origin}: {message}" if is_named else f"{origin}: {path}: {message}"
 
 
 def from_dict(values: Mapping[str, Any], origin: str) -> Job:

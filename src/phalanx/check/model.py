@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.blocks.kinds import HALVES, TABLES, Half, chosen_kinds
+from phalanx.check.lora import adapter_problems
 from phalanx.config.fields import get
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import did_you_mean, nearest_of
@@ -12,6 +13,12 @@ from phalanx.nearest import did_you_mean, nearest_of
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the dotted path of each wrong field, and the message."""
+    found = list(_shape_problems(model))
+    yield from found or adapter_problems(model)
+
+
+def _shape_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields those of the model without adapters."""
     if model.parallel_block and model.norms_outputs:
         yield (
             "model.norm_place",

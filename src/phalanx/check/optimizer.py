@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.nearest import divisors, nearest_of
 from phalanx.optimizers.blocks import block_of
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
 from phalanx.optimizers.facts import extra_options, unread
-from phalanx.partition.tensor_slices import slice_of, tile
+from phalanx.partition.tiles import first_rank_tiles
 
 
 def optimizer_problems(job: Job) -> Iterator[tuple[str, str]]:
@@ -49,13 +50,15 @@ def block_problems(job: Job) -> Iterator[tuple[str, str]]:
     layout, model, name = job.layout, job.model, job.optimizer.name
     if name not in OPTIMIZERS or OPTIMIZERS[name].granularity != "block":
         return
-    for field in ("tp", "tiles"):
+    shapes = parameter_shapes(model, model.vocab_size or 1)
+    for field, of_ranks in (("tp", Layout(tp=layout.tp)), ("tiles", layout)):
         parts = getattr(layout, field)
-        for weight, whole in parameter_shapes(model, model.vocab_size or 1).items() if parts > 1 else ():
-            held = slice_of(weight, whole, model, parts, 0) if field == "tp" else tile(weight, whole, parts, model)[0]
+        for weight, _, held in first_rank_tiles(shapes, of_ranks, model) if parts > 1 else ():
+            whole = held.whole
             block = block_of(whole)
             if block and held.dim == len(whole) - 1 and held.size % block:
-                legal = nearest_of((n for n in divisors(whole[-1] // block) if n < parts), parts)
+                rest = whole[-1] // (layout.tp if field == "tiles" else 1)
+                legal = nearest_of((n for n in divisors(max(1, rest // block)) if n < parts), parts)
                 yield (
                     f"layout.{field}",
                     f"{name} has a scale per {block} elements of a row, and {field} {parts} cuts the rows of {weight} "

@@ -9,13 +9,18 @@ from typing import Any
 import yaml
 
 from phalanx.check.load import LoadedJob
+from phalanx.config.fields import name_of
 from phalanx.config.job import Job
 from phalanx.partition.batch import solve
 
 
 def as_dict(job: Job) -> dict[str, Any]:
     """Returns the job as nested plain values, with tuples as lists, for JSON and YAML."""
-    return json.loads(json.dumps(dataclasses.asdict(job)))
+    return json.loads(json.dumps(dataclasses.asdict(job, dict_factory=_named)))
+
+
+def _named(values: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name_of(attribute): value for attribute, value in values}
 
 
 def as_yaml(loaded: LoadedJob) -> str:

@@ -16,7 +16,10 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
     (
         MOST_STAGES,
         "the deepest published transformer has 1,000 layers (DeepNet, Wang et al. 2022)",
-        ["model.n_layers", "model.full_every", "model.moe.n_dense_layers", "layout.pp", "layout.pp_chunks"],
+        [
+            *("model.n_layers", "model.full_every", "model.moe.n_dense_layers"),
+            *("layout.pp", "layout.pp_chunks", "layout.offload_blocks"),
+        ],
     ),
     (
         1 << 20,
@@ -24,6 +27,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         [
             *(f"model.{name}" for name in ("d_model", "d_ff", "head_dim", "moe.d_ff")),
             *(f"model.mla.{name}" for name in ("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")),
+            "model.lora.rank",
         ],
     ),
     (
@@ -50,7 +54,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         "ten times the largest cluster that trained one model",
         [
             *("cluster.nodes", "cluster.domain", "cluster.pod"),
-            *(f"layout.{name}" for name in ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "ep")),
+            *(f"layout.{name}" for name in ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "ep", "hpz")),
         ],
     ),
     (
@@ -96,11 +100,12 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
             *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "older")),
             *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
             *(f"cluster.sharing.{name}" for name in ("alone_products", "alone_streams")),
+            *(f"cluster.host.{name}" for name in ("memory_gib", "link_gbs", "update_gbs", "disk_gbs", "disk_gib")),
             *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us", "pair_gbs")),
             *(f"model.rope_scaling.{name}" for name in ("factor", "low_freq_factor", "high_freq_factor", "magnitude")),
             *("model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow"),
             *(f"model.moe.{name}" for name in ("route_scale", "aux_loss", "z_loss", "bias_rate")),
-            *(f"model.{name}" for name in ("norm_eps", "rope_theta", "window_rope_theta", "init_std")),
+            *(f"model.{name}" for name in ("norm_eps", "rope_theta", "window_rope_theta", "init_std", "lora.alpha")),
             *(f"model.{name}" for name in ("attention_scale", "attention_softcap", "logit_softcap")),
             *(f"optimizer.{name}" for name in ("lr", "eps", "weight_decay", "clip", "outer_lr")),
             *(f"cluster.calibration.{command}.provenance.cores" for command in ("compute", "comm")),

@@ -93,13 +93,15 @@ def index(files: Iterable[PlannedFile]) -> dict[str, Any]:
     }
 
 
-def describe(path: Path) -> Manifest:
-    """Returns a manifest of the tensors of a safetensors file, or of all in a folder. Step and metadata are those of
-    the checkpoint that was converted; 0 and nothing for a file of another program.
+def describe(path: Path, names: Iterable[str] = ()) -> Manifest:
+    """Returns a manifest of the tensors of a safetensors file, or of all in a folder, or of those of its files with
+    `names`. Step and metadata are those of the checkpoint that was converted; 0 and nothing for a file of another
+    program.
 
     Raises DamagedCheckpointError for files that are not safetensors, or incomplete; CheckpointError for types that
     checkpoints do not hold."""
     folder, files = (path, sorted(path.glob(f"*{SUFFIX}"))) if path.is_dir() else (path.parent, [path])
+    files = [folder / name for name in names] or files
     tensors: dict[str, StoredTensor] = {}
     facts: dict[str, Any] = {}
     sizes = {file.name: ShardFile(file.stat().st_size, "") for file in files if file.is_file()}
@@ -108,7 +110,7 @@ def describe(path: Path) -> Manifest:
             if name in tensors:
                 raise DamagedCheckpointError(f"{folder}: both {tensors[name].boxes[0][0]} and {file.name} have {name}")
             tensors[name] = tensor
-    if path is folder:
+    if path is folder and not names:
         _require_indexed(folder, tensors)
     step, meta = facts.get("step", 0), facts.get("meta", {})
     if not isinstance(step, int) or isinstance(step, bool) or step < 0 or not isinstance(meta, dict):

@@ -28,6 +28,11 @@ def job_of(manifest: Manifest) -> Job:
 
 def require_resumable(manifest: Manifest) -> None:
     """Raises CheckpointError, with every problem, unless the metadata hold what a run needs to resume."""
+    if "imported" in manifest.meta:
+        raise CheckpointError(
+            f"checkpoint {manifest.path} was imported, and is not of a training run: train from its weights with "
+            f"model.from={manifest.path.parent.parent} and another run.name"
+        )
     if missing := sorted(PROGRESS.keys() - manifest.meta.keys()):
         raise CheckpointError(f"checkpoint {manifest.path} is not of a training run: it lacks {', '.join(missing)}")
     if wrong := problems(manifest.meta):
@@ -38,7 +43,7 @@ def problems(meta: Mapping[str, Any]) -> list[str]:
     """Returns what is wrong with the values that `meta` has, none of which needs to be there."""
     return [
         f"{name} is {_shown(meta[name])}, expected {expected}"
-        for name, (expected, is_right) in PROGRESS.items()
+        for name, (expected, is_right) in {**PROGRESS, **OPTIONAL}.items()
         if name in meta and not is_right(meta[name])
     ]
 
@@ -85,3 +90,8 @@ PROGRESS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "guard": ("an object with the count steps and lists of numbers losses, norms, interventions", _is_history),
 }
 """Every field that resuming uses: in words, and as a test of its value."""
+
+OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "schedule_end": ("a count of at least 1", lambda value: _is_count(value) and value > 0),
+}
+"""Fields that resuming uses where they are: checkpoints of earlier versions lack them."""

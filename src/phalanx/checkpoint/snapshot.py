@@ -2,7 +2,8 @@
 
 The optimizer changes the state at the end of a step, not before. So the copy is made while the next step runs forward
 and backward, and the optimizer waits for it (CheckFreq, Mohan et al. 2021, section 4.1). What is copied is written
-while the rest is copied.
+while the rest is copied. State that is in files because memory is short is not copied: the checkpoint is written from
+the files, and the optimizer waits for that.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from phalanx.parallel.offload.host import on_host
+from phalanx.parallel.offload.state_file import file_of
 
 _ALIGNMENT = 64
 
@@ -23,6 +27,8 @@ class Snapshot:
     def __init__(self, device: torch.device):
         self.device = device
         self.memory = torch.empty(0, dtype=torch.uint8)
+        self.borrows = False
+        """Whether some of the last `take` is not copied, so that it must not change before it has been written."""
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._filled = 0
         self._error: Exception | None = None
@@ -31,15 +37,20 @@ class Snapshot:
 
     def take(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Returns memory for copies of flat tensors, which `begin` fills in this order; copies of the last time become
-        invalid.
+        invalid. Maps of files are returned themselves.
 
         Raises MemoryError if the host has too little memory."""
-        sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
+        mapped = [file_of(value.untyped_storage()) is not None for value in values]
+        self.borrows = any(mapped)
+        sizes = [
+            0 if there else -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT
+            for value, there in zip(values, mapped, strict=True)
+        ]
         if self.memory.numel() < sum(sizes):
             self.memory = self._allocate(sum(sizes))
         copies, position = [], 0
-        for value, size in zip(values, sizes, strict=True):
-            copies.append(self.memory[position : position + value.nbytes].view(value.dtype))
+        for value, size, there in zip(values, sizes, mapped, strict=True):
+            copies.append(value if there else self.memory[position : position + value.nbytes].view(value.dtype))
             position += size
         self._pairs, self._filled = list(zip(copies, values, strict=True)), len(copies)
         return copies
@@ -57,7 +68,8 @@ class Snapshot:
         """Copies the tensors of the last `take`."""
         try:
             for number, (copy, value) in enumerate(self._pairs):
-                copy.copy_(value.detach(), non_blocking=True)
+                if copy is not value:
+                    copy.copy_(value.detach(), non_blocking=True)
                 self._tell(number + 1)
             if self.device.type == "cuda":
                 self._copied = torch.cuda.Event()
@@ -88,6 +100,7 @@ class Snapshot:
     def _allocate(self, size: int) -> Tensor:
         self.memory = torch.empty(0, dtype=torch.uint8)
         try:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
+            with on_host():
+                return torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
         except RuntimeError as error:
             raise MemoryError(str(error)) from None

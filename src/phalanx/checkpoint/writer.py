@@ -81,7 +81,7 @@ class Writer:
         self.began = self.progressed = time.monotonic()
         self.ended = 0.0
         self.waiting = False
-        self._done, self._abandoned = threading.Event(), threading.Event()
+        self._done, self._abandoned, self._read = threading.Event(), threading.Event(), threading.Event()
         # A daemon: a write that hangs does not keep the process from ending.
         threading.Thread(target=self._run, name=f"checkpoint {order.step}", daemon=True).start()
 
@@ -110,6 +110,11 @@ class Writer:
         """Waits until the thread ends. Returns whether it did."""
         return self._done.wait(timeout_s)
 
+    def wait_read(self, timeout_s: float) -> bool:
+        """Waits until the thread no longer reads the parts, though it may go on for other ranks. Returns whether it
+        does not."""
+        return self._read.wait(timeout_s)
+
     def hanging(self) -> str:
         """Returns the message about a thread that hangs."""
         what = "rank 0's directory was not seen" if self.rank and self.waiting else "nothing was written"
@@ -135,6 +140,7 @@ class Writer:
                 f"checkpoint {self.order.final} could not be written: {type(error).__name__}: {error}"
             )
         self.parts, self.ended = (), time.monotonic()
+        self._read.set()
         self._done.set()
 
     def _lead(self) -> None:
@@ -146,6 +152,7 @@ class Writer:
             return
         try:
             save.write(0, self.parts, self._progress, self.check)
+            self._read.set()
             self._wait_for_others(save)
             self.path = save.commit(order.meta, order.retention, lambda: not self._abandoned.is_set())
         except BaseException:

@@ -62,7 +62,7 @@ def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
         where = f"{CHECKPOINT} {RunDirectory.of(loaded.job).path} at step {step}"
         if prints:
             echo(f"layout: {layout.line()}  (from {where}; layout=LINE resumes in another)", file=sys.stderr)
-        return _with_layout(loaded, layout, worlds, where)
+        return with_layout(loaded, layout, worlds, where)
     check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=prints)
     return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), prints)
 
@@ -96,7 +96,7 @@ def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool
         )
         for note in (note for note in plan.notes if note.startswith(NO_HEADROOM)):
             echo(note, file=sys.stderr)
-    return _with_layout(loaded, best.layout, worlds, PLANNED)
+    return with_layout(loaded, best.layout, worlds, PLANNED)
 
 
 def _step(value: float) -> str:
@@ -110,7 +110,7 @@ def fixed_of(loaded: LoadedJob) -> list[str]:
     return [name for name in stated if name != "auto" and (name not in OPEN_AT_ZERO or getattr(layout, name))]
 
 
-def _with_layout(loaded: LoadedJob, layout: Layout, worlds: tuple[int, ...], origin: str) -> LoadedJob:
+def with_layout(loaded: LoadedJob, layout: Layout, worlds: tuple[int, ...], origin: str) -> LoadedJob:
     """Returns the job with a whole layout. Raises JobError if it is not legal after all."""
     job = _job_with(loaded.job, layout, worlds)
     if problems := problems_of(job):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cli.commands import JSON, Command, flag_of, parse, wants_help
-from phalanx.cli.job_words import Option
+from phalanx.cli.option import Option
 from phalanx.config.local_cluster import default_path
 from phalanx.echo import echo
 from phalanx.errors import JobError

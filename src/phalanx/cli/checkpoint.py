@@ -15,7 +15,7 @@ from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.validity import by_age, check
 from phalanx.cli.commands import JSON, Command, CommandWords, parse, wants_help
-from phalanx.cli.job_words import Option
+from phalanx.cli.option import Option
 from phalanx.data.progress import meter, stderr_progress
 from phalanx.echo import echo
 from phalanx.errors import CheckpointError, JobError
@@ -40,6 +40,7 @@ options:
   --to FORM           convert: safetensors (one file if TARGET ends in .safetensors, otherwise a folder), dcp (a folder
                       that torch.distributed.checkpoint loads), or phalanx (a run's directory, to resume from)
   --weights-only      convert: leave moments and master weights out
+  --merge-lora        convert: add the adapters to their matrices; the result is a model without adapters
   --dtype TYPE        convert: type of the parameters (fp64, fp32, bf16, fp16), with --weights-only
   --max-file-gib N    convert: most GiB in a file of a folder of safetensors (default {file_gib})
   --tensors-only      diff: do not compare step and metadata
@@ -73,7 +74,7 @@ COMMANDS = {
             "dtype": Option(Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the parameters"),
             "max_file_gib": Option(float, FILE_GIB, "most GiB in a file", at_least=0),
         },
-        switches={"weights_only": "leave the optimizer out"} | TRUST | JSON,
+        switches={"weights_only": "leave the optimizer out", "merge_lora": "merge adapters"} | TRUST | JSON,
     ),
     "diff": Command(("source A", "source B"), STEP | CHOSEN, switches={"tensors_only": "no metadata"} | TRUST | JSON),
 }
@@ -161,6 +162,7 @@ def _convert(words: CommandWords) -> int:
             target,
             words.options["to"],
             weights_only="weights_only" in words.switches,
+            merge_lora="merge_lora" in words.switches,
             dtype=words.options.get("dtype", ""),
             most_file_bytes=words.options.get("max_file_gib", FILE_GIB) * 2**30,
             progress=progress,

@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.cli.commands import Command, CommandWords, option_lines, parse, wants_help
 from phalanx.cli.files import check_folders, write
-from phalanx.cli.job_words import Option
+from phalanx.cli.option import Option
 from phalanx.comm.algorithms import draw, text
 from phalanx.comm.algorithms.catalogue import ALGORITHMS, build, full_name
 from phalanx.comm.algorithms.program import CollectiveProgram

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx.cli.job_words import Option
+from phalanx.cli.option import Option
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import nearest
 
@@ -26,6 +26,12 @@ class Command:
     """Alternative names of options."""
     switches: Mapping[str, str] = field(default_factory=lambda: JSON)
     """Options without a value, with their help."""
+    more: bool = False
+    """The last argument may be given several times."""
+
+    def takes(self, count: int) -> bool:
+        """Returns whether it can have so many arguments."""
+        return count >= len(self.subjects) if self.more else count == len(self.subjects)
 
 
 @dataclass(frozen=True)
@@ -91,7 +97,7 @@ def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint:
                 options[option] = command.options[option].convert([value] if equals and value else [])[0]
             except ValueError as error:
                 problems.append(f"{flag}: {error}")
-    if len(subjects) != len(command.subjects):
+    if not command.takes(len(subjects)):
         found = " ".join(subjects) or "nothing"
         problems.append(
             f"phalanx {verb} {name} takes {' and '.join(command.subjects) or 'options only'}, found {found}"

@@ -31,5 +31,9 @@ def run(argv: Sequence[str]) -> int:
 
     chosen = words.switches
     return prepare_and_report(
-        words.job.data, force="force" in chosen, verify="verify" in chosen, as_json="json" in chosen
+        words.job.data,
+        words.job.model.seq_len,
+        force="force" in chosen,
+        verify="verify" in chosen,
+        as_json="json" in chosen,
     )

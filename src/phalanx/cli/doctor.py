@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cli.job_words import JobVerb, Option
+from phalanx.cli.job_words import JobVerb
+from phalanx.cli.option import Option
 from phalanx.config.job import Job
 from phalanx.config.overrides import CommandLine
 from phalanx.doctor.findings import SECONDS

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from phalanx.cli.png import write_png
 from phalanx.errors import JobError, RunError
 
 
@@ -24,7 +25,11 @@ def check_folders(options: Mapping[str, Any], *names: str) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Writes the file. Raises RunError if that fails."""
+    """Writes the file: text as it is, and an SVG document as PNG if the file's name ends so. Raises RunError if that
+    fails."""
+    if path.endswith(".png") and text.startswith("<svg"):
+        write_png(path, text)
+        return
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
-from phalanx.cli.job_words import Option
+from phalanx.cli.option import Option
 from phalanx.cost.frameworks.calibration import calibrated
 from phalanx.cost.frameworks.known import FRAMEWORKS, PHALANX
 from phalanx.cost.spec import StepSpec

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from phalanx.cli.commands import flag_of
+from phalanx.cli.options import read_options, run_on_ranks
 from phalanx.echo import echo
 from phalanx.errors import JobError
-from phalanx.launch.environment import LOG_DIR
-from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.meet.detected import detected
+from phalanx.generate.output import OrderedOutput
+from phalanx.generate.prompts import read_prompts
+from phalanx.generate.sampling import Sampling
 from phalanx.launch.ranks import Ranks
-from phalanx.nearest import did_you_mean
+from phalanx.train.run_directory import RunDirectory
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
     from phalanx.generate.load import LoadedRun
+
+
+POSITIVE = ("samples", "batch", "tp", "pp", "draft_tokens")
+"""Options that are at least 1."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +39,16 @@ class Generate:
 
     run: tyro.conf.Positional[Path]
     """The run's directory, such as runs/main."""
-    prompt: str = "\n"
+    prompt: Annotated[str, tyro.conf.arg(help_behavior_hint="(default: a newline)")] = "\n"
     """Beginning of the text."""
+    prompts: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A file of prompts, one per line, or .jsonl with a string or {"prompt": ...} per line."""
+    chat: bool = False
+    """A prompt is a user's message, written as the run's chat template has it; the text ends where the answer does."""
+    samples: int = 1
+    """Texts per prompt, each with random draws of its own."""
     max_new_tokens: int = 200
-    """Tokens to generate."""
+    """Tokens to generate per text."""
     temperature: float = 0.8
     """Divides the logits; 0 takes the most likely token each time (greedy)."""
     top_k: int = 0
@@ -46,101 +57,128 @@ class Generate:
     """Sample from the smallest set of tokens whose probabilities sum to p; 1 samples from all."""
     seed: int = 1337
     """Seed of the sampling."""
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """Ends a text before this string; may be given several times."""
+    ignore_end: bool = False
+    """Go on after an end-of-text token."""
+    batch: int = 8
+    """Texts that are computed together at most."""
+    assistant: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """The run of a smaller model that proposes tokens (speculative decoding); the text stays the model's."""
+    draft_tokens: int = 4
+    """Tokens that the assistant proposes at a time."""
+    compare: bool = False
+    """With an assistant: generate without it first, and compare the speed."""
     step: int = 0
     """The checkpoint of this step; 0 means the newest."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto uses the accelerator if there is one."""
+    tp: int = 1
+    """Tensor ranks that share the matrices and the KV cache, for a model that does not fit on one device."""
     pp: int = 1
-    """Pipeline ranks that share the layers, for a model that does not fit on one device."""
+    """Pipeline ranks that share the layers."""
     json: bool = False
     """Print one JSON document on standard output and nothing else."""
 
 
 def run(argv: Sequence[str]) -> int:
-    die_with_launcher()
-    ranks = detected(os.environ)
-    if ranks is not None and LOG_DIR not in os.environ:
-        return _be_a_foreign_rank(argv, ranks)
-    options = _parse(argv)
-    if ranks is not None:  # the launcher below started this process
-        return _be_a_rank(options, ranks)
-    if options.pp == 1:
+    return run_on_ranks(partial(_parse, argv), partial(_start, argv), _be_a_rank)
+
+
+def _start(argv: Sequence[str], options: Generate) -> int:
+    for path in filter(None, (options.run, options.assistant)):
+        RunDirectory(path).require()  # before torch is imported, which takes seconds
+    if options.pp == options.tp == 1:
         from phalanx.generate.load import load_run
 
         _write(load_run(options.run, options.step, options.device), options)
         return 0
-    from phalanx.generate import pipelined
+    from phalanx.generate import ranks as rank_group
 
-    return pipelined.launch(["generate", *argv], options.run, options.step, options.pp)
+    return rank_group.launch(["generate", *argv], options.run, options.step, options.tp, options.pp)
 
 
-def _parse(argv: Sequence[str], prints: bool = True) -> Generate:
-    """Returns the options. What tyro prints about wrong ones, before it ends the program, only one rank `prints`."""
-    options, unknown = tyro.cli(
-        Generate,
-        prog="phalanx generate",
-        args=argv,
-        config=(tyro.conf.FlagCreatePairsOff,),
-        console_outputs=prints,
-        return_unknown_args=True,  # tyro would print their control characters
-    )
-    if unknown:
-        raise JobError([_unknown(word) for word in unknown])
+def _parse(argv: Sequence[str], ranks: Ranks | None) -> Generate:
+    """Returns the options. Raises JobError with every problem of them, or if the number of processes that a launcher
+    has started does not fit."""
+    options, problems = read_options(Generate, "generate", argv, prints=ranks is None or ranks.rank == 0)
+    problems += [
+        f"{flag_of(name)} {getattr(options, name)}: at least 1" for name in POSITIVE if getattr(options, name) < 1
+    ]
+    problems += Sampling(**_sampling_of(options)).problems()
+    if not options.prompt:
+        problems.append("--prompt is empty: give at least one character")
+    if options.prompts and options.prompt != Generate.prompt:
+        problems.append("--prompt and --prompts: give one of them")
+    if options.compare and not options.assistant:
+        problems.append("--compare compares with an assistant: give --assistant RUN, too")
+    if problems:
+        raise JobError(problems)
+    if ranks is not None and options.tp * options.pp != ranks.world:
+        raise JobError(
+            f"{ranks.source} started {ranks.world} processes, but --tp {options.tp} × --pp {options.pp} is "
+            f"{options.tp * options.pp}: give --pp {ranks.world}, which cuts the layers into {ranks.world} parts, "
+            f"or start {options.tp * options.pp}"
+        )
     return options
 
 
-def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
-    """Generates as one of the processes that torchrun, srun or mpiexec started. A mistake of several is one message."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
-    from phalanx.config.run import RunOptions
-    from phalanx.launch.lost_peer import lost_peer_named
-    from phalanx.launch.meet.meeting import Meeting
-
-    meeting = Meeting(ranks)
-    with meeting.agreed():
-        options = _parse(argv, prints=ranks.rank == 0)
-        if options.pp != ranks.world:
-            raise JobError(
-                f"{ranks.source} started {ranks.world} processes, but --pp is {options.pp}: give --pp {ranks.world}, "
-                f"which cuts the layers into {ranks.world} parts, or start {options.pp}"
-            )
-        ranks = meeting.join(RunOptions().timeout_s)
-        with lost_peer_named(ranks):
-            return _be_a_rank(options, ranks, meeting.store)
-
-
 def _be_a_rank(options: Generate, ranks: Ranks, store: Store | None = None) -> int:
-    from phalanx.generate import pipelined
+    from phalanx.generate import ranks as rank_group
 
-    with pipelined.joined(ranks, options.run, options.step, options.device, options.pp, store) as loaded:
-        _write(loaded, options, prints=ranks.rank == 0)
+    place = options.run, options.step, options.device, options.tp, options.pp
+    with rank_group.joined(ranks, *place, store) as loaded:
+        if loaded is not None:
+            _write(loaded, options)
     return 0
 
 
-def _unknown(word: str) -> str:
-    names = [flag_of(field.name) for field in dataclasses.fields(Generate)]
-    return f"unknown option {word}{did_you_mean(word.partition('=')[0], names) if word.startswith('--') else ''}"
+def _write(loaded: LoadedRun, options: Generate) -> None:
+    """Generates the texts and prints them."""
+    from phalanx.generate.batch import TextBatch, comparison, line
+    from phalanx.generate.load import in_chat
 
-
-def _write(loaded: LoadedRun, options: Generate, prints: bool = True) -> None:
-    """Generates the text and prints it; of several ranks only the one that `prints`."""
-    live = prints and sys.stdout.isatty() and not options.json
-    if live:
-        echo(options.prompt, end="", flush=True)
-    text = loaded.text(
-        options.prompt,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        on_text=(lambda piece: echo(piece, end="", flush=True)) if live else None,
-    )
-    if not prints:
-        return
-    if options.json:
-        echo(json.dumps({**dataclasses.asdict(options), "run": str(options.run), "text": text}))
-    elif live:
-        echo()
+    prompts = read_prompts(options.prompts) if options.prompts else [options.prompt]
+    stop = options.stop
+    if options.chat:
+        loaded = in_chat(loaded, options.run)
+        stop = (*stop, *([loaded.chat.end] if loaded.chat and loaded.chat.end else []))
+    batch = TextBatch(loaded, prompts, options.samples, stop, options.ignore_end)
+    engine = batch.engine(options.assistant, options.device, options.draft_tokens, options.batch)
+    sampling = _sampling_of(options)
+    plain = batch.measure_plain(engine, **sampling) if options.compare else None
+    shown = None if options.json else OrderedOutput(_terminal_or_file(), batch.beginnings())
+    interrupted = False
+    try:
+        batch.run(engine, shown, **sampling)
+    except KeyboardInterrupt:  # what there is counts
+        interrupted = True
+    speeds = comparison(plain, engine.stats) if plain else {}
+    if shown:
+        shown.interrupt()
     else:
-        sys.stdout.write(f"{text}\n")  # a pipe or a file gets the text as it is
+        texts = batch.results()
+        document = {**dataclasses.asdict(options), "texts": texts, "stats": engine.stats.summary() | speeds}
+        if len(texts) == 1:
+            document["text"] = texts[0]["text"]
+        echo(json.dumps(document, default=str))
+    for numbers in (engine.stats.summary(), speeds):
+        if numbers:
+            echo(line(numbers), file=sys.stderr)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
+def _sampling_of(options: Generate) -> dict[str, Any]:
+    """Returns the options of `Sampling`."""
+    return {name: getattr(options, name) for name in ("max_new_tokens", "temperature", "top_k", "top_p", "seed")}
+
+
+def _terminal_or_file() -> Callable[[str], None]:
+    """Returns what writes a piece of text at once: a pipe or a file gets it as it is."""
+
+    def raw(piece: str) -> None:
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+
+    return (lambda piece: echo(piece, end="", flush=True)) if sys.stdout.isatty() else raw

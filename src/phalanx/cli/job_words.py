@@ -3,7 +3,6 @@ options."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import re
@@ -11,56 +10,22 @@ import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from phalanx.check.load import LoadedJob, load_words
 from phalanx.check.show import as_dict, as_yaml
 from phalanx.cli.calibration import check_calibration
-from phalanx.config import overrides, values
-from phalanx.config.calibration import Calibration
-from phalanx.config.cluster import Cluster
-from phalanx.config.clusters import CLUSTERS, LOCAL
-from phalanx.config.corpora import CORPORA
+from phalanx.cli.option import Option
+from phalanx.config import overrides
 from phalanx.config.job import Job
-from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.ranks import detect
-from phalanx.schedule.catalogue import SCHEDULES
 
 COMMON_SWITCHES = {
     "json": "Print one JSON document on standard output and nothing else.",
     "print_config": "Print the resolved job with the origin of each value, and exit.",
 }
-
-
-@dataclass(frozen=True)
-class Option:
-    """An option of a verb with a value: `--steps 2`, `--steps=2`."""
-
-    kind: Any
-    default: Any
-    about: str
-    at_least: int | None = None
-    many: bool = False
-    """Takes all words up to the next that begins with `--` or names a YAML file; the value is then a tuple."""
-    like: str = ""
-    """With `many`: a regular expression for the beginning of later words; any word if it is empty."""
-
-    @property
-    def shown_kind(self) -> Any:
-        """The type of its value."""
-        kind = tuple[self.kind, ...] if self.many else self.kind
-        return kind | None if self.default is None else kind
-
-    def convert(self, texts: Sequence[str]) -> tuple[Any, ...]:
-        """Converts the given texts. Raises ValueError that says what was expected."""
-        if not texts:
-            raise ValueError("needs a value")
-        converted = tuple(values.convert(text, self.kind) for text in texts)
-        if self.at_least is not None and min(converted) < self.at_least:
-            raise ValueError(f"must be at least {self.at_least}, is {min(converted)}")
-        return converted
 
 
 @dataclass(frozen=True)
@@ -162,54 +127,16 @@ class JobVerb:
         return words, found, rest
 
     def _print_help(self, argv: Sequence[str]) -> None:
-        """Prints tyro's page of every field; the defaults shown are those of the job files on the same command line."""
-        import tyro
+        """Prints the page; the values shown are those of the job files and fields on the same command line."""
+        from phalanx.cli import help_page
 
-        words, _, _ = self._words([word for word in argv if word not in ("-h", "--help")])
+        asked, rest = help_page.topics(argv)
+        words, _, _ = self._words([word for word in rest if word not in help_page.FLAGS])
         try:
-            job = load_words(words, opens=self.opens).job
+            loaded = load_words(words, opens=self.opens)
         except JobError:
-            job = Job()  # the page must come even for a job that is wrong
-        switches = [
-            (name, Annotated[bool, tyro.conf.arg(help=what)], dataclasses.field(default=False))
-            for name, what in {**self.switches, **COMMON_SWITCHES}.items()
-        ]
-        options = [
-            (
-                name,
-                Annotated[option.shown_kind, tyro.conf.arg(help=option.about)],
-                dataclasses.field(default=option.default),
-            )
-            for name, option in self.options.items()
-        ]
-        # `phalanx bench` writes the calibration: two dozen options that nobody sets on a command line.
-        hidden = [("calibration", Annotated[Calibration, tyro.conf.Suppress], dataclasses.field())]
-        cluster = dataclasses.make_dataclass("Cluster", hidden, bases=(Cluster,), frozen=True, kw_only=True)
-        cluster.__doc__ = Cluster.__doc__
-        shown_cluster = ("cluster", cluster, dataclasses.field())
-        page = dataclasses.make_dataclass(
-            self.name, [shown_cluster, *options, *switches], bases=(Job,), frozen=True, kw_only=True
-        )
-        page.__doc__ = (
-            f"{self.about}\n\nFields may be written as `train.steps=10`, `--train.steps 10` or, where the last name is "
-            "enough, `--lr 1e-3`. Names of ezpz, wordplay and nanoGPT are taken, too (docs/habits.md).\n\n"
-            "`phalanx models` lists the presets of models.\n\nMachines "
-            f"(docs/devices.md): {', '.join([*CLUSTERS, LOCAL])}.\n\nSchedules (docs/schedules.md): "
-            f"{', '.join(SCHEDULES)}.\n\nCorpora and tokenizers (docs/data.md): {', '.join(CORPORA)}; "
-            f"{', '.join(TOKENIZERS)}."
-        )
-        values = {field.name: getattr(job, field.name) for field in dataclasses.fields(Job)}
-        values["cluster"] = cluster(**vars(job.cluster))
-        try:
-            tyro.cli(
-                page,
-                prog=f"phalanx {self.name} [JOB.yaml ...] [key=value ...]",
-                default=page(**values),
-                args=["--help"],
-                config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
-            )
-        except SystemExit:
-            sys.stdout.flush()
+            loaded = LoadedJob(Job(), {})  # the page must come even for a job that is wrong
+        help_page.print_page(self.name, self.about, {**self.switches, **COMMON_SWITCHES}, self.options, asked, loaded)
 
 
 def tell(answers: Sequence[str]) -> None:

@@ -12,8 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.cli.job_words import JobVerb, JobWords, Option
+from phalanx.cli.job_words import JobVerb, JobWords
 from phalanx.cli.launch_plan import LaunchPlan
+from phalanx.cli.option import Option
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.sites.load import known, user_folder

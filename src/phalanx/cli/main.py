@@ -10,7 +10,7 @@ import platform
 import signal
 import stat
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import phalanx
@@ -25,14 +25,22 @@ from phalanx.nearest import nearest
 from phalanx.registry import blamed, noting_package
 
 VERBS = {
+    "init": "write a job file with comments and a planned layout: five questions, or options",
     "train": "train a job: start its processes, train, validate, save checkpoints; resumes an existing run",
     "launch": "start a job where it is called (Slurm, PBS, MPI, ssh), or submit it (Slurm, PBS, Kubernetes)",
     "verify": "check that every layout computes what one process computes, in float64",
     "generate": "generate text from the newest checkpoint of a run",
+    "serve": "serve a run over HTTP, with OpenAI's completions and chat endpoints",
     "checkpoint": "list, show, verify, convert and compare checkpoints",
+    "import": "weights of another program (Hugging Face) as a run, to generate from and to train on",
+    "evaluate": "perplexity of runs on any text, or tasks of lm-eval",
+    "export": "write the model of a run as a Hugging Face folder",
     "data": "prepare a corpus: tokenize it into shards",
     "plan": "choose the layout of a job: the fastest that fits, and why",
     "predict": "time, memory and traffic of a step on any machine, without it",
+    "report": "a run as a page with pictures, or several runs compared",
+    "watch": "the live view of a run, from any terminal",
+    "profile": "where the time of a run's profiled steps went, beside the prediction",
     "simulate": "a step as a timeline: every pass and message, slow devices, failures",
     "doctor": "check this machine, or all nodes, before a run: every line OK, WARN or ERROR with a remedy",
     "bench": "measure this machine, for predictions on cluster=local",
@@ -40,41 +48,25 @@ VERBS = {
     "models": "known models: list them, with parameters, kinds and sources",
     "schedule": "pipeline schedules: list, draw, measure and check them",
     "collectives": "algorithms of collectives: list, draw, count and check them",
+    "schema": "every field of a job: as JSON schema for editors, or as a page",
+    "completion": "completion of verbs, options, fields and names for bash, zsh or fish",
     "extensions": "what installed packages add: schedules, machines, corpora and so on",
 }
-OF_RANKS = ("train", "launch", "generate", "doctor", "bench", "test-dist")
+OF_RANKS = ("train", "launch", "generate", "evaluate", "doctor", "bench", "test-dist")
 """The verbs that know what to do as one of several ranks. The others are the work of one process."""
 _PAGES = ("-h", "--help", "--print-config")
 
-USAGE = """\
-phalanx {version}: N-D parallel language-model training from one job file
-
-usage: phalanx VERB [JOB.yaml ...] [key=value ...] [--key value ...]
-
-{verbs}
-
-examples:
-  phalanx train examples/main.yaml                   two processes on this machine, a few minutes
-  phalanx train examples/main.yaml train.steps=50 --dp-replicate 1
-  phalanx train examples/main.yaml layout=auto       in the layout that the planner chooses
-  phalanx verify examples/main.yaml                  every technique against one process, about a minute
-  phalanx verify job.yaml --layouts tp=2,sp=true dp_shard=4,zero=2
-  phalanx generate runs/main --prompt "def " --max-new-tokens 200
-  phalanx checkpoint list runs/main
-  phalanx predict model=llama3-8b cluster=dgx-h100:1 dp_shard=8 train.precision=bf16 train.global_batch=16
-  phalanx plan model=llama3-70b cluster=dgx-h100:8 train.global_batch=256 train.precision=bf16 --html plan.html
-  phalanx simulate examples/pipeline.yaml cluster=local --straggler 1=1.5 --svg step.svg
-  phalanx models qwen3                               presets with their parameters
-  phalanx schedule show 1f1b --stages 4 --microbatches 8
-  phalanx collectives show ring-all-reduce --ranks 8
-  phalanx doctor examples/main.yaml                  checks this machine for the job
-  phalanx test-dist --nproc-per-node 4 --html test.html
-  phalanx launch examples/main.yaml --submit slurm --nnodes 2 --time 2h --dry-run
-
-`phalanx VERB --help` shows a verb's options. A job file and key=value set the same fields; the command line wins.
-Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data, checkpoint or state corrupt, 5 stopped on
-NaN or a spike, 75 stopped cleanly (run the same command again to resume), 128+n ended by signal n.
-"""
+EXAMPLES = [
+    ("phalanx init", "five questions, and a job file for this machine"),
+    ("phalanx train examples/main.yaml --steps 50", "two processes on this machine, a minute"),
+    ("phalanx plan model=llama3-8b cluster=dgx-h100:2 global_batch=128", "a machine that you do not have"),
+]
+MORE = (
+    "`phalanx VERB --help` shows a verb's options and examples, `phalanx train --help layout` the fields of a job's "
+    "section. A job file and key=value set the same fields; the command line wins.",
+    "Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data, checkpoint or state corrupt, 5 stopped "
+    "on NaN or a spike, 75 stopped cleanly (run the same command again to resume), 128+n ended by signal n.",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -127,9 +119,7 @@ def run(argv: Sequence[str]) -> int:
     if _is_left_to_rank_0(argv):
         return 0
     if not argv or argv[0] in ("-h", "--help", "help"):
-        width = max(map(len, VERBS))
-        verbs = "\n".join(f"  {verb:<{width}}  {what}" for verb, what in VERBS.items())
-        echo(USAGE.format(version=phalanx.__version__, verbs=verbs).rstrip())
+        echo("\n".join(_usage()))
         return 0
     if argv[0] in ("-V", "--version"):
         from importlib.metadata import version  # imported here, because it takes as long as all other imports
@@ -144,7 +134,21 @@ def run(argv: Sequence[str]) -> int:
         if verb.endswith((".yaml", ".yml")):
             hint = f"put the verb first: `phalanx train {verb}`"
         raise JobError(f"no verb {verb!r}; {hint}")
-    return importlib.import_module(f"phalanx.cli.{verb.replace('-', '_')}").run(rest)
+    name = "import_" if verb == "import" else verb.replace("-", "_")
+    return importlib.import_module(f"phalanx.cli.{name}").run(rest)
+
+
+def _usage() -> Iterator[str]:
+    from phalanx.cli.columns import filled, in_columns, page_width
+
+    width = page_width()
+    yield f"phalanx {phalanx.__version__}: N-D parallel language-model training from one job file"
+    yield from ("", "usage: phalanx VERB [JOB.yaml ...] [key=value ...] [--key value ...]", "")
+    yield from in_columns([*VERBS.items()], width)
+    yield from ("", "examples:")
+    yield from in_columns(EXAMPLES, width)
+    for paragraph in MORE:
+        yield from ("", *filled(paragraph, width))
 
 
 def _is_left_to_rank_0(argv: Sequence[str]) -> bool:

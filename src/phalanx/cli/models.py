@@ -10,8 +10,9 @@ from phalanx.blocks.flops import train_flops_per_token
 from phalanx.blocks.parameters import count, count_active
 from phalanx.cli.commands import JSON
 from phalanx.config.families import kinds
+from phalanx.config.families.preset import Preset
 from phalanx.config.model import ModelConfig
-from phalanx.config.presets import CATALOGUE, PRESETS, likely, named
+from phalanx.config.presets import CATALOGUE, FROM_FILE, likely, named, preset_of
 from phalanx.echo import echo
 from phalanx.errors import JobError
 
@@ -20,7 +21,8 @@ phalanx models: known models, for `model=NAME` of any job
 
 usage: phalanx models [--json]                  list all presets
        phalanx models WORD ... [--json]         list those with all words in name, kinds or source
-       phalanx models NAME [--json]             one preset in detail; a repository's name on the hub will do
+       phalanx models NAME [--json]             one preset in detail; a repository's name on the hub will do, and a
+                                                Hugging Face config.json: hf:DIR/config.json
 
 options:
   --json  {JSON["json"]}
@@ -42,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     if wrong := [word for word in words if word.startswith("-")]:
         raise JobError([f"unknown option {word}; `phalanx models` takes words and --json" for word in wrong])
     name = named(" ".join(words))
-    if name in CATALOGUE:
+    if name in CATALOGUE or name.startswith(FROM_FILE):
         echo(json.dumps(entry(name), indent=1) if as_json else details(name))
         return 0
     names = _matching(words)
@@ -50,9 +52,14 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _found(name: str) -> tuple[Preset, ModelConfig]:
+    preset = preset_of(name)
+    return preset, preset.model
+
+
 def entry(name: str) -> dict[str, Any]:
     """Returns the document of one preset. Counts are null where the vocabulary is the tokenizer's."""
-    preset, model = CATALOGUE[name], PRESETS[name]
+    preset, model = _found(name)
     known = bool(model.vocab_size)
     return {
         "name": name,
@@ -90,7 +97,7 @@ def table(names: Sequence[str]) -> str:
 
 def details(name: str) -> str:
     """Returns everything known of a preset."""
-    preset, model = CATALOGUE[name], PRESETS[name]
+    preset, model = _found(name)
     facts = {
         "parameters": _counts(model),
         "FLOPs": _flops(model),
@@ -112,7 +119,7 @@ def details(name: str) -> str:
 
 
 def _row(name: str) -> list[str]:
-    preset, model = CATALOGUE[name], PRESETS[name]
+    preset, model = _found(name)
     known = bool(model.vocab_size)
     total, active = (count(model), count_active(model)) if known else (0, 0)
     return [
@@ -165,7 +172,7 @@ def _matching(words: Sequence[str]) -> list[str]:
 
 
 def _searched(name: str) -> str:
-    preset, model = CATALOGUE[name], PRESETS[name]
+    preset, model = _found(name)
     return " ".join([name, _kinds(model), kinds.positions(model), *preset.hub, preset.source]).lower()
 
 

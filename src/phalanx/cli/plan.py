@@ -12,7 +12,8 @@ from phalanx.cli.auto_layout import fixed_of, on_known_devices, worlds_of
 from phalanx.cli.calibration import calibration_document, check_calibration
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.framework import OPTIONS, asked
-from phalanx.cli.job_words import JobVerb, Option
+from phalanx.cli.job_words import JobVerb
+from phalanx.cli.option import Option
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.echo import echo

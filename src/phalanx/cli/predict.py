@@ -7,18 +7,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from phalanx.blocks.parameters import count, count_active
+from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
 from phalanx.cli.calibration import calibration_document
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.framework import OPTIONS, asked
-from phalanx.cli.job_words import JobVerb, Option
+from phalanx.cli.job_words import JobVerb
+from phalanx.cli.option import Option
 from phalanx.config.job import Job
 from phalanx.cost.breakdown import document, memory_lines, subject, time_lines
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.traffic.step import step_traffic
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.echo import echo
@@ -27,6 +27,7 @@ from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
 from phalanx.plan.report.advice import advice, shortfall
+from phalanx.report.expected import rank_traffic
 from phalanx.units import gib
 from phalanx.validation import table
 
@@ -60,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     _check_picture(words.options)
     spec = asked(step_spec(words.job, vocabulary_size(words.job)), words.options)
     prediction = predict(spec)
-    traffic = _traffic(words.job, spec)
+    traffic = rank_traffic(words.job, spec)
     if words.options["svg"]:
         write(words.options["svg"], _picture(words.options["picture"], words.job, spec, prediction))
     if "json" in words.switches:
@@ -92,27 +93,12 @@ def _picture(name: str, job: Job, spec: StepSpec, prediction: Prediction) -> str
     return prediction_picture.svg(spec, prediction)
 
 
-def _traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:
-    """Returns the bytes that rank 0 sends per step: the rank whose figure `phalanx train` prints. Empty for sync=asp,
-    where they depend on timing."""
-    if spec.layout.sync == "asp":
-        return {}
-    train, stages = job.train, spec.stages or None
-    return step_traffic(
-        spec.model,
-        spec.layout,
-        spec.batch,
-        precision=train.precision,
-        gradients=train.gradients,
-        stages=stages,
-        optimizer=job.optimizer,
-    )
-
-
 def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:
     """Returns the document of `--json` (docs/predict.md)."""
     hints = [] if prediction.fits else [vars(one) for one in advice(spec)]
     sizes = {"parameters": count(spec.model), "active_parameters": count_active(spec.model)}
+    if spec.model.lora.rank:
+        sizes["trained_parameters"] = count_trained(spec.model)
     return {**document(prediction), **sizes, "traffic_bytes": traffic, "advice": hints}
 
 
@@ -123,6 +109,7 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
     lines = [
         f"{subject(spec, spec.layout.world)}: {spec.layout.line()}",
         spec.batch.equation(),
+        *([f"adapters train {trained_text(spec.model)}"] if spec.model.lora.rank else []),
         "",
         f"step time: {step:.4g} s ({low * step:.4g} to {high * step:.4g})  "
         f"tps: {prediction.tokens_per_s_per_device:,.0f}  tps_total: {prediction.tokens_per_s:,.0f}  "

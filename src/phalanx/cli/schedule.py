@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.cli.commands import Command, CommandWords, option_lines, parse, wants_help
-from phalanx.cli.job_words import Option
+from phalanx.cli.option import Option
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.partition.pipeline import is_file

@@ -14,7 +14,8 @@ from typing import Any
 from phalanx.cli.calibration import calibration_document
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.framework import OPTIONS, asked
-from phalanx.cli.job_words import JobVerb, Option
+from phalanx.cli.job_words import JobVerb
+from phalanx.cli.option import Option
 from phalanx.cost.breakdown import duration, subject
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
@@ -46,6 +47,8 @@ VERB = JobVerb(
     switches={},
     options={
         "svg": Option(str, "", "write a picture of the step to a file"),
+        "from": Option(float, None, "with --svg: seconds at which the picture begins"),
+        "to": Option(float, None, "with --svg: seconds at which it ends"),
         "trace": Option(str, "", "write a trace for ui.perfetto.dev or chrome://tracing to a file"),
         "straggler": Option(
             str, (), "RANK=FACTOR ...: slow the passes of these pipeline ranks by a factor", many=True, like=r"\d+="
@@ -92,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
         result = _simulated(spec, disturbance, progress if _passes(spec) > PROGRESS_PASSES else silent)
     failures = _failures(options)
     lost = best(spec.layout.world, *failures, result.figures.step_time_s) if failures else None
-    _write(result.timeline, options["svg"], options["trace"])
+    _write(result, options)
     if options["failures_svg"] and failures:
         write(options["failures_svg"], _failures_picture(spec.layout.world, *failures))
     if as_document:
@@ -185,15 +188,22 @@ def _failures_picture(devices: int, failures_per_device_day: float, save_s: floa
     return goodput_picture.svg(sizes, failures_per_device_day, (save_s, save_s / 10), restart_s)
 
 
-def _write(timeline: Timeline, svg: str, trace: str) -> None:
+def _write(result: Simulated, options: Mapping[str, Any]) -> None:
     # Imported here, because they are rarely asked for.
     from phalanx.pictures import timeline as timeline_picture
     from phalanx.simulate import trace as events
 
-    if svg:
-        write(svg, timeline_picture.svg(timeline))
-    if trace:
-        write(trace, events.text(timeline))
+    if options["svg"]:
+        about, window = subject(result.spec, result.spec.layout.world), (options["from"], options["to"])
+        write(options["svg"], timeline_picture.svg(result.timeline, *window, about, _marks(result.disturbance)))
+    if options["trace"]:
+        write(options["trace"], events.text(result.timeline))
+
+
+def _marks(disturbance: Disturbance) -> dict[int, str]:
+    """Returns what slows each pipeline rank, for the picture: its device, or a link of it."""
+    links = {one: f"↔ {other}: {factor:g} ×" for (one, other), factor in disturbance.links}
+    return links | {rank: f"{factor:g} ×" for rank, factor in disturbance.slow}
 
 
 def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
@@ -250,13 +260,13 @@ def _rank_lines(result: Simulated) -> Iterator[str]:
     shown = _shown(result)
     steps = result.timeline.schedule.steps
     whole = result.timeline.seconds
-    yield f"{'rank':>6}  {'computes':>17}  {'communicates':>17}  {'idle':>17}  peak in flight"
+    columns = {"busy_s": "computes", "communication_s": "communicates", "idle_s": "idle"}
+    if result.timeline.host:
+        columns["host_s"] = "waits for host"
+    yield f"{'rank':>6}  {'  '.join(f'{name:>17}' for name in columns.values())}  peak in flight"
     for number in shown:
         figures = ranks[number]
-        times = "  ".join(
-            f"{duration(figures[name] / steps):>9} {figures[name] / whole:>7.1%}"
-            for name in ("busy_s", "communication_s", "idle_s")
-        )
+        times = "  ".join(f"{duration(figures[name] / steps):>9} {figures[name] / whole:>7.1%}" for name in columns)
         yield f"{number:>6}  {times}  {figures['peak_in_flight']:g}"
     if len(shown) < len(ranks):
         yield f"        {len(shown)} of {len(ranks)} pipeline ranks, among them the most and the least idle"

@@ -14,7 +14,8 @@ from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.show import as_yaml
 from phalanx.cli.bench import say_how_busy
 from phalanx.cli.files import check_folders, write
-from phalanx.cli.job_words import JobVerb, JobWords, Option
+from phalanx.cli.job_words import JobVerb, JobWords
+from phalanx.cli.option import Option
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError

@@ -8,10 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.check.load import LoadedJob
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.meta import job_of
 from phalanx.cli.job_words import JobVerb
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Job
@@ -25,6 +28,8 @@ from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import SINGLE, Ranks
 from phalanx.train.append import AppendedFile
 from phalanx.train.run_directory import RunDirectory
+from phalanx.train.schedule_end import end_of, resumed_end
+from phalanx.units import counted
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -47,9 +52,19 @@ VERB = JobVerb(
     auto="train",
 )
 
+NO_JOB = """\
+phalanx train needs a job: a file, or fields
+  phalanx init                        writes a job file for this machine
+  phalanx train examples/main.yaml    an example, a few minutes
+  phalanx train model=tiny steps=50   fields alone
+  phalanx train --help                options and sections of a job"""
+
 
 @unblocked()
 def run(argv: Sequence[str]) -> int:
+    if not set(argv) - {"--json", "--fresh"}:
+        raise JobError(NO_JOB)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported, or its profiler prints lines of its own
     die_with_launcher()
     is_ours = LOG_DIR in os.environ  # the launcher below started this process, with everything in place
     ranks = detected(os.environ)
@@ -70,10 +85,12 @@ def run(argv: Sequence[str]) -> int:
         _require_no_copies(job)
     if job.run.nnodes and not _is_host(job):
         return 0 if _is_finished(directory, job, as_json) else _launch(loaded, directory, as_json)
+    _require_trackers(job)
     with directory.lock(fresh="fresh" in words.switches) as renamed:
         if renamed:
             echo(f"{directory.path} was renamed to {renamed}", file=sys.stderr)
         if _is_finished(directory, job, as_json):
+            _send_the_rest(directory, job)
             return 0
         with stderr_progress() as progress:
             prepare(job.data, progress=progress)
@@ -180,9 +197,31 @@ def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
         if "fresh" in words.switches:
             raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
         _require_world(words.job, ranks)
+        if ranks.rank == 0:
+            _require_trackers(words.job)
         ranks = meeting.join(words.job.run.timeout_s)
         with lost_peer_named(ranks):
             return _train_together(words.loaded, ranks, "json" in words.switches, meeting.store)
+
+
+def _require_trackers(job: Job) -> None:
+    """Raises JobError, with what to install, unless every tracker of the job is installed on the host of rank 0."""
+    from phalanx.config.trackers import missing
+
+    if problems := [*missing(job.run.trackers)]:
+        raise JobError(problems)
+
+
+def _send_the_rest(directory: RunDirectory, job: Job) -> None:
+    """Sends to trackers what a finished run could not: they were dropped, had no time left, or are new."""
+    from phalanx.trackers.processes import Trackers
+    from phalanx.trackers.rows import is_behind
+
+    if behind := tuple(name for name in job.run.trackers if is_behind(directory.path, name)):
+        echo(f"sending the rest of metrics.jsonl to {', '.join(behind)}", file=sys.stderr)
+        job = replace(job, run=replace(job.run, trackers=behind))
+        with Trackers(job, directory.path, None, lambda warning: echo(warning, file=sys.stderr)):
+            pass  # they end when everything is sent
 
 
 def _require_world(job: Job, ranks: Ranks) -> None:
@@ -240,18 +279,35 @@ def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
     if as_json:
         echo(json.dumps({"run": str(directory.path), "step": manifest.step, "val_loss": loss}))
         return True
+    done, steps = manifest.step, job.train.steps
+    state = (
+        "is finished: step" if done == steps else f"is {counted(done - steps, 'step')} past train.steps={steps}: step"
+    )
+    reached = f"{done} of {steps}" if done == steps else str(done)
     echo(
-        f"{directory.path} is finished: step {manifest.step} of {job.train.steps}"
+        f"{directory.path} {state} {reached}"
         + (f", validation loss {loss:.4f}" if isinstance(loss, float) else "")
-        + f".\n  continue:    train.steps={2 * manifest.step}\n  start over:  --fresh (the existing run is renamed)\n"
+        + f".\n  continue:    train.steps={2 * done}{_rate_then(job, manifest)}\n"
+        "  start over:  --fresh (the existing run is renamed)\n"
         f"  text:        phalanx generate {directory.path} --prompt ..."
     )
     return True
 
 
+def _rate_then(job: Job, manifest: Manifest) -> str:
+    """Returns what becomes of the learning rate of a finished run that goes on, where its schedule keeps its end."""
+    longer = replace(job, train=replace(job.train, steps=2 * manifest.step))
+    saved = manifest.meta.get("schedule_end")
+    end = resumed_end(longer, job_of(manifest), manifest.step, saved).step
+    if end == end_of(longer):
+        return ""
+    return f"  (at the schedule's lowest learning rate; optimizer.decay_steps={2 * manifest.step} stretches it)"
+
+
 def _text(summary: dict[str, Any]) -> str:
+    steps = summary["step"]
     loss = "" if summary["loss"] is None else f"; training loss {summary['loss']:.4f}"
-    lines = [f"trained {summary['tokens']:,} tokens in {summary['step']} steps{loss}"]
+    lines = [f"trained {summary['tokens']:,} tokens in {steps:,} step{'s' * (steps != 1)}{loss}"]
     if summary["val_loss"] is not None:
         lines.append(f"validation loss: {summary['val_loss']:.4f}")
     if summary["sample"]:

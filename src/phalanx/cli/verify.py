@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phalanx.cli.job_words import JobVerb, Option
+from phalanx.cli.job_words import JobVerb
+from phalanx.cli.option import Option
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
 from phalanx.verify.select import select

@@ -56,7 +56,7 @@ _NAMES = {
     "run.dir": "out_dir outdir",
 }
 _RECOMPUTE = Alias("layout.recompute", {"block": "full"})
-_METRICS = "metrics go to metrics.jsonl in the run directory"
+_WANDB = Alias("run.trackers", {"true": "wandb", "false": "[]"})
 ALIASES = {
     **{name: Alias(path) for path, names in _NAMES.items() for name in names.split()},
     "ac": _RECOMPUTE,
@@ -64,6 +64,8 @@ ALIASES = {
     "reshard_after_forward": Alias("layout.reshard", {"always": "true", "never": "false"}),
     "decay_lr": Alias("optimizer.schedule", {"true": "cosine", "false": "constant"}),
     "train.device": Alias("cluster.device"),
+    "use_wandb": _WANDB,
+    "wandb_log": _WANDB,
     # these depend on other fields
     "backend": Alias("", rule=True),
     "batch_size": Alias("layout.micro_batch", rule=True),
@@ -77,9 +79,14 @@ ALIASES = {
     "loss_impl": Alias("layout.loss_chunk", rule=True),
     # these have no field
     "train.framework": Alias("", nothing={"pytorch": "PyTorch is the framework"}),
-    "use_wandb": Alias("", nothing={"false": _METRICS}),
     "eval_only": Alias("", nothing={"false": "a run trains"}),
-    "init_from": Alias("", nothing={"resume": "a run resumes from its own newest checkpoint"}),
+    "init_from": Alias(
+        "",
+        nothing={
+            "resume": "a run resumes from its own newest checkpoint",
+            "scratch": "a new run begins with new weights",
+        },
+    ),
     "meta_init": Alias("", nothing=dict.fromkeys(("auto", "on"), "parameters are created on the meta device")),
     "compile_mode": Alias("", nothing={"default": "it is torch.compile's default mode"}),
     "num_workers": Alias("", nothing={"0": "a thread of each rank reads batches ahead (data.prefetch)"}),

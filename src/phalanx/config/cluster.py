@@ -70,6 +70,22 @@ class Link:
     """
 
 
+@dataclass(frozen=True)
+class HostShare:
+    """One device's share of its host while all devices of the node use it, for `layout.offload`."""
+
+    memory_gib: Annotated[float, AtLeast(0)] = 0.0
+    """Host memory, in GiB; 0: not known."""
+    link_gbs: Annotated[float, AtLeast(0)] = 0.0
+    """One-way bandwidth that large copies between device and host reach, in GB/s."""
+    update_gbs: Annotated[float, AtLeast(0)] = 0.0
+    """Bytes that the host's processors read and write while they update parameters, in GB/s."""
+    disk_gbs: Annotated[float, AtLeast(0)] = 0.0
+    """Bytes that local disks read and write, half of each, in GB/s."""
+    disk_gib: Annotated[float, AtLeast(0)] = 0.0
+    """Space on the local disks, in GiB; 0: not known."""
+
+
 @hashed_once
 @dataclass(frozen=True)
 class Sharing(Hashed):
@@ -113,6 +129,7 @@ class Cluster(Hashed):
     accelerator: Accelerator = field(default_factory=Accelerator)
     intra: Link = field(default_factory=Link)
     inter: Link = field(default_factory=Link)
+    host: HostShare = field(default_factory=HostShare)
     sharing: Sharing = field(default_factory=Sharing)
     allow_unreliable: bool = False
     """Predict even if the measurements of the machine are so noisy that predictions would be refused."""

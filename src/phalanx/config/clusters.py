@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from phalanx.config import local_cluster
 from phalanx.config.calibration import Calibration
-from phalanx.config.cluster import Cluster, Link, Sharing
+from phalanx.config.cluster import Cluster, HostShare, Link, Sharing
 from phalanx.config.device_entry import device_problems
 from phalanx.config.devices import ACCELERATORS
 from phalanx.errors import JobError
@@ -23,6 +23,8 @@ from phalanx.registry import Registry, View
 NVLINK2 = Link(gbs=95, latency_us=7, reached=0.9, pair_gbs=25)
 """V100: 6 × 25 GB/s. Four devices of a node have pairs of links and no switch: 22, 45 and 85 GB/s measured among two,
 three and four (vTrain's tables of NCCL)."""
+NVSWITCH1 = Link(gbs=150, latency_us=7, reached=0.8)
+"""V100 of a DGX-2: 6 × 25 GB/s through switches; the share is that of the A100's."""
 NVLINK3 = Link(gbs=300, latency_us=6, reached=0.80)
 """A100: 12 × 25 GB/s; 229 to 240 of 300 GB/s bus bandwidth in all-reduces of 1 GB (vTrain's tables of NCCL)."""
 NVLINK4 = Link(gbs=450, latency_us=5, reached=0.82, reduces=True)
@@ -45,8 +47,54 @@ def _cards(gbits: float, devices_per_card: float = 1, latency_us: float = 12) ->
     return Link(gbs=gbits / 8 / devices_per_card, latency_us=latency_us, reached=0.85)
 
 
-def _node(device: str, devices: int, *, intra: Link, inter: Link) -> Cluster:
-    return Cluster(devices_per_node=devices, accelerator=ACCELERATORS[device], intra=intra, inter=inter)
+LINK_REACHED = 0.8
+"""Share of a PCIe link's bandwidth that large copies of pinned memory reach: 25 of 32 GB/s over PCIe 4.0."""
+UPDATE_REACHED = 0.43
+"""Share of the host's memory bandwidth that an optimizer's update reaches: AdamW on 10 billion parameters moves 280 GB
+in 2.57 s on a host with 256 GB/s (Ren et al. 2021, table 4: CPU-Adam, two Xeon 8168)."""
+
+
+DISK_REACHED = 0.8
+"""Share of the disks' peak bandwidth that large requests reach, of which half are writes: assumed."""
+
+
+def _host(
+    devices: int, memory_gb: float, bandwidth_gbs: float, link_gbs: float, disk_tb: float = 0, disk_gbs: float = 0
+) -> HostShare:
+    """Returns each device's share of a host with `memory_gb` that moves `bandwidth_gbs`, its link to the host, and its
+    share of the local disks."""
+    update = UPDATE_REACHED * bandwidth_gbs / devices
+    disk = DISK_REACHED * disk_gbs / devices, disk_tb * 1e12 / 2**30 / devices
+    return HostShare(memory_gb * 1e9 / 2**30 / devices, link_gbs * LINK_REACHED, update, *disk)
+
+
+DGX1_HOST = _host(8, 512, 154, 8, disk_tb=7.68, disk_gbs=2)
+"""Two Xeon E5-2698 v4 of four channels DDR4-2400; two devices share 16 lanes of PCIe 3.0. Disks: four SATA drives of
+1.92 TB, 0.5 GB/s each, in RAID 0."""
+DGX2_HOST = _host(16, 1500, 256, 4, disk_tb=30.7, disk_gbs=25)
+"""Two Xeon 8168 of six channels DDR4-2666; four devices share 16 lanes of PCIe 3.0. Disks: eight NVMe drives of
+3.84 TB, taken to be as fast as those of DGX A100."""
+DGX_A100_HOST = _host(8, 2000, 410, 16, disk_tb=30.7, disk_gbs=25)
+"""Two EPYC 7742 of eight channels DDR4-3200; two devices share 16 lanes of PCIe 4.0. Disks: eight NVMe drives of
+3.84 TB in RAID 0, 25 GB/s (NVIDIA's presentation of DGX A100)."""
+DGX_A100_40GB_HOST = _host(8, 1000, 410, 16, disk_tb=15.4, disk_gbs=25)
+"""The same with half the memory and four drives."""
+DGX_H100_HOST = _host(8, 2000, 614, 64, disk_tb=30.7, disk_gbs=25)
+"""Two Xeon 8480C of eight channels DDR5-4800; 16 lanes of PCIe 5.0 per device. Disks: eight NVMe drives of 3.84 TB in
+RAID 0, taken to be as fast as those of DGX A100."""
+DGX_B200_HOST = _host(8, 2000, 717, 64, disk_tb=30.7, disk_gbs=25)
+"""Two Xeon 8570 of eight channels DDR5-5600; 16 lanes of PCIe 5.0 per device. Disks as of DGX H100."""
+GRACE_HOST = _host(1, 480, 512, 450)
+"""One Grace with LPDDR5X; NVLink-C2C."""
+GRACE_PAIR_HOST = _host(2, 480, 512, 450)
+"""A Grace for two devices, which share its NVLink-C2C."""
+MILAN_HOST = _host(4, 512, 205, 32)
+"""One EPYC 7543P of eight channels DDR4-3200 for four devices, 16 lanes of PCIe 4.0 each."""
+NO_HOST = HostShare()
+
+
+def _node(device: str, devices: int, *, intra: Link, inter: Link, host: HostShare = NO_HOST) -> Cluster:
+    return Cluster(devices_per_node=devices, accelerator=ACCELERATORS[device], intra=intra, inter=inter, host=host)
 
 
 @stated
@@ -63,15 +111,25 @@ LOCAL = "local"
 """Name of the machine that was measured here (local_cluster.py)."""
 _OWN = {
     "dgx-v100": MachineEntry(
-        _node("v100-32gb", 8, intra=NVLINK2, inter=_cards(100, devices_per_card=2)),
+        _node("v100-32gb", 8, intra=NVLINK2, inter=_cards(100, devices_per_card=2), host=DGX1_HOST),
         source="NVIDIA DGX-1 with V100 data sheet: four 100 Gb/s cards",
     ),
+    "dgx-2": MachineEntry(
+        _node("v100-32gb", 16, intra=NVSWITCH1, inter=_cards(100, devices_per_card=2), host=DGX2_HOST),
+        source="NVIDIA DGX-2 data sheet: 16 V100 and 12 NVSwitches, eight 100 Gb/s cards, 30 TB of NVMe",
+    ),
     "dgx-a100": MachineEntry(
-        _node("a100-80gb", 8, intra=NVLINK3, inter=_cards(200)),
+        _node("a100-80gb", 8, intra=NVLINK3, inter=_cards(200), host=DGX_A100_HOST),
         source="NVIDIA DGX A100 data sheet: eight 200 Gb/s cards",
     ),
     "dgx-a100-40gb": MachineEntry(
-        _node("a100-40gb", 8, intra=NVLINK3, inter=_cards(200)),
+        _node(
+            "a100-40gb",
+            8,
+            intra=NVLINK3,
+            inter=_cards(200),
+            host=DGX_A100_40GB_HOST,
+        ),
         source="NVIDIA DGX A100 data sheet: eight 200 Gb/s cards",
     ),
     "a800": MachineEntry(
@@ -83,7 +141,7 @@ _OWN = {
         source="PCIe 4.0; one 200 Gb/s card for a node is assumed",
     ),
     "dgx-h100": MachineEntry(
-        _node("h100-80gb", 8, intra=NVLINK4, inter=_cards(400)),
+        _node("h100-80gb", 8, intra=NVLINK4, inter=_cards(400), host=DGX_H100_HOST),
         source="NVIDIA DGX H100 data sheet: eight 400 Gb/s cards",
     ),
     "dgx-h100-nvl256": MachineEntry(
@@ -95,11 +153,11 @@ _OWN = {
         source="PCIe 5.0; one 400 Gb/s card for a node is assumed",
     ),
     "gh200": MachineEntry(
-        _node("gh200", 1, intra=NVLINK4, inter=_cards(400)),
+        _node("gh200", 1, intra=NVLINK4, inter=_cards(400), host=GRACE_HOST),
         source="NVIDIA GH200 data sheet; one 400 Gb/s card per superchip is assumed",
     ),
     "dgx-h200": MachineEntry(
-        _node("h200", 8, intra=NVLINK4, inter=_cards(400)),
+        _node("h200", 8, intra=NVLINK4, inter=_cards(400), host=DGX_H100_HOST),
         source="NVIDIA DGX H200 data sheet: eight 400 Gb/s cards",
     ),
     "h800": MachineEntry(
@@ -107,7 +165,7 @@ _OWN = {
         source="NVIDIA H800 data sheet: NVLink of 400 GB/s, both ways; otherwise as dgx-h100",
     ),
     "dgx-b200": MachineEntry(
-        _node("b200", 8, intra=NVLINK5, inter=_cards(400)),
+        _node("b200", 8, intra=NVLINK5, inter=_cards(400), host=DGX_B200_HOST),
         source="NVIDIA DGX B200 data sheet: eight 400 Gb/s cards",
     ),
     "dgx-b300": MachineEntry(
@@ -115,11 +173,11 @@ _OWN = {
         source="NVIDIA DGX B300 data sheet: eight 800 Gb/s cards",
     ),
     "gb200-nvl72": MachineEntry(
-        replace(_node("gb200", 4, intra=NVLINK5, inter=_cards(400)), domain=72),
+        replace(_node("gb200", 4, intra=NVLINK5, inter=_cards(400), host=GRACE_PAIR_HOST), domain=72),
         source="NVIDIA GB200 NVL72 data sheet: NVLink joins the 72 devices of a rack",
     ),
     "gb300-nvl72": MachineEntry(
-        replace(_node("gb300", 4, intra=NVLINK5, inter=_cards(800)), domain=72),
+        replace(_node("gb300", 4, intra=NVLINK5, inter=_cards(800), host=GRACE_PAIR_HOST), domain=72),
         source="NVIDIA GB300 NVL72 data sheet: NVLink joins the 72 devices of a rack",
     ),
     "mi300x": MachineEntry(
@@ -147,15 +205,21 @@ _OWN = {
         source="Intel Gaudi 3 data sheet: 24 ports of 200 Gb/s, 21 of them inside the node",
     ),
     "polaris": MachineEntry(
-        _node("a100-40gb", 4, intra=NVLINK3, inter=_cards(200, devices_per_card=2)),
+        _node("a100-40gb", 4, intra=NVLINK3, inter=_cards(200, devices_per_card=2), host=MILAN_HOST),
         source="ALCF user guide: two Slingshot-11 cards for four A100",
     ),
     "sophia": MachineEntry(
-        _node("a100-40gb", 8, intra=NVLINK3, inter=_cards(200)),
+        _node("a100-40gb", 8, intra=NVLINK3, inter=_cards(200), host=DGX_A100_HOST),
         source="ALCF user guide: DGX A100",
     ),
     "perlmutter": MachineEntry(
-        _node("a100-40gb", 4, intra=NVLINK3, inter=_cards(200)),
+        _node(
+            "a100-40gb",
+            4,
+            intra=NVLINK3,
+            inter=_cards(200),
+            host=_host(4, 256, 205, 32),
+        ),
         source="NERSC, Perlmutter architecture: four Slingshot-11 cards for four A100",
     ),
     "frontier": MachineEntry(
@@ -177,7 +241,7 @@ _OWN = {
         source="ALCF, Aurora user guide: 185 GB/s measured between the two tiles of a GPU",
     ),
     "selene": MachineEntry(
-        _node("a100-80gb", 8, intra=NVLINK3, inter=_cards(200)),
+        _node("a100-80gb", 8, intra=NVLINK3, inter=_cards(200), host=DGX_A100_HOST),
         source="Narayanan et al. 2021: eight HDR cards",
     ),
     "jean-zay": MachineEntry(
@@ -193,7 +257,7 @@ _OWN = {
         source="bigscience: four 100 Gb/s Omni-Path cards for four V100",
     ),
     "eos": MachineEntry(
-        _node("h100-80gb", 8, intra=NVLINK4, inter=_cards(400)),
+        _node("h100-80gb", 8, intra=NVLINK4, inter=_cards(400), host=DGX_H100_HOST),
         source="NVIDIA Eos: DGX H100",
     ),
     "meta-h100": MachineEntry(

@@ -11,15 +11,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The smallest legal value."""
+    """The smallest legal value; of a tuple, that of each of its values."""
 
     least: float
 
-    def problem(self, value: float) -> str:
-        """Returns what is wrong with a value, or nothing."""
-        if value >= self.least:
+    @property
+    def words(self) -> str:
+        """The range in a few words."""
+        return f"≥ {self.least:g}"
+
+    def problem(self, value: float | tuple[float, ...]) -> str:
+        """Returns what is wrong with a value or a tuple of them, or nothing."""
+        if min(value) >= self.least if isinstance(value, tuple) else value >= self.least:
             return ""
-        return f"must be at least {self.least}, is {value}" if self.least else f"must not be negative, is {value}"
+        is_ = "are" if isinstance(value, tuple) else "is"
+        return f"must be at least {self.least}, {is_} {value}" if self.least else f"must not be negative, {is_} {value}"
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,11 @@ class Above:
     """A lower bound that is not legal itself."""
 
     bound: float
+
+    @property
+    def words(self) -> str:
+        """The range in a few words."""
+        return f"> {self.bound:g}"
 
     def problem(self, value: float) -> str:
         """Returns what is wrong with a value, or nothing."""
@@ -39,6 +50,11 @@ class Below:
 
     bound: float
 
+    @property
+    def words(self) -> str:
+        """The range in a few words."""
+        return f"< {self.bound:g}"
+
     def problem(self, value: float) -> str:
         """Returns what is wrong with a value, or nothing."""
         return "" if value < self.bound else f"must be below {self.bound}, is {value}"
@@ -50,6 +66,11 @@ class Between:
 
     least: float
     most: float
+
+    @property
+    def words(self) -> str:
+        """The range in a few words."""
+        return f"{self.least:g} to {self.most:g}"
 
     def problem(self, value: float) -> str:
         """Returns what is wrong with a value, or nothing."""
@@ -64,6 +85,11 @@ class HalfOpen:
     least: float
     bound: float
 
+    @property
+    def words(self) -> str:
+        """The range in a few words."""
+        return f"≥ {self.least:g}, < {self.bound:g}"
+
     def problem(self, value: float | tuple[float, ...]) -> str:
         """Returns what is wrong with a value or a tuple of them, or nothing."""
         values = value if isinstance(value, tuple) else (value,)
@@ -76,6 +102,11 @@ class HalfOpen:
 class Printable:
     """A text without control characters."""
 
+    @property
+    def words(self) -> str:
+        """The range in a few words."""
+        return "printable"
+
     def problem(self, value: str) -> str:
         """Returns what is wrong with a value, or nothing."""
         return "" if value.isprintable() else f"must be printable, is {value[:_SHOWN]!r}"
@@ -86,6 +117,11 @@ class FolderName:
     """The name of one folder: printable, not a path, not hidden, and at most `longest` bytes of UTF-8. May be empty."""
 
     longest: int
+
+    @property
+    def words(self) -> str:
+        """The range in a few words."""
+        return "the name of a folder"
 
     def problem(self, value: str) -> str:
         """Returns what is wrong with a value and the nearest legal name, or nothing."""
@@ -112,6 +148,11 @@ class Matches:
     form: str
     """The form in words, with an example."""
 
+    @property
+    def words(self) -> str:
+        """The range in a few words."""
+        return self.form
+
     def problem(self, value: str) -> str:
         """Returns what is wrong with a value, or nothing."""
         legal = not value or re.fullmatch(self.pattern, value)
@@ -121,6 +162,11 @@ class Matches:
 @dataclass(frozen=True)
 class StoreUrl:
     """The URL of a place on an object store, without credentials; may be empty."""
+
+    @property
+    def words(self) -> str:
+        """The range in a few words."""
+        return "a URL"
 
     def problem(self, value: str) -> str:
         """Returns what is wrong with a value, or nothing. The value is not repeated: it may hold a secret."""

@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 
 from phalanx.config.data import Data
+from phalanx.config.templates import BUILT_IN, OWN_TEMPLATE
 from phalanx.facts import Lazy, stated
-from phalanx.registry import Registry
+from phalanx.nearest import did_you_mean
+from phalanx.registry import Registry, package_code
 
 Rules = Callable[[Data], Iterable[tuple[str, str]]]
 """Yields the problems of a job's data: the field by its dotted path ("data.path"), and the message."""
@@ -21,7 +23,7 @@ def no_rules(data: Data) -> Iterable[tuple[str, str]]:
 @stated
 @dataclass(frozen=True)
 class CorpusEntry:
-    """A corpus: a text, which a tokenizer makes tokens of, or tokens without a text."""
+    """A corpus: a text or conversations, which a tokenizer makes tokens of, or tokens without a text."""
 
     title: str
     """One-line description."""
@@ -40,6 +42,11 @@ class CorpusEntry:
     """Number of tokens, or the field of `data` that states it; only with `tokens`."""
     vocab: int | str = 0
     """Vocabulary size, or the field of `data` that states it; only with `tokens`."""
+    rows: Lazy | None = None
+    """Instead of a text: `rows(files, data)` yields each row of a data set of conversations, as a
+    `phalanx.data.rows.Row`, the same ones in every call."""
+    row_size: int = 1
+    """Conversations per row: 2 if rows are pairs of a chosen and a rejected one."""
     settings: tuple[str, ...] = ()
     """The fields of `data` that the corpus depends on, besides those that hold for all (val_fraction, limit_mb)."""
     only_location: tuple[str, ...] = ()
@@ -61,6 +68,34 @@ def _path_problems(data: Data) -> Iterator[tuple[str, str]]:
         yield "data.path", "corpus text needs the path of a text or JSONL file, or a folder of them"
 
 
+def _chat_problems(data: Data) -> Iterator[tuple[str, str]]:
+    if not data.path:
+        yield "data.path", f"corpus {data.corpus} needs the path of a JSONL file, or of a folder of them"
+    names = (OWN_TEMPLATE, *BUILT_IN)
+    if data.template not in names and not data.template.endswith((".jinja", ".j2")):
+        hint = did_you_mean(data.template, names)
+        yield (
+            "data.template",
+            f"no template {data.template!r}{hint} (known: {', '.join(names)}; your own: a .jinja file)",
+        )
+    if data.packing and not data.document_mask:
+        yield (
+            "data.packing",
+            "conversations that share a sample would attend to each other; nearest legal: document_mask=true, or "
+            "packing=false",
+        )
+
+
+def _preference_problems(data: Data) -> Iterator[tuple[str, str]]:
+    yield from _chat_problems(data)
+    for name, value, legal in (("packing", data.packing, False), ("loss_on", data.loss_on, "answers")):
+        if value != legal:
+            yield (
+                f"data.{name}",
+                f"pairs are compared by their answers, one sequence each; nearest legal: {name}={legal}",
+            )
+
+
 def setting_problems(settings: Iterable[str], *stated: object) -> Iterator[str]:
     """Yields names, in `settings` or among the `stated` facts, that are no fields of `data`."""
     known = {field.name for field in fields(Data)}
@@ -71,24 +106,22 @@ def setting_problems(settings: Iterable[str], *stated: object) -> Iterator[str]:
 
 def rules_problems(rules: Rules) -> Iterator[str]:
     """Yields why rules are none: they must yield pairs of texts for any job's data."""
-    try:
+    with package_code("rules failed for the default data"):
         found = list(rules(Data()))
-    except Exception as error:
-        yield f"rules failed for the default data: {type(error).__name__}: {error}"
-        return
     if not all(isinstance(pair, tuple) and list(map(type, pair)) == [str, str] for pair in found):
         yield f"rules must yield pairs of a field's path and a message, yielded {found!r}"
 
 
 def _entry_problems(name: str, entry: CorpusEntry) -> Iterator[str]:
     """Yields the problems of an entry that is added."""
-    yield from rules_problems(entry.rules)
     yield from setting_problems(entry.settings, entry.count, entry.vocab)
     computed = entry.documents != CorpusEntry.documents
-    if entry.tokens is None and entry.files is None and not computed:
-        yield "states too little; missing: files, documents, or tokens"
+    if entry.tokens is None and entry.files is None and entry.rows is None and not computed:
+        yield "states too little; missing: files, documents, rows, or tokens"
     if entry.tokens is not None and (entry.files is not None or computed):
         yield "tokens stand instead of a text: leave out files and documents"
+    if entry.rows is not None and (entry.tokens is not None or computed):
+        yield "rows stand instead of a text or tokens: leave out documents and tokens"
     for fact in ("count", "vocab"):
         value = getattr(entry, fact)
         if entry.tokens is not None and (value == "" or (isinstance(value, int) and value < 1)):
@@ -99,6 +132,7 @@ def _entry_problems(name: str, entry: CorpusEntry) -> Iterator[str]:
         yield f"only_location {', '.join(extra)} is not among settings"
     names = {other: known for known, each in CORPORA.items() for other in (known, *each.also_called)}
     yield from (f"{other!r} already means {names[other]}" for other in entry.also_called if other in names)
+    yield from rules_problems(entry.rules)  # last: it raises where their code fails
 
 
 CORPORA = Registry(
@@ -128,6 +162,27 @@ CORPORA = Registry(
             settings=("path", "text_field"),
             rules=_path_problems,
         ),
+        "chat": CorpusEntry(
+            "your own conversations in JSONL files, for fine-tuning: set data.path",
+            "data.path",
+            files="phalanx.data.rows:row_files",
+            rows="phalanx.data.rows:chat_rows",
+            describe="phalanx.data.corpus:text_description",
+            identity="phalanx.data.template:template_identity",
+            settings=("path", "template"),
+            rules=_chat_problems,
+        ),
+        "preferences": CorpusEntry(
+            "your own pairs of a chosen and a rejected answer in JSONL files: set data.path",
+            "data.path",
+            files="phalanx.data.rows:row_files",
+            rows="phalanx.data.preferences:preference_rows",
+            row_size=2,
+            describe="phalanx.data.corpus:text_description",
+            identity="phalanx.data.template:template_identity",
+            settings=("path", "template"),
+            rules=_preference_problems,
+        ),
         "random": CorpusEntry(
             "random tokens",
             "a generator with a fixed seed, for measuring",
@@ -142,6 +197,20 @@ CORPORA = Registry(
 """Corpora by name."""
 
 
+PAIR = 2
+"""Sequences of a pair: the chosen one, then the rejected one."""
+
+
+def has_pairs(data: Data) -> bool:
+    """Returns whether a job's data are pairs of a chosen and a rejected answer: its loss compares them (DPO)."""
+    return data.corpus in CORPORA and CORPORA[data.corpus].row_size == PAIR
+
+
 def number_of(stated: int | str, data: Data) -> int:
     """Returns a number that an entry states itself or through a field of `data`."""
     return getattr(data, stated) if isinstance(stated, str) else stated
+
+
+def has_answers(data: Data) -> bool:
+    """Returns whether only some tokens count in the loss: those of answers."""
+    return CORPORA[data.corpus].rows is not None and data.loss_on == "answers"

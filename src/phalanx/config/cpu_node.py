@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import log
 
-from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
+from phalanx.config.cluster import Accelerator, Cluster, HostShare, Link, Sharing
 
 
 def with_processes(cluster: Cluster, processes: int) -> Cluster:
@@ -26,6 +26,7 @@ def with_processes(cluster: Cluster, processes: int) -> Cluster:
         cluster,
         devices_per_node=processes,
         accelerator=_device(cluster.accelerator, shared, share, max(1.0, processes / cores)),
+        host=_host(cluster.host, share, _rate_factor(shared.alone_streams, share, shared.processes)),
         intra=_link(cluster.intra, linked, max(1.0, processes / max(cores, shared.linked))),
         inter=_link(cluster.inter, linked, max(1.0, processes / max(cores, shared.linked))),
         sharing=Sharing(),
@@ -53,6 +54,15 @@ def _device(device: Accelerator, shared: Sharing, share: float, crowd: float) ->
         launch_us=device.launch_us * crowd,
         product_us=device.product_us * crowd,
         host_us=device.host_us * crowd,
+    )
+
+
+def _host(host: HostShare, share: float, streams: float) -> HostShare:
+    return replace(
+        host,
+        memory_gib=host.memory_gib * share,
+        link_gbs=host.link_gbs * streams,
+        update_gbs=host.update_gbs * streams,
     )
 
 

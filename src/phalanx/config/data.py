@@ -17,9 +17,10 @@ class Data:
 
     corpus: str = "stdlib"
     """stdlib (the text of this Python's own library, nothing to download), shakespeare_char, text (your own: set
-    data.path), or random (tokens without text, for measuring)."""
+    data.path), chat (your own conversations, for fine-tuning: set data.path), or random (tokens without text, for
+    measuring)."""
     path: str = ""
-    """A text or JSONL file, or a folder of them (corpus text); or a local copy of tiny Shakespeare."""
+    """A text or JSONL file, or a folder of them (corpora text and chat); or a local copy of tiny Shakespeare."""
     text_field: str = "text"
     """The field of each JSON line that holds the text."""
     tokenizer: str = "char"
@@ -29,6 +30,17 @@ class Data:
     document_mask: bool = False
     """A token attends only to tokens of its own document: those since the last separator, which is the tokenizer's
     end-of-text token or, where it has none (char, byte), a newline, so that every line is a document."""
+    template: str = "tokenizer"
+    """How corpus chat makes a text of a conversation: tokenizer (by the chat template that comes with data.tokenizer),
+    chatml, llama3, alpaca, raw (contents alone), or the path of a Jinja file."""
+    loss_on: Literal["answers", "all"] = "answers"
+    """Tokens of corpus chat that count in the loss: those of the answers, or all."""
+    packing: bool = False
+    """Put several conversations of corpus chat into one sample, each whole and attending only to itself (needs
+    document_mask). Otherwise a sample is one conversation and padding."""
+    too_long: Literal["truncate", "drop"] = "truncate"
+    """What to do about a conversation of corpus chat that is longer than model.seq_len: keep its beginning, or leave it
+    out."""
     val_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.1
     """Share of the corpus, from its end, kept for validation."""
     limit_mb: Annotated[float, AtLeast(0), Below(1e12)] = 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import keyword
 import typing
 from collections import Counter
 from collections.abc import Sequence
@@ -22,12 +23,15 @@ SECTION_SHORTHAND = {
 }
 """Field that is set by a section written as one word: `model: llama3-8b` is `model.preset: llama3-8b`."""
 
+NESTED_SECTIONS = {"lora": "model.lora"}
+"""Sections that may be written without the one that they are a part of: `lora: {rank: 8}`, `lora.rank=8`."""
+
 LAUNCHER_NAMES = {"nproc_per_node": "cluster.devices_per_node", "nnodes": "cluster.nodes"}
 """torchrun's names of fields."""
 SHARED_NAMES = {"name": "run.name"}
 """Field that a name means without its section, though others have it too."""
 
-FIELD_CUTOFF, RARE_FIELD_CUTOFF = 0.7, 0.85
+FIELD_CUTOFF, RARE_FIELD_CUTOFF = 0.7, 0.9
 """Least similarity (difflib, 0 to 1) of a mistyped name to a field that users set, and to a rarely set field or another
 framework's name."""
 
@@ -55,8 +59,19 @@ def _annotated_leaves(cls: type) -> dict[str, Any]:
             inner = _annotated_leaves(typing.cast(type, kind))
             found.update({f"{field.name}.{path}": leaf for path, leaf in inner.items()})
         else:
-            found[field.name] = kind
+            found[name_of(field.name)] = kind
     return found
+
+
+def name_of(attribute: str) -> str:
+    """Returns the name that users write for an attribute: from for from_, since from is a word of Python."""
+    plain = attribute.removesuffix("_")
+    return plain if keyword.iskeyword(plain) else attribute
+
+
+def attribute_of(name: str) -> str:
+    """Returns the attribute of a name: the inverse of `name_of`."""
+    return f"{name}_" if keyword.iskeyword(name) else name
 
 
 def _plain(kind: Any) -> Any:
@@ -86,13 +101,19 @@ def resolve(name: str, text: str | None = None) -> str | None:
     """Returns the dotted path of a user's name (`tp`, `layout.tp`, `dp-shard`, `model`), or None. If several fields
     have the name, the `text` of the value decides: `schedule=zb_v` is the pipeline's, `schedule=cosine` the
     optimizer's. If it fits several, the layout's field wins, so a layout's line may also be written word by word."""
-    name = name.replace("-", "_")
+    name = within(name.replace("-", "_"))
     if name in leaves():
         return name
     path = SECTION_SHORTHAND.get(name) or short_names().get(name)
     if path or text is None or not (same := _namesakes(name)):
         return path
     return _by_value(same, text)
+
+
+def within(name: str) -> str:
+    """Returns a dotted name with the section around a nested one that may stand alone: model.lora.rank of lora.rank."""
+    section, dot, rest = name.partition(".")
+    return f"{NESTED_SECTIONS.get(section, section)}{dot}{rest}"
 
 
 def _namesakes(name: str) -> list[str]:
@@ -104,8 +125,14 @@ def _namesakes(name: str) -> list[str]:
 def _by_last_name() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in leaves():
-        found.setdefault(path.rsplit(".", 1)[-1], []).append(path)
+        section, _, name = path.rpartition(".")
+        if section not in NESTED_SECTIONS.values():  # `rank` alone is hardly that of adapters
+            found.setdefault(name, []).append(path)
     return found
+
+
+def _every_name() -> list[str]:
+    return [path for same in _by_last_name().values() for path in same]
 
 
 def _by_value(paths: Sequence[str], text: str) -> str | None:
@@ -130,15 +157,17 @@ def _fits(text: str, kind: Any) -> bool:
 
 def suggestion(name: str) -> str:
     """Returns a hint about an unknown name: "; did you mean train.steps?", or nothing if none is close."""
-    plain = name.replace("-", "_")
+    plain = within(name.replace("-", "_"))
     same = _namesakes(plain)
     if len(same) > 1:
         return f"; which one: {' or '.join(same)}?"
-    parts = plain.split(".")[::-1]  # DeepSpeed's zero_optimization.stage is known by its section
+    section, _, last = plain.rpartition(".")
+    # DeepSpeed's zero_optimization.stage is known by its section.
+    parts = [last] if section in sections() else plain.split(".")[::-1]
     if advice := next((foreign_names.ADVICE[part] for part in parts if part in foreign_names.ADVICE), ""):
         return f"; {advice}"
     foreign = next((_foreign_fields()[part] for part in parts if part in _foreign_fields()), None)
-    target = foreign or _mistyped(*plain.rpartition(".")[::2])
+    target = foreign or _mistyped(section, last)
     return f"; did you mean {target}?" if target else ""
 
 
@@ -152,7 +181,7 @@ def _mistyped(section: str, name: str) -> str | None:
     if section in sections() or exact:
         return exact[0] if len(exact) == 1 else None
     shallow = [path for path in leaves() if path.count(".") == 1]
-    if found := _alike(name, shallow, FIELD_CUTOFF) or _alike(name, list(leaves()), RARE_FIELD_CUTOFF):
+    if found := _alike(name, shallow, FIELD_CUTOFF) or _alike(name, _every_name(), RARE_FIELD_CUTOFF):
         return found
     foreign = nearest(name, _foreign_fields(), RARE_FIELD_CUTOFF)
     return _foreign_fields()[foreign] if foreign else None
@@ -174,10 +203,11 @@ def _alike(name: str, paths: Sequence[str], cutoff: float) -> str | None:
 
 def get(obj: Any, path: str) -> Any:
     """Returns the value at a dotted path."""
-    return functools.reduce(getattr, path.split("."), obj)
+    return functools.reduce(getattr, map(attribute_of, path.split(".")), obj)
 
 
 def replace(obj: Any, path: str, value: Any) -> Any:
     """Returns a copy of a frozen dataclass with the value at a dotted path changed."""
     head, _, rest = path.partition(".")
+    head = attribute_of(head)
     return dataclasses.replace(obj, **{head: replace(getattr(obj, head), rest, value) if rest else value})

@@ -57,6 +57,9 @@ _NAMES = {
     "layout.ep": "expert_model_parallel_size expert_parallel_degree",
     "layout.zero": "zero_optimization zero_stage",
     "layout.reshard": "fsdp_reshard_after_forward",
+    "layout.hpz": "zero_hpz_partition_size",
+    "layout.quantise_weights": "zero_quantized_weights",
+    "layout.quantise_gradients": "zero_quantized_gradients",
     "layout.recompute": (
         "activation_checkpointing fsdp_activation_checkpointing gradient_checkpointing "
         "recompute_activations recompute_granularity"
@@ -93,7 +96,7 @@ FIELDS = {name: field for field, names in _NAMES.items() for name in names.split
 
 _DATA_PARALLEL = "dp_replicate=N for DDP, dp_shard=N with zero=1, 2 or 3 for ZeRO and FSDP"
 _NOTHING = "there is nothing to set"
-_PROFILE = "every step's times are in metrics.jsonl, and `phalanx simulate JOB --trace FILE` draws a step"
+_PROFILE = "train.profile.steps=[10, 12] profiles these steps, train.profile.python=true also with pyinstrument"
 _HABITS = {
     "framework": "PyTorch is the only framework",
     "experiment": "wordplay's experiments are job files here; experiment=shakespeare is taken, or name the fields",
@@ -111,11 +114,15 @@ _HABITS = {
     "ckpt_stage_dir": f"{_NOTHING}: checkpoints are written from a copy in host memory",
     "dataset_root": "data.path is the corpus, data.dir the folder of its token shards",
     "root_path": "data.path is the corpus, data.dir the folder of its token shards",
-    "hf_split": "nothing is downloaded from the hub; data.val_fraction is the share of the corpus for validation",
+    "hf_split": "no data sets are downloaded from the hub; data.val_fraction is the share of the corpus for validation",
     "hf_limit": "data.limit_mb uses a part of the corpus",
     "tokenizer_name": "data.tokenizer is char, byte, bpe (trained on the corpus), or the path of a tokenizer.json",
-    "model_name_or_path": "model.preset is a known shape, whose weights are initialised; weights are not downloaded",
-    **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "lora_target"), "all weights are trained"),
+    "model_name_or_path": "model.from is a run or a Hugging Face folder to start from; `phalanx import hf "
+    "hub:OWNER/NAME --out RUN` downloads one",
+    **dict.fromkeys(("lora_rank", "lora_r"), "that is model.lora.rank"),
+    "lora_alpha": "that is model.lora.alpha",
+    **dict.fromkeys(("lora_target", "lora_target_modules", "target_modules"), "that is model.lora.targets"),
+    "lora_dropout": "adapters have no dropout: model.dropout is the model's",
     **dict.fromkeys(("layer_sizes", "input_size", "output_size"), "models are transformers: model.d_model, model.d_ff"),
     **dict.fromkeys(("profile", "pytorch_profiler", "pyinstrument_profiler", "rank_zero_only", "acc_events"), _PROFILE),
 }
@@ -131,22 +138,29 @@ ADVICE = {
     ),
     "use_distributed_optimizer": "that is zero=1 with dp_shard=N",
     **dict.fromkeys(("data_parallel_size", "dp"), f"set one of the two: {_DATA_PARALLEL}"),
+    "offload_optimizer": "that is layout.offload=optimizer",
     **dict.fromkeys(
-        ("cpu_offload", "fsdp_offload_params", "offload_optimizer", "offload_param"),
-        "offloading is not done by this version",
+        ("cpu_offload", "enable_cpu_offload", "fsdp_offload_params", "offload_param", "offload_params"),
+        "that is layout.offload=optimizer+parameters with zero=3; layout.offload=optimizer suffices for most models",
     ),
+    **dict.fromkeys(
+        ("activation_offloading", "cpu_offloading", "enable_activation_offload", "offload_activations"),
+        "that is layout.offload=activations",
+    ),
+    "cpu_offloading_num_layers": "that is layout.offload_blocks, with layout.offload=activations",
     **dict.fromkeys(
         ("num_processes", "world_size"),
         "the number of processes is the product of the layout's axes, or -1 in dp_replicate or dp_shard takes the rest",
     ),
     **dict.fromkeys(("overlap_comm", "overlap_grad_reduce", "overlap_param_gather"), f"{_NOTHING}: it always overlaps"),
-    "init_from": f"{_NOTHING}: a run resumes from its own newest checkpoint, --fresh starts over",
+    "init_from": "a run resumes from its own newest checkpoint; to start from others, `phalanx import hf "
+    "hub:openai-community/gpt2 --out runs/gpt2` and model.from=runs/gpt2",
     **dict.fromkeys(("load", "resume", "resume_from_checkpoint"), "a run resumes by itself; --fresh starts over"),
     **dict.fromkeys(("epochs", "num_train_epochs"), "a run is as long as train.steps"),
     "disable_bias_linear": "that is model.bias=false",
     "untie_embeddings_and_output_weights": "that is model.tied=false",
     "group_query_attention": "model.n_kv_heads says it: fewer of them than n_heads",
-    **dict.fromkeys(("use_wandb", "wandb_log", "wandb_project"), "metrics go to metrics.jsonl in the run directory"),
+    "wandb_project": "that is the variable WANDB_PROJECT; run.trackers=wandb sends metrics to W&B",
     **_HABITS,
     **dict.fromkeys(
         ("local_rank", "master_addr", "master_port", "node_rank", "rdzv_backend"),

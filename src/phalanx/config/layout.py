@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Annotated, Literal
 
 from phalanx.config.constraints import Above, AtLeast
@@ -10,6 +11,9 @@ from phalanx.hashed import Hashed, hashed_once
 
 Recompute = Literal["none", "selective", "full"]
 """Activations of a block that the backward pass recomputes."""
+TILED = ("mlp", "attention", "experts", "embedding", "head")
+"""Layers that may run in tiles: dense MLPs with the shared experts, the projections of attention, routed experts, and
+by rows of the vocabulary an embedding and a head that are not tied."""
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 """The mesh's axes, outermost first; `ep` is carved out of dp_shard × cp and multiplies nothing."""
 
@@ -22,9 +26,9 @@ class Layout(Hashed):
     auto: bool = False
     """Let the planner choose what is not set here (phalanx plan)."""
     dp_replicate: Annotated[int, AtLeast(1)] = 1
-    """Data-parallel replicas that hold whole copies (DDP)."""
+    """Data-parallel replicas that hold whole copies (DDP); -1: the rest of the devices."""
     dp_shard: Annotated[int, AtLeast(1)] = 1
-    """Data-parallel ranks that shard the state among them (ZeRO / FSDP)."""
+    """Data-parallel ranks that shard the state among them (ZeRO / FSDP); -1: the rest of the devices."""
     cp: Annotated[int, AtLeast(1)] = 1
     """Context-parallel ranks: each holds a part of every sequence."""
     cp_ulysses: Annotated[int, AtLeast(1)] = 1
@@ -43,13 +47,24 @@ class Layout(Hashed):
     reshard: bool = True
     """zero=3: give up a block's parameters after its forward pass and gather them again for the backward pass; without,
     less traffic and more memory."""
+    hpz: Annotated[int, AtLeast(1)] = 1
+    """zero=3: neighbouring ranks of dp_shard × cp, those of a node, that keep a second copy of the parameters together
+    (ZeRO++'s hpZ), so that only the first gather of a step crosses nodes. 1: no copy."""
+    quantise_weights: Literal["none", "int8"] = "none"
+    """zero=3: send gathered parameters as 8-bit codes, with a scale per block (ZeRO++'s qwZ): fewer bytes, rounded
+    parameters in the passes, exact ones in the optimizer."""
+    quantise_gradients: Literal["none", "int8", "int4"] = "none"
+    """zero=3: send gradients as codes of 8 or 4 bits, with hpz above 1 first inside the node, so that only sums cross
+    to other nodes (ZeRO++'s qgZ)."""
     prefetch: Annotated[int, AtLeast(0)] = 1
     """zero=3: blocks whose parameters are gathered ahead; 0 leaves it to FSDP2."""
     accumulate: Literal["local", "sharded"] = "local"
     """Gradients of all micro-batches but the last: local keeps them whole on each rank and sends once per step; sharded
     (zero 2 and 3) sends and shards those of every micro-batch, less memory for more traffic."""
     tiles: Annotated[int, AtLeast(1)] = 1
-    """zero=3: run the MLP's matrices in this many tiles, so that only one is whole at a time."""
+    """Run large matrices in this many tiles: with zero=3 only one of them is whole at a time."""
+    tile: str = "mlp"
+    """Layers that run in `tiles`: mlp, attention, experts, embedding, head, joined by +, or all."""
     sp: bool = False
     """Sequence parallel: tp also shards the activations between the matrices (norms, residuals, dropout) by tokens."""
     sp_regather: bool = False
@@ -72,8 +87,14 @@ class Layout(Hashed):
     """Recomputation per layer as runs of layers, 8*full+4*selective+20*none; empty: `recompute` for all layers."""
     loss_chunk: Annotated[int, AtLeast(0)] = 0
     """Tokens whose logits exist at once while the loss is computed; 0: all of a micro-batch."""
-    offload: Literal["none", "optimizer", "all"] = "none"
-    """State kept in host memory instead of device memory."""
+    offload: str = "none"
+    """State that leaves the device: optimizer (its state, updated by the host's processors), parameters (zero=3) and
+    activations (of blocks); several as optimizer+activations, or all."""
+    offload_blocks: Annotated[int, AtLeast(0)] = 0
+    """Blocks of each stage whose activations leave the device, its first ones; 0: all but the last,
+    or the only one."""
+    offload_to: str = "cpu"
+    """Place of offloaded optimizer state: cpu, the host's memory, or a folder on a fast local disk."""
     data_parallel: Literal["ddp", "threads"] = "ddp"
     """Execution of dp_replicate: one process per replica (ddp), or one process with one thread per replica (threads:
     torch's DataParallel, a baseline that shows the cost of one interpreter)."""
@@ -107,6 +128,11 @@ class Layout(Hashed):
         return self.cp // self.cp_ulysses
 
     @property
+    def tiled_layers(self) -> frozenset[str]:
+        """Layers that `tile` names, one by one."""
+        return _tiled_layers(self.tile)
+
+    @property
     def independent_replicas(self) -> int:
         """Number of replicas that do not sum their gradients: each trains alone on its share of the batch. 1: bsp."""
         return 1 if self.sync == "bsp" else self.dp_replicate
@@ -128,3 +154,8 @@ class Layout(Hashed):
             if value != getattr(default, name) and name not in ("auto", "bucket_mb")
         ]
         return ",".join(shown) or "dp_replicate=1"
+
+
+@lru_cache(maxsize=64)
+def _tiled_layers(names: str) -> frozenset[str]:
+    return frozenset(TILED) if names == "all" else frozenset(name.strip() for name in names.split("+"))

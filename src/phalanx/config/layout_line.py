@@ -74,8 +74,9 @@ def _fields_of(line: str) -> dict[str, tuple[str, Any]]:
 
 
 def _unknown(key: str, name: str) -> str:
-    if meant := nearest(name, leaves(Layout)):
-        return f"unknown key {key}; did you mean {meant}?"
+    known = ", ".join(leaves(Layout))
     if path := resolve(name):
         return f"{path} is not a field of the layout"
-    return f"unknown key {key}{suggestion(name)}"
+    if meant := nearest(name, leaves(Layout)):
+        return f"unknown key {key}; did you mean {meant}?"
+    return f"unknown key {key}{suggestion(name) or f' (known: {known})'}"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Annotated, Literal
 
-from phalanx.config.constraints import Above, AtLeast, Below, Between
+from phalanx.config.constraints import Above, AtLeast, Below, Between, Printable
 from phalanx.hashed import Hashed, hashed_once
 
 
@@ -103,6 +103,32 @@ class MLA:
     """Size of a value head."""
 
 
+@dataclass(frozen=True)
+class LoRA:
+    """Low-rank adapters beside frozen weights (Hu et al. 2022); rank 0 = every weight is trained.
+
+    The product of a matrix W with an input x becomes W x + alpha / rank · B (A x). Only A (rank × inputs) and B
+    (outputs × rank) are trained."""
+
+    rank: Annotated[int, AtLeast(0)] = 0
+    """Rank of the adapters; 0 switches them off."""
+    alpha: Annotated[float, Above(0)] = 16.0
+    """The adapters' outputs are multiplied by alpha / rank."""
+    targets: str = "all"
+    """Matrices with adapters: attention, feed_forward, all (of both), or names such as wq,wv or mlp.up. Routers,
+    embeddings and head have none."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the adapters' outputs."""
+        return self.alpha / self.rank
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The targets one by one."""
+        return tuple(name.strip() for name in self.targets.split(","))
+
+
 @hashed_once
 @dataclass(frozen=True)
 class ModelConfig(Hashed):
@@ -110,6 +136,9 @@ class ModelConfig(Hashed):
 
     preset: str = ""
     """Start from a known model (gpt2, llama3.1-8b, ... ; `phalanx models` lists them); other fields override it."""
+    from_: Annotated[str, Printable()] = ""
+    """Start from these weights with a new optimizer: a run's directory, one of its checkpoints, or a Hugging Face
+    folder. Shape and data.tokenizer are theirs unless set. A run that resumes does not read them again."""
     n_layers: Annotated[int, AtLeast(1)] = 4
     """Transformer blocks."""
     d_model: Annotated[int, AtLeast(1)] = 128
@@ -186,6 +215,7 @@ class ModelConfig(Hashed):
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     moe: MoE = field(default_factory=MoE)
     mla: MLA = field(default_factory=MLA)
+    lora: LoRA = field(default_factory=LoRA)
 
     @property
     def kv_heads(self) -> int:
@@ -239,3 +269,8 @@ class ModelConfig(Hashed):
     @property
     def expert_ff_size(self) -> int:
         return self.moe.d_ff or self.ff_size
+
+
+def window_within(window: int, keys: int) -> int:
+    """Returns the keys that a query sees at most: `window`, or 0 for all where the window spans all `keys`."""
+    return window if window < keys else 0

@@ -37,7 +37,8 @@ class Optimizer:
     warmup_steps: Annotated[int, AtLeast(0)] = 0
     """Steps over which the rate rises linearly from 0."""
     decay_steps: Annotated[int, AtLeast(0)] = 0
-    """Step at which the rate reaches its minimum; 0 means train.steps."""
+    """Step at which the rate reaches its minimum; 0 means train.steps. A run that resumes with other train.steps
+    keeps the step that it was."""
     decay_fraction: Annotated[float, Between(0, 1)] = 0.2
     """wsd: the share of decay_steps that decays (Hu et al. 2024, section 4)."""
     min_lr_ratio: Annotated[float, Between(0, 1)] = 0.1

@@ -59,7 +59,7 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
             _set(SECTION, rest[0], f"{word} {rest.popleft()}", words)
         elif _is_layout_line(word):
             _set(SECTION, word, word, words)
-        elif "=" in word and not word.startswith(("-", ".", "/")):
+        elif "=" in word and not word.startswith(("-", ".", "/")) and not _is_job_file(word):
             name, _, text = word.partition("=")
             _set(name, text, word, words)
         elif word.endswith((".yaml", ".yml")) or os.path.isfile(word):
@@ -67,6 +67,11 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
         else:
             words.problems.append(f"unexpected {word!r}: expected a job file (.yaml), key=value or --key value")
     return words
+
+
+def _is_job_file(word: str) -> bool:
+    """Returns whether a word with "=" is a file: of a run that is named after its layout, runs/tp=2/config.yaml."""
+    return "/" in word.partition("=")[0] and os.path.isfile(word)
 
 
 def _is_layout_line(word: str) -> bool:

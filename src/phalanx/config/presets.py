@@ -5,9 +5,11 @@ A job names a preset, and overrides its sequence length or any other field after
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 from phalanx.config.families.deepseek import DEEPSEEK
 from phalanx.config.families.gemma import GEMMA
@@ -18,7 +20,9 @@ from phalanx.config.families.olmo import OLMO
 from phalanx.config.families.preset import Preset
 from phalanx.config.families.qwen import QWEN
 from phalanx.config.families.small import SMALL
+from phalanx.config.hugging_face import config_json
 from phalanx.config.model import ModelConfig
+from phalanx.errors import JobError
 from phalanx.nearest import nearest
 
 CATALOGUE: Mapping[str, Preset] = GPT | LLAMA | MISTRAL | QWEN | GEMMA | OLMO | GPT_OSS | DEEPSEEK | SMALL
@@ -26,6 +30,22 @@ CATALOGUE: Mapping[str, Preset] = GPT | LLAMA | MISTRAL | QWEN | GEMMA | OLMO | 
 
 PRESETS: dict[str, ModelConfig] = {name: replace(preset.model, preset=name) for name, preset in CATALOGUE.items()}
 """Known models by name; each carries its own name in `preset`."""
+
+
+FROM_FILE = "hf:"
+"""Begins the path of a Hugging Face config.json in place of a name, or of its folder."""
+
+
+def preset_of(name: str) -> Preset:
+    """Returns what is known of a preset, or of the model of a config.json: "hf:DIR/config.json", "hf:DIR". Raises
+    JobError with the nearest name if it is unknown, or with everything that is wrong with the file."""
+    if name.startswith(FROM_FILE):
+        path = Path(name.removeprefix(FROM_FILE))
+        described = config_json.read_file(path / "config.json" if os.path.isdir(path) else path)
+        return Preset(described.model, f"{path}, model_type {described.family.model_type}", note=described.note)
+    if name not in CATALOGUE:
+        raise JobError(f"no model preset {name!r}{unknown(name)}")
+    return CATALOGUE[name]
 
 
 def plain_name(name: str) -> str:
@@ -40,7 +60,9 @@ _BY_NAME = {plain_name(name): name for name in CATALOGUE}
 
 def named(text: str) -> str:
     """Returns the preset that a text names: in other spelling ("Llama3.1_8B"), or as a repository on the Hugging Face
-    hub ("meta-llama/Llama-3.1-8B"). Returns the text itself if it names none."""
+    hub ("meta-llama/Llama-3.1-8B"). Returns the text itself if it names none, or a file."""
+    if text.startswith(FROM_FILE):
+        return text
     plain = plain_name(text)
     return text if text in CATALOGUE else _BY_NAME.get(plain) or _BY_HUB.get(plain) or text
 

@@ -21,6 +21,9 @@ class RunOptions:
     """Folder of the run directories."""
     threads: Annotated[int, AtLeast(0)] = 0
     """CPU threads of each process; 0 divides the cores among the processes of a node."""
+    device_budget_mib: Annotated[float, AtLeast(0)] = 0.0
+    """On a CPU: MiB of tensors that each rank may have as on a device of that size; what layout.offload keeps on the
+    host does not count. Every tensor is counted, which takes time. 0: no limit."""
     timeout_s: Annotated[float, Above(0)] = 600.0
     """Seconds that a collective may wait before the run is declared broken."""
     hang_s: Annotated[float, AtLeast(0)] = 0.0
@@ -42,6 +45,14 @@ class RunOptions:
     no run. Its port asks for the key in the run directory; nothing is encrypted: use a private network."""
     node_lost_s: Annotated[float, Above(0)] = 10.0
     """Seconds without a sign of life after which a node is lost, and the others go on without it."""
+    trackers: tuple[str, ...] = ()
+    """Where metrics go besides metrics.jsonl: a list of tensorboard, wandb, mlflow, and what packages add."""
+    trackers_wait_s: Annotated[float, AtLeast(0)] = 30.0
+    """Most seconds that a finished run waits until its trackers have sent everything; a stopped one waits 3 at most."""
+    report: bool = True
+    """Write report.html and loss.svg into the run's directory, and renew them while it trains."""
+    live: bool = True
+    """On a terminal, show the run as a screen that is renewed in place; false shows plain lines, as elsewhere."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Log level of rank 0 on the terminal; other ranks write to their own log files."""
     all_ranks: bool = False

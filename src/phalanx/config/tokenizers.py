@@ -12,6 +12,10 @@ from phalanx.registry import Registry
 
 MIN_BPE_VOCAB = 257
 """The 256 bytes and the end-of-text token."""
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
+"""End-of-document tokens of known tokenizers, in order of preference."""
+END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
+"""Tokens with which chat models end an answer: ChatML, Llama 3, Gemma, Phi, gpt-oss."""
 
 
 @stated
@@ -47,12 +51,12 @@ def _bpe_problems(data: Data) -> Iterator[tuple[str, str]]:
 
 def _entry_problems(name: str, entry: TokenizerEntry) -> Iterator[str]:
     """Yields the problems of an entry that is added."""
-    yield from rules_problems(entry.rules)
     yield from setting_problems(entry.settings, entry.vocab)
     if isinstance(entry.vocab, int) and entry.vocab < 0:
         yield f"vocab must not be negative, is {entry.vocab}"
     if name == "number":
         yield "the name stands for tokens without text"
+    yield from rules_problems(entry.rules)  # last: it raises where their code fails
 
 
 TOKENIZERS = Registry(

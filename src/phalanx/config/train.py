@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from phalanx.config.constraints import AtLeast
+from phalanx.config.dpo import DpoOptions
+from phalanx.config.profile import ProfileOptions
+
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Train:
     """Optimizer steps."""
     global_batch: Annotated[int, AtLeast(0)] = 0
     """Sequences per step over all ranks = micro-batch × accumulation × data ranks; 0: follows from the layout."""
-    precision: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights."""
     gradients: Literal["same", "fp32"] = "same"
     """Precision in which gradients are summed over ranks (and, in flat buckets, over micro-batches): that of training,
@@ -35,3 +39,5 @@ class Train:
     """Steps between validations; 0: only at the end."""
     eval_samples: Annotated[int, AtLeast(0)] = 256
     """Sequences of the validation split per validation (at most the whole split)."""
+    dpo: DpoOptions = field(default_factory=DpoOptions)
+    profile: ProfileOptions = field(default_factory=ProfileOptions)

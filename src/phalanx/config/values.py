@@ -16,9 +16,11 @@ LONGEST_NUMBER = 100
 
 
 def convert(text: str | list[str], kind: Any) -> Any:
-    """Converts text to `kind`: int, float, bool, str, a Literal, or a tuple of those. `text` is a scalar's text, or a
-    list of them for a tuple. Integers may be written 1e6 or 1_000_000. Raises ValueError with what was expected and
-    what was found."""
+    """Converts text to `kind`: int, float, bool, str, a Literal, a tuple of those (of any length if its type says
+    so), or a union, whose first fitting kind is taken. `text` is a scalar's text, or a list of them for a tuple.
+    Integers may be written 1e6 or 1_000_000. Raises ValueError with what was expected and what was found."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return _first(text, kind)
     if typing.get_origin(kind) is tuple:
         return _tuple(text, typing.get_args(kind))
     if isinstance(text, list):
@@ -34,15 +36,33 @@ def convert(text: str | list[str], kind: Any) -> Any:
 
 def name_of(kind: Any) -> str:
     """Returns a type in a user's words."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return " or ".join(map(name_of, typing.get_args(kind))).replace("one of ", "")
     if typing.get_origin(kind) is tuple:
-        return f"{len(typing.get_args(kind))} values"
+        kinds = typing.get_args(kind)
+        if kinds[1:] == (...,):
+            return "a list of whole numbers" if kinds[0] is int else "a list"
+        return f"{len(kinds)} values"
     if typing.get_origin(kind) is typing.Literal:
         return "one of " + ", ".join(str(choice) for choice in typing.get_args(kind))
     return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
 
 
+def _first(text: str | list[str], kind: Any) -> Any:
+    for each in typing.get_args(kind):
+        try:
+            return convert(text, each)
+        except ValueError:
+            continue
+    found = text if isinstance(text, str) else ", ".join(text)
+    raise ValueError(f"expected {name_of(kind)}, found {found[:LONGEST_NUMBER]!r}")
+
+
 def _tuple(text: str | list[str], kinds: tuple[Any, ...]) -> tuple[Any, ...]:
     items = text if isinstance(text, list) else [item.strip() for item in text.strip("[]() ").split(",")]
+    if kinds[1:] == (...,):
+        items = [] if items == [""] and kinds[0] is not int else items
+        kinds = kinds[:1] * len(items)
     if len(items) != len(kinds):
         raise ValueError(f"expected {len(kinds)} values, found {len(items)}")
     return tuple(convert(item, kind) for item, kind in zip(items, kinds, strict=True))

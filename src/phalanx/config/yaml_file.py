@@ -10,7 +10,7 @@ import yaml
 
 from phalanx.bounded import read_text
 from phalanx.config import layout_line
-from phalanx.config.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion
+from phalanx.config.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion, within
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import nearest
 
@@ -58,6 +58,8 @@ def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
+        if mark and text[mark.index : mark.index + 1] == "\t":
+            return [], [f"{name}{line}: not valid YAML: a tab, where it takes only spaces"]
         return [], [f"{name}{line}: not valid YAML: {error.problem or error.context}"]
     except yaml.YAMLError as error:
         return [], [f"{name}: not valid YAML: {error}"]
@@ -93,7 +95,7 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
         if not isinstance(key, str) or key == "<<":
             problems.append(f"{origin}: a key must be a plain name")
             continue
-        path = f"{prefix}{key}"
+        path = within(f"{prefix}{key}")
         if path in first_seen:
             problems.append(f"{origin}: {path} is set again (first on line {first_seen[path]})")
             continue

@@ -30,12 +30,22 @@ def memory_lines(prediction: Prediction) -> list[str]:
     """Returns the peak memory of the fullest rank in one line, then one line per part."""
     fullest = prediction.fullest
     rank = f", pipeline rank {prediction.memory.index(fullest)}" if len(prediction.memory) > 1 else ""
-    compared, verdict = ("of", "fits") if prediction.fits else ("exceeds", "does not fit")
+    exceeds = fullest.needed > prediction.memory_limit
+    compared, verdict = ("exceeds", "does not fit") if exceeds else ("of", "fits")
     whole = (
         f"peak memory {gib(fullest.peak)} ({MOMENTS[fullest.moment]}{rank}) {compared} {gib(prediction.memory_limit)}: "
         f"{verdict}"
     )
-    return [whole, *_bars({name: size for name, size in fullest.parts() if size}, gib)]
+    tiers = [_tier_line(tier, *sizes) for tier, sizes in prediction.tiers.items() if tier != "device"]
+    return [whole, *_bars({name: size for name, size in fullest.parts() if size}, gib), *tiers]
+
+
+def _tier_line(tier: str, most: int, limit: float) -> str:
+    """Returns the memory of a tier beside the device in one line."""
+    if not limit:
+        return f"{tier}: {gib(most)} per device"
+    compared, verdict = ("exceeds", "does not fit") if most > limit else ("of", "fits")
+    return f"{tier}: {gib(most)} {compared} {gib(limit)} per device: {verdict}"
 
 
 def duration(seconds: float) -> str:
@@ -53,6 +63,8 @@ def document(prediction: Prediction) -> dict[str, Any]:
     return {
         "step_time_s": prediction.step_time_s,
         "tokens_per_s_per_device": prediction.tokens_per_s_per_device,
+        "tps": prediction.tokens_per_s_per_device,
+        "tps_total": prediction.tokens_per_s,
         "tflops_per_device": prediction.tflops_per_device,
         "mfu": prediction.mfu,
         "hfu": prediction.hfu,
@@ -62,6 +74,9 @@ def document(prediction: Prediction) -> dict[str, Any]:
         "memory": {**dict(fullest.parts()), "peak": fullest.peak},
         "memory_by_rank": [{**dict(rank.parts()), "peak": rank.peak} for rank in prediction.memory],
         "memory_limit": prediction.memory_limit,
+        "memory_by_tier": {
+            tier: {"bytes": most, "limit": limit or None} for tier, (most, limit) in prediction.tiers.items()
+        },
         "fits": prediction.fits,
         "interval": {
             "step_time_s": [low * prediction.step_time_s, high * prediction.step_time_s],

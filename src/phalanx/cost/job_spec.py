@@ -14,6 +14,7 @@ from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.known import PHALANX, PHALANX_CPU
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.spec import StepSpec
+from phalanx.cost.time.offload_time import require_host
 from phalanx.errors import JobError
 from phalanx.partition import batch
 from phalanx.partition.pipeline import is_file, schedule_of
@@ -34,6 +35,7 @@ def step_spec(job: Job, vocab: int) -> StepSpec:
             f"cluster: {job.layout.world} devices, and nothing is known about the links between them; set "
             "cluster.intra.gbs and cluster.inter.gbs, or measure them with `phalanx bench comm`"
         )
+    require_host(job.cluster, job.layout)
     return rank_spec(job, vocab)
 
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from phalanx.blocks.kinds import BlockKind
+from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.held import LayerKind, layer_kinds
 from phalanx.cost.memory.in_flight import Flight, flights
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.recompute import written
 from phalanx.partition.stages import even, written_stages
+from phalanx.partition.tiers import offloaded_layers
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Content:
     head: bool
     share: float = 1.0
     """Share of the micro-batches that pass each of its stages."""
+    swapped: tuple[tuple[LayerKind, int], ...] = ()
+    """Those of its blocks whose activations leave the device."""
 
     @property
     def blocks(self) -> int:
@@ -43,22 +47,34 @@ class Content:
 def contents(spec: StepSpec) -> tuple[Content, ...]:
     """Returns the contents of each pipeline rank."""
     stages, ranks = placed(spec)
-    recomputes = written(spec.layout)
-    return tuple(_content(spec.model, recomputes, stages, rank.held, rank.share) for rank in ranks)
+    return tuple(_content(spec.model, *_options(spec.layout, stages), stages, rank.held, rank.share) for rank in ranks)
 
 
 def content_of(spec: StepSpec, stages: Sequence[range], held: Sequence[int]) -> Content:
     """Returns the contents of some of the `stages`, given by their numbers in `held`."""
-    return _content(spec.model, written(spec.layout), tuple(stages), tuple(held), share=1.0)
+    return _content(spec.model, *_options(spec.layout, stages), tuple(stages), tuple(held), share=1.0)
+
+
+def _options(layout: Layout, stages: Sequence[range]) -> tuple[str, tuple[range, ...]]:
+    """Returns recomputation as the layout states it, and the layers of each stage whose activations it offloads."""
+    return written(layout), tuple(offloaded_layers(layout, stage) for stage in stages)
 
 
 @lru_cache(10_000)
 def _content(
-    model: ModelConfig, recomputes: str, stages: tuple[range, ...], held: tuple[int, ...], share: float
+    model: ModelConfig,
+    recomputes: str,
+    away: tuple[range, ...],
+    stages: tuple[range, ...],
+    held: tuple[int, ...],
+    share: float,
 ) -> Content:
     every = layer_kinds(model, recomputes)
-    kinds = Counter(every[layer] for stage in held for layer in stages[stage])
-    return Content(tuple(sorted(kinds.items())), 0 in held, len(stages) - 1 in held, share)
+    kinds, swapped = (
+        tuple(sorted(Counter(every[layer] for stage in held for layer in layers[stage]).items()))
+        for layers in (stages, away)
+    )
+    return Content(kinds, 0 in held, len(stages) - 1 in held, share, swapped)
 
 
 def placed(spec: StepSpec) -> tuple[tuple[range, ...], tuple[Flight, ...]]:

@@ -25,4 +25,6 @@ def predict(spec: StepSpec) -> Prediction:
         memory_limit=device.memory_gib * 2**30,
         spread=spec.framework.spread,
         memory_spread=spec.framework.memory_spread,
+        host_limit=spec.cluster.host.memory_gib * 2**30,
+        disk_limit=spec.cluster.host.disk_gib * 2**30,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from phalanx.cost.memory.rank_memory import RankMemory
+from phalanx.partition.tiers import Tier
 from phalanx.schedule.bubble import bubble_fraction
 
 
@@ -25,7 +26,18 @@ class Parts:
     bubble: float = 0.0
     """The bubble time: waiting for other pipeline ranks."""
     optimizer: float = 0.0
-    """The optimizer step, clipping, and the fixed costs of a step."""
+    """The optimizer step, clipping, and the fixed costs of a step; offloaded, on the host."""
+    copies: float = 0.0
+    """Exposed copies between device and host."""
+    files: float = 0.0
+    """Exposed reads and writes of optimizer state in files."""
+    forward: float = 0.0
+    """The part of products, streams and host in forward passes; the rest is in backward passes."""
+
+    @property
+    def backward(self) -> float:
+        """Seconds of computation in backward passes, without repeated forward passes."""
+        return max(0.0, self.products + self.streams + self.host - self.forward)
 
     @property
     def total(self) -> float:
@@ -42,6 +54,8 @@ class Parts:
             *((f"{axis} exposed", seconds) for axis, seconds in self.exposed.items()),
             ("bubble", self.bubble),
             ("optimizer", self.optimizer),
+            *([("host copies exposed", self.copies)] if self.copies else []),
+            *([("disk exposed", self.files)] if self.files else []),
         ]
 
 
@@ -66,6 +80,10 @@ class Prediction:
     spread: tuple[float, float]
     """Factors on the time that enclose eight of ten published steps."""
     memory_spread: tuple[float, float]
+    host_limit: float = 0.0
+    """Bytes of host memory per device; 0: not known."""
+    disk_limit: float = 0.0
+    """Bytes of disk per device; 0: not known."""
 
     @property
     def step_time_s(self) -> float:
@@ -105,4 +123,20 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        return self.fullest.needed <= self.memory_limit
+        return self.fullest.needed <= self.memory_limit and not self.short_tiers
+
+    @property
+    def tiers(self) -> dict[Tier, tuple[int, float]]:
+        """The most bytes on any rank in each tier of memory that is used, and its limit; 0: not known."""
+        found: dict[Tier, tuple[int, float]] = {"device": (self.fullest.peak, self.memory_limit)}
+        host, disk = max(rank.host for rank in self.memory), max(rank.disk for rank in self.memory)
+        if host:
+            found["host"] = host, self.host_limit
+        if disk:
+            found["disk"] = disk, self.disk_limit
+        return found
+
+    @property
+    def short_tiers(self) -> tuple[Tier, ...]:
+        """The tiers other than the device that are known to be too small."""
+        return tuple(tier for tier, (most, limit) in self.tiers.items() if tier != "device" and 0 < limit < most)

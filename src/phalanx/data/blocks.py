@@ -161,10 +161,11 @@ class SplitReader:
     def _message(self, shard: int, block: int, problem: str) -> str:
         first, end = self._tokens_of(shard, block)
         samples, begin = self.samples_of(shard, block), block * self.index.block_bytes
+        within = "" if self.index.row_size else f", in samples {samples.start:,} to {samples.stop - 1:,}"
         path = self.folder / self.shards[shard].file
         return (
             f"{path}: block {block} (from byte {begin:,} on) is damaged: {problem}. It holds tokens {first:,} to "
-            f"{end - 1:,} of split {self.split}, in samples {samples.start:,} to {samples.stop - 1:,}. Restore the "
+            f"{end - 1:,} of split {self.split}{within}. Restore the "
             f"file, or make it again with: {repair_command(self.folder, self.index)}"
         )
 

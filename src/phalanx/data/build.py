@@ -7,20 +7,32 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from phalanx.data.progress import Progress
-from phalanx.data.shards import SPLITS, Index, Shard, damage, shard_file, write_index, write_shard
+from phalanx.data.shards import SPLITS, Index, Shard, damage, shard_file, write_index, write_shard, write_table
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """The tokens of consecutive conversations."""
+
+    tokens: np.ndarray
+    """(tokens,) uint32: the ids, and the bit shards.ANSWER where the token is an answer's."""
+    table: np.ndarray
+    """(conversations, 2): the lengths that shards.write_table writes."""
 
 
 @dataclass(frozen=True)
 class BuildTask:
-    """A shard to build. `start` begins to produce its tokens, (tokens,); `size` is its part of the total progress."""
+    """A shard to build. `start` begins to produce its content, tokens (tokens,) or EncodedRows; `size` is its part of
+    the total progress."""
 
     split: str
     size: int
-    start: Callable[[], Future[np.ndarray]]
+    start: Callable[[], Future[Any]]
 
 
 class ShardMaker:
@@ -32,10 +44,10 @@ class ShardMaker:
         same = old and (old.corpus.sha256, old.tokenizer, old.block_bytes) == text
         self._folder, self._index, self._progress = folder, index, progress
         self._old = old if same else None
-        self._begun: deque[tuple[BuildTask, Shard | Future[np.ndarray]]] = deque()
+        self._begun: deque[tuple[BuildTask, Shard | Future[Any]]] = deque()
         self._done = 0
         if not same:
-            for stale in [*folder.glob("*.bin"), *folder.glob("*.blocks")]:
+            for stale in (path for kind in ("bin", "blocks", "rows") for path in folder.glob(f"*.{kind}")):
                 stale.unlink()
 
     def run(self, work: Iterable[BuildTask], total: int, *, ahead: int) -> None:
@@ -62,7 +74,11 @@ class ShardMaker:
         shards = self._index.splits[item.split]
         if isinstance(made, Future):
             file, index = shard_file(item.split, len(shards)), self._index
-            made = write_shard(self._folder, file, made.result(), index.dtype, index.block_bytes)
+            content = made.result()
+            tokens = content.tokens if isinstance(content, EncodedRows) else content
+            made = write_shard(self._folder, file, tokens, index.dtype, index.block_bytes)
+            if isinstance(content, EncodedRows):
+                made = write_table(self._folder, made, content.table)
         self._index = replace(self._index, splits={**self._index.splits, item.split: (*shards, made)})
         write_index(self._folder, self._index)
         self._done += item.size

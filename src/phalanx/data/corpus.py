@@ -152,7 +152,7 @@ def code_points(text: str) -> np.ndarray:
 def stdlib_files(data: Data) -> list[Path]:
     """Returns the files of corpus stdlib. Raises DataError if Python was installed without them."""
     root = Path(sysconfig.get_path("stdlib"))
-    files = _walk(root, lambda name: name in STDLIB_SKIPPED or name.startswith(STDLIB_OF_THIS_MACHINE))
+    files = walk(root, lambda name: name in STDLIB_SKIPPED or name.startswith(STDLIB_OF_THIS_MACHINE))
     names = [file.relative_to(root).as_posix() for file in files if file.suffix == ".py"]
     if not names:
         raise DataError(f"corpus stdlib: {root} holds no .py files (Python without its source); use data.corpus=text")
@@ -188,7 +188,7 @@ def text_files(data: Data) -> list[Path]:
         return [path]
     if not os.path.isdir(path):
         raise DataError(f"data.path={path}: there is no such file or folder (corpus text)")
-    found = _walk(path, lambda name: name.startswith("."))
+    found = walk(path, lambda name: name.startswith("."))
     files = [file for file in found if file.suffix.lower() in TEXT_SUFFIXES | JSONL_SUFFIXES]
     if not files:
         known = " ".join(sorted(TEXT_SUFFIXES | JSONL_SUFFIXES))
@@ -196,7 +196,7 @@ def text_files(data: Data) -> list[Path]:
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 
 
-def _walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
+def walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
     """Returns all files below `root`, except those whose name, or a parent folder's name, is skipped."""
     found = []
     for folder, subfolders, names in os.walk(root):

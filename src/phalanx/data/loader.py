@@ -6,6 +6,7 @@ resuming needs only `first_sample`. Every rank reads only its own samples, and c
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,47 +37,30 @@ class MicroBatch:
     documents: np.ndarray | None = None
     """(micro_batch, seq_len) int64: the document number of each token within its sample, from 0; None if attention may
     cross documents."""
+    reference: np.ndarray | None = None
+    """(micro_batch,) float64: of preference pairs, the log-probability of each sequence's answer by the reference
+    model; NaN for padding."""
 
 
-class TokenData:
-    """The samples of one split of a prepared folder. Sample i is the tokens from i × seq_len to (i + 1) × seq_len
-    inclusive: the inputs, and one more, because the targets are the inputs shifted by one. With `document_mask`,
-    micro-batches contain the document number of each token. For a sample that is `damaged` the next whole one is read.
+class ShardData(ABC):
+    """The samples of one split of a prepared folder, by number. For a sample that is `damaged` the next whole one is
+    read. Subclasses set `sample_count` and say what a sample is.
 
-    Raises DataError if the folder is damaged (`verify` reads everything to check) or holds less than one sample, and
-    with `document_mask` if the tokenizer puts no separator between documents.
-    """
+    Raises DataError if the folder is damaged (`verify` reads everything to check)."""
 
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        seq_len: int,
-        *,
-        verify: bool = False,
-        document_mask: bool = False,
-        damaged: Collection[int] = (),
-    ):
+    group = 1
+    """Consecutive samples that belong together: a micro-batch holds a multiple of them."""
+    document_mask = False
+    """Whether micro-batches contain the document number of each token."""
+
+    def __init__(self, folder: Path, split: str, seq_len: int, *, verify: bool = False):
         if split not in SPLITS:
             raise DataError(f"split {split!r}: expected one of {', '.join(SPLITS)}")
         self.folder, self.split, self.seq_len = folder, split, seq_len
         self.index = open_shards(folder, verify=verify)
         self.tokens = self.index.tokens(split)
-        self.sample_count = (self.tokens - 1) // seq_len
-        if self.sample_count < 1:
-            raise DataError(
-                f"{folder}: split {split} has {self.tokens:,} tokens: samples = (tokens - 1) // seq_len = "
-                f"({self.tokens:,} - 1) // {seq_len:,} = 0. Use a longer corpus, a shorter sequence or another "
-                "data.val_fraction"
-            )
-        self._reader = SplitReader(folder, self.index, split, seq_len)
-        self.replacements = _replacements(damaged, self.sample_count)
-        self.document_mask = document_mask
-        if document_mask and not self.tokenizer.separator:
-            raise DataError(
-                f"data.document_mask: the tokenizer in {folder} puts no separator between documents; nearest legal: "
-                "data.document_mask=false, or a tokenizer with an end-of-text token, such as data.tokenizer=bpe"
-            )
+        self.sample_count = 0
+        self.replacements: dict[int, int] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -88,6 +72,10 @@ class TokenData:
         """The tokenizer that made the shards. Raises DataError if the folder contains a different one."""
         check_tokenizer(self.folder, self.index)
         return Tokenizer.load(self.folder)
+
+    @cached_property
+    def _reader(self) -> SplitReader:
+        return SplitReader(self.folder, self.index, self.split, self.seq_len)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Returns the tokens first .. first+count-1 of the split, across shards: (count,) of the shards' dtype."""
@@ -101,17 +89,77 @@ class TokenData:
             return ids
         return np.array([self.replacements.get(sample, sample) for sample in ids.tolist()], dtype=np.int64)
 
+    def order(self, first: int, count: int, seed: int) -> np.ndarray:
+        """Returns the samples that the global sample numbers first .. first+count-1 stand for: (count,) int64."""
+        return self.readable(sample_ids(first, count, self.sample_count, seed))
+
+    def spread(self, ids: np.ndarray, samples: int) -> np.ndarray:
+        """Returns the `ids`-th of `samples` samples that are spaced evenly over the split: (n,) int64."""
+        return ids * self.sample_count // samples
+
+    @abstractmethod
+    def valid_tokens(self, first: int, count: int, seed: int) -> int:
+        """Returns how many targets count in the loss of these global sample numbers, without reading the samples."""
+
+    @abstractmethod
+    def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
+        """Reads the samples `ids` (n,), whose global sample numbers are `numbers` (n,). Raises DataError if they cannot
+        be read."""
+
+    def _require_in_vocabulary(self, largest: int) -> None:
+        if largest >= self.vocab_size:
+            raise DataError(
+                f"{self.folder}: split {self.split} holds token {largest}, expected tokens below the vocabulary size "
+                f"{self.vocab_size}: a shard is damaged. Make it again with: {repair_command(self.folder, self.index)}"
+            )
+
+
+class TokenData(ShardData):
+    """The samples of a text. Sample i is the tokens from i × seq_len to (i + 1) × seq_len inclusive: the inputs, and
+    one more, because the targets are the inputs shifted by one. With `document_mask`, micro-batches contain the
+    document number of each token.
+
+    Also raises DataError if the split holds less than one sample, and with `document_mask` if the tokenizer puts no
+    separator between documents.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        seq_len: int,
+        *,
+        verify: bool = False,
+        document_mask: bool = False,
+        damaged: Collection[int] = (),
+    ):
+        super().__init__(folder, split, seq_len, verify=verify)
+        self.sample_count = (self.tokens - 1) // seq_len
+        if self.sample_count < 1:
+            raise DataError(
+                f"{folder}: split {split} has {self.tokens:,} tokens: samples = (tokens - 1) // seq_len = "
+                f"({self.tokens:,} - 1) // {seq_len:,} = 0. Use a longer corpus, a shorter sequence or another "
+                "data.val_fraction"
+            )
+        self.replacements = _replacements(damaged, self.sample_count)
+        self.document_mask = document_mask
+        if document_mask and not self.tokenizer.separator:
+            raise DataError(
+                f"data.document_mask: the tokenizer in {folder} puts no separator between documents; nearest legal: "
+                "data.document_mask=false, or a tokenizer with an end-of-text token, such as data.tokenizer=bpe"
+            )
+
+    def valid_tokens(self, first: int, count: int, seed: int) -> int:
+        # Samples are cut from one stream of tokens, so every position counts.
+        return count * self.seq_len
+
     def samples(self, ids: np.ndarray) -> np.ndarray:
         """Returns the samples' tokens: (n, seq_len + 1) int64. Raises DataError for a token outside the vocabulary."""
         length = self.seq_len + 1
         out = np.empty((len(ids), length), dtype=np.int64)
         for row, sample in zip(out, ids, strict=True):
             row[:] = self.read(int(sample) * self.seq_len, length)
-        if out.max(initial=0) >= self.vocab_size:
-            raise DataError(
-                f"{self.folder}: split {self.split} holds token {out.max()}, expected tokens below the vocabulary size "
-                f"{self.vocab_size}: a shard is damaged. Make it again with: {repair_command(self.folder, self.index)}"
-            )
+        self._require_in_vocabulary(int(out.max(initial=0)))
         return out
 
     def documents(self, ids: np.ndarray) -> np.ndarray:
@@ -129,6 +177,12 @@ class TokenData:
             ends &= tokens[:, place : place + self.seq_len] == token
         return ends.cumsum(axis=1) - ends
 
+    def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
+        samples = self.samples(ids)
+        # Copies: with one row both slices are contiguous views of the same memory, and padding writes to the targets.
+        documents = self.documents(ids) if self.document_mask else None
+        return MicroBatch(samples[:, :-1].copy(), samples[:, 1:].copy(), numbers, documents)
+
 
 class Batches:
     """The infinite stream of one data rank's micro-batches, one list per step, read ahead in a background thread.
@@ -142,7 +196,7 @@ class Batches:
 
     def __init__(
         self,
-        data: TokenData,
+        data: ShardData,
         *,
         global_batch: int,
         micro_batch: int,
@@ -156,6 +210,10 @@ class Batches:
             raise JobError(
                 "global batch = micro-batch × accumulation × data ranks: there is no whole accumulation with "
                 f"{global_batch} = {micro_batch} × accumulation × {ranks}"
+            )
+        if micro_batch % data.group:
+            raise JobError(
+                f"a micro-batch of {micro_batch} sequences cuts a group of {data.group} that belong together"
             )
         steps = _steps(
             data,
@@ -191,7 +249,7 @@ class Batches:
 
 
 def evaluation_batches(
-    data: TokenData, *, samples: int, micro_batch: int, rank: int, ranks: int
+    data: ShardData, *, samples: int, micro_batch: int, rank: int, ranks: int
 ) -> Iterator[MicroBatch]:
     """Yields micro-batches of `samples` samples (at most the split), spaced evenly over the split, for one of `ranks`.
 
@@ -201,13 +259,15 @@ def evaluation_batches(
     are IGNORE, so sums over valid targets are exact at any number of ranks. A micro-batch may be all padding.
     """
     samples = min(samples, data.sample_count)
+    samples = max(samples - samples % data.group, data.group)
     for first in range(0, samples, ranks * micro_batch):
         ids = first + rank * micro_batch + np.arange(micro_batch)
         real = ids < samples
-        places = np.where(real, ids * data.sample_count // samples, 0)
-        read = data.readable(places)
-        batch = _micro_batch(data, data.samples(read), read, np.where(real, places, -1))
+        places = np.where(real, data.spread(ids, samples), ids % data.group)
+        batch = data.micro_batch(data.readable(places), np.where(real, places, -1))
         batch.targets[~real] = IGNORE
+        if batch.reference is not None:
+            batch.reference[~real] = np.nan
         yield batch
 
 
@@ -226,20 +286,13 @@ def _replacements(damaged: Collection[int], count: int) -> dict[int, int]:
 
 
 def _steps(
-    data: TokenData, *, global_batch: int, micro_batch: int, rank: int, ranks: int, seed: int, first_sample: int
+    data: ShardData, *, global_batch: int, micro_batch: int, rank: int, ranks: int, seed: int, first_sample: int
 ) -> Generator[list[MicroBatch]]:
     share = global_batch // ranks
     first = first_sample + rank * share
     while True:
         numbers = np.arange(first, first + share)
-        ids = data.readable(sample_ids(first, share, data.sample_count, seed))
-        samples = data.samples(ids)
+        ids = data.order(first, share, seed)
         parts = [slice(start, start + micro_batch) for start in range(0, share, micro_batch)]
-        yield [_micro_batch(data, samples[part], ids[part], numbers[part]) for part in parts]
+        yield [data.micro_batch(ids[part], numbers[part]) for part in parts]
         first += global_batch
-
-
-def _micro_batch(data: TokenData, samples: np.ndarray, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
-    # Copies: with one row both slices are contiguous views of the same memory, and padding writes to the targets.
-    documents = data.documents(ids) if data.document_mask else None
-    return MicroBatch(samples[:, :-1].copy(), samples[:, 1:].copy(), numbers, documents)

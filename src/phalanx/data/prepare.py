@@ -9,11 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
+from phalanx.check.job import data_problems
 from phalanx.config.corpora import CORPORA, number_of
 from phalanx.config.data import Data
 from phalanx.config.tokenizers import TOKENIZERS
@@ -22,7 +25,9 @@ from phalanx.data.build import BuildTask, ShardMaker
 from phalanx.data.corpus import Segment
 from phalanx.data.encode import Encoder
 from phalanx.data.files import TEMPORARY, locked
+from phalanx.data.prepared_otherwise import prepared_otherwise
 from phalanx.data.progress import Progress, silent
+from phalanx.data.row_text import RowText, encode_rows, row_texts, scan_rows
 from phalanx.data.settings import overrides, prepared_path, tokenizer_path
 from phalanx.data.shards import (
     BLOCK_BYTES,
@@ -36,8 +41,12 @@ from phalanx.data.shards import (
     read_index,
     repair_command,
 )
-from phalanx.data.tokenizer import NumberTokenizer, Tokenizer, check_tokenizer_class, require_in_vocabulary
-from phalanx.errors import DataError
+from phalanx.data.template import find_template
+from phalanx.data.tokenizer import NumberTokenizer, Tokenizer, require_in_vocabulary
+from phalanx.data.tokenizer_check import check_tokenizer_class
+from phalanx.errors import DataError, JobError
+
+T = TypeVar("T", Segment, RowText)
 
 SHARD_CHARACTERS = 1 << 21
 """Minimum number of characters per shard …"""
@@ -65,6 +74,8 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
             if force:
                 (folder / INDEX).unlink(missing_ok=True)
             if not _is_ready(folder, data):
+                if told := prepared_otherwise(folder, data):
+                    show(told, 0, 0)
                 _build(folder, data, show)
     except OSError as error:
         raise DataError(
@@ -72,6 +83,19 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
             "fix the cause, then run the same command again"
         ) from error
     return folder
+
+
+def segments_of(data: Data, split: str) -> Iterator[Segment]:
+    """Yields the text of a split ("train", "val"), or of the whole corpus ("all"), in order, as it is tokenized. Raises
+    JobError for invalid settings, DataError for a corpus that cannot be read."""
+    if problems := [f"{path}: {message}" for path, message in data_problems(data)]:
+        raise JobError(problems)
+    files = corpus.sources(data)
+    if split == "all":
+        yield from corpus.segments(files, data)
+        return
+    cut = _cut(corpus.scan(corpus.segments(files, data)), data)
+    yield from (segment for name, segment in _split(corpus.segments(files, data), cut) if name == split)
 
 
 def _is_ready(folder: Path, data: Data) -> bool:
@@ -90,7 +114,7 @@ def _is_ready(folder: Path, data: Data) -> bool:
         return True  # only the shards were copied to this machine, and only they are needed
     if corpus.stamp(files) == index.corpus.stamp:
         return True
-    found = corpus.scan(corpus.segments(files, data))
+    found = scan_rows(row_texts(files, data)) if index.row_size else corpus.scan(corpus.segments(files, data))
     if found.sha256 != index.corpus.sha256:
         raise DataError(
             f"{folder}: the corpus ({index.corpus.description}) changed since these shards were made: expected "
@@ -106,6 +130,8 @@ def _build(folder: Path, data: Data, progress: Progress) -> None:
     old = read_index(folder) if (folder / INDEX).exists() else None
     if CORPORA[data.corpus].tokens is not None:
         _build_tokens(folder, data, old, progress)
+    elif CORPORA[data.corpus].rows is not None:
+        _build_rows(folder, data, old, progress)
     else:
         _build_text(folder, data, old, progress)
 
@@ -144,7 +170,7 @@ def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress)
     record = CorpusRecord(
         data.corpus, corpus.describe(data), scan.documents, scan.characters, scan.bytes, scan.sha256, stamp
     )
-    cut = int(scan.characters * (1 - data.val_fraction))
+    cut = _cut(scan, data)
 
     def parts() -> Iterator[tuple[str, Segment]]:
         return _split(corpus.segments(files, data), cut)
@@ -159,6 +185,38 @@ def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress)
             for split, group in _group(parts(), size)
         )
         ShardMaker(folder, index, old, progress).run(work, scan.characters, ahead=2 * workers)
+
+
+def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
+    """Builds shards of conversations. The first int(rows × (1 - val_fraction)) rows are for training."""
+    files = corpus.sources(data)
+    progress("reading and checking rows", 0, 0)
+    scan = scan_rows(row_texts(files, data))
+    if not scan.documents:
+        raise DataError(f"the data set is empty: {len(files)} files of {corpus.describe(data)} hold no rows")
+    stamp = corpus.stamp(files) if files else ""
+    record = CorpusRecord(
+        data.corpus, corpus.describe(data), scan.documents, scan.characters, scan.bytes, scan.sha256, stamp
+    )
+    cut = int(scan.documents * (1 - data.val_fraction))
+
+    def parts() -> Iterator[tuple[str, RowText]]:
+        return ((SPLITS[n >= cut], row) for n, row in enumerate(row_texts(files, data)))
+
+    def texts() -> Iterator[tuple[str, Segment]]:
+        return ((split, Segment(row.text, separated=False)) for split, row in parts())
+
+    tokenizer = _stored_tokenizer(folder, old, record) or _make_tokenizer(data, scan.counts, texts, progress)
+    find_template(data).save(folder)
+    row_size = CORPORA[data.corpus].row_size
+    index = replace(_begin(folder, data, record, tokenizer), dtype="uint32", row_size=row_size)
+    size = max(SHARD_CHARACTERS, scan.characters // MAX_SHARDS)
+    with ThreadPoolExecutor(1) as thread:
+        work = (
+            BuildTask(split, sum(map(len, group)), partial(thread.submit, partial(encode_rows, tokenizer, group)))
+            for split, group in _group(parts(), size)
+        )
+        ShardMaker(folder, index, old, progress).run(work, scan.characters, ahead=1)
 
 
 def _stored_tokenizer(folder: Path, old: Index | None, record: CorpusRecord) -> Tokenizer | None:
@@ -199,6 +257,11 @@ def _begin(folder: Path, data: Data, record: CorpusRecord, tokenizer: Tokenizer)
     )
 
 
+def _cut(scan: corpus.Scan, data: Data) -> int:
+    """Returns the number of characters of the training split."""
+    return int(scan.characters * (1 - data.val_fraction))
+
+
 def _split(segments: Iterable[Segment], cut: int) -> Iterator[tuple[str, Segment]]:
     """Yields the segments with their split: the first `cut` characters of the corpus for training, the rest for val."""
     train, val = SPLITS
@@ -215,9 +278,9 @@ def _split(segments: Iterable[Segment], cut: int) -> Iterator[tuple[str, Segment
         left = max(0, left - len(segment))
 
 
-def _group(parts: Iterable[tuple[str, Segment]], size: int) -> Iterator[tuple[str, list[Segment]]]:
-    """Yields the contents of each shard: consecutive segments of one split, up to `size` characters."""
-    group: list[Segment] = []
+def _group(parts: Iterable[tuple[str, T]], size: int) -> Iterator[tuple[str, list[T]]]:
+    """Yields the contents of each shard: consecutive segments or rows of one split, up to `size` characters."""
+    group: list[T] = []
     held, of_split = 0, ""
     for split, segment in parts:
         if group and (split != of_split or held >= size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -9,11 +10,13 @@ from contextlib import contextmanager
 from threading import Lock
 
 from phalanx.echo import echo, visible
+from phalanx.units import seconds
 
 Progress = Callable[[str, int, int], None]
 """Callback with the current activity, the amount done, and the total; (text, 0, 0) only prints a message."""
 
-LINE_EVERY_S = 2.0
+LINE_AFTER_S = 2.0
+"""Seconds between the first plain lines; later ones come after a fifth of the time so far."""
 
 
 @contextmanager
@@ -65,15 +68,23 @@ def _bar() -> Iterator[Progress]:
 
 
 def _lines() -> Progress:
-    shown_at = 0.0
+    started: dict[str, float] = {}
+    next_line: dict[str, float] = {}
 
     def show(what: str, done: int, total: int) -> None:
-        nonlocal shown_at
-        now = time.monotonic()
         if not total:
             echo(what, file=sys.stderr, flush=True)
-        elif done >= total or now - shown_at >= LINE_EVERY_S:
-            echo(f"{what}: {100 * done // total}%", file=sys.stderr, flush=True)
-            shown_at = now
+            return
+        now = time.monotonic()
+        began = started.setdefault(what, now)
+        if done < total and (now < next_line.setdefault(what, began + LINE_AFTER_S) or 1000 * done < total):
+            return  # "0%" says nothing
+        if next_line.get(what) == math.inf:
+            return
+        share = done / total
+        percent = f"{100 * share:.1f}" if share < 0.01 else 100 * done // total
+        left = f" ({seconds((now - began) / share * (1 - share))} left)" if 0.01 <= share < 1 else ""
+        echo(f"{what}: {percent}%{left}", file=sys.stderr, flush=True)
+        next_line[what] = now + max(LINE_AFTER_S, (now - began) / 5) if done < total else math.inf
 
     return show

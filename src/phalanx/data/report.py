@@ -5,21 +5,26 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from phalanx.config.data import Data
+from phalanx.data.conversations import ConversationData, PackingFacts
 from phalanx.data.prepare import prepare
 from phalanx.data.progress import stderr_progress
-from phalanx.data.shards import SPLITS, Index, add_block_digests, map_shard, open_shards
+from phalanx.data.shards import SPLITS, Index, add_block_digests, map_shard, open_shards, token_ids
+from phalanx.data.split import open_split
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.echo import echo
 
 SAMPLE_CHARACTERS = 60
 
 
-def prepare_and_report(data: Data, *, force: bool, verify: bool, as_json: bool) -> int:
+def prepare_and_report(data: Data, seq_len: int, *, force: bool, verify: bool, as_json: bool) -> int:
     """Prepares `data` (again, with `force`), checks every digest with `verify` (and adds those of blocks to shards of
-    version 1), and prints a summary. Returns 0.
+    version 1), and prints a summary: of conversations also what samples of `seq_len` tokens hold. Returns 0.
 
     Raises JobError and DataError as prepare does. A KeyboardInterrupt propagates to the caller.
     """
@@ -34,14 +39,29 @@ def prepare_and_report(data: Data, *, force: bool, verify: bool, as_json: bool) 
         echo("stopped; finished shards are kept: the same command without --force resumes", file=sys.stderr)
         raise
     seconds = time.monotonic() - started
+    facts = _packing(folder, index, data, seq_len)
     if as_json:
-        echo(json.dumps(_summary(folder, index, verified=verify, seconds=seconds)))
+        summary = _summary(folder, index, verified=verify, seconds=seconds)
+        for split, of_split in facts.items():
+            summary["splits"][split] |= {**asdict(of_split), "efficiency": of_split.efficiency}
+        echo(json.dumps(summary))
     else:
-        _print(folder, index, verified=verify, seconds=seconds)
+        _print(folder, index, facts, verified=verify, seconds=seconds)
     return 0
 
 
-def _summary(folder: Path, index: Index, *, verified: bool, seconds: float) -> dict[str, object]:
+def _packing(folder: Path, index: Index, data: Data, seq_len: int) -> dict[str, PackingFacts]:
+    """Returns what became of the conversations of each split that has any; nothing for a text."""
+    found = {}
+    for split in SPLITS:
+        if any(shard.conversations for shard in index.splits[split]):
+            samples = open_split(folder, split, seq_len, data)
+            assert isinstance(samples, ConversationData)
+            found[split] = samples.facts
+    return found
+
+
+def _summary(folder: Path, index: Index, *, verified: bool, seconds: float) -> dict[str, Any]:
     return {
         "path": str(folder),
         "corpus": index.corpus.description,
@@ -64,20 +84,23 @@ def _summary(folder: Path, index: Index, *, verified: bool, seconds: float) -> d
     }
 
 
-def _print(folder: Path, index: Index, *, verified: bool, seconds: float) -> None:
+def _print(folder: Path, index: Index, facts: Mapping[str, PackingFacts], *, verified: bool, seconds: float) -> None:
     corpus = index.corpus
     echo(f"path: {folder}")
-    echo(f"corpus: {corpus.description}  documents: {corpus.documents:,}  characters: {corpus.characters:,}")
+    unit = "rows" if index.row_size else "documents"
+    echo(f"corpus: {corpus.description}  {unit}: {corpus.documents:,}  characters: {corpus.characters:,}")
     echo(f"vocabulary: {index.vocab_size:,}  dtype: {index.dtype}")
     for split in SPLITS:
         shards = index.splits[split]
         size = sum(shard.bytes for shard in shards)
         echo(f"{split}: {index.tokens(split):,} tokens  shards: {len(shards)}  bytes: {size:,}")
+        if split in facts:
+            echo(f"  {facts[split].line()}")
     echo(f"begins: {_beginning(folder, index)!r}")
     echo(f"verified: {'every digest' if verified else 'sizes only'}  seconds: {seconds:.1f}")
 
 
 def _beginning(folder: Path, index: Index) -> str:
     shards = (shard for split in SPLITS for shard in index.splits[split] if shard.tokens)
-    tokens = map_shard(folder, index, next(shards))[:SAMPLE_CHARACTERS]
+    tokens = token_ids(map_shard(folder, index, next(shards))[:SAMPLE_CHARACTERS], index)
     return Tokenizer.load(folder).decode(tokens)[:SAMPLE_CHARACTERS]

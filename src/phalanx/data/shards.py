@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.bounded import field, read_json
+from phalanx.bounded import field, read_bytes, read_json
 from phalanx.data.files import write_atomic
 from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import DataError
@@ -20,6 +20,8 @@ from phalanx.errors import DataError
 INDEX = "index.json"
 FORMAT = "phalanx-tokens"
 VERSION = 2
+ROWS_VERSION = 3
+"""Version of an index whose shards hold conversations."""
 UNCHECKED_VERSION = 1
 """Version of an index without digests of blocks; its shards are still read."""
 TOKENS_VERSION = 1
@@ -31,6 +33,8 @@ BLOCK_BYTES = 64 * 1024
 hashed whole (0.04 ms) when it is first read."""
 MAX_BLOCK_BYTES = 64 * 1024 * 1024
 DIGEST_BYTES = 32
+ANSWER = 1 << 31
+"""The bit of a stored token of a conversation that says that it is an answer's."""
 SPLITS: tuple[str, ...] = ("train", "val")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 
@@ -45,6 +49,12 @@ class Shard:
     sha256: str
     blocks: str = ""
     """sha256 of the file with the digests of its blocks; empty if there is none."""
+    conversations: int = 0
+    """Conversations in the shard, in an index of conversations."""
+    answers: int = 0
+    """Tokens of answers that another token comes before: those that a model can learn."""
+    table: str = ""
+    """sha256 of the file with the lengths of its conversations; empty if it holds none."""
 
     def block_count(self, block_bytes: int) -> int:
         """Returns the number of blocks of `block_bytes` bytes; the last one may be shorter."""
@@ -81,6 +91,8 @@ class Index:
     """False until all shards are written."""
     block_bytes: int = BLOCK_BYTES
     """Bytes per block of a shard; 0 if blocks have no digests (version 1)."""
+    row_size: int = 0
+    """Conversations per row of the data set: 1, or 2 for preferences (version 3); 0 if the shards hold a text."""
 
     @property
     def itemsize(self) -> int:
@@ -91,7 +103,10 @@ class Index:
     def fingerprint(self) -> str:
         """sha256 (hex) over the tokenizer and the tokens of all splits: equal fingerprints mean equal training data."""
         digests = [[shard.sha256 for shard in self.splits[split]] for split in SPLITS]
-        return hashlib.sha256(json.dumps([self.tokenizer, self.vocab_size, digests]).encode()).hexdigest()
+        content: list[object] = [self.tokenizer, self.vocab_size, digests]
+        if self.row_size:
+            content.append([self.row_size, *(shard.table for split in SPLITS for shard in self.splits[split])])
+        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def tokens(self, split: str) -> int:
         """Returns the number of tokens in a split."""
@@ -113,12 +128,51 @@ def blocks_file(file: str) -> str:
     return file.removesuffix(".bin") + ".blocks"
 
 
+def table_file(file: str) -> str:
+    """Returns the name of the file with the lengths of a shard's conversations."""
+    return file.removesuffix(".bin") + ".rows"
+
+
 def write_shard(folder: Path, file: str, tokens: np.ndarray, dtype: str, block_bytes: int = BLOCK_BYTES) -> Shard:
     """Writes one shard and the digests of its blocks, each atomically, and returns its record."""
     content = tokens.astype(DTYPES[dtype]).tobytes()
     blocks = _write_blocks(folder, file, content, block_bytes)
     write_atomic(folder / file, content)
     return Shard(file, tokens.size, len(content), hashlib.sha256(content).hexdigest(), blocks)
+
+
+def write_table(folder: Path, shard: Shard, table: np.ndarray) -> Shard:
+    """Writes the lengths of a shard's conversations, (conversations, 2): tokens, and those of answers that another
+    token comes before. Returns the shard's record with them."""
+    content = table.astype("<u4").tobytes()
+    write_atomic(folder / table_file(shard.file), content)
+    digest = hashlib.sha256(content).hexdigest()
+    return replace(shard, conversations=len(table), answers=int(table[:, 1].sum(dtype=np.int64)), table=digest)
+
+
+def read_table(folder: Path, index: Index, shard: Shard) -> np.ndarray:
+    """Returns the lengths of a shard's conversations as `write_table` writes them: (conversations, 2) int64. Raises
+    DataError unless it is the table of the index."""
+    try:
+        return _table(folder, shard)
+    except ValueError as error:
+        raise DataError(f"{error}. Make it again with: {repair_command(folder, index)}") from error
+
+
+def _table(folder: Path, shard: Shard) -> np.ndarray:
+    """Returns what `read_table` returns. Raises ValueError with what is wrong."""
+    path = folder / table_file(shard.file)
+    try:
+        content = read_bytes(path, shard.conversations * 8)
+    except OSError as error:
+        raise ValueError(f"{path} (lengths of the conversations of {shard.file}): {error.strerror}") from error
+    if (found := hashlib.sha256(content).hexdigest()) != shard.table:
+        raise ValueError(f"{path}: expected sha256 {shard.table}, found {found}")
+    table = np.frombuffer(content[: len(content) // 8 * 8], "<u4").reshape(-1, 2).astype(np.int64)
+    sums, expected = (len(table), *table.sum(axis=0).tolist()), (shard.conversations, shard.tokens, shard.answers)
+    if sums != expected:
+        raise ValueError(f"{path}: expected (conversations, tokens, answers) {expected}, found {sums}")
+    return table
 
 
 def _write_blocks(folder: Path, file: str, content: bytes, block_bytes: int) -> str:
@@ -152,7 +206,11 @@ def add_block_digests(folder: Path, index: Index) -> Index:
 
 def write_index(folder: Path, index: Index) -> None:
     """Writes index.json."""
-    stored = {"format": FORMAT, "version": VERSION, **asdict(index)}
+    stored = {"format": FORMAT, "version": ROWS_VERSION if index.row_size else VERSION, **asdict(index)}
+    if not index.row_size:  # shards of a text are described as before there were others
+        del stored["row_size"]
+        for shard in (shard for shards in stored["splits"].values() for shard in shards):
+            del shard["conversations"], shard["answers"], shard["table"]
     write_atomic(folder / INDEX, (json.dumps(stored, indent=1, ensure_ascii=False) + "\n").encode())
 
 
@@ -188,7 +246,7 @@ def read_index(folder: Path) -> Index:
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}. Make it again with: {repair_command(folder, None)}") from error
     found = (stored.get("format"), stored.get("version")) if isinstance(stored, dict) else (type(stored).__name__, None)
-    if found not in ((FORMAT, VERSION), (FORMAT, UNCHECKED_VERSION)):
+    if found not in [(FORMAT, version) for version in (VERSION, UNCHECKED_VERSION, ROWS_VERSION)]:
         raise DataError(
             f"{path}: expected format {FORMAT!r} version {VERSION}, found {found[0]!r} version {found[1]!r}. Make the "
             f"shards again with: {repair_command(folder, None)}"
@@ -211,13 +269,18 @@ def damage(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | N
         return f"{path}: expected {shard.bytes:,} bytes, found {size:,}"
     if index.block_bytes and (problem := _damaged_blocks(folder, index, shard, verify=verify)):
         return problem
+    if index.row_size:
+        try:
+            _table(folder, shard)
+        except ValueError as error:
+            return str(error)
     if not verify:
         return None
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != shard.sha256:
         return f"{path}: expected sha256 {shard.sha256}, found {digest}"
-    largest = int(map_shard(folder, index, shard).max(initial=0))
+    largest = int(token_ids(map_shard(folder, index, shard), index).max(initial=0))
     if largest >= index.vocab_size:
         return f"{path}: expected tokens below the vocabulary size {index.vocab_size}, found {largest}"
     return None
@@ -253,6 +316,11 @@ def map_shard(folder: Path, index: Index, shard: Shard) -> np.ndarray:
     return np.memmap(folder / shard.file, dtype=dtype, mode="r", shape=(shard.tokens,))
 
 
+def token_ids(stored: np.ndarray, index: Index) -> np.ndarray:
+    """Returns the ids of stored tokens, which in conversations also say whether they are an answer's."""
+    return stored & (ANSWER - 1) if index.row_size else stored
+
+
 def repair_command(folder: Path, index: Index | None, *, switch: str = "--force") -> str:
     """Returns the command that builds the shards of `folder` again, or with another switch completes or checks them."""
     settings = [*index.settings, f"data.dir={folder.parent}"] if index else ["JOB.yaml"]
@@ -272,6 +340,9 @@ def _parse(stored: dict[str, Any]) -> Index:
     block_bytes = field(stored, "block_bytes", int) if checked else 0
     if checked and (block_bytes % 16 or not 0 < block_bytes <= MAX_BLOCK_BYTES):
         raise ValueError(f"block_bytes {block_bytes}: expected a multiple of 16, at most {MAX_BLOCK_BYTES}")
+    row_size = field(stored, "row_size", int) if stored["version"] == ROWS_VERSION else 0
+    if stored["version"] == ROWS_VERSION and not (row_size in (1, 2) and dtype == "uint32"):
+        raise ValueError(f"row_size {row_size}, dtype {dtype!r}: expected 1 or 2, and 'uint32'")
     return Index(
         settings=tuple(str(setting) for setting in field(stored, "settings", list)),
         corpus=CorpusRecord(
@@ -288,17 +359,18 @@ def _parse(stored: dict[str, Any]) -> Index:
         dtype=dtype,
         splits={
             split: tuple(
-                _shard(split, number, entry, DTYPES[dtype].itemsize, block_bytes)
+                _shard(split, number, entry, DTYPES[dtype].itemsize, block_bytes, row_size)
                 for number, entry in enumerate(field(splits, split, list))
             )
             for split in SPLITS
         },
         complete=field(stored, "complete", bool),
         block_bytes=block_bytes,
+        row_size=row_size,
     )
 
 
-def _shard(split: str, number: int, entry: Any, itemsize: int, block_bytes: int) -> Shard:
+def _shard(split: str, number: int, entry: Any, itemsize: int, block_bytes: int, row_size: int) -> Shard:
     if not isinstance(entry, dict):
         raise ValueError(f"{split} shard {number} is {type(entry).__name__}, expected an object")
     shard = Shard(
@@ -307,13 +379,18 @@ def _shard(split: str, number: int, entry: Any, itemsize: int, block_bytes: int)
         bytes=field(entry, "bytes", int),
         sha256=field(entry, "sha256", str),
         blocks=field(entry, "blocks", str) if block_bytes else "",
+        conversations=field(entry, "conversations", int) if row_size else 0,
+        answers=field(entry, "answers", int) if row_size else 0,
+        table=field(entry, "table", str) if row_size else "",
     )
     # The name is derived, so that no index can lead a reader out of its folder.
     if shard.file != shard_file(split, number):
         raise ValueError(f"{split} shard {number} is called {shard.file!r}, expected {shard_file(split, number)!r}")
     if shard.tokens < 0 or shard.bytes != shard.tokens * itemsize:
         raise ValueError(f"{shard.file}: {shard.bytes} bytes are not {shard.tokens} tokens of {itemsize} bytes")
-    for digest in (shard.sha256, *([shard.blocks] if block_bytes else [])):
+    if row_size and not 0 <= shard.conversations * row_size <= shard.tokens:
+        raise ValueError(f"{shard.file}: {shard.conversations} conversations in {shard.tokens} tokens")
+    for digest in (shard.sha256, *([shard.blocks] if block_bytes else []), *([shard.table] if row_size else [])):
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise ValueError(f"{shard.file}: {digest!r} is not a sha256")
     return shard

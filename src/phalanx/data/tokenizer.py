@@ -11,29 +11,31 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.sizes import BOUNDS
 from phalanx.config.data import Data
-from phalanx.config.tokenizers import TOKENIZERS
+from phalanx.config.tokenizers import END_OF_TEXT, END_OF_TURN, TOKENIZERS
 from phalanx.data.corpus import code_points
 from phalanx.data.files import write_atomic
 from phalanx.errors import DataError, ExtensionError, PhalanxError
+from phalanx.registry import package_code
 
 FILE = "tokenizer.json"
 FORMAT = "phalanx-tokenizer"
 VERSION = 1
 MAX_CHARACTERS = 256
 """A char vocabulary larger than this keeps its 255 most frequent characters and one id for all others."""
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""End-of-document tokens of known tokenizers, in order of preference."""
 REPLACEMENT = 0xFFFD
 """The code point of undecodable input."""
+_NO_IDS, _NO_MARKS = np.empty(0, dtype=np.int64), np.empty(0, dtype=bool)
 LARGEST_VOCABULARY, _REASON = BOUNDS["model.vocab_size"]
 
 
@@ -44,12 +46,26 @@ class Tokenizer(ABC):
     """Ids are 0 .. vocab_size - 1."""
     separator: tuple[int, ...]
     """The ids put between two documents of a corpus."""
+    end_ids: tuple[int, ...] = ()
+    """Ids with which generated text ends: of an end-of-text or end-of-turn token."""
     slow = False
     """True if encoding costs more than sending the text to another process."""
 
     @abstractmethod
     def encode(self, text: str) -> np.ndarray:
         """Returns the token ids of a text: (tokens,) int64. Raises DataError for text outside the vocabulary."""
+
+    def encode_marked(self, conversations: Sequence[Sequence[tuple[str, bool]]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns the tokens of texts that come in parts, each marked or not: of every one its ids (tokens,) int64 and
+        marks (tokens,) bool. A token is marked if it holds a character of a marked part. Unlike in `encode`, special
+        tokens that stand in a text are these tokens. Raises DataError as `encode` does."""
+        # Here tokens do not reach over the ends of parts, and there are no special ones.
+        found = []
+        for parts in conversations:
+            ids = [self.encode(text) for text, _ in parts]
+            marks = [np.full(part.size, marked) for part, (_, marked) in zip(ids, parts, strict=True)]
+            found.append((np.concatenate([_NO_IDS, *ids]), np.concatenate([_NO_MARKS, *marks])))
+        return found
 
     @abstractmethod
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
@@ -173,13 +189,8 @@ class LibraryTokenizer(Tokenizer):
     slow = True
 
     def __init__(self, definition: str, name: str):
-        import tokenizers
-
         self._definition, self._name = definition, name
-        with self._failing_to("load it"):
-            self._tokenizer = tokenizers.Tokenizer.from_str(definition)
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        self._tokenizer = self._load()
         self._tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a corpus is text, not the end of one
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(ids.values(), default=-1) + 1
@@ -187,6 +198,7 @@ class LibraryTokenizer(Tokenizer):
             raise DataError(f"{name}: the tokenizer has no tokens")
         _check_vocabulary(self.vocab_size, name)
         end = next((ids[token] for token in END_OF_TEXT if token in ids), None)
+        self.end_ids = tuple(ids[token] for token in (*END_OF_TEXT, *END_OF_TURN) if token in ids)
         self.separator = tuple(self.encode("\n").tolist()) if end is None else (end,)
 
     def encode(self, text: str) -> np.ndarray:
@@ -195,12 +207,44 @@ class LibraryTokenizer(Tokenizer):
             [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64)
 
+    def encode_marked(self, conversations: Sequence[Sequence[tuple[str, bool]]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        texts = ["".join(text for text, _ in parts) for parts in conversations]
+        for text in texts:
+            _encoded(text, "utf-8")
+        with self._failing_to("encode a conversation"):
+            encodings = self._with_special_tokens.encode_batch(texts, add_special_tokens=False)
+        found = []
+        for encoding, parts in zip(encodings, conversations, strict=True):
+            marked = np.zeros(sum(len(text) for text, _ in parts) + 1, dtype=np.int64)
+            end = 0
+            for text, mark in parts:
+                marked[end + 1 : end + 1 + len(text)] = mark
+                end += len(text)
+            before = marked.cumsum()  # marked characters before each place
+            spans = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            found.append((np.array(encoding.ids, dtype=np.int64), before[spans[:, 1]] > before[spans[:, 0]]))
+        return found
+
     def decode(self, ids: Iterable[int] | np.ndarray) -> str:
         with self._failing_to("decode tokens"):
             return self._tokenizer.decode(_array(ids).tolist(), skip_special_tokens=False)
 
     def definition(self) -> str:
         return self._definition
+
+    @cached_property
+    def _with_special_tokens(self) -> Any:
+        """The library's tokenizer, for which the text of a special token is that token."""
+        return self._load()
+
+    def _load(self) -> Any:
+        import tokenizers
+
+        with self._failing_to("load it"):
+            tokenizer = tokenizers.Tokenizer.from_str(self._definition)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     @contextmanager
     def _failing_to(self, act: str) -> Iterator[None]:
@@ -268,32 +312,6 @@ def make_bpe(data: Data, counts: np.ndarray, texts: Callable[[], Iterator[str]])
     return train_bpe(texts(), data.bpe_vocab)
 
 
-def check_tokenizer_class(kind: str, made: object) -> None:
-    """Raises ExtensionError, naming the package, with everything that the tokenizer which a kind of the table has made
-    lacks: sizes, a definition that is read back, and ids that stand for a text."""
-    if problems := list(_class_problems(kind, made)):
-        whose = f"tokenizer {kind!r} of {TOKENIZERS.owner(kind)}"
-        raise ExtensionError([f"{whose}: {problem}" for problem in problems])
-
-
-def _class_problems(kind: str, made: object) -> Iterator[str]:
-    if not isinstance(made, Tokenizer):
-        yield f"make returned {type(made).__name__}, not a subclass of phalanx.data.tokenizer.Tokenizer"
-        return
-    size, separator = getattr(made, "vocab_size", None), getattr(made, "separator", None)
-    if not (isinstance(size, int) and 0 < size <= LARGEST_VOCABULARY):
-        yield f"vocab_size must be a whole number from 1 to {LARGEST_VOCABULARY:,}, is {size!r}"
-    elif not (isinstance(separator, tuple) and all(isinstance(id, int) and 0 <= id < size for id in separator)):
-        yield f"separator must be a tuple of ids below {size}, is {separator!r}"
-    try:
-        stored = json.loads(made.definition())
-        again = read_definition(stored) if stored.get("format") == FORMAT else made
-        if again.fingerprint != made.fingerprint:
-            yield "its definition does not come back the same when it is read"
-    except (ValueError, AttributeError, ExtensionError) as error:
-        yield f"its definition cannot be read back: {error}"
-
-
 def require_in_vocabulary(tokens: np.ndarray, vocab_size: int, owner: str) -> None:
     """Raises DataError unless all tokens are ids of a vocabulary: others would be stored as different ones."""
     if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocab_size:
@@ -320,13 +338,8 @@ def read_definition(stored: Mapping[str, object]) -> Tokenizer:
 def _read(kind: str, stored: Mapping[str, object]) -> Tokenizer:
     """Returns what a kind of the table reads. Whatever a file holds, the answer is one message."""
     whose = f"tokenizer {kind!r} of {TOKENIZERS.owner(kind)}"
-    read = TOKENIZERS.code(kind, "read")
-    try:
-        tokenizer = read(stored)
-    except (ValueError, PhalanxError):
-        raise
-    except Exception as error:
-        raise ValueError(f"{whose} cannot read it: {type(error).__name__}: {error}") from error
+    with package_code(f"{whose} cannot read it", passing=(ValueError, PhalanxError), raising=ValueError):
+        tokenizer = TOKENIZERS.code(kind, "read")(stored)
     if not isinstance(tokenizer, Tokenizer):
         raise ExtensionError(f"{whose}: read returned {type(tokenizer).__name__}, not a Tokenizer")
     return tokenizer

@@ -10,6 +10,7 @@ from phalanx.checkpoint.retention import space_for
 from phalanx.config.corpora import CORPORA
 from phalanx.config.fields import replace
 from phalanx.config.tokenizers import TOKENIZERS
+from phalanx.config.trackers import missing
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.memory.state import checkpoint_bytes
@@ -38,7 +39,19 @@ def checks(machine: CheckedMachine) -> list[DoctorCheck]:
         DoctorCheck("job", "memory", lambda: memory(machine), hangs, 6.0),
         DoctorCheck("job", "checkpoints", lambda: checkpoints(machine), hangs),
         DoctorCheck("job", "run directory", lambda: run_directory(machine), hangs, 3.0),
+        DoctorCheck("job", "trackers", lambda: trackers(machine)),
     ]
+
+
+def trackers(machine: CheckedMachine) -> Iterator[CheckResult]:
+    """Yields whether the job's trackers are installed here, if it has any."""
+    names = machine.job.run.trackers
+    for name in names:
+        if problem := next(missing([name]), ""):
+            text, _, remedy = problem.partition(": pip")
+            yield error(text, f"pip{remedy}")
+        else:
+            yield ok(f"{name} is installed")
 
 
 def layout_here(machine: CheckedMachine) -> Iterator[CheckResult]:

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.bounded import field
+from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.reader import Reader
 from phalanx.checkpoint.validity import check, directory_of, newest_valid
+from phalanx.data.chat_prompt import ChatPrompts
 from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import CheckpointError, JobError
-from phalanx.generate.sampling import generate
+from phalanx.generate.decoder import Decoder, ModelDecoder
+from phalanx.generate.engine import Engine
+from phalanx.generate.request import GenerationRequest
+from phalanx.generate.sampling import Sampling
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.precision import DTYPES
+from phalanx.partition.tensor_slices import slice_of
 from phalanx.train.device import choose
 from phalanx.train.run_directory import RunDirectory
 
@@ -30,39 +34,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """The model and tokenizer of a run."""
+    """The model of a run, ready to compute, and its tokenizer."""
 
-    model: Transformer
+    decoder: Decoder
     tokenizer: Tokenizer
-    device: torch.device
 
-    def text(self, prompt: str, *, on_text: Callable[[str], None] | None = None, **options: Any) -> str:
-        """Returns the prompt followed by generated text; `options` are those of `sampling.generate`.
+    chat: ChatPrompts | None = None
+    """Turns messages into prompts; None if prompts are plain text."""
 
-        `on_text` gets each new piece of text as soon as it is whole (a character may consist of several tokens). Raises
-        JobError on an empty prompt and invalid options.
-        """
-        ids = self.tokenizer.encode(prompt)
-        if not len(ids):
+    def encode(self, prompt: str) -> list[int]:
+        """Returns a prompt's tokens. Raises JobError if it is empty, or if the chat template refuses it."""
+        try:
+            message = {"role": "user", "content": prompt}
+            ids = self.tokenizer.encode(prompt).tolist() if self.chat is None else self.chat([message])
+        except ValueError as error:
+            raise JobError(f"the chat template: {error}") from error
+        if not (prompt and ids):
             raise JobError("the prompt is empty; give at least one character")
-        tokens = torch.from_numpy(ids.astype("int64"))[None].to(self.device)
-        sofar = tokens[0].tolist()
-        shown = self.tokenizer.decode(sofar)
+        return ids
 
-        def show(token: torch.Tensor) -> None:
-            nonlocal shown
-            sofar.append(int(token))
-            text = self.tokenizer.decode(sofar)
-            if on_text and text.startswith(shown) and not text.endswith("\ufffd"):
-                on_text(text[len(shown) :])
-                shown = text
-
-        done = self.tokens(tokens, on_token=show if on_text else None, **options)
-        return self.tokenizer.decode(done[0].tolist())
-
-    def tokens(self, prompt: Tensor, *, on_token: Callable[[Tensor], None] | None = None, **options: Any) -> Tensor:
-        """Continues the tokens (batch, prompt) like `sampling.generate`."""
-        return generate(self.model, prompt, on_token=on_token, **options)
+    def text(self, prompt: str, **options: Any) -> str:
+        """Returns the prompt followed by generated text; `options` are those of `sampling.Sampling`. Raises JobError on
+        an empty prompt and invalid options."""
+        request = GenerationRequest(self.encode(prompt), Sampling(**options), ends=self.tokenizer.end_ids)
+        Engine(self.decoder).run([request])
+        return self.tokenizer.decode(request.tokens)
 
 
 def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
@@ -74,7 +70,15 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
     model = empty_model(manifest)
     target = choose(device, 0)
     fill(model, manifest, target)
-    return LoadedRun(model, Tokenizer.load(path), target)
+    return LoadedRun(ModelDecoder.whole(model), Tokenizer.load(path))
+
+
+def in_chat(loaded: LoadedRun, path: Path) -> LoadedRun:
+    """Returns the same run, for which prompts are messages of a user. Raises JobError if it has no chat template."""
+    chat = ChatPrompts.of_run(path, loaded.tokenizer)
+    if chat is None:
+        raise JobError(f"--chat: {path} has no chat template: train on data.corpus=chat, or leave it out")
+    return replace(loaded, chat=chat)
 
 
 def find(path: Path, step: int = 0, verify: bool = True) -> Manifest:
@@ -115,11 +119,20 @@ def vocabulary_of(manifest: Manifest) -> int:
 
 
 @torch.no_grad()
-def fill(model: Transformer, manifest: Manifest, device: torch.device) -> None:
-    """Moves a model, or a pipeline stage's part of it, from meta to `device` with its checkpoint's parameters, read one
-    at a time. Raises CheckpointError if the checkpoint does not match."""
+def fill(model: Transformer, manifest: Manifest, device: torch.device, tp: int = 1, rank: int = 0) -> None:
+    """Moves a model, or a rank's part of it, from meta to `device` with its checkpoint's parameters, read one at a
+    time: all that `model` has of them, or the slices of tensor rank `rank` of `tp`. Raises CheckpointError if the
+    checkpoint does not match."""
     model.to_empty(device=device)
+    shapes = parameter_shapes(model.config, vocabulary_of(manifest))
     with Reader(manifest) as tensors:
-        tensors.require(parameter_shapes(model.config, vocabulary_of(manifest)))
+        tensors.require(shapes)
         for name, parameter in model.named_parameters():
-            parameter.copy_(tensors.read(name))
+            cut = slice_of(name, shapes[name], model.config, tp, rank)
+            if cut.dim is None:
+                parameter.copy_(tensors.read(name))
+                continue
+            parameter.zero_()  # what the vocabulary is padded with
+            if cut.real:
+                box = Box.of(cut.whole).moved(cut.dim, cut.start, cut.real)
+                parameter.narrow(cut.dim, 0, cut.real).copy_(tensors.read(name, box))

@@ -142,9 +142,9 @@ class Attempts:
 
 
 def say(line: str) -> None:
-    """Prints a line of the launcher on standard error, above rank 0's progress bar, which is drawn again below."""
+    """Prints a line of the launcher on standard error, above what rank 0 shows, which is drawn again below."""
     if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[2K")  # clears rank 0's progress bar, which is drawn again below
+        sys.stderr.write("\r\x1b[2K")  # clears the line that rank 0 has begun, which is drawn again below
     echo(f"phalanx: {shortened(line)}", file=sys.stderr, flush=True)
 
 
@@ -170,7 +170,7 @@ def _end(rank: int, ended: Exit, logs: AttemptLogs, left_early: str) -> End:
 def tell(code: int, message: str, attempt_dir: Path) -> None:
     """Prints how an attempt has ended, and where its logs are."""
     if code not in (0, StoppedError.exit_code) and sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h")  # a rank that died inside its progress bar has left the cursor hidden
+        sys.stderr.write("\x1b[?25h")  # a rank that died inside its live view has left the cursor hidden
     if message:
         say(message)
     if code not in (0, StoppedError.exit_code):

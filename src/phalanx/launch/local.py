@@ -80,7 +80,7 @@ def launch_local(
 
         def new_supervisor(signals: StopSignals) -> Supervisor:
             def watchdog() -> Watchdog:
-                return Watchdog(logs.heartbeats, limits, say, metrics)
+                return Watchdog(logs.heartbeats, limits, say, metrics, states=logs.attempt_dir)
 
             return Supervisor(logs.outcome, grace_s, signals, watchdog)
 

@@ -16,7 +16,7 @@ _TERMINAL = ""  # means "inherit the launcher's stream" to the agent
 class AttemptLogs(LogsSpecs):
     """Creates the directories of an attempt when the agent starts one, and sets the ranks' environment.
 
-    Rank 0 keeps the terminal for its progress bar; the others write to files.
+    Rank 0 keeps the terminal for its live view; the others write to files.
 
     Args:
         log_dir: parent of the attempts; a resumed run finds the next number, so older logs stay.

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.model import ModelConfig
+from phalanx.config.model import ModelConfig, window_within
 from phalanx.model.attention_blocks import Scoring, capped
 from phalanx.model.blocked_attention import Reach, blocked_attention
 from phalanx.model.layers import Linear, Project, Run, make_norm, project, run
@@ -147,7 +147,7 @@ class CoreAttention(nn.Module):
         grouped = q.shape[1] != k.shape[1]
         if noise is not None and self.dropout > 0:
             return self._with_dropout(q, k, v, noise, documents, sinks)
-        window = self.window if self.window < keys else 0
+        window = window_within(self.window, keys)
         if window and seq == 1 and documents is None:
             k, v, window = k[:, :, -window:], v[:, :, -window:], 0
         if window or sinks is not None or self.scoring.softcap:

@@ -57,22 +57,42 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(n, outputs, inputs))
         self.bias = nn.Parameter(torch.empty(n, outputs)) if bias else None
+        self.lora_a: GroupedLinear | None = None
+        self.lora_b: GroupedLinear | None = None
+        """The experts' adapters, if there are any, as those of a Linear."""
+        self.lora_scale = 1.0
+
+    def add_adapter(self, rank: int, scale: float) -> None:
+        """Adds an adapter for each expert, whose output is multiplied by `scale`."""
+        n, outputs, inputs = self.weight.shape
+        self.lora_a = GroupedLinear(n, inputs, rank, bias=False)
+        self.lora_b = GroupedLinear(n, rank, outputs, bias=False)
+        self.lora_scale = scale
 
     def forward(self, x: Tensor, sizes: Sizes) -> Tensor:
         """Maps rows (rows, inputs), sorted by expert, to (rows, outputs)."""
+        y = self._without_adapter(x, sizes)
+        if self.lora_a is None or self.lora_b is None:
+            return y
+        return y + self.lora_b(self.lora_a(x, sizes) * self.lora_scale, sizes)
+
+    def _without_adapter(self, x: Tensor, sizes: Sizes) -> Tensor:
         product = GroupedProduct(sizes)
         # Where rows of all experts are sharded they have one dimension (parallel/fsdp.py).
         weight = self.weight.view(len(sizes), -1, self.weight.shape[-1])
-        if self.take is None:
+        if self.take is None or not self.weight.requires_grad:
             y: Tensor = _Product.apply(x, weight, product)
         else:
             # Detached: otherwise autograd would expect a gradient here.
             y = _Product.apply(x, weight.detach(), product, partial(self.take, self.weight))
-        if self.bias is None:
-            return y
-        repeats = torch.as_tensor(sizes, device=x.device)
-        # Told the number of rows, torch need not wait for the device to count them.
-        return y + (self.bias * self.bias_factor).repeat_interleave(repeats, dim=0, output_size=len(x))
+        return y if self.bias is None else add_bias(y, self.bias * self.bias_factor, sizes)
+
+
+def add_bias(y: Tensor, bias: Tensor, sizes: Sizes) -> Tensor:
+    """Returns rows `y` (rows, outputs), sorted by expert, with their experts' `bias` (experts, outputs)."""
+    repeats = torch.as_tensor(sizes, device=y.device)
+    # Told the number of rows, torch need not wait for the device to count them.
+    return y + bias.repeat_interleave(repeats, dim=0, output_size=len(y))
 
 
 @dataclass(frozen=True)
@@ -124,7 +144,8 @@ class _Product(torch.autograd.Function):
         product: GroupedProduct,
         take: Callable[[GroupedProduct, Tensor, Tensor], None] | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # Frozen weights have no gradient, for which alone the rows are needed.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] or take is not None else None, weight)
         ctx.product, ctx.take = product, take
         return product(x, weight)
 

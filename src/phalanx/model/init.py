@@ -23,8 +23,9 @@ def initial_value(name: str, shape: Sequence[int], model: ModelConfig, seed: int
     """Returns the initial value of the parameter `name` of the whole `shape`, in float32 on the CPU.
 
     Norms start at one and biases at zero; the rest is normal with standard deviation init_std, divided by √(2 n_layers)
-    for the matrices that write to the residual stream (Radford et al. 2019, section 2.3). A parameter whose description
-    says otherwise starts so. Raises KeyError for a name that the model does not have."""
+    for the matrices that write to the residual stream (Radford et al. 2019, section 2.3). Of an adapter A is normal
+    with variance 1 / (3 inputs), B zero, so that it begins without effect (Hu et al. 2022, section 4.1). A parameter
+    whose description says otherwise starts so. Raises KeyError for a name that the model does not have."""
     kind = weight_of(model, name).initial
     if kind == "by name":
         kind = _by_name(name)
@@ -32,7 +33,7 @@ def initial_value(name: str, shape: Sequence[int], model: ModelConfig, seed: int
         return torch.ones(*shape)
     if kind == "zeros":
         return torch.zeros(*shape)
-    std = model.init_std
+    std = (3 * shape[-1]) ** -0.5 if kind == "adapter" else model.init_std
     if kind == "residual":
         std /= (2 * model.n_layers) ** 0.5
     generator = torch.Generator().manual_seed(derive_seed(seed, "init", name))

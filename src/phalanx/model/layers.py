@@ -17,13 +17,36 @@ Multiply = Callable[..., Tensor]
 
 
 class Linear(nn.Linear):
-    """x weightᵀ + bias through `multiply`, which a layout may replace by a product with other kernels."""
+    """x weightᵀ + bias through `multiply`, which a layout may replace by a product with other kernels; with an adapter
+    also its output (Hu et al. 2022, section 4.1)."""
 
     multiply: Multiply = staticmethod(F.linear)
 
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **options: Any):
+        super().__init__(in_features, out_features, bias, **options)
+        self.lora_a: Linear | None = None
+        self.lora_b: Linear | None = None
+        """The adapter, (rank, inputs) and (outputs, rank), if there is one."""
+        self.lora_scale = 1.0
+
+    def add_adapter(self, rank: int, scale: float) -> None:
+        """Adds an adapter, whose output is multiplied by `scale`."""
+        self.lora_a = Linear(self.in_features, rank, bias=False)
+        self.lora_b = Linear(rank, self.out_features, bias=False)
+        self.lora_scale = scale
+
     def forward(self, input: Tensor) -> Tensor:
         """Maps (..., inputs) to (..., outputs)."""
-        return self.multiply(input, self.weight, self.bias)
+        return self.adapt(self.multiply(input, self.weight, self.bias), input)
+
+    def adapt(self, output: Tensor, input: Tensor) -> Tensor:
+        """Returns `output` (..., outputs) and the adapter's output for `input` (..., inputs), if there is one."""
+        return output if self.lora_a is None else self.expand(output, self.lora_a(input))
+
+    def expand(self, output: Tensor, compressed: Tensor) -> Tensor:
+        """Returns `output` (..., outputs) and the adapter's for `compressed` (..., rank), the result of `lora_a`."""
+        assert self.lora_b is not None, "only a layer with an adapter compresses"
+        return output + self.lora_b(compressed * self.lora_scale)
 
 
 Project = Callable[[Sequence[Linear], Tensor], tuple[Tensor, ...]]
@@ -62,8 +85,8 @@ class Activation:
 
 
 CLAMP, SHARPNESS = 7.0, 1.702
-"""Of the clamped gate: the limit of its inputs, and the factor inside its sigmoid (gpt-oss, Agarwal et al. 2025,
-section 2.2, and its code)."""
+"""CLAMP limits the inputs of the clamped gate; SHARPNESS is the factor inside its sigmoid (gpt-oss, Agarwal et
+al. 2025, section 2.2, and its code)."""
 
 
 class _ClampedGate(torch.autograd.Function):

@@ -17,6 +17,13 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Returns -log p(target) of every token, in nats, 0 where a position does not count: the shape of `targets`."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="none")
+    return losses.view_as(targets)
+
+
 def valid_tokens(targets: Tensor) -> Tensor:
     """Returns the number of valid `targets` as an integer scalar tensor (on the device: no synchronisation)."""
     return (targets != IGNORE).sum()

@@ -64,13 +64,13 @@ def rotary_magnitude(model: ModelConfig, *, windowed: bool = False) -> float:
 
 
 def rotary_table(model: ModelConfig, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False) -> Tensor:
-    """Returns cosines and sines of `positions` (seq,): (2, seq, 1, rotary_size / 2), in at least float32; `windowed`:
-    those of layers with a window.
+    """Returns cosines and sines of `positions` (seq,): (2, seq, 1, rotary_size / 2), in at least float32; of positions
+    (batch, seq): (2, batch, seq, 1, rotary_size / 2). `windowed`: those of layers with a window.
 
     It is computed in each forward pass: the cost is negligible, and a table in a buffer would be lost when leaving the
     meta device and rounded by a cast to bfloat16."""
-    angles = torch.outer(positions.double(), rotary_frequencies(model, positions.device, windowed=windowed))
-    table = torch.stack((angles.cos(), angles.sin())).unsqueeze(2)
+    angles = positions.double().unsqueeze(-1) * rotary_frequencies(model, positions.device, windowed=windowed)
+    table = torch.stack((angles.cos(), angles.sin())).unsqueeze(-2)
     magnitude = rotary_magnitude(model, windowed=windowed)
     if magnitude != 1:
         table *= magnitude

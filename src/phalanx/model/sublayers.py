@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
+from phalanx.blocks import lora
 from phalanx.blocks.kind import AttentionKind, FeedForwardKind, SublayerKind
 from phalanx.blocks.parameters import Shapes
-from phalanx.blocks.place import Place
+from phalanx.blocks.place import Half, Place
 from phalanx.config.model import ModelConfig
 from phalanx.errors import ExtensionError
 from phalanx.model.attention import CoreAttention
@@ -25,9 +26,21 @@ def make_sublayer(
     Raises ExtensionError if there is none, or if it is not the one that the kind describes."""
     kind = table[name]
     made: nn.Module = table.code(name, "module")(model, layer, *more)
-    if problems := [*_other_parameters(kind, model, made), *_other_modules(kind, made)]:
+    problems = [*_other_parameters(kind, model, made), *_other_modules(kind, made)]
+    if problems := problems or list(_add_adapters(kind, model, made)):
         raise ExtensionError([f"{table.kind} {name!r}: {problem}" for problem in problems])
     return made
+
+
+def _add_adapters(kind: SublayerKind, model: ModelConfig, made: nn.Module) -> Iterator[str]:
+    """Gives the linear layers that are targets their adapters. Yields those that are no linear layers."""
+    half: Half = "attention" if isinstance(kind, AttentionKind) else "feed_forward"
+    for name in dict.fromkeys(lora.targets(Place(model), half, kind.operators(Place(model)))):
+        layer = made.get_submodule(name.removeprefix(f"{kind.name_in_block}."))
+        if isinstance(layer, Linear | GroupedLinear):
+            layer.add_adapter(model.lora.rank, model.lora.scale)
+        else:
+            yield f"model.lora: {name} of its module must be a Linear of phalanx.model.layers to have an adapter"
 
 
 def _other_parameters(kind: SublayerKind, model: ModelConfig, made: nn.Module) -> Iterator[str]:

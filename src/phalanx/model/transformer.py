@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from phalanx.blocks.kind import SublayerKind
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
-from phalanx.blocks.parameters import vocabulary
+from phalanx.blocks.parameters import vocabulary, weight_of
 from phalanx.check.model import model_problems
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
@@ -54,6 +54,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleDict(blocks)
         self.final_norm = make_norm(model)
         self.head = Head(model, vocab)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not weight_of(model, name).frozen)
 
     def forward(
         self,
@@ -79,12 +81,15 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Returns the last block's output, (batch, seq, d_model), for `tokens` (batch, seq).
 
-        `noise` switches dropout on; `cache` holds the earlier tokens and appends these; `positions` (seq,) are the
-        tokens' positions in their sequence, by default those after the cache; `documents` (batch, whole sequence) is
-        the document number of each token, where attention must not cross documents."""
-        if positions is None:
-            start = cache.length if cache is not None else 0
-            positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        `noise` switches dropout on; `cache` holds the earlier tokens and appends these; `positions` (seq,), or
+        (batch, seq), are the tokens' positions in their sequence, by default those after the cache; `documents` (batch,
+        whole sequence) is the document number of each token, where attention must not cross documents; by default those
+        of the cache."""
+        if cache is not None:
+            documents = cache.documents(tokens.shape[1], tokens.device) if documents is None else documents
+            positions = cache.positions(tokens.shape[1], tokens.device) if positions is None else positions
+        elif positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.through(self.blocks, self.embed_tokens(tokens, positions, noise), positions, noise, cache, documents)
         if cache is not None:
             cache.length += tokens.shape[1]
@@ -119,17 +124,20 @@ class Transformer(nn.Module):
             # The factor has the precision of the activations, as when Gemma was trained: 55.5 in bf16, not 55.43.
             x = x * torch.tensor(self.config.d_model**0.5, dtype=x.dtype).item()
         if self.positions is not None:
-            if len(positions) > self.config.seq_len:
+            if positions.shape[-1] > self.config.seq_len:
                 raise JobError(
-                    f"{len(positions)} tokens, but the model has {self.config.seq_len} learned positions: "
+                    f"{positions.shape[-1]} tokens, but the model has {self.config.seq_len} learned positions: "
                     "shorten the input or train with a larger model.seq_len"
                 )
             x = x + self.positions(positions, tokens.shape)
-        return dropout(x, self.config.dropout, noise, "embed")
+        x = dropout(x, self.config.dropout, noise, "embed")
+        # Without a gradient of a frozen embedding the first block still has that of its input, like every other, so
+        # that all blocks compute and send the same.
+        return x.requires_grad_() if self.config.lora.rank and torch.is_grad_enabled() else x
 
     def rotary(self, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False) -> Tensor | None:
-        """Returns the table that rotates queries and keys at `positions` (seq,), `windowed` in layers with a window;
-        None for learned positions."""
+        """Returns the table that rotates queries and keys at `positions` (seq,) or (batch, seq), `windowed` in layers
+        with a window; None for learned positions."""
         if self.config.positions != "rope":
             return None
         return rotary_table(self.config, positions, dtype, windowed=windowed)
@@ -145,8 +153,8 @@ class PositionEmbedding(nn.Embedding):
     """Learned positions: a vector (d_model,) for each of seq_len positions."""
 
     def forward(self, input: Tensor, shape: torch.Size) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Returns the position embedding (seq, d_model) of tokens of `shape` (batch, seq) at positions `input` (seq,),
-        the same for every sequence."""
+        """Returns the position embedding of tokens of `shape` (batch, seq): (seq, d_model) at positions `input` (seq,),
+        the same for every sequence, or (batch, seq, d_model) at (batch, seq)."""
         return super().forward(input)
 
 

@@ -48,11 +48,23 @@ def _adamw8bit_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateK
     return *codes, *(StateKind(f"{moment.kind}_scale", block=block) for moment in ADAM_MOMENTS)
 
 
+ELEMENTWISE_BYTES = 32
+"""Bytes that count for an element that a kernel handles alone, as in a look-up in a table: a processor then loads one
+element instead of a vector of 32 bytes, and a GPU's memory a sector of 32 bytes."""
+SHORT_ROW = 32
+"""Rows with fewer elements are reduced element by element: torch reduces four vectors of eight at a time."""
+
+
 def _adamw8bit_moved(config: Optimizer, name: str, shape: Shape) -> float:
-    """Returns the bytes of its kernels: the step on moments in fp32 (80), and for each of the two that has codes 21 to
-    read these and 81 to find new ones: magnitude (8), largest (4), scaled (8), its cell (8), the cell's code (12), the
-    next bound (12), compared and added (20), with the sign, as a byte (9)."""
-    return 80 + (2 * (21 + 81) if block_of(shape) else 0)
+    """Returns the bytes of its kernels: the step on moments in fp32 (80), and for each of the two that has codes,
+    reading these: index (5), look-up, scale (8); and finding new ones: largest (4), scale (8), cell (16), look-up, sum
+    with the bits (12), shift (8), as a byte (5). The largest of the signed moment needs magnitudes (8)."""
+    if not (block := block_of(shape)):
+        return 80
+    largest = ELEMENTWISE_BYTES if block < SHORT_ROW else 4
+    read = 5 + ELEMENTWISE_BYTES + 8
+    written = largest + 8 + 16 + ELEMENTWISE_BYTES + 12 + 8 + 5
+    return 80 + 2 * (read + written) + 8
 
 
 def _muon_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind, ...]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from phalanx.config.constraints import Above, AtLeast, Below, Between, HalfOpen
 from phalanx.config.optimizer import Optimizer
 from phalanx.facts import Lazy, stated
+from phalanx.registry import package_code
 
 Shape = tuple[int, ...]
 Granularity = Literal["element", "block", "matrix"]
@@ -105,12 +106,9 @@ def problems(name: str, entry: OptimizerEntry) -> Iterator[str]:
 def _wrong_facts(entry: OptimizerEntry) -> Iterator[str]:
     """Yields what is wrong with what an entry's functions return for a matrix."""
     arguments = Optimizer(), "blocks.0.mlp.up.weight" if entry.by_shape else "", (512, 512) if entry.by_shape else ()
-    try:
+    with package_code("its facts cannot be computed"):
         tensors = entry.state(*arguments)
         numbers = {fact: getattr(entry, fact)(*arguments) for fact in ("moved", "flops", "transient")}
-    except Exception as error:
-        yield f"its facts cannot be computed: {type(error).__name__}: {error}"
-        return
     kinds = [tensor.kind for tensor in tensors]
     if len(set(kinds)) < len(kinds) or MASTER in kinds or not all(map(_KIND.fullmatch, kinds)):
         yield f"kinds of state need names of their own, other than {MASTER}, are: {', '.join(kinds)}"

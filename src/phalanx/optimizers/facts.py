@@ -1,4 +1,4 @@
-"""What a job's optimizer costs: every number that memory, time, checkpoints and the planner have about it."""
+"""The costs of a job's optimizer. Memory, time, checkpoints and the planner take its numbers from here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 from math import isfinite, prod
 
-from phalanx.blocks.parameters import parameter_shapes
+from phalanx.blocks.parameters import trained_shapes
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.nearest import did_you_mean
@@ -47,9 +47,15 @@ def _master_width(width: int) -> int:
     return 4 if width < 4 else 0
 
 
+def offloaded_bytes(state: float, stored: int) -> float:
+    """Returns the bytes per parameter of an offloaded optimizer, whose `state` has copies of half-precision parameters,
+    with the copy that it also has of others: those stored in `stored` bytes."""
+    return state + (stored if stored >= 4 else 0)
+
+
 @dataclass(frozen=True)
 class OptimizerCosts:
-    """What an optimizer takes per parameter: the mean over a model's, where they differ."""
+    """An optimizer's costs per trained parameter. Where parameters differ, they are the mean over a model's."""
 
     state: float
     """Bytes of state."""
@@ -69,7 +75,7 @@ def optimizer_costs(config: Optimizer, model: ModelConfig, width: int) -> Optimi
     if not entry.by_shape:
         return _costs_of_one(config, "", (), width)
     sizes, sums = 0, [0.0] * len(fields(OptimizerCosts))
-    for name, whole in parameter_shapes(model, model.vocab_size).items():
+    for name, whole in trained_shapes(model, model.vocab_size).items():
         size = prod(whole)
         each = astuple(_costs_of_one(config, name, whole, width))
         sizes, sums = sizes + size, [total + size * one for total, one in zip(sums, each, strict=True)]

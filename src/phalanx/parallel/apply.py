@@ -11,10 +11,11 @@ from torch import nn
 
 from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
+from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.errors import JobError
 from phalanx.model.init import initial_value
-from phalanx.model.loss import cross_entropy_sum
+from phalanx.model.loss import cross_entropy, cross_entropy_sum
 from phalanx.model.transformer import Transformer
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.parallel import context, expert, tensor, vocabulary
@@ -22,32 +23,39 @@ from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Rep
 from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import DeferredWeightGrads, defer_weight_grads, onednn_is_faster, use_onednn
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import ChunkedObjective, Loss, Objective
+from phalanx.parallel.objective import ChunkedObjective, Loss, Objective, TiledObjective
+from phalanx.parallel.offload.activations import offload_activations
+from phalanx.parallel.offload.host import Host, on_host
 from phalanx.parallel.parameter_shards import by_whole
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
+from phalanx.parallel.preferences import PairLoss
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.stages import Stages
-from phalanx.parallel.tiling import tile
+from phalanx.parallel.tiled_vocabulary import HeadTile, TiledHead
+from phalanx.parallel.tiling import project_tiles, tile
 from phalanx.parallel.zero import BucketReplica
 from phalanx.partition import batch
 from phalanx.partition.cut import describe, layer_costs, stages_of
 from phalanx.partition.pipeline import schedule_of
 from phalanx.partition.recompute import recompute_of, written
+from phalanx.partition.second_copy import is_copied
 from phalanx.partition.tensor_slices import padded_vocabulary
+from phalanx.partition.tiers import gathers_parameters, is_offloaded
 from phalanx.units import counted
 
 log = logging.getLogger(__name__)
 
 
-def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Replica:
-    """Applies the job's techniques to `model`, which is on the meta device, and initialises it on `device`.
+def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device, host: Host | None = None) -> Replica:
+    """Applies the job's techniques to `model`, which is on the meta device, and initialises it on `device`; what it
+    offloads goes to `host`, by default one of its own.
 
     Each technique does nothing unless the job asks for it, and otherwise logs one line on rank 0. Techniques that
     remove or cut layers come first, then those that replace a layer's kernels, then wrappers of blocks, then data
     parallelism. Raises JobError for threads on a device other than a CPU.
     """
-    parts = Construction(model, job, mesh, device)
+    parts = Construction(model, job, mesh, device, host or Host(device))
     parts.log("mesh: %s", mesh)
     apply_pipeline(parts)
     apply_tensor_parallel(parts)
@@ -58,6 +66,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device) -> Rep
     apply_onednn(parts)
     apply_deferred_weight_grads(parts)
     apply_recompute(parts)
+    apply_offload(parts)
     apply_compile(parts)
     objective = apply_loss(parts)
     replica = apply_data_parallel(parts, objective)
@@ -74,6 +83,7 @@ class Construction:
     job: Job
     mesh: Mesh
     device: torch.device
+    host: Host
     vocab: int = field(init=False)
     """Vocabulary size in tokens, without padding."""
     dtype: torch.dtype = field(init=False)
@@ -180,11 +190,15 @@ def sum_between_stages(parts: Construction) -> None:
 
 
 def apply_tiling(parts: Construction) -> None:
-    """Runs the MLP's matrices in tiles."""
-    tiles = parts.job.layout.tiles
-    if tiles > 1:
-        parts.tensor_slices, parts.plain_names = tile(parts.model, parts.tensor_slices, tiles)
-        parts.log("tiles: %d parameters in %d tiles each", len(set(parts.plain_names.values())), tiles)
+    """Runs large matrices in tiles: those of blocks, embedding and head."""
+    layout = parts.job.layout
+    if layout.tiles == 1:
+        return
+    parts.tensor_slices, parts.plain_names = tile(parts.model, parts.tensor_slices, layout, parts.mesh.axis("tp"))
+    parts.deferring -= project_tiles(parts.model)
+    # A tile of the head has no logits whose gradient could wait.
+    parts.deferring |= {module for module in parts.model.modules() if isinstance(module, HeadTile)}
+    parts.log("tiles: %d parameters in %d tiles each", len(set(parts.plain_names.values())), layout.tiles)
 
 
 def apply_onednn(parts: Construction) -> None:
@@ -212,6 +226,15 @@ def apply_recompute(parts: Construction) -> None:
         parts.log("recompute: %s, %d modules here", written(layout), recompute(parts.model, layout))
 
 
+def apply_offload(parts: Construction) -> None:
+    """Moves what blocks save for the backward pass to the host."""
+    layout = parts.job.layout
+    if is_offloaded(layout, "activations"):
+        stages = [range(parts.job.model.n_layers)] if parts.stages is None else parts.stages.cut
+        moved = offload_activations(parts.model, layout, stages, parts.host)
+        parts.log("offload: activations of %s on the host", counted(moved, "block"))
+
+
 def apply_compile(parts: Construction) -> None:
     """Compiles every block separately."""
     if parts.job.train.compile:
@@ -223,13 +246,20 @@ def apply_compile(parts: Construction) -> None:
 def apply_loss(parts: Construction) -> Objective:
     """Adds the loss to the model: over a cut vocabulary if needed, and with `loss_chunk` for some tokens at a time."""
     tp, chunk = parts.mesh.axis("tp"), parts.job.layout.loss_chunk
-    loss: Loss = cross_entropy_sum
+    pairs = PairLoss(parts.job.train.dpo, parts.mesh.axis("cp")) if has_pairs(parts.job.data) else None
+    loss: Loss = cross_entropy if pairs else cross_entropy_sum
     if tp.size > 1:
-        loss = partial(vocabulary.cross_entropy_sum, tp=tp, vocab=parts.vocab)
+        cut = vocabulary.cross_entropy if pairs else vocabulary.cross_entropy_sum
+        loss = partial(cut, tp=tp, vocab=parts.vocab)
+    if pairs:
+        parts.log("loss: DPO, %s", pairs.options.line())
+    if chunk:
+        parts.log("loss: the logits of %d tokens at a time", chunk)
+    if isinstance(parts.model.head, TiledHead):
+        return TiledObjective(parts.model, pairs=pairs)
     if not chunk:
-        return Objective(parts.model, loss)
-    parts.log("loss: the logits of %d tokens at a time", chunk)
-    return ChunkedObjective(parts.model, chunk, loss)
+        return Objective(parts.model, loss, pairs)
+    return ChunkedObjective(parts.model, chunk, loss, pairs)
 
 
 def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
@@ -246,10 +276,14 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
         experts=(mesh.axis("ep"), mesh.axis("edp")) if layout.ep > 1 else None,
     )
     shards, replicas = sums.shard.size, sums.replicate.size
-    if shards > 1 and layout.zero == 3:
-        replica = ShardedReplica(model, sums, mesh, layout, device)
+    if gathers_parameters(layout):
+        replica = ShardedReplica(model, sums, mesh, layout, parts.host)
         hybrid = f" × {replicas} replicas (HSDP)" if replicas > 1 else ""
-        parts.log("data parallel: ZeRO-3 (FSDP2) over %d ranks%s, reshard %s", shards, hybrid, layout.reshard)
+        hybrid += ", shards in host memory" if is_offloaded(layout, "parameters") else ""
+        copied = f", a second copy on every {layout.hpz} ranks (hpZ)" if is_copied(layout) else ""
+        copied += f", gathered as {layout.quantise_weights} (qwZ)" if layout.quantise_weights != "none" else ""
+        copied += f", reduced as {layout.quantise_gradients} (qgZ)" if layout.quantise_gradients != "none" else ""
+        parts.log("data parallel: ZeRO-3 (FSDP2) over %d ranks%s, reshard %s%s", shards, hybrid, layout.reshard, copied)
         return replica
     objective.to_empty(device=device)
     if layout.data_parallel == "threads" and layout.dp_replicate > 1:
@@ -282,9 +316,10 @@ def run_by_schedule(parts: Construction, replica: Replica) -> None:
 def initialise(replica: Replica, job: Job, mesh: Mesh) -> None:
     """Draws one whole parameter after the other on every rank, which keeps its shard; other replicas copy the first."""
     for name, shards in by_whole(replica.shards).items():
-        whole = initial_value(name, shards[0].tensor_slice.whole, job.model, job.train.seed)
+        with on_host():
+            whole = initial_value(name, shards[0].tensor_slice.whole, job.model, job.train.seed)
         for shard in shards:
             shard.assign(whole)
             if shard.value.numel():
                 mesh.axis("dp_replicate").broadcast(shard.value.detach()).wait()
-    replica.publish()
+    replica.publish(frozen=True)

@@ -57,6 +57,8 @@ class Bucket:
     arriving: Tensor | None = None
     """The tensor that receives a shard to be added to an earlier one."""
     work: Pending | None = None
+    left: bool = False
+    """True if this step's summed gradient has left the device."""
     gathering: Pending | None = None
 
     def __post_init__(self) -> None:
@@ -137,6 +139,11 @@ class Bucket:
             for slot in self.slots:
                 slot.filled = False
 
+    def release(self) -> None:
+        """Frees the memory of a sum that has left the device."""
+        self.clear()
+        self.gradients, self.left = None, True
+
     def gather(self) -> None:
         """Starts all-gathering the parameters."""
         self.arrive()  # an all-gather still in flight would write into the same memory
@@ -150,7 +157,7 @@ class Bucket:
 
     def clear(self) -> None:
         """Discards the gradients. The buffer stays, unless it is transient: its values are replaced, not added to."""
-        self.reduced = None
+        self.reduced, self.left = None, False
         for slot in self.slots:
             slot.parameter.grad = None
             slot.filled = False

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
+from phalanx.config.model import window_within
 from phalanx.model.attention import CoreAttention
 from phalanx.model.blocked_attention import Reach
 from phalanx.model.noise import Noise
@@ -38,7 +39,7 @@ class ContextAttention(CoreAttention):
         nn.Module.__init__(self)
         self.n_heads, self.dropout, self.site = core.n_heads, core.dropout, core.site
         # A window over whole sequences is none: keys then travel around the ring.
-        self.window, self.scoring = core.window if core.window < core.seq_len else 0, core.scoring
+        self.window, self.scoring = window_within(core.window, core.seq_len), core.scoring
         self.ring, self.ulysses = ring, ulysses
 
     def attend(

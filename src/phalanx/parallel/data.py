@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
 
+from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.entry import Granularity
@@ -69,7 +71,8 @@ class LocalModel:
         """Returns this rank's shard `value` of a parameter, from element `start` of the tensor slice on."""
         copy = self.stages is not None and self.holders(name)[0] != self.stages.rank
         slices, plain = self.tensor_slices[name], self.plain_name(name)
-        return ParameterShard(name, slices, self.tp.rank, start, value, copy=copy, whole_name=plain)
+        frozen = weight_of(self.objective.model.config, plain).frozen
+        return ParameterShard(name, slices, self.tp.rank, start, value, copy=copy, whole_name=plain, frozen=frozen)
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,27 @@ class Runner(Protocol):
         ...
 
 
+Move = Callable[[ParameterShard, Tensor], Tensor]
+"""Copies a shard's final gradient to the memory of an offloaded optimizer, and returns the copy."""
+
+
 class Replica:
     """One process that computes a whole step by itself, or with its tensor ranks."""
 
     runner: Runner | None = None
     before_sum: Callable[[Tensor], None] | None = None
     """Gets this rank's own gradients, a flat tensor at a time, before they are summed over the data ranks."""
+    move: Move | None = None
+    """Takes final gradients off the device; None: they stay there."""
+    final = False
+    """True in the backward pass after which gradients are final."""
 
     def __init__(self, model: LocalModel):
         self.model, self.objective = model, model.objective
         self.shards = self._shards()
+        self.partial_names = {name for partial in model.partials for name in partial.names}
+        self.left: set[str] = set()
+        """Names of the shards whose gradients have left the device in this step."""
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
         """Computes `factor` × the gradient of the micro-batches' summed loss. Returns that loss, in fp64, detached.
@@ -130,6 +144,7 @@ class Replica:
         shard's gradient is the sum over all data ranks.
         """
         heartbeat.beat()
+        self.final = last
         self.begin_backward(0, last=last)
         loss = self.objective(micro)
         (loss * factor).backward()
@@ -151,11 +166,48 @@ class Replica:
         """Gives the parameter shards their gradients, after the last micro-batch's backward pass on all stages."""
         self.collect()
         self._sum_partials()
+        if self.move is not None:
+            for shard in self.shards:
+                self.leave(shard, shard.gradient)
+            self.release()
 
     def collect(self) -> None:
         """Moves this rank's gradients, summed over the data ranks, to the parameter shards."""
         for shard in self.shards:
-            shard.gradient = shard.value.grad
+            if shard.name not in self.left:
+                shard.gradient = shard.value.grad
+
+    def offload(self, move: Move) -> None:
+        """Makes final gradients leave the device through `move`, those of most parameters during the backward pass."""
+        self.move = move
+        self.leave_early()
+
+    def leave_early(self) -> None:
+        """Arranges that gradients leave during the backward pass: without a pipeline, whose stages may share
+        parameters."""
+        self.of_weight = {shard.value: shard for shard in self.shards if not shard.frozen}
+        # A weak reference, because the garbage collector does not see those that a parameter's hook holds.
+        ready = WeakMethod(self._ready)
+        for weight in self.of_weight:
+            weight.register_post_accumulate_grad_hook(lambda weight: tell(weight) if (tell := ready()) else None)
+
+    def _ready(self, weight: Tensor) -> None:
+        """Lets a gradient leave that autograd has just completed."""
+        shard = self.of_weight[weight]
+        if self.final and self.runner is None and shard.whole_name not in self.partial_names:
+            self.leave(shard, weight.grad)
+            weight.grad = None
+
+    def leave(self, shard: ParameterShard, gradient: Tensor | None) -> None:
+        """Lets a shard's final gradient leave the device, once per step."""
+        if self.move is not None and gradient is not None and shard.name not in self.left:
+            shard.gradient = self.move(shard, gradient)
+            self.left.add(shard.name)
+
+    def release(self) -> None:
+        """Frees the device's memory of gradients that have left it."""
+        for shard in self.shards:
+            shard.value.grad = None
 
     def loss(self, micro: MicroTensors) -> Tensor:
         """Returns the loss summed over the micro-batch's valid tokens, for validation: no gradients, no dropout."""
@@ -163,8 +215,8 @@ class Replica:
             micro = replace(micro, noise=None)
             return self.objective(micro) if self.runner is None else self.runner.loss(micro)
 
-    def publish(self) -> None:
-        """All-gathers the parameters that the optimizers changed."""
+    def publish(self, *, frozen: bool = False) -> None:
+        """All-gathers the parameters that the optimizers changed, and the `frozen` ones if they have been set, too."""
 
     def local_parameters(self) -> Sequence[ParameterShard]:
         """Returns what this rank keeps of every parameter from step to step."""
@@ -179,6 +231,7 @@ class Replica:
 
     def clear(self) -> None:
         """Discards the gradients."""
+        self.left.clear()
         for shard in self.shards:
             shard.gradient = None
         self.objective.zero_grad(set_to_none=True)

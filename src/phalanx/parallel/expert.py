@@ -30,7 +30,7 @@ def cut_experts(model: nn.Module, ep: Axis) -> None:
             for name, stack in list(module.named_parameters(recurse=False)):
                 mine = experts_of(stack.shape[0], ep.size, ep.rank)
                 held = torch.empty(len(mine), *stack.shape[1:], dtype=stack.dtype, device="meta")
-                setattr(module, name, nn.Parameter(held))
+                setattr(module, name, nn.Parameter(held, requires_grad=stack.requires_grad))
 
 
 def connect(model: nn.Module, ep: Axis) -> None:

@@ -3,21 +3,23 @@
 Zhao et al. 2023; ZeRO-3: Rajbhandari et al. 2020, section 5.3. Each block is one group, the non-block parameters
 another; with `layout.tiles` each tile of a large matrix is one as well (parallel/tiling.py). A group's parameters are
 all-gathered before its forward pass and, if they were resharded after it, again before its backward pass; its gradients
-leave by a reduce-scatter. FSDP2's collectives go through the mesh's axes, so that they are counted, and on gloo take
-the faster way.
+leave by a reduce-scatter. With `layout.hpz` later gathers of a step stay in a node (parallel/gather.py). FSDP2's
+collectives go through the mesh's axes, so that they are counted, and on gloo take the faster way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from phalanx.blocks.operator import is_expert
@@ -26,14 +28,23 @@ from phalanx.config.layout import Layout
 from phalanx.launch.watchdog.heartbeat import Call
 from phalanx.model.experts import Experts, GroupedLinear
 from phalanx.parallel import fsdp_private
+from phalanx.parallel.codec import Codec, CodedShare
+from phalanx.parallel.coded_sum import CodedSum
 from phalanx.parallel.data import GradientSum, LocalModel, Replica
+from phalanx.parallel.gather import Allocates, Gather
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.modules import Tile
 from phalanx.parallel.objective import Objective
+from phalanx.parallel.offload.host import Host, on_host
 from phalanx.parallel.parameter_shards import ParameterShard, ShardGroup
-from phalanx.parallel.tiling import Tile
+from phalanx.parallel.tiled_vocabulary import EmbeddingTile
+from phalanx.parallel.tiling import ExpertTile
 from phalanx.parallel.zero import preceding
 from phalanx.partition.matrices import row_ranges
+from phalanx.partition.second_copy import is_copied
+from phalanx.partition.tiers import is_offloaded
+from phalanx.partition.wire import Format, sent_as
 
 
 class ShardedReplica(Replica):
@@ -41,24 +52,40 @@ class ShardedReplica(Replica):
 
     `objective`'s parameters may be on the meta device: each rank then allocates only its shards."""
 
-    def __init__(self, model: LocalModel, sums: GradientSum, mesh: Mesh, layout: Layout, device: torch.device):
-        """Shards the model; `layout` sets the prefetch depth, and whether to reshard between the passes."""
+    def __init__(self, model: LocalModel, sums: GradientSum, mesh: Mesh, layout: Layout, host: Host):
+        """Shards the model over the devices beside `host`; `layout` sets the prefetch depth, whether to reshard between
+        the passes, and whether shards are in host memory."""
         objective, shard, replicate = model.objective, sums.shard, sums.replicate
         self.shard, self.experts, self.every_micro_batch = shard, sums.experts, sums.every_micro_batch
-        self.groups = _shard(objective, mesh, replicate.size > 1, layout, sums.dtype)
+        self.on_host, self.device = is_offloaded(layout, "parameters"), host.device
+        self.groups = _shard(objective, mesh, replicate.size > 1, layout, sums.dtype, host.device)
         self.root = self.groups[-1]
-        objective.to_empty(device=device)
+        with on_host() if self.on_host else nullcontext():
+            objective.to_empty(device="cpu" if self.on_host else host.device)
         # A CPU has no streams for FSDP2 to overlap on: there collectives are asynchronous by themselves.
         defers = shard.gloo and replicate.size == 1 and not sums.every_micro_batch and sums.dtype is None
         dense = of_experts = _ReduceScatter(shard, defers, replicate)
         if sums.experts is not None:
             of_experts = _ReduceScatter(sums.experts[1], defers, replicate)
-        self.scatters = {dense, of_experts}
+        # In one order on all ranks: awaiting a sum of codes begins its second exchange.
+        self.scatters = list(dict.fromkeys((dense, of_experts)))
+        self.gathers: list[Gather] = []
+        near, near_experts = (mesh.axis(name) if is_copied(layout) else None for name in ("hpz", "edp_hpz"))
+        of_nodes = [
+            CodedSum(scatter.shard, mesh.axis(inside), mesh.axis(f"{inside}_across"))
+            for scatter, inside in ((dense, "hpz"), (of_experts, "edp_hpz"))
+        ]
         for group in self.groups:
-            scatter = of_experts if isinstance(group, Experts) else dense
+            scatter = of_experts if _of_experts(group) else dense
             fsdp_private.start_gathers_early(group, enabled=shard.gloo)
-            group.set_custom_all_gather(_AllGather(scatter.shard))
-            group.set_custom_reduce_scatter(scatter)
+            if self.on_host:
+                fsdp_private.watch_gathers(group, host.copied.goes_up)
+            codec = _codec(group, layout.quantise_weights, gradients=False)
+            self.gathers.append(Gather(scatter.shard, near_experts if _of_experts(group) else near, codec))
+            group.set_custom_all_gather(self.gathers[-1])
+            codec = _codec(group, layout.quantise_gradients, gradients=True)
+            coded = of_nodes[1] if _of_experts(group) else of_nodes[0]
+            group.set_custom_reduce_scatter(scatter if codec is None else _CodedScatter(scatter, coded, codec))
             if replicate.size > 1:
                 # FSDP2 sums over replicas (HSDP) itself, with or without a reduce-scatter before.
                 group.set_all_reduce_hook(scatter.all_reduced)
@@ -68,13 +95,21 @@ class ShardedReplica(Replica):
         self.stages: dict[int, list[FSDPModule]] = {}
         blocks = objective.model.blocks
         for number, stage in (model.stages.local_stages if model.stages else {}).items():
-            groups = self.stages[number] = []
-            for name in reversed(stage.layers):
-                modules: list[nn.Module] = [*blocks[name].modules()]
-                groups += [module for module in reversed(modules) if isinstance(module, FSDPModule)]
+            ends = objective.model.embed if stage.first else None, objective.model.head if stage.last else None
+            parts = [ends[0], *(blocks[name] for name in stage.layers), ends[1]]
+            modules = [module for part in parts if part is not None for module in part.modules()]
+            self.stages[number] = [module for module in reversed(modules) if isinstance(module, FSDPModule)]
         self.reshard = layout.reshard
         self._expect()
         super().__init__(model)
+
+    def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
+        self._drop_copies()  # of a step that was given up
+        return super().gradients(micros, factor)
+
+    def _drop_copies(self) -> None:
+        for gather in self.gathers:
+            gather.drop()
 
     def begin_backward(self, stage: int, *, last: bool) -> None:
         self._sum_replicas(last)
@@ -111,12 +146,42 @@ class ShardedReplica(Replica):
             for group in self.groups:
                 group.reshard()
             self._expect()
+        self._drop_copies()
         for scatter in self.scatters:
             scatter.settle()
         for shard, (_, parameter) in zip(self.shards, self._parameters(), strict=True):
             gradient = parameter.grad
+            if shard.frozen or shard.name in self.left:
+                continue
             assert isinstance(gradient, DTensor), "after the last backward pass every gradient is sharded"
             shard.gradient = gradient.to_local()
+
+    def leave_early(self) -> None:
+        """Lets a group's gradients leave when the next group's are sent, where these are waited for one at a time, or
+        are not sent at all. On an accelerator FSDP2 copies those of parameters on the host by itself."""
+        if self.on_host and self.device.type != "cpu":
+            return
+        parameters = dict(self._parameters())
+        self.early = [(shard, parameters[shard.name]) for shard in self.shards if not shard.frozen]
+        if self.shard.size == 1:
+            arrived = WeakMethod(self._leave_arrived)
+            for _, parameter in self.early:
+                parameter.register_post_accumulate_grad_hook(lambda _: tell() if (tell := arrived()) else None)
+        for scatter in self.scatters:
+            scatter.arrived = WeakMethod(self._leave_arrived)
+
+    def _leave_arrived(self) -> None:
+        """Lets all gradients leave that FSDP2 has given to parameters by now."""
+        if not self.final or self.runner is not None:
+            return
+        for shard, parameter in self.early:
+            if isinstance(parameter.grad, DTensor) and shard.whole_name not in self.partial_names:
+                self.leave(shard, parameter.grad.to_local())
+                parameter.grad = None
+
+    def release(self) -> None:
+        for _, parameter in self._parameters():
+            parameter.grad = None
 
     def _expect(self) -> None:
         """Tells FSDP2 that no backward pass of a pipeline's step is its last: `collect` does the final work."""
@@ -133,6 +198,7 @@ class ShardedReplica(Replica):
     def loss(self, micro: MicroTensors) -> Tensor:
         loss = super().loss(micro)
         self.root.reshard()  # otherwise done in the backward pass, which is absent here
+        self._drop_copies()
         return loss
 
     def _shards(self) -> list[ParameterShard]:
@@ -152,42 +218,50 @@ class ShardedReplica(Replica):
 
 
 def _shard(
-    objective: Objective, mesh: Mesh, hybrid: bool, layout: Layout, gradient_dtype: torch.dtype | None
+    objective: Objective,
+    mesh: Mesh,
+    hybrid: bool,
+    layout: Layout,
+    gradient_dtype: torch.dtype | None,
+    device: torch.device,
 ) -> list[FSDPModule]:
     """Applies fully_shard to each tile, to experts cut over ranks, to each block and to the rest. Returns the groups,
     the root last."""
     assert mesh.devices is not None, "a sharded layout has a mesh"
     outer = ("dp_replicate",) if hybrid else ()
     devices = mesh.devices[*outer, "shard"]
-    policy = MixedPrecisionPolicy(reduce_dtype=gradient_dtype)
-    tiles = [module for module in objective.model.modules() if isinstance(module, Tile)]
+    options: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(reduce_dtype=gradient_dtype)}
+    if is_offloaded(layout, "parameters"):
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for module in objective.model.modules():
+        if isinstance(module, GroupedLinear):
+            # FSDP2 shards rows, here of all experts' matrices, since there may be fewer experts than ranks.
+            rows = module.weight.detach().flatten(0, 1)
+            module.weight = nn.Parameter(rows, requires_grad=module.weight.requires_grad)
+    dealt_out = devices if mesh.expert_devices is None else mesh.expert_devices[*outer, "edp"]
+    modules = [*objective.model.modules()]
+    tiles = [(tile, dealt_out if _of_experts(tile) else devices) for tile in modules if isinstance(tile, Tile)]
     groups: list[FSDPModule] = []
-    for tile in tiles:
-        group = fully_shard(tile, mesh=devices, reshard_after_forward=layout.reshard, mp_policy=policy)
+    for tile, over in tiles:
+        group = fully_shard(tile, mesh=over, reshard_after_forward=layout.reshard, **options)
         # By default FSDP2 prefetches the next group in the backward pass: two tiles at once.
         group.set_modules_to_backward_prefetch([group])
+        # A look-up's gradient does not depend on the rows.
+        group.set_unshard_in_backward(not isinstance(tile, EmbeddingTile))
         if layout.reshard:
             # A recomputed forward pass would leave all tiles whole.
             tile.register_forward_hook(_give_up)
         groups.append(group)
-    for module in objective.model.modules():
-        if isinstance(module, GroupedLinear):
-            # FSDP2 shards rows, here of all experts' matrices, since there may be fewer experts than ranks.
-            module.weight = nn.Parameter(module.weight.detach().flatten(0, 1))
     blocks: list[list[FSDPModule]] = []
     for block in objective.model.blocks.values():
         meshes: list[tuple[nn.Module, DeviceMesh]] = [(block, devices)]
         if mesh.expert_devices is not None:
-            dealt_out = mesh.expert_devices[*outer, "edp"]
             meshes = [*((module, dealt_out) for module in block.modules() if isinstance(module, Experts)), *meshes]
         blocks.append(
-            [
-                fully_shard(module, mesh=over, reshard_after_forward=layout.reshard, mp_policy=policy)
-                for module, over in meshes
-            ]
+            [fully_shard(module, mesh=over, reshard_after_forward=layout.reshard, **options) for module, over in meshes]
         )
     # The head is needed at once in the backward pass: it is not resharded in between.
-    root = fully_shard(objective, mesh=devices, reshard_after_forward=False, mp_policy=policy)
+    root = fully_shard(objective, mesh=devices, reshard_after_forward=False, **options)
     for number, (*_, block) in enumerate(blocks):
         after = blocks[number + 1 : number + 1 + layout.prefetch]
         before_it = blocks[max(0, number - layout.prefetch) : number][::-1]
@@ -196,45 +270,25 @@ def _shard(
     return [*groups, *(group for of_block in blocks for group in of_block), root]
 
 
+def _of_experts(module: object) -> bool:
+    """Returns whether a module is a unit of parameters that expert parallelism cuts."""
+    return isinstance(module, Experts | ExpertTile)
+
+
+def _codec(group: FSDPModule, format: Format, *, gradients: bool) -> Codec | None:
+    """Returns the codec of what a group sends of its parameters or their gradients, None for numbers as they are."""
+    if format == "none":
+        return None
+    shares = [each for each in fsdp_private.sent_shares(group) if each.trained or not gradients]
+    return Codec([CodedShare(each.elements, sent_as(each.shape, format)) for each in shares])
+
+
 def _give_up(module: nn.Module, *_: Any) -> None:
     assert isinstance(module, FSDPModule), "the hook of a tile"
     module.reshard()
 
 
-class _Allocates:
-    """Allocates a collective's memory through FSDP2's interface."""
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Allocates, fsdp_private.AllGather):
-    def __init__(self, shard: Axis):
-        self.shard = shard
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        work = self.shard.all_gather(output_tensor, input_tensor)
-        if async_op:
-            return _Arriving(work)
-        work.wait()
-        return None
-
-
-class _Arriving(dist.Work):
-    """A collective in flight, with FSDP2's interface for waiting."""
-
-    def __init__(self, pending: Pending):
-        super().__init__()
-        self.pending = pending
-
-    def wait(self, timeout: timedelta = timedelta()) -> bool:
-        self.pending.wait()
-        return True
-
-
-class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
+class _ReduceScatter(Allocates, fsdp_private.ReduceScatter):
     """Sends gradients. `defers`: nothing reads a group's gradient before the backward pass ends (it is not added to
     another, not cast, not reduced again), so it may arrive while the next group is computed.
 
@@ -247,20 +301,28 @@ class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
         self.all_reduce: Call | None = None
         self.before_sum: Callable[[Tensor], None] | None = None
         """Gets this rank's own gradients of a group."""
+        self.arrived: WeakMethod[Callable[[], None]] | None = None
+        """Called when all gradients that were sent earlier are there."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        self.send(output_tensor, input_tensor, self.shard.reduce_scatter)
+
+    def send(self, part: Tensor, whole: Tensor, reduce_scatter: Callable[[Tensor, Tensor], Pending]) -> None:
+        """Sends a group's gradients `whole`; `part` gets this rank's part of their sum."""
         if self.before_sum is not None:
-            self.before_sum(input_tensor)
-        work = self.shard.reduce_scatter(output_tensor, input_tensor)
+            self.before_sum(whole)
+        work = reduce_scatter(part, whole)
         if self.defers:
             self.settle()  # one at a time, since each holds a group's whole gradient
+            if self.arrived is not None and (tell := self.arrived()):
+                tell()
             self.in_flight = work
         else:
             work.wait()
         if self.replicate.size > 1 and self.all_reduce_follows:
-            self.all_reduce = self.replicate.calls.begin("all_reduce", output_tensor, waits=True)
+            self.all_reduce = self.replicate.calls.begin("all_reduce", part, waits=True)
 
     def all_reduced(self, summed: Tensor) -> None:
         """Counts FSDP2's all-reduce of a group's gradients over the replicas; called after it."""
@@ -274,3 +336,15 @@ class _ReduceScatter(_Allocates, fsdp_private.ReduceScatter):
         if self.in_flight is not None:
             self.in_flight.wait()
             self.in_flight = None
+
+
+class _CodedScatter(Allocates, fsdp_private.ReduceScatter):
+    """Sends the gradients of one group as codes."""
+
+    def __init__(self, scatter: _ReduceScatter, ranks: CodedSum, codec: Codec):
+        self.scatter, self.ranks, self.codec = scatter, ranks, codec
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        self.scatter.send(output_tensor, input_tensor, partial(self.ranks.reduce_scatter, codec=self.codec))

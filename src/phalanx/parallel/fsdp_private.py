@@ -1,17 +1,20 @@
 """The private names of torch's FSDP2 that ZeRO-3 needs, all in this file.
 
 torch may rename them in any version, so pyproject.toml bounds torch above, and tests/parallel/test_fsdp_private.py
-checks for every supported version that they are there and do what is said here. They are needed for two things:
+checks for every supported version that they are there and do what is said here. They are needed for four things:
 
 - collectives through the mesh's axes: the base classes of custom collectives, which no public module exports, and
   all-gathers that are started without waiting on a device without streams (`_set_unshard_async_op`);
+- the bytes that go up where shards are in host memory (`_to_unsharded`): on one rank there is no collective;
+- codes in place of numbers (parallel/codec.py): which shares a group sends, in which order;
 - a backward pass in halves: FSDP2 reduces gradients when autograd is through with a group, but those of deferred
   weights come later, so this project adds them up and starts the reduction by itself.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -24,14 +27,27 @@ __all__ = [
     "finish_backward",
     "is_whole",
     "reduce_gradients",
+    "sent_shares",
     "start_gathers_early",
     "take_in_gradients",
+    "watch_gathers",
 ]
 
 
 def start_gathers_early(module: FSDPModule, enabled: bool) -> None:
     """Makes the all-gathers of `module`'s group asynchronous, waited for where the parameters are used."""
     module._set_unshard_async_op(enabled)
+
+
+def watch_gathers(module: FSDPModule, tell: Callable[[int], None]) -> None:
+    """Calls `tell` with the bytes of this rank's share whenever the parameters of `module`'s group are gathered."""
+    for group in _groups(module):
+
+        def gathered(group: Any = group, plain: Callable[[], None] = group._to_unsharded) -> None:
+            tell(sum(parameter._sharded_param_data.nbytes for parameter in group.fsdp_params))
+            plain()
+
+        group._to_unsharded = gathered
 
 
 def take_in_gradients(module: FSDPModule) -> None:
@@ -49,10 +65,9 @@ def fill_missing_gradients(module: FSDPModule) -> None:
     A split backward pass may have produced some with an earlier micro-batch; but replicas sum the shards per
     micro-batch, so these must match."""
     for group in _groups(module):
-        empty = [
-            p for p in group.fsdp_params if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None
-        ]
-        if len(empty) < len(group.fsdp_params):
+        trained = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        empty = [p for p in trained if p.unsharded_accumulated_grad is None and p._unsharded_param.grad is None]
+        if len(empty) < len(trained):
             for parameter in empty:
                 zeros = torch.zeros_like(parameter._unsharded_param, dtype=parameter.reduce_dtype)
                 parameter.unsharded_accumulated_grad = zeros
@@ -67,6 +82,25 @@ def reduce_gradients(module: FSDPModule) -> None:
 def finish_backward(root: FSDPModule) -> None:
     """Does what FSDP2 does at the end of the last backward pass of a model: afterwards all gradients are reduced."""
     root._get_fsdp_state()._root_post_backward_final_callback()
+
+
+class SentShare(NamedTuple):
+    """One rank's share of a parameter, in the order in which a group sends them."""
+
+    elements: int
+    """Elements, padding included."""
+    shape: torch.Size
+    """Shape of the whole parameter."""
+    trained: bool
+
+
+def sent_shares(module: FSDPModule) -> list[SentShare]:
+    """Returns what `module`'s group sends of each of its parameters. Gradients are sent of those that are trained."""
+    return [
+        SentShare(each.padded_sharded_param_size.numel(), each._orig_size, each.sharded_param.requires_grad)
+        for group in _groups(module)
+        for each in group.fsdp_params
+    ]
 
 
 def is_whole(module: FSDPModule) -> bool:

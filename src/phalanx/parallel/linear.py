@@ -101,6 +101,8 @@ class DeferringProduct:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs)."""
+        if not weight.requires_grad:
+            return self.multiply(x, weight, bias)
         # Detached: otherwise autograd would expect a gradient here.
         return _Linear.apply(x, weight.detach(), bias, self.multiply, partial(self.deferred.take, weight))
 
@@ -115,7 +117,8 @@ class _Linear(torch.autograd.Function):
         multiply: Multiply,
         take: Callable[[Multiply, Tensor, Tensor], None] | None = None,
     ) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # Frozen weights have no gradient, for which alone the input is needed.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] or take is not None else None, weight)
         ctx.multiply, ctx.take = multiply, take
         return multiply(x, weight, bias)
 

@@ -161,24 +161,27 @@ def _here(group: _Group, owners: Round, pieces: list[Tensor], compute: Compute) 
 
 
 def _over_tensor_ranks(group: _Group, owners: Round, pieces: list[Tensor], compute: Compute) -> list[Tensor]:
-    """Computes matrices of which every tensor rank has a slice, given and returned flat, one per matrix. Empties
-    `pieces`."""
+    """Computes matrices of which every tensor rank has a slice, in one piece or in tiles, given and returned flat,
+    matrix by matrix. Empties `pieces`."""
     if not pieces:
         return []  # so it is on all of these tensor ranks
     tp, ranks, like = group.tp, range(group.tp.size), pieces[0][:0]
-    slices = {n: group.sources[n][0].slices for n in owners}
-    sizes = {n: piece.numel() for n, piece in zip(owners, pieces, strict=True)}
+    tiles = {n: [source.piece.stop - source.piece.start for source in group.sources[n]] for n in owners}
+    sizes = {n: sum(tiles[n]) for n in owners}
     of_rank = [[n for n, owner in owners.items() if owner.tp == other] for other in ranks]
     mine = of_rank[tp.rank]
     # Of ranks with the same slice the first one sends it; all get the result.
     senders = ranks[:: group.copies]
-    piece_of = dict(zip(owners, pieces, strict=True))
-    pieces.clear()
+    piece_of = {n: _joined([pieces.pop(0) for _ in tiles[n]]) for n in owners}
     sent = [[piece_of.pop(n) for n in theirs] if tp.rank in senders else [] for theirs in of_rank]
     arrived = _exchange(tp, sent, [[sizes[n] for n in mine] if other in senders else [] for other in ranks], like)
-    wholes = [_assembled([(arrived[other].pop(0), slices[n][other]) for other in senders]) for n in mine]
+    slices = {n: [[source.slices[other] for source in group.sources[n]] for other in ranks] for n in mine}
+    wholes = [_whole([arrived[other].pop(0) for other in senders], tiles[n], slices[n], senders) for n in mine]
     results = _computed(wholes, compute)
-    back = [[_flat(result, slices[n][other]) for n, result in zip(mine, results, strict=True)] for other in ranks]
+    back = [
+        [_flat(result, part) for n, result in zip(mine, results, strict=True) for part in slices[n][other]]
+        for other in ranks
+    ]
     del results
     returned = _exchange(tp, back, [[sizes[n] for n in theirs] for theirs in of_rank], like)
     result_of = {
@@ -186,7 +189,18 @@ def _over_tensor_ranks(group: _Group, owners: Round, pieces: list[Tensor], compu
         for theirs, parts in zip(of_rank, returned, strict=True)
         for n, result in zip(theirs, parts, strict=True)
     }
-    return [result_of[n] for n in owners]
+    return [part for n in owners for part in result_of[n].split(tiles[n])]
+
+
+def _joined(tiles: list[Tensor]) -> Tensor:
+    """Returns flat tiles in one tensor; a single one as it is, without a copy."""
+    return torch.cat(tiles) if len(tiles) > 1 else tiles[0]
+
+
+def _whole(arrived: list[Tensor], tiles: list[int], slices: list[list[TensorSlice]], senders: Sequence[int]) -> Tensor:
+    """Returns a matrix, put together from the tiles that each of `senders` has sent in one flat tensor."""
+    parts = [zip(flat.split(tiles), slices[other], strict=True) for flat, other in zip(arrived, senders, strict=True)]
+    return _assembled([part for of_sender in parts for part in of_sender])
 
 
 def _exchange(

@@ -2,7 +2,8 @@
 
 Some axes are composed of others, as in torchtitan's mesh. State is sharded over dp_shard × cp (the `shard` axis), since
 context-parallel ranks hold the same parameters. Experts are cut over `ep` neighbours of that axis and sharded over the
-rest of it (`edp`). Context-parallel ranks are a grid, ring × ulysses.
+rest of it (`edp`). Neighbours on both keep a second copy of the parameters (`hpz`, `edp_hpz`). Context-parallel ranks
+are a grid, ring × ulysses.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from phalanx.comm.staged import StagedAxis
 from phalanx.config.layout import AXES, Layout
 from phalanx.errors import JobError
 from phalanx.launch.process_group import inherit_timeout, new_group
+from phalanx.partition.second_copy import is_copied, near_ranks
+from phalanx.partition.tiers import gathers_parameters
 
 DEVICE_AXES = ("pp", "dp_replicate", "shard", "tp")
 """Outermost first; what torch's mesh has."""
@@ -90,7 +93,8 @@ class Mesh:
 
     def axis(self, name: str) -> Axis:
         """Returns the collectives among the ranks that differ from this one only along axis `name`: one of pp,
-        dp_replicate, shard (dp_shard × cp), tp, cp, ring, ulysses, ep and edp; `world` is all ranks."""
+        dp_replicate, shard (dp_shard × cp), tp, cp, ring, ulysses, ep, edp, hpz and edp_hpz,
+        hpz_across and edp_hpz_across; `world` is all ranks."""
         return self._axes[name]
 
     def neighbours(self, name: str, size: int) -> Axis:
@@ -185,6 +189,7 @@ def lines(layout: Layout) -> dict[str, AxisGeometry]:
     tp, cp, shard = layout.tp, layout.cp, layout.shard_ranks
     ulysses, ring = layout.cp_ulysses, layout.ring
     ulysses_first = layout.cp_inner == "ulysses"
+    hpz, crosses = near_ranks(layout), is_copied(layout) and layout.quantise_gradients != "none"
     return {
         "pp": AxisGeometry(layout.pp, layout.dp_replicate * shard * tp),
         "dp_replicate": AxisGeometry(layout.dp_replicate, shard * tp),
@@ -195,6 +200,11 @@ def lines(layout: Layout) -> dict[str, AxisGeometry]:
         "ulysses": AxisGeometry(ulysses, tp * (1 if ulysses_first else ring)),
         "ep": AxisGeometry(layout.ep, tp),
         "edp": AxisGeometry(shard // layout.ep, tp * layout.ep),
+        "hpz": AxisGeometry(near_ranks(layout), tp),
+        "edp_hpz": AxisGeometry(near_ranks(layout, experts=layout.ep > 1), tp * layout.ep),
+        # The ranks at one place of every node: of the experts' ranks these are the same.
+        "hpz_across": AxisGeometry(shard // hpz if crosses else 1, tp * hpz),
+        "edp_hpz_across": AxisGeometry(shard // hpz if crosses and layout.ep > 1 else 1, tp * hpz),
     }
 
 
@@ -206,11 +216,15 @@ def build(layout: Layout, device_type: str) -> Mesh:
             f"layout {layout.line()} needs {layout.processes} processes, but {world} were started; start "
             f"{layout.processes}, or set layout.dp_replicate so that the product of the axes is {world}"
         )
-    if world == 1:
+    # FSDP2 requires an axis even where one rank alone gathers from its host.
+    always = ("shard",) if gathers_parameters(layout) else ()
+    if world == 1 and not always:
         return alone()
     sizes, coordinates = place(layout, dist.get_rank())
     every = lines(layout)
-    devices = _devices(device_type, {name: every[name].size for name in DEVICE_AXES if every[name].size > 1})
+    devices = _devices(
+        device_type, {name: every[name].size for name in DEVICE_AXES if every[name].size > 1 or name in always}
+    )
     experts = None
     if layout.ep > 1:
         # FSDP2 requires even an axis of one rank by name.

@@ -25,6 +25,9 @@ class MicroTensors:
     documents: Tensor | None = None
     """(micro_batch, seq_len), int64: the document number of each token of the whole sequences, if attention must not
     cross documents."""
+    reference: Tensor | None = None
+    """(micro_batch,), float64: of preference pairs, the log-probability of each whole sequence's answer by the
+    reference model; NaN for padding."""
 
     @property
     def positions(self) -> Tensor:
@@ -35,7 +38,9 @@ class MicroTensors:
         """Returns some of its samples."""
         noise = self.noise and replace(self.noise, sample_ids=self.noise.sample_ids[chosen])
         documents = None if self.documents is None else self.documents[chosen]
-        return replace(self, tokens=self.tokens[chosen], targets=self.targets[chosen], noise=noise, documents=documents)
+        reference = None if self.reference is None else self.reference[chosen]
+        tokens, targets = self.tokens[chosen], self.targets[chosen]
+        return replace(self, tokens=tokens, targets=targets, noise=noise, documents=documents, reference=reference)
 
     def slice(self, number: int, slices: int) -> MicroTensors:
         """Returns one of several equal parts of its sequences."""

@@ -13,6 +13,10 @@ Plain = TypeVar("Plain", bound=nn.Module)
 OneLinear = TypeVar("OneLinear", bound=Linear)
 
 
+class Tile(nn.Module):
+    """A part of a large matrix: a unit that ZeRO-3 gathers (parallel/tiling.py)."""
+
+
 def replace_modules(model: nn.Module, kind: type[Plain], make: Callable[[Plain], nn.Module]) -> int:
     """Replaces every submodule of `model` of class `kind` by the result of `make`. Returns how many there were."""
     chosen = [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
@@ -26,4 +30,5 @@ def linear_of(kind: type[OneLinear], plain: Linear) -> OneLinear:
     """Returns a linear layer of class `kind` with the same parameters as `plain`, under the same names."""
     layer = kind(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
     layer.weight, layer.bias = plain.weight, plain.bias
+    layer.lora_a, layer.lora_b, layer.lora_scale = plain.lora_a, plain.lora_b, plain.lora_scale
     return layer

@@ -52,6 +52,8 @@ class ParameterShard:
     """True if another rank of the pipeline holds the same and counts it."""
     whole_name: str = ""
     """The parameter's name in the plain model and in checkpoints; several tiles share one. By default `name`."""
+    frozen: bool = False
+    """True if training leaves the parameter as it is: no gradient, and no optimizer."""
     sharing: ShardGroup | None = None
     """The ranks that hold the other elements; None if this one holds all."""
 

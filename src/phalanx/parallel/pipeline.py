@@ -18,6 +18,7 @@ from phalanx.comm.axis import Axis, Pending
 from phalanx.parallel.data import Replica
 from phalanx.parallel.linear import DeferredWeightGrads, Product
 from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.offload.activations import SwappingRun
 from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage, Stages
 from phalanx.parallel.transfers import RECEIVE_AHEAD, P2PMailbox, Transfers
@@ -89,6 +90,11 @@ class Pipeline:
         batch, tokens = micro.slice(0, slices).tokens.shape
         return batch, tokens // self.token_parts, self.stages.config.d_model
 
+    def releases_input(self, stage: Stage) -> bool:
+        """Returns whether the input of a stage has left the device after its forward pass."""
+        run = self.replica.objective.model.blocks[stage.layers[0]].run
+        return isinstance(run, SwappingRun) and run.leaves
+
     @property
     def like(self) -> Tensor:
         """Returns a tensor with the type and device of messages."""
@@ -159,6 +165,8 @@ class Execution:
             self._pass_on(action, action._replace(stage=action.stage + 1), root.detach())
             # The backward pass needs the output's autograd graph, but not its values.
             root.data = root.new_empty(1).expand(root.shape)
+        if x is not None and self.pipeline.releases_input(stage):
+            x.data = x.new_empty(1).expand(x.shape)  # its first block has it on the host
         self.saved[action] = SavedForward(x, root)
 
     def _backward(self, action: Action) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.blocks.kind import Connection
+from phalanx.blocks.lora import A
 from phalanx.comm.axis import Axis
 from phalanx.model.experts import GroupedLinear
 from phalanx.model.layers import Linear, Multiply
@@ -67,7 +68,9 @@ class TensorParallel:
         return weight if self.deferred is None else weight.detach()
 
     def weight_gradient(self, multiply: Multiply, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor | None:
-        """Returns the gradient of a weight, or None where `deferred` has taken it."""
+        """Returns the gradient of a weight, or None where `deferred` has taken it, or if the weight is frozen."""
+        if not weight.requires_grad:
+            return None
         if self.deferred is None:
             return gradient_of_weight(multiply, gradient, x)
         return self.deferred.take(weight, multiply, gradient, x)
@@ -92,7 +95,7 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice,
         )
         owner, _, leaf = name.rpartition(".")
         cut = torch.empty(tensor_slices[name][tp.rank].shape, dtype=parameter.dtype, device="meta")
-        setattr(model.get_submodule(owner), leaf, nn.Parameter(cut))
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(cut, requires_grad=parameter.requires_grad))
     return tensor_slices
 
 
@@ -132,7 +135,8 @@ def _connect_half(half: nn.Module, connection: Connection, parallel: TensorParal
     named, made = dict(half.named_modules()), set[nn.Module]()
     if connection.reads:
         half.project = ColumnParallel(parallel)  # pyright: ignore[reportArgumentType]
-        made |= {named[name] for name in connection.reads if name in named}
+        # The adapters' A read the input with their matrices.
+        made |= {named[name] for read in connection.reads for name in (read, f"{read}.{A}") if name in named}
     else:
         half.register_forward_pre_hook(GatherInput(parallel))
     if len(connection.writes) == 1:
@@ -167,9 +171,15 @@ class ColumnParallel:
 
     def __call__(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
         """Maps (batch, seq, d_model), or this rank's part of it, to (batch, seq, outputs / tp) for each layer."""
-        weights = [layer.weight for layer in layers]
-        parameters = [p for layer in layers for p in (self.parallel.constant(layer.weight), layer.bias)]
-        return _Columns.apply(x, self.parallel, layers[0].multiply, weights, *parameters)  # pyright: ignore[reportReturnType]
+        compressing = [layer.lora_a for layer in layers if layer.lora_a is not None]
+        every = [*layers, *compressing]
+        weights = [layer.weight for layer in every]
+        parameters = [p for layer in every for p in (self.parallel.constant(layer.weight), layer.bias)]
+        outputs: tuple[Tensor, ...] = _Columns.apply(x, self.parallel, layers[0].multiply, weights, *parameters)  # pyright: ignore[reportAssignmentType]
+        # Every rank has the whole A x, whose gradient here is the part from this rank's rows of B.
+        compressed = iter(outputs[len(layers) :])
+        pairs = zip(layers, outputs, strict=False)
+        return tuple([y if layer.lora_a is None else layer.expand(y, next(compressed)) for layer, y in pairs])
 
 
 class RowParallelLinear(Linear):
@@ -186,7 +196,10 @@ class RowParallelLinear(Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Maps (batch, seq, inputs / tp) to (batch, seq, outputs), or to this rank's part of its tokens."""
-        y = _Rows.apply(input, self.parallel, self.multiply, [self.weight], self.parallel.constant(self.weight))
+        if self.weight.requires_grad:
+            y = _Rows.apply(input, self.parallel, self.multiply, [self.weight], self.parallel.constant(self.weight))
+        else:  # one sum for the frozen matrix and its adapter, of which each rank has the whole B
+            y = _ReduceTokens.apply(self.adapt(self.multiply(input, self.weight), input), self.parallel)
         return y if self.bias is None else y + self.bias
 
 
@@ -197,7 +210,8 @@ class FirstRankBias(RowParallelLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Maps (batch, seq, inputs / tp) to this rank's summand of (batch, seq, outputs)."""
         assert self.bias is not None, "only layers with a bias are exchanged"
-        return self.multiply(input, self.weight) + self.bias * float(self.parallel.tp.rank == 0)
+        y = self.multiply(input, self.weight) + self.bias * float(self.parallel.tp.rank == 0)
+        return self.adapt(y, input)
 
 
 class ParallelEmbedding(nn.Embedding):
@@ -296,9 +310,11 @@ class _Columns(torch.autograd.Function):
         if parallel.sequence:
             whole, work = parallel.gather(x)
             work.wait()
-        ctx.save_for_backward(x if parallel.regather else whole, *weights)
+        # Frozen weights have no gradients, for which alone the input is needed.
+        ctx.trains = any(owner.requires_grad for owner in owners)
+        ctx.save_for_backward((x if parallel.regather else whole) if ctx.trains else None, *weights)
         ctx.owners = owners
-        ctx.biased = [bias is not None for bias in biases]
+        ctx.biased = [bias is not None and bias.requires_grad for bias in biases]
         return tuple(multiply(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -306,7 +322,7 @@ class _Columns(torch.autograd.Function):
         parallel: TensorParallel = ctx.parallel
         whole, *weights = ctx.saved_tensors
         gathering = None
-        if parallel.sequence and parallel.regather:
+        if parallel.sequence and parallel.regather and ctx.trains:
             whole, gathering = parallel.gather(whole)
         gradient = gradient_of_input(ctx.multiply, grad_outputs[0], weights[0])
         for g, weight in zip(grad_outputs[1:], weights[1:], strict=True):

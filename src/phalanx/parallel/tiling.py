@@ -1,86 +1,166 @@
-"""Memory-centric tiling: the MLP's matrices as tiles, modules of their own that run one after the other.
+"""Memory-centric tiling: large matrices as tiles, modules of their own that run one after the other.
 
-ZeRO-3 gathers a module's parameters at once. The MLP's matrices are the largest of a block: in tiles, each gathered
-when it runs and resharded after it, only one tile of them is whole at a time (Rajbhandari et al. 2021, section 5.1.3).
-The computation is the same. `up` and `gate` are cut by rows, and their tiles' outputs are concatenated; `down` is cut
-by columns, each tile reads its part of the width, and the outputs are summed.
+ZeRO-3 gathers a module's parameters at once. In tiles, each gathered when it runs and resharded after it, only one part
+of a matrix is whole at a time (Rajbhandari et al. 2021, section 5.1.3). The computation is the same. Matrices that are
+cut by rows, `wq`, `up` and others, concatenate their tiles' outputs; of those that are cut by columns, `wo` and `down`,
+each tile reads its part of the width, and the outputs are summed. The sum's bias stays outside the tiles. Tensor ranks
+cut their own slices into tiles, and communicate around all of them. Embedding and head are cut by rows of the
+vocabulary (tiled_vocabulary.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from phalanx.model.layers import MLP, Linear
-from phalanx.model.transformer import Transformer
-from phalanx.partition import tensor_slices as arithmetic
+from phalanx.blocks.parameters import weight_of
+from phalanx.comm.axis import Axis
+from phalanx.config.layout import Layout
+from phalanx.errors import JobError
+from phalanx.model.experts import GroupedLinear, Sizes, add_bias
+from phalanx.model.layers import Linear, project
+from phalanx.model.transformer import Block, Transformer
+from phalanx.parallel.modules import Tile
+from phalanx.parallel.tensor import ColumnParallel, FirstRankBias, GatherInput, ReduceOutput, RowParallelLinear
+from phalanx.parallel.tiled_vocabulary import TiledEmbedding, TiledHead
 from phalanx.partition.tensor_slices import TensorSlice
+from phalanx.partition.tiles import in_tiles, is_tiled, too_few_rows
 
 
-class Tile(Linear):
-    """A part of a matrix."""
+class LinearTile(Linear, Tile):
+    """A part of a linear layer."""
 
 
-class _TiledRows(nn.Module):
-    """Maps (..., inputs) to (..., outputs): each tile has some of the outputs."""
+class ExpertTile(GroupedLinear, Tile):
+    """A part of a linear layer of every expert."""
 
-    def __init__(self, whole: Linear, tiles: int):
+
+class TiledRows(nn.Module):
+    """Maps (..., inputs) to (..., outputs): each tile has some of the outputs. Rows of experts come with `sizes`."""
+
+    def __init__(self, tiles: nn.ModuleList):
         super().__init__()
-        outputs = whole.out_features // tiles
-        self.tiles = nn.ModuleList(
-            _tile(whole, whole.in_features, outputs, whole.bias is not None) for _ in range(tiles)
-        )
+        self.tiles = tiles
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *sizes: Sizes) -> Tensor:
         tokens = x.flatten(0, -2)  # of a matrix a product is no view, which FSDP2 warns of
-        return torch.cat([tile(tokens) for tile in self.tiles], dim=-1).unflatten(0, x.shape[:-1])
+        return torch.cat([tile(tokens, *sizes) for tile in self.tiles], dim=-1).unflatten(0, x.shape[:-1])
 
 
-class _TiledColumns(nn.Module):
-    """Maps (..., inputs) to (..., outputs): each tile has some of the inputs, the first one the bias."""
+class TiledColumns(nn.Module):
+    """Maps (..., inputs) to (..., outputs): each tile has some of the inputs. Rows of experts come with `sizes`."""
 
-    def __init__(self, whole: Linear, tiles: int):
+    def __init__(self, tiles: nn.ModuleList, bias: nn.Parameter | None, bias_factor: float = 1.0):
+        """`bias` is multiplied by `bias_factor`, and added to the sum."""
         super().__init__()
-        biased = whole.bias is not None
-        inputs = whole.in_features // tiles
-        self.tiles = nn.ModuleList(
-            _tile(whole, inputs, whole.out_features, biased and number == 0) for number in range(tiles)
-        )
+        self.bias, self.bias_factor, self.tiles = bias, bias_factor, tiles
+        self.reduce: ReduceOutput | None = None
+        """Sums the tensor ranks' outputs, before the bias is added."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        first, *others = x.flatten(0, -2).chunk(len(self.tiles), dim=-1)
-        y = self.tiles[0](first)
+    def forward(self, x: Tensor, *sizes: Sizes) -> Tensor:
+        parts = x.flatten(0, -2).chunk(len(self.tiles), dim=-1)
+        if sizes:
+            parts = [part.contiguous() for part in parts]  # as torch's grouped product needs them
+        first, *others = parts
+        y = self.tiles[0](first, *sizes)
         for tile, part in zip(list(self.tiles)[1:], others, strict=True):
-            y = y + tile(part)
-        return y.unflatten(0, x.shape[:-1])
+            y = y + tile(part, *sizes)
+        y = y.unflatten(0, x.shape[:-1])
+        if self.reduce is not None:
+            y = self.reduce(self, (x,), y)
+        if self.bias is None:
+            return y
+        bias = self.bias if self.bias_factor == 1 else self.bias * self.bias_factor
+        return add_bias(y, bias, *sizes) if sizes else y + bias
+
+
+@dataclass(frozen=True)
+class ProjectGathered:
+    """Applies layers one after the other to an input that is gathered once: the `project` where tiles, which ZeRO-3
+    gathers one by one, take the place of linear layers."""
+
+    gather: GatherInput
+
+    def __call__(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
+        """Maps (batch, seq, d_model), or this rank's part of it, to (batch, seq, outputs / tp) for each layer."""
+        (whole,) = self.gather(layers[0], (x,))
+        return project(layers, whole)
 
 
 def tile(
-    model: Transformer, tensor_slices: Mapping[str, tuple[TensorSlice, ...]], tiles: int
+    model: Transformer, tensor_slices: Mapping[str, tuple[TensorSlice, ...]], layout: Layout, tp: Axis
 ) -> tuple[dict[str, tuple[TensorSlice, ...]], dict[str, str]]:
-    """Replaces the matrices of `model`'s MLPs, on the meta device, by `tiles` tiles each; there is one tensor rank.
+    """Replaces the layers of `model`, on the meta device, that the layout tiles; tensor ranks hold their slices of it.
+    Raises JobError if the vocabulary has fewer rows than tiles.
 
     Returns, by the parameters' new names, their slices of the whole parameters, and by the tiles' names the whole's
     name."""
-    for module in list(model.modules()):
-        if isinstance(module, MLP):
-            for name, kind in (("up", _TiledRows), ("gate", _TiledRows), ("down", _TiledColumns)):
-                if isinstance(layer := getattr(module, name), Linear):
-                    setattr(module, name, kind(layer, tiles))
+    for name, module in list(model.named_modules()):
+        if isinstance(module, Linear | GroupedLinear) and f"{name}.weight" in tensor_slices:
+            weight = weight_of(model.config, f"{name}.weight")
+            if is_tiled(weight, layout):
+                make = _rows if weight.cut == "rows" else _columns
+                model.set_submodule(name, make(module, layout.tiles))
     slices, names = {}, {}
-    for name, _ in model.named_parameters():
-        owner, tiled, rest = name.partition(".tiles.")
-        if not tiled:
-            slices[name] = tensor_slices[name]
-            continue
-        number, leaf = rest.split(".")
-        names[name] = f"{owner}.{leaf}"
-        parts = arithmetic.tile(names[name], tensor_slices[names[name]][0].whole, tiles, model.config)
-        slices[name] = (parts[int(number)],)
+    rows: dict[str, list[TensorSlice]] = {"embed.weight": [], "head.weight": []}
+    for name, number, parts in in_tiles(tensor_slices, layout, model.config):
+        here = name
+        if number is not None:
+            owner, _, leaf = name.rpartition(".")
+            here = f"{owner}.tiles.{number}.{leaf}"
+            names[here] = name
+            rows.get(name, []).append(parts[tp.rank])
+        slices[here] = parts
+    if any(part.size == 0 for parts in rows.values() for part in parts):
+        held = sum(part.size for part in rows["head.weight"] or rows["embed.weight"])
+        raise JobError(f"layout.tiles: {too_few_rows(held, layout.tiles)}")
+    if of_tiles := rows["embed.weight"]:
+        model.set_submodule("embed", TiledEmbedding(model.embed, of_tiles))
+    if of_tiles := rows["head.weight"]:
+        model.set_submodule("head", TiledHead(model.head, model.config, of_tiles, layout.loss_chunk, tp))
     return slices, names
 
 
-def _tile(whole: Linear, inputs: int, outputs: int, bias: bool) -> Tile:
-    return Tile(inputs, outputs, bias, device="meta", dtype=whole.weight.dtype)
+def project_tiles(model: Transformer) -> set[nn.Module]:
+    """Makes sublayers of `model` whose tiles read the input gather it once for all of them, if there are tensor ranks.
+    Returns the layers that do so besides tiles: their own products no longer communicate."""
+    others = set[nn.Module]()
+    for block in model.blocks.modules():
+        for kind, half in block.sublayers() if isinstance(block, Block) else ():
+            named = dict(half.named_modules())
+            reads = [named[name] for name in kind.connection.reads if name in named]
+            column = getattr(half, "project", None)
+            if isinstance(column, ColumnParallel) and any(isinstance(layer, TiledRows) for layer in reads):
+                half.project = ProjectGathered(GatherInput(column.parallel))  # pyright: ignore[reportArgumentType]
+                others |= set(reads)
+    return others
+
+
+def _rows(whole: Linear | GroupedLinear, tiles: int) -> TiledRows:
+    *_, outputs, inputs = whole.weight.shape
+    return TiledRows(_tiles(whole, tiles, inputs, outputs // tiles, bias=whole.bias is not None))
+
+
+def _columns(whole: Linear | GroupedLinear, tiles: int) -> TiledColumns:
+    *_, outputs, inputs = whole.weight.shape
+    found = _tiles(whole, tiles, inputs // tiles, outputs, bias=False)
+    if isinstance(whole, FirstRankBias):
+        return TiledColumns(found, whole.bias, float(whole.parallel.tp.rank == 0))
+    tiled = TiledColumns(found, whole.bias, whole.bias_factor if isinstance(whole, GroupedLinear) else 1.0)
+    if isinstance(whole, RowParallelLinear):
+        tiled.reduce = ReduceOutput(whole.parallel)
+    return tiled
+
+
+def _tiles(whole: Linear | GroupedLinear, tiles: int, inputs: int, outputs: int, *, bias: bool) -> nn.ModuleList:
+    options: dict[str, Any] = {"bias": bias}
+    with torch.device("meta"):
+        if isinstance(whole, GroupedLinear):
+            made = [ExpertTile(len(whole.weight), inputs, outputs, **options) for _ in range(tiles)]
+        else:
+            made = [LinearTile(inputs, outputs, **options) for _ in range(tiles)]
+    return nn.ModuleList(made).to(whole.weight.dtype)

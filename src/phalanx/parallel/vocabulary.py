@@ -18,7 +18,41 @@ def cross_entropy_sum(logits: Tensor, targets: Tensor, *, tp: Axis, vocab: int) 
     `logits` (..., padded vocabulary / tp) are this rank's; `targets` (...) with IGNORE where a position does not count.
     Rows beyond `vocab` are padding: their probability is zero. Two numbers per token are communicated (Shoeybi et al.
     2019, section 3)."""
-    return _Loss.apply(logits.flatten(0, -2), targets.flatten(), tp, vocab)  # pyright: ignore[reportReturnType]
+    return cross_entropy(logits, targets, tp=tp, vocab=vocab).sum()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, *, tp: Axis, vocab: int) -> Tensor:
+    """Returns -log p(target) of every token, 0 where a position does not count: the shape of `targets`. Arguments are
+    those of `cross_entropy_sum`."""
+    losses = _Loss.apply(logits.flatten(0, -2), targets.flatten(), tp, vocab)
+    return losses.view_as(targets)  # pyright: ignore[reportAttributeAccessIssue,reportOptionalMemberAccess]
+
+
+def merged_loss(sums: Tensor, chosen: Tensor, targets: Tensor, *, tp: Axis) -> Tensor:
+    """Returns -log p(target) of every token, 0 where a position does not count, from parts of the vocabulary (tiles of
+    each rank of `tp`): `sums` (tiles, tokens) are the logarithms of their sums of exp(logit), `chosen` (tiles, tokens)
+    the target's logit or 0, `targets` (tokens,). As many numbers are communicated as in `cross_entropy`."""
+    return _Merged.apply(sums, chosen, targets, tp)  # pyright: ignore[reportReturnType]
+
+
+class _Merged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, chosen: Tensor, targets: Tensor, tp: Axis) -> Tensor:
+        top = sums.amax(dim=0)
+        tp.all_reduce(top, dist.ReduceOp.MAX).wait()
+        shares = (sums - top).exp_()
+        totals = torch.stack((shares.sum(dim=0), chosen.sum(dim=0)))
+        tp.all_reduce(totals).wait()
+        shares /= totals[0]
+        valid = targets != IGNORE
+        ctx.save_for_backward(shares, valid)
+        return (totals[0].log() + top - totals[1]).where(valid, 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        shares, valid = ctx.saved_tensors
+        gradient = grad_outputs[0] * valid
+        return shares * gradient, -gradient.expand_as(shares), None, None
 
 
 class _Loss(torch.autograd.Function):
@@ -42,7 +76,7 @@ class _Loss(torch.autograd.Function):
         probabilities /= sums[0].unsqueeze(-1)
         valid = targets != IGNORE
         ctx.save_for_backward(probabilities, local, mine, valid)
-        return (sums[0].log() - sums[1]).where(valid, 0).sum()
+        return (sums[0].log() - sums[1]).where(valid, 0)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:

@@ -34,23 +34,28 @@ class BucketReplica(Replica):
         self.sharded, self.experts, self.every_micro_batch = sums.shard.size > 1, sums.experts, sums.every_micro_batch
         # The backward pass reaches the last layers first: their bucket is sent first.
         named = list(model.objective.model.named_parameters())[::-1]
-        together: dict[tuple[tuple[int, ...], tuple[int, ...], Axis], list[tuple[str, nn.Parameter]]] = {}
+        together: dict[tuple[tuple[int, ...], tuple[int, ...], Axis, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
             over = sums.experts[1] if sums.experts and is_expert(name) else sums.shard
-            key = tuple(model.users(name)), tuple(model.holders(name)), over
+            key = tuple(model.users(name)), tuple(model.holders(name)), over, parameter.requires_grad
             together.setdefault(key, []).append((name, parameter))
         self.buckets: list[Bucket] = []
+        self.frozen: list[Bucket] = []
+        """Buckets without gradients: ranks share who saves them in checkpoints."""
         self.of_stage: dict[int, list[Bucket]] = {}
         """By stage, the buckets that only it fills; the others are reduced after all stages."""
-        for (stages, _, over), parameters in together.items():
+        for (stages, _, over, trained), parameters in together.items():
             for group in fill(parameters, bucket_mb * 2**20):
                 dtype = sums.dtype or group[0][1].dtype
                 slots, each = _slots(group, over.size, model.tensor_slices, sums.granularity)
-                self.buckets.append(Bucket(slots, over, sums.replicate, zero == 2 and over.size > 1, dtype, each))
-                if len(stages) == 1:
+                bucket = Bucket(slots, over, sums.replicate, zero == 2 and over.size > 1, dtype, each)
+                (self.buckets if trained else self.frozen).append(bucket)
+                if trained and len(stages) == 1:
                     self.of_stage.setdefault(stages[0], []).append(self.buckets[-1])
         self.filling: list[Bucket] = []
         """Buckets to reduce after the current backward pass that have not been sent, in sending order."""
+        self.leaving: Bucket | None = None
+        """The bucket that is summed for the last time and then leaves the device."""
         self.slots: dict[Tensor, tuple[Bucket, Slot]] = {
             slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots
         }
@@ -67,10 +72,11 @@ class BucketReplica(Replica):
         for bucket in self.of_stage.get(stage, ()):
             bucket.expect()
         self.filling = self._reduced(stage, last)
+        self.final = last
 
     def end_backward(self, stage: int, *, last: bool) -> None:
         for bucket in self.filling:
-            bucket.reduce(self.before_sum)
+            self._reduce(bucket)
         self.filling = []
         if not last:
             for bucket in self._reduced(stage, last):
@@ -86,12 +92,43 @@ class BucketReplica(Replica):
         bucket, slot = self.slots[weight]
         bucket.take(slot)
         while self.filling and not self.filling[0].waiting:
-            self.filling.pop(0).reduce(self.before_sum)
+            self._reduce(self.filling.pop(0))
 
-    def publish(self) -> None:
+    def _reduce(self, bucket: Bucket) -> None:
+        """Starts summing a bucket. The one before it, if its sum is final, leaves the device first: so two of them are
+        there at most, one that is summed and one that is filled."""
+        if self.move is not None and self.final:
+            before, self.leaving = self.leaving, bucket
+            if before is not None:
+                self._leave(before)
+        bucket.reduce(self.before_sum)
+
+    def _leave(self, bucket: Bucket) -> None:
+        """Lets the shards of a bucket that is being summed leave the device, but for those with a part of the gradient
+        on other ranks."""
+        bucket.settle()
+        if bucket.shard.size > 1 and bucket.replicate.size > 1:
+            assert bucket.reduced is not None, "settled"
+            bucket.replicate.all_reduce(bucket.reduced).wait()
+        for shard in self.of_bucket[id(bucket)]:
+            gradient = self._gradient(shard)
+            if shard.whole_name in self.partial_names:
+                shard.gradient = gradient.clone()
+            else:
+                self.leave(shard, gradient)
+        bucket.release()
+
+    def _gradient(self, shard: ParameterShard) -> Tensor:
+        """Returns a shard's part of the settled sum of its bucket."""
+        bucket, start, stop = self.places[shard.name]
+        assert bucket.reduced is not None, "settled"
+        begin = bucket.share.start if bucket.shard.size > 1 else 0
+        return bucket.reduced[start - begin : stop - begin].view(shard.value.shape)
+
+    def publish(self, *, frozen: bool = False) -> None:
         """All-gathers the parameters that this rank's optimizer changed, in the order of the next forward pass, which
-        waits for each where it needs it."""
-        for bucket in reversed(self.buckets):
+        waits for each where it needs it; and the `frozen` ones if they have been set, too."""
+        for bucket in reversed([*self.buckets, *(self.frozen if frozen else ())]):
             if bucket.shard.size > 1:
                 bucket.gather()
 
@@ -101,15 +138,24 @@ class BucketReplica(Replica):
         # Every rank computes with whole parameters, of which its shards are views.
         return [
             self.model.shard(slot.name, preceding(slot.name, slot.parameter.numel(), self.experts), slot.parameter)
-            for bucket in self.buckets
+            for bucket in (*self.buckets, *self.frozen)
             for slot in bucket.slots
         ]
 
     def arrive(self) -> None:
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.frozen):
             bucket.arrive()
 
+    def leave_early(self) -> None:
+        """Buckets leave as soon as the next one is sent."""
+
+    def release(self) -> None:
+        for bucket in self.buckets:
+            bucket.release()
+
     def clear(self) -> None:
+        self.left.clear()
+        self.leaving = None
         for shard in self.shards:
             shard.gradient = None
         for bucket in self.buckets:
@@ -127,27 +173,27 @@ class BucketReplica(Replica):
         parts |= {block: [block] for block in model.blocks.values()}
         for module, owners in parts.items():
             needed = {p for owner in owners for p in owner.parameters()}
-            buckets = [b for b in self.buckets if any(slot.parameter in needed for slot in b.slots)]
+            buckets = [b for b in (*self.buckets, *self.frozen) if any(slot.parameter in needed for slot in b.slots)]
             module.register_forward_pre_hook(partial(_arrive, buckets))
 
     def collect(self) -> None:
-        for bucket in self.buckets:
+        here = [bucket for bucket in self.buckets if not bucket.left]
+        for bucket in here:
             if bucket.reduced is None:  # filled by several stages
                 bucket.reduce(self.before_sum)
-        for bucket in self.buckets:
+        for bucket in here:
             bucket.settle()
-        shares = [(b.replicate, b.reduced) for b in self.buckets if b.shard.size > 1 and b.reduced is not None]
+        shares = [(b.replicate, b.reduced) for b in here if b.shard.size > 1 and b.reduced is not None]
         for work in [replicate.all_reduce(share) for replicate, share in shares if replicate.size > 1]:
             work.wait()
-        for shard, (bucket, start, stop) in zip(self.shards, self.places, strict=True):
-            assert bucket.reduced is not None, "settled above"
-            begin = bucket.share.start if bucket.shard.size > 1 else 0
-            shard.gradient = bucket.reduced[start - begin : stop - begin].view(shard.value.shape)
+        for bucket in here:
+            for shard in self.of_bucket[id(bucket)]:
+                shard.gradient = self._gradient(shard)
 
     def _shards(self) -> list[ParameterShard]:
         shards: dict[str, ParameterShard] = {}
         places: dict[str, tuple[Bucket, int, int]] = {}
-        for bucket in self.buckets:
+        for bucket in (*self.buckets, *self.frozen):
             for slot, start, stop in bucket.owned():
                 value: Tensor = slot.parameter
                 if bucket.shard.size > 1:
@@ -156,9 +202,11 @@ class BucketReplica(Replica):
                 shard = shards[slot.name] = self.model.shard(slot.name, first, value)
                 shard.sharing = ShardGroup(bucket.shard, bucket.ranges(slot))
                 places[slot.name] = bucket, start, stop
-        names = [name for name, _ in self._parameters()]
-        self.places = [places[name] for name in names]
-        return [shards[name] for name in names]
+        self.places = places
+        self.of_bucket = {
+            id(bucket): [shards[slot.name] for slot in bucket.slots] for bucket in (*self.buckets, *self.frozen)
+        }
+        return [shards[name] for name, _ in self._parameters()]
 
 
 def preceding(name: str, elements: int, experts: tuple[Axis, Axis] | None) -> int:

@@ -87,7 +87,7 @@ class SharedMatrix(NamedTuple):
     shape: tuple[int, int]
     """Rows and columns of the whole matrix."""
     pieces: tuple[Piece, ...]
-    """What one tensor rank holds of it: one piece, or one per tile."""
+    """The pieces that one tensor rank holds: one, or one per tile."""
 
     @property
     def size(self) -> int:

@@ -82,17 +82,6 @@ def experts_of(n_experts: int, ep: int, rank: int) -> range:
     return range(rank * each, (rank + 1) * each)
 
 
-def tile(name: str, whole: tuple[int, ...], tiles: int, model: ModelConfig) -> tuple[TensorSlice, ...]:
-    """Returns the slice of the parameter `name` of each tile, if the MLP runs in `tiles` tiles; a parameter that is not
-    cut has one slice, the whole. The bias of the matrix that is cut by columns belongs to its first tile. The layout
-    must be legal: the MLP's width divides by the tiles."""
-    dim = weight_of(model, name).dim if tiles > 1 and weight_of(model, name).tiled else None
-    if dim is None:
-        return (TensorSlice(whole),)
-    size = whole[dim] // tiles
-    return tuple(TensorSlice(whole, dim, number * size, size) for number in range(tiles))
-
-
 def in_buckets(sizes: Sequence[int], least: float) -> list[list[int]]:
     """Groups parameters of `sizes` bytes in order into buckets of indices; all but the last have >= `least` bytes."""
     found: list[list[int]] = [[]]

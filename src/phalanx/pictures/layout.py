@@ -174,7 +174,8 @@ def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
     layout = job.layout
     ranks = layout.shard_ranks
     alone = dataclasses.replace(layout, dp_shard=1, cp=1, cp_ulysses=1, ep=1)
-    stages = [("replicated", dataclasses.replace(alone, dp_replicate=layout.dp_replicate * ranks))]
+    whole = "replicated" if layout.ep == 1 else "replicated, ep=1"
+    stages = [(whole, dataclasses.replace(alone, dp_replicate=layout.dp_replicate * ranks))]
     if ranks > 1:
         stages += [(f"ZeRO-{zero}, N={ranks}", dataclasses.replace(layout, zero=zero)) for zero in (1, 2, 3)]
     for name, stage in stages:

@@ -3,7 +3,7 @@ heading sorts its table."""
 
 CSS = """
 :root { color-scheme: light dark; --text: #1c2126; --soft: #5c656e; --page: #fff; --card: #f5f6f8; --line: #d9dde2;
-  --best: #2f8f57; --bar: #3b76c4; --bad: #c4513d; }
+  --best: #2f8f57; --bar: #3b76c4; --bad: #b5432f; }
 @media (prefers-color-scheme: dark) { :root { --text: #e4e7ea; --soft: #9aa4ae; --page: #14171a; --card: #1e2226;
   --line: #343a41; --best: #4db47b; --bar: #5b93dc; --bad: #e07a66; } }
 * { box-sizing: border-box; }

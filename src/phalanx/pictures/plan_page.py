@@ -86,11 +86,14 @@ def _chosen(first: Candidate) -> Iterator[str]:
     share = prediction.fullest.peak / prediction.memory_limit
     most_important = {
         duration(first.seconds): f"per step; {low} to {high}",
-        f"{first.tokens_per_s_per_device:,.0f}": "tokens/s per device",
+        f"{first.tokens_per_s_per_device:,.0f}": "tps: tokens/s per device",
         f"{first.mfu:.1%}": "MFU",
         gib(prediction.fullest.peak): f"of a device's {gib(prediction.memory_limit)}, {share:.0%}",
         f"{prediction.bubble:.1%}": "bubble",
     }
+    for tier, (size, limit) in prediction.tiers.items():
+        if tier != "device":
+            most_important[gib(size)] = f"of {tier} memory per device" + (f", {gib(limit)} there" if limit else "")
     yield "<section id='chosen'>"
     yield f"<p class='layout'><code>{_breakable(first.layout.line())}</code></p>"
     yield f"<p class='soft'>{escape(first.spec.batch.equation())}</p>"

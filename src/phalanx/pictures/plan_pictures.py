@@ -43,12 +43,22 @@ def time_picture(layouts: Sequence[Candidate]) -> str:
 def memory_picture(layouts: Sequence[Candidate]) -> str:
     """Draws the memory of the fullest rank by part, one bar per layout, and the device's memory, as an SVG document."""
     rows = [
-        _LayoutRow(_label(rank, each), [*each.prediction.fullest.parts()], gib(each.prediction.fullest.peak))
+        _LayoutRow(
+            _label(rank, each) + _beside(each),
+            [*each.prediction.fullest.parts()],
+            gib(each.prediction.fullest.peak),
+        )
         for rank, each in enumerate(layouts, 1)
     ]
     limit = layouts[0].prediction.memory_limit
     foot = f"Peak of the fullest rank; the dashed line is the memory of a device, {gib(limit)}."
     return _stacked("Memory of a device by part, in GiB", rows, 2.0**30, memory_fill, gib, limit, foot)
+
+
+def _beside(candidate: Candidate) -> str:
+    """Returns what is in the tiers of memory beside the device, in words."""
+    tiers = candidate.prediction.tiers.items()
+    return "".join(f"; {tier}: {gib(most)}" for tier, (most, _) in tiers if tier != "device")
 
 
 def shorten(words: str, letters: int) -> str:

@@ -50,8 +50,8 @@ def svg(spec: StepSpec, prediction: Prediction) -> str:
 def _caption(spec: StepSpec, prediction: Prediction) -> Iterator[str]:
     yield from textwrap.wrap(spec.layout.line().replace(",", ", "), 140, break_on_hyphens=False)
     yield (
-        f"{spec.batch.equation()}; {prediction.tokens_per_s_per_device:,.0f} tokens/s and "
-        f"{prediction.tflops_per_device:,.1f} TFLOP/s per device"
+        f"{spec.batch.equation()}; tps {prediction.tokens_per_s_per_device:,.0f}, tps_total "
+        f"{prediction.tokens_per_s:,.0f}, {prediction.tflops_per_device:,.1f} TFLOP/s per device"
     )
     yield f"MFU {prediction.mfu:.1%}, HFU {prediction.hfu:.1%}, bubble {prediction.bubble:.1%} of the rest of the step"
 
@@ -154,6 +154,23 @@ def _legend(prediction: Prediction, y: float) -> Iterator[str]:
     yield text(_RIGHT, y, gib(prediction.memory_limit), "text-anchor='end' font-size='11'")
     yield text(_LEGEND, y + 24, f"peak {MOMENTS[fullest.moment]}", "font-size='11'")
     yield text(_LEGEND, y + 39, f"{gib(least * fullest.peak)} to {gib(most * fullest.peak)}", "font-size='11'")
+    yield from _tiers(prediction, y + 62)
+
+
+def _tiers(prediction: Prediction, y: float) -> Iterator[str]:
+    """Yields for each tier beside the device, the host and the disk, its name, its figures, and how full it is."""
+    for tier, (size, limit) in prediction.tiers.items():
+        if tier == "device":
+            continue
+        short, width = tier in prediction.short_tiers, _RIGHT - _LEGEND
+        figures = f"{gib(size)} of {gib(limit)}" if limit else f"{gib(size)} per device"
+        yield text(_LEGEND, y, f"{tier}{': does not fit' if short else ''}", "font-weight='600'")
+        yield text(_RIGHT, y, figures, "text-anchor='end' font-size='11'")
+        if limit:
+            yield box(_LEGEND, y + 6, width, 8, _fill(NEUTRAL, pale=True))
+            fill = _fill(_LIMIT if short else _MEMORY_COLOURS["optimizer"])
+            yield box(_LEGEND, y + 6, width * min(1.0, size / limit), 8, fill, f"{tier}: {figures} per device")
+        y += 34
 
 
 def memory_fill(name: str) -> str:

@@ -3,6 +3,7 @@ background, and colours have middle lightness, for light and dark pages."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -12,13 +13,16 @@ from phalanx.pictures.elements import COLOURS, NEUTRAL, document, rule, text, ti
 from phalanx.pictures.plan_pictures import shorten
 from phalanx.pictures.roofline import seconds
 from phalanx.plan.plan import Plan, SpacePoint
-from phalanx.units import gib
+from phalanx.units import counted, gib
 
 _WIDTH, _HEIGHT = 1160, 500  # pixels
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 850, 40, 440  # edges of the plot
 _LEGEND, _LETTERS = 876, 40  # left edge, and letters per line
 _LIMIT = COLOURS[1]
 _OTHERS = "others"
+ABOVE = 2.0
+"""Bytes per memory of a device up to which the map goes: layouts that need far more would push those that fit into a
+corner."""
 _ROUND = (1, 2, 5)
 
 Scale = Callable[[float], float]
@@ -34,10 +38,15 @@ def space_picture(plan: Plan) -> str:
     if not places:
         raise ValueError("the plan has no layouts to draw")
     limit = plan.request.cluster.accelerator.memory_gib * 2**30
+    top = ABOVE * limit if limit and plan.best else math.inf
+    points = [point for point in plan.points if point.peak <= top]
+    places = [(x, y) for x, y in places if y <= top] or places
     xs, ys = _span([x for x, _ in places]), _span([*([limit] if limit else []), *(y for _, y in places)])
     across, up = _scale(xs, _LEFT, _RIGHT), _scale(ys, _BOTTOM, _TOP)
-    colours = _colours(plan.points)
-    title = f"The space of layouts: {len(plan.points):,} of {plan.searched:,}"
+    colours = _colours(points)
+    title = f"The space of layouts: {len(points):,} of {plan.searched:,}"
+    if hidden := len(plan.points) - len(points):
+        title += f"; {counted(hidden, 'other')} of the sample need more than {gib(top)}"
     return document(
         title,
         _WIDTH,
@@ -47,8 +56,8 @@ def space_picture(plan: Plan) -> str:
             *_axes(xs, ys, across, up),
             *(_limit(limit, up) if limit else []),
             # Layouts that fit are drawn over those that do not.
-            *(_dot(point, across, up, colours) for point in sorted(plan.points, key=lambda each: each.fits)),
-            *_marks(plan, across, up),
+            *(_dot(point, across, up, colours) for point in sorted(points, key=lambda each: each.fits)),
+            *_marks(plan, across, up, top),
             *_legend(plan, colours),
         ],
     )
@@ -83,10 +92,10 @@ def _dot(point: SpacePoint, across: Scale, up: Scale, colours: dict[str, str]) -
     return f"<circle class='point' {place} r='4' {style}><title>{escape(tip)}</title></circle>"
 
 
-def _marks(plan: Plan, across: Scale, up: Scale) -> Iterator[str]:
+def _marks(plan: Plan, across: Scale, up: Scale, top: float) -> Iterator[str]:
     """Yields a ring around the best layout, or the one that needs least memory, and diamonds for alternatives."""
     for each in plan.alternatives:
-        if each.candidate:
+        if each.candidate and each.candidate.prediction.fullest.peak <= top:
             tip = f"{each.name}\n{each.candidate.layout.line()}\n{each.why}"
             yield _diamond(across(each.candidate.seconds), up(each.candidate.prediction.fullest.peak), tip)
     for best in plan.best[:1] or ([plan.nearest] if plan.nearest else []):

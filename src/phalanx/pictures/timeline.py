@@ -1,14 +1,16 @@
-"""A picture of a simulated step: two rows per pipeline rank, its device above, its messages below; time to the right.
-There is no background, and colours have middle lightness, for light and dark pages."""
+"""A picture of a simulated step: two rows per pipeline rank, its device above, its messages below, and where something
+is offloaded three lanes of its host; time to the right. There is no background, and colours have middle lightness, for
+light and dark pages."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from html import escape
 from itertools import chain, count
+from types import MappingProxyType
 from typing import cast
 
 from phalanx.errors import JobError
@@ -18,7 +20,7 @@ from phalanx.pictures.roofline import seconds as duration
 from phalanx.pictures.timeline_cells import NARROWEST, Cell, Window, cells
 from phalanx.schedule.schedule import Action, Kind
 from phalanx.simulate.timeline import Span, Timeline, TimeShares
-from phalanx.simulate.trace import span_name
+from phalanx.simulate.trace import HOST_ROWS, span_name
 from phalanx.units import counted
 
 _OTHERS = {
@@ -26,6 +28,9 @@ _OTHERS = {
     "send": (COLOURS[5], "message to another stage"),
     "gather": (COLOURS[3], "gather parameters"),
     "reduce": (COLOURS[7], "reduce gradients"),
+    "update": (COLOURS[1], "update on the host"),
+    "down": (COLOURS[6], "copy between device and host"),
+    "up": (COLOURS[6], "copy between device and host"),
 }
 _LARGEST = 1_000_000  # approximate upper bound on a document's bytes
 _MOST, _FEWER = 32, 16  # most ranks shown, and the number if the document would be too large
@@ -33,13 +38,25 @@ _LEFT, _MARGIN, _TOP = 72, 16, 76  # pixels
 _NARROW, _WIDE, _PASS = 800, 1600, 22  # pixels of the plot: at least, at most, and per pass in between
 _COLUMNS = {"busy": 48, "exposed": 112, "idle": 164, "peak in flight": 254}
 """Distances of a rank's figures from the right end of the plot."""
+_COLUMNS_WITH_HOST = {"busy": 48, "exposed": 112, "idle": 164, "waits for host": 254, "peak in flight": 344}
+"""The same where something is offloaded."""
+_SHARES = {"busy": "busy", "exposed": "communication", "idle": "idle", "waits for host": "host"}
+"""The fields of TimeShares with those figures."""
+_LANE = 8
+"""Pixels from one lane of a rank's host to the next."""
 _TO_THE_LEFT = "text-anchor='end'"
 _DARKER = "fill='#000' fill-opacity='.38'"
 
 
-def svg(timeline: Timeline, begin: float | None = None, end: float | None = None) -> str:
-    """Draws a step, or its seconds from `begin` to `end`, as an SVG document of less than a megabyte. Raises JobError
-    if the window is empty."""
+def svg(
+    timeline: Timeline,
+    begin: float | None = None,
+    end: float | None = None,
+    about: str = "",
+    marks: Mapping[int, str] = MappingProxyType({}),
+) -> str:
+    """Draws a step, or its seconds from `begin` to `end`, as an SVG document of less than a megabyte. `about` names the
+    model and the machine, `marks` what slows a rank. Raises JobError if the window is empty."""
     shown = Window(begin or 0.0, timeline.seconds if end is None else min(end, timeline.seconds), 1.0)
     if not 0 <= shown.begin < shown.end:
         raise JobError(
@@ -49,7 +66,7 @@ def svg(timeline: Timeline, begin: float | None = None, end: float | None = None
     # First fewer ranks, with whole passes; then a coarser scale of time.
     ways = chain([(_MOST, NARROWEST)], ((_FEWER, NARROWEST * 2**more) for more in count()))
     shares = [timeline.shares(rank) for rank in range(timeline.schedule.ranks)]
-    return next(drawn for way in ways if (drawn := _Picture(timeline, shares, shown, *way).draw()))
+    return next(drawn for way in ways if (drawn := _Picture(timeline, shares, shown, *way).draw(about, marks)))
 
 
 class _Picture:
@@ -65,6 +82,9 @@ class _Picture:
         self.window = Window(shown.begin, shown.end, self.width / (shown.end - shown.begin))
         # Heights of the device's row, of a strip of the network's, and from rank to rank.
         self.device, self.strip, self.row = (20, 4, 38) if len(self.ranks) <= _FEWER + 1 else (14, 3, 26)
+        self.columns = _COLUMNS_WITH_HOST if timeline.host else _COLUMNS
+        self.lanes = _LANE * len(HOST_ROWS) if timeline.host else 0
+        self.row += self.lanes
         self.bottom = _TOP + len(self.ranks) * self.row
         length = shown.end - shown.begin
         self.scale, self.unit = next(
@@ -74,20 +94,22 @@ class _Picture:
         """Whether cells have numbers, and whether passes share columns: known when they are drawn."""
         self.decimals = max(0, 4 - math.floor(math.log10(length * self.scale)))
 
-    def draw(self) -> str | None:
+    def draw(self, about: str, marks: Mapping[int, str]) -> str | None:
         """Returns the document, or None if it is too large."""
-        title = f"{self.schedule.name}: {schedule_picture.size(self.schedule)}"
+        title = f"{about}{about and ': '}{self.schedule.name}, {schedule_picture.size(self.schedule)}"
         rows: list[str] = []
         for place, rank in enumerate(self.ranks):
             rows += self._rank(rank, _TOP + place * self.row)
+            if rank in marks:
+                rows += _marked(marks[rank], _TOP + place * self.row + self.device)
             if sum(map(len, rows)) > _LARGEST:
                 return None
         below, right, height = self._below()
-        width = max(_LEFT + self.width + max(_COLUMNS.values()) + _MARGIN, right)
+        width = max(_LEFT + self.width + max(self.columns.values()) + _MARGIN, right, _MARGIN + 9 * len(title))
         parts = [
             heading(_MARGIN, 24, title),
             text(_MARGIN, 43, self._summary()),
-            *(text(_LEFT + self.width + end, _TOP - 10, name, _TO_THE_LEFT) for name, end in _COLUMNS.items()),
+            *(text(_LEFT + self.width + end, _TOP - 10, name, _TO_THE_LEFT) for name, end in self.columns.items()),
             *rows,
             *self._axis(),
             *below,
@@ -131,12 +153,17 @@ class _Picture:
             spans = [span for span in network if span.kind in kinds]
             at = self.device + 1 + strip * (self.strip + 1)
             yield from self._boxes(cells(spans, self.window, self.narrow, self._colours), at, self.strip)
+        for lane, kind in enumerate(HOST_ROWS if self.lanes else ()):
+            at = self.device + 1 + 2 * (self.strip + 1) + lane * _LANE
+            spans = [span for span in self.timeline.host[rank] if span.kind == kind]
+            yield f"<path d='M0 {at:g}h{self.width:g}v{_LANE - 2}H0z' fill-opacity='.08'/>"
+            yield from self._boxes(cells(spans, self.window, self.narrow, self._colours), at, _LANE - 2)
         whole = self.timeline.seconds
         figures = [
-            *(f"{seconds / whole:.1%}" for seconds in self.shares[rank]),
+            *(f"{getattr(self.shares[rank], _SHARES[name]) / whole:.1%}" for name in self.columns if name in _SHARES),
             f"{self.schedule.peak_live_activations(rank):g}",
         ]
-        for right, figure in zip(_COLUMNS.values(), figures, strict=True):
+        for right, figure in zip(self.columns.values(), figures, strict=True):
             yield text(self.width + right, middle + 4, figure, _TO_THE_LEFT)
         yield "</g>"
 
@@ -198,6 +225,8 @@ class _Picture:
         if self.numbered:
             words[0] += ", with the numbers of micro-batches"
         words.append("lower row: what the rank sends")
+        if self.lanes:
+            words.append("then copies to the host, the host, copies to the device")
         if self.shared:
             words.append("passes too narrow to be seen share a column, each kind as high as its share of the time")
         if len(self.ranks) < self.schedule.ranks:
@@ -214,9 +243,11 @@ class _Picture:
         return parts, max(7.0 * len(line), passes[-1][0], right), y + 64
 
     def _other_keys(self) -> tuple[str, float]:
-        spans = [span for rows in (self.timeline.device, self.timeline.network) for row in rows for span in row]
+        timeline = self.timeline
+        spans = [span for rows in (timeline.device, timeline.network, timeline.host) for row in rows for span in row]
         kinds = {span.kind for span in spans}
-        entries = [(colour, "", label) for kind, (colour, label) in _OTHERS.items() if kind in kinds]
+        shown = dict.fromkeys(key for kind, key in _OTHERS.items() if kind in kinds)
+        entries = [(colour, "", label) for colour, label in shown]
         if any(span.exposed for span in spans):
             over = "<path d='M{0:g} 0h7v14h-7z' " + _DARKER + "/>"
             entries.append((COLOURS[0], over, "darker: communication in a pass that nothing hides (exposed)"))
@@ -226,6 +257,13 @@ class _Picture:
             parts.append(text(x + 20, 11, label))
             x += 32 + 7 * len(label)
         return "".join(parts), x
+
+
+def _marked(words: str, top: float) -> Iterator[str]:
+    """Yields the words on a label under the name of a rank."""
+    width = min(_LEFT - _MARGIN - 2, 8 + 5.6 * len(words))
+    yield f"<rect class='mark' x='{_MARGIN}' y='{top:g}' width='{width:g}' height='13' rx='2' fill='{COLOURS[1]}'/>"
+    yield text(_MARGIN + 4, top + 10, words, "font-size='10' font-weight='600' fill='#ffffff'")
 
 
 def _box(x: float, width: float, top: float, height: float) -> str:

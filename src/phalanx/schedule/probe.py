@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from phalanx.errors import ExtensionError
+from phalanx.registry import package_code
 from phalanx.schedule.check import problems as program_problems
 from phalanx.schedule.entry import ScheduleEntry
 from phalanx.schedule.placement import round_robin, v_shape
@@ -46,11 +48,9 @@ def entry_problems(name: str, entry: ScheduleEntry) -> Iterator[str]:
     built: list[ProbedProgram] = []
     for numbers in _sizes(entry, RANKS):
         line = ProbedProgram(*numbers, Schedule(name, (), 0, ()))
-        try:
+        with package_code(f"{line}: build failed"):
             line = line._replace(schedule=entry.program(*numbers))
             wrong = _program_problems(name, entry, line)
-        except Exception as error:
-            wrong = [f"build failed: {type(error).__name__}: {error}"]
         if wrong:
             yield from (f"{line}: {problem}" for problem in wrong[:MOST_PROGRAM_PROBLEMS])
             return
@@ -63,9 +63,10 @@ def entry_problems(name: str, entry: ScheduleEntry) -> Iterator[str]:
             yield f"refuses: {ranks} ranks take no number of micro-batches up to {2 * ranks}, but larger ones"
     for fact, contradictions in FACTS.items():
         try:
-            contradiction = next(contradictions(entry, built), "")
-        except Exception as error:
-            contradiction = f"{fact} failed: {type(error).__name__}: {error}"
+            with package_code(f"{fact} failed"):
+                contradiction = next(contradictions(entry, built), "")
+        except ExtensionError as error:
+            contradiction = str(error)
         if contradiction:
             yield contradiction
 

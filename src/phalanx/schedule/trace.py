@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,20 +76,25 @@ def pass_args(stage: int, micro: int, part: int) -> dict[str, Any]:
 def document(name: str, rows: Sequence[TraceRow], arrows: Iterable[Arrow] = ()) -> str:
     """Returns the rows of one process as a JSON document, in order."""
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "pid": 0, "args": {"name": name}}]
-    for number, row in enumerate(rows):
-        place = {"pid": 0, "tid": number}
-        events.append({"name": "thread_name", "ph": "M", **place, "args": {"name": row.name}})
-        events.append({"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": number}})
-        for event in row.events:
-            start, end = _nanosecond(event.start), _nanosecond(event.end)
-            words = {"name": event.name, "cat": event.category, "ph": "X"}
-            events.append({**words, "ts": start, "dur": _nanosecond(end - start), **place, "args": event.args})
+    events += row_events(rows)
     for number, arrow in enumerate(arrows):
         words = {"name": arrow.name, "cat": "arrow", "id": number, "pid": 0}
         events.append({**words, "ph": "s", "tid": arrow.row, "ts": _nanosecond(arrow.start)})
         # bp "e" binds the arrow to the event that begins there, not to the next one.
         events.append({**words, "ph": "f", "bp": "e", "tid": arrow.to_row, "ts": _nanosecond(arrow.to_start)})
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}) + "\n"
+
+
+def row_events(rows: Sequence[TraceRow], process: int = 0, first: int = 0) -> Iterator[dict[str, Any]]:
+    """Yields the events of a process's rows, which the viewers show in order, the first as thread `first`."""
+    for number, row in enumerate(rows, first):
+        place = {"pid": process, "tid": number}
+        yield {"name": "thread_name", "ph": "M", **place, "args": {"name": row.name}}
+        yield {"name": "thread_sort_index", "ph": "M", **place, "args": {"sort_index": number}}
+        for event in row.events:
+            start, end = _nanosecond(event.start), _nanosecond(event.end)
+            words = {"name": event.name, "cat": event.category, "ph": "X"}
+            yield {**words, "ts": start, "dur": _nanosecond(end - start), **place, "args": event.args}
 
 
 def _nanosecond(microseconds: float) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,11 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.profiler import profile
 
 from phalanx.comm import blocking
 from phalanx.comm.agree import broadcast_json, gather_json
 from phalanx.config.job import Job
-from phalanx.data.files import write_atomic
 from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
@@ -24,6 +23,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.partition.batch import solve
 from phalanx.partition.pipeline import flushes
 from phalanx.selftest.stragglers import Straggler, slow_in_all
+from phalanx.train.profile import tracing
 from phalanx.train.step import Stepper
 from phalanx.verify.measure import micro_batches
 
@@ -173,16 +173,13 @@ class _Steps:
 
     def profile(self, traces: Path | None) -> tuple[list[KernelTime], str | None]:
         """Takes further steps under the profiler. Returns the operations that take longest, and the trace's file."""
-        from torch.profiler import ProfilerActivity, profile
-
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.device.type == "cuda" else [])]
-        with profile(activities=activities) as profiler:
+        with tracing.profiler(self.device) as profiler:
             for _ in self.take(PROFILED):
                 pass
         rank, world = dist.get_rank(), dist.get_world_size()
         trace = None
         if traces is not None and (rank == 0 or world <= TRACED_RANKS):
-            trace = self._write_trace(profiler.export_chrome_trace, traces / f"test-dist-rank_{rank}.json")
+            trace = self._write_trace(profiler, traces / f"test-dist-rank_{rank}.json")
         on_device = self.device.type == "cuda"
         events = [
             (event.self_device_time_total if on_device else event.self_cpu_time_total, event)
@@ -193,15 +190,11 @@ class _Steps:
             KernelTime(event.key, event.count / PROFILED, us / PROFILED / 1e6) for us, event in largest if us
         ], trace
 
-    def _write_trace(self, export: Callable[[str], None], path: Path) -> str:
+    def _write_trace(self, profiler: profile, path: Path) -> str:
         """Writes a profile. Returns its path, or an empty text, with a note, where that fails: a rank that raises alone
         would leave the others waiting."""
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)  # other hosts may have folders of their own
-            with tempfile.TemporaryDirectory() as folder:  # the profiler would follow a link
-                temporary = Path(folder) / "trace.json"
-                export(str(temporary))
-                write_atomic(path, temporary.read_bytes())
+            tracing.write(path, tracing.exported(profiler))
         except (OSError, RunError) as error:
             self.notes.append(f"rank {dist.get_rank()} could not write its profile: {error}")
             return ""

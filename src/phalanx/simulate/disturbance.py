@@ -66,6 +66,9 @@ def _problems(disturbance: Disturbance, spec: StepSpec) -> Iterator[str]:
     for axis, factor in disturbance.axes:
         if axis not in AXES:
             yield f"--slow-link {axis}={factor:g}: axes are {', '.join(AXES)}; between pipeline ranks: 2-3={factor:g}"
-    for name, factor in (*disturbance.slow, *disturbance.links, *disturbance.axes):
+    given = [(f"--straggler {rank}", factor) for rank, factor in disturbance.slow]
+    given += [(f"--slow-link {one}-{other}", factor) for (one, other), factor in disturbance.links]
+    given += [(f"--slow-link {axis}", factor) for axis, factor in disturbance.axes]
+    for option, factor in given:
         if factor <= 0:
-            yield f"{name}: the factor {factor:g} must be more than 0; 2 is twice as slow"
+            yield f"{option}={factor:g}: the factor must be more than 0; 2 is twice as slow"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 
 from phalanx.cost.placed import Content, content_of, stages_of_case
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.exposed import bucket_messages
+from phalanx.cost.time.offload_time import HostWork
 from phalanx.cost.time.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.time.state_time import (
     ParameterCounts,
@@ -16,6 +17,7 @@ from phalanx.cost.time.state_time import (
     duplicated_stages_seconds,
     interference,
     is_zero3,
+    offloaded_work,
     optimizer_seconds,
     state_seconds,
 )
@@ -41,6 +43,9 @@ class RankSeconds:
     duplicated_stages: float
     """Seconds of the reduction of duplicated stages' gradients, after all these."""
     optimizer: float
+    """Seconds of the optimizer, with exposed copies between device and host, and of state in files."""
+    host: HostWork | None
+    """The host's part of the step, if the optimizer is offloaded."""
     late_gather: float
     """Seconds of the all-gather of parameters after the optimizer, which nothing overlaps."""
     interference_factor: float
@@ -93,8 +98,12 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
     state = {stage: _state(spec, contents[stage], disturbance) for stage in local_stages}
     zero3, overlaps = is_zero3(spec.layout), spec.framework.dp_overlaps
     whole = ParameterCounts(
-        *map(sum, zip(*((h.dense, h.experts) for h in (held_by(spec, contents[s]) for s in local_stages)), strict=True))
+        *map(sum, zip(*(astuple(held_by(spec, contents[stage])) for stage in local_stages), strict=True))
     )
+    optimizer = optimizer_seconds(spec, whole)
+    host = offloaded_work(spec, whole, sum(durations["B"]), optimizer)
+    late = sum(host.late) + host.late_files if host else 0.0
+    optimizer = optimizer + late if host else optimizer * disturbance.device(rank)
     messages = bucket_messages(sum(contents[stage].blocks for stage in local_stages))
     after, duplicated = not overlaps and not zero3, _has_duplicated_stages(schedule, local_stages)
     return RankSeconds(
@@ -104,7 +113,8 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
         reduce={stage: seconds.reduce for stage, seconds in state.items()},
         blocks={stage: 1.0 if zero3 else contents[stage].blocks for stage in local_stages},
         duplicated_stages=duplicated_stages_seconds(spec, whole) if duplicated else 0.0,
-        optimizer=optimizer_seconds(spec, whole) * disturbance.device(rank),
+        optimizer=optimizer,
+        host=host,
         late_gather=sum(seconds.gather for seconds in state.values()) if after else 0.0,
         interference_factor=0.0 if zero3 else interference(spec, whole, messages),
         reduces_after=after or zero3,
@@ -141,6 +151,6 @@ def _state(spec: StepSpec, content: Content, disturbance: Disturbance) -> StateS
     if is_zero3(spec.layout):
         found = state_seconds(spec, parameters, max(1, content.blocks))
         once = (found.gather + found.reduce) / max(1, content.blocks)
-        return StateSeconds(once * factor, once * factor)
+        return StateSeconds(once * factor, reduce=once * factor)
     found = state_seconds(spec, parameters, bucket_messages(content.blocks))
-    return StateSeconds(found.gather * factor, found.reduce * factor)
+    return StateSeconds(found.gather * factor, reduce=found.reduce * factor)

@@ -132,7 +132,9 @@ class _Step:
         ranks = range(self.schedule.ranks)
         whole = self.seconds() * self.schedule.steps
         device = tuple(tuple(self._device(rank)) for rank in ranks)
-        return Timeline(self.schedule, device, tuple(tuple(sorted(self._network(rank))) for rank in ranks), whole)
+        network = tuple(tuple(sorted(self._network(rank))) for rank in ranks)
+        host = tuple(tuple(sorted(self._host(rank))) for rank in ranks) if self.ranks[0].host else ()
+        return Timeline(self.schedule, device, network, whole, host)
 
     def _ends(self, rank: int) -> float:
         """Returns the end of the rank's last pass."""
@@ -184,7 +186,17 @@ class _Step:
         for action, start in zip(self.schedule.programs[rank], self.events.starts[rank], strict=True):
             kind, stage, micro, part = action
             yield _span((start, durations[kind][stage], kind, stage, micro, part, exposed[kind][stage], -1))
-        yield Span(self.all_ready, self.ranks[rank].optimizer, "optimizer")
+        if self.ranks[rank].host is None:
+            yield Span(self.all_ready, self.ranks[rank].optimizer, "optimizer")
+
+    def _host(self, rank: int) -> Iterator[Span]:
+        """Yields the copies and the update of an offloaded optimizer, which needs the norm of all gradients first."""
+        work = self.ranks[rank].host
+        assert work is not None, "the optimizer is offloaded on all ranks or none"
+        backward, update = self.ready[rank] - work.backward, self.all_ready + work.late[0]
+        yield from (Span(backward + start, seconds, "down") for start, seconds in work.copies_down())
+        yield Span(update, work.updating, "update")
+        yield from (Span(update + start, seconds, "up") for start, seconds in work.copies_up())
 
     def _network(self, rank: int) -> Iterator[Span]:
         costs, program = self.ranks[rank], self.schedule.programs[rank]
@@ -215,8 +227,8 @@ _span: Callable[[tuple[Any, ...]], Span] = partial(tuple.__new__, Span)
 
 
 def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
-    """Returns for each pipeline rank the busy, exposed-communication and idle seconds, and the peak in-flight
-    micro-batches, counted per stage."""
+    """Returns for each pipeline rank the busy, exposed-communication and idle seconds, those in which it waits for its
+    host, and the peak in-flight micro-batches, counted per stage."""
     found: list[Mapping[str, float]] = []
     for rank in range(timeline.schedule.ranks):
         shares = timeline.shares(rank)
@@ -225,6 +237,7 @@ def rank_figures(timeline: Timeline) -> list[Mapping[str, float]]:
                 "busy_s": shares.busy,
                 "communication_s": shares.communication,
                 "idle_s": shares.idle,
+                "host_s": shares.host,
                 "peak_in_flight": timeline.schedule.peak_live_activations(rank) / timeline.schedule.slices,
             }
         )

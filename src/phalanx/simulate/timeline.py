@@ -19,7 +19,8 @@ class Span(NamedTuple):
     """Seconds from the beginning of the step."""
     seconds: float
     kind: str
-    """On the device: "F", "B", "I", "W" (passes) or "optimizer". On the network: "send", "gather", "reduce"."""
+    """On the device: "F", "B", "I", "W" (passes) or "optimizer". On the network: "send", "gather", "reduce". On the
+    host: "update", and the copies "down" from the device and "up" to it."""
     stage: int = -1
     micro: int = -1
     part: int = 0
@@ -42,12 +43,14 @@ class TimeShares(NamedTuple):
     communication: float
     """Exposed: inside passes, and in the rank's network spans while its device is idle."""
     idle: float
-    """Neither its device nor its network works; it waits, for example for another rank's message."""
+    """Nothing of it works; it waits, for example for another rank's message."""
+    host: float
+    """Its device and network wait while its host updates parameters or copies them."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A simulated step. A rank is always busy, communicating or idle."""
+    """A simulated step. A rank is always busy, communicating, waiting for its host, or idle."""
 
     schedule: Schedule
     device: tuple[tuple[Span, ...], ...]
@@ -56,14 +59,21 @@ class Timeline:
     """Messages that each pipeline rank sends, in order of time; they may overlap the device's spans and each other."""
     seconds: float
     """Seconds of the whole step."""
+    host: tuple[tuple[Span, ...], ...] = ()
+    """Copies and updates of each pipeline rank's host, in order of time; empty if nothing is offloaded."""
 
     def shares(self, rank: int) -> TimeShares:
         """Returns how a pipeline rank spends the step. Sums over all of its spans, so keep the result."""
         exposed = sum(span.exposed for span in self.device[rank])
         busy = sum(span.seconds for span in self.device[rank]) - exposed
         communication = exposed + _outside(self.network[rank], self.device[rank])
-        # Rounding may leave a negative rest.
-        return TimeShares(busy, communication, max(0.0, self.seconds - busy - communication))
+        host = 0.0
+        if self.host:
+            every = sorted((*self.host[rank], *self.network[rank]))
+            host = exposed + _outside(every, self.device[rank]) - communication
+        idle = self.seconds - busy - communication - host
+        # Rounding may leave a rest, also a negative one.
+        return TimeShares(busy, communication, idle if idle > 1e-12 * self.seconds else 0.0, host)
 
 
 def _outside(spans: Sequence[Span], hiding: Sequence[Span]) -> float:

@@ -1,5 +1,6 @@
 """A simulated step as trace events for Perfetto (ui.perfetto.dev) and chrome://tracing: per pipeline rank one row for
-its device and one for its network, and an arrow from each message to the pass that needs it."""
+its device and one for its network, if something is offloaded also for its host and for copies in each direction, and an
+arrow from each message to the pass that needs it."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from phalanx.schedule.trace import Arrow, Event, TraceRow
 from phalanx.simulate.timeline import Span, Timeline
 
 _MICROSECONDS_PER_SECOND = 1e6
+HOST_ROWS = {"down": "copies to the host", "update": "host", "up": "copies to the device"}
+"""The rows of a rank's host and copy engines, by the kind of their spans."""
 
 
 def text(timeline: Timeline) -> str:
@@ -28,6 +31,9 @@ def text(timeline: Timeline) -> str:
             name = f"rank {rank} network" + (f" ({lane + 1})" if lane else "")
             events = [_event(timeline, span) for span, at in zip(network, lanes, strict=True) if at == lane]
             rows.append(TraceRow(name, events))
+        for kind, name in HOST_ROWS.items() if timeline.host else ():
+            events = [_event(timeline, span) for span in timeline.host[rank] if span.kind == kind]
+            rows.append(TraceRow(f"rank {rank} {name}", events))
     arrows = _arrows(timeline, device_rows, network_rows)
     return trace.document(f"pipeline {timeline.schedule.name}", rows, arrows)
 

@@ -18,12 +18,18 @@ from torch.cuda import nccl
 import phalanx
 from phalanx.comm.agree import on_every_rank
 from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
+from phalanx.config.data import Data
 from phalanx.config.job import Job
+from phalanx.data.prepare import prepare
 from phalanx.data.shards import Index, open_shards, repair_command
 from phalanx.errors import DataError, JobError, RunError
 from phalanx.train.facts import extension_facts, job_facts, source_digest
 
 log = logging.getLogger(__name__)
+
+VERIFIED_BYTES = 2**30
+"""Bytes of token shards (about a second's reading) up to which their digests are checked at every start. Larger ones
+are checked block by block while they are read (data/blocks.py)."""
 
 MAY_DIFFER_WITH_WARNING = ("processor capability", "accelerator")
 """Facts about a rank's machine that change rounding, but that a user cannot always make equal."""
@@ -57,6 +63,14 @@ def agree(chosen: Facts, device: torch.device) -> None:
         log.warning("%s: results are not reproducible to the bit, and replicas may differ by rounding", each.text)
     if skew := clock_skew(MAX_CLOCK_SKEW_S):
         log.warning("%s", skew)
+
+
+def find_shards(data: Data) -> Path:
+    """Returns the folder of a job's token shards, built if missing, with their digests checked. Raises DataError."""
+    shards = prepare(data)
+    size = sum(file.stat().st_size for file in shards.glob("*.bin"))
+    open_shards(shards, verify=size <= VERIFIED_BYTES and data.on_corruption == "stop")
+    return shards
 
 
 def open_same_shards(folder: Path) -> Index:

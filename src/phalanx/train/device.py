@@ -68,6 +68,13 @@ def reported(device: torch.device) -> tuple[str, float]:
     return torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory / 2**30
 
 
+def memory_limit(device: torch.device, processes_on_node: int) -> int:
+    """Returns the bytes that this rank can have: its accelerator's, or its share of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, processes_on_node)
+
+
 def peak_memory(device: torch.device) -> int:
     """Returns this rank's peak memory so far in bytes: allocated on an accelerator, resident in a CPU process."""
     if device.type == "cuda":

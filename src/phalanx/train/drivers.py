@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from phalanx.parallel.pipedream import PipeDream
@@ -57,14 +57,10 @@ class StepDriver(ABC):
         """Returns additional measurements of this form of training, by event name; none by default."""
         return {}
 
-    @property
-    def tokens(self) -> int:
-        """Tokens per step. Samples are cut from one stream of tokens, so every position counts, on every rank."""
-        return self.feed.batch.global_batch * self.stepper.job.model.seq_len
-
     def record_step(self, number: int, step: Step) -> None:
         """Records a step that was taken at its own learning rate."""
-        self.record(number, {"loss": step.loss, "grad_norm": step.grad_norm, "lr": self.lr(number - 1)})
+        pairs = asdict(step.pairs) if step.pairs else {}
+        self.record(number, {"loss": step.loss, "grad_norm": step.grad_norm, "lr": self.lr(number - 1), **pairs})
 
 
 class SynchronousDriver(StepDriver):
@@ -78,7 +74,7 @@ class SynchronousDriver(StepDriver):
             micro_batches, requests = self.feed.take() if waits else self.feed.take_unless(self._stops), self.requests()
             if micro_batches is None:
                 micro_batches, requests = self.feed.blank(), replace(requests, void=True)
-            batch = micro_batches, done, self.tokens, self.lr(done), requests
+            batch = micro_batches, done, self.feed.tokens(done), self.lr(done), requests
             step = self.stepper.step(*batch) if self.guard is None else self.guard.step(*batch, samples=samples)
             if step.requests.void:
                 yield done, step
@@ -101,7 +97,7 @@ class StreamDriver(StepDriver):
         for done in range(self.first, self.milestones.last):
             micro_batches, lr, requests = self.feed.take(), self.lr(done), self.requests()
             more = None if self.milestones.needs_weights(done + 1) else self.feed.peek
-            for number, newest in unflushed.step(micro_batches, done, self.tokens, lr, requests, more):
+            for number, newest in unflushed.step(micro_batches, done, self.feed.tokens(done), lr, requests, more):
                 self.record_step(number, newest)
             yield done + 1, newest
             newest = replace(newest, requests=NO_REQUESTS)  # it stays the newest for another step, but they were met
@@ -123,7 +119,7 @@ class AsynchronousDriver(StepDriver):
                 done,
                 self.milestones.next_needing_weights(done),
                 read=self.feed.share,
-                chunk_tokens=self.tokens // self.replicas,
+                chunk_tokens=self.feed.share_tokens,
                 lr=self.lr,
                 requests=self.requests,
                 note=self.arrivals,

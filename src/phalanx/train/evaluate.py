@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from phalanx.launch.watchdog import heartbeat
-from phalanx.model.loss import valid_tokens
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.preferences import PairFacts
 
 
 def validation_loss(
@@ -21,7 +21,8 @@ def validation_loss(
     device: torch.device,
     stops: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Returns the loss per valid token, in nats, over the batches of all data ranks: one sum divided by one count.
+    """Returns the loss per valid token, in nats, or per preference pair, over the batches of all data ranks: one sum
+    divided by one count.
 
     Returns None on every rank as soon as `stops` holds on one of them: a validation may take longer than the time that
     is left. The ranks agree on it while they compute a batch."""
@@ -34,8 +35,17 @@ def validation_loss(
         agreed.wait()
         if stopping.item():
             return None
-        total += torch.stack((loss.double(), valid_tokens(micro.targets).double()))
+        total += torch.stack((loss.double(), replica.objective.counted(micro)))
     # Only pipeline ranks with the last stage know the loss, but all of them know the tokens.
     total *= total.new_tensor([mesh.owns_loss, mesh.owns_loss and mesh.coordinates["pp"] == 0])
     mesh.axis("world").all_reduce(total).wait()
-    return (total[0] / total[1]).item()
+    return (total[0] / total[1].clamp(min=1)).item()
+
+
+def pair_facts(replica: Replica, mesh: Mesh, device: torch.device) -> PairFacts | None:
+    """Returns the facts of the preference pairs that a validation has seen; None of other data. A collective."""
+    if (pairs := replica.objective.pairs) is None:
+        return None
+    sums = pairs.take(torch.zeros((), device=device)) * mesh.owns_loss
+    mesh.axis("world").all_reduce(sums).wait()
+    return PairFacts.of(sums)

@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
-from phalanx.data.loader import Batches, MicroBatch, TokenData
+from phalanx.data.loader import Batches, MicroBatch, ShardData
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.parallel.mesh import Mesh
@@ -26,7 +27,7 @@ class Feed:
     """
 
     def __init__(
-        self, job: Job, data: TokenData, batch: Batch, mesh: Mesh, meter: Meter, *, first_step: int, first_sample: int
+        self, job: Job, data: ShardData, batch: Batch, mesh: Mesh, meter: Meter, *, first_step: int, first_sample: int
     ):
         self.job, self.data, self.batch, self.mesh, self.meter = job, data, batch, mesh, meter
         self.first_step, self.first_sample = first_step, first_sample
@@ -44,6 +45,18 @@ class Feed:
         """Returns the samples of the global batch of the step after `done` steps."""
         first = self.first_sample + (done - self.first_step) * self.batch.global_batch
         return range(first, first + self.batch.global_batch)
+
+    def tokens(self, done: int) -> int:
+        """Returns the valid tokens of the global batch of the step after `done` steps. For an independent replica they
+        are its own part's, times the replicas: it takes its part for an equal one."""
+        replicas = self.job.layout.independent_replicas
+        if replicas == 1:
+            return self._valid(self.samples(done).start, self.batch.global_batch)
+        return replicas * self.share_tokens(done * replicas + self.mesh.coordinates["dp_replicate"])
+
+    def share_tokens(self, chunk: int) -> int:
+        """Returns the valid tokens of what `share` reads, over the ranks of a replica."""
+        return self._valid(*self._share(chunk))
 
     def take(self) -> list[MicroBatch]:
         """Reads this rank's micro-batches of the next step."""
@@ -68,7 +81,8 @@ class Feed:
         shape = self.batch.micro_batch, self.job.model.seq_len
         zeros = np.zeros(shape, dtype=np.int64)
         documents = zeros if self.job.data.document_mask else None
-        micro = MicroBatch(zeros, zeros, np.full(shape[0], -1), documents)
+        reference = np.full(shape[0], np.nan) if has_pairs(self.job.data) else None
+        micro = MicroBatch(zeros, zeros, np.full(shape[0], -1), documents, reference)
         return [micro] * (self.batch.global_batch // (self.mesh.data_ranks * shape[0]))
 
     def peek(self) -> list[MicroBatch]:
@@ -86,14 +100,22 @@ class Feed:
 
         With R replicas, chunk c is the (c mod R)-th of the R equal parts of step c // R, counted from 0. Nothing is
         read ahead, since a chunk goes to whichever replica asks first."""
-        replicas, ranks = self.job.layout.dp_replicate, self.mesh.axis("shard")
-        samples = self.batch.global_batch // replicas
-        first = self.first_sample + (chunk - self.first_step * replicas) * samples
+        ranks = self.mesh.axis("shard")
+        first, samples = self._share(chunk)
         with (
             heartbeat.within(Phase.DATA),
             self._open(first, samples, ranks.rank, ranks.size, prefetch=0) as batches,
         ):
             return next(batches)
+
+    def _share(self, chunk: int) -> tuple[int, int]:
+        """Returns the first sample of a chunk, and the number of its samples."""
+        replicas = self.job.layout.dp_replicate
+        samples = self.batch.global_batch // replicas
+        return self.first_sample + (chunk - self.first_step * replicas) * samples, samples
+
+    def _valid(self, first: int, samples: int) -> int:
+        return self.data.valid_tokens(first, samples, self.job.train.seed)
 
     def _opened(self) -> Batches:
         """Returns the stream of this rank's steps, opened at the first call."""

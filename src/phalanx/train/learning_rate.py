@@ -15,13 +15,14 @@ def peak(optimizer: Optimizer, global_batch: int) -> float:
     return optimizer.lr * (ratio if optimizer.batch_scaling == "linear" else math.sqrt(ratio))
 
 
-def at_step(step: int, optimizer: Optimizer, steps: int, global_batch: int) -> float:
-    """Returns the learning rate of step `step` (the first is 0) of a run of `steps`."""
+def at_step(step: int, optimizer: Optimizer, end: int, global_batch: int) -> float:
+    """Returns the learning rate of step `step` (the first is 0) under a schedule that ends at step `end`
+    (train/schedule_end.py)."""
     top = peak(optimizer, global_batch)
     if step < optimizer.warmup_steps:
         return top * (step + 1) / optimizer.warmup_steps
     floor = top * optimizer.min_lr_ratio
-    return floor + (top - floor) * _share(step, optimizer, optimizer.decay_steps or steps)
+    return floor + (top - floor) * _share(step, optimizer, end)
 
 
 def _share(step: int, optimizer: Optimizer, end: int) -> float:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ import torch
 from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
 from phalanx.blocks.flops import train_flops_per_step
-from phalanx.blocks.parameters import count
+from phalanx.blocks.parameters import count, trained_text
 from phalanx.check.guard import unguarded
 from phalanx.comm.agree import on_rank_zero
 from phalanx.config.job import Job
-from phalanx.data.loader import TokenData, evaluation_batches
-from phalanx.data.prepare import prepare
-from phalanx.data.shards import open_shards
+from phalanx.data.conversations import ConversationData
+from phalanx.data.loader import ShardData, evaluation_batches
+from phalanx.data.split import open_split
 from phalanx.errors import NotFiniteError, PhalanxError, StoppedError
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
@@ -28,20 +28,25 @@ from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.offload.budget import device_budget
 from phalanx.parallel.precision import DTYPES
 from phalanx.partition import batch as batch_equation
+from phalanx.trackers.processes import Trackers
 from phalanx.train import device as devices
-from phalanx.train import learning_rate, metrics
-from phalanx.train.agreement import agree_on_job, open_same_shards
+from phalanx.train import learning_rate, metrics, start
+from phalanx.train.agreement import agree_on_job, find_shards, open_same_shards
 from phalanx.train.damaged_samples import damaged_samples
 from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
-from phalanx.train.evaluate import validation_loss
+from phalanx.train.evaluate import pair_facts, validation_loss
 from phalanx.train.expert_load import ExpertLoads
 from phalanx.train.feed import Feed
 from phalanx.train.guard.guard import Guard, Rewind
 from phalanx.train.milestones import Milestones
 from phalanx.train.peak import peak_flops
+from phalanx.train.profile.window import StepProfile
 from phalanx.train.recorder import Recorder
+from phalanx.train.reference import refer
+from phalanx.train.reports import RunReport
 from phalanx.train.requests import Requests, SaveTimer
 from phalanx.train.restarted import report_restart
 from phalanx.train.resume import Resume
@@ -57,9 +62,6 @@ from phalanx.units import counted
 
 log = logging.getLogger(__name__)
 
-VERIFIED_BYTES = 2**30
-"""Bytes of token shards (about a second's reading) up to which their digests are checked at every start. Larger ones
-are checked block by block while they are read (data/blocks.py)."""
 REFUSAL_S = 60.0
 """Seconds that rank 0 waits for the others in order to tell them that it cannot start."""
 
@@ -83,19 +85,21 @@ def train(job: Job, ranks: Ranks, log_file: Path | None, store: Store | None = N
         devices.keep_freed_memory()
     torch.use_deterministic_algorithms(job.train.deterministic)
     with (
-        Terminal(job.train.steps, visible=ranks.rank == 0) as terminal,
+        Terminal(job if ranks.rank == 0 else None) as terminal,
         logging_to(terminal, job.run.log_level, ranks.rank, log_file, job.run.all_ranks),
+        nullcontext() if ranks.rank or not job.run.report else RunReport(RunDirectory.of(job).path),
+        _tracked(job, ranks, log_file),
         process_group(ranks, device=device, timeout_s=job.run.timeout_s, store=store),
     ):
         logs = on_rank_zero(lambda: str(log_file.parents[1]) if log_file else "")  # or the error of `refuse`
         copy = log_file_of(Path(logs), ranks) if logs and not log_file else None
-        with copied_to(copy), error_copied_to(copy):
+        with copied_to(copy), error_copied_to(copy), device_budget(job.run.device_budget_mib) as peaks:
             watch(job, ranks, log_file)
-            trainer = Trainer(job, ranks, device, StopRequest(), terminal)
-            with trainer.stop:  # from here on there is something to save
+            trainer = Trainer(job, ranks, device, StopRequest())
+            with trainer.stop, terminal.live(RunDirectory.of(job).path):  # from here on there is something to save
                 summary = trainer.run()
     heartbeat.enter(Phase.DONE)
-    return summary
+    return {**summary, **peaks}
 
 
 def refuse(job: Job, ranks: Ranks, error: PhalanxError, store: Store | None = None) -> None:
@@ -109,6 +113,14 @@ def refuse(job: Job, ranks: Ranks, error: PhalanxError, store: Store | None = No
         device = devices.choose(job.cluster.device, ranks.local_rank)
         with process_group(ranks, device=device, timeout_s=min(REFUSAL_S, job.run.timeout_s), store=store):
             on_rank_zero(fail)
+
+
+def _tracked(job: Job, ranks: Ranks, log_file: Path | None) -> AbstractContextManager[object]:
+    """Returns what sends the run's metrics to its trackers, on rank 0. It ends after the process group, so that no rank
+    waits for a tracker."""
+    if ranks.rank or not job.run.trackers:
+        return nullcontext()
+    return Trackers(job, RunDirectory.of(job).path, log_file and log_file.parent, log.warning)
 
 
 def log_file_of(attempt: Path, ranks: Ranks) -> Path | None:
@@ -125,35 +137,39 @@ def log_file_of(attempt: Path, ranks: Ranks) -> Path | None:
 class Trainer:
     """One rank's part in a run: the constructor sets everything up, `run` is the loop."""
 
-    def __init__(self, job: Job, ranks: Ranks, device: torch.device, stop: StopRequest, terminal: Terminal):
-        self.job, self.ranks, self.device, self.stop, self.terminal = job, ranks, device, stop, terminal
+    def __init__(self, job: Job, ranks: Ranks, device: torch.device, stop: StopRequest):
+        self.job, self.ranks, self.device, self.stop = job, ranks, device, stop
         agree_on_job(job, device)
         self.directory = RunDirectory.of(job)
         self.batch = batch_equation.solve(job.train.global_batch, job.layout)
         self.mesh: Mesh = meshes.build(job.layout, device.type)
-        shards = Path(on_rank_zero(self._find_data))
+        shards = Path(on_rank_zero(lambda: str(find_shards(job.data))))
         require_shared(self.directory, shards, ranks)
         index = open_same_shards(shards)
         damaged = damaged_samples(job, shards, index)
 
-        def data(split: str) -> TokenData:
-            options = {"document_mask": job.data.document_mask, "damaged": damaged.get(split, ())}
-            return TokenData(shards, split, job.model.seq_len, **options)
+        def data(split: str) -> ShardData:
+            return open_split(shards, split, job.model.seq_len, job.data, damaged.get(split, ()))
 
         self.train_data = data("train")
         self.val_data = data("val") if job.train.eval_samples else None
-        on_rank_zero(self._copy_tokenizer)
-        self._log_start(index.vocab_size)
-        self.stepper = Stepper(job, self.mesh, device, index.vocab_size)
-        self.state = TrainState(self.stepper, index.fingerprint, index.vocab_size)
+        on_rank_zero(lambda: start.keep_tokenizer(job, self.train_data, self.directory))
+        vocab_size = on_rank_zero(lambda: start.vocabulary_of(job, self.directory, index.vocab_size))
+        self._log_start(vocab_size)
+        self.stepper = Stepper(job, self.mesh, device, vocab_size)
+        self.state = TrainState(self.stepper, index.fingerprint, vocab_size)
         self.milestones = Milestones.of(job)
         self.save_timer = SaveTimer(0 if ranks.rank else job.checkpoint.every_minutes)
         self.saving = Saving(self.state, self.directory.checkpoints, stop)
         self.resume = Resume(job, ranks, self.directory)
-        self._resume()
+        splits = [self.train_data, self.val_data]
+        started = refer(self.stepper, self.directory, index.fingerprint, splits, stop, self._start)
+        if not self._resume() and not started:
+            self._start()
+        self.profile = StepProfile(self.stepper, self.directory, ranks.rank, self.state.step)
         self.first_step = self.state.step
-        per_node = max(1, job.layout.processes // job.cluster.nodes)
-        self.peak = peak_flops(job.cluster, device, DTYPES[job.train.precision], per_node)
+        self.per_node = max(1, job.layout.processes // job.cluster.nodes)
+        self.peak = peak_flops(job.cluster, device, DTYPES[job.train.precision], self.per_node)
         if self.peak.flops:
             log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", self.peak.flops / 1e12, self.peak.source)
         else:
@@ -168,7 +184,9 @@ class Trainer:
         with self._recorder() as recorder, self.saving:
             peak = {"peak_flops": self.peak.flops, "peak_source": self.peak.source, "peak_spread": self.peak.spread}
             layout = self.job.layout
-            recorder.rows.write("start", step=state.step, layout=layout.line(), devices=layout.world, **peak)
+            facts = {"devices": layout.world, "device": self.device.type, "vocab_size": self.state.vocab_size}
+            recorder.rows.write("start", step=state.step, layout=layout.line(), **facts, **peak)
+            self.saving.written = recorder.checkpoint
             self.guard = self._guard(recorder)
             while True:
                 try:
@@ -179,7 +197,9 @@ class Trainer:
             self._report(recorder, driver, experts)
             with heartbeat.within(Phase.SAVE):
                 self.saving.finish_uploads()
-        if stops and state.step < milestones.last:
+            stopped = stops and state.step < milestones.last
+            recorder.end(state.step, *(("stopped", self.stop.reason) if stopped else ("finished",)))
+        if stopped:
             reason = on_rank_zero(lambda: self.stop.reason)
             raise StoppedError(
                 f"stopped {reason} at step {state.step} of {milestones.last}, with a checkpoint in "
@@ -201,8 +221,10 @@ class Trainer:
                 first=state.step,
                 guard=self.guard,
             )
-            heartbeat.training(state.step, work=self.mesh.coordinates["pp"])
-            for number, step in self._with_advice(driver.steps()):
+            limit = devices.memory_limit(self.device, self.per_node)
+            heartbeat.training(state.step, work=self.mesh.coordinates["pp"], memory_limit=limit)
+            steps = self.profile.around(self._with_advice(driver.steps()), state.step, recorder.meter)
+            for number, step in steps:
                 state.advance(number, self.batch.global_batch)
                 heartbeat.steps_done(number)
                 self.saving.poll()
@@ -240,6 +262,7 @@ class Trainer:
         """Goes back to the newest checkpoint, or without one to the beginning."""
         if not self._resume():
             self.state.restart()
+            self._start()
             log.warning("no checkpoint: starting again from the initial weights")
         if rewind.samples is not None:
             self.state.samples = rewind.samples
@@ -259,7 +282,7 @@ class Trainer:
         # A process is a device: the replicas of data_parallel=threads share one, and its peak.
         meter = metrics.Meter(tokens, flops / job.layout.processes, self.peak.flops, job.layout.processes)
         path = self.directory.metrics if self.ranks.rank == 0 else None
-        return Recorder(path, meter, self.milestones, self.terminal, self.device)
+        return Recorder(path, meter, self.milestones, self.device)
 
     def _feed(self, meter: metrics.Meter) -> Feed:
         first_step, first_sample = self.state.step, self.state.samples
@@ -285,20 +308,7 @@ class Trainer:
         )
 
     def _lr(self, step: int) -> float:
-        return learning_rate.at_step(step, self.job.optimizer, self.job.train.steps, self.batch.global_batch)
-
-    def _find_data(self) -> str:
-        """Returns the folder of the job's token shards, built if missing, with their digests checked."""
-        shards = prepare(self.job.data)
-        size = sum(file.stat().st_size for file in shards.glob("*.bin"))
-        open_shards(shards, verify=size <= VERIFIED_BYTES and self.job.data.on_corruption == "stop")
-        return str(shards)
-
-    def _copy_tokenizer(self) -> None:
-        """Copies the tokenizer, so that text can be generated without the training data."""
-        with self.directory.writing():
-            self.directory.path.mkdir(parents=True, exist_ok=True)
-            self.train_data.tokenizer.save(self.directory.path)
+        return learning_rate.at_step(step, self.job.optimizer, self.state.schedule_end.step, self.batch.global_batch)
 
     def _resume(self) -> bool:
         """Loads the newest checkpoint that is whole. Returns whether there is one."""
@@ -308,13 +318,24 @@ class Trainer:
             return False
         self.saving.resumed(path)
         log.info("resumed at step %d from %s", self.state.step, path)
+        if message := self.state.schedule_end.message:
+            log.warning("%s", message)
         return True
+
+    def _start(self) -> None:
+        """Takes over the weights that the job names, if it does."""
+        start.begin(self.job, self.state, self.train_data.tokenizer, reports=self.ranks.rank == 0)
 
     def _log_start(self, vocab: int) -> None:
         job, model = self.job, self.job.model
         log.info("run: %s  layout: %s  precision: %s", self.directory.path, job.layout.line(), job.train.precision)
-        log.info("model: %s parameters, %d layers, vocabulary %d", f"{count(model, vocab):,}", model.n_layers, vocab)
+        layers = counted(model.n_layers, "layer")
+        log.info("model: %s parameters, %s, vocabulary %d", f"{count(model, vocab):,}", layers, vocab)
+        if lora := model.lora.rank:
+            log.info("adapters: rank %d beside %s, training %s", lora, model.lora.targets, trained_text(model, vocab))
         log.info("batch: %s; %s training samples", self.batch.equation(), f"{self.train_data.sample_count:,}")
+        if isinstance(self.train_data, ConversationData):
+            log.info("data: %s", self.train_data.facts.line())
 
     def _validate(self, recorder: Recorder) -> bool:
         """Validates. Returns whether a request to stop came meanwhile, which ends the validation without a result."""
@@ -331,10 +352,11 @@ class Trainer:
         tensors = (self.stepper.tensors(micro, self.state.step, validates=True) for micro in batches)
         with self.mesh.ledger.untracked():
             loss = validation_loss(self.stepper.replica, self.mesh, tensors, self.device, lambda: self.stop.requested)
+            pairs = pair_facts(self.stepper.replica, self.mesh, self.device)
         if loss is None:
             return True
         self.state.validated(loss)
-        recorder.validation(self.state.step, loss, time.perf_counter() - began)
+        recorder.validation(self.state.step, loss, time.perf_counter() - began, pairs)
         return False
 
     def _save(self, recorder: Recorder, last: bool) -> bool:
@@ -359,6 +381,7 @@ class Trainer:
         if self.state.step == self.first_step:
             return
         recorder.traffic(self.state.step, self.mesh.ledger, self.state.step - self.first_step)
+        recorder.offload(self.state.step, self.stepper.offloaded, self.state.step - self.first_step)
         if staleness := driver.report().get("staleness"):
             recorder.staleness(self.state.step, staleness)
         experts.draw(self.directory)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from phalanx.check.offload import offload_problems, with_offload
 from phalanx.config.job import Job
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_parts import RankParts, StepParts
 from phalanx.errors import RunError
+from phalanx.parallel.offload.budget import BudgetError
 from phalanx.partition import batch
+from phalanx.partition.tiers import Part
 from phalanx.units import gib
 
 REFUSALS = ("can't allocate memory", "DefaultCPUAllocator", "could not create a primitive")
@@ -64,10 +67,11 @@ class Memory:
         largest = max(parts, key=table.__getitem__)
         shown = ", ".join(f"{part} {gib(size)}" for part, size in table.items())
         message = str(error).strip().splitlines() or [type(error).__name__]
-        named = " or ".join(sorted(parts, key=table.__getitem__, reverse=True))
+        words = " or ".join(sorted(parts, key=table.__getitem__, reverse=True))
+        free = error.free if isinstance(error, BudgetError) else _free(self.device)
         return (
-            f"no memory for this rank's {named}: it is predicted to need {shown}, together "
-            f"{gib(sum(table.values()))}; {gib(_free(self.device))} are free; nearest remedy for its {largest}: "
+            f"no memory for this rank's {words}: it is predicted to need {shown}, together "
+            f"{gib(sum(table.values()))}; {gib(free)} are free; nearest remedy for its {largest}: "
             f"{self._remedy(largest)} ({message[0]})"
         )
 
@@ -87,14 +91,24 @@ class Memory:
             if layout.tp > 1 and not layout.sp:
                 return "layout.sp=true"
             micro_batch = batch.solve(self.job.train.global_batch, layout).micro_batch
-            return f"layout.micro_batch={micro_batch // 2}" if micro_batch > 1 else self._more_devices()
+            if micro_batch > 1:
+                return f"layout.micro_batch={micro_batch // 2}"
+            return self._offload("activations") or self._more_devices()
         stage = {"optimizer": 1, "gradients": 2, "parameters": 3}[part]
         if layout.shard_ranks > 1 and layout.zero < stage:
             return f"layout.zero={stage}"
         if layout.dp_replicate > 1:
             stage = max(stage, layout.zero if layout.shard_ranks > 1 else stage)
             return f"layout.dp_replicate=1 layout.dp_shard={layout.data_ranks} layout.zero={stage}"
-        return self._more_devices()
+        return self._offload("parameters" if part == "parameters" else "optimizer") or self._more_devices()
+
+    def _offload(self, part: Part) -> str:
+        """Returns the change that offloads a part too; empty if it leaves the device already, or cannot."""
+        layout = with_offload(part, self.job.layout)
+        problems = offload_problems(replace(self.job, layout=layout))
+        if layout.offload == self.job.layout.offload or any(True for _ in problems):
+            return ""
+        return f"layout.offload={layout.offload}"
 
     def _more_devices(self) -> str:
         layout, model = self.job.layout, self.job.model

@@ -91,10 +91,16 @@ def line(row: dict[str, float], memory: int) -> str:
 
     step: 10 loss: 2.1234 grad_norm: 0.51 lr: 3.0e-04 tps: 9,999 tps_total: 79,992 tflops: 1.23 mfu: 40.1% memory:
     12.3GiB
+
+    Of preference pairs, margin and accuracy of the rewards stand before `tps`.
     """
+    pairs = ""
+    if "reward_margin" in row:
+        pairs = f"margin: {row['reward_margin']:.3f}  accuracy: {row['reward_accuracy']:.1%}  "
     mfu = f"mfu: {row['mfu']:.1%}  " if "mfu" in row else ""
     return (
         f"step: {row['step']:.0f}  loss: {row['loss']:.4f}  grad_norm: {row['grad_norm']:.2f}  lr: {row['lr']:.1e}  "
+        f"{pairs}"
         f"tps: {row['tps']:,.0f}  tps_total: {row['tps_total']:,.0f}  tflops: {_significant(row['tflops'])}  "
         f"{mfu}memory: {gib(memory)}"
     )

@@ -21,27 +21,30 @@ from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
 from phalanx.train.optimizers.rule import Groups, MatrixRule
-
-DTYPES = {1: torch.uint8}
-"""Types of state with a stated number of bytes per element; the rest has the optimizer's precision."""
+from phalanx.train.optimizers.shapes import state_shapes
+from phalanx.train.residence import OnDevice
 
 
 class ShardedOptimizer:
     """The job's optimizer on the parameter shards or on fp32 copies of them."""
 
     def __init__(
-        self, shards: Sequence[ParameterShard], config: Optimizer, bias_rate: float = 0.0, tp: Axis | None = None
+        self,
+        shards: Sequence[ParameterShard],
+        config: Optimizer,
+        bias_rate: float = 0.0,
+        tp: Axis | None = None,
+        residence: OnDevice | None = None,
     ):
         """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step, `tp`
-        the axis of the ranks that hold the other slices, if there are any."""
-        self.shards = shards
+        the axis of the ranks that hold the other slices, if there are any; `residence` is where the state lives."""
+        self.shards, self.residence = shards, residence or OnDevice()
         self.before_write: Callable[[], None] = lambda: None
         """Called before parameters or state change in a step."""
         self.config, self.bias_rate = config, bias_rate
-        self.masters = {
-            f.name: f.value.detach().float().requires_grad_() if needs_master_weights(f.value.dtype) else f.value
-            for f in shards
-        }
+        self.masters = {f.name: self.residence.master(f) for f in shards}
+        self.keeps_masters = any(needs_master_weights(f.value.dtype) for f in shards)
+        """True if masters hold more than the parameters, so that checkpoints need them."""
         self.updates = 0
         # A shard may be empty: another rank of dp_shard then updates all of that parameter.
         trained = [f for f in shards if f.value.numel() and not f.balances]
@@ -70,18 +73,21 @@ class ShardedOptimizer:
         different shards these add up to the square of the global 2-norm. Leaves the gradients unscaled and in the
         optimizer's precision."""
         self.take()
-        if loss_scale != 1:
-            for gradient in self._gradients():
-                gradient.mul_(1 / loss_scale)
-        masters = (self.masters[f.name].grad for f in counted(self.shards))
-        return get_total_norm([gradient for gradient in masters if gradient is not None]).double() ** 2
+        with self.residence.memory():
+            if loss_scale != 1:
+                for gradient in self._gradients():
+                    gradient.mul_(1 / loss_scale)
+            masters = (self.masters[f.name].grad for f in counted(self.shards))
+            return get_total_norm([gradient for gradient in masters if gradient is not None]).double() ** 2
 
     def take(self) -> None:
         """Takes the shards' gradients, in the optimizer's precision."""
+        self.residence.settle()
         for shard in self.shards:
             master = self.masters[shard.name]
             gradient = shard.gradient
-            master.grad = None if gradient is None else gradient.to(master.dtype)
+            with self.residence.memory():
+                master.grad = None if gradient is None else gradient.to(master.dtype)
             if master is not shard.value:
                 shard.gradient = None  # its half-precision memory is no longer needed
 
@@ -90,35 +96,45 @@ class ShardedOptimizer:
         """Clips to the configured norm, updates, and clears the gradients. `norm` is the global norm."""
         self.before_write()
         # Experts with more than the mean load become less likely to be chosen (DeepSeek-V3, section 2.1.2).
-        for bias in self.biases:
-            if bias.grad is not None:
-                bias.add_(bias.grad.sign(), alpha=-self.bias_rate)
-                bias.grad = None  # it takes no part in clipping
-        # Without clipping torch would multiply every gradient by one.
-        if self.config.clip and norm + 1e-6 > self.config.clip:
-            clip_grads_with_norm_(self.masters.values(), self.config.clip, norm)
+        with self.residence.memory():
+            for bias in self.biases:
+                if bias.grad is not None:
+                    bias.add_(bias.grad.sign(), alpha=-self.bias_rate)
+                    bias.grad = None  # it takes no part in clipping
+            # Without clipping torch would multiply every gradient by one.
+            if self.config.clip and norm + 1e-6 > self.config.clip:
+                clip_grads_with_norm_(self.masters.values(), self.config.clip, norm)
         for group in self.rule.param_groups:
             group["lr"] = lr
-        self.rule.step()
+        self.residence.update(self.rule, self._pairs())
         self.updates += 1
-        self.write()
         self.clear()
 
     @torch.no_grad()
     def write(self) -> None:
         """Copies the master weights to the shards, where they are copies."""
-        for shard in self.shards:
-            if self.masters[shard.name] is not shard.value:
-                shard.value.copy_(self.masters[shard.name])
+        self.residence.write(self._pairs())
+
+    def _pairs(self) -> list[tuple[ParameterShard, Tensor]]:
+        return [(shard, self.masters[shard.name]) for shard in self.shards]
 
     @torch.no_grad()
     def restart(self) -> None:
         """Adopts the shards' values and forgets all updates."""
         self.updates = 0
         self.rule.state.clear()
-        for shard in self.shards:
-            if self.masters[shard.name] is not shard.value:
-                self.masters[shard.name].copy_(shard.value)
+        self._adopt()
+
+    def reload(self) -> None:
+        """Adopts the shards' values that were loaded, where masters are mere copies of them."""
+        if not self.keeps_masters:
+            self._adopt()
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        for shard, master in self._pairs():
+            if master is not shard.value:
+                master.copy_(shard.value)
 
     def clear(self) -> None:
         """Discards the gradients."""
@@ -165,30 +181,30 @@ class ShardedOptimizer:
                 for kind in self.kinds_of(shard):
                     own = self.state_of(shard, kind.kind)
                     # An empty shard, or one that is not trained, gets state of its own size.
-                    tensors[kind.kind][shard.name] = self._zeros(shard, kind) if own is None else own
-        if any(self.masters[f.name] is not f.value for f in self.shards):
+                    tensors[kind.kind][shard.name] = self._zeros(shard, kind.kind) if own is None else own
+        if self.keeps_masters:
             tensors[MASTER] = {name: master.detach() for name, master in self.masters.items()}
         return tensors
 
     @torch.no_grad()
     def make_state(self, updates: int) -> dict[str, dict[str, Tensor]]:
-        """Returns the tensors of state_tensors, with zeros in the optimizer's own, for a checkpoint after `updates`
-        updates to fill."""
+        """Returns the tensors of state_tensors for a checkpoint after `updates` updates to fill: the optimizer's own
+        are zero, or in files whatever was there."""
         self.updates = updates
         for shard in self.shards:
             master = self.masters[shard.name]
             if updates and master.numel():
-                kept = {kind.kind: self._zeros(shard, kind) for kind in self.kinds_of(shard)}
-                self.rule.state[master] = {"step": torch.tensor(float(updates), device=master.device), **kept}
+                kept = self.residence.kept(shard)
+                with self.residence.memory():
+                    kept = kept or {kind.kind: self._zeros(shard, kind.kind) for kind in self.kinds_of(shard)}
+                    self.rule.state[master] = {"step": torch.tensor(float(updates), device=master.device), **kept}
         return self.state_tensors()
 
-    def _zeros(self, shard: ParameterShard, kind: StateKind) -> Tensor:
+    def _zeros(self, shard: ParameterShard, kind: str) -> Tensor:
         """Returns a tensor of a shard's state, of zeros: (elements / block,), or of the shard's shape."""
         master = self.masters[shard.name]
-        dtype = DTYPES[kind.bytes] if kind.bytes else master.dtype
-        if kind.block == 1:
-            return torch.zeros_like(master, dtype=dtype, requires_grad=False)
-        return torch.zeros(master.numel() // kind.block, dtype=dtype, device=master.device)
+        shape, dtype, _ = state_shapes(self.config, shard, master.dtype)[kind]
+        return torch.zeros(shape, dtype=dtype, device=master.device)
 
     def _gradients(self) -> list[Tensor]:
         return [master.grad for master in self.masters.values() if master.grad is not None]

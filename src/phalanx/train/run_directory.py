@@ -1,6 +1,7 @@
 """A run's directory: its contents, its lock, and whether a job may resume in it. Imports no torch.
 
 config.yaml command.txt env.json metrics.jsonl logs/attempt_k/rank_r/ checkpoints/step-000100/ latest experts.svg
+trackers/ report.html loss.svg
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 import phalanx
 from phalanx.check.load import LoadedJob
 from phalanx.check.show import as_yaml
+from phalanx.check.start import KEPT
 from phalanx.checkpoint.files import set_aside
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.meta import job_of
@@ -29,6 +31,7 @@ from phalanx.checkpoint.validity import newest_valid
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.data.files import open_regular, write_atomic
+from phalanx.data.template import TEMPLATE_FILES
 from phalanx.echo import echo, shortened
 from phalanx.errors import CheckpointError, JobError, RunError
 from phalanx.train import run_lock
@@ -36,9 +39,12 @@ from phalanx.train.facts import extension_facts
 
 log = logging.getLogger(__name__)
 
+NOT_OF_STRUCTURE = ("model.preset", "model.from", "model.dropout")
+"""Fields of the model that may differ from those of a checkpoint."""
 STRUCTURE = (
-    *(path for path in leaves() if path.startswith("model.") and path not in ("model.preset", "model.dropout")),
+    *(path for path in leaves() if path.startswith("model.") and path not in NOT_OF_STRUCTURE),
     *(f"data.{name}" for name in ("corpus", "text_field", "tokenizer", "bpe_vocab", "val_fraction", "limit_mb")),
+    *(f"data.{name}" for name in ("template", "packing", "too_long")),
     "data.random_tokens",
     "data.random_vocab",
     "optimizer.name",
@@ -47,9 +53,13 @@ STRUCTURE = (
 )
 """Fields that must equal those of a checkpoint for a job to resume from it. Others may change between attempts."""
 
+REFERENCE = "reference.safetensors"
+"""The reference log-probabilities of preference tuning (train/reference.py)."""
+
 ENTRIES = (
     *("config.yaml", "command.txt", "env.json", "metrics.jsonl", "logs", "checkpoints", "latest"),
-    *("tokenizer.json", "experts.svg", run_lock.LOCK),
+    *("tokenizer.json", *TEMPLATE_FILES, KEPT, REFERENCE, "experts.svg", "traces", "trackers", run_lock.LOCK),
+    *("report.html", "loss.svg"),
 )
 """Names that a run writes in its directory. None of them may be a link."""
 

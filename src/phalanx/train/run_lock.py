@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import secrets
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def locked(directory: Path, *, fresh: bool = False) -> Iterator[Path | None]:
 def _take(directory: Path) -> int:
     """Locks the directory's lock file and returns its descriptor."""
     while True:
-        directory.mkdir(parents=True, exist_ok=True)
+        _make(directory)
         try:
             descriptor = open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT)
         except FileNotFoundError:
@@ -117,6 +118,19 @@ def _take(directory: Path) -> int:
             os.close(descriptor)
             raise
         _release(descriptor)  # it is the lock of a directory that was renamed in the meantime
+
+
+def _make(directory: Path) -> None:
+    """Creates the directory if it does not exist, also while another process renames it.
+
+    `mkdir` with `exist_ok` fails if the directory is there when it is created and gone when it is looked at.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        with suppress(FileNotFoundError):  # renamed: whoever opens the lock file finds out and comes back
+            if not stat.S_ISDIR(directory.lstat().st_mode):
+                raise
 
 
 def _lock(descriptor: int, directory: Path) -> None:

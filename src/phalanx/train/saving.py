@@ -22,6 +22,7 @@ from phalanx.checkpoint.writer import Order, Writer
 from phalanx.comm.agree import on_rank_zero
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, SupersededError
 from phalanx.launch.watchdog import heartbeat
+from phalanx.parallel.offload.state_file import will_read
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopRequest
 from phalanx.units import seconds as as_time
@@ -56,6 +57,8 @@ class Saving:
             run, timeout_s = state.stepper.job.run.name, self.options.timeout_s
             self.mirror = Mirror(self.options.remote, run, root, self.world.rank, self.world.size, timeout_s)
         self.writer: Writer | None = None
+        self.written: Callable[[int, Path, float, float], None] = lambda *_: None
+        """Takes step, path, seconds and the seconds that training waited, of each checkpoint that is whole."""
         self.told = True
         self.last = False
         self.blocked = 0.0
@@ -117,9 +120,14 @@ class Saving:
         return self.blocked
 
     def hold(self) -> None:
-        """Waits until the state may change: a copy of it may still be made."""
+        """Waits until the state may change: a copy of it may still be made, or what is in files still be written."""
         began = time.perf_counter()
         self.snapshot.hold()
+        while self.snapshot.borrows and (writer := self.writer) and not writer.wait_read(_LONGEST_PAUSE_S):
+            heartbeat.beat()
+            if writer.hangs:
+                writer.abandon()
+                break
         self.blocked += time.perf_counter() - began
 
     def finish(self) -> None:
@@ -150,6 +158,7 @@ class Saving:
                         "step: %d  checkpoint: %s  (%s, training waited %s)",
                         *(writer.order.step, writer.path, as_time(writer.seconds), as_time(self.blocked)),
                     )
+                    self.written(writer.order.step, writer.path, writer.seconds, self.blocked)
                 self.upload(writer.order.step, writer.order.token)
         elif writer.hangs:
             writer.abandon()
@@ -254,6 +263,7 @@ class Saving:
 
         def check(part: Part) -> None:
             self.snapshot.wait(last[part.tensor])
+            will_read(part.value)
             if not is_finite(part.value):
                 raise NotFiniteError(_not_saved(step, part.tensor))
 

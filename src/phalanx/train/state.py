@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from phalanx.blocks.parameters import parameter_shapes
+from phalanx.blocks.lora import is_adapter
+from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.check.show import as_dict
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.meta import require_resumable
+from phalanx.checkpoint.meta import job_of, require_resumable
 from phalanx.checkpoint.parts import HeldTensor, Share, held, is_finite, shares
 from phalanx.checkpoint.reader import Reader
 from phalanx.checkpoint.validity import check, check_digests
@@ -21,8 +22,10 @@ from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.entry import MASTER
 from phalanx.optimizers.facts import kinds
+from phalanx.parallel.offload.host import on_host
 from phalanx.train.facts import extension_facts
 from phalanx.train.guard.history import History
+from phalanx.train.schedule_end import ScheduleEnd, end_of, resumed_end
 from phalanx.train.step import Stepper
 
 
@@ -42,11 +45,14 @@ class TrainState:
     """The last validation loss."""
     val_step: int | None = None
     """Steps done when it was measured."""
+    schedule_end: ScheduleEnd = field(init=False)
+    """Where the learning rate reaches its minimum."""
     history: History = field(init=False)
     """The guard's record of recent steps."""
 
     def __post_init__(self) -> None:
         self.history = History(self.stepper.job.guard)
+        self.schedule_end = ScheduleEnd(end_of(self.stepper.job))
 
     def advance(self, step: int, global_batch: int) -> None:
         """Records that `step` steps are done, each over `global_batch` sequences since the last call."""
@@ -65,7 +71,7 @@ class TrainState:
         """Returns the names of all tensors of the state on all ranks, the parameters first."""
         stepper = self.stepper
         names = parameter_shapes(stepper.job.model, self.vocab_size)
-        own = kinds(stepper.job.optimizer, names)
+        own = kinds(stepper.job.optimizer, trained_shapes(stepper.job.model, self.vocab_size))
         every = [*own, MASTER, *(stepper.sync.state_tensors() if stepper.sync else ())]
         prefixes = ["", *(f"{kind}/" for kind in every)]
         prefixes += [_of_replica(replica, kind) for replica in range(1, self.replicas) for kind in own]
@@ -84,12 +90,51 @@ class TrainState:
         self.step, self.samples = manifest.step, meta["samples"]
         self.val_loss, self.val_step = meta["val_loss"], meta["val_step"]
         self.history.load_state(meta["guard"])
+        job = self.stepper.job
+        self.schedule_end = resumed_end(job, job_of(manifest), self.step, meta.get("schedule_end"))
+
+    def start_from(self, source: Reader) -> None:
+        """Takes over the parameters of another run or program, together with all other ranks: each reads the boxes that
+        it holds. The optimizer, and everything else of the state, is that of a new run.
+
+        Raises CheckpointError on all ranks if parameters are missing, extra or of another shape;
+        DamagedCheckpointError if what any rank reads is damaged or holds NaN."""
+        stepper = self.stepper
+        with source:
+            on_every_rank(lambda: self._take_over(source))
+            stepper.reload()  # all copies of the parameters
+            stepper.optimizer.restart()
+            on_every_rank(lambda: self._take_over_masters(source))
+        stepper.reload()
+
+    def _take_over(self, source: Reader) -> None:
+        world, manifest = self.stepper.mesh.axis("world"), source.manifest
+        if self.stepper.job.checkpoint.verify:
+            digests = sorted(name for name, file in manifest.files.items() if file.digest)
+            check_digests(manifest, digests[world.rank :: world.size])
+        shapes = parameter_shapes(self.stepper.job.model, self.vocab_size)
+        source.require({name: shape for name, shape in shapes.items() if self._is_there(name, source)})
+        shards = [shard for shard in self.stepper.replica.shards if self._is_there(shard.whole_name, source)]
+        _fill_all(held(shards, {f.name: f.value for f in shards}), source)
+
+    def _is_there(self, name: str, source: Reader) -> bool:
+        """Returns whether a run takes a parameter over: of adapters that begin, none."""
+        return not is_adapter(name) or name in source.manifest.tensors
+
+    def _take_over_masters(self, source: Reader) -> None:
+        """Fills master weights with what the parameters of a half precision were rounded from."""
+        optimizer = self.stepper.optimizer
+        masters = optimizer.state_tensors().get(MASTER, {})
+        prefix = f"{MASTER}/" if f"{MASTER}/{next(iter(source.names()))}" in source.manifest.tensors else ""
+        places = [shard for shard in optimizer.places(MASTER) if self._is_there(shard.whole_name, source)]
+        _fill_all(held(places if masters else (), masters, prefix), source)
 
     def restart(self) -> None:
         """Returns to the beginning of the run."""
         self.stepper.restart()
         self.step, self.samples, self.val_loss, self.val_step = 0, 0, None, None
         self.history.restart()
+        self.schedule_end = ScheduleEnd(end_of(self.stepper.job))
 
     @property
     def replicas(self) -> int:
@@ -110,6 +155,7 @@ class TrainState:
             "val_loss": self.val_loss,
             "val_step": self.val_step,
             "guard": self.history.state(),
+            "schedule_end": self.schedule_end.step,
             "extensions": extension_facts(),
         }
 
@@ -155,18 +201,23 @@ class TrainState:
             for kind, of_kind in sync.state_tensors().items() if sync else ():
                 if _all_there(kind, (f.whole_name for f in optimizer.shards), set(tensors.names())):
                     state += held(optimizer.shards, of_kind, f"{kind}/")
-            for tensor in state:
-                heartbeat.beat()
-                _fill(tensor, tensors)
+            _fill_all(state, tensors)
+
+
+def _fill_all(state: Iterable[HeldTensor], tensors: Reader) -> None:
+    for tensor in state:
+        heartbeat.beat()
+        fill(tensor, tensors)
 
 
 @torch.no_grad()
-def _fill(tensor: HeldTensor, tensors: Reader) -> None:
+def fill(tensor: HeldTensor, tensors: Reader) -> None:
     """Reads this rank's elements of a tensor of the state; padding becomes zero."""
     if tensor.shard.tensor_slice.padding:
         tensor.value.zero_()
     for part in tensor.parts():
-        found = tensors.read(part.tensor, part.box)
+        with on_host():
+            found = tensors.read(part.tensor, part.box)
         if not is_finite(found):
             raise DamagedCheckpointError(f"checkpoint {tensors.manifest.path}: {part.tensor} holds NaN or infinity")
         part.value.copy_(found)

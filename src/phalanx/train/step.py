@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -21,16 +23,23 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply, initialise
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.offload.host import Host
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.precision import DTYPES, LossScale
+from phalanx.parallel.preferences import PairFacts
 from phalanx.partition.sequence import rank_positions
+from phalanx.partition.tiers import HOST, is_offloaded, named, tier_of
+from phalanx.train.in_files import InFiles
 from phalanx.train.memory import Memory
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests
+from phalanx.train.residence import OnDevice, OnHost
 from phalanx.train.sync.diloco import DiLoCo
 from phalanx.train.sync.local import LocalSGD
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,8 @@ class Step:
     grad_norm: float
     requests: Requests = NO_REQUESTS
     """Requests of any rank; independent replicas know them only when they synchronize."""
+    pairs: PairFacts | None = None
+    """Of preference pairs: rewards, margin and accuracy, over the global batch."""
 
 
 @dataclass
@@ -55,7 +66,8 @@ class Computed:
     square: Tensor
     """The square of the gradients' norm: of this rank's until the step is settled, then of all ranks'."""
     status: Tensor
-    """Loss, squared norm and requests, (3,) in fp64: the sums over all ranks once `everywhere` has arrived."""
+    """Loss, squared norm and requests, (3,) in fp64, and with preference pairs the sums of these, (7,): over all ranks
+    once `everywhere` has arrived."""
     everywhere: Pending
 
     def settle(self) -> None:
@@ -66,7 +78,7 @@ class Computed:
     @property
     def loss(self) -> float:
         """The mean loss over the batch, of a settled step."""
-        return (self.status[0] / self.tokens).item()
+        return (self.status[0] / (self.tokens or 1)).item()
 
     @property
     def grad_norm(self) -> float:
@@ -77,6 +89,11 @@ class Computed:
     def requests(self) -> Requests:
         """The requests of any rank, of a settled step."""
         return Requests.decode(self.status[2].item())
+
+    @property
+    def pairs(self) -> PairFacts | None:
+        """The facts of preference pairs, of a settled step; None of other data."""
+        return PairFacts.of(self.status[3:]) if len(self.status) > 3 else None
 
 
 class Stepper:
@@ -89,17 +106,24 @@ class Stepper:
             model = Transformer(job.model, vocab_size).to(dtype)
         self.routing = model.routing
         self.memory = Memory(job, device, vocab_size, mesh.coordinates["pp"])
+        self.host = Host(device)
         with self.memory.allocating("parameters"):
-            self.replica = apply(model, job, mesh, device)
-        shards = self.replica.shards
+            self.replica = apply(model, job, mesh, device, self.host)
+        shards = self.trained = [shard for shard in self.replica.shards if not shard.frozen]
         if job.layout.sync == "asp":
             # The first replica's ranks hold the server's parameters beside those they compute with.
             serves = mesh.coordinates["dp_replicate"] == 0
             shards = [_copy(shard) for shard in shards] if serves else []
         if isinstance(self.replica.runner, PipeDream):
             shards = [_copy(shard) for shard in shards]  # it computes with older versions
+        level = logging.INFO if mesh.axis("world").rank == 0 else logging.DEBUG
         with self.memory.allocating("optimizer"):
-            self.optimizer = ShardedOptimizer(shards, job.optimizer, job.model.moe.bias_rate, mesh.axis("tp"))
+            residence = self._residence(shards, level)
+            self.optimizer = ShardedOptimizer(
+                shards, job.optimizer, job.model.moe.bias_rate, mesh.axis("tp"), residence
+            )
+        if isinstance(residence, OnHost):
+            self.replica.offload(residence.move)
         self.loss_scale = LossScale(dtype)
         runner = self.replica.runner
         self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)
@@ -109,6 +133,25 @@ class Stepper:
         if job.layout.sync in ("local_sgd", "diloco"):
             kind = LocalSGD if job.layout.sync == "local_sgd" else DiLoCo
             self.sync = kind(job, mesh, self.optimizer, device)
+
+    def _residence(self, shards: Sequence[ParameterShard], level: int) -> OnDevice:
+        """Returns where the state of the optimizer of these shards lives, logged at `level`."""
+        layout = self.job.layout
+        beside = is_offloaded(layout, "parameters")
+        match tier_of(layout, "optimizer"):
+            case "device":
+                if layout.offload_to != HOST and self.mesh.axis("world").rank == 0:
+                    log.warning(
+                        "layout.offload_to=%s is not used: layout.offload=%s leaves optimizer state on the device",
+                        *(layout.offload_to, layout.offload),
+                    )
+                return OnDevice()
+            case "host":
+                log.log(level, "offload: optimizer state and its update on the host")
+                return OnHost(self.host, beside=beside)
+            case "disk":
+                folder, world = Path(layout.offload_to).expanduser().absolute(), self.mesh.axis("world")
+                return InFiles(self.host, folder, self.job.optimizer, shards, world, level, beside=beside)
 
     def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: float) -> Tensor:
         """Runs forward and backward over this rank's micro-batches. Returns the loss summed over them, in fp64.
@@ -120,8 +163,9 @@ class Stepper:
             return self.replica.gradients(tensors, self.factor(global_tokens))
 
     def factor(self, global_tokens: float) -> float:
-        """Returns the factor of a backward pass's loss, summed over tokens, and passes it to the routers' penalties."""
-        self.routing.factor = self.loss_scale.value / global_tokens
+        """Returns the factor of a backward pass's loss, summed over tokens, and passes it to the routers' penalties.
+        Without a valid token there is no loss, and nothing to divide."""
+        self.routing.factor = self.loss_scale.value / (global_tokens or 1)
         return self.routing.factor
 
     def step(
@@ -177,7 +221,12 @@ class Stepper:
         self.replica.publish()
         self.discard()
         heartbeat.enter(Phase.RECORD)
-        return Step(mean, grad_norm, requests)
+        return Step(mean, grad_norm, requests, computed.pairs)
+
+    @property
+    def offloaded(self) -> dict[str, int]:
+        """Bytes copied between the tiers of memory so far, by direction; empty if nothing is offloaded."""
+        return {**vars(self.host.copied), **self.optimizer.residence.moved} if named(self.job.layout) else {}
 
     def discard(self) -> None:
         """Discards the gradients."""
@@ -187,8 +236,8 @@ class Stepper:
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
         """Starts summing loss, squared gradient norm and requests over the ranks.
 
-        Returns the square of the norm of this rank's gradients, the tensor (3,) that becomes the three sums, and the
-        pending collective. The gradients then belong to the optimizer."""
+        Returns the square of the norm of this rank's gradients, the tensor that becomes the sums, and the pending
+        collective. The gradients then belong to the optimizer."""
         with self.memory.allocating("gradients"):
             # torch's norm of no gradients is on the CPU.
             square = self.optimizer.square_norm(self.loss_scale.value).to(loss.device)
@@ -197,6 +246,8 @@ class Stepper:
         first_replica = self.independent_replicas > 1 or self.mesh.coordinates["dp_replicate"] == 0
         counted = square * (math.nan if requests.void else first_replica)
         status = torch.stack((loss * self.mesh.owns_loss, counted, loss.new_tensor(requests.encode())))
+        if pairs := self.replica.objective.pairs:
+            status = torch.cat((status, pairs.take(status) * self.mesh.owns_loss))
         return square, status, self._reduce(status)
 
     def restart(self) -> None:
@@ -208,10 +259,11 @@ class Stepper:
     @torch.no_grad()
     def reload(self) -> None:
         """Adopts the parameters and optimizer state loaded from a checkpoint, on every rank."""
-        self.replica.publish()
+        self.replica.publish(frozen=True)
+        self.optimizer.reload()
         if self.sync:
             self.sync.reload()
-        for own, shard in zip(self.optimizer.shards, self.replica.shards, strict=False):
+        for own, shard in zip(self.optimizer.shards, self.trained, strict=False):
             if own is not shard:
                 own.value.copy_(shard.value)
         if isinstance(self.replica.runner, PipeDream):
@@ -226,6 +278,7 @@ class Stepper:
         documents = None
         if micro.documents is not None:
             documents = torch.from_numpy(micro.documents).to(self.device, non_blocking=True)
+        reference = None if micro.reference is None else torch.from_numpy(micro.reference).to(self.device)
         seq_len = tokens.shape[1]
         if places is not None:
             tokens, targets = tokens[:, places], targets[:, places]
@@ -238,7 +291,7 @@ class Stepper:
             noise = Noise(
                 self.job.train.seed, step, samples, heads=part, tokens=tokens_here, places=places, seq_len=seq_len
             )
-        return MicroTensors(tokens, targets, noise, places, documents)
+        return MicroTensors(tokens, targets, noise, places, documents, reference)
 
     def _places(self, slices: int) -> Tensor | None:
         """Returns the positions of this rank's tokens of every sequence; None if it has all."""
@@ -250,7 +303,7 @@ class Stepper:
     def name_first(self, bad: int | None) -> str:
         """Returns ", first in NAME" for the first shard that any rank calls `bad`, if there is one. A collective."""
         names = list(parameter_shapes(self.job.model, self.vocab_size))
-        place = 0 if bad is None else len(names) - names.index(self.replica.shards[bad].whole_name)
+        place = 0 if bad is None else len(names) - names.index(self.trained[bad].whole_name)
         first = torch.tensor([place], device=self.device)
         self._reduce(first, torch.distributed.ReduceOp.MAX).wait()
         return f", first in {names[len(names) - int(first.item())]}" if first.item() else ""

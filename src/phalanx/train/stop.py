@@ -2,16 +2,50 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
+import threading
 import time
+from collections.abc import Sequence
 from types import FrameType
 
 from phalanx.launch.grace import grace_left
 from phalanx.launch.supervisor import SAME_REQUEST_S
 
+log = logging.getLogger(__name__)
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+class Answers:
+    """Tells the user at once that a signal has come: the handler itself runs only when the main thread has returned
+    from its C code, which may take a step."""
+
+    def __init__(self, numbers: Sequence[int]):
+        self._numbers = set(numbers)
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._answer, name="phalanx-answers", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the answers."""
+        signal.set_wakeup_fd(self._before)
+        os.close(self._write)
+        self._thread.join()
+        os.close(self._read)
+
+    def _answer(self) -> None:
+        answered = False
+        while numbers := os.read(self._read, 16):
+            if not answered and (known := [number for number in numbers if number in self._numbers]):
+                answered = True
+                name = signal.Signals(known[0]).name
+                again = "; Ctrl-C again ends at once" if name == "SIGINT" else ""
+                log.warning("%s: stopping after this step, with a checkpoint%s", name, again)
 
 
 class StopRequest:
@@ -50,9 +84,11 @@ class StopRequest:
         # A signal that is ignored stays so: SIGHUP under nohup.
         taken = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         self.before = {number: signal.signal(number, self._note) for number in taken}
+        self._answers = Answers(taken)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._answers.close()
         for number, handler in self.before.items():
             # Slurm signals every process of a step, and the launcher passes the same request on: with short steps that
             # copy comes when the checkpoint is written, and must not change the exit code.

@@ -103,7 +103,7 @@ class UnflushedSteps:
         unknown, stepper, self.unknown = self.unknown, self.stepper, None
         unknown.everywhere.wait()
         total, square, encoded = unknown.status.tolist()
-        loss, norm = total / unknown.tokens, math.sqrt(square) if square >= 0 else math.nan
+        loss, norm = total / (unknown.tokens or 1), math.sqrt(square) if square >= 0 else math.nan
         if math.isfinite(norm) and math.isfinite(loss):
             stepper.optimizer.step(unknown.lr, unknown.status[1].sqrt())
             self.pipeline.write(unknown.batch + 2, [f.value for f in stepper.optimizer.shards])

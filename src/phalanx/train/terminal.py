@@ -1,55 +1,117 @@
-"""Shows a run: a live bar and log lines on a terminal, plain lines elsewhere, a copy in the rank's own log."""
+"""Shows a run: the live view and log lines on a terminal, plain lines elsewhere, a copy in the rank's own log."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
+from phalanx.config.job import Job
 from phalanx.echo import echo, shortened, visible
+from phalanx.errors import PhalanxError
 from phalanx.launch.outcome import describe
+from phalanx.launch.watchdog import heartbeat
+from phalanx.report.live import LiveView, RunFollower
+from phalanx.report.show import Screen
 from phalanx.train.append import AppendedFile
+
+log = logging.getLogger(__name__)
+
+
+COLOURS = {
+    "step": "red",
+    "loss": "green",
+    "val_loss": "green",
+    "grad_norm": "yellow",
+    "memory": "turquoise2",
+    "tps": "blue",
+    "tps_total": "blue",
+    "tflops": "cyan",
+    "mfu": "magenta",
+}
+"""The colours of a step's line on a terminal, as in torchtitan."""
+_PAIR = re.compile(r"(\w+): [^ ]+")
+_EVERY_S = 1.0  # between two frames of the live view
 
 
 class Terminal:
-    """The live bar of a run on standard error; nothing if that is no terminal. A context manager."""
+    """Standard error of a rank: on a terminal the live view of `job`, with the lines above it; elsewhere plain lines,
+    which they are without a job, too. A context manager."""
 
-    def __init__(self, steps: int, visible: bool):
+    def __init__(self, job: Job | None = None):
         self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.bar = Progress(
-            TextColumn("training"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[shown]}"),
-            TimeRemainingColumn(compact=True),
-            console=self.console,
-            transient=True,
-            disable=not (visible and self.console.is_terminal),
-        )
-        self.task = self.bar.add_task("training", total=steps, shown="")
+        self.job = job
+        self.has_screen = job is not None and job.run.live and Screen(self.console).is_possible
 
     def __enter__(self) -> Terminal:
-        self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.bar.stop()
+        heartbeat.screen(False)
 
-    def step(self, step: int, loss: float, tps: float) -> None:
-        """Moves the bar and shows the loss and the tokens per second per device beside it."""
-        self.bar.update(self.task, completed=step, shown=f"loss: {loss:.4f}  tps: {tps:,.0f}")
+    @contextlib.contextmanager
+    def live(self, directory: Path) -> Iterator[None]:
+        """Shows the live view of the run in `directory` for the length of a `with` block, if this terminal can."""
+        if not self.has_screen:
+            yield
+            return
+        try:
+            follower = RunFollower(directory, self.job)
+            follower.view()
+        except (PhalanxError, OSError, ValueError) as error:
+            log.warning("no live view: %s", error)
+            yield
+            return
+        said = len(follower.nodes.messages)
+
+        def view() -> LiveView:
+            nonlocal said
+            found, messages = follower.view(), follower.nodes.messages
+            for _, line in messages[said:]:
+                self.print(f"phalanx: {line}")  # the launcher leaves it to this rank
+            said = len(messages)
+            return found
+
+        heartbeat.screen(True)
+        try:
+            with Screen(self.console).live(view, _EVERY_S, transient=True):
+                yield
+        finally:
+            heartbeat.screen(False)
 
     def print(self, line: str) -> None:
-        """Prints a line above the bar."""
-        self.console.print(visible(line), markup=False)
+        """Prints a line, above the live view."""
+        line = visible(line)
+        if not self.has_screen:
+            self.console.print(line, markup=False)
+            return
+        text = Text(_packed(line, self.console.width) if line.startswith("step: ") else line)
+        if line.startswith("step: "):
+            for pair in _PAIR.finditer(text.plain):
+                if colour := COLOURS.get(pair[1]):
+                    text.stylize(colour, *pair.span())
+        self.console.print(text, soft_wrap=False)
 
 
-class _AboveTheBar(logging.Handler):
+def _packed(line: str, width: int) -> str:
+    """Returns a line of `key: value` pairs as lines of at most `width` columns, none of which cuts a pair."""
+    found = [""]
+    for pair in line.split("  "):
+        joined = f"{found[-1]}  {pair}" if found[-1] else pair
+        if found[-1] and len(joined) > width:
+            found.append(f"  {pair}")
+        else:
+            found[-1] = joined
+    return "\n".join(found)
+
+
+class _AboveTheView(logging.Handler):
     def __init__(self, terminal: Terminal):
         super().__init__()
         self.terminal = terminal
@@ -85,7 +147,7 @@ def logging_to(terminal: Terminal, level: str, rank: int, file: Path | None, sho
     """Sends the package's log lines to the terminal on rank 0, to standard error on the others, and rank 0's with their
     date to `file`. Other ranks have either a standard error of their own, which is `file`, or share one (file is None):
     then their lines have the rank in front, and unless they are `shown` only critical ones come there."""
-    handler: logging.Handler = _AboveTheBar(terminal) if rank == 0 else logging.StreamHandler(sys.stderr)
+    handler: logging.Handler = _AboveTheView(terminal) if rank == 0 else logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Visible("%(message)s" if rank == 0 or file else f"[rank {rank}] %(message)s"))
     if rank and not file and not shown:
         handler.setLevel(logging.CRITICAL)

@@ -8,40 +8,25 @@ listed in REMARKS.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
+from phalanx.config.families.preset import gpt_kind, llama_kind
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS
 
 
 def gpt(layers: int, width: int, heads: int, vocab: int = 51200, seq: int = 2048, **more: Any) -> ModelConfig:
-    """Returns a GPT-2 kind: LayerNorm, learned positions, GELU, biases, a tied head."""
-    shape = ModelConfig(
-        n_layers=layers, d_model=width, n_heads=heads, vocab_size=vocab, seq_len=seq, activation="gelu_tanh"
-    )
-    return replace(shape, **more)
+    """Returns a GPT-2 kind of `seq` tokens; `more` are other fields."""
+    return gpt_kind(layers, width, heads, vocab=vocab, seq_len=seq, **more)
 
 
 def llama(
     layers: int, width: int, heads: int, kv: int, ff: int, vocab: int, seq: int = 4096, **more: Any
 ) -> ModelConfig:
-    """Returns a Llama kind: RMSNorm, rotary positions, SwiGLU, no biases, an untied head."""
-    shape = ModelConfig(
-        n_layers=layers,
-        d_model=width,
-        n_heads=heads,
-        n_kv_heads=kv,
-        d_ff=ff,
-        vocab_size=vocab,
-        seq_len=seq,
-        norm="rmsnorm",
-        positions="rope",
-        activation="swiglu",
-        bias=False,
-        tied=False,
-    )
-    return replace(shape, **more)
+    """Returns a Llama kind of `seq` tokens; `more` are other fields. Nothing that is predicted depends on the base of
+    its rotary positions."""
+    base = ModelConfig.rope_theta
+    return llama_kind(layers, width, heads, kv_heads=kv, d_ff=ff, vocab=vocab, seq_len=seq, rope_theta=base, **more)
 
 
 def _moe(experts: int, top_k: int, ff: int, shared: int = 0, dense: int = 0) -> MoE:

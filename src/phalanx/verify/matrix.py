@@ -9,6 +9,7 @@ from math import gcd
 
 from phalanx.config.layout import AXES, Layout
 from phalanx.partition.pipeline import is_file
+from phalanx.partition.second_copy import legal_hpz
 from phalanx.schedule.catalogue import SCHEDULES
 
 MATRIX = (
@@ -27,6 +28,10 @@ MATRIX = (
     "dp_shard=4,zero=3",
     "dp_shard=2,zero=3,reshard=false,accumulation=2",
     "dp_shard=2,zero=3,accumulate=sharded,accumulation=2,recompute=full",
+    "dp_shard=4,zero=3,hpz=2,accumulation=2",
+    # layers in tiles
+    "dp_shard=2,zero=3,tiles=2,tile=all,accumulation=2",
+    "dp_shard=2,tp=2,zero=3,sp=true,tiles=2,tile=all,recompute=full",
     # sharded within groups, replicated between them
     "dp_replicate=2,dp_shard=2,zero=1",
     "dp_replicate=2,dp_shard=2,zero=2,accumulate=sharded,accumulation=2",
@@ -118,8 +123,9 @@ def reduced(layout: Layout, max_ranks: int) -> Layout:
 
 
 def _tidy(layout: Layout) -> Layout:
-    """Returns the layout with cp_ulysses and ep that divide their axes, and without settings of absent techniques."""
+    """Returns the layout with cp_ulysses, ep and hpz that fit their axes, and without settings of absent techniques."""
     layout = replace(layout, cp_ulysses=gcd(layout.cp_ulysses, layout.cp), ep=gcd(layout.ep, layout.shard_ranks))
+    layout = replace(layout, hpz=max(ranks for ranks in legal_hpz(layout) if ranks <= layout.hpz))
     without = ["cp_inner"] if layout.cp == 1 else []
     without += ["schedule", "pp_chunks", "pp_slices", "pp_cut"] if layout.pp == 1 else []
     without += ["accumulate"] if layout.shard_ranks == 1 else []

@@ -7,6 +7,7 @@ needs no more memory than its training.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.blocks.parameters import parameter_shapes
+from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.comm.axis import Pending
+from phalanx.config.corpora import PAIR, has_answers, has_pairs
 from phalanx.config.data import IGNORE
 from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
@@ -43,6 +45,8 @@ ROUNDING = 1e-7
 rounding of float64: some gradients (of a key's bias) are zero except for rounding, which differs with the layout."""
 DOCUMENT_ENDS = 0.15
 """The fraction of tokens that are the last of their document."""
+ANSWER_BORDERS = 0.2
+"""The fraction of tokens at which an answer begins or ends."""
 
 Observe = Callable[[str, Tensor], None]
 """Called on rank 0 with a key (`gradient/STEP/NAME` or `parameter/NAME`) and a whole tensor."""
@@ -109,7 +113,8 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
     if ranks.rank:
         return None
     names = parameter_shapes(job.model, vocab_size)
-    found.gradients = [_in_order(step, names) for step in found.gradients]
+    trained = trained_shapes(job.model, vocab_size)
+    found.gradients = [_in_order(step, trained) for step in found.gradients]
     found.parameters = _in_order(found.parameters, names)
     return found
 
@@ -131,7 +136,9 @@ def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
 
 def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[list[MicroBatch], int]:
     """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch; their number differs
-    from row to row. With `data.document_mask` every row is cut into documents at different places."""
+    from row to row. With `data.document_mask` every row is cut into documents at different places, and where only
+    answers count, parts of every row do. Of preference pairs the answers are random, too, and it returns the number of
+    pairs."""
     equation = batch.solve(job.train.global_batch, job.layout)
     rows, seq_len = equation.global_batch, job.model.seq_len
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
@@ -142,13 +149,19 @@ def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[lis
     first, size = mesh.data_rank * share, equation.micro_batch
     ends = generator.random((rows, seq_len)) < DOCUMENT_ENDS
     documents = (ends.cumsum(axis=1) - ends).astype(np.int64) if job.data.document_mask else None
+    if has_answers(job.data) and not has_pairs(job.data):
+        targets[(generator.random((rows, seq_len)) < ANSWER_BORDERS).cumsum(axis=1) % 2 == 0] = IGNORE
+    valid = targets != IGNORE
+    # About what a model with small random weights gives, so that no pair is decided.
+    reference = generator.normal(-valid.sum(axis=1) * math.log(vocab_size)) if has_pairs(job.data) else None
     batches = []
     for a in range(first, first + share, size):
         part = slice(a, a + size)
         mask = None if documents is None else documents[part].copy()
         ids = step * rows + np.arange(a, a + size)
-        batches.append(MicroBatch(tokens[part, :-1].copy(), targets[part].copy(), ids, mask))
-    return batches, int((targets != IGNORE).sum())
+        known = None if reference is None else reference[part].copy()
+        batches.append(MicroBatch(tokens[part, :-1].copy(), targets[part].copy(), ids, mask, known))
+    return batches, int(valid.sum()) if reference is None else rows // PAIR
 
 
 def _in_order(found: dict[str, float], names: Iterable[str]) -> dict[str, float]:
@@ -196,5 +209,7 @@ class _ObservedStepper(Stepper):
 
     def show(self, kind: str, tensors: dict[str, Tensor]) -> None:
         """Reassembles tensors of the shards' shapes from all ranks, and reports them."""
-        for name, whole in wholes(self.replica.shards, tensors, self.mesh, self.keep):
+        shards = [shard for shard in self.replica.shards if shard.name in tensors]
+        tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}  # gradients may be on the host
+        for name, whole in wholes(shards, tensors, self.mesh, self.keep):
             self.observe(f"{kind}/{name}", whole)

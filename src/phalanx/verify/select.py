@@ -9,11 +9,13 @@ from phalanx.check.job import out_of_range, problems_of
 from phalanx.check.load import spelled
 from phalanx.check.sizes import size_problems
 from phalanx.config import layout_line
+from phalanx.config.corpora import PAIR, has_answers, has_pairs
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.partition import batch
 from phalanx.partition.pipeline import flushes, is_file
+from phalanx.partition.wire import BLOCK, LARGEST
 from phalanx.units import counted
 from phalanx.verify import covering, matrix
 from phalanx.verify.fit import deep_enough, with_experts
@@ -25,6 +27,10 @@ PIPELINE_BATCHES = (8,)
 """Sequences per step for pipelines, whose micro-batches may be one sequence each: 5 of them take 5."""
 PAIR_RANKS = 8
 """Maximum ranks of a layout of the covering set: more would make layouts larger, not different."""
+
+
+_ROUNDED = {"quantise_weights": "gathered parameters", "quantise_gradients": "gradients each time they are sent"}
+"""Messages that a layout rounds, by the setting that sends them as codes."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,9 @@ def select(
         if layout.auto:
             problems.append(f"layout {line!r}: verify compares layouts, not the planner's choice; name its fields")
             continue
+        if rounded := _rounded(layout):
+            problems += [f"layout {line!r}: {bound}" for bound in rounded]
+            continue
         asked = replace(job, layout=layout)
         if wrong := [*out_of_range(asked), *size_problems(asked)]:
             problems += [f"layout {line!r}: {path}: {message}" for path, message in wrong]
@@ -104,6 +113,17 @@ def select(
         _rest(selection, job, full, schedules, max_ranks, as_is)
     selection.notes += _notes(selection, job)
     return selection
+
+
+def _rounded(layout: Layout) -> list[str]:
+    """Returns why a layout that sends codes does not equal one process, with the bound of the error."""
+    formats = {name: getattr(layout, name) for name in _ROUNDED}
+    return [
+        f"layout.{name}: {format} rounds {_ROUNDED[name]} by at most 1/{2 * LARGEST[format]} of the largest of "
+        f"{BLOCK}, so it does not equal one process to verify's tolerance; nearest legal: {name}=none"
+        for name, format in formats.items()
+        if format != "none"
+    ]
 
 
 def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks: int, as_is: bool) -> None:
@@ -153,6 +173,10 @@ def _notes(selection: Selection, job: Job) -> Iterator[str]:
         )
     if job.data.document_mask:
         yield "data.document_mask: the random sequences are cut into documents at random places"
+    if has_pairs(job.data):
+        yield "data.corpus: pairs of random sequences, compared by DPO"
+    elif has_answers(job.data):
+        yield "data.loss_on: only random parts of the random sequences count in the loss, as answers do"
 
 
 def _own(selection: Selection, job: Job, max_ranks: int) -> None:
@@ -162,8 +186,12 @@ def _own(selection: Selection, job: Job, max_ranks: int) -> None:
         return
     accumulation = batch.solve(job.train.global_batch, own).accumulation
     layout = matrix.reduced(own, max_ranks)
+    rounded = _rounded(layout)
+    selection.notes += [f"the job's own layout is compared without quantisation: {bound}" for bound in rounded]
     layout = replace(
         layout,
+        quantise_weights="none",
+        quantise_gradients="none",
         micro_batch=0,
         accumulation=_accumulation(layout, accumulation),
         pp_cut=layout.pp_cut if selection.compared.job.model.n_layers == job.model.n_layers else "",
@@ -217,10 +245,14 @@ def _reasons(job: Job, selection: Selection, layout: Layout, max_ranks: int) -> 
 
 def _with(job: Job, layout: Layout) -> Job:
     """Returns the job with a layout and the smallest global batch that suits it."""
+    group = PAIR if has_pairs(job.data) else 1
     known = max(1, layout.data_ranks * max(1, layout.micro_batch) * max(1, layout.accumulation))
     if layout.micro_batch and layout.accumulation:
         global_batch = known
     else:
-        sizes = GLOBAL_BATCHES if layout.pp == 1 else PIPELINE_BATCHES
+        known *= group if not layout.micro_batch else 1
+        sizes = [group * size for size in (GLOBAL_BATCHES if layout.pp == 1 else PIPELINE_BATCHES)]
         global_batch = next((size for size in sizes if size % known == 0), known)
+        if group > 1 and layout.pp > 1 and not layout.micro_batch and not layout.accumulation:
+            layout = replace(layout, micro_batch=group)
     return replace(job, layout=layout, train=replace(job.train, global_batch=global_batch))

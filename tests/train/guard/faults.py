@@ -12,7 +12,6 @@ from phalanx.config.job import Job
 from phalanx.train import loop
 from phalanx.train.guard import guard
 from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal
 
 WRONG_FACTORS = {"nan": float("nan"), "own gradient": 64.0, "last digits of own gradient": 1 + 2.0**-20}
 
@@ -22,9 +21,9 @@ class Fault:
     """One flipped bit, or one wrong backward pass, on one rank."""
 
     where: str
-    """"parameter", "exp_avg", "exp_avg_sq": before the step is computed; "summed gradient": after the reduction, "own
-    gradient": before it; "last digits of own gradient": by too little for its norm to show; "unsteady gradient": the
-    same, another one each time; "nan": the loss's factor."""
+    """"parameter", or a kind of the optimizer's state, such as "exp_avg": before the step is computed; "summed
+    gradient": after the reduction, "own gradient": before it; "last digits of own gradient": by too little for its norm
+    to show; "unsteady gradient": the same, another one each time; "nan": the loss's factor."""
     rank: int
     step: int
     """Counts from 1."""
@@ -33,10 +32,14 @@ class Fault:
     """2 if it comes again when the step is computed again."""
 
 
-def flip(tensor: torch.Tensor, element: int = 0, bit: int = 52) -> None:
-    """Flips a bit; 52 is the lowest of an fp64's exponent."""
-    bits = tensor.detach().view(-1).view(torch.int64 if tensor.dtype == torch.float64 else torch.int32)
-    bits[element] ^= 1 << bit
+BITS = {torch.float64: (torch.int64, 52), torch.float32: (torch.int32, 23), torch.uint8: (torch.uint8, 6)}
+"""By type: integers of its size, and a bit: the lowest of the exponent, or one of a code that makes it another."""
+
+
+def flip(tensor: torch.Tensor, element: int = 0) -> None:
+    """Flips a bit."""
+    integers, bit = BITS[tensor.dtype]
+    tensor.detach().view(-1).view(integers)[element] ^= 1 << bit
 
 
 def train_as_on_a_gpu(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
@@ -47,7 +50,7 @@ def train_as_on_a_gpu(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
 
 def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
     """Trains as one of the ranks of a test's process group, and returns the run's summary."""
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest(), Terminal(1, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
     stepper, left = trainer.stepper, {fault: fault.times for fault in faults if fault.rank == ranks.rank}
     compute, forward_backward = stepper.compute, stepper.replica.forward_backward
     backward: list[Fault] = []

@@ -9,6 +9,9 @@ import torch
 
 from phalanx.config.layout import Layout
 from phalanx.errors import CorruptionError
+from phalanx.parallel import mesh as meshes
+from phalanx.train.guard.replicas import Replicas
+from phalanx.train.step import Stepper
 from train.guard.faults import Fault, train_as_on_a_gpu, train_with
 from train.runs import change, losses, rows, weights
 
@@ -52,6 +55,40 @@ def test_a_majority_heals_a_flipped_bit(ranks, job, layout, fault, tensor):
     assert (row["step"], row["found"], row["action"]) == (fault.step, "corruption", "heal")
     assert row["tensors"] == [tensor]
     assert [*row["hosts"]] == [str(fault.rank)]
+
+
+def with_codes(job):
+    """The job with 8-bit AdamW, which quantises the moments of mlp.down: rows of 256."""
+    return change(change(job, "optimizer", name="adamw8bit"), "model", d_ff=256)
+
+
+def test_bits_of_codes_and_of_scales_are_healed(ranks, job):
+    faults = Fault("exp_avg", 2, 3), Fault("exp_avg_sq_scale", 1, 4)
+    found = same_as_without(ranks, guarded(with_codes(job), Layout(dp_replicate=3), on_corruption="heal"), *faults)
+    assert [(row["step"], row["action"], row["tensors"]) for row in found] == [
+        (fault.step, "heal", [f"{fault.name} ({fault.where})"]) for fault in faults
+    ]
+    assert [[*row["hosts"]] for row in found] == [["2"], ["1"]]
+
+
+def test_a_bit_of_a_scale_with_one_replica_takes_the_run_back(ranks, job):
+    fault = Fault("exp_avg_scale", 1, 5)
+    (row,) = same_as_without(ranks, guarded(with_codes(job), Layout(dp_replicate=2)), fault)
+    assert (row["step"], row["action"], row["tensors"]) == (5, "rewind", [f"{fault.name} (exp_avg_scale)"])
+
+
+def share(ranks, job):
+    """The share of rank 0's state that has a replica, and the bytes of its parameters and of its optimizer's state."""
+    stepper = Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), 13)
+    found = Replicas(stepper, exact=True).share
+    state = [tensor.nbytes for each in stepper.optimizer.make_state(1).values() for tensor in each.values()]
+    return found, sum(each.value.nbytes for each in stepper.replica.local_parameters()), sum(state)
+
+
+def test_the_share_with_replicas_counts_bytes_of_codes(ranks, job):
+    job = dataclasses.replace(with_codes(job), layout=Layout(dp_shard=2, zero=1))
+    found, parameters, state = ranks(share, 2, job)[0]
+    assert found == parameters / (parameters + state), "each rank has moments of its own"
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,38 @@ def test_what_codes_stand_for_has_the_same_codes(seed, signed):
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_no_cell_of_the_lookup_has_two_bounds(signed):
-    bounds = table(CPU, torch.float32, signed=signed).bounds[:-1]
+    values = table(CPU, torch.float32, signed=signed).values[: 128 if signed else 256]
+    bounds = (values[1:] + values[:-1]) / 2
     cells = bounds.view(torch.int32) >> 16
     assert len(cells.unique()) == len(cells) == (127 if signed else 255)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_change_exactly_above_the_bounds_between_values(dtype, signed):
+    """In the numbers next to each bound, where a look-up by cells could be wrong."""
+    values = table(CPU, dtype, signed=signed).values[: 128 if signed else 256]
+    bounds = (values[1:] + values[:-1]) / 2
+    if not signed:
+        bounds[0] = 0
+    one = bounds.new_ones(1)
+    below, above = (torch.nextafter(bounds, bounds.new_tensor(end)) for end in (0.0, 1.0))
+    for x, more in ((below, 0), (bounds, 0), (above, 1)):
+        expected = torch.arange(len(bounds)) + more
+        assert torch.equal(coded(torch.cat([x, one]).view(1, -1), signed=signed)[0][0, :-1].int(), expected.int())
+        if signed:
+            negative = coded(-torch.cat([x, one]).view(1, -1), signed=signed)[0][0, :-1].int()
+            assert torch.equal(negative, (expected + 128).int())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bad", [float("nan"), -float("nan"), float("inf"), -float("inf")])
+def test_an_element_that_is_not_finite_shows_in_its_blocks_scale_alone(dtype, bad):
+    x = blocks(0, dtype, signed=True)
+    x[3, 5] = bad
+    _, scales, found = coded(x, signed=True)
+    assert scales.isfinite().tolist() == [block != 3 for block in range(len(x))]
+    assert found.isfinite().all(1).tolist() == scales.isfinite().tolist()
 
 
 def test_a_second_moment_never_becomes_zero():

@@ -84,7 +84,7 @@ def trained(ranks: Ranks, layout: Layout, slow: float = 0.0, stop_at: int = -1, 
                 done,
                 until,
                 read=chunk_of,
-                chunk_tokens=TOKENS,
+                chunk_tokens=lambda chunk: TOKENS,
                 lr=lr,
                 requests=lambda: Requests(stop=bool(seen) and 0 <= stop_at <= seen[-1]),
                 note=updates.append,
@@ -175,7 +175,7 @@ def lost(ranks: Ranks, gone: int) -> str:
     if ranks.rank == gone:
         return ""
     try:
-        asynchronous.round(0, STEPS, read=lambda chunk: read(job, chunk, 0), chunk_tokens=TOKENS, lr=lr)
+        asynchronous.round(0, STEPS, read=lambda chunk: read(job, chunk, 0), chunk_tokens=lambda chunk: TOKENS, lr=lr)
     except (RunError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return "went on"

@@ -17,20 +17,23 @@ from phalanx.parallel.parameter_shards import wholes
 from phalanx.train.step import Stepper
 
 SHAPE = ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=13)
+WIDE = dataclasses.replace(SHAPE, n_layers=1, d_model=32, d_ff=128)
+"""Has a matrix of 4,096 elements in rows of 128: adamw8bit quantises its moments."""
 VOCAB = 13
 STEPS = 7
 EVERY = 3
 CPU = torch.device("cpu")
 
 
-def job_of(layout: Layout) -> Job:
+def job_of(layout: Layout, optimizer: str = "adamw") -> Job:
     train = Train(steps=STEPS, global_batch=8, precision="fp64")
-    return Job(model=SHAPE, layout=layout, optimizer=Optimizer(clip=0.5), train=train)
+    shape = SHAPE if optimizer == "adamw" else WIDE
+    return Job(model=shape, layout=layout, optimizer=Optimizer(name=optimizer, clip=0.5), train=train)
 
 
-def trained(ranks: Ranks, layout: Layout) -> tuple[dict[str, torch.Tensor], float]:
+def trained(ranks: Ranks, layout: Layout, optimizer: str = "adamw") -> tuple[dict[str, torch.Tensor], float]:
     """The parameters after STEPS steps, on rank 0, and the bytes that this rank sent to other replicas."""
-    job = job_of(layout)
+    job = job_of(layout, optimizer)
     mesh = meshes.build(layout, "cpu")
     stepper = Stepper(job, mesh, CPU, VOCAB)
     mesh.ledger.clear()
@@ -43,9 +46,9 @@ def trained(ranks: Ranks, layout: Layout) -> tuple[dict[str, torch.Tensor], floa
     return dict(wholes(shards, values, mesh, ranks.rank == 0)), sent
 
 
-def simulated(layout: Layout) -> dict[str, torch.Tensor]:
+def simulated(layout: Layout, optimizer: str = "adamw") -> dict[str, torch.Tensor]:
     """The same by plain steppers of one process, a replica after the other, and sums written out."""
-    job = job_of(Layout(dp_replicate=layout.dp_replicate))
+    job = job_of(Layout(dp_replicate=layout.dp_replicate), optimizer)
     alone = dataclasses.replace(job, layout=Layout())
     replicas = [Stepper(alone, meshes.build(Layout(), "cpu"), CPU, VOCAB) for _ in range(layout.dp_replicate)]
     anchor = {f.name: f.value.detach().clone() for f in replicas[0].replica.shards}
@@ -86,3 +89,23 @@ def test_replicas_that_agree_now_and_then_are_those_of_one_process(ranks, sync, 
 def test_four_replicas_average(ranks):
     layout = Layout(dp_replicate=4, sync="local_sgd", sync_every=EVERY)
     torch.testing.assert_close(ranks(trained, 4, layout)[0][0], simulated(layout), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "sync", "inside"),
+    [
+        ("sgd", "local_sgd", {}),
+        ("sgd", "diloco", {}),
+        ("lion", "local_sgd", {"zero": 2, "dp_shard": 2}),
+        ("lion", "diloco", {}),
+        ("muon", "local_sgd", {"zero": 2, "dp_shard": 2}),
+        ("muon", "diloco", {"tp": 2}),
+        ("adamw8bit", "local_sgd", {"tp": 2}),
+        ("adamw8bit", "diloco", {"zero": 3, "dp_shard": 2}),
+    ],
+)
+def test_replicas_agree_with_every_optimizer(ranks, optimizer, sync, inside):
+    """State stays local, whatever it is: also matrices' momentum, and codes of moments that parameters then leave."""
+    layout = Layout(dp_replicate=2, sync=sync, sync_every=EVERY, **inside)
+    (found, _), *_ = ranks(trained, layout.world, layout, optimizer)
+    torch.testing.assert_close(found, simulated(layout, optimizer), rtol=1e-9, atol=1e-12)

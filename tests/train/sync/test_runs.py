@@ -20,7 +20,6 @@ from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError, StoppedError
 from phalanx.train import loop
 from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal
 from train.runs import change, rows, weights
 
 
@@ -42,7 +41,7 @@ def job(tmp_path):
 def train(ranks, job: Job, stop_at: int = -1, poison: bool = False):
     """Train; `stop_at` acts as if a signal came to the last rank before that call for gradients."""
     stop = StopRequest()
-    trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop, Terminal(job.train.steps, visible=False))
+    trainer = loop.Trainer(job, ranks, torch.device("cpu"), stop)
     stepper, calls = trainer.stepper, iter(range(1000))
     real = stepper.gradients
 
@@ -59,11 +58,15 @@ def train(ranks, job: Job, stop_at: int = -1, poison: bool = False):
     return trainer.run()
 
 
-@pytest.mark.parametrize(("sync", "precision"), [("local_sgd", "fp32"), ("diloco", "bf16")])
-def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job, sync, precision):
+@pytest.mark.parametrize(
+    ("sync", "precision", "optimizer"),
+    [("local_sgd", "fp32", "adamw"), ("diloco", "bf16", "adamw"), ("diloco", "bf16", "adamw8bit")],
+)
+def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job, sync, precision, optimizer):
     job = change(
         dataclasses.replace(job, layout=Layout(dp_replicate=2, sync=sync, sync_every=3)), "train", precision=precision
     )
+    job = change(change(job, "optimizer", name=optimizer), "model", d_ff=256)  # rows that adamw8bit quantises
     summary = ranks(train, 2, job)[0]
     assert summary["step"] == 8
     broken = change(job, "run", name="broken")
@@ -74,6 +77,7 @@ def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job
     assert straight.keys() == resumed.keys()
     assert "replica1/exp_avg/embed.weight" in straight
     assert ("outer_momentum/embed.weight" in straight) == (sync == "diloco")
+    assert ("replica1/exp_avg_scale/blocks.0.mlp.down.weight" in straight) == (optimizer == "adamw8bit")
     for name, tensor in straight.items():
         assert torch.equal(tensor, resumed[name]), name
 

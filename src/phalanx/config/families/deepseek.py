@@ -4,13 +4,30 @@ and latent attention in some of them."""
 from __future__ import annotations
 
 from math import log
+from typing import Any
 
 from phalanx.config.families.preset import Preset, llama_kind
 from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
 
 _KIMI_FACTOR = 32.0
-_KIMI_HEAD = MLA(q_rank=1536, kv_rank=512, rope_head_dim=64, nope_head_dim=128, v_head_dim=128)
+_LATENT = MLA(q_rank=1536, kv_rank=512, rope_head_dim=64, nope_head_dim=128, v_head_dim=128)
+"""DeepSeek-V3's latent attention, which Kimi K2 kept."""
 _NO_MTP = "without the module that predicts a second token"
+
+
+def _experts(number: int, d_ff: int, *, dense: int, **more: Any) -> MoE:
+    """Returns DeepSeek-V3's kind of experts: 8 of `number` per token and a shared one, chosen by sigmoids and balanced
+    by biases, after `dense` layers without experts; `more` are other fields."""
+    return MoE(
+        n_experts=number,
+        top_k=8,
+        d_ff=d_ff,
+        n_shared=1,
+        n_dense_layers=dense,
+        router="sigmoid",
+        bias_balanced=True,
+        **more,
+    )
 
 
 def _kimi_k2() -> ModelConfig:
@@ -27,21 +44,12 @@ def _kimi_k2() -> ModelConfig:
         seq_len=4096,
         rope_theta=50000.0,
         norm_eps=1e-6,
-        attention_scale=(_KIMI_HEAD.nope_head_dim + _KIMI_HEAD.rope_head_dim) ** -0.5 * growth**2,
+        attention_scale=(_LATENT.nope_head_dim + _LATENT.rope_head_dim) ** -0.5 * growth**2,
         rope_scaling=RopeScaling(
             kind="yarn", factor=_KIMI_FACTOR, original_seq_len=4096, beta_fast=1.0, beta_slow=1.0, magnitude=1.0
         ),
-        moe=MoE(
-            n_experts=384,
-            top_k=8,
-            d_ff=2048,
-            n_shared=1,
-            n_dense_layers=1,
-            router="sigmoid",
-            route_scale=2.827,
-            bias_balanced=True,
-        ),
-        mla=_KIMI_HEAD,
+        moe=_experts(384, 2048, dense=1, route_scale=2.827),
+        mla=_LATENT,
     )
 
 
@@ -70,17 +78,7 @@ def _glm(
         qkv_bias=True,
         qk_norm=qk_norm,
         rotary_fraction=0.5,
-        moe=MoE(
-            n_experts=n_experts,
-            top_k=8,
-            d_ff=expert_ff,
-            n_shared=1,
-            n_dense_layers=dense,
-            router="sigmoid",
-            route_scale=route_scale,
-            aux_loss=0.0001,
-            bias_balanced=True,
-        ),
+        moe=_experts(n_experts, expert_ff, dense=dense, route_scale=route_scale, aux_loss=0.0001),
     )
 
 
@@ -100,21 +98,10 @@ DEEPSEEK: dict[str, Preset] = {
             rope_theta=10000.0,
             norm_eps=1e-6,
             init_std=0.006,
-            moe=MoE(
-                n_experts=256,
-                top_k=8,
-                d_ff=2048,
-                n_shared=1,
-                n_dense_layers=3,
-                router="sigmoid",
-                route_scale=2.5,
-                n_groups=8,
-                top_groups=4,
-                aux_loss=0.0001,
-                bias_balanced=True,
-                bias_rate=0.001,
+            moe=_experts(
+                256, 2048, dense=3, route_scale=2.5, n_groups=8, top_groups=4, aux_loss=0.0001, bias_rate=0.001
             ),
-            mla=MLA(q_rank=1536, kv_rank=512, rope_head_dim=64, nope_head_dim=128, v_head_dim=128),
+            mla=_LATENT,
         ),
         "DeepSeek-AI 2024 (arXiv 2412.19437), section 4.2; inference/configs/config_671B.json of the release",
         ("deepseek-ai/DeepSeek-V3-Base", "deepseek-ai/DeepSeek-V3", "deepseek-ai/DeepSeek-R1"),
@@ -154,16 +141,7 @@ DEEPSEEK: dict[str, Preset] = {
             vocab=154880,
             seq_len=4096,
             rope_theta=1000000.0,
-            moe=MoE(
-                n_experts=256,
-                top_k=8,
-                d_ff=2048,
-                n_shared=1,
-                n_dense_layers=3,
-                router="sigmoid",
-                route_scale=2.5,
-                bias_balanced=True,
-            ),
+            moe=_experts(256, 2048, dense=3, route_scale=2.5),
             mla=MLA(q_rank=2048, kv_rank=512, rope_head_dim=64, nope_head_dim=192, v_head_dim=256),
         ),
         "GLM-5 Team 2026, architecture table of the report; transformers' GlmMoeDsaConfig, scripts/models/"
@@ -185,7 +163,7 @@ DEEPSEEK: dict[str, Preset] = {
             seq_len=4096,
             rope_theta=1000000.0,
             head_dim=128,
-            moe=MoE(n_experts=128, top_k=8, d_ff=1280, n_shared=1, router="sigmoid", bias_balanced=True),
+            moe=_experts(128, 1280, dense=0),
         ),
         "Upstage 2026 (arXiv 2601.07022); the hub's config.json",
         ("upstage/Solar-Open-100B",),

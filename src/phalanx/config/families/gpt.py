@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-from phalanx.config.families.preset import Preset
+from phalanx.config.families.preset import Preset, gpt_kind
 from phalanx.config.model import ModelConfig
 
-
-def _gpt(layers: int, width: int, heads: int, *, vocab: int = 50257, seq_len: int) -> ModelConfig:
-    return ModelConfig(
-        n_layers=layers,
-        d_model=width,
-        n_heads=heads,
-        vocab_size=vocab,
-        seq_len=seq_len,
-        activation="gelu_tanh",
-    )
+_VOCAB = 50257
+"""GPT-2's tokens, which GPT-3 has, too."""
 
 
 def _gpt2(hub: str, layers: int, width: int, heads: int) -> Preset:
     """Radford et al. 2019, Table 2; widths and heads as in the released checkpoints. Table 2 prints 117M and 345M for
     the first two; the checkpoints hold 124M and 355M."""
-    model = _gpt(layers, width, heads, seq_len=1024)
+    model = gpt_kind(layers, width, heads, vocab=_VOCAB, seq_len=1024)
     return Preset(model, "Radford et al. 2019, Table 2; the hub's config.json", (f"openai-community/{hub}",))
 
 
 def _megatron(layers: int, width: int, heads: int) -> Preset:
     """Narayanan et al. 2021, Table 1: vocabulary 51,200, sequence 2,048."""
     return Preset(
-        _gpt(layers, width, heads, vocab=51200, seq_len=2048), "Narayanan et al. 2021 (arXiv 2104.04473), Table 1"
+        gpt_kind(layers, width, heads, vocab=51200, seq_len=2048), "Narayanan et al. 2021 (arXiv 2104.04473), Table 1"
     )
 
 
 def _neox(layers: int, width: int, heads: int, *, vocab: int) -> ModelConfig:
     """Returns a GPT-NeoX: its tokens are padded to a multiple that its tensor ranks divide."""
-    return ModelConfig(
-        n_layers=layers,
-        d_model=width,
-        n_heads=heads,
-        vocab_size=vocab,
+    return gpt_kind(
+        layers,
+        width,
+        heads,
+        vocab=vocab,
         seq_len=2048,
         activation="gelu",
         positions="rope",
@@ -62,7 +54,7 @@ GPT: dict[str, Preset] = {
     "gpt2-large": _gpt2("gpt2-large", 36, 1280, 20),
     "gpt2-xl": _gpt2("gpt2-xl", 48, 1600, 25),
     "gpt3-175b": Preset(
-        _gpt(96, 12288, 96, seq_len=2048),
+        gpt_kind(96, 12288, 96, vocab=_VOCAB, seq_len=2048),
         "Brown et al. 2020, Table 2.1",
         note="its alternating sparse attention is taken as full",
     ),

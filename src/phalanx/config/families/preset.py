@@ -1,4 +1,4 @@
-"""What is known of a preset: the shape, where it is published, and where the shape departs from the model."""
+"""A preset: a shape, its published source, and its differences from the released model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,15 @@ class Preset:
     context: int = 0
     """The longest context in tokens of the released configuration; 0 means seq_len."""
     note: str = ""
-    """What the shape leaves out of the model, and what could not be confirmed."""
+    """Features of the model that the shape omits, and facts that no source confirms."""
+
+
+def gpt_kind(layers: int, width: int, heads: int, *, vocab: int, seq_len: int, **more: Any) -> ModelConfig:
+    """Returns a GPT-2 kind: LayerNorm, learned positions, GELU, biases, a tied head; `more` are other fields."""
+    kind: dict[str, Any] = {"activation": "gelu_tanh"}
+    return ModelConfig(
+        n_layers=layers, d_model=width, n_heads=heads, vocab_size=vocab, seq_len=seq_len, **(kind | more)
+    )
 
 
 def llama_kind(

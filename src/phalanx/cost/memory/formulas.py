@@ -2,7 +2,7 @@
 
 Every formula takes numbers or arrays of them: rank_parts.py prices one rank with the same ones by which the planner
 bounds many layouts at once (plan/search/bound_bytes.py). `shards` are groups of parameters on one rank, such as dense
-ones and experts: how many there are, and over how many ranks their state is sharded.
+ones and experts: how many there are, how many of them are trained, and over how many ranks their state is sharded.
 """
 
 from __future__ import annotations
@@ -12,29 +12,44 @@ from typing import Any
 
 from phalanx.blocks.memory_profile import MemoryProfile
 from phalanx.cost.elementwise import larger, smaller
-from phalanx.optimizers.facts import OptimizerCosts
+from phalanx.cost.held import GatheredParameters
+from phalanx.optimizers.facts import OptimizerCosts, offloaded_bytes
+from phalanx.partition.tiers import BUFFER_BYTES, BUFFERS, Tier
+from phalanx.partition.wire import Format, wire_width
 from phalanx.units import MIB
 
-Shards = Sequence[tuple[Any, Any]]
+Shards = Sequence[tuple[Any, Any, Any]]
 
 
 class MemoryFormulas:
     """The formulas for one framework and numbers of `width` bytes in the computation. `data_ranks` are those over which
     gradients are reduced, context-parallel ones included. `optimizer` returns what the optimizer takes, for the
-    bytes of a stored parameter."""
+    bytes of a stored parameter; its state is in `optimizer_tier`, parameters are in `parameters_tier`."""
 
-    def __init__(self, profile: MemoryProfile, width: int, optimizer: Callable[[int], OptimizerCosts]):
-        self.profile, self.width = profile, width
+    def __init__(
+        self,
+        profile: MemoryProfile,
+        width: int,
+        optimizer: Callable[[int], OptimizerCosts],
+        optimizer_tier: Tier = "device",
+        parameters_tier: Tier = "device",
+    ):
+        self.profile, self.width, self.tier = profile, width, optimizer_tier
         self.parameter = profile.parameter_bytes or width
         self.gradient = profile.gradient_bytes or self.parameter
         self.unbuffered = profile.unbuffered_gradient_bytes or self.gradient
+        self.resident = self.parameter if parameters_tier == "device" else 0
+        """Bytes of a parameter on the device between its uses."""
         costs = optimizer(self.parameter)
-        self.optimizer, self.transient = costs.state, costs.transient
+        self.kept = costs.state
+        """Bytes of optimizer state per parameter, in whatever tier."""
+        self.offloads = optimizer_tier != "device"
+        self.optimizer, self.transient = (0.0, 0.0) if self.offloads else (costs.state, costs.transient)
 
     def per_parameter(self, zero: int, ranks: Any, data_ranks: Any) -> tuple[Any, Any, Any]:
         """Returns the bytes of a parameter, its gradient and its optimizer state on each of `ranks` ranks."""
         buffered = data_ranks > 1 if zero < 3 else (data_ranks > 1) & (ranks == 1)
-        return by_stage(zero, ranks, self.parameter, self._gradient(buffered), self.optimizer)
+        return by_stage(zero, ranks, self.resident, self._gradient(buffered), self.optimizer)
 
     def _gradient(self, buffered: Any) -> Any:
         """Returns the bytes of a gradient's number, in flat buffers or outside of them."""
@@ -47,11 +62,11 @@ class MemoryFormulas:
         a flush has two versions of the weights besides the optimizer's own, and gradients that wait for their step."""
         versions, waiting = (1, 1) if flushes else (3, 2)
         parameters = gradients = optimizer = 0.0
-        for numbers, ranks in shards:
+        for numbers, trained, ranks in shards:
             each = self.per_parameter(zero, ranks, data_ranks)
             parameters = parameters + numbers * (each[0] * versions)
-            gradients = gradients + numbers * (each[1] * waiting + self.profile.passing_gradient_bytes)
-            optimizer = optimizer + numbers * each[2]
+            gradients = gradients + trained * (each[1] * waiting + self.profile.passing_gradient_bytes)
+            optimizer = optimizer + trained * each[2]
         return parameters, gradients, optimizer
 
     def defers(self, zero: int, accumulate: str) -> bool:
@@ -61,8 +76,32 @@ class MemoryFormulas:
     def unsent(self, shards: Shards, micro_batches: Any) -> Any:
         """Returns the bytes of the gradients, whole, that wait for the last micro-batch where their reduction is
         deferred: with those of dense parameters, the first of `shards`, also those of experts that no rank shares."""
-        numbers, ranks = zip(*shards, strict=True)
-        return sum(numbers) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
+        _, trained, ranks = zip(*shards, strict=True)
+        return sum(trained) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
+
+    def stepping(self, gradients: Any, zero: int, shared: Any) -> Any:
+        """Returns the bytes of gradients on the device when the optimizer begins: with an offloaded optimizer they have
+        left, but for ZeRO-3's shards, which leave last, unless parameters are offloaded, too."""
+        return gradients * shared * (zero == 3) * (self.resident > 0) if self.offloads else gradients
+
+    def beside(self, shards: Shards) -> tuple[Any, Any]:
+        """Returns the bytes in host memory and on disk of an offloaded optimizer: its state with its own parameters,
+        of which files have buffers in host memory; gradients in its precision, and what is copied to and from the
+        device where that has another type; and of parameters that are not on the device."""
+        if not self.offloads:
+            return 0.0, 0.0
+        own = max(4, self.parameter)
+        state = offloaded_bytes(self.kept, self.parameter)
+        if self.tier == "host" and self.parameter >= own and not self.resident:
+            state -= own  # the optimizer updates the parameters themselves
+        copied = min(self.gradient, self.parameter)
+        copied = copied if copied < own else 0
+        updated = sum(trained / ranks for _, trained, ranks in shards)
+        parameters = sum(numbers / ranks for numbers, _, ranks in shards) * (self.parameter - self.resident)
+        if self.tier == "host":
+            return parameters + updated * (state + own + copied), 0.0
+        buffers = smaller(updated * state, BUFFERS * BUFFER_BYTES)
+        return parameters + updated * (own + copied) + buffers, updated * state
 
     def stays(self, passes: Any, in_flight: Any) -> Any:
         """Returns whether gradients are there while the most forward passes are in flight: some of all `passes` of a
@@ -72,8 +111,10 @@ class MemoryFormulas:
     def copied(self, shards: Shards, data_ranks: Any) -> Any:
         """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
         tensors."""
+        if self.offloads:
+            return 0.0
         each = (self._gradient(data_ranks > 1) < 4) * self.profile.step_gradient_bytes + self.transient
-        return sum(numbers / ranks for numbers, ranks in shards) * each
+        return sum(trained / ranks for _, trained, ranks in shards) * each
 
     def buffer(self, data_ranks: Any) -> Any:
         """Returns the bytes of the buffer from which gradients are reduced over data and context-parallel ranks."""
@@ -85,12 +126,18 @@ class MemoryFormulas:
             return blocks
         return smaller(1 + prefetch, blocks)
 
-    def gathered(self, outside: Any, block: Any, blocks: Any, kept: Any) -> Any:
+    def gathered(self, outside: Any, held: GatheredParameters, blocks: Any, kept: Any) -> Any:
         """Returns the bytes of the parameters that ZeRO-3 has whole, and of their gradients on the way: `outside` the
-        blocks, and `blocks` of the largest, which has `block` parameters and keeps `kept` bytes. Its first gradients
-        are there when its activations are gone."""
-        gradients = block * (self.width + max(self.width, self.gradient))
-        return (outside + block * blocks) * self.width + larger(0.0, gradients - kept)
+        blocks, and `blocks` of the largest, which has those `held` and keeps `kept` bytes. Its first gradients are
+        there when its activations are gone."""
+        gradients = held.trained * (self.width + max(self.width, self.gradient))
+        return (outside + held.block * blocks + held.tile) * self.width + larger(0.0, gradients - kept)
+
+    def second_copy(self, shards: Shards, near: Sequence[Any], format: Format) -> Any:
+        """Returns the bytes of the second copy of the parameters, in the format in which they are sent; as many ranks
+        keep it together as `near` has for each of `shards`."""
+        each = wire_width(format, self.width)
+        return sum(numbers / ranks for (numbers, *_), ranks in zip(shards, near, strict=True)) * each
 
     def context(self, *axes: Any) -> Any:
         """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
+from phalanx.config.cluster import Cluster
 from phalanx.cost.memory.formulas import fullest
 from phalanx.cost.memory.in_flight import Flight, covering
 from phalanx.cost.memory.rank_parts import RankParts, StepParts
@@ -42,6 +43,10 @@ class RankMemory:
     """Time of the peak: the loss, the backward pass of the first micro-batch to come back, or the optimizer step."""
     in_flight: float = 0
     """Most micro-batches in flight on the rank, averaged over its stages."""
+    host: int = 0
+    """Bytes of offloaded state in host memory; no part of the device's memory."""
+    disk: int = 0
+    """Bytes of offloaded state in files."""
 
     @property
     def peak(self) -> int:
@@ -80,8 +85,9 @@ def step_memory(spec: StepSpec) -> tuple[RankMemory, ...]:
 
 def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
     """Returns the memory that the fullest rank needs (RankMemory.needed). Ranks that hold the same as another and have
-    fewer micro-batches in flight are skipped. If some need more than `limit`, returns the need of the first of them.
-    Raises as `step_memory`."""
+    fewer micro-batches in flight are skipped. If some need more than `limit`, returns the need of the first of them. If
+    offloaded state exceeds the host or the disk, what is missing there counts on top of a full device. Raises as
+    `step_memory`."""
     step, most = StepParts(spec), 0
     keys = [
         (*(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held)
@@ -90,10 +96,19 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
     for flight, key, fuller in zip(step.flights, keys, covering(step.flights), strict=True):
         if any(keys[other] == key for other in fuller):
             continue
-        most = max(most, _fullest(step, flight).needed)
+        memory = _fullest(step, flight)
+        most = max(most, memory.needed, _short(spec.cluster, memory))
         if most > limit:
             break
     return most
+
+
+def _short(cluster: Cluster, memory: RankMemory) -> int:
+    """Returns the device's memory with what is missing of the other tiers; 0 if they suffice, or are not known."""
+    limits = cluster.host.memory_gib, cluster.host.disk_gib
+    missing = [size - gib * 2**30 for size, gib in zip((memory.host, memory.disk), limits, strict=True) if gib]
+    short = sum(max(0.0, size) for size in missing)
+    return round(cluster.accelerator.memory_gib * 2**30 + short) if short else 0
 
 
 def _fullest(step: StepParts, flight: Flight) -> RankMemory:
@@ -106,15 +121,22 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
     stays = step.formulas.stays(passes, max(map(sum, flight.most)))
-    early = max(rank.unsent(), gradients if stays else rank.bucket())
-    again, moving = rank.backward(stays or rank.unsent() > 0)
+    unsent = rank.unsent()
+    early = max(unsent, gradients if stays else rank.bucket())
+    again, moving = rank.backward(stays or unsent > 0)
     copied, held = rank.copied(), parameters + optimizer
-    stepping = gradients + copied
-    moments: list[tuple[Moment, float, float, float]] = [
-        ("backward", kept + again, waiting, moving),
-        ("loss", kept + hidden, logits + waiting, 0),
+    stepping = rank.stepping(gradients) + copied
+    host, disk = rank.beside()
+    moments: list[tuple[Moment, float, float, float, float]] = [
+        ("backward", early, kept + again, waiting, moving),
+        ("loss", early, kept + hidden, logits + waiting, 0),
     ]
-    moment, activations, logits, moving = max(moments, key=lambda each: sum(each[1:]))
+    if flight.later and not stays:
+        again, moving = rank.backward(True)
+        moments.append(
+            ("backward", max(unsent, gradients), rank.kept_later() + again, rank.waiting_logits(later=True), moving)
+        )
+    moment, early, activations, logits, moving = max(moments, key=lambda each: sum(each[1:]))
     before = early, activations + logits + moving, whole
     allocated = fullest(held, *before, stepping)
     # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
@@ -131,4 +153,6 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         context=context,
         moment=moment,
         in_flight=in_flight,
+        host=round(host),
+        disk=round(disk),
     )

@@ -4,73 +4,53 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import cached_property
 from itertools import groupby
+from operator import add, mul
 
-from phalanx.blocks.kinds import FEED_FORWARD, BlockKind
-from phalanx.cost.held import BlockParameters, LayerKind, block_parameters, kinds_of, outside, table
+from phalanx.blocks.kinds import BlockKind
+from phalanx.cost.held import (
+    GatheredParameters,
+    LayerKind,
+    gathered_outside,
+    kinds_of,
+    outside,
+    table,
+    trained_outside,
+)
 from phalanx.cost.matrices import matrix_work
-from phalanx.cost.memory.activations import saved, workspace
+from phalanx.cost.memory.block_bytes import BlockBytes, BlockRun, StepSizes
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.placed import placed
 from phalanx.cost.spec import StepSpec
 from phalanx.optimizers.facts import optimizer_costs
 from phalanx.partition.pipeline import flushes
-from phalanx.partition.recompute import uniform_recompute, written
+from phalanx.partition.recompute import written
+from phalanx.partition.second_copy import is_copied, near_ranks
+from phalanx.partition.tiers import gathers_parameters, is_offloaded, offloaded_layers, tier_of
+from phalanx.partition.tiles import head_tiles
+from phalanx.partition.wire import wire_width
 from phalanx.units import MIB
 
-TRANSIT = 2
-"""Number of messages between stages that a rank has in transit at a time: one that arrives and one that leaves."""
+TILE_LOSS_TENSORS = 1, 1
+"""Tensors as large as a tile's logits, in fp32 and in the width of the computation: its scores become probabilities and
+their gradient in place."""
 
 
-class BlockBytes:
-    """Bytes of one block of a kind on a rank."""
-
-    def __init__(self, step: StepParts, kind: LayerKind):
-        model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
-        layout = uniform_recompute(step.spec.layout, kind.recompute)
-        narrow = step.spec.products in ("fp8", "fp4")
-        alone = replace(layout, recompute="none")
-        self.parameters: BlockParameters = block_parameters(model, layout.tp, layout.ep, kind.block)
-        self.kept = step.tokens * sum(
-            size for _, size in saved(model, layout, width, kind.block, memory_profile, narrow)
-        )
-        whole = step.tokens * sum(size for _, size in saved(model, alone, width, kind.block, memory_profile, narrow))
-        self.again = max(0.0, whole - self.kept)
-        # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
-        # wrote, which the last matrix does not need any longer. Of experts also those of rows.
-        tensors = 2 if model.gated else 1
-        wide = FEED_FORWARD[kind.block.feed_forward].width(model) * tensors / layout.tp
-        if kind.block.routed:
-            rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
-            spread = step.share if memory_profile.routes_shards else 1
-            wide = rows * (wide + model.d_model / spread)
-        # What is computed again ends with an output that nothing needs.
-        outputs = 2 if kind.recompute == "full" else 1
-        attention = step.spec.batch.micro_batch * workspace(model, alone, width, kind.block, memory_profile, narrow)
-        self.backward = self.again + max(step.tokens * wide * width, attention), outputs * step.stream / step.share
-        """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
-
-
-class StepParts:
-    """Sizes that all ranks of a step share."""
+class StepParts(StepSizes):
+    """Sizes that all ranks of a step share, with the formulas of its state and its kinds of blocks."""
 
     def __init__(self, spec: StepSpec):
-        self.spec, self.memory_profile = spec, spec.framework.memory_profile
-        if spec.products == "fp16":
-            self.memory_profile = self.memory_profile.fp16 or self.memory_profile
-        if spec.framework.attention == "unfused" and self.memory_profile.scores != "always":
-            self.memory_profile = replace(self.memory_profile, scores="always")
+        super().__init__(spec)
         layout = spec.layout
         self.cut, self.flights = placed(spec)
-        self.tokens = spec.batch.micro_batch * spec.model.seq_len / layout.cp
-        self.share = layout.tp if layout.sp else 1
-        self.stream = self.tokens * spec.model.d_model * spec.width
-        self.under_way = TRANSIT * self.stream / self.share
-        """Bytes of messages between stages."""
         self.formulas = MemoryFormulas(
-            self.memory_profile, spec.width, lambda stored: optimizer_costs(spec.optimizer, spec.model, stored)
+            self.memory_profile,
+            spec.width,
+            lambda stored: optimizer_costs(spec.optimizer, spec.model, stored),
+            tier_of(layout, "optimizer"),
+            tier_of(layout, "parameters"),
         )
         self.data_ranks = layout.data_ranks * layout.cp
         """Ranks over which gradients are reduced."""
@@ -100,16 +80,21 @@ class RankParts:
         self.present = [
             step.kinds[kind] for kind in dict.fromkeys(kind for held in self.blocks for kind, _ in held[::-1])
         ]
+        self.runs = [self._runs(held, stage) for held, stage in zip(self.blocks, flight.held, strict=True)]
         self.count = sum(many for held in self.blocks for _, many in held)
         self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
         self.outside = outside(self.model, self.layout.tp, self.first, self.last)
         dense, experts = float(self.outside), 0.0
+        trained, trained_experts = float(trained_outside(self.model, self.layout.tp, self.first, self.last)), 0.0
         for kind, many in (pair for held in self.blocks for pair in held):
             parameters = step.kinds[kind].parameters
             dense, experts = dense + many * parameters.dense, experts + many * parameters.experts
+            trained += many * parameters.trained_dense
+            trained_experts += many * parameters.trained_experts
         ranks = self.layout.shard_ranks
-        self.shards = (dense, ranks), (experts, expert_ranks(ranks, self.layout.ep))
-        """Parameters of the rank's stages, and over how many ranks their state is sharded: dense ones, and experts."""
+        self.shards = (dense, trained, ranks), (experts, trained_experts, expert_ranks(ranks, self.layout.ep))
+        """Parameters of the rank's stages, those that are trained, and over how many ranks their state is sharded:
+        dense ones, and experts."""
 
     def state(self) -> tuple[float, float, float]:
         """Returns the bytes of parameters, gradients and optimizer state at the start of the optimizer step."""
@@ -125,10 +110,20 @@ class RankParts:
     def bucket(self) -> float:
         """Returns the bytes of the first bucket; without any, gradients arrive one by one as activations are freed."""
         layout = self.layout
-        if self.step.data_ranks == 1 or (layout.zero == 3 and layout.shard_ranks > 1):
+        if self.step.data_ranks == 1 or gathers_parameters(layout):
             return 0
-        whole = sum(numbers for numbers, _ in self.shards) * self.formulas.gradient
-        return min(whole, layout.bucket_mb * MIB)
+        whole = sum(trained for _, trained, _ in self.shards) * self.formulas.gradient
+        # On their way to the host one bucket is summed while the next is filled.
+        return min(whole, (2 if self.formulas.offloads else 1) * layout.bucket_mb * MIB)
+
+    def stepping(self, gradients: float) -> float:
+        """Returns the bytes of gradients on the device when the optimizer begins."""
+        return self.formulas.stepping(gradients, self.layout.zero, gathers_parameters(self.layout))
+
+    def beside(self) -> tuple[float, float]:
+        """Returns the bytes of state and activations in host memory, and of state on disk."""
+        host, disk = self.formulas.beside(self.shards)
+        return host + self.activations_beside(), disk
 
     def copied(self) -> float:
         """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
@@ -143,16 +138,65 @@ class RankParts:
         work = matrix_work(self.step.spec, tuple(counts.items()), (self.first, self.last))
         return max((each.most_elements for each in work), default=0) * max(4, self.width)
 
+    def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:
+        """Returns the blocks of a stage as runs, those first whose activations leave the device."""
+        leaving = len(offloaded_layers(self.layout, self.step.cut[stage]))
+        found = list[BlockRun]()
+        for kind, many in held:
+            away = min(many, leaving)
+            leaving -= away
+            parts = (away, True), (many - away, False)
+            found += [BlockRun(self.step.kinds[kind], n, kind.recompute, leaves) for n, leaves in parts if n]
+        return found
+
     def kept(self) -> tuple[float, float]:
-        """Returns the most bytes that blocks keep for all micro-batches in flight, and the number of these."""
-        sizes = [sum(many * self.step.kinds[kind].kept for kind, many in held) for held in self.blocks]
+        """Returns the most bytes that blocks keep on the device for all micro-batches in flight, and the number of
+        these."""
+        bytes_of = {counts: sum(map(mul, counts, self._kept)) for counts in self.flight.most}
+        most = max(bytes_of, key=bytes_of.__getitem__)
+        return max(bytes_of[most] + self._back, self._deferred), sum(most) / len(most)
+
+    def kept_later(self) -> float:
+        """Returns the same bytes when all stages have gradients of an earlier micro-batch."""
+        later = (sum(map(mul, counts, self._kept)) + self._back for counts in self.flight.later)
+        return max(self._deferred, *later)
+
+    @cached_property
+    def _back(self) -> float:
+        """The bytes of activations from the host that are here again, of micro-batches that wait for their weight
+        gradients."""
+        return sum(map(mul, self.flight.deferred, self._moved))
+
+    @cached_property
+    def _deferred(self) -> float:
+        """The most bytes of all micro-batches in flight where some have been computed again and wait for their weight
+        gradients. These keep the inputs of matrices, and gradients of outputs instead of all else, which is about as
+        much as without recomputation."""
+        again = [sum(many * self.step.kinds[kind].again for kind, many in held) for held in self.blocks]
+        if not any(again):
+            return 0.0
+        sizes = (*self._kept, *map(add, map(add, self._kept, self._moved), again))
+        return max((sum(map(mul, counts, sizes)) for counts in self.flight.joined), default=0.0)
+
+    @cached_property
+    def _kept(self) -> list[float]:
+        """The bytes that each stage keeps on the device per micro-batch in flight."""
+        sizes = [sum(run.many * run.block.kept for run in runs if not run.leaves) for runs in self.runs]
         if self.memory_profile.keeps_boundaries and self.layout.pp > 1:
             last, message = self.flight.stages - 1, self.step.stream / self.step.share
             ends = [(stage > 0) + (stage < last) for stage in self.flight.held]
             sizes = [size + many * message for size, many in zip(sizes, ends, strict=True)]
-        bytes_of = {counts: sum(n * size for n, size in zip(counts, sizes, strict=True)) for counts in self.flight.most}
-        most = max(bytes_of, key=bytes_of.__getitem__)
-        return bytes_of[most], sum(most) / len(most)
+        return sizes
+
+    def activations_beside(self) -> float:
+        """Returns the most bytes of activations in host memory."""
+        peaks = self.flight.unread or self.flight.most
+        return max(sum(map(mul, peak, self._moved)) for peak in peaks)
+
+    @cached_property
+    def _moved(self) -> list[float]:
+        """Bytes of a micro-batch's activations, by stage, that leave the device."""
+        return [sum(run.many * run.block.kept for run in runs if run.leaves) for runs in self.runs]
 
     def backward(self, gradients: bool) -> tuple[float, float]:
         """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
@@ -164,24 +208,50 @@ class RankParts:
         again = layout.sp_regather or self.memory_profile.regathers or self.model.parallel_block
         gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
         between = step.under_way if layout.pp > 1 else 0
-        most = max(self._backward(held, gradients) for held in self.blocks)
+        most = max(self._backward(runs, gradients, gathered) for runs in self.runs)
         return most, gathered + between
 
-    def _backward(self, held: Sequence[tuple[LayerKind, int]], gradients: bool) -> float:
-        """Returns the same for one stage. Blocks with the same recomputation count as one run, which keeps everything
-        until its end; then it has gradients of its weights instead."""
-        most = given_up = 0.0
-        for _, run in groupby(reversed(held), lambda pair: pair[0].recompute):
-            here = [(self.step.kinds[kind], many) for kind, many in run]
-            inside, stream = (max(parts) for parts in zip(*(kind.backward for kind, _ in here), strict=True))
-            most = max(most, inside + stream - given_up)
-            given_up += sum(many * (kind.kept - (0 if gradients else self._gradients(kind))) for kind, many in here)
+    def _backward(self, held: Sequence[BlockRun], gradients: bool, gathered: float) -> float:
+        """Returns the same for one stage. Blocks with the same recomputation count as one run. From block to block it
+        gives up what it keeps and gets gradients of weights, so that its first block in the backward pass has the most,
+        or its last. Beside the last, what is `gathered` comes when the widest tensors have gone; beside the first it
+        stands for what the loss leaves. Of blocks whose activations are on the host, those of the one that computes and
+        of the one before it are here."""
+        moved = max((run.block.kept for run in held if run.leaves), default=0.0)
+        if self.flight.deferring:  # what every block has computed again waits for its weight gradients
+            inside = max((sum(run.block.backward) - run.block.again for run in held), default=0.0)
+            again = sum(run.many * run.block.again for run in held)
+            return inside + again + moved or self.step.stream / self.step.share
+        most = given_up = arrived = 0.0
+        # Of gradients in flat buckets one bucket is counted already.
+        bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
+        for (_, leaves), run in groupby(held[::-1], lambda run: (run.recompute, run.leaves)):
+            here = list(run)
+            inside, stream = (max(parts) for parts in zip(*(run.block.backward for run in here), strict=True))
+            many, last = sum(run.many for run in here), here[-1].block
+            gained = 0.0 if gradients else sum(run.many * self._gradients(run.block) for run in here)
+            first_has = max(0.0, arrived - bucket)
+            arrived += gained
+            last_has = 0.0 if gradients else max(0.0, arrived - self._gradients(last) - bucket)
+            released = 0.0 if leaves else sum(run.many * run.block.kept for run in here)
+            if leaves:
+                kept = max(run.block.kept for run in here)
+                before_it = max(0.0, arrived - 2 * gained / many - bucket) if many > 1 else 0.0
+                beside = max(kept + last_has, 2 * kept + max(first_has, before_it) if many > 1 else 0.0)
+            else:
+                # The last block of the run has what is fetched for the block before it.
+                beside = max(first_has, last.kept - released + last_has + moved - gathered)
+            most = max(most, inside + stream + beside - given_up)
+            given_up += released
         return most or self.step.stream / self.step.share
 
     def _gradients(self, kind: BlockBytes) -> float:
-        """Returns the bytes of the gradients of a block's weights."""
+        """Returns the bytes of the gradients of a block's weights, unless they leave for the host at once."""
         layout, each = self.layout, 0.0
-        for numbers, (_, ranks) in zip(kind.parameters[:2], self.shards, strict=True):
+        if self.formulas.offloads and layout.pp == 1:
+            return each
+        trained = kind.parameters.trained_dense, kind.parameters.trained_experts
+        for numbers, (*_, ranks) in zip(trained, self.shards, strict=True):
             each += numbers * self.formulas.per_parameter(layout.zero, ranks, self.step.data_ranks)[1]
         return each
 
@@ -190,25 +260,31 @@ class RankParts:
         if not self.last:
             return 0, 0
         step, layout = self.step, self.layout
-        rows = table(self.model, layout.tp) // self.model.d_model
+        tiles = head_tiles(self.model, layout)
+        rows = -(-table(self.model, layout.tp) // self.model.d_model // tiles)
         tokens = min(layout.loss_chunk or step.tokens, step.tokens)
         wide, narrow = self.memory_profile.split_loss_tensors if layout.tp > 1 else self.memory_profile.loss_tensors
+        if tiles > 1:
+            wide, narrow = TILE_LOSS_TENSORS
         # What is in fp32 anyway needs no second form.
         each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
         each += self._capped()
         read = 2 * step.stream / step.share + (step.stream if layout.sp and layout.tp > 1 else 0)
-        if layout.loss_chunk:  # of chunks before this one: gradients of what they read, and of the head
-            read += step.stream + table(self.model, layout.tp) * self.width
+        if tiles > 1:  # gradients of what this tile read and of what the others did, and of the tile
+            read += 2 * step.stream + rows * self.model.d_model * self.width
+        elif layout.loss_chunk:  # of chunks before this one: gradients of what they read, and of the head
+            read += step.stream + self._head_gradient() * self.width
         return tokens * rows * each, read
 
-    def waiting_logits(self) -> float:
+    def waiting_logits(self, *, later: bool = False) -> float:
         """Returns the bytes of the log-probabilities, and of what the head read, of micro-batches in flight other than
-        the one that the moment is about."""
-        others = self.flight.losses - 1
+        the one that the moment is about. `later`: when all stages have gradients of an earlier one."""
+        others = (self.flight.later_losses if later else self.flight.losses) - 1
         if not self.last or others <= 0:
             return 0
         step, layout = self.step, self.layout
-        rows = 0 if layout.loss_chunk else table(self.model, layout.tp) // self.model.d_model
+        chunked = layout.loss_chunk or head_tiles(self.model, layout) > 1
+        rows = 0 if chunked else table(self.model, layout.tp) // self.model.d_model
         each = max(4, self.width) + self._capped()
         return others * (step.tokens * rows * each + 2 * step.stream / step.share)
 
@@ -217,20 +293,39 @@ class RankParts:
         return self.width if self.model.logit_softcap else 0
 
     def whole(self) -> float:
-        """Returns the bytes of ZeRO-3's unsharded parameters and their gradients in transit, of buckets and dummies."""
+        """Returns the bytes of ZeRO-3's unsharded parameters and their gradients in transit, of the second copy of the
+        parameters, of buckets and dummies."""
         layout, memory_profile = self.layout, self.memory_profile
         found = self.formulas.buffer(self.step.data_ranks)
         if memory_profile.dummy_gradients:
             matrices = sum(kind.parameters.matrices for kind in self.present)
             found += (matrices + self.last * table(self.model, layout.tp)) * self.width
-        if layout.zero < 3 or layout.shard_ranks == 1:
+        if not gathers_parameters(layout):
             return found
+        if is_copied(layout):
+            found += self.formulas.second_copy(
+                self.shards, (near_ranks(layout), near_ranks(layout, experts=layout.ep > 1)), layout.quantise_weights
+            )
         if memory_profile.gathers_matrices:
             matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
             return found + matrix * 2 * self.width
-        dealt_out = self.shards[1][1] > 1  # experts that no other rank has are not gathered
-        sizes = [(kind.parameters.dense + dealt_out * kind.parameters.experts, kind.kept) for kind in self.present]
-        block, kept = max(sizes, key=lambda size: size[0], default=(0, 0))
-        blocks = self.formulas.gathers(self.count, layout.pp, layout.prefetch, reshard=layout.reshard)
-        outside = self.outside + self.last * table(self.model, layout.tp)
-        return found + self.formulas.gathered(outside, block, blocks, kept)
+        # Experts that no other rank has are not gathered.
+        dealt_out = self.shards[1][2] > 1 or is_offloaded(layout, "parameters")
+        sizes = [(kind.parameters.gathered(dealt_out, tiled=layout.reshard), kind.kept) for kind in self.present]
+        held, kept = max(sizes, key=lambda size: size[0].block + size[0].tile, default=(GatheredParameters(0, 0, 0), 0))
+        ends = gathered_outside(self.model, layout, self.first, self.last, tiled=layout.reshard)
+        held = held._replace(tile=max(held.tile, ends.tile))
+        # Without a collective FSDP2 fetches a block when it computes.
+        ahead = layout.prefetch if layout.shard_ranks > 1 else 0
+        blocks = self.formulas.gathers(self.count, layout.pp, ahead, reshard=layout.reshard)
+        if layout.quantise_weights != "none":
+            # The codes of a block that arrives, beside its numbers.
+            found += max(held.block, held.tile, ends.block) * wire_width(layout.quantise_weights, self.width)
+        if layout.quantise_gradients != "none":
+            # The codes of a group's gradients that a rank sends, and as many that it gets.
+            found += 2 * max(held.trained, ends.block, ends.tile) * wire_width(layout.quantise_gradients, self.width)
+        return found + self.formulas.gathered(ends.block + ends.trained, held, blocks, kept)
+
+    def _head_gradient(self) -> int:
+        """Returns the numbers of the gradient of the head's part here."""
+        return 0 if self.model.lora.rank else table(self.model, self.layout.tp)

@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from phalanx.blocks.operator import is_expert
+from phalanx.blocks.parameters import weight_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
@@ -22,8 +23,11 @@ from phalanx.optimizers.facts import state_bytes_of
 from phalanx.partition.buckets import granular_cut
 from phalanx.partition.matrices import BucketCut, ShardRanges
 from phalanx.partition.pipeline import flushes
+from phalanx.partition.second_copy import is_copied, near_ranks
 from phalanx.partition.stages import stage_shapes
-from phalanx.partition.tensor_slices import in_buckets, slice_of, tile
+from phalanx.partition.tensor_slices import in_buckets
+from phalanx.partition.tiles import first_rank_tiles
+from phalanx.partition.wire import sent_as, wire_bytes
 
 ADAMW = Optimizer()
 WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -70,8 +74,28 @@ def state_bytes(
         each._replace(shape=(each.shape[0] // layout.ep, *each.shape[1:])) for each in held if is_expert(each.name)
     ]
     fewer = replace(layout, dp_shard=layout.shard_ranks // layout.ep, cp=1)
-    parts = [_sharded(dense, layout, *widths, optimizer), _sharded(experts, fewer, *widths, optimizer)]
-    return StateBytes(*(sum(kind) for kind in zip(*map(astuple, parts), strict=True)))
+    return _sum(_sharded(dense, layout, *widths, optimizer), _sharded(experts, fewer, *widths, optimizer))
+
+
+def second_copy_bytes(
+    model: ModelConfig,
+    layout: Layout,
+    precision: str = "fp32",
+    vocab: int | None = None,
+    stages: Iterable[range] | None = None,
+) -> int:
+    """Returns the bytes of the second copy of the parameters on a rank during the passes of a step (`layout.hpz`),
+    padding included: exactly those of its tensors; 0 without a copy. Arguments are those of `state_bytes`."""
+    if not is_copied(layout):
+        return 0
+    copied, width = 0, WIDTHS[precision]
+    for each in _held_parameters(model, layout, vocab, [range(model.n_layers)] if stages is None else stages):
+        apart = is_expert(each.name) and layout.ep > 1
+        shape = (each.shape[0] // layout.ep, *each.shape[1:]) if apart else each.shape
+        ranks = layout.shard_ranks // (layout.ep if apart else 1)
+        shares = ranks // near_ranks(layout, experts=apart)
+        copied += shares * wire_bytes(_largest_share(shape, ranks), sent_as(shape, layout.quantise_weights), width)
+    return copied
 
 
 def checkpoint_bytes(model: ModelConfig, precision: str, vocab: int, optimizer: Optimizer = ADAMW) -> int:
@@ -90,6 +114,8 @@ class HeldState(NamedTuple):
     """The shape of the whole parameter."""
     shape: Shape
     """The shape of what the rank holds."""
+    frozen: bool = False
+    """Whether training leaves it as it is: it has no gradient and no optimizer state."""
 
     @property
     def size(self) -> int:
@@ -100,8 +126,22 @@ def _sharded(
     held: Sequence[HeldState], layout: Layout, width: int, gradient_width: int, optimizer: Optimizer
 ) -> StateBytes:
     """Returns the state of these parameters, sharded in the same way, with these bytes per element of a parameter and
-    of a gradient."""
+    of a gradient. Frozen ones are in buckets of their own."""
+    if any(each.frozen for each in held):
+        trained, frozen = ([each for each in held if each.frozen == which] for which in (False, True))
+        alone = _alike(frozen, layout, width, gradient_width, optimizer)
+        return _sum(_alike(trained, layout, width, gradient_width, optimizer), replace(alone, gradients=0, optimizer=0))
+    return _alike(held, layout, width, gradient_width, optimizer)
 
+
+def _sum(*parts: StateBytes) -> StateBytes:
+    return StateBytes(*(sum(kind) for kind in zip(*map(astuple, parts), strict=True)))
+
+
+def _alike(
+    held: Sequence[HeldState], layout: Layout, width: int, gradient_width: int, optimizer: Optimizer
+) -> StateBytes:
+    """Returns the state of parameters that are all trained."""
     entry, ranks, sizes = entry_of(optimizer.name), layout.shard_ranks, [each.size for each in held]
     whole = [state_bytes_of(optimizer, each.name, each.whole, each.size, width) for each in held]
 
@@ -109,9 +149,7 @@ def _sharded(
         return sum(size * part // all_of_it for size, part, all_of_it in zip(whole, elements, sizes, strict=True))
 
     if ranks > 1 and layout.zero == 3:
-        # FSDP2 shards by rows, those of all experts' matrices together; the fullest rank counts.
-        rows = [prod(each.shape[:2]) if len(each.shape) == 3 else each.shape[0] for each in held]
-        shares = [-(-n // ranks) * (size // n) for n, size in zip(rows, sizes, strict=True)]
+        shares = [_largest_share(each.shape, ranks) for each in held]
         return StateBytes(sum(shares) * width, sum(shares) * width, state(shares))
     versions, waiting = (1, 1) if flushes(layout) else (3, 2)
     sums = layout.dp_replicate > 1 and layout.independent_replicas == 1 and layout.data_parallel == "ddp"
@@ -123,6 +161,13 @@ def _sharded(
     # Where all parameters need the same, the first rank has the most.
     fullest = max(state(_owned(cuts, sizes, rank)) for rank in range(ranks if entry.by_shape else 1))
     return StateBytes(padded * width * versions, kept * gradient_width * waiting, fullest)
+
+
+def _largest_share(shape: Shape, ranks: int) -> int:
+    """Returns the elements of a parameter on the fullest of `ranks` ranks: FSDP2 shards by rows, those of all experts'
+    matrices together."""
+    rows = prod(shape[:2]) if len(shape) == 3 else shape[0]
+    return -(-rows // ranks) * (prod(shape) // rows)
 
 
 def _cuts(
@@ -148,10 +193,8 @@ def _owned(cuts: Iterable[tuple[list[int], BucketCut]], sizes: Sequence[int], ra
 def _held_parameters(model: ModelConfig, layout: Layout, vocab: int | None, stages: Iterable[range]) -> list[HeldState]:
     """Returns what the first tensor rank, which holds at least as much as any other, has of every parameter of these
     stages (of every tile of a tiled one)."""
-    held: list[HeldState] = []
-    for name, whole in stage_shapes(model, stages, vocab).items():
-        if layout.tp > 1:
-            held.append(HeldState(name, whole, slice_of(name, whole, model, layout.tp, 0).shape))
-        else:
-            held += [HeldState(name, whole, part.shape) for part in tile(name, whole, layout.tiles, model)]
-    return held
+    shapes = stage_shapes(model, stages, vocab)
+    return [
+        HeldState(name, part.whole, part.shape, weight_of(model, name).frozen)
+        for name, _, part in first_rank_tiles(shapes, layout, model)
+    ]

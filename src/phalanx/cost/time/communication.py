@@ -12,12 +12,14 @@ from phalanx.blocks.place import Place, place_of
 from phalanx.config.layout import Layout, Recompute
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.link import RankGroup, dispatch_seconds, occupancy, seconds
+from phalanx.partition.second_copy import near_ranks
 
 
 @lru_cache(1000)
 def group(layout: Layout, axis: str) -> RankGroup:
     """Returns the ranks of an axis: `tp` innermost, then `ring` and `ulysses` of cp, `ep`, dp_shard, dp_replicate, pp;
-    `shard` is dp_shard × cp, `edp` the ranks that hold the same experts."""
+    `shard` is dp_shard × cp, `edp` the ranks that hold the same experts; `hpz` and `edp_hpz` are parts of them that
+    keep a second copy of the parameters together, `hpz_across` and `edp_hpz_across` the ranks at one place of these."""
     tp, cp, shard = layout.tp, layout.cp, layout.dp_shard
     ulysses_inside = layout.cp_inner == "ulysses"
     return {
@@ -28,6 +30,10 @@ def group(layout: Layout, axis: str) -> RankGroup:
         "ep": RankGroup(layout.ep, tp),
         "edp": RankGroup(layout.shard_ranks // layout.ep or 1, tp * layout.ep),
         "shard": RankGroup(cp * shard, tp),
+        "hpz": RankGroup(near_ranks(layout), tp),
+        "edp_hpz": RankGroup(near_ranks(layout, experts=True), tp * layout.ep),
+        "hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
+        "edp_hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
         "replicate": RankGroup(layout.dp_replicate, tp * cp * shard),
         "pp": RankGroup(layout.pp, tp * cp * shard * layout.dp_replicate),
     }[axis]

@@ -36,6 +36,7 @@ def added(traffic: Any, work: Any, slowdown: Any) -> Any:
 
 def block_state(
     gather: Any,
+    regather: Any,
     reduce: Any,
     forward: Any,
     backward: Any,
@@ -47,10 +48,10 @@ def block_state(
     overlaps: bool,
 ) -> tuple[Any, Any]:
     """Returns the seconds that ZeRO-3 adds to a block's forward and backward pass, on average over micro-batches: its
-    parameters are gathered in `gather` seconds, again if they are resharded after the forward pass, and its gradients
-    reduced in `reduce`, once per step if they accumulate `local`."""
-    there = gather if reshard else gather / accumulation
-    back = gather * reshard + (reduce / accumulation if local else reduce)
+    parameters are gathered in `gather` seconds, again in `regather` if they are resharded after the forward pass, and
+    its gradients reduced in `reduce`, once per step if they accumulate `local`."""
+    there = regather + (gather - regather) / accumulation if reshard else gather / accumulation
+    back = regather * reshard + (reduce / accumulation if local else reduce)
     if not overlaps:
         return there, back
     return added(there, forward, slowdown), added(back, backward, slowdown)

@@ -57,7 +57,7 @@ def operator_seconds(
         kind = number_format(p, products)
         forward += product_seconds(device, kind, p.m, p.n, p.k, p.number)
         inputs += product_seconds(device, kind, p.m, p.k, p.n, p.number)
-        weights += product_seconds(device, kind, p.n, p.k, p.m, p.number)
+        weights += 0.0 if p.frozen else product_seconds(device, kind, p.n, p.k, p.m, p.number)
         if kind in ("fp8", "fp4"):
             narrow += p.number * p.m * (p.k + p.n / 2)
     scores = scores_back = 0.0

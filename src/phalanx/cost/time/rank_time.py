@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
-from operator import add, attrgetter
+from operator import add, attrgetter, sub
 
 from phalanx.blocks.ends import embedding, head
 from phalanx.blocks.kinds import HALVES, BlockKind, Half, half_block
 from phalanx.blocks.operator import Operator
+from phalanx.blocks.parameters import weight_of
 from phalanx.config.cluster import Accelerator
-from phalanx.cost.held import block_parameters, outside
+from phalanx.cost.held import block_parameters, outside, table, trained_outside
 from phalanx.cost.placed import Content
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import NO_MESSAGES, MessageSeconds, collectives, messages_seconds, place
 from phalanx.cost.time.exposed import added, block_state, pass_seconds
 from phalanx.cost.time.layer import Seconds, operator_seconds
+from phalanx.cost.time.offload_time import exposed_swaps
 from phalanx.cost.time.state_time import (
     ParameterCounts,
+    fetch_seconds,
     interference,
     is_zero3,
     state_seconds,
     summing_seconds,
 )
 from phalanx.partition.recompute import Mode, uniform_recompute
+from phalanx.partition.tiles import head_tiles, is_tiled
 
 HOST_OPS = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 90}
 """Operations of the host around a block's collectives in a forward pass, by their cause (ring: per message, with the
@@ -47,15 +51,19 @@ class RankTime:
     ep: float = 0.0
     shard: float = 0.0
     """Seconds of gathering parameters and reducing gradients in every micro-batch (ZeRO-3)."""
+    copies: float = 0.0
+    """Exposed copies of activations between device and host."""
     forward: float = 0.0
     """The part of the device's seconds in the forward pass."""
     weights: float = 0.0
     """The part of the device's seconds in gradients of weights."""
+    forward_communication: float = 0.0
+    """The part of the exposed communication and copies in the forward pass."""
 
     @property
     def device(self) -> float:
         """Seconds of the device, without waiting for its host."""
-        return self.products + self.streams + self.recompute + self.communication
+        return self.products + self.streams + self.recompute + self.communication + self.copies
 
     @property
     def host(self) -> float:
@@ -98,18 +106,17 @@ def _waits(device: float, host: float) -> float:
 def held_by(spec: StepSpec, content: Content) -> ParameterCounts:
     """Returns the parameters of a rank before data ranks shard them."""
     model, layout = spec.model, spec.layout
-    dense, experts = float(outside(model, layout.tp, content.embedding, content.head)), 0.0
+    ends = layout.tp, content.embedding, content.head
+    numbers = [outside(model, *ends), 0, trained_outside(model, *ends), 0]
     for kind, number in content.of_kind.items():
-        held = block_held(spec, kind)
-        dense += number * held.dense
-        experts += number * held.experts
-    return ParameterCounts(round(dense), round(experts))
+        numbers = [total + number * one for total, one in zip(numbers, astuple(block_held(spec, kind)), strict=True)]
+    return ParameterCounts(*numbers)
 
 
 def block_held(spec: StepSpec, kind: BlockKind) -> ParameterCounts:
     """Returns the parameters of one block."""
-    counts = block_parameters(spec.model, spec.layout.tp, spec.layout.ep, kind)
-    return ParameterCounts(counts.dense, counts.experts)
+    counts = block_parameters(spec.model, spec.layout, kind)
+    return ParameterCounts(counts.dense, counts.experts, counts.trained_dense, counts.trained_experts)
 
 
 @lru_cache(50_000)
@@ -179,6 +186,7 @@ def _half_time(
         **{axis: forward[axis] + backward[axis] for axis in forward},
         forward=seconds.forward + sum(forward.values()),
         weights=seconds.weights,
+        forward_communication=sum(forward.values()),
     )
 
 
@@ -228,10 +236,40 @@ def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
     layout, framework = spec.layout, spec.framework
     if not is_zero3(layout):
         return block
-    held = block_held(spec, kind)
+    counts, held = block_parameters(spec.model, layout, kind), block_held(spec, kind)
+    there, back = _gathering(spec, held, block)
+    tiles = counts.tiles if layout.reshard else 0
+    fetched = _fetching(spec, held, block)
+    if tiles:
+        # Each tile is gathered when it runs, and no product hides it; the rest of the block is, as without tiles.
+        parts = counts.tiled_dense, counts.tiled_experts
+        within = ParameterCounts(*parts, *parts)
+        tiled = state_seconds(spec, within, tiles)
+        rest = _gathering(spec, ParameterCounts(*map(sub, astuple(held), astuple(within))), block)
+        again = 2 if layout.recompute == "full" else 1
+        there, back = max(there, rest[0] + tiled.gather), max(back, rest[1] + again * tiled.regather)
+        fetched = max(fetched[0], tiled.fetch), max(fetched[1], again * tiled.fetch)
+    device = spec.cluster.accelerator
+    handling = handling_seconds(device, HOST_OPS["shard"]) * (1 + tiles)
+    starts = framework.kernel_us * 1e-6 * (1 + tiles)
+    return replace(
+        block,
+        shard=there + back + 3 * handling,
+        copies=sum(fetched),
+        forward=block.forward + there + handling + fetched[0],
+        forward_communication=block.forward_communication + there + handling + fetched[0],
+        host_forward=block.host_forward + starts,
+        host_backward=block.host_backward + starts * (2 if starts_again(device, layout.recompute) else 1),
+    )
+
+
+def _gathering(spec: StepSpec, held: ParameterCounts, block: RankTime) -> tuple[float, float]:
+    """Returns the seconds that ZeRO-3's collectives of some parameters add to a block's forward and backward pass."""
+    layout, framework = spec.layout, spec.framework
     state = state_seconds(spec, held, framework.messages)
-    there, back = block_state(
+    return block_state(
         state.gather,
+        state.regather,
         state.reduce,
         block.forward,
         block.device - block.forward,
@@ -241,16 +279,29 @@ def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
         local=layout.accumulate == "local",
         overlaps=framework.dp_overlaps,
     )
-    device = spec.cluster.accelerator
-    handling = handling_seconds(device, HOST_OPS["shard"])
-    starts = framework.kernel_us * 1e-6
-    return replace(
-        block,
-        shard=there + back + 3 * handling,
-        forward=block.forward + there + handling,
-        host_forward=block.host_forward + starts,
-        host_backward=block.host_backward + starts * (2 if starts_again(device, layout.recompute) else 1),
+
+
+def _fetching(spec: StepSpec, held: ParameterCounts, block: RankTime) -> tuple[float, float]:
+    """Returns the seconds that copies of parameters from the host add to a block's forward and backward pass: on one
+    rank, without a collective, FSDP2 starts them when it needs them."""
+    layout = spec.layout
+    state = state_seconds(spec, held, spec.framework.messages)
+    late, plain = (
+        block_state(
+            state.gather + fetch,
+            state.regather + fetch,
+            state.reduce,
+            block.forward,
+            block.device - block.forward,
+            0.0,
+            spec.batch.accumulation,
+            reshard=layout.reshard,
+            local=layout.accumulate == "local",
+            overlaps=spec.framework.dp_overlaps and layout.shard_ranks > 1,
+        )
+        for fetch in (state.fetch, 0.0)
     )
+    return late[0] - plain[0], late[1] - plain[1]
 
 
 def around_time(spec: StepSpec, content: Content) -> RankTime:
@@ -274,23 +325,57 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
         time += RankTime(
             products=seconds.products,
             streams=seconds.streams,
+            recompute=_logits_again(spec, operators),
             host_forward=seconds.host_forward,
             host_backward=seconds.host_backward,
             tp=tp.forward + tp.backward,
             forward=seconds.forward + tp.forward,
             weights=seconds.weights,
+            forward_communication=tp.forward,
         )
     return time
 
 
+def _logits_again(spec: StepSpec, operators: Iterable[Operator]) -> float:
+    """Returns the seconds in which the backward pass computes logits again: of chunks of tokens, or of tiles."""
+    again = [operator for operator in operators if operator.name == "head"]
+    if not again or (not spec.layout.loss_chunk and head_tiles(spec.model, spec.layout) == 1):
+        return 0.0
+    device, framework = spec.cluster.accelerator, spec.framework
+    seconds = operator_seconds(device, again, framework, spec.products, spec.layout.tp, slowdown=framework.slowdown)
+    return seconds.forward
+
+
+def _gathered_ends(spec: StepSpec, content: Content) -> RankTime:
+    """Returns the time of gathering the tiles of embedding and head, which no product hides: the head's also in the
+    backward pass."""
+    layout, there, back = spec.layout, 0.0, 0.0
+    if is_zero3(layout) and layout.reshard:
+        for name, here in (("embed.weight", content.embedding), ("head.weight", content.head and not spec.model.tied)):
+            if here and is_tiled(weight_of(spec.model, name), layout):
+                rows = table(spec.model, layout.tp)
+                tiles = state_seconds(spec, ParameterCounts(rows, 0, rows, 0), layout.tiles)
+                there += tiles.gather
+                back += tiles.regather if name == "head.weight" else 0.0
+    return RankTime(shard=there + back, forward=there, forward_communication=there)
+
+
 def rank_time(spec: StepSpec, content: Content) -> RankTime:
     """Returns the time of a micro-batch on a rank with `content`, times the share of them that passes it."""
-    time = around_time(spec, content)
+    time = around_time(spec, content) + _gathered_ends(spec, content)
     for kind, number in content.kinds:
         time += block_time(_with_uniform_recompute(spec, kind.recompute), kind.block).scaled(number)
+    for kind, number in content.swapped:
+        alone = block_time(_with_uniform_recompute(spec, kind.recompute), kind.block)
+        held = block_held(spec, kind.block)
+        fetched = fetch_seconds(spec, held.dense, held.experts)  # on the same link
+        beside = max(0.0, alone.forward_seconds - fetched), max(0.0, alone.backward_seconds - fetched)
+        down, up = exposed_swaps(spec, kind, *beside)
+        swaps = RankTime(copies=down + up, forward=down, forward_communication=down)
+        time += swaps.scaled(number)
     if spec.framework.sum_passes:
         held = held_by(spec, content)
-        total, count = held.dense + held.experts, spec.batch.accumulation
-        summing = summing_seconds(spec.cluster.accelerator, spec.framework, spec.width, total, count)
+        count = spec.batch.accumulation
+        summing = summing_seconds(spec.cluster.accelerator, spec.framework, spec.width, held.trained, count)
         time += RankTime(streams=summing)
     return time if content.share == 1 else time.scaled(content.share)

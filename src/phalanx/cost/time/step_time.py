@@ -15,8 +15,10 @@ from phalanx.cost.time.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.time.state_time import (
     ParameterCounts,
     duplicated_stages_seconds,
+    fetch_seconds,
     interference,
     is_zero3,
+    offloaded_work,
     optimizer_seconds,
     state_seconds,
 )
@@ -38,6 +40,9 @@ def step_parts(spec: StepSpec) -> Parts:
     whole = pipeline_seconds(layout, m, [time.total for time in times], mean.forward, mean.weights)
     held = max((held_by(spec, content) for content in count), key=lambda held: held.dense + held.experts)
     data, optimizer = _state(spec, ranks[busiest], held, slowest)
+    # Those of the first block and outside the blocks, as in `ends_of_blocks`.
+    fetched = 2 * fetch_seconds(spec, *held.sent(layout, "parameter")) / max(1, ranks[busiest].blocks)
+    host = offloaded_work(spec, held, slowest.backward_seconds, optimizer)
     bidirectional = min(content.share for content in count) < 1
     exposed = {
         "tp": m * slowest.tp,
@@ -54,6 +59,9 @@ def step_parts(spec: StepSpec) -> Parts:
         exposed={axis: spent for axis, spent in exposed.items() if spent},
         bubble=whole - m * slowest.total,
         optimizer=optimizer,
+        copies=(sum(host.late) if host else 0.0) + fetched + m * slowest.copies,
+        files=host.late_files if host else 0.0,
+        forward=m * (slowest.forward_seconds - slowest.forward_communication),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 
 from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import Shapes, weight_of
+from phalanx.blocks.residual import needs_sum
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.held import LayerKind, layer_kinds
@@ -17,11 +18,12 @@ from phalanx.cost.traffic.passes import PipelineWork
 from phalanx.partition.matrices import ShardRanges, row_ranges
 from phalanx.partition.recompute import written
 from phalanx.partition.stages import stage_shapes
-from phalanx.partition.tensor_slices import slice_of, tile
+from phalanx.partition.tiles import first_rank_tiles
 
-Group = Literal["block", "experts", "tile", "last tile", "around"]
+Group = Literal["block", "experts", "tile", "last tile", "rows", "around"]
 """The unit that FSDP gathers (parallel/fsdp.py): a block; its experts if ep distributes them; one tile of a large
-matrix; the parameters outside the blocks."""
+matrix, the last one of a block where nothing after it saves a tensor; a tile of the embedding, whose rows its gradient
+does not need; the other parameters outside the blocks."""
 
 
 class HeldParameter(NamedTuple):
@@ -41,6 +43,8 @@ class HeldParameter(NamedTuple):
     summed: bool
     """Whether tensor ranks that hold the whole of it sum their gradients."""
     group: Group
+    frozen: bool = False
+    """Whether training leaves it as it is: it has no gradient to send."""
 
     @property
     def size(self) -> int:
@@ -80,6 +84,7 @@ def held_parameters(
         sp=layout.sp,
         ep=layout.ep,
         tiles=layout.tiles,
+        tile=layout.tile,
         recompute=layout.recompute,
         recompute_cut=layout.recompute_cut,
     )
@@ -136,21 +141,18 @@ def _parts(
     named: Shapes, model: ModelConfig, layout: Layout, users: tuple[int, ...], holders: tuple[int, ...]
 ) -> Iterator[HeldParameter]:
     """Yields one module's parameters, or those of its tiles, one after the other."""
-    tiles = {name: tile(name, shape, layout.tiles, model) for name, shape in named.items()}
-    for number in range(max(map(len, tiles.values()))):
-        for name, parts in tiles.items():
-            if number < len(parts):
-                mine = slice_of(name, parts[number].shape, model, layout.tp, 0)
-                dealt_out = is_expert(name) and layout.ep > 1
-                shape = (mine.shape[0] // layout.ep, *mine.shape[1:]) if dealt_out else mine.shape
-                group = _group(name, layout, number)
-                summed = weight_of(model, name).is_summed(layout.sp)
-                yield HeldParameter(name, shape, users, holders, mine.copies, mine.dim is not None, summed, group)
+    for name, number, mine in first_rank_tiles(named, layout, model):
+        dealt_out = is_expert(name) and layout.ep > 1
+        shape = (mine.shape[0] // layout.ep, *mine.shape[1:]) if dealt_out else mine.shape
+        group, weight = _group(name, layout, number, model), weight_of(model, name)
+        cut, summed = weight.dim is not None and layout.tp > 1, weight.is_summed(layout.sp)
+        yield HeldParameter(name, shape, users, holders, mine.copies, cut, summed, group, weight.frozen)
 
 
-def _group(name: str, layout: Layout, number: int) -> Group:
+def _group(name: str, layout: Layout, number: int | None, model: ModelConfig) -> Group:
     if not name.startswith("blocks."):
-        return "around"
-    if ".mlp." in name and layout.tiles > 1:
-        return "last tile" if ".down." in name and number == layout.tiles - 1 else "tile"
+        return "around" if number is None else "rows" if name == "embed.weight" else "tile"
+    if number is not None:
+        ends = number == layout.tiles - 1 and ".mlp.down." in name and not needs_sum(model)
+        return "last tile" if ends else "tile"
     return "experts" if is_expert(name) and layout.ep > 1 else "block"

@@ -3,7 +3,8 @@
 With D bytes of parameters on N ranks: DDP 2 D (N-1)/N; ZeRO-1 and ZeRO-2 the same in a reduce-scatter and an
 all-gather; ZeRO-3 one more all-gather if parameters are resharded after the forward pass (Rajbhandari et al. 2020,
 section 7). This file adds what these leave out: padding, gathers per micro-batch, parameters that are not resharded,
-and parameters that several ranks hold.
+and parameters that several ranks hold. With a second copy inside the node (hpZ) only the first all-gather of a step
+goes over all N ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from phalanx.optimizers.catalogue import entry_of
 from phalanx.optimizers.entry import Granularity
 from phalanx.partition.buckets import granular_cut
 from phalanx.partition.matrices import ShardRanges
+from phalanx.partition.second_copy import is_copied, near_ranks
 from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES, in_buckets
+from phalanx.partition.wire import Format, sent_as, wire_bytes
 
 
 @dataclass(frozen=True)
@@ -43,21 +46,17 @@ class Spread:
     shard_rank: int
     """Index of the rank in dp_shard × cp."""
     tp_rank: int
-    drops: bool
-    """Whether the model has dropout."""
     granularity: Granularity
     """Where the optimizer lets shards end."""
 
     @classmethod
-    def of(
-        cls, layout: Layout, precision: str, gradients: str, rank: int, *, drops: bool, optimizer: Optimizer
-    ) -> Spread:
+    def of(cls, layout: Layout, precision: str, gradients: str, rank: int, *, optimizer: Optimizer) -> Spread:
         """Returns the spread of a rank of all of the layout's; `precision` and `gradients` are `train`'s."""
         width = WIDTHS[precision]
         # Half precisions have fp32 master weights.
         widths = width, 4 if gradients == "fp32" else width, max(width, 4)
         place = rank // layout.tp % layout.shard_ranks, rank % layout.tp
-        return cls(layout, *widths, *place, drops, entry_of(optimizer.name).granularity)
+        return cls(layout, *widths, *place, entry_of(optimizer.name).granularity)
 
     @property
     def shard(self) -> tuple[str, int]:
@@ -74,6 +73,10 @@ class Spread:
         if parameter.expert and self.layout.ep > 1:
             return "edp", self.layout.shard_ranks // self.layout.ep, self.shard_rank // self.layout.ep
         return *self.shard, self.shard_rank
+
+    def near(self, axis: str) -> int:
+        """Returns the number of ranks of an axis that keep a second copy of its parameters together; 0 without one."""
+        return near_ranks(self.layout, experts=axis == "edp") if is_copied(self.layout) else 0
 
 
 def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses, model: ModelConfig) -> Table:
@@ -93,7 +96,7 @@ def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses, mo
         updated, width = Counter[HeldParameter](), spread.width
         for run in runs:
             for parameter in run.held:
-                updated[parameter] += run.times * parameter.size
+                updated[parameter] += 0 if parameter.frozen else run.times * parameter.size
         if spread.granularity == "matrix":
             instances = [_by_rows(layer, parameter, spread) for layer, parameter in instances_of(runs)]
     _partials(table, updated, layout, width)
@@ -116,8 +119,8 @@ def _by_rows(layer: int, parameter: HeldParameter, spread: Spread) -> Instance:
 def _fsdp(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Counter[HeldParameter]:
     """Adds FSDP's and HSDP's traffic. Returns, for each parameter, the elements that this rank updates, summed over
     equal layers and tiles."""
-    updated = Counter[HeldParameter]()
-    lost = _mistargeted(runs, spread.layout, work)
+    updated, layout = Counter[HeldParameter](), spread.layout
+    lost = _mistargeted(runs, layout, work)
     for run in runs:
         again = len(lost & set(run.layers))
         for parameter in run.held:
@@ -125,8 +128,14 @@ def _fsdp(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPass
             ranges = parameter.ranges(ranks)
             gathers = run.times * _gathers(parameter, spread, work, run.full)
             gathers += again if parameter.group in ("block", "experts") else 0
-            reductions = run.times * _reductions(parameter, spread.layout, work)
-            _send(table, spread, axis, ranges.each, ranks, (gathers, reductions, run.times))
+            often = {"gather": run.times, "regather": gathers - run.times}
+            if not parameter.frozen:
+                often |= {"reduce": run.times * _reductions(parameter, layout, work), "sum": run.times}
+            weights, gradients = layout.quantise_weights, layout.quantise_gradients
+            formats = sent_as(parameter.shape, weights), sent_as(parameter.shape, gradients)
+            _send(table, spread, axis, ranges.each, ranks, formats, **often)
+            if parameter.frozen:
+                continue
             updated[parameter] += run.times * ranges.held(rank)
     return updated
 
@@ -140,9 +149,10 @@ def _gathers(parameter: HeldParameter, spread: Spread, work: RankPasses, full: b
     passes = work.passes[parameter.users[0]]
     if not layout.reshard:
         return passes.forward if layout.pp == 1 else 1
-    # Recomputation of a block reshards its tiles once more, except the last tile, at which it ends without dropout.
-    resharded = parameter.group == "tile" or (parameter.group == "last tile" and spread.drops)
-    repeated = full and resharded
+    if parameter.group == "rows":
+        return passes.forward
+    # Recomputation of a block reshards its tiles once more, except the last one, at which it ends.
+    repeated = full and parameter.group == "tile"
     return passes.forward + passes.backward * (2 if repeated else 1)
 
 
@@ -169,9 +179,9 @@ def _mistargeted(runs: Sequence[LayerRun], layout: Layout, work: RankPasses) -> 
 
 
 def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> list[Instance]:
-    """Adds the traffic of DDP, ZeRO-1 and ZeRO-2 over flat buckets. Returns every parameter with the ranges that ranks
-    update."""
-    every = instances_of(runs)
+    """Adds the traffic of DDP, ZeRO-1 and ZeRO-2 over flat buckets. Returns every trained parameter with the ranges
+    that ranks update."""
+    every = [pair for pair in instances_of(runs) if not pair[1].frozen]
     found: dict[int, Instance] = {}
     together: dict[tuple[tuple[int, ...], tuple[int, ...], tuple[str, int, int]], list[int]] = {}
     for number in reversed(range(len(every))):  # the backward pass reaches the last layers first
@@ -188,7 +198,7 @@ def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankP
             named = [(every[number][1].name, every[number][1].shape) for number in here]
             starts, share = granular_cut(spread.granularity, [sizes[n] for n in bucket], named, ranks)
             # Replicas sum their shares once, when all gradients are there.
-            _send(table, spread, axis, share, ranks, (1, reductions, 1))
+            _send(table, spread, axis, share, ranks, gather=1, reduce=reductions, sum=1)
             for number, start in zip(here, starts, strict=True):
                 layer, parameter = every[number]
                 ranges = ShardRanges(parameter.size, share, -start)
@@ -196,13 +206,34 @@ def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankP
     return [found[number] for number in range(len(every))]
 
 
-def _send(table: Table, spread: Spread, axis: str, share: int, ranks: int, times: tuple[int, int, int]) -> None:
-    """Counts the messages of parameters of which each of `ranks` ranks has `share` elements; `times`: how often they
-    are gathered, their gradients reduced, and summed over replicas."""
-    for message, often in zip(state_messages(share, ranks), times, strict=True):
-        width = spread.width if message.number == "parameter" else spread.gradient_width
-        where = (axis, ranks) if message.among == "shard" else ("dp_replicate", spread.replicas)
-        table.add(where[0], message.collective, message.elements * width, where[1], often)
+def _send(
+    table: Table,
+    spread: Spread,
+    axis: str,
+    share: int,
+    ranks: int,
+    formats: tuple[Format, Format] = ("none", "none"),
+    **often: int,
+) -> None:
+    """Counts the messages of parameters of which each of `ranks` ranks has `share` elements, gathered and reduced in
+    these `formats`, each message as `often` as its purpose (phalanx.blocks.state) says, 0 if it is not named."""
+    near, inside = spread.near(axis), "edp_hpz" if axis == "edp" else "hpz"
+    where = {
+        "shard": (axis, ranks),
+        "near": (inside, near),
+        "across": (f"{inside}_across", ranks // max(1, near)),
+        "replicas": ("dp_replicate", spread.replicas),
+    }
+    for message in state_messages(
+        ranks,
+        gathered=wire_bytes(share, formats[0], spread.width),
+        reduced=wire_bytes(share, formats[1], spread.gradient_width),
+        summed=share * spread.gradient_width,
+        near=near,
+        coded=spread.layout.quantise_gradients != "none",
+    ):
+        among, size = where[message.among]
+        table.add(among, message.collective, message.size, size, often.get(message.purpose, 0))
 
 
 @cache

@@ -30,6 +30,10 @@ from phalanx.partition.sequence import cp_coordinates
 ADAMW = Optimizer()
 STATUS = 3 * 8
 """Bytes of loss, squared gradient norm, and whether to stop, in fp64."""
+PAIR_STATUS = 4 * 8
+"""Bytes of the sums over preference pairs beside them."""
+SEQUENCE_SUM = 8
+"""Bytes of the log-probability of a sequence, which context-parallel ranks sum."""
 
 
 def step_traffic(
@@ -44,6 +48,7 @@ def step_traffic(
     rank: int = 0,
     rows: float | None = None,
     optimizer: Optimizer = ADAMW,
+    pairs: bool = False,
 ) -> Traffic:
     """Returns the bytes that `rank` (of all of `layout.world`) sends in one optimizer step, by mesh axis and
     collective, named as in the ledger. By default it is rank 0, whose ledger `phalanx train` reports.
@@ -54,7 +59,7 @@ def step_traffic(
     (phalanx.partition.cut.stages_of); None: those of `layout.pp_cut`. `rows` are those that this rank sent to other
     ranks' experts, or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, if
     known: each layer counts an equal share of them, which matters if layers recompute differently. An `optimizer` that
-    updates whole matrices sends pieces of them.
+    updates whole matrices sends pieces of them. `pairs`: the loss compares preference pairs.
 
     Replicas that synchronize every sync_every steps (local_sgd, diloco) send a share of it per step. A pipeline without
     a flush sends the mean over a run of steps. Raises JobError for sync=asp, in which a step's shares go to whichever
@@ -71,7 +76,7 @@ def step_traffic(
     pp = rank // (layout.world // layout.pp)
     work = plan.work[pp]
     runs = held_parameters(model, layout, vocab, plan, pp)
-    spread = Spread.of(layout, precision, gradients, rank, drops=model.dropout > 0, optimizer=optimizer)
+    spread = Spread.of(layout, precision, gradients, rank, optimizer=optimizer)
     table = state_traffic(runs, spread, work, model)
     ring_rank, _ = cp_coordinates(layout, rank // layout.tp % layout.cp)
     place = place_of(model, layout, batch.micro_batch, width=WIDTHS[precision], slices=plan.slices, ring_rank=ring_rank)
@@ -85,21 +90,23 @@ def step_traffic(
             routed[kind] += number * passes.forward
             if rows is None:
                 here.take(row_traffic(place, *kind), number * balanced_rows(place))
+        if pairs and stage == last:
+            here.add("cp", "all_reduce", batch.micro_batch * SEQUENCE_SUM, layout.cp)
         passed.take(here, passes.forward / plan.slices)
     if rows is not None:
         for kind, blocks in routed.items():
             passed.take(row_traffic(place, *kind), rows * (blocks / routed.total()))
     passed.note("pp", "send", work.sends * place.bytes_of(boundary(place)))
     table.take(passed, 1 / work.steps)
-    _status(table, layout)
+    _status(table, layout, STATUS + pairs * PAIR_STATUS)
     return table.traffic()
 
 
-def _status(table: Table, layout: Layout) -> None:
-    """Adds the three numbers. Independent replicas do not share theirs."""
+def _status(table: Table, layout: Layout, size: int) -> None:
+    """Adds the numbers that decide about a step, of `size` bytes. Independent replicas do not share theirs."""
     if layout.independent_replicas == 1:
-        table.add("world", "all_reduce", STATUS, layout.world)
+        table.add("world", "all_reduce", size, layout.world)
         return
     shard = "dp_shard" if layout.cp == 1 else "dp_shard_cp"
     for axis, ranks in (("tp", layout.tp), (shard, layout.shard_ranks), ("pp", layout.pp)):
-        table.add(axis, "all_reduce", STATUS, ranks)
+        table.add(axis, "all_reduce", size, ranks)

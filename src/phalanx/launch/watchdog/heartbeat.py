@@ -126,6 +126,10 @@ class Heartbeat:
         self.words[at.STEP] = number
         self.words[at.BEAT] = _now()
 
+    def note_memory(self, used: int) -> None:
+        """Records the peak bytes so far."""
+        self.words[at.MEMORY] = used
+
     def channel(self, group: str, kind: str, ranks: Sequence[int], peer: int = -1) -> Channel:
         """Returns a channel of the process group with the unique name `group` and the global ranks `ranks`: of `kind`
         all (collectives), or send or receive, for messages to or from the global rank `peer`."""
@@ -258,10 +262,22 @@ def within(phase: Phase) -> Iterator[None]:
     mine.enter(before)
 
 
-def training(steps: int, work: int) -> None:
+def memory(used: int) -> None:
+    """Records the peak bytes of this rank so far."""
+    if (mine := _Process.beat) is not None:
+        mine.note_memory(used)
+
+
+def screen(shown: bool) -> None:
+    """Records whether this rank shows the live view."""
+    if (mine := _Process.beat) is not None:
+        mine.words[at.SCREEN] = shown
+
+
+def training(steps: int, work: int, memory_limit: int = 0) -> None:
     """Records that training begins after `steps` steps. Ranks with equal `work` compute alike."""
     if (mine := _Process.beat) is not None:
-        mine.words[at.WORK] = work
+        mine.words[at.WORK], mine.words[at.MEMORY_LIMIT] = work, memory_limit
         mine.words[at.FIRST_STEP] = steps + 1
         mine.steps_done(steps)
 

@@ -42,6 +42,11 @@ WORK = 23
 FIRST_STEP = 24
 """Steps done when this process began to train, plus 1; 0 until then."""
 
+MEMORY, MEMORY_LIMIT = 25, 26
+"""Peak bytes so far, and those that the rank can have; 0: not known."""
+SCREEN = 27
+"""1 while the rank shows the live view: then it prints what the watchdog says, above the view."""
+
 PHASE_BITS = 4
 
 

@@ -104,7 +104,8 @@ def main(argv: Sequence[str]) -> None:
         hosts = json.loads((directory / HOSTS).read_text(encoding="utf-8"))
         limits = Limits(float(hang_s), float(start_s))
         with owned(directory):
-            watch(Watchdog(directory, limits, _say, Path(metrics) if metrics else None, hosts), Path(reports))
+            rows, states = Path(metrics) if metrics else None, Path(reports)
+            watch(Watchdog(directory, limits, _say, rows, hosts, states), states)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
 

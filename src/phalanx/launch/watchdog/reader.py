@@ -94,6 +94,11 @@ class RankRecord:
     """The global ranks of each process group, by its unique name."""
     calls: tuple[RecordedCall, ...] = ()
     """The newest calls, oldest first."""
+    memory: int = 0
+    memory_limit: int = 0
+    """Peak bytes so far, and those that the rank can have; 0: not known."""
+    has_screen: bool = False
+    """It shows the live view."""
 
     @property
     def trained(self) -> bool:
@@ -147,6 +152,9 @@ class HeartbeatFile:
             started=started,
             groups={key.group: ranks for key, _, ranks in names.channels.values()},
             calls=tuple(self._calls(calls, names)),
+            memory=words[at.MEMORY],
+            memory_limit=words[at.MEMORY_LIMIT],
+            has_screen=words[at.SCREEN] == 1,
         )
 
     def _calls(self, count: int, names: _Names) -> list[RecordedCall]:

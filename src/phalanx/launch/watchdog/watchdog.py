@@ -10,6 +10,7 @@ import os
 import platform
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -25,11 +26,14 @@ from phalanx.launch.watchdog.heartbeat import STACKS_SIGNAL
 from phalanx.launch.watchdog.processes import process_state, stack_by_py_spy
 from phalanx.launch.watchdog.reader import HeartbeatFile, RankRecord
 from phalanx.launch.watchdog.slow import SlowRank, SlowRanks
+from phalanx.report import ranks
+from phalanx.report.ranks import RankState
 
 _POLL_S = 1.0
 _STACKS_S = 5.0  # at most, for the ranks to write their stacks
 _WRITE_S = 5.0  # for the report: the disk of the logs may be what hangs
 _CALLS_COMPARED = 32  # newest calls of each rank that are compared at every poll
+_MESSAGES = 20  # that the live view can show
 _PAUSE_S = 5.0  # between two polls: then this process was stopped itself, probably with all others
 
 
@@ -53,6 +57,7 @@ class Watchdog:
         tell: prints a line for the user.
         metrics: the run's metrics.jsonl, to which slow ranks are appended; None for no file.
         hosts: the host of every rank, if they are on several machines.
+        states: the folder for the file with the state of every rank, for the live view; None for none.
     """
 
     def __init__(
@@ -62,8 +67,12 @@ class Watchdog:
         tell: Callable[[str], None],
         metrics: Path | None = None,
         hosts: Sequence[str] = (),
+        states: Path | None = None,
     ):
-        self.directory, self.limits, self.tell, self.metrics = directory, limits, tell, metrics
+        self.directory, self.limits, self.metrics = directory, limits, metrics
+        self._print, self._states = tell, states
+        self._messages: deque[tuple[float, str]] = deque(maxlen=_MESSAGES)
+        self._publishing: threading.Thread | None = None
         self.host = platform.node()
         self._hosts = hosts
         self._files: dict[int, HeartbeatFile] = {}
@@ -83,6 +92,7 @@ class Watchdog:
             self._resumed = now
         self._polled = now
         views = self.views(pids, exits, calls=_CALLS_COMPARED)
+        self._publish(views)
         if self._mismatch_stays(views):
             return self._finding(diagnose(views), pids)
         self._tell_stopped(views)
@@ -97,6 +107,22 @@ class Watchdog:
         if now - self._asked < _STACKS_S and not self._have_answered(pids, views):
             return None
         return self._finding(diagnose(self.views(pids, exits)), pids)
+
+    def tell(self, line: str) -> None:
+        """Says a line to the user. Rank 0 says it if it shows the live view, which another line would tear."""
+        self._messages.append((round(time.time(), 3), line))
+        record = self._record(0, 0)
+        if self._states is None or record is None or not record.has_screen or process_state(record.pid) is None:
+            self._print(line)
+
+    def _publish(self, views: Mapping[int, RankView]) -> None:
+        """Writes the state of every rank for the live view, unless the disk still has the one before."""
+        if self._states is None or (self._publishing is not None and self._publishing.is_alive()):
+            return
+        found = [_state(view) for view in views.values()]
+        arguments = (self._states, self.host, found, list(self._messages))
+        self._publishing = threading.Thread(target=_write_states, args=arguments, daemon=True)
+        self._publishing.start()
 
     def views(
         self, pids: Mapping[int, int], exits: Mapping[int, int | None], calls: int = at.RING_CALLS
@@ -196,6 +222,23 @@ class Watchdog:
             return (self.directory / at.stacks_name(rank)).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
+
+
+def _state(view: RankView) -> RankState:
+    record, phase = view.record, "starting"
+    if view.exit_code is not None:
+        phase = "done" if view.exit_code == 0 else "ended"
+    elif view.process is not None and view.process.stopped:
+        phase = "stopped"
+    elif record is not None:
+        phase = record.phase.label
+    known = (record.step, record.memory, record.memory_limit) if record else (0, 0, 0)
+    return RankState(view.rank, phase, known[0], round(view.silent_s, 1), known[1], known[2])
+
+
+def _write_states(folder: Path, host: str, found: Sequence[RankState], messages: Sequence[tuple[float, str]]) -> None:
+    with suppress(OSError):
+        ranks.write(folder, host, found, messages)
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:

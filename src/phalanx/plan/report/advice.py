@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from phalanx.check.offload import CHEAPEST_FIRST, can_offload
 from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import MOMENTS
 from phalanx.cost.job_spec import stages
@@ -12,10 +13,15 @@ from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition import batch
+from phalanx.partition.tiers import PARTS, tier_of
 from phalanx.units import gib
 
 MOST_CHANGES = 5
-"""Most settings that are changed together if none alone suffices."""
+"""Most settings that are changed together if none alone suffices, before parts leave the device."""
+OFFLOAD = "layout.offload="
+
+FOLDER = "DIR"
+"""Stands for a folder that the user chooses."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,17 @@ def advice(spec: StepSpec) -> list[Advice]:
     fitting = sorted((change for change, _ in found if change.fits), key=lambda change: change.step_time_s)
     if fitting or not found:
         return fitting
-    changes: list[str] = []
-    for _ in range(MOST_CHANGES):
-        best, after = min(_tried(spec), key=lambda tried: tried[0].peak, default=(None, spec))
-        if best is None:
+    changes: dict[str, str] = {}
+    while True:
+        tried = list(_tried(spec))
+        # Leaving the device costs more time than sharding or recomputing: it comes last.
+        stays = [each for each in tried if not each[0].change.startswith(OFFLOAD) and len(changes) < MOST_CHANGES]
+        best, after = min(stays or tried, key=lambda each: each[0].peak, default=(None, spec))
+        if best is None or len(changes) >= MOST_CHANGES + len(PARTS):
             break
-        changes.append(best.change)
+        changes |= dict(word.split("=", 1) for word in best.change.split())
         spec = after
-        found = [(replace(best, change=" ".join(changes)), after)]
+        found = [(replace(best, change=" ".join(map("=".join, changes.items()))), after)]
         if best.fits:
             break
     return [change for change, _ in found[:1]]
@@ -80,6 +89,15 @@ def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
         ranks = layout.dp_replicate * layout.dp_shard
         change = f"layout.dp_replicate=1 layout.dp_shard={ranks}"
         yield change, replace(layout, dp_replicate=1, dp_shard=ranks)
+    for part in CHEAPEST_FIRST:
+        offloaded = can_offload(part, layout, spec.optimizer, spec.cluster)
+        if not offloaded:
+            continue
+        files = _in_files(spec, offloaded)
+        if files and "host" in predict(replace(spec, layout=offloaded)).short_tiers:
+            yield f"layout.offload={files.offload} layout.offload_to={FOLDER}", files
+        else:
+            yield f"layout.offload={offloaded.offload}", offloaded
     if layout.tp > 1 and not layout.sp:
         yield "layout.sp=true", replace(layout, sp=True)
     if not layout.loss_chunk:
@@ -96,10 +114,34 @@ def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
                 break
 
 
+def _in_files(spec: StepSpec, layout: Layout) -> Layout | None:
+    """Returns a layout whose offloaded optimizer has its state in files instead of host memory; None if it has already,
+    or if nothing is known about the disks."""
+    if tier_of(layout, "optimizer") != "host" or not spec.cluster.host.disk_gbs:
+        return None
+    return replace(layout, offload_to=FOLDER)
+
+
 def shortfall(spec: StepSpec) -> str:
     """Describes a layout that does not fit: the excess, the moment, the largest part, and changes that help."""
     prediction = predict(spec)
     fullest = prediction.fullest
+    if prediction.short_tiers:
+        tier = prediction.short_tiers[0]
+        most, limit = prediction.tiers[tier]
+        text = (
+            f"does not fit: offloaded state of {gib(most)} per device exceeds {gib(limit)} of the {tier}; shard it "
+            "over more devices (layout.dp_shard), or offload less"
+        )
+        if files := tier == "host" and _in_files(spec, spec.layout):
+            after = predict(replace(spec, layout=files))
+            if after.fits:
+                host, disk = (gib(after.tiers[tier][0]) for tier in ("host", "disk"))
+                text += (
+                    f"\n  fits with layout.offload_to={FOLDER}, a folder on a local disk: {host} of host memory and "
+                    f"{disk} of disk, {after.step_time_s:.3g} s per step"
+                )
+        return text
     over = fullest.needed - prediction.memory_limit
     largest, size = max(fullest.parts(), key=lambda part: part[1])
     rank = prediction.memory.index(fullest)

@@ -1,6 +1,8 @@
 """The rules of thumb as a decision: the usual layout without a search, with the reasons.
 
-One device: plain, or nothing. One node: data parallel, sharded as much as needed; with slow links pipelines first.
+One device: plain, or with its optimizer on the host, or activations and parameters too. One node: data parallel,
+sharded as much as needed; with slow links pipelines first. Where a layer is too large to be gathered whole and cannot
+be cut otherwise: tiles.
 Several nodes: FSDP if the network is fast and it fits; otherwise tensor parallel inside a node, pipelines across nodes
 until the model fits, and data parallel with ZeRO-1 over the rest. The rest of a batch is accumulated (ALCF, "AI at
 Scale" 2024; Inha ECE7115, "Parallelism" 2026, after Hugging Face's "Model parallelism").
@@ -13,8 +15,10 @@ from dataclasses import replace
 from itertools import product
 from math import gcd
 
+from phalanx.check.offload import offloads
 from phalanx.config.layout import Layout
 from phalanx.cost.memory.rank_memory import needed_bytes
+from phalanx.partition.tiers import named, tier_of
 from phalanx.plan.report.families import neighbours
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import OPEN, RECOMPUTE, divisors
@@ -22,6 +26,8 @@ from phalanx.plan.search.space import OPEN, RECOMPUTE, divisors
 FAST_LINKS = 100
 """Fewest GB/s per device of fast links inside a node: NVLink of every generation is close to that or above, a PCIe bus
 (32 and 64) is not."""
+TILES = 4, 16
+"""Tiles of a layer that are tried where nothing fits otherwise."""
 FAST_NETWORK = 25
 """Fewest GB/s per device of a fast network: a card of 200 Gb/s for every device, as in DGX machines from the A100 on.
 """
@@ -77,10 +83,25 @@ def _with_larger_batches(request: PlanRequest, layout: Layout) -> Layout:
     return replace(layout, accumulate="local") if layout.micro_batch == share else layout
 
 
+def on_host(layout: Layout) -> str:
+    """Says what a layout offloads: "optimizer state and its update and activations on the host"."""
+    update, files = "optimizer state and its update", ""
+    if tier_of(layout, "optimizer") == "disk":
+        update, files = "the optimizer's update", f", its state in files of {layout.offload_to}"
+    words = {"optimizer": update}
+    return f"{' and '.join(words.get(part, part) for part in named(layout))} on the host{files}"
+
+
 def _one_device(request: PlanRequest) -> tuple[str, Layout]:
     if found := fitted(request, Layout()):
-        return _explained(request, "one device, and the model fits", "plain", found)
-    why = "one device, and the model does not fit: offload to host memory, which Phalanx does not run"
+        how = "plain" if found.offload == "none" else on_host(found)
+        return _explained(request, "one device, and the model fits", how, found)
+    why = "one device, and the model does not fit"
+    most = Layout()
+    for most in offloads(Layout(), request.optimizer, request.cluster):
+        if found := fitted(request, most):
+            return _explained(request, why, f"{on_host(most)} (offload={most.offload})", found)
+    why += f", nor with offload={most.offload}" if named(most) else ""
     block = replace(request.model, n_layers=1)
     if fitted(replace(request, model=block), Layout()) is None:
         why += "; not even one layer fits without tiling"
@@ -96,6 +117,7 @@ def _one_node(request: PlanRequest, world: int) -> tuple[str, Layout]:
     tensor = [(_name(layout), layout) for layout in _combinations(request, world)]
     # On slow links pipelines come first: a stage's hidden states are the least traffic.
     tried = [*sharded, *tensor, *pipelines] if fast else [*pipelines, *sharded, *tensor]
+    tried += _tiled(sharded[-1][1])
     return _first(request, f"{where}, a whole copy does not fit on a device", tried)
 
 
@@ -105,10 +127,16 @@ def _many_nodes(request: PlanRequest, world: int) -> tuple[str, Layout]:
     whole = [("FSDP over all devices", _with_experts(request, Layout(dp_shard=world)))]
     if not fast:
         return _first(request, where, combined or whole)
+    whole += _tiled(whole[0][1])
     if fitted(request, whole[0][1]) is None:
         problems = request.problems(replace(whole[0][1], micro_batch=1))
         where += f", FSDP over all devices {'is not legal' if problems else 'does not fit'}"
-    return _first(request, where, [*whole, *combined])
+    return _first(request, where, [whole[0], *combined, *whole[1:]])
+
+
+def _tiled(layout: Layout) -> list[tuple[str, Layout]]:
+    """Returns ZeRO-3 for a block that does not fit while it is gathered whole."""
+    return [(f"ZeRO-3, large layers in {tiles} tiles", replace(layout, tiles=tiles, tile="all")) for tiles in TILES]
 
 
 def _links(gbs: float, fast: float, where: str) -> tuple[bool, str]:

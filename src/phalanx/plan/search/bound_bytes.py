@@ -9,9 +9,11 @@ from math import inf
 import numpy as np
 
 from phalanx.blocks.kinds import BlockKind
+from phalanx.cost.held import GatheredParameters
 from phalanx.cost.memory.formulas import fullest
+from phalanx.partition.tiers import is_offloaded
 from phalanx.plan.search.space import STATES, Scheduled
-from phalanx.plan.search.tables import Floats, Pipelines, RankContents
+from phalanx.plan.search.tables import Floats, Pipelines
 from phalanx.schedule.catalogue import SCHEDULES, chunks_of
 
 
@@ -30,8 +32,7 @@ class StepBytes:
         self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
         self.formulas = group.tables.formulas
         self.entry = SCHEDULES.get(group.scheduled.schedule) if group.pp > 1 else None
-        parts = 2 if group.tables.request.model.moe.n_experts else 1
-        self.shards = list(zip(group.numbers, group.ranks, strict=True))[:parts]
+        self.shards = group.shards
         self.kinds = {kind: self.tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
         self.activations = self._activations() + self.formulas.buffer(group.data_ranks)
         """Least bytes of activations at the peak, and those of the buffer beside them."""
@@ -46,7 +47,8 @@ class StepBytes:
             most = [least_in_flight(group.scheduled, self.pp, n, rank) for n in several.tolist()]
             # What one block needs is there whichever comes first: the least of the kinds.
             least = np.minimum.reduce([self.kinds[kind] for kind, _ in share.blocks])
-            kept = np.array(most)[which] * share.least * least[:, 0]
+            stays = 0 if is_offloaded(self.tables.space.base, "activations") else least[:, 0]
+            kept = np.array(most)[which] * share.least * stays
             moving = least[:, 1] + least[:, 2] if self.pp > 1 else least[:, 1]
             found.append(kept + (np.maximum(moving, self.tables.loss(group.inner)) if share.head else moving))
         return np.array(found)
@@ -68,7 +70,8 @@ class StepBytes:
             parameters, gradients, optimizer = self.formulas.state(
                 self.shards, zero, self.group.data_ranks, flushes=flushes
             )
-            stepping = gradients + self.formulas.copied(self.shards, self.group.data_ranks)
+            left = self.formulas.stepping(gradients, zero, self.group.shared)
+            stepping = left + self.formulas.copied(self.shards, self.group.data_ranks)
             self.states[zero] = parameters + optimizer, gradients * self._stays, stepping
         return self.states[zero]
 
@@ -86,18 +89,26 @@ class StepBytes:
         """Returns the bytes of unsharded parameters of ZeRO-3, and of their gradients in transit."""
         if reshard not in self.whole:
             blocks = self.formulas.gathers(self.group.blocks, self.pp, self.tables.space.base.prefetch, reshard=reshard)
-            outside, block, kept = self._largest
-            self.whole[reshard] = self.formulas.gathered(outside, block, blocks[:, None], kept) * self.group.shared
+            outside, held, kept = self._largest(tiled=reshard)
+            whole = self.formulas.gathered(outside, held, blocks[:, None], kept)
+            self.whole[reshard] = whole * self.group.shared
         return self.whole[reshard]
 
-    @cached_property
-    def _largest(self) -> tuple[Floats, Floats, Floats]:
-        """Returns the parameters around a rank's blocks and of the largest block, and the most bytes that it keeps."""
+    def _largest(self, *, tiled: bool) -> tuple[Floats, GatheredParameters, Floats]:
+        """Returns the parameters around a rank's blocks that are whole at once, those of the largest block, and the
+        most bytes that it keeps."""
         group, tables, sizes = self.group, self.tables, dict[BlockKind, Floats]()
+        shared = group.ranks[1] > 1  # experts that no other rank has are not gathered
         for kind, activations in self.kinds.items():
-            numbers = tables.numbers(RankContents(((kind, 1),), False, False))[group.inner]
-            # Experts that no other rank has are not gathered.
-            gathered = numbers[:, 0] + numbers[:, 1] * (group.ranks[1] > 1)
-            sizes[kind] = np.stack([gathered, activations[:, 0]])
-        largest = [np.maximum.reduce([sizes[kind] for kind, _ in share.blocks]) for share in group.shares]
-        return np.stack([tables.outside(share, group.inner) for share in group.shares]), *np.stack(largest, 1)
+            alone, together = (tables.gathered(kind, group.inner, shared=each, tiled=tiled) for each in (False, True))
+            sizes[kind] = np.stack([*np.where(shared[:, None], together, alone).T, activations[:, 0]])
+        largest = []
+        for share in group.shares:
+            of_kinds = [sizes[kind] for kind, _ in share.blocks]
+            most = np.maximum.reduce(of_kinds)
+            # The largest block may be another than that with the largest tile.
+            most[2] = np.minimum.reduce(of_kinds)[2]
+            largest.append(most)
+        *held, kept = np.stack(largest, 1)
+        outside = [tables.outside(share, group.inner, tiled=tiled) for share in group.shares]
+        return np.stack(outside), GatheredParameters(*held), kept

@@ -42,7 +42,7 @@ class StepSeconds:
         """Seconds per micro-batch: forward, backward, the same of the host, and those of weight gradients."""
         if self.framework.sum_passes:
             width = self.request.width
-            self.work[1] += summing_seconds(self.device, self.framework, width, group.total, self.m)
+            self.work[1] += summing_seconds(self.device, self.framework, width, group.trained.sum(0), self.m)
         self.slopes = self.tables.slopes[group.outer].T
 
     def seconds(self, state: int, exactly: NDArray[Any] | None = None) -> Floats:
@@ -88,10 +88,11 @@ class StepSeconds:
         seconds, starts = np.zeros((5, *self.work.shape[1:])), self.framework.kernel_us * 1e-6
         handling = handling_seconds(self.device, HOST_OPS["shard"])
         twice = 2 if starts_again(self.device, RECOMPUTE[self.group.mode]) else 1
-        for kind, (gather, reduce, slowdown) in self._blocks.items():
+        for kind, (gather, regather, reduce, slowdown) in self._blocks.items():
             forward, backward, *_ = self.tables.block(kind, self.group.mode, self.group.inner).T
             there, back = block_state(
                 gather,
+                regather,
                 reduce,
                 forward,
                 backward,
@@ -107,28 +108,33 @@ class StepSeconds:
         return seconds
 
     @cached_property
-    def _blocks(self) -> dict[BlockKind, tuple[Floats, Floats, Floats]]:
-        """By kind of block: seconds of gathering its parameters and of reducing its gradients, and the interference of
-        both."""
+    def _blocks(self) -> dict[BlockKind, tuple[Floats, Floats, Floats, Floats]]:
+        """By kind of block: seconds of gathering its parameters, of gathering them again and of reducing its gradients,
+        and the interference of these."""
         blocks = {}
         for kind in self.group.kinds:
             alone = RankContents(((kind, 1),), False, False)
-            held = self.tables.numbers(alone)[self.group.inner].T
-            slowdown = self._interference(held.sum(0), self.framework.messages)
-            blocks[kind] = *self._state(held, self.framework.messages), slowdown
+            held, trained = (count(alone)[self.group.inner].T for count in (self.tables.numbers, self.tables.trained))
+            messages = self.framework.messages
+            (gather, reduce), regather = self._state(held, trained, messages), self._sent(held, messages, 2)
+            blocks[kind] = gather, regather, reduce, self._interference(held.sum(0), messages)
         return blocks
 
-    def _state(self, held: Floats, messages: Floats | int) -> tuple[Floats, Floats]:
-        """Returns the seconds of gathering parameters, dense and of experts, and of reducing their gradients."""
-        alike = self.group.alike
-        dense, experts = held[0] + np.where(alike, held[1], 0.0), np.where(alike, 0.0, held[1])
-        s, some, more = self.slopes, messages * (dense > 0), messages * (experts > 0)
-        gather = dense * s[0] + experts * s[1] + some * s[4] + more * s[5]
-        return gather, dense * s[2] + experts * s[3] + some * s[6] + more * s[7]
+    def _state(self, gathered: Floats, trained: Floats, messages: Floats | int) -> tuple[Floats, Floats]:
+        """Returns the seconds of gathering parameters, dense and of experts, and of reducing the gradients of those
+        that are `trained`."""
+        return self._sent(gathered, messages, 0), self._sent(trained, messages, 4)
+
+    def _sent(self, numbers: Floats, messages: Floats | int, column: int) -> Floats:
+        """Returns the seconds of messages of parameters, with the slopes from a column on."""
+        alike, s = self.group.alike, self.slopes
+        dense, experts = numbers[0] + np.where(alike, numbers[1], 0.0), np.where(alike, 0.0, numbers[1])
+        some, more = messages * (dense > 0), messages * (experts > 0)
+        return dense * s[column] + experts * s[column + 1] + some * s[column + 6] + more * s[column + 7]
 
     def _interference(self, numbers: Floats, messages: Floats | int) -> Floats:
         """Returns the slowdown, minus one, of a product during the collectives of `numbers` parameters."""
-        start, byte, sent = self.slopes[8:]
+        start, byte, sent = self.slopes[12:]
         payload = numbers * self.request.width / messages
         return (self.framework.interference - 1) * occupancy(
             self.request.cluster, payload * sent, start + byte * payload
@@ -137,28 +143,31 @@ class StepSeconds:
     def _ends(self, state: int, blocks: NDArray[Any], ahead: Floats, behind: Floats) -> Floats:
         """Returns the exposed seconds per step of gathering and reducing the state. `blocks`, `ahead` and `behind` are
         the slowest rank's blocks and its seconds in forward and in backward passes."""
-        held, shared, around = self._fullest, self.group.shared, 0.0
+        (held, trained), shared, around = self._fullest, self.group.shared, 0.0
         if STATES[state].zero == 3:
-            around = ends_of_blocks(*self._state(held, np.maximum(1, blocks)), blocks)
+            around = ends_of_blocks(*self._state(held, trained, np.maximum(1, blocks)), blocks)
             if shared.all():
                 return around
         messages = bucket_messages(blocks)
-        gather, reduce = self._state(held, messages)
+        gather, reduce = self._state(trained, trained, messages)
         late = gather + reduce
         if self.framework.dp_overlaps:
-            late = step_state(gather, reduce, ahead, behind, blocks, self._interference(held.sum(0), messages))
+            late = step_state(gather, reduce, ahead, behind, blocks, self._interference(trained.sum(0), messages))
         return np.where(shared, around, late) if STATES[state].zero == 3 else late
 
     @cached_property
-    def _fullest(self) -> Floats:
-        """Parameters, dense and of experts, of the rank that has most."""
-        numbers = self.group.numbers
-        return numbers[:, self.group.total.argmax(0), np.arange(len(self.m))]
+    def _fullest(self) -> tuple[Floats, Floats]:
+        """Parameters, dense and of experts, of the rank that has most, and those of them that are trained."""
+        place = self.group.total.argmax(0), np.arange(len(self.m))
+        return self.group.numbers[:, *place], self.group.trained[:, *place]
 
     def _optimizer(self, state: int) -> Floats:
-        updated, every = (self._fullest / self.group.ranks).sum(0), self._fullest.sum(0)
+        _, trained = self._fullest
+        updated, every = (trained / self.group.ranks).sum(0), trained.sum(0)
         clipped = np.where(self.group.shared, updated, every) if STATES[state].zero > 1 else every
-        return update_seconds(self.device, self.tables.optimizer, updated, clipped)
+        return update_seconds(
+            self.tables.request.cluster, self.tables.space.base, self.tables.optimizer, updated, clipped
+        )
 
     def _messages(self) -> Floats:
         """Returns the seconds of messages between stages."""

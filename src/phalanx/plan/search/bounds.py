@@ -118,17 +118,20 @@ class Bounds:
             data_ranks=self.data_ranks[pairs],
             ranks=self.ranks[:, pairs],
             numbers=np.stack([tables.numbers(share)[inner].T for share in cut], 1),
+            trained=np.stack([tables.trained(share)[inner].T for share in cut], 1),
             hop=self.hop[pairs],
         )
 
     def _fullest(self, pairs: NDArray[Any], zero: int, activations: Floats, accumulate: str = "sharded") -> Floats:
         """Returns the mean bytes over the ranks of the pipeline, without unsharded parameters of ZeRO-3."""
-        numbers = self.tables.numbers(self.tables.whole)[self.tables.inner_of[pairs]].T / self.pp[pairs]
-        shards, data_ranks, early = list(zip(numbers, self.ranks[:, pairs], strict=True)), self.data_ranks[pairs], 0.0
+        tables, inner = self.tables, self.tables.inner_of[pairs]
+        counts = (count(tables.whole)[inner].T / self.pp[pairs] for count in (tables.numbers, tables.trained))
+        shards, data_ranks, early = list(zip(*counts, self.ranks[:, pairs], strict=True)), self.data_ranks[pairs], 0.0
         parameters, gradients, optimizer = self.formulas.state(shards, zero, data_ranks)
         if self.formulas.defers(zero, accumulate):
             early = self.formulas.unsent(shards, self.space.accumulation[pairs])
-        stepping = gradients + self.formulas.copied(shards, data_ranks)
+        left = self.formulas.stepping(gradients, zero, self.shard_ranks[pairs] > 1)
+        stepping = left + self.formulas.copied(shards, data_ranks)
         return fullest(parameters + optimizer, early, activations, 0.0, stepping)
 
     def _uniform(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, Floats]:

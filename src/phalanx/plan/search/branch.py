@@ -352,6 +352,7 @@ def complexity(layout: Layout) -> tuple[int, ...]:
         + bool(layout.pp_cut)
         + bool(layout.recompute_cut)
         + (layout.shard_ranks > 1) * ((layout.accumulate == "sharded") + (layout.zero == 3 and not layout.reshard))
+        + (layout.hpz > 1)
         + (layout.ring > 1 and layout.cp_ulysses > 1)
     )
     return axes, settings, layout.tp * layout.pp * layout.cp * layout.ep, layout.pp_chunks, layout.zero

@@ -15,14 +15,16 @@ from math import inf
 
 from phalanx.blocks.kinds import BlockKind, block_kinds
 from phalanx.cost.held import LayerKind
+from phalanx.cost.memory.block_bytes import BlockBytes
 from phalanx.cost.memory.formulas import expert_ranks
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.memory.rank_memory import needed_bytes, step_memory
-from phalanx.cost.memory.rank_parts import BlockBytes, StepParts
+from phalanx.cost.memory.rank_parts import StepParts
 from phalanx.cost.placed import Content, stages_of_case
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.rank_time import rank_time
 from phalanx.partition.recompute import MODES, Mode, modes, written
+from phalanx.partition.tiers import is_offloaded
 from phalanx.plan.search.knapsack import EqualBlocks, Filling, fill
 
 Counts = tuple[int, ...]
@@ -73,14 +75,18 @@ class PipelineRanks:
         layout, formulas = self.spec.layout, step.formulas
         kinds = [LayerKind(kind, mode) for mode in self.modes]
         parts = [BlockBytes(step, kind) for kind in kinds]
-        dense, experts, *_ = parts[0].parameters
-        shards = (dense, layout.shard_ranks), (experts, expert_ranks(layout.shard_ranks, layout.ep))
+        held = parts[0].parameters
+        shards = (
+            (held.dense, held.trained_dense, layout.shard_ranks),
+            (held.experts, held.trained_experts, expert_ranks(layout.shard_ranks, layout.ep)),
+        )
         parameters, gradients, optimizer = formulas.state(shards, layout.zero, step.data_ranks)
         if formulas.defers(layout.zero, layout.accumulate):
             gradients = max(gradients, formulas.unsent(shards, self.spec.batch.accumulation))
         state = parameters + gradients + optimizer
         times = [rank_time(self._plain, Content(((kind, 1),), False, False)).total for kind in kinds]
-        return BlockCosts(tuple(times), tuple(part.kept for part in parts), state)
+        stays = 0 if is_offloaded(layout, "activations") else 1
+        return BlockCosts(tuple(times), tuple(part.kept * stays for part in parts), state)
 
     def calibrated(self, spec: StepSpec) -> bool:
         """Takes the offset of the line from a step with known layers, and returns whether that step fits."""

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.check.layout import layout_problems
+from phalanx.check.offload import offload_problems
 from phalanx.check.pipeline import pipeline_problems
 from phalanx.config.cluster import Cluster
+from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.cpu_node import with_processes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -40,6 +42,8 @@ class PlanRequest:
     worlds: tuple[int, ...] = ()
     """Numbers of devices that may be used; empty: all of the cluster's."""
     optimizer: Optimizer = field(default_factory=Optimizer)
+    together: int = 1
+    """Sequences that belong together: micro-batches are multiples of it."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -81,7 +85,7 @@ class PlanRequest:
             optimizer=self.optimizer,
             train=Train(global_batch=self.global_batch),
         )
-        found = [message for _, message in (*layout_problems(job), *pipeline_problems(job))]
+        found = [message for _, message in (*layout_problems(job), *pipeline_problems(job), *offload_problems(job))]
         if found:
             return found
         try:
@@ -111,4 +115,5 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
         spec.framework,
         dict(fixed or {}),
         optimizer=spec.optimizer,
+        together=PAIR if has_pairs(job.data) else 1,
     )

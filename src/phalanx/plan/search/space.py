@@ -24,6 +24,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
 from phalanx.errors import JobError
 from phalanx.partition.recompute import MODES
+from phalanx.partition.second_copy import legal_hpz
 from phalanx.plan.search.request import PlanRequest
 from phalanx.schedule import catalogue
 
@@ -148,7 +149,7 @@ class Space:
 def space_of(request: PlanRequest) -> Space:
     """Returns the space of a request. Raises JobError if the fixed fields leave no layout."""
     base = replace(Layout(), **request.fixed)
-    meshes = [mesh for world in request.devices for mesh in _meshes(request, world)]
+    meshes = [mesh for world in request.devices for mesh in _meshes(request, world) if _takes_hpz(base, mesh)]
     schedules: dict[Scheduled, int] = {}
     known: dict[tuple[int, int, bool], NDArray[np.int32]] = {}
     pairs, options = [], []
@@ -210,6 +211,11 @@ def _inner(model: ModelConfig, world: int, most_tp: int, fixed: Mapping[str, Any
     return found
 
 
+def _takes_hpz(base: Layout, mesh: MeshDegrees) -> bool:
+    """Returns whether as many ranks of a mesh as `hpz` can keep a second copy of the parameters."""
+    return base.hpz in legal_hpz(replace(base, dp_shard=mesh.dp_shard, cp=mesh.cp, ep=mesh.ep))
+
+
 def _batches(request: PlanRequest, mesh: MeshDegrees) -> Iterator[tuple[int, int]]:
     """Yields micro-batch sizes with their accumulation."""
     share = request.global_batch // (mesh.dp_shard * mesh.dp_replicate)
@@ -218,7 +224,7 @@ def _batches(request: PlanRequest, mesh: MeshDegrees) -> Iterator[tuple[int, int
     for micro in _kept(
         sizes if "micro_batch" not in request.fixed else divisors(share), request.fixed, "micro_batch", 0
     ):
-        if _allowed(request.fixed, "accumulation", share // micro, unset=0):
+        if micro % request.together == 0 and _allowed(request.fixed, "accumulation", share // micro, unset=0):
             yield micro, share // micro
 
 
@@ -235,6 +241,7 @@ def _options(request: PlanRequest, pp: int, m: int, shared: bool, known: dict[Sc
         number
         for number, state in enumerate(STATES if shared else STATES[:1])
         if (state.accumulate == "local" or m > 1)
+        and (fixed.get("hpz", 1) == 1 or (state.zero == 3 and state.reshard))
         and (not shared or all(_allowed(fixed, name, value) for name, value in state._asdict().items()))
     ]
     modes = [number for number, mode in enumerate(RECOMPUTE) if _allowed(fixed, "recompute", mode)]

@@ -18,22 +18,31 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.blocks.kinds import BlockKind, Half, block_kinds
-from phalanx.blocks.state import state_messages
+from phalanx.blocks.state import PURPOSES, state_messages
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.held import LayerKind, block_parameters, outside, table
+from phalanx.cost.held import (
+    GatheredParameters,
+    LayerKind,
+    block_parameters,
+    gathered_outside,
+    outside,
+    trained_outside,
+)
 from phalanx.cost.job_spec import stages
+from phalanx.cost.memory.formulas import Shards
 from phalanx.cost.memory.rank_parts import RankParts, StepParts
 from phalanx.cost.placed import Content, content_of
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import boundary_bytes, group
 from phalanx.cost.time.link import RankGroup, seconds
 from phalanx.cost.time.rank_time import RankTime, around_time, half_times
-from phalanx.cost.time.state_time import costs_of, state_widths
+from phalanx.cost.time.state_time import conversion_seconds, costs_of, groups, near_of, wire_widths
 from phalanx.cost.traffic.collectives import Collective
 from phalanx.partition.batch import Batch
 from phalanx.partition.pipeline import is_file, schedule_of
+from phalanx.partition.tiles import head_tiles
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import RECOMPUTE, Scheduled, Space
 from phalanx.schedule import catalogue
@@ -108,6 +117,8 @@ class Pipelines:
     """Numbers of ranks that shard the state of dense parameters and of experts."""
     numbers: Floats
     """Parameters, dense and of experts, by contents."""
+    trained: Floats
+    """Those that training changes."""
     hop: Floats
     """Seconds of a message from a stage to the next."""
 
@@ -120,6 +131,12 @@ class Pipelines:
     def total(self) -> Floats:
         """Number of parameters, by contents."""
         return self.numbers.sum(0)
+
+    @property
+    def shards(self) -> Shards:
+        """Groups of parameters, as in cost/memory/formulas.py."""
+        parts = 2 if self.tables.request.model.moe.n_experts else 1
+        return list(zip(self.numbers, self.trained, self.ranks, strict=True))[:parts]
 
 
 class Tables:
@@ -138,12 +155,12 @@ class Tables:
         """The combinations of outer degrees, and by pair the number of its combination."""
         model = request.model
         self.whole = RankContents(every_block(model), True, True, least=model.n_layers)
-        simplest = alone(request, Layout(), 1)
+        simplest = alone(request, Layout(offload=space.base.offload, offload_to=space.base.offload_to), 1)
         self.formulas, self.optimizer = StepParts(simplest).formulas, costs_of(simplest)
         self.slopes = self._slopes()
-        """By outer combination: seconds per parameter, gathered (dense, experts) and reduced (dense, experts), and
-        those of an empty message, in the same order; for gathers that overlap products, seconds of an empty message and
-        per byte, and the share of the bytes that a rank sends."""
+        """By outer combination: seconds per parameter, gathered, gathered again and reduced, each dense and of experts,
+        and those of an empty message, in the same order; for gathers that overlap products, seconds of an empty message
+        and per byte, and the share of the bytes that a rank sends."""
         self._asked: dict[tuple[str, Hashable], Floats] = {}
         self._blocks: dict[BlockKind, Floats] = {}
         self._work: dict[Hashable, Floats] = {}
@@ -169,7 +186,7 @@ class Tables:
         """Returns the same seconds outside the blocks, by inner combination."""
         content = Content((), embedding, head)
         ends = embedding, head
-        return self._figures(("around", ends), (TP, CP, MICRO), lambda spec: _seconds(around_time(spec, content)))
+        return self._figures(("around", ends), (TP, SP, CP, MICRO), lambda spec: _seconds(around_time(spec, content)))
 
     def _block(self, kind: BlockKind) -> Floats:
         """Returns the same seconds of one block, by inner combination and recomputation."""
@@ -206,37 +223,56 @@ class Tables:
             step = StepParts(spec)
             return sum(RankParts(step, step.flights[0]).logits())
 
-        chunks = self.space.base.loss_chunk
-        found = self._figures(("loss", ""), (TP, SP, CP, MICRO) if chunks else (TP, SP, CP), ask)[inner]
-        return found if chunks else found * self.inner[inner, MICRO]
+        # With chunks of tokens, or tiles of the head, not everything is in proportion to the tokens.
+        parts = self.space.base.loss_chunk > 0 or head_tiles(self.request.model, self.space.base) > 1
+        found = self._figures(("loss", ""), (TP, SP, CP, MICRO) if parts else (TP, SP, CP), ask)[inner]
+        return found if parts else found * self.inner[inner, MICRO]
 
     def boundary(self) -> Floats:
         """Returns, by inner combination, the bytes of a message from a stage to the next."""
         return self._figures(("boundary", ""), (TP, SP, CP, MICRO), boundary_bytes)
 
-    def outside(self, share: RankContents, inner: NDArray[Any]) -> Floats:
-        """Returns, for inner combinations, the parameters outside a rank's blocks and those of the head's gradient."""
+    def outside(self, share: RankContents, inner: NDArray[Any], *, tiled: bool) -> Floats:
+        """Returns, for inner combinations, the parameters outside a rank's blocks and those of the head's gradient that
+        ZeRO-3 has whole at once, without tiles of them."""
+        ends = share.embedding, share.head
 
         def ask(spec: StepSpec) -> int:
-            tp = spec.layout.tp
-            return outside(spec.model, tp, share.embedding, share.head) + share.head * table(spec.model, tp)
+            gathered = gathered_outside(spec.model, spec.layout, *ends, tiled=tiled)
+            return gathered.block + gathered.trained
 
-        return self._figures(("outside", (share.embedding, share.head)), (TP,), ask)[inner]
+        return self._figures(("outside", (ends, tiled)), (TP,), ask)[inner]
 
     def numbers(self, share: RankContents) -> Floats:
         """Returns the parameters of a rank by inner combination, dense and of experts."""
+        return self._counts(share)[:, :2]
+
+    def gathered(self, kind: BlockKind, inner: NDArray[Any], *, shared: bool, tiled: bool) -> Floats:
+        """Returns what ZeRO-3 gathers of a block, by inner combination: the fields of GatheredParameters."""
+
+        def ask(spec: StepSpec) -> GatheredParameters:
+            return block_parameters(spec.model, spec.layout, kind).gathered(shared, tiled=tiled)
+
+        return self._figures(("gathered", (kind, shared, tiled)), (TP, EP), ask)[inner]
+
+    def trained(self, share: RankContents) -> Floats:
+        """Returns those of them that training changes."""
+        return self._counts(share)[:, 2:]
+
+    def _counts(self, share: RankContents) -> Floats:
+        """Returns the parameters of a rank, dense and of experts, then those that training changes."""
         if share in self._numbers:
             return self._numbers[share]
-        model = self.request.model
+        model, found = self.request.model, []
         degrees, which = self._projected((TP, EP))
-        found = []
         for tp, _, _, _, ep, _ in degrees.tolist():
-            dense, experts = outside(model, tp, share.embedding, share.head), 0.0
+            ends = model, tp, share.embedding, share.head
+            counts = np.array([outside(*ends), 0.0, trained_outside(*ends), 0.0])
             for kind, number in share.blocks:
-                held = block_parameters(model, tp, ep, kind)
-                dense, experts = dense + number * held.dense, experts + number * held.experts
-            found.append((dense, experts))
-        return self._numbers.setdefault(share, np.array(found, np.float64)[which])
+                held = block_parameters(model, Layout(tp=tp, ep=ep), kind)
+                counts += np.array([held.dense, held.experts, held.trained_dense, held.trained_experts]) * number
+            found.append(counts)
+        return self._numbers.setdefault(share, np.array(found)[which])
 
     def cut(self, pp: int, scheduled: int) -> Cut:
         """Returns the contents of the ranks of a pipeline under a schedule of the space."""
@@ -272,25 +308,29 @@ class Tables:
     def _alone(self) -> Layout:
         """The fixed fields of the layout of one device, without those of pipeline or data ranks."""
         base = self.space.base
-        kept = ("cp_inner", "sp_regather", "loss_chunk", "tiles", "prefetch", "bucket_mb")
+        kept = ("cp_inner", "sp_regather", "loss_chunk", "tiles", "tile", "prefetch", "bucket_mb")
         return Layout(zero=1, **{name: getattr(base, name) for name in kept})
 
     def _slopes(self) -> Floats:
         request, found = self.request, []
-        widths = state_widths(request.framework, request.products, request.width)
+        base = self.space.base
+        widths = wire_widths(base, request.framework, request.products, request.width)
         for tp, shard, replicate, ep in self.outer.tolist():
-            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep)
-            slopes, starts = ({"parameter": [0.0, 0.0], "gradient": [0.0, 0.0]} for _ in range(2))
-            for place, ranks in enumerate((group(layout, "shard"), group(layout, "edp"))):
-                for message in state_messages(1 / ranks.ranks, ranks.ranks):
-                    among = ranks if message.among == "shard" else group(layout, "replicate")
-                    slope, start = line(request.cluster, message.collective, among)
-                    slopes[message.number][place] += slope * message.elements * widths[message.number]
-                    starts[message.number][place] += start
+            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, hpz=base.hpz)
+            codes = conversion_seconds(request.cluster.accelerator, replace(base, dp_shard=shard, cp=1))
+            slopes, starts = np.zeros((2, 3, 2))
+            for place, among in enumerate((groups(layout), groups(layout, experts=True))):
+                ranks = among["shard"].ranks
+                sizes = {name: width / ranks for name, width in widths.items()}
+                coded = base.quantise_gradients != "none"
+                for message in state_messages(ranks, **sizes, near=near_of(layout, among), coded=coded):
+                    slope, start = line(request.cluster, message.collective, among[message.among])
+                    row = min(2, PURPOSES.index(message.purpose))  # replicas sum when gradients are reduced
+                    slopes[row, place] += slope * message.size + codes[message.purpose]
+                    starts[row, place] += start
             beside = group(layout, "shard" if shard > 1 else "replicate")
             byte, started = line(request.cluster, "all_gather", beside)
-            columns = (*slopes["parameter"], *slopes["gradient"], *starts["parameter"], *starts["gradient"])
-            found.append((*columns, started, byte, 1 - 1 / beside.ranks))
+            found.append((*slopes.flat, *starts.flat, started, byte, 1 - 1 / beside.ranks))
         return np.array(found)
 
 

@@ -27,7 +27,8 @@ def digests(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
     entries: list[Tensor] = []
     lengths: list[int] = []
     for tensor in tensors:
-        parts = [] if tensor is None else _sums(words(tensor))
+        # Offloaded state is summed on its host.
+        parts = [] if tensor is None else [part.to(device) for part in _sums(words(tensor))]
         entries += parts
         lengths.append(sum(part.numel() for part in parts))
     result = torch.zeros(len(tensors), dtype=torch.int64, device=device)

@@ -96,7 +96,7 @@ class Replicas:
             self.exist = self._count(len(self.lines)) > 0
         """Whether any rank has a replica of anything."""
         shared = {int(number) for line in self.lines for number in line.own}
-        sizes = [0 if held.kind == GRADIENT else held.shard.value.nbytes for held in self.held]
+        sizes = [0 if held.kind == GRADIENT else self._bytes(held) for held in self.held]
         self.share = sum(sizes[number] for number in shared) / max(1, sum(sizes))
         """The share of this rank's parameters and moments that another rank holds, too."""
 
@@ -146,12 +146,23 @@ class Replicas:
                 tensor = self.tensor(by_key[difference.key])
                 assert tensor is not None, "it had a digest"
                 if world.rank != source:
-                    arrived = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+                    arrived = torch.empty_like(tensor, device=self.device, memory_format=torch.contiguous_format)
                     world.receive(arrived, source)
                     tensor.copy_(arrived)
                     continue
                 for rank in difference.suspects:
-                    world.send(tensor.detach().contiguous(), rank)
+                    world.send(tensor.detach().to(self.device).contiguous(), rank)
+
+    def _bytes(self, held: StateTensor) -> int:
+        """Returns the bytes of a parameter, a master or a tensor of the optimizer's state."""
+        if held.kind == PARAMETER:
+            return held.shard.value.nbytes
+        optimizer = self.stepper.optimizer
+        master = optimizer.masters[held.shard.name]
+        if held.kind == MASTER:
+            return master.nbytes
+        own = next(kind for kind in optimizer.kinds_of(held.shard) if kind.kind == held.kind)
+        return (own.bytes or master.element_size()) * (master.numel() // own.block)
 
     def _locate(self, found: set[int], own: list[int]) -> list[Difference]:
         """Returns the tensors that any rank has `found` to differ, with the digests of all ranks that hold them."""

@@ -15,8 +15,9 @@ from phalanx.parallel.parameter_shards import ParameterShard
 Groups = list[dict[str, Any]]
 """torch's parameter groups. `params` are tensors in the optimizer's precision, `shards` the parameter shard of each
 (its name and its place in the whole parameter), `weight_decay` the group's decay."""
-CHUNK = {"cpu": 2**16}
-"""Elements that a rule with several kernels updates at a time: on a CPU they stay in the cache between kernels."""
+CHUNK = {"cpu": 2**17}
+"""Elements that a rule with several kernels updates at a time: on a CPU they stay in the cache between kernels. With a
+quarter as many, starting the kernels takes a quarter of the time of 8-bit AdamW."""
 LARGE_CHUNK = 2**22
 """The same on other devices: it bounds the memory of temporary tensors."""
 

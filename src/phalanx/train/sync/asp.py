@@ -49,15 +49,15 @@ class Asynchronous:
         until: int,
         *,
         read: Callable[[int], Sequence[MicroBatch]],
-        chunk_tokens: int,
+        chunk_tokens: Callable[[int], int],
         lr: Callable[[int], float],
         requests: Callable[[], Requests] = lambda: NO_REQUESTS,
         note: Callable[[Update], None] | None = None,
     ) -> tuple[int, Requests]:
         """Trains from step `first` to step `until`, or to the one in which some rank had `requests`.
 
-        `read` returns this rank's micro-batches of a chunk, which has `chunk_tokens` valid tokens over the replica's
-        ranks; `lr` the rate of a step; `note` receives every update on rank 0. Returns the steps done and the
+        `read` returns this rank's micro-batches of a chunk, and `chunk_tokens` the chunk's valid tokens over the
+        replica's ranks; `lr` the rate of a step; `note` receives every update on rank 0. Returns the steps done and the
         requests. Afterwards all replicas have the server's parameters.
 
         Raises NotFiniteError on every rank after a loss or gradient that is not finite, which the server has not
@@ -68,7 +68,8 @@ class Asynchronous:
         if self.server:
             self.server.open(reply.version, until * self.replicas, lr, note if self.leads else None)
         while reply.chunk >= 0:
-            push, gradient, problem, own = self._compute(read(reply.chunk), reply, chunk_tokens, requests())
+            batch, tokens = read(reply.chunk), chunk_tokens(reply.chunk)
+            push, gradient, problem, own = self._compute(batch, reply, tokens, requests())
             asked |= own
             reply, values = self._exchange(push, gradient)
             if reply.chunk >= 0:  # otherwise newer ones come from the synchronization
@@ -95,7 +96,7 @@ class Asynchronous:
         self.mesh.reduce_replica(status).wait()
         total, square_norm, encoded = status.tolist()
         requests = Requests.decode(encoded)
-        mean, norm = total / tokens, math.sqrt(square_norm) if square_norm >= 0 else math.nan
+        mean, norm = total / (tokens or 1), math.sqrt(square_norm) if square_norm >= 0 else math.nan
         broken = not (math.isfinite(norm) and math.isfinite(mean))
         push = Push(reply.chunk, reply.version, mean, norm, requests.pauses, broken)
         if broken:

@@ -1,0 +1,11 @@
+# Pipelines: a minute. Lecture: naive, GPipe, 1F1B, interleaved, zero-bubble, DualPipe: the bubble and activations in flight.
+for schedule in naive gpipe 1f1b interleaved_1f1b zb_h1 zb_v dualpipe_v; do
+    phalanx schedule show $schedule --stages 4 --microbatches 8
+done
+# The picture becomes a program: it runs as drawn, and equals one process.
+phalanx train examples/pipeline.yaml train.steps=20 run.name=course-pipeline --fresh
+phalanx verify examples/pipeline.yaml --layouts pp=2,schedule=gpipe,accumulation=4 pp=2,schedule=1f1b,accumulation=4 \
+    pp=2,schedule=zb_v,accumulation=4
+# A straggler: every rank waits for it.
+phalanx simulate model=llama3-8b cluster=a100-pcie:2 tp=2 sp=true pp=4 dp_shard=2 zero=1 layout.schedule=zb_h1 \
+    micro_batch=1 train.global_batch=16 train.precision=bf16 --straggler 2=1.2 --svg straggler.svg

@@ -1,0 +1,51 @@
+"""The rules of preference tuning, whose loss compares the two sequences of a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.check.layout import Problem
+from phalanx.config.corpora import PAIR, has_pairs
+from phalanx.config.dpo import DpoOptions
+from phalanx.config.job import Job
+from phalanx.partition import batch
+from phalanx.partition.pipeline import flushes, is_file
+from phalanx.schedule.catalogue import SCHEDULES
+
+
+def preference_problems(job: Job) -> Iterator[Problem]:
+    """Yields what does not suit pairs, and options of pairs where there are none."""
+    if not has_pairs(job.data):
+        if job.train.dpo != DpoOptions():
+            yield "train.dpo", f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences"
+        return
+    layout = job.layout
+    if layout.sync != "bsp":
+        yield "layout.sync", f"the loss of pairs needs sync=bsp, is {layout.sync}; nearest legal: sync=bsp"
+    if layout.data_parallel == "threads":
+        yield "layout.data_parallel", "threads would cut pairs; nearest legal: data_parallel=ddp"
+    if layout.pp > 1 and not flushes(layout):
+        yield "layout.schedule", f"{layout.schedule} does not end a step's pairs with it; nearest legal: schedule=1f1b"
+    sliced = layout.pp > 1 and not is_file(layout.schedule) and SCHEDULES[layout.schedule].sliced
+    if sliced:
+        yield (
+            "layout.schedule",
+            f"{layout.schedule} computes slices of sequences, the loss of pairs needs whole ones; nearest legal: "
+            "schedule=1f1b",
+        )
+
+
+def pair_batch_problems(job: Job) -> Iterator[Problem]:
+    """Yields why the micro-batches of a whole layout would cut pairs."""
+    if not has_pairs(job.data):
+        return
+    try:
+        micro = batch.solve(job.train.global_batch, job.layout).micro_batch
+    except ValueError:
+        return  # reported with the layout
+    if micro % PAIR:
+        yield (
+            "layout.micro_batch",
+            f"is {micro} sequences, which cuts a pair of {PAIR}; nearest legal: {micro + 1}"
+            + (f" or {micro - 1}" if micro > 1 else ""),
+        )

@@ -1,0 +1,32 @@
+"""An option of a verb with a value, beside the fields of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.config import values
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of a verb with a value: `--steps 2`, `--steps=2`."""
+
+    kind: Any
+    default: Any
+    about: str
+    at_least: int | None = None
+    many: bool = False
+    """Takes all words up to the next that begins with `--` or names a YAML file; the value is then a tuple."""
+    like: str = ""
+    """With `many`: a regular expression for the beginning of later words; any word if it is empty."""
+
+    def convert(self, texts: Sequence[str]) -> tuple[Any, ...]:
+        """Converts the given texts. Raises ValueError that says what was expected."""
+        if not texts:
+            raise ValueError("needs a value")
+        converted = tuple(values.convert(text, self.kind) for text in texts)
+        if self.at_least is not None and min(converted) < self.at_least:
+            raise ValueError(f"must be at least {self.at_least}, is {min(converted)}")
+        return converted

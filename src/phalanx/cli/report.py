@@ -1,0 +1,74 @@
+"""`phalanx report RUN…`: a run's directory as a page with pictures, or several runs in one page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.cli.commands import JSON, Command, parse, wants_help
+from phalanx.cli.files import check_folders, write
+from phalanx.cli.option import Option
+from phalanx.echo import echo
+from phalanx.errors import JobError
+
+PAGE = """\
+phalanx report: a run as a page with pictures, or several runs in one page
+
+usage: phalanx report RUN [RUN ...] [--compare] [--out FILE] [--json]
+
+RUN is a run's directory. The page is one file that loads nothing: curves, the step beside its prediction, memory,
+traffic, checkpoints and restarts, environment. `phalanx train` keeps it up to date in the run's directory; this makes
+it again, also from a copy of the directory, and without torch.
+
+options:
+  --compare   several runs: their curves over each other, their figures side by side, and what differs in their jobs
+  --out FILE  the page (default: report.html in the run's directory; for several runs in the current one)
+  --json      print one JSON document on standard output and write no page
+
+examples:
+  phalanx report runs/main
+  phalanx report runs/main runs/pipeline --compare --out compared.html\
+"""
+
+COMMAND = Command(
+    ("runs",),
+    {"out": Option(str, "", "the page")},
+    switches={"compare": "curves over each other", **JSON},
+    more=True,
+)
+
+
+def run(argv: Sequence[str]) -> int:
+    if wants_help(argv):
+        echo(PAGE)
+        return 0
+    words = parse("report", {"of": COMMAND}, ["of", *argv])
+    # Imported here: the cost model and the pictures take as long as all of the rest.
+    from phalanx.report import comparison, page
+    from phalanx.report.expected import expected
+    from phalanx.report.figures import document
+    from phalanx.report.run import read_run
+    from phalanx.report.write import REPORT, write_report
+
+    compare = "compare" in words.switches
+    if compare and len(words.subjects) < 2:
+        raise JobError("--compare needs several runs, such as `phalanx report runs/a runs/b --compare`")
+    out = words.options.get("out", "")
+    check_folders({"out": out}, "out")
+    paths = [Path(subject) for subject in words.subjects]
+    if len(paths) == 1 and not out and not words.as_json:
+        echo(f"written: {write_report(paths[0])}")
+        return 0
+    records = [read_run(path) for path in paths]
+    predictions = [expected(record) for record in records]
+    if words.as_json:
+        runs = [document(record, prediction) for record, prediction in zip(records, predictions, strict=True)]
+        differing = comparison.differences(records) if len(records) > 1 else {}
+        echo(json.dumps({"runs": runs, "differences": differing}, indent=1))
+        return 0
+    several = len(records) > 1
+    html = comparison.html(records, predictions, compare=compare) if several else page.html(records[0], predictions[0])
+    write(out or REPORT, html)
+    echo(f"written: {out or REPORT}")
+    return 0

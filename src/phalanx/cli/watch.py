@@ -1,0 +1,56 @@
+"""`phalanx watch RUN`: the live view of a run from any terminal, read from its directory's files."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from phalanx.cli.commands import JSON, Command, parse, wants_help
+from phalanx.echo import echo
+from phalanx.errors import JobError
+
+PAGE = """\
+phalanx watch: the live view of a run, from any terminal
+
+usage: phalanx watch RUN [--once] [--json]
+
+RUN is a run's directory; the run may be on other machines that write there. Only files are read, and nothing is asked
+of the run. The view ends with the run, or with Ctrl-C, which does not touch the run.
+
+options:
+  --once  print the view once
+  --json  print it once, as one JSON document
+
+examples:
+  phalanx watch runs/main
+  watch -n 60 phalanx watch runs/main --once\
+"""
+
+COMMAND = Command(("a run",), {}, switches={"once": "print the view once", **JSON})
+EVERY_S = 0.5
+
+
+def run(argv: Sequence[str]) -> int:
+    if wants_help(argv):
+        echo(PAGE)
+        return 0
+    words = parse("watch", {"of": COMMAND}, ["of", *argv])
+    if len(words.subjects) != 1:
+        raise JobError("phalanx watch takes one run")
+    from phalanx.report.live import RunFollower
+    from phalanx.report.show import Screen
+
+    follower = RunFollower(Path(words.subject))
+    if words.as_json:
+        echo(json.dumps(follower.view().document(), indent=1))
+        return 0
+    screen = Screen()
+    if "once" in words.switches or not screen.is_possible:
+        screen.print(follower.view())
+        return 0
+    with screen.live(follower.view) as view:
+        while view().state == "running":
+            time.sleep(EVERY_S)
+    return 0

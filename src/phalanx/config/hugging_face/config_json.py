@@ -1,0 +1,216 @@
+"""Reads a config.json as a ModelConfig, and writes one from a ModelConfig."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from phalanx import bounded
+from phalanx.config.hugging_face.families import BY_TYPE, FAMILIES, REFUSED
+from phalanx.config.hugging_face.kinds import HARMLESS, ConfigFamily
+from phalanx.config.hugging_face.lines import lines_of
+from phalanx.config.hugging_face.terms import ConfigReader, Fields, shown, unknown_names, value_of, written
+from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
+from phalanx.errors import JobError
+from phalanx.nearest import did_you_mean
+
+MOST_BYTES = 4 * 2**20
+"""Most bytes of a config.json; published ones have a few kB, with labels of classes some more."""
+_TOP = frozenset({"text_config", "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"}) | {
+    "image_token_index"
+}
+_QUANTISED = "quantization_config"
+_TRAINING_ONLY = ("preset", "from_", "seq_len", "dropout", "init_std", "attention", "feed_forward", "lora")
+_MOE_TRAINING_ONLY = ("aux_loss", "z_loss", "bias_rate", "capacity")
+
+
+@dataclass(frozen=True)
+class HuggingFaceModel:
+    """The model that a config.json describes."""
+
+    family: ConfigFamily
+    model: ModelConfig
+    notes: tuple[str, ...] = ()
+    """Facts about the model that its shape does not express."""
+    in_images: bool = False
+    """The language model is a part of a model that reads images."""
+    quantised: bool = False
+    """The weights are quantised: the shape is that of the model, but its weights cannot be read as they are."""
+
+    @property
+    def note(self) -> str:
+        """All notes in one text."""
+        return "; ".join((*self.notes, *(("its weights are quantised",) if self.quantised else ())))
+
+
+def read_file(path: Path) -> HuggingFaceModel:
+    """Returns the model of a config.json. Raises JobError with every problem, each with file, line and field."""
+    try:
+        text = bounded.read_text(path, MOST_BYTES)
+        values = bounded.parse_json(text)
+    except FileNotFoundError:
+        raise JobError(f"{path}: no such file; a Hugging Face folder has a config.json") from None
+    except OSError as error:
+        raise JobError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValueError as error:
+        raise JobError(f"{path}: no JSON: {error}") from None
+    try:
+        return read(values)
+    except JobError as error:
+        lines = lines_of(text)
+        places = [lines.get(problem.partition(" ")[0]) for problem in error.problems]
+        raise JobError(
+            [
+                f"{path}:{line}: {problem}" if line else f"{path}: {problem}"
+                for line, problem in zip(places, error.problems, strict=True)
+            ]
+        ) from None
+
+
+def read(values: Any) -> HuggingFaceModel:
+    """Returns the model of a configuration. Raises JobError with every problem."""
+    if not isinstance(values, dict):
+        raise JobError(f"expected an object with model_type, found {type(values).__name__}")
+    family = _family(values)
+    source = ConfigReader(values)
+    outer, harmless = None, HARMLESS | family.harmless
+    quantised = source.holds(_QUANTISED)
+    source.seen.add(_QUANTISED)
+    if family.inside and values.get("model_type") == family.inside_of:
+        outer = source
+        source = outer.inside(family.inside)
+        if outer.holds("tie_word_embeddings") and not source.holds("tie_word_embeddings"):
+            outer.seen.add("tie_word_embeddings")
+    ours: Fields = dict(family.kind)
+    for term in family.terms:
+        term.read(source, ours)
+    for part in [source, *([outer] if outer else [])]:
+        _refuse_unknown(part, family, harmless if part is source else HARMLESS | _TOP)
+    if source.problems:
+        raise JobError(source.problems)
+    notes = (*family.notes, *source.notes)
+    if outer:
+        notes += ("the language model, without the encoder of images",)
+    return HuggingFaceModel(family, _model(ours), notes, outer is not None, quantised)
+
+
+def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Fields]:
+    """Returns the family that says all of a model, and its config.json without types of numbers and tokens: that of
+    `model_type` if given, else the first.
+
+    Raises JobError if no family does: it names the fields that the nearest one cannot express."""
+    nearest: tuple[bool, list[str], str] | None = None
+    for family in (BY_TYPE[model_type],) if model_type else FAMILIES:
+        values = {"architectures": [family.architecture], "model_type": family.model_type}
+        values |= written(family.terms, model)
+        refused = False
+        try:
+            wrong = differences(read(json.loads(json.dumps(values))).model, model)
+        except JobError as error:  # its first problems only, which say less than how shapes differ
+            wrong, refused = error.problems, True
+        if not wrong:
+            return family, values
+        if nearest is None or (refused, len(wrong)) < (nearest[0], len(nearest[1])):
+            nearest = refused, wrong, family.model_type
+    assert nearest
+    raise JobError(f"no model_type of transformers is this model; {nearest[2]} comes nearest: {'; '.join(nearest[1])}")
+
+
+def differences(theirs: ModelConfig, ours: ModelConfig) -> list[str]:
+    """Returns how a model would differ as theirs in what a forward pass computes, a text per field."""
+    return [f"{path} {shown(mine)} would be {shown(other)}" for path, other, mine in differing(theirs, ours)]
+
+
+def differing(first: ModelConfig, second: ModelConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Yields every field in which two shapes differ in what a forward pass computes, with both values."""
+    first, second = plain(first), plain(second)
+    for path in _paths(first):
+        a, b = value_of(first, path), value_of(second, path)
+        same = isclose(a, b, rel_tol=1e-12) if isinstance(a, float) and isinstance(b, float) else a == b
+        if not same:
+            yield path, a, b
+
+
+def plain(model: ModelConfig) -> ModelConfig:
+    """Returns the shape with every default written out, and without what only training uses."""
+    default, moe = ModelConfig(), model.moe
+    if moe.n_experts:
+        moe = replace(moe, d_ff=model.expert_ff_size, **{name: getattr(MoE(), name) for name in _MOE_TRAINING_ONLY})
+    only_experts = model.moe.n_experts > 0 and not moe.n_dense_layers
+    windows = [model.window_of(layer) for layer in range(model.n_layers)]
+    rope = model.positions == "rope"
+    mla = model.mla if model.mla.kv_rank else MLA()
+    return replace(
+        model,
+        n_kv_heads=model.n_heads if mla.kv_rank else model.kv_heads,
+        head_dim=0 if mla.kv_rank else model.head_size,
+        d_ff=0 if only_experts else model.ff_size,
+        moe=moe if moe.n_experts else MoE(),
+        mla=mla,
+        attention_scale=0.0
+        if isclose(model.attention_scale, model.head_size**-0.5, rel_tol=1e-12)
+        else model.attention_scale,
+        window=max(windows),
+        full_every=model.full_every if 0 < model.full_every <= model.n_layers and model.window else 0,
+        window_rope_theta=model.window_rope_theta if model.window else 0.0,
+        qkv_bias=model.bias or model.qkv_bias,
+        rope_theta=model.rope_theta if rope else default.rope_theta,
+        rotary_fraction=model.rotary_fraction if rope else 1.0,
+        rope_scaling=_plain_scaling(model.rope_scaling) if rope else RopeScaling(),
+        **{name: getattr(default, name) for name in _TRAINING_ONLY if name != "seq_len" or rope},
+    )
+
+
+def _plain_scaling(scaling: RopeScaling) -> RopeScaling:
+    """Returns a stretching without the values that its kind does not use."""
+    default = RopeScaling()
+    used = {
+        "linear": {"kind", "factor"},
+        "llama3": {"kind", "factor", "low_freq_factor", "high_freq_factor", "original_seq_len"},
+        "yarn": {"kind", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "magnitude"},
+    }[scaling.kind]
+    if scaling.factor == 1:
+        return default
+    return replace(default, **{name: getattr(scaling, name) for name in used})
+
+
+def _paths(value: Any, prefix: str = "") -> list[str]:
+    found: list[str] = []
+    for field in fields(value):
+        inner = getattr(value, field.name)
+        path = f"{prefix}{field.name}"
+        found += _paths(inner, f"{path}.") if is_dataclass(inner) else [path]
+    return found
+
+
+def _family(values: Mapping[str, Any]) -> ConfigFamily:
+    name = values.get("model_type")
+    if isinstance(name, str) and name in BY_TYPE:
+        return BY_TYPE[name]
+    known = ", ".join(BY_TYPE)
+    if not isinstance(name, str):
+        raise JobError(f"model_type is {'missing' if name is None else shown(name)} (supported: {known})")
+    why = REFUSED.get(name)
+    end = f": {why}" if why else did_you_mean(name, BY_TYPE)
+    raise JobError(f"model_type {shown(name)} is not supported{end} (supported: {known})")
+
+
+def _refuse_unknown(source: ConfigReader, family: ConfigFamily, harmless: frozenset[str]) -> None:
+    """Notes every field that is neither understood nor known to change nothing."""
+    known = [*source.seen, *harmless]
+    for name in unknown_names(source, harmless):
+        source.problem(name, f"is not understood for model_type {family.model_type}{did_you_mean(name, known)}")
+
+
+def _model(ours: Fields) -> ModelConfig:
+    """Returns the shape of dotted fields."""
+    parts: dict[str, dict[str, Any]] = {"moe": {}, "mla": {}}
+    top: Fields = {}
+    for path, value in ours.items():
+        section, _, name = path.rpartition(".")
+        (parts[section] if section else top)[name] = value
+    return ModelConfig(**top, moe=MoE(**parts["moe"]), mla=MLA(**parts["mla"]))

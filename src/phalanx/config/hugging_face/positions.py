@@ -1,0 +1,272 @@
+"""Rotary positions and windows of a config.json, in the spelling of transformers 5 (rope_parameters, layer_types) and
+of the releases before it (rope_theta and rope_scaling, sliding_window_pattern, max_window_layers)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isclose, log
+from typing import Any
+
+from phalanx.config.hugging_face.terms import ConfigReader, Fields, shown
+from phalanx.config.model import ModelConfig, RopeScaling
+from phalanx.nearest import did_you_mean
+
+_KINDS = ("default", "linear", "llama3", "yarn")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Base, stretching and share of rotary positions."""
+
+    theta: float = 10000.0
+    """The base if the configuration names none."""
+    fraction: float = 1.0
+    """The share of a head if the configuration names none."""
+    theta_name: str = "rope_theta"
+    fraction_name: str = "partial_rotary_factor"
+    """Older names of the two."""
+    latent: bool = False
+    """Latent attention: mscale_all_dim enlarges the scores."""
+    stretched: RopeScaling | None = None
+    """The stretching if the configuration names none."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        """Sets rope_theta, rotary_fraction, rope_scaling and, for latent attention, attention_scale."""
+        theta = source.take(self.theta_name, float, source.take("rope_theta", float, self.theta))
+        fraction = source.take(self.fraction_name, float, source.take("partial_rotary_factor", float, self.fraction))
+        named = source.holds("rope_parameters") or source.holds("rope_scaling")
+        rope = source.inside("rope_parameters")
+        if not source.holds("rope_parameters"):
+            rope = source.inside("rope_scaling")
+        else:
+            _refuse_second(source, rope)
+        fields["rope_theta"] = rope.take("rope_theta", float, theta)
+        fields["rotary_fraction"] = rope.take("partial_rotary_factor", float, fraction)
+        if not named and self.stretched:
+            fields["rope_scaling"] = self.stretched
+            return
+        fields["rope_scaling"] = scaling(rope, fields["seq_len"])
+        if self.latent and (growth := _growth_of_scores(rope, fields["rope_scaling"])) != 1:
+            fields["attention_scale"] = growth / _latent_head(fields) ** 0.5
+        refuse_unknown(rope)
+
+    def write(self, model: ModelConfig) -> Fields:
+        """Returns rope_parameters."""
+        values = rope_values(model)
+        stretched = model.rope_scaling
+        if self.latent and stretched.kind == "yarn" and stretched.factor > 1 and model.attention_scale:
+            # (0.1 m ln factor + 1)² is what multiplies the scores; mscale gives rotated parts the size they have.
+            growth = (model.attention_scale * model.head_size**0.5) ** 0.5
+            all_dim = (growth - 1) / (0.1 * log(stretched.factor))
+            size = stretched.magnitude or 0.1 * log(stretched.factor) + 1
+            values |= {"mscale": (size * growth - 1) / (0.1 * log(stretched.factor)), "mscale_all_dim": all_dim}
+            values.pop("attention_factor", None)
+        return {"rope_parameters": values}
+
+
+@dataclass(frozen=True)
+class RopeWithWindows:
+    """Gemma 3: layers with a window have a base of their own and are not stretched."""
+
+    theta: float = 1e6
+    window_theta: float = 10000.0
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        """Sets rope_theta, window_rope_theta and rope_scaling."""
+        theta = source.take("rope_theta", float, self.theta)
+        local = source.take("rope_local_base_freq", float, self.window_theta)
+        parameters = source.inside("rope_parameters")
+        full, window = parameters.inside(_FULL), parameters.inside(_SLIDING)
+        if source.holds("rope_parameters"):
+            _refuse_second(source, full)
+        else:
+            full = source.inside("rope_scaling")
+        fields["rope_theta"] = full.take("rope_theta", float, theta)
+        fields["window_rope_theta"] = window.take("rope_theta", float, local) if fields["window"] else 0.0
+        fields["rope_scaling"] = scaling(full, fields["seq_len"])
+        if scaling(window, fields["seq_len"]).factor > 1:
+            window.problem("factor", "stretches layers with a window, which keep their positions here")
+        for part in (parameters, full, window):
+            refuse_unknown(part)
+
+    def write(self, model: ModelConfig) -> Fields:
+        """Returns rope_parameters of both kinds of layers."""
+        window = {"rope_theta": model.window_rope_theta or model.rope_theta, "rope_type": "default"}
+        return {"rope_parameters": {_FULL: rope_values(model), _SLIDING: window}}
+
+
+def _refuse_second(source: ConfigReader, rope: ConfigReader) -> None:
+    """Notes a rope_scaling, the older spelling, that contradicts `rope`, the newer one: releases of transformers differ
+    in which of the two they take."""
+    old = source.raw("rope_scaling")
+    spelled = {"type": "rope_type"}
+    if old and not (
+        isinstance(old, dict) and all(rope.states(str(spelled.get(n, n)), value) for n, value in old.items())
+    ):
+        source.problem("rope_scaling", "contradicts rope_parameters: keep the one that the weights were trained with")
+
+
+def scaling(rope: ConfigReader, context: int) -> RopeScaling:
+    """Returns the stretching of an object of rope parameters; `context` is the released one in tokens."""
+    old = rope.take("type", str, "default")
+    kind = rope.take("rope_type", str, old)
+    if kind not in _KINDS:
+        rope.problem("rope_type", f"is {shown(kind)}{did_you_mean(kind, _KINDS)} (supported: {', '.join(_KINDS)})")
+        rope.seen |= set(rope.left())
+        return RopeScaling()
+    if kind == "default":
+        # What other kinds need is without effect.
+        rope.seen |= {"factor", "original_max_position_embeddings"}
+        return RopeScaling()
+    values: dict[str, Any] = {"kind": kind, "factor": rope.take("factor", float)}
+    if values["factor"] < 1:
+        rope.problem("factor", f"is {values['factor']:g}, expected at least 1")
+        values["factor"] = 1.0
+    if kind == "linear":
+        rope.seen.add("original_max_position_embeddings")
+        return RopeScaling(**values)
+    values["original_seq_len"] = max(1, rope.take("original_max_position_embeddings", int, context))
+    if kind == "llama3":
+        values["low_freq_factor"] = rope.take("low_freq_factor", float)
+        values["high_freq_factor"] = rope.take("high_freq_factor", float)
+        return RopeScaling(**values)
+    values["beta_fast"] = rope.take("beta_fast", float, 32.0) or 32.0
+    values["beta_slow"] = rope.take("beta_slow", float, 1.0) or 1.0
+    values["truncate"] = rope.take("truncate", bool, True)
+    values["magnitude"] = _magnitude(rope, values["factor"])
+    return RopeScaling(**values)
+
+
+def rope_values(model: ModelConfig) -> Fields:
+    """Returns the rope parameters of layers without a window of their own."""
+    stretched, values = model.rope_scaling, {"rope_theta": model.rope_theta, "rope_type": "default"}
+    if model.rotary_fraction < 1:
+        values["partial_rotary_factor"] = model.rotary_fraction
+    if stretched.factor == 1:
+        return values
+    values |= {"rope_type": stretched.kind, "factor": stretched.factor}
+    if stretched.kind == "linear":
+        return values
+    if stretched.kind == "llama3":
+        values |= {"low_freq_factor": stretched.low_freq_factor, "high_freq_factor": stretched.high_freq_factor}
+    if stretched.kind == "yarn":
+        values |= {"beta_fast": stretched.beta_fast, "beta_slow": stretched.beta_slow, "truncate": stretched.truncate}
+        if stretched.magnitude:
+            values["attention_factor"] = stretched.magnitude
+    return values | {"original_max_position_embeddings": stretched.original_seq_len}
+
+
+def _magnitude(rope: ConfigReader, factor: float) -> float:
+    """Returns the factor of rotated queries and keys (Peng et al. 2023, section 3.4); 0 for the usual one."""
+    own = rope.take("attention_factor", float, 0.0)
+    mscale, all_dim = rope.take("mscale", float, 0.0), rope.take("mscale_all_dim", float, 0.0)
+    if not own and mscale and all_dim:
+        own = _grown(factor, mscale) / _grown(factor, all_dim)
+    return 0.0 if isclose(own, _grown(factor, 1.0)) else own
+
+
+def _grown(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * log(factor) + 1
+
+
+def _growth_of_scores(rope: ConfigReader, stretched: RopeScaling) -> float:
+    """Returns what multiplies the scores beside 1 / √head_size (DeepSeek-V3's release, inference/model.py)."""
+    if stretched.kind != "yarn":
+        return 1.0
+    return _grown(stretched.factor, rope.take("mscale_all_dim", float, 0.0)) ** 2
+
+
+def _latent_head(fields: Fields) -> int:
+    return max(1, fields["mla.nope_head_dim"] + fields["mla.rope_head_dim"])
+
+
+def refuse_unknown(part: ConfigReader) -> None:
+    """Notes every field of an object within the configuration that nothing has read."""
+    for name in part.left():
+        part.problem(name, "is not understood")
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Sliding windows, and which layers attend to all keys."""
+
+    default: int = 0
+    """The window if the configuration names none."""
+    full_every: int = 0
+    """Every n-th layer has no window unless the configuration lists the layers; 0: all have one."""
+    switch: str = ""
+    """A field without which sliding_window has no effect: use_sliding_window."""
+    layers: bool = True
+    """Writes layer_types."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        """Sets window and full_every."""
+        window = source.take("sliding_window", int, 0 if source.names("sliding_window") else self.default)
+        pattern = source.take("sliding_window_pattern", int, self.full_every)
+        first = source.take("max_window_layers", int, 0)
+        if self.switch and not source.take(self.switch, bool, False):
+            window = 0
+        if window and self.switch and first and not source.holds("layer_types"):
+            source.problem("max_window_layers", f"is {first}, supported: layer_types, or 0")
+        kinds = source.take("layer_types", list, [])
+        fields["window"], fields["full_every"] = window, pattern if window else 0
+        if not kinds:
+            return
+        if len(kinds) != fields["n_layers"]:
+            source.problem("layer_types", f"lists {len(kinds):,} layers, num_hidden_layers is {fields['n_layers']:,}")
+            return
+        self._read_kinds(source, fields, kinds)
+
+    def _read_kinds(self, source: ConfigReader, fields: Fields, kinds: list[Any]) -> None:
+        """Finds the rule behind a list of kinds: which layers have no window."""
+        if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {_FULL}, {_SLIDING}")
+        elif _SLIDING not in kinds:
+            fields["window"] = fields["full_every"] = 0
+        elif not fields["window"]:
+            source.problem("sliding_window", f"is missing, and layer_types has {_SLIDING}")
+        else:
+            first = kinds.index(_FULL) + 1 if _FULL in kinds else 0
+            # Shorter than its first full layer, a model is as well one of the family's pattern.
+            every = first or (fields["full_every"] if fields["full_every"] > len(kinds) else 0)
+            if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(kinds))]:
+                source.problem("layer_types", "has no window in layers that are not every n-th one")
+            fields["full_every"] = every
+
+    def write(self, model: ModelConfig) -> Fields:
+        """Returns sliding_window, and layer_types where transformers reads it."""
+        values: Fields = {"sliding_window": model.window or None}
+        if self.switch:
+            values[self.switch] = model.window > 0
+        if self.layers:
+            values["layer_types"] = layer_types(model)
+        return values
+
+
+def layer_types(model: ModelConfig) -> list[str]:
+    """Returns the kind of attention of every layer."""
+    return [(_FULL, _SLIDING)[model.window_of(layer) > 0] for layer in range(model.n_layers)]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The released context, which is the length of a sample unless a job says otherwise. Stretched positions reach
+    further than samples may be long."""
+
+    theirs: str = "max_position_embeddings"
+    default: int = 2048
+    exact: bool = False
+    """Learned positions: as many as the context has tokens."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        """Sets seq_len."""
+        fields["seq_len"] = max(1, source.take(self.theirs, int, self.default))
+
+    def write(self, model: ModelConfig) -> Fields:
+        """Returns the longest context in tokens that the positions serve."""
+        stretched = model.rope_scaling
+        reached = int(stretched.original_seq_len * stretched.factor) if stretched.factor > 1 else 0
+        if self.exact or stretched.kind == "linear":
+            reached = 0
+        return {self.theirs: max(model.seq_len, reached)}

@@ -1,0 +1,75 @@
+"""Sizes of a step that its blocks and ranks share, and the bytes of one block on a rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from phalanx.blocks.kinds import FEED_FORWARD
+from phalanx.blocks.lora import saved_input
+from phalanx.blocks.place import place_of
+from phalanx.cost.held import BlockParameters, LayerKind, block_parameters
+from phalanx.cost.memory.activations import saved, workspace
+from phalanx.cost.spec import StepSpec
+from phalanx.partition.recompute import Mode, uniform_recompute
+
+TRANSIT = 2
+"""Number of messages between stages that a rank has in transit at a time: one that arrives and one that leaves."""
+
+
+class StepSizes:
+    """Sizes of a micro-batch on one rank."""
+
+    def __init__(self, spec: StepSpec):
+        self.spec, self.memory_profile = spec, spec.framework.memory_profile
+        if spec.products == "fp16":
+            self.memory_profile = self.memory_profile.fp16 or self.memory_profile
+        if spec.framework.attention == "unfused" and self.memory_profile.scores != "always":
+            self.memory_profile = replace(self.memory_profile, scores="always")
+        layout = spec.layout
+        self.tokens = spec.batch.micro_batch * spec.model.seq_len / layout.cp
+        self.share = layout.tp if layout.sp else 1
+        self.stream = self.tokens * spec.model.d_model * spec.width
+        self.under_way = TRANSIT * self.stream / self.share
+        """Bytes of messages between stages."""
+
+
+class BlockBytes:
+    """Bytes of one block of a kind on a rank."""
+
+    def __init__(self, step: StepSizes, kind: LayerKind):
+        model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
+        layout = uniform_recompute(step.spec.layout, kind.recompute)
+        narrow = step.spec.products in ("fp8", "fp4")
+        alone = replace(layout, recompute="none")
+        self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
+        self.kept = step.tokens * sum(
+            size for _, size in saved(model, layout, width, kind.block, memory_profile, narrow)
+        )
+        whole = step.tokens * sum(size for _, size in saved(model, alone, width, kind.block, memory_profile, narrow))
+        self.again = max(0.0, whole - self.kept)
+        # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
+        # wrote, which the last matrix does not need any longer, if it has saved it. Of experts also those of rows.
+        last = "moe.experts.down" if kind.block.routed else "mlp.down"
+        reads = saved_input(place_of(model, layout), "feed_forward", last) > 0
+        tensors = (2 if model.gated else 1) + (0 if reads else 1)
+        wide = FEED_FORWARD[kind.block.feed_forward].width(model) * tensors / layout.tp
+        if kind.block.routed:
+            rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
+            spread = step.share if memory_profile.routes_shards else 1
+            wide = rows * (wide + model.d_model / spread)
+        # What is computed again ends with an output that nothing needs.
+        outputs = 2 if kind.recompute == "full" else 1
+        attention = step.spec.batch.micro_batch * workspace(model, alone, width, kind.block, memory_profile, narrow)
+        self.backward = self.again + max(step.tokens * wide * width, attention), outputs * step.stream / step.share
+        """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
+
+
+class BlockRun(NamedTuple):
+    """Consecutive blocks of one kind in a stage."""
+
+    block: BlockBytes
+    many: int
+    recompute: Mode
+    leaves: bool
+    """Whether their activations wait on the host."""

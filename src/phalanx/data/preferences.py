@@ -1,0 +1,84 @@
+"""Preference pairs: rows of a prompt with a chosen and a rejected answer, for preference tuning.
+
+Every row becomes two sequences with the loss on their last answer alone. They are neighbours wherever samples are
+numbered: sequence 2i is chosen, 2i + 1 rejected, in the shards, in the order of samples and in every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.config.corpora import PAIR
+from phalanx.config.data import Data
+from phalanx.data.conversations import ConversationData
+from phalanx.data.loader import MicroBatch
+from phalanx.data.order import sample_ids
+from phalanx.data.rows import ANSWERS, Message, Row, checked, messages_of, rows_of
+
+
+def preference_rows(files: Iterable[Path], data: Data) -> Iterator[Row]:
+    """Yields the rows of corpus preferences, two conversations each."""
+    return rows_of(files, lambda record: tuple(pair_of(record)), only_last=True)
+
+
+def pair_of(record: dict[str, Any]) -> list[list[Message]]:
+    """Returns the chosen and the rejected conversation of a row with `chosen` and `rejected`, each a text or a list of
+    messages, and what comes before them: `prompt`, a text or messages, or `messages`. Whole conversations in `chosen`
+    and `rejected` need none. Raises ValueError with everything that is wrong."""
+    if missing := [name for name in ("chosen", "rejected") if name not in record]:
+        raise ValueError(f"no {' and no '.join(missing)}")
+    context = messages_of(record.get("prompt", record.get("messages", [])), "user")
+    problems, pair = [], []
+    for name in ("chosen", "rejected"):
+        answer = messages_of(record[name], ANSWERS)
+        whole = bool(answer) and isinstance(answer[0], dict) and answer[0].get("role") != ANSWERS
+        try:
+            pair.append(checked(answer if whole else [*context, *answer], answered=True))
+            if pair[-1][-1]["role"] != ANSWERS:
+                problems.append(f"{name}: its last message is no answer")
+            elif len(pair[-1]) == 1:
+                problems.append(f"{name}: no prompt: neither in prompt, nor in messages, nor before the answer")
+        except ValueError as error:
+            problems.append(f"{name}: {error}")
+    if not problems and pair[0] == pair[1]:
+        problems.append("chosen and rejected are the same")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return pair
+
+
+class PreferenceData(ConversationData):
+    """The pairs of one split: sample 2i is the chosen sequence of pair i, 2i + 1 the rejected one. A pair is left out
+    if one of its sequences is (data.too_long)."""
+
+    group = PAIR
+    reference: np.ndarray | None = None
+    """(sample_count,) float64: the log-probability of every sample's answer by the reference model, once it is known
+    (train/reference.py)."""
+
+    def valid_tokens(self, first: int, count: int, seed: int) -> int:
+        """Returns the number of pairs: the loss is their mean."""
+        return count // PAIR
+
+    def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
+        reference = np.zeros(len(ids)) if self.reference is None else self.reference[ids]
+        return replace(super().micro_batch(ids, numbers), reference=reference)
+
+    def _usable(self, answers: np.ndarray) -> np.ndarray:
+        return np.repeat((answers > 0).reshape(-1, PAIR).all(axis=1), PAIR)
+
+    def order(self, first: int, count: int, seed: int) -> np.ndarray:
+        """Returns the samples of these global sample numbers: pairs are permuted, and numbers 2n and 2n + 1 are one."""
+        numbers = np.arange(first, first + count)
+        pairs = numbers // PAIR
+        permuted = sample_ids(first // PAIR, int(pairs[-1]) - first // PAIR + 1, self.sample_count // PAIR, seed)
+        return PAIR * permuted[pairs - first // PAIR] + numbers % PAIR
+
+    def spread(self, ids: np.ndarray, samples: int) -> np.ndarray:
+        """Returns pairs that are spaced evenly over the split: (n,) int64."""
+        return PAIR * (ids // PAIR * (self.sample_count // PAIR) // (samples // PAIR)) + ids % PAIR

@@ -1,0 +1,216 @@
+"""The perplexity of a run's checkpoint on a text, under any layout: the trainer's own validation code over windows."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.blocks.parameters import parameter_shapes
+from phalanx.check.job import problems_of
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.meta import job_of
+from phalanx.checkpoint.parts import held
+from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.validity import check
+from phalanx.comm.agree import on_every_rank, on_rank_zero
+from phalanx.config.checkpoint import Checkpoint
+from phalanx.config.corpora import has_pairs
+from phalanx.config.data import Data
+from phalanx.config.guard import GuardOptions
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.train import Train
+from phalanx.data.loader import MicroBatch, evaluation_batches
+from phalanx.data.progress import Progress, silent
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import JobError
+from phalanx.evaluate import windows
+from phalanx.evaluate.text import ScoredConversations, ScoredText
+from phalanx.generate.load import find, vocabulary_of
+from phalanx.parallel import mesh as meshes
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.micro import MicroTensors
+from phalanx.train.evaluate import validation_loss
+from phalanx.train.state import fill
+from phalanx.train.step import Stepper
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """The loss of a model on a text."""
+
+    run: str
+    step: int
+    text: str
+    split: str
+    context: int
+    stride: int
+    tokens: int
+    """Tokens that were scored, each once."""
+    bytes: int | None
+    """Bytes of the text; None for tokens without text."""
+    loss: float
+    """Mean over the scored tokens, in nats."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp of the loss per token; infinite where a float has no number for it."""
+        return math.exp(self.loss) if self.loss < 709 else math.inf
+
+    @property
+    def loss_per_byte(self) -> float | None:
+        """The whole loss divided by the text's bytes, in nats: comparable between tokenizers."""
+        return self.loss * self.tokens / self.bytes if self.bytes else None
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """The loss per byte in bits (Gao et al. 2020, "The Pile", section 3.1)."""
+        return self.loss_per_byte / math.log(2) if self.loss_per_byte is not None else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything for `--json`."""
+        ratios = {name: getattr(self, name) for name in ("loss_per_byte", "bits_per_byte")}
+        perplexity = self.perplexity if math.isfinite(self.perplexity) else None
+        return {**vars(self), "perplexity": perplexity, **ratios}
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """How runs are scored."""
+
+    layout: Layout
+    batch_size: int
+    """Windows in one forward pass of one data rank."""
+    context: int = 0
+    """Tokens of a window; 0: the model's seq_len."""
+    stride: int = 0
+    """Tokens between the beginnings of windows; 0: the context."""
+    precision: str = ""
+    """That of training, unless it is given."""
+
+
+def scoring_job(manifest: Manifest, scoring: ScoringOptions, device: str) -> Job:
+    """Returns the job in which a checkpoint is scored: its model and data, with a layout of its own, and no optimizer
+    state. Raises JobError if the model does not fit into the layout."""
+    job, layout = job_of(manifest), scoring.layout
+    if has_pairs(job.data):  # the loss is that of tokens, not of pairs
+        plain = Data(document_mask=job.data.document_mask)
+        job = replace(job, data=plain, train=replace(job.train, dpo=Train().dpo))
+    micro = layout.micro_batch or scoring.batch_size
+    accumulation = layout.accumulation or (2 * layout.pp if layout.pp > 1 else 1)
+    job = replace(
+        job,
+        layout=replace(layout, micro_batch=micro, accumulation=accumulation),
+        train=replace(
+            job.train,
+            global_batch=micro * accumulation * layout.data_ranks,
+            precision=scoring.precision or job.train.precision,  # pyright: ignore[reportArgumentType]
+            compile=False,
+        ),
+        optimizer=Optimizer(name="sgd", momentum=0.0),
+        guard=GuardOptions(),
+        checkpoint=Checkpoint(),
+        cluster=replace(job.cluster, nodes=1, devices_per_node=layout.processes, device=device),
+    )
+    context, _ = windows.legal_stride(scoring.context, scoring.stride, job.model.seq_len)
+    problems = [f"{path}: {message}" for path, message in problems_of(job)]
+    if context < job.model.seq_len and layout.cp > 1:
+        problems.append(f"--context {context}: with cp it must be the model's seq_len {job.model.seq_len}, or 0")
+    if problems:
+        raise JobError(problems)
+    return job
+
+
+def score(
+    run: Path,
+    step: int,
+    scoring: ScoringOptions,
+    device: torch.device,
+    read: Callable[[Job, Tokenizer], ScoredText | ScoredConversations],
+    progress: Progress = silent,
+) -> Perplexity:
+    """Scores a run's checkpoint of `step` (0: the newest), together with the other ranks of the process group.
+
+    `read` returns the text, given the run's job and tokenizer; it is called on every rank. Raises the errors of
+    `generate.load.find`, JobError, and DataError."""
+    manifest = check(Path(on_rank_zero(lambda: str(find(run, step).path))), verify=False)
+    job = scoring_job(manifest, scoring, device.type)
+    tokenizer = Tokenizer.load(run)
+    text = on_every_rank(lambda: read(job_of(manifest), tokenizer))
+    mesh = meshes.build(job.layout, device.type)
+    stepper = Stepper(job, mesh, device, vocabulary_of(manifest))
+    on_every_rank(lambda: _load(stepper, manifest))
+    stepper.reload()
+    separator = tokenizer.separator if job.data.document_mask else ()
+    samples = _samples(text, scoring, job, mesh, separator)
+    rows = mesh.data_ranks * job.layout.micro_batch
+    shown = partial(progress, f"scoring {run}")
+    loss = validation_loss(stepper.replica, mesh, _tensors(stepper, samples, -(-samples.count // rows), shown), device)
+    assert loss is not None, "nothing stops it"
+    window = samples.context, samples.stride
+    return Perplexity(str(run), manifest.step, text.name, text.split, *window, samples.scored, text.bytes, loss)
+
+
+@dataclass(frozen=True)
+class _Samples:
+    """The windows of a text that one data rank reads."""
+
+    batches: Iterator[MicroBatch]
+    count: int
+    """Windows or samples of all ranks."""
+    scored: int
+    """Tokens that they score."""
+    context: int
+    stride: int
+
+
+def _samples(
+    text: ScoredText | ScoredConversations, scoring: ScoringOptions, job: Job, mesh: Mesh, separator: Sequence[int]
+) -> _Samples:
+    """Returns this rank's windows of a text, or its conversations. Raises JobError for windows over conversations."""
+    micro, seq_len = job.layout.micro_batch, job.model.seq_len
+    if isinstance(text, ScoredConversations):
+        if scoring.context or scoring.stride:
+            raise JobError(f"--context, --stride: a conversation of {text.name} is one sample, scored as it is trained")
+        data, count = text.samples, text.samples.sample_count
+        own = evaluation_batches(data, samples=count, micro_batch=micro, rank=mesh.data_rank, ranks=mesh.data_ranks)
+        return _Samples(own, count, data.valid_tokens(0, count, 0), seq_len, seq_len)
+    context, stride = windows.legal_stride(scoring.context, scoring.stride, seq_len)
+    found = list(windows.windows(len(text.tokens), context, stride))
+    own = windows.batches(
+        text.tokens,
+        found,
+        context=context,
+        micro_batch=micro,
+        rank=mesh.data_rank,
+        ranks=mesh.data_ranks,
+        separator=separator,
+    )
+    return _Samples(own, len(found), sum(window.scored for window in found), context, stride)
+
+
+def _load(stepper: Stepper, manifest: Manifest) -> None:
+    """Reads the parameters that this rank holds."""
+    shards = stepper.replica.shards
+    with Reader(manifest) as tensors:
+        tensors.require(parameter_shapes(stepper.job.model, vocabulary_of(manifest)))
+        for tensor in held(shards, {shard.name: shard.value for shard in shards}):
+            fill(tensor, tensors)
+
+
+def _tensors(
+    stepper: Stepper, samples: _Samples, total: int, shown: Callable[[int, int], None]
+) -> Iterator[MicroTensors]:
+    for number, micro in enumerate(samples.batches, start=1):
+        yield stepper.tensors(micro, 0, validates=True)
+        shown(number, total)

@@ -1,0 +1,95 @@
+"""The text that is scored: a corpus or a split of it, as tokens of a run's tokenizer, with its size in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.config.corpora import CORPORA, has_pairs
+from phalanx.config.data import Data
+from phalanx.data import corpus
+from phalanx.data.corpus import Segment
+from phalanx.data.encode import encode_segments
+from phalanx.data.loader import ShardData, TokenData
+from phalanx.data.prepare import prepare, segments_of
+from phalanx.data.split import open_split
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import DataError
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """A text as tokens."""
+
+    name: str
+    split: str
+    tokens: np.ndarray
+    """(n,) int64."""
+    bytes: int | None
+    """Bytes of the documents in UTF-8, without the separators between them; None for tokens without text."""
+
+
+@dataclass(frozen=True)
+class ScoredConversations:
+    """A split of conversations, scored sample by sample as it is trained: the answers, if only they count."""
+
+    name: str
+    split: str
+    samples: ShardData
+    bytes: None = None
+    """Only some tokens of the text are scored."""
+
+
+def read_text(
+    data: Data, tokenizer: Tokenizer, split: str, seq_len: int, limit_mb: float = 0.0
+) -> ScoredText | ScoredConversations:
+    """Reads a split ("train", "val", or "all") of the corpus of `data`, at most `limit_mb` megabytes of it; 0: all.
+
+    Raises DataError if there is none, or characters are outside the tokenizer's vocabulary."""
+    entry = CORPORA[data.corpus]
+    if has_pairs(data):
+        raise DataError(f"corpus {data.corpus} holds pairs, which have no perplexity: give --files or --corpus")
+    if (entry.tokens is not None or entry.rows is not None) and split == "all":
+        raise DataError(f"corpus {data.corpus} is prepared in two splits: give --split train or --split val")
+    if entry.rows is not None:
+        return ScoredConversations(corpus.describe(data), split, open_split(prepare(data), split, seq_len, data))
+    if entry.tokens is not None:
+        shards = TokenData(prepare(data), split, 1)
+        tokens = shards.read(0, shards.tokens).astype(np.int64)
+        return ScoredText(data.corpus, split, tokens[: round(limit_mb * 1e6) or None], None)
+    size = 0
+
+    def counted() -> Iterator[Segment]:
+        nonlocal size
+        for segment in _limited(segments_of(data, split), limit_mb):
+            size += len(segment.text.encode())
+            yield segment
+
+    tokens = encode_segments(tokenizer, counted())
+    name = corpus.describe(data)
+    if len(tokens) < 2:
+        raise DataError(f"{name}, split {split}: {len(tokens)} tokens; at least 2 are needed to score one")
+    return ScoredText(name, split, tokens, size)
+
+
+def other_corpus(own: Data, corpus_name: str, files: Path | None, text_field: str) -> Data:
+    """Returns the settings of the corpus that the user names instead of the run's own. Its tokenizer is the run's, and
+    its whole text is read unless a split is given."""
+    if files is not None:
+        return Data(corpus="text", path=str(files), text_field=text_field, dir=own.dir)
+    return replace(own, corpus=corpus_name) if corpus_name else own
+
+
+def _limited(segments: Iterator[Segment], limit_mb: float) -> Iterator[Segment]:
+    """Yields the segments up to a number of megabytes."""
+    left = round(limit_mb * 1e6)
+    for segment in segments:
+        content = segment.text.encode()
+        if limit_mb and len(content) >= left:
+            yield replace(segment, text=content[:left].decode(errors="ignore"))
+            return
+        left -= len(content)
+        yield segment

@@ -1,0 +1,290 @@
+"""Writes the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer, generation settings.
+
+    model.safetensors, or model-00001-of-00002.safetensors ... with model.safetensors.index.json
+    config.json  generation_config.json  tokenizer.json  tokenizer_config.json  README.md
+
+Tensors go one at a time from the checkpoint, whatever layout wrote it, to the folder, which is written under a hidden
+name beside its own and renamed at the end. Small files that an import has left in the run (KEPT) are carried over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.blocks.kinds import block_kinds
+from phalanx.blocks.parameters import parameter_shapes
+from phalanx.bounded import parse_json, read_bytes
+from phalanx.check.start import KEPT
+from phalanx.checkpoint import consolidated
+from phalanx.checkpoint.consolidated import numbered, plan
+from phalanx.checkpoint.convert import TYPES, as_type, verify
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
+from phalanx.checkpoint.merge import merged
+from phalanx.checkpoint.meta import job_of
+from phalanx.checkpoint.new_target import (
+    MOST_FILE_BYTES,
+    WrittenFiles,
+    is_empty_folder,
+    parent_problems,
+    written_beside,
+)
+from phalanx.checkpoint.reader import Reader
+from phalanx.config.hugging_face import config_json
+from phalanx.config.hugging_face.kinds import HARMLESS
+from phalanx.config.model import ModelConfig
+from phalanx.data.files import write_atomic
+from phalanx.data.progress import Progress, meter, silent
+from phalanx.data.template import CONFIG_FILE as TOKENIZER_CONFIG
+from phalanx.data.template import JINJA_FILE
+from phalanx.data.tokenizer import FILE as TOKENIZER
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import CheckpointError, JobError
+from phalanx.exchange.export_tokenizer import end_of_text, library_definition, settings
+from phalanx.exchange.hugging_face import WEIGHTS
+from phalanx.exchange.import_run import MOST_SMALL_BYTES
+from phalanx.exchange.links import WeightLink, links, shapes_of_theirs
+
+CONFIG, GENERATION = "config.json", "generation_config.json"
+_COPIED = ("special_tokens_map.json", "added_tokens.json", "chat_template.json", JINJA_FILE)
+"""Small files about the tokenizer, which stay as they are."""
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_NOT_KEPT = {"auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path"}
+"""Fields of the imported config.json that are about that folder; auto_map names code to be run."""
+_CONTEXT = "max_position_embeddings"
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True)
+class ExportResult(WrittenFiles):
+    """The result of an export."""
+
+    model_type: str
+
+
+@dataclass
+class _Export:
+    """An export in progress: its source, model and tokenizer."""
+
+    source: Reader
+    run: Path
+    """The folder of the tokenizer and of what an import left."""
+    model: ModelConfig
+    tokenizer: Tokenizer | None
+    notes: list[str]
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest text: those of the imported model, since a job may train on shorter samples."""
+        imported = self.side(CONFIG).get(_CONTEXT)
+        if self.model.positions == "rope" and isinstance(imported, int):
+            return max(self.model.seq_len, imported)
+        return self.model.seq_len
+
+    def side(self, name: str, folder: str = KEPT) -> dict[str, Any]:
+        """Returns the content of a file that an import left, nothing if there is none. Raises CheckpointError."""
+        path = self.run / folder / name
+        try:
+            found = parse_json(read_bytes(path, MOST_SMALL_BYTES), lenient=True)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+        return found if isinstance(found, dict) else {}
+
+
+def export(
+    source: Reader,
+    target: Path,
+    *,
+    dtype: str = "",
+    most_file_bytes: float = MOST_FILE_BYTES,
+    progress: Progress = silent,
+) -> ExportResult:
+    """Writes the model of a checkpoint, with its adapters merged into it, to a new Hugging Face folder.
+
+    Args:
+        source: what `open_source` returns for a run, or for one of its checkpoints.
+        target: the folder, which must not exist, or be empty.
+        dtype: the type of the weights, one of TYPES; their own if it is empty. Wider ones come from the optimizer's
+            master weights if there are any.
+        most_file_bytes: a larger model is divided into several files.
+        progress: gets the bytes done.
+
+    Raises JobError if the target is not empty, or if transformers cannot express the model, naming the fields;
+    CheckpointError if the source is damaged or no run's; RunError if the target cannot be written.
+    """
+    _check_target(target)
+    verify(source.manifest, progress)
+    source = merged(source)
+    manifest = source.manifest
+    model = _model_of(manifest)
+    family, values = config_json.write(model)
+    _require_plain_kinds(model)
+    shapes = parameter_shapes(model)
+    source.require(shapes)
+    run = manifest.path.parent.parent if os.path.isfile(manifest.path / MANIFEST) else manifest.path
+    work = _Export(source, run, model, _tokenizer_in(run), [])
+    weights = _Weights(source, model, list(links(model, WEIGHTS[family.model_type])), dtype)
+    total = sum(tensor.nbytes for tensor in weights.tensors.values())
+    with written_beside(target, total) as new:
+        folder = new.directory
+        planned = plan(weights.tensors, most_file_bytes, numbered("model"))
+        consolidated.write(folder, planned, weights.read, None, meter(progress, "writing", total))
+        if len(planned) > 1:
+            _write_json(folder / f"model{consolidated.INDEX}", consolidated.index(planned))
+        _write_json(folder / CONFIG, _config(work, values, weights))
+        _write_json(folder / GENERATION, _token_ids(work) | work.side(GENERATION))
+        _write_tokenizer(work, folder)
+        write_atomic(folder / "README.md", _card(work, family.architecture, weights).encode())
+        written = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    notes = (*work.notes, *_left_out(model))
+    return ExportResult(target, manifest.step, len(weights.tensors), total, written, notes, family.model_type)
+
+
+class _Weights:
+    """The tensors of a folder: their names and types, and their values, which are made when they are written."""
+
+    def __init__(self, source: Reader, model: ModelConfig, all_links: list[WeightLink], dtype: str):
+        self.source, self.model = source, model
+        self.tensors: dict[str, StoredTensor] = {}
+        self._links: dict[str, WeightLink] = {}
+        self._last: tuple[WeightLink, Mapping[str, Tensor]] | None = None
+        stored, shapes = source.manifest.tensors, parameter_shapes(model)
+        for link in all_links:
+            own = stored[link.ours[0]].dtype
+            kind = TYPES[dtype] if dtype and own in TYPES.values() else own
+            for name, shape in shapes_of_theirs(link, model, shapes).items():
+                self.tensors[name] = StoredTensor(shape, kind, ())
+                self._links[name] = link
+
+    @property
+    def dtype(self) -> str:
+        """The type of the first tensor, the embedding."""
+        return next(iter(self.tensors.values())).dtype
+
+    def read(self, name: str) -> Tensor:
+        """Returns a tensor of theirs in its type."""
+        link = self._links[name]
+        if self._last is None or self._last[0] is not link:
+            # Tensors of one link, such as all experts of a layer, follow each other.
+            self._last = None  # not two of them in memory
+            ours = [read_parameter(self.source, each, self.tensors[name].dtype) for each in link.ours]
+            self._last = link, dict(zip(link.theirs, link.conversion.theirs(ours, self.model), strict=True))
+        return as_type(self._last[1][name], self.tensors[name].dtype, f"{self.source.manifest.path}: {name}")
+
+
+def read_parameter(source: Reader, name: str, dtype: str) -> Tensor:
+    """Returns one of our parameters: what is exported is read here and nowhere else. For a wider type than its own it
+    is the optimizer's master weight, if there is one."""
+    stored, master = source.manifest.tensors, f"master/{name}"
+    wider = master in stored and stored[name].dtype != dtype == stored[master].dtype
+    return source.read(master if wider else name)
+
+
+def _check_target(target: Path) -> None:
+    if os.path.lexists(target) and not is_empty_folder(target):
+        raise JobError(f"{target} exists and is not empty, and nothing is overwritten: name another folder")
+    if problems := list(parent_problems(target)):
+        raise JobError(problems)
+
+
+def _model_of(manifest: Manifest) -> ModelConfig:
+    vocabulary = manifest.meta.get("vocab_size")
+    if "job" not in manifest.meta or not isinstance(vocabulary, int):
+        raise CheckpointError(
+            f"{manifest.path} has no job, which states the model: give a run, or one of its checkpoints"
+        )
+    return replace(job_of(manifest).model, vocab_size=vocabulary)
+
+
+def _require_plain_kinds(model: ModelConfig) -> None:
+    """Raises JobError, naming the fields, for kinds of blocks that the project's own fields do not choose."""
+    plain = replace(model, attention="", feed_forward="")
+    pairs = list(zip(block_kinds(model), block_kinds(plain), strict=True))
+    wrong = [
+        f"model.{part}={getattr(model, part)}: transformers has no such layers; a model that is exported has "
+        f"{getattr(plainly, part)}"
+        for part in ("attention", "feed_forward")
+        for plainly in [next((b for a, b in pairs if getattr(a, part) != getattr(b, part)), None)]
+        if plainly is not None
+    ]
+    if wrong:
+        raise JobError(wrong)
+
+
+def _left_out(model: ModelConfig) -> Iterator[str]:
+    """Yields what the model does here and not in transformers."""
+    if model.moe.n_experts and model.moe.capacity:
+        yield f"moe.capacity={model.moe.capacity:g} drops tokens here; transformers routes every token"
+
+
+def _tokenizer_in(run: Path) -> Tokenizer | None:
+    return Tokenizer.load(run) if os.path.isfile(run / TOKENIZER) else None
+
+
+def _config(work: _Export, values: dict[str, Any], weights: _Weights) -> dict[str, Any]:
+    """Returns config.json: what the model determines, over fields of the imported one that change no number."""
+    kept = {name: value for name, value in work.side(CONFIG).items() if name in HARMLESS - _NOT_KEPT}
+    longest = {_CONTEXT: work.context} if _CONTEXT in values else {}
+    own = {"dtype": _TORCH_NAMES[weights.dtype], "use_cache": True}
+    return dict.fromkeys(_TOKEN_IDS) | kept | values | longest | own | _token_ids(work)
+
+
+def _token_ids(work: _Export) -> dict[str, Any]:
+    """Returns the ids of special tokens: those of the imported model, or else the end that the tokenizer has."""
+    known: dict[str, Any] = {}
+    config = work.side(CONFIG)
+    for imported in (config, work.side(GENERATION)):
+        known |= {name: imported[name] for name in _TOKEN_IDS if imported.get(name) is not None}
+    end = end_of_text(work.tokenizer) if work.tokenizer and not config else None
+    return ({"eos_token_id": end[1]} if end else {}) | known
+
+
+def _write_tokenizer(work: _Export, folder: Path) -> None:
+    if work.tokenizer is None:
+        work.notes.append(f"no {TOKENIZER} in {work.run}, so none was written")
+        return
+    definition = library_definition(work.tokenizer)
+    if definition is None:
+        work.notes.append("the run's tokens have no tokenizer that transformers knows, so none was written")
+        return
+    write_atomic(folder / TOKENIZER, definition.encode())
+    own = work.side(TOKENIZER_CONFIG) | work.side(TOKENIZER_CONFIG, "")
+    for name in _COPIED:
+        for place in (work.run / name, work.run / KEPT / name):  # the run's own template first
+            if os.path.isfile(place):
+                write_atomic(folder / name, read_bytes(place, MOST_SMALL_BYTES))
+                break
+    if (folder / JINJA_FILE).exists():
+        own.pop("chat_template", None)  # one of them, and the file counts
+    _write_json(folder / TOKENIZER_CONFIG, settings(work.tokenizer, work.context, own))
+
+
+def _card(work: _Export, architecture: str, weights: _Weights) -> str:
+    """Returns README.md, a model card with what is known."""
+    count = sum(tensor.elements for tensor in weights.tensors.values())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+---
+
+# {work.run.resolve().name}
+
+Step {work.source.manifest.step:,} of a run of Phalanx: {architecture}, {count:,} parameters in \
+{_TORCH_NAMES[weights.dtype]}.
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+"""
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    write_atomic(path, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())

@@ -1,0 +1,151 @@
+"""A Hugging Face folder: which of its files have the weights, and the headers of these, checked against config.json.
+
+Only headers are read here, by the safetensors library, which checks that offsets lie inside of the file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.bounded import read_json
+from phalanx.checkpoint.consolidated import INDEX, SUFFIX, describe
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.config.hugging_face import config_json
+from phalanx.config.hugging_face.config_json import HuggingFaceModel
+from phalanx.config.train import Precision
+from phalanx.data.tokenizer import FILE as TOKENIZER
+from phalanx.errors import CheckpointError, JobError
+from phalanx.nearest import nearest
+
+CONFIG = "config.json"
+BESIDE = (
+    *(CONFIG, "generation_config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.json", "chat_template.jinja"),
+)
+"""Small files that are kept with an imported run, for those who write the folder again."""
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """The files and tensors of a folder, or of a list of files."""
+
+    config: Path
+    described: HuggingFaceModel
+    weights: Manifest
+    """Every tensor with its file, from the headers."""
+    tokenizer: Path | None
+    beside: tuple[Path, ...]
+    """Files of BESIDE."""
+
+
+def open_folder(paths: Sequence[Path]) -> HuggingFaceFolder:
+    """Returns what lies at `paths`: one folder, or the files themselves (config.json and safetensors, others if there
+    are).
+
+    Raises CheckpointError, naming the file, if config.json is not understood, or if weights are missing, damaged or
+    of a form that is not read."""
+    files = _files(paths)
+    config = next((file for file in files if file.name == CONFIG), None)
+    if config is None:
+        raise CheckpointError(f"{', '.join(map(str, paths))}: there is no {CONFIG}, which describes the model")
+    try:
+        described = config_json.read_file(config)
+    except JobError as error:
+        raise CheckpointError("\n".join(error.problems)) from None
+    if described.quantised:
+        raise CheckpointError(
+            f"{config}: quantization_config says that the weights are quantised, which are not read: import those in "
+            "bf16, fp16 or fp32"
+        )
+    folder, names = _weights(files, paths)
+    by_name = {file.name: file for file in files}
+    beside = tuple(by_name[name] for name in BESIDE if name in by_name)
+    return HuggingFaceFolder(config, described, describe(folder, names), by_name.get(TOKENIZER), beside)
+
+
+def _files(paths: Sequence[Path]) -> list[Path]:
+    """Returns the files of a folder, or the files themselves with a config.json beside the first."""
+    if len(paths) == 1 and os.path.isdir(paths[0]):
+        try:
+            return sorted(path for path in paths[0].iterdir() if path.is_file())
+        except OSError as error:
+            raise CheckpointError(f"{paths[0]} cannot be read: {error.strerror}") from None
+    if missing := [str(path) for path in paths if not os.path.isfile(path)]:
+        raise CheckpointError(f"{', '.join(missing)}: no such file; give one folder, or files")
+    files = list(paths)
+    config = files[0].parent / CONFIG
+    if os.path.isfile(config) and all(file.name != CONFIG for file in files):
+        files.append(config)
+    return files
+
+
+def _weights(files: Sequence[Path], paths: Sequence[Path]) -> tuple[Path, list[str]]:
+    """Returns the folder of the weights and the names of their files: those of the index, or model.safetensors, or all
+    safetensors files."""
+    found = [file for file in files if file.name.endswith(SUFFIX)]
+    where = ", ".join(map(str, paths))
+    if not found:
+        pickles = [file.name for file in files if file.suffix in _PICKLES]
+        hint = f"; {pickles[0]} is pickle, which can execute code: convert it to safetensors first" if pickles else ""
+        raise CheckpointError(f"{where}: there are no safetensors files{hint}")
+    if len({file.parent for file in found}) > 1:
+        raise CheckpointError(f"{where}: the safetensors files must lie in one folder")
+    folder, names = found[0].parent, [file.name for file in found]
+    index = next((file for file in files if file.name == f"model{INDEX}"), None)
+    if index is not None:
+        wanted = _indexed(index)
+        if missing := sorted(wanted - set(names)):
+            rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise CheckpointError(f"{index} names files that are not there: {', '.join(missing[:3])}{rest}")
+        names = sorted(wanted)
+    elif f"model{SUFFIX}" in names and len(paths) == 1:
+        names = [f"model{SUFFIX}"]
+    return folder, names
+
+
+def _indexed(index: Path) -> set[str]:
+    """Returns the files that an index names."""
+    try:
+        places = read_json(index)["weight_map"]
+        names = set(places.values())
+        if not names or not all(isinstance(name, str) and name.endswith(SUFFIX) for name in names):
+            raise ValueError("weight_map must name safetensors files")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is no index of safetensors files: {error}") from None
+    return names
+
+
+def tensor_problems(
+    weights: Manifest, names: dict[str, str], expected: dict[str, tuple[int, ...]], surplus: Sequence[str]
+) -> Iterator[str]:
+    """Yields what is wrong with the tensors of the files: missing ones, surplus ones, wrong shapes and types.
+
+    Args:
+        weights: the tensors of the files.
+        names: the stored name of each tensor in the table's names.
+        expected: the shapes by the table's names.
+        surplus: stored names that nothing needs.
+    """
+    for name, shape in expected.items():
+        stored = names.get(name)
+        if stored is None:
+            meant = nearest(name, surplus)
+            yield f"{weights.path}: tensor {name} {shape} is missing{f'; is it {meant}?' if meant else ''}"
+            continue
+        tensor = weights.tensors[stored]
+        file = weights.path / tensor.boxes[0][0]
+        if tensor.shape != shape:
+            yield f"{file}: tensor {stored} is {tensor.shape} there, {shape} by {CONFIG}"
+        elif tensor.dtype not in FLOATS:
+            yield f"{file}: tensor {stored} has the type {tensor.dtype}, expected one of {', '.join(FLOATS)}"
+    for stored in surplus:
+        file = weights.path / weights.tensors[stored].boxes[0][0]
+        yield f"{file}: tensor {stored} {weights.tensors[stored].shape} belongs to no parameter of this model"
+
+
+FLOATS: Mapping[str, Precision] = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+"""Types of weights in files, and their names in jobs."""

@@ -1,0 +1,190 @@
+"""The tokenizer in a GGUF file's metadata, as a tokenizer.json of the `tokenizers` library.
+
+Byte-level BPE (tokenizer.ggml.model = gpt2): `tokenizer.ggml.pre` names how text is split before merging; the
+expressions are those of the published tokenizer.json of each family, as in src/llama-vocab.cpp of
+github.com/ggml-org/llama.cpp. SentencePiece's BPE (llama): gguf_sentencepiece.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from phalanx.errors import DataError
+from phalanx.exchange import gguf_sentencepiece
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+"""Kinds of tokens (llama_token_type) that are no pieces of text."""
+_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
+"""Values of tokenizer.ggml.model."""
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _bytes(*, regex: bool) -> dict[str, Any]:
+    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": regex}
+
+
+def _split(*patterns: str) -> dict[str, Any]:
+    """Returns the splitting by expressions, one after the other."""
+    splits = [
+        {"type": "Split", "pattern": {"Regex": each}, "behavior": "Isolated", "invert": False} for each in patterns
+    ]
+    return {"type": "Sequence", "pretokenizers": [*splits, _bytes(regex=False)]}
+
+
+def _like_llama(digits: str) -> dict[str, Any]:
+    """Returns the splitting of Llama 3's kind, with numbers in groups of `digits`."""
+    return _split(f"{_CONTRACTIONS}|{_WORDS}|{digits}|{_REST}")
+
+
+_DIGITS = {"type": "Digits", "individual_digits": True}
+_GPT2 = {"pre_tokenizer": _bytes(regex=True)}
+_LLAMA = {"pre_tokenizer": _like_llama(r"\p{N}{1,3}"), "ignore_merges": True}
+_QWEN = {"pre_tokenizer": _like_llama(r"\p{N}"), "normalizer": {"type": "NFC"}}
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+KINDS: Mapping[str, Mapping[str, Any]] = {
+    "gpt-2": _GPT2,
+    "smollm": {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [_DIGITS, _bytes(regex=True)]}},
+    "llama-bpe": _LLAMA,
+    "llama3": _LLAMA,
+    "llama-v3": _LLAMA,
+    "qwen2": _QWEN,
+    "deepseek-r1-qwen": _QWEN,
+    "olmo": _GPT2 | {"normalizer": {"type": "NFC"}},  # GPT-NeoX's
+    "dbrx": {"pre_tokenizer": _like_llama(r"\p{N}{1,3}")},  # OLMo 2
+    "tekken": {"pre_tokenizer": _split(_TEKKEN), "ignore_merges": True},
+    "deepseek-v3": {"pre_tokenizer": _split(*_DEEPSEEK)},
+}
+"""How text is split and normalised, by the value of tokenizer.ggml.pre."""
+
+
+def definition_of(metadata: Mapping[str, Any], path: Path) -> str:
+    """Returns the tokenizer.json of a file's metadata.
+
+    Raises DataError, naming `path`, if there is no tokenizer, one of another kind, or one that is not consistent."""
+    model = metadata.get("tokenizer.ggml.model")
+    instead = "put the published tokenizer.json into the run's directory"
+    if model is None:
+        raise DataError(f"{path} has no tokenizer; {instead}")
+    if model not in (_BYTE_LEVEL, _SENTENCEPIECE):
+        raise DataError(
+            f"{path}: a tokenizer of kind {model!r} is not read, only {_BYTE_LEVEL!r} (byte-level BPE) and "
+            f"{_SENTENCEPIECE!r} (SentencePiece's BPE); {instead}"
+        )
+    try:
+        tokens, types = _texts(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type", [])
+        if len(set(tokens)) != len(tokens) or not isinstance(types, list) or len(types) not in (0, len(tokens)):
+            raise ValueError(f"some of its {len(tokens):,} tokens occur twice, or not all have a kind")
+        if model == _SENTENCEPIECE:
+            parts = gguf_sentencepiece.parts_of(metadata, tokens, types)
+        else:
+            parts = _byte_level(metadata, tokens)
+    except ValueError as error:
+        raise DataError(f"{path}: {error}; {instead}") from None
+    special = (_UNKNOWN, _CONTROL) if model == _SENTENCEPIECE else (_CONTROL,)
+    added = [
+        _added(number, tokens[number], kind in special)
+        for number, kind in enumerate(types)
+        if kind in (*special, _USER_DEFINED)
+    ]
+    begin = _begin(metadata, tokens) or (None if model == _SENTENCEPIECE else _bytes(regex=True))
+    around = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "post_processor": begin}
+    return json.dumps(around | parts, ensure_ascii=False)
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """Returns normalizer, pre_tokenizer, decoder and model. Raises ValueError, saying what is wrong."""
+    pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if pre not in KINDS:
+        raise ValueError(f"tokenizer.ggml.pre is {pre!r}; known: {', '.join(KINDS)}")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    merges = [merge.split(" ") for merge in _texts(metadata, "merges")]
+    for pair in merges:
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
+            raise ValueError(f"the merge {' '.join(pair)!r} is not of two tokens that make a third")
+    kind = KINDS[pre]
+    return {
+        "normalizer": kind.get("normalizer"),
+        "pre_tokenizer": kind["pre_tokenizer"],
+        "decoder": _bytes(regex=True),
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": kind.get("ignore_merges", False),
+            "vocab": vocabulary,
+            "merges": merges,
+        },
+    }
+
+
+def settings_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the tokenizer_config.json of a file's metadata: its special tokens and its chat template, if it has
+    them."""
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    settings |= {name.removesuffix("_id"): tokens[number] for name, number in token_ids_of(metadata).items()}
+    settings["add_bos_token"] = _adds_begin(metadata)
+    if isinstance(template := metadata.get("tokenizer.chat_template"), str):
+        settings["chat_template"] = template
+    return settings
+
+
+def token_ids_of(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the ids of a file's special tokens by the names that transformers has for them."""
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    names = {"bos": "bos_token_id", "eos": "eos_token_id", "unknown": "unk_token_id", "padding": "pad_token_id"}
+    found = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in names.items()}
+    known = len(tokens) if isinstance(tokens, list) else 0
+    return {name: number for name, number in found.items() if isinstance(number, int) and 0 <= number < known}
+
+
+def _texts(metadata: Mapping[str, Any], name: str) -> list[str]:
+    found = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
+        raise ValueError(f"tokenizer.ggml.{name} is missing, or is no list of texts")
+    return found
+
+
+def _added(number: int, text: str, special: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {"id": number, "content": text, **flags, "special": special}
+
+
+def _adds_begin(metadata: Mapping[str, Any]) -> bool:
+    """Returns whether a text begins with the first token of a text: as stated, or as llama.cpp takes it to be."""
+    usual = metadata.get("tokenizer.ggml.model") == _SENTENCEPIECE
+    return metadata.get("tokenizer.ggml.add_bos_token", usual) is True
+
+
+def _begin(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any] | None:
+    """Returns what puts the first token of a text before it; None if there is none."""
+    number = metadata.get("tokenizer.ggml.bos_token_id")
+    if not _adds_begin(metadata) or not isinstance(number, int) or number >= len(tokens):
+        return None
+    first, text = tokens[number], [{"Sequence": {"id": "A", "type_id": 0}}]
+    begin = [{"SpecialToken": {"id": first, "type_id": 0}}]
+    return {
+        "type": "TemplateProcessing",
+        "single": begin + text,
+        "pair": begin + text + begin + [{"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {first: {"id": first, "ids": [number], "tokens": [first]}},
+    }

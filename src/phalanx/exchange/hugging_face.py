@@ -1,0 +1,200 @@
+"""The names of weights in transformers' safetensors, per model_type, beside ours; see `links.py` for how they are used.
+
+Names are patterns: {} stands for the layer, * for every expert in turn. They are those of files on the hub, where
+experts are stored one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from phalanx.exchange.conversions import EqualParts, Interleaved, Offset, PerHead, RotaryRows, Stacked, Then, Transposed
+from phalanx.exchange.links import Match, WeightFamily, equal
+
+_KINDS = ("weight", "bias")
+_LAYER = "model.layers.{}"
+
+
+def _each(pairs: Mapping[str, str], kinds: Iterable[str] = ("weight",)) -> tuple[Match, ...]:
+    """Returns equal parameters: names without their kind, each with all kinds."""
+    return tuple(equal(f"{ours}.{kind}", f"{theirs}.{kind}") for ours, theirs in pairs.items() for kind in kinds)
+
+
+def _ends() -> tuple[Match, ...]:
+    return _each({"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"})
+
+
+def _block(pairs: Mapping[str, str], kinds: Iterable[str] = ("weight",), layer: str = _LAYER) -> tuple[Match, ...]:
+    """Returns parameters of every layer."""
+    return _each({f"blocks.{{}}.{ours}": f"{layer}.{theirs}" for ours, theirs in pairs.items()}, kinds)
+
+
+_ATTENTION = _block({f"attn.w{part}": f"self_attn.{part}_proj" for part in "qkvo"}, _KINDS)
+_QK_NORM = _block({name: name.replace("attn", "self_attn") for name in ("attn.q_norm", "attn.k_norm")})
+_MLP = _block({f"mlp.{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}, _KINDS)
+_NORMS = _block({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
+_NORMS_AFTER = _block({"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"})
+_NORMS_AROUND = (
+    *_NORMS_AFTER,
+    *_block({"attn_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"}),
+)
+
+
+def _experts(room: str, names: Mapping[str, str]) -> tuple[Match, ...]:
+    """Returns a router and experts that are stored one by one."""
+    experts = (
+        Match((f"blocks.{{}}.moe.experts.{ours}.weight",), (f"{_LAYER}.{room}.experts.*.{theirs}.weight",), Stacked())
+        for ours, theirs in names.items()
+    )
+    return *_block({"moe.router": f"{room}.gate"}), *experts
+
+
+_QWEN_EXPERTS = _experts("mlp", {part: f"{part}_proj" for part in ("gate", "up", "down")})
+_SHARED = (
+    *_block({f"moe.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}),
+    equal("blocks.{}.moe.router.bias", f"{_LAYER}.mlp.gate.e_score_correction_bias"),
+)
+
+
+def _rotary(ours: str, theirs: str, heads: Literal["queries", "shared"]) -> Match:
+    return Match((f"blocks.{{}}.{ours}.weight",), (f"{_LAYER}.{theirs}.weight",), RotaryRows(heads))
+
+
+_LATENT = (
+    *_block(
+        {
+            "attn.wq_a": "self_attn.q_a_proj",
+            "attn.q_norm": "self_attn.q_a_layernorm",
+            "attn.kv_norm": "self_attn.kv_a_layernorm",
+            "attn.wkv_b": "self_attn.kv_b_proj",
+            "attn.wo": "self_attn.o_proj",
+        }
+    ),
+    _rotary("attn.wq_b", "self_attn.q_b_proj", "queries"),
+    _rotary("attn.wq", "self_attn.q_proj", "queries"),
+    _rotary("attn.wkv_a", "self_attn.kv_a_proj_with_mqa", "shared"),
+)
+
+
+def _plus_one(matches: Iterable[Match]) -> tuple[Match, ...]:
+    """Returns the matches with Gemma's norms, which multiply by 1 + w."""
+    return tuple(Match(each.ours, each.theirs, Offset(1.0)) if "norm" in each.ours[0] else each for each in matches)
+
+
+_GEMMA = _plus_one((*_ends(), *_ATTENTION, *_MLP, *_NORMS))
+_GEMMA2 = _plus_one((*_ends(), *_ATTENTION, *_MLP, *_NORMS_AROUND))
+_LLAMA = (*_ends(), *_ATTENTION, *_MLP, *_NORMS)
+_DEEPSEEK = (*_ends(), *_LATENT, *_MLP, *_QWEN_EXPERTS, *_SHARED, *_NORMS)
+
+_NEOX_LAYER = "gpt_neox.layers.{}"
+_NEOX = (
+    *_each({"embed": "gpt_neox.embed_in", "head": "embed_out"}),
+    *_each({"final_norm": "gpt_neox.final_layer_norm"}, _KINDS),
+    *_block(
+        {
+            "attn_norm": "input_layernorm",
+            "mlp_norm": "post_attention_layernorm",
+            "attn.wo": "attention.dense",
+            "mlp.up": "mlp.dense_h_to_4h",
+            "mlp.down": "mlp.dense_4h_to_h",
+        },
+        _KINDS,
+        _NEOX_LAYER,
+    ),
+    *(
+        Match(
+            tuple(f"blocks.{{}}.attn.w{part}.{kind}" for part in "qkv"),
+            (f"{_NEOX_LAYER}.attention.query_key_value.{kind}",),
+            PerHead(),
+        )
+        for kind in _KINDS
+    ),
+)
+
+_GPT2_LAYER = "transformer.h.{}"
+_GPT2 = (
+    *_each({"embed": "transformer.wte", "positions": "transformer.wpe", "head": "lm_head"}),
+    *_each({"final_norm": "transformer.ln_f"}, _KINDS),
+    *_block({"attn_norm": "ln_1", "mlp_norm": "ln_2"}, _KINDS, _GPT2_LAYER),
+    *_block({"attn.wo": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}, ("bias",), _GPT2_LAYER),
+    *(
+        Match((f"blocks.{{}}.{ours}.weight",), (f"{_GPT2_LAYER}.{theirs}.weight",), Transposed())
+        for ours, theirs in {"attn.wo": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}.items()
+    ),
+    Match(
+        tuple(f"blocks.{{}}.attn.w{part}.weight" for part in "qkv"),
+        (f"{_GPT2_LAYER}.attn.c_attn.weight",),
+        Then((Transposed(), EqualParts(3))),
+    ),
+    Match(
+        tuple(f"blocks.{{}}.attn.w{part}.bias" for part in "qkv"), (f"{_GPT2_LAYER}.attn.c_attn.bias",), EqualParts(3)
+    ),
+)
+
+
+def _halves(kind: str, conversion: Interleaved | Then) -> Match:
+    return Match(
+        tuple(f"blocks.{{}}.moe.experts.{part}.{kind}" for part in ("gate", "up")),
+        (f"{_LAYER}.mlp.experts.gate_up_proj{'' if kind == 'weight' else '_bias'}",),
+        conversion,
+    )
+
+
+_GPT_OSS = (
+    *_ends(),
+    *_ATTENTION,
+    *_NORMS,
+    equal("blocks.{}.attn.sinks", f"{_LAYER}.self_attn.sinks"),
+    equal("blocks.{}.moe.router.weight", f"{_LAYER}.mlp.router.weight"),
+    equal("blocks.{}.moe.router.logit_bias", f"{_LAYER}.mlp.router.bias"),
+    Match(("blocks.{}.moe.experts.down.weight",), (f"{_LAYER}.mlp.experts.down_proj",), Transposed()),
+    equal("blocks.{}.moe.experts.down.bias", f"{_LAYER}.mlp.experts.down_proj_bias"),
+    _halves("weight", Then((Interleaved(), Transposed()))),
+    _halves("bias", Interleaved()),
+)
+
+_BASE = (r"^(layers|embed_tokens|norm)\.", r"model.\1.")
+"""Files of the model without its head leave the prefix out."""
+_IN_IMAGES = (
+    (r"^(language_model\.)?model\.(language_model\.)?", "model."),
+    (r"^language_model\.lm_head\.", "lm_head."),
+)
+_INVERSE_FREQUENCIES = r"\.rotary_emb\.inv_freq$"
+
+WEIGHTS: Mapping[str, WeightFamily] = {
+    "llama": WeightFamily(_LLAMA, (_BASE,), (_INVERSE_FREQUENCIES,)),
+    "mistral": WeightFamily(_LLAMA, (_BASE,), (_INVERSE_FREQUENCIES,)),
+    "mixtral": WeightFamily(
+        (
+            *_ends(),
+            *_ATTENTION,
+            *_NORMS,
+            *_experts("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+        ),
+        (_BASE,),
+    ),
+    "qwen2": WeightFamily(_LLAMA, (_BASE,)),
+    "qwen3": WeightFamily((*_LLAMA, *_QK_NORM), (_BASE,)),
+    "qwen3_moe": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_QWEN_EXPERTS, *_NORMS), (_BASE,)),
+    "gemma": WeightFamily(_GEMMA, (_BASE,)),
+    "gemma2": WeightFamily(_GEMMA2, (_BASE,)),
+    "gemma3_text": WeightFamily(
+        (*_GEMMA2, *_plus_one(_QK_NORM)),
+        (_BASE, *_IN_IMAGES),
+        (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\."),
+    ),
+    "gpt2": WeightFamily(_GPT2, ((r"^(h|wte|wpe|ln_f)\.", r"transformer.\1."),), (r"\.attn\.(masked_)?bias$",)),
+    "gpt_neox": WeightFamily(
+        _NEOX,
+        ((r"^(layers|embed_in|final_layer_norm)\.", r"gpt_neox.\1."), (r"^lm_head\.", "embed_out.")),
+        (r"\.attention\.(masked_)?bias$", r"\.attention\.rotary_emb\.inv_freq$"),
+    ),
+    "olmo2": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_MLP, *_NORMS_AFTER), (_BASE,)),
+    "gpt_oss": WeightFamily(_GPT_OSS, (_BASE,)),
+    "deepseek_v3": WeightFamily(_DEEPSEEK, (_BASE,), (_INVERSE_FREQUENCIES,), next_token_layers=True),
+    "glm4_moe": WeightFamily((*_LLAMA, *_QK_NORM, *_QWEN_EXPERTS, *_SHARED), (_BASE,), next_token_layers=True),
+    "solar_open": WeightFamily((*_ends(), *_ATTENTION, *_QWEN_EXPERTS, *_SHARED, *_NORMS), (_BASE,)),
+    "glm_moe_dsa": WeightFamily(_DEEPSEEK, (_BASE,), (r"\.self_attn\.indexer\.",), next_token_layers=True),
+}
+"""By model_type, with the same keys as the families of config/hugging_face."""

@@ -1,0 +1,171 @@
+"""Computes logits for batches of texts, with a KV cache: the whole model on one process, or this rank's part of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from phalanx.comm.axis import Axis
+from phalanx.config.model import ModelConfig
+from phalanx.model.cache import Cache
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.stages import Stage
+
+Rows = Sequence[Sequence[int]]
+"""Tokens of several texts, equally many of each."""
+NO_LOGITS = torch.empty(0)
+"""The result on ranks that choose no tokens."""
+
+
+class Decoder(Protocol):
+    """Computes logits, and holds batches of texts by name. Logits are on the CPU or a device, in the model's type."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Tokens of the vocabulary."""
+        ...
+
+    def prefill(self, batch: str, prompt: Sequence[int], copies: int, last: bool) -> Tensor:
+        """Appends `copies` texts with the same tokens to a batch; returns the logits (vocab,) after them. Unless
+        `last`, the last token is left out of the cache, and the result means nothing."""
+        ...
+
+    def step(self, batch: str, tokens: Rows) -> Tensor:
+        """Appends tokens to every text of a batch; returns the logits (texts, tokens, vocab) after each token."""
+        ...
+
+    def rewind(self, batch: str, dropped: Sequence[int]) -> None:
+        """Forgets the last tokens of each text, `dropped` of them."""
+        ...
+
+    def keep(self, batch: str, rows: Sequence[int]) -> None:
+        """Keeps the texts `rows` of a batch in this order."""
+        ...
+
+    def move(self, batch: str, row: int, target: str) -> None:
+        """Appends a copy of one text of a batch to another batch."""
+        ...
+
+    def window(self, tokens: Rows) -> Tensor:
+        """Returns the logits (texts, vocab) after whole texts of one length, without a cache."""
+        ...
+
+
+@dataclass
+class ModelDecoder:
+    """A decoder over a model in this process: the whole of it, or one rank's part. Ranks call the same methods with the
+    same arguments; the first rank gets the logits."""
+
+    model: Transformer
+    device: torch.device
+    vocab: int
+    stage: Stage
+    pp: Axis = field(default_factory=lambda: Axis("pp"))
+    """The ranks that hold the layers."""
+    tp: Axis = field(default_factory=lambda: Axis("tp"))
+    """The ranks that hold parts of this stage's matrices."""
+    batches: dict[str, Cache] = field(default_factory=dict)
+
+    @classmethod
+    def whole(cls, model: Transformer) -> ModelDecoder:
+        """Returns the decoder of a model that this process holds entirely."""
+        weight = model.embed.weight
+        return cls(model, weight.device, model.embed.num_embeddings, Stage(tuple(model.blocks), True, True))
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's shape."""
+        return self.model.config
+
+    def prefill(self, batch: str, prompt: Sequence[int], copies: int, last: bool) -> Tensor:
+        """As in `Decoder`. A prompt is computed alone, so that a mixture with a capacity drops what it drops alone."""
+        cache = Cache(self.config.seq_len)
+        logits = self._forward([prompt], cache, 1)
+        if not last:
+            cache.rewind([1])
+        self._batch(batch).append(cache, copies)
+        return logits[0, 0] if len(logits) else logits
+
+    def step(self, batch: str, tokens: Rows) -> Tensor:
+        """As in `Decoder`."""
+        return self._forward(tokens, self._batch(batch), len(tokens[0]))
+
+    def rewind(self, batch: str, dropped: Sequence[int]) -> None:
+        """As in `Decoder`."""
+        self._batch(batch).rewind(dropped)
+
+    def keep(self, batch: str, rows: Sequence[int]) -> None:
+        """As in `Decoder`."""
+        self._batch(batch).keep(rows)
+
+    def move(self, batch: str, row: int, target: str) -> None:
+        """As in `Decoder`."""
+        self._batch(target).append(self._batch(batch).take(row))
+
+    def window(self, tokens: Rows) -> Tensor:
+        """As in `Decoder`."""
+        logits = self._forward(tokens, None, 1)
+        return logits[:, 0] if len(logits) else logits
+
+    def _batch(self, name: str) -> Cache:
+        return self.batches.setdefault(name, Cache(self.config.seq_len))
+
+    @torch.inference_mode()
+    def _forward(self, rows: Rows, cache: Cache | None, last: int) -> Tensor:
+        """Returns logits (texts, last, vocab) after the last tokens, on the first rank."""
+        model, device = self.model, self.device
+        tokens = torch.tensor(rows, dtype=torch.int64, device=device)
+        texts, seq = tokens.shape
+        positions = torch.arange(seq, device=device) if cache is None else cache.positions(seq, device)
+        documents = None if cache is None else cache.documents(seq, device)
+        if self.stage.first:
+            x = model.embed_tokens(tokens, positions, None)
+        else:
+            x = torch.empty(texts, seq, self.config.d_model, dtype=self._dtype, device=device)
+            self.pp.receive(x, self.pp.rank - 1)
+        x = model.through(self.stage.layers, x, positions, None, cache, documents)
+        if cache is not None:
+            cache.length += seq
+        if not self.stage.last:
+            self.pp.send(x.contiguous(), self.pp.rank + 1)
+            return self._from_last(texts, last)
+        return self._to_first(self._logits(x[:, -last:]))
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Returns logits over the whole vocabulary from the last block's output (texts, tokens, d_model)."""
+        part = self.model.logits(self.model.normed(x))
+        if self.tp.size == 1:
+            return part
+        parts = part.new_empty(self.tp.size, *part.shape)
+        self.tp.all_gather(parts.view(-1), part.contiguous().view(-1)).wait()
+        return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab]  # beyond it is padding
+
+    def _to_first(self, logits: Tensor) -> Tensor:
+        """Sends the last stage's logits to the first rank, which chooses."""
+        if self.tp.rank:
+            return NO_LOGITS
+        if self.pp.size > 1:
+            self.pp.send(logits.contiguous(), 0)
+            return NO_LOGITS
+        return logits
+
+    def _from_last(self, texts: int, last: int) -> Tensor:
+        """Receives the last stage's logits on the first rank."""
+        if not self.stage.first or self.tp.rank:
+            return NO_LOGITS
+        logits = torch.empty(texts, last, self.vocab, dtype=self._dtype, device=self.device)
+        self.pp.receive(logits, self.pp.size - 1)
+        return logits
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(self.model.parameters()).dtype

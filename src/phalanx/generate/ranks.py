@@ -1,0 +1,167 @@
+"""Generates text from a model that no single process holds: pipeline ranks have some layers each, tensor ranks parts of
+their matrices, and every rank the KV cache of its own layers and heads.
+
+Rank 0 runs the engine as one process would, with the same code and random draws, so the text equals that of one
+process. It tells the other ranks what to compute; hidden states go from stage to stage, and the logits to rank 0.
+"""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
+
+from phalanx.check.layout import tensor_problems
+from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.meta import job_of
+from phalanx.checkpoint.validity import check
+from phalanx.comm.agree import broadcast_json, on_rank_zero
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.config.run import RunOptions
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import JobError
+from phalanx.generate.decoder import ModelDecoder, Rows
+from phalanx.generate.load import LoadedRun, empty_model, fill, find
+from phalanx.launch.local import launch_local
+from phalanx.launch.process_group import process_group
+from phalanx.launch.ranks import Ranks
+from phalanx.parallel import mesh as meshes
+from phalanx.parallel import tensor
+from phalanx.parallel.stages import Stages
+from phalanx.partition.cut import stages_of
+from phalanx.schedule.simple import gpipe
+from phalanx.train import device as devices
+
+STOP = "stop"
+ORDERS = ("prefill", "step", "rewind", "keep", "move", "window")
+"""Methods of a decoder that rank 0 asks the others to call."""
+
+
+class LeadingDecoder:
+    """The decoder of rank 0: every call is made on all ranks."""
+
+    def __init__(self, part: ModelDecoder):
+        self._part = part
+        self.config, self.vocab = part.config, part.vocab
+
+    def prefill(self, batch: str, prompt: Sequence[int], copies: int, last: bool) -> Tensor:
+        """As in `Decoder`."""
+        return self._everywhere("prefill", batch, list(prompt), copies, last)
+
+    def step(self, batch: str, tokens: Rows) -> Tensor:
+        """As in `Decoder`."""
+        return self._everywhere("step", batch, [list(row) for row in tokens])
+
+    def rewind(self, batch: str, dropped: Sequence[int]) -> None:
+        """As in `Decoder`."""
+        self._everywhere("rewind", batch, list(dropped))
+
+    def keep(self, batch: str, rows: Sequence[int]) -> None:
+        """As in `Decoder`."""
+        self._everywhere("keep", batch, list(rows))
+
+    def move(self, batch: str, row: int, target: str) -> None:
+        """As in `Decoder`."""
+        self._everywhere("move", batch, row, target)
+
+    def window(self, tokens: Rows) -> Tensor:
+        """As in `Decoder`."""
+        return self._everywhere("window", [list(row) for row in tokens])
+
+    def _everywhere(self, order: str, *arguments: Any) -> Any:
+        broadcast_json([order, *arguments])
+        return getattr(self._part, order)(*arguments)
+
+
+def follow(part: ModelDecoder) -> None:
+    """Does what rank 0 asks for, until it stops."""
+    while True:
+        order, *arguments = broadcast_json(None)
+        if order == STOP:
+            return
+        assert order in ORDERS, "rank 0 asks for nothing else"
+        getattr(part, order)(*arguments)
+
+
+def launch(argv: list[str], run: Path, step: int, tp: int, pp: int) -> int:
+    """Starts tp × pp ranks with a command line that makes each call `joined`, and returns the exit code of the launch.
+
+    Before it starts any, it raises JobError if the cut does not suit the model, and the errors of `load_run`."""
+    require_cut(find(run, step, verify=False), tp, pp)  # the ranks verify it
+    logs = Path(tempfile.mkdtemp(prefix="phalanx_generate_"))  # not in the run, which may belong to another user
+    # Only one stage computes at a time, so its ranks share all cores, as one process would have them.
+    threads, stopped = devices.threads_for(0, tp), "while {} of {} ranks were generating."
+    code = launch_local(argv, processes=tp * pp, log_dir=logs, threads=threads, all_ranks=False, stopped=stopped)
+    if code == 0:
+        shutil.rmtree(logs)
+    return code
+
+
+@contextmanager
+def joined(
+    ranks: Ranks, run: Path, step: int, device: str, tp: int, pp: int, store: Store | None = None
+) -> Iterator[LoadedRun | None]:
+    """Provides the run on rank 0 of a process group of tp × pp ranks, which may have met in a `store`; the other ranks
+    compute what it asks for, and then get None. Other arguments and errors are those of `load_run`; also raises
+    JobError if the cut does not suit the model."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait until a message has come
+    target = devices.choose(device, ranks.local_rank)
+    with process_group(ranks, device=target, timeout_s=RunOptions().timeout_s, store=store):
+        part = load_part(run, step, target, tp, pp)
+        if ranks.rank:
+            follow(part)
+            yield None
+            return
+        try:
+            yield LoadedRun(LeadingDecoder(part), Tokenizer.load(run))
+        finally:
+            broadcast_json([STOP])
+
+
+def load_part(run: Path, step: int, device: torch.device, tp: int, pp: int) -> ModelDecoder:
+    """Loads one rank's part inside a process group. One rank verifies the checkpoint, each reads its own tensors."""
+    manifest = check(Path(on_rank_zero(lambda: str(find(run, step).path))), verify=False)
+    require_cut(manifest, tp, pp)
+    mesh = meshes.build(Layout(tp=tp, pp=pp), device.type)
+    pipeline, slices = mesh.axis("pp"), mesh.axis("tp")
+    model = empty_model(manifest)
+    vocab = model.embed.num_embeddings
+    stages = _stages(model.config, vocab, pp, pipeline.rank)
+    stages.keep(model)
+    if tp > 1:
+        tensor.cut_parameters(model, slices)
+        tensor.connect(model, tensor.TensorParallel(slices))
+    fill(model, manifest, device, tp, slices.rank)
+    [stage] = stages.local_stages.values()
+    return ModelDecoder(model, device, vocab, stage, pipeline, slices)
+
+
+def require_cut(manifest: Manifest, tp: int, pp: int) -> None:
+    """Raises JobError, with everything that is in the way, unless tp × pp ranks can share a checkpoint's model."""
+    model, problems = job_of(manifest).model, []
+    if not 1 <= pp <= model.n_layers:
+        problems.append(
+            f"1 ≤ pp {pp} ≤ n_layers {model.n_layers} does not hold: each rank of a pipeline has at least one layer; "
+            f"nearest legal: pp {min(max(pp, 1), model.n_layers)}"
+        )
+    if tp < 1:
+        problems.append(f"tp {tp}: at least 1")
+    else:
+        problems += [message for _, message in tensor_problems(Job(model=model, layout=Layout(tp=tp)))]
+    if problems:
+        raise JobError(problems)
+
+
+def _stages(model: ModelConfig, vocab: int, pp: int, rank: int) -> Stages:
+    """Returns one stage per rank, cut by cost."""
+    return Stages(gpipe(pp, 1), rank, model, vocab, stages_of(model, Layout(pp=pp), pp, vocab))

@@ -1,0 +1,142 @@
+"""The trainer's side of trackers: starts their processes, and never waits for them but at the end, within a limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from phalanx.check.show import as_dict
+from phalanx.config.job import Job
+from phalanx.echo import shortened
+from phalanx.errors import StoppedError
+
+STOPPED_S = 3.0
+"""Most seconds that a run waits for its trackers after a signal: its time is short then."""
+ORPHAN_S = 30.0
+"""Seconds that a tracker goes on after the trainer has gone without a word, beyond those of the job."""
+_LAST_LINES = 2000  # characters of a message about a tracker
+
+
+class Trackers:
+    """The trackers of a run, on rank 0. A context manager around the run, whose end it tells them.
+
+    Each is a process (follower.py) that reads metrics.jsonl. A tracker that fails, now or later, is reported once, and
+    the run goes on."""
+
+    def __init__(self, job: Job, directory: Path, logs: Path | None, report: Callable[[str], None]):
+        """`logs` is the folder of this rank's logs, if it has one; `report` takes the warnings."""
+        self.job, self.directory, self.logs, self.report = job, directory, logs, report
+        self.followers: list[Follower] = []
+
+    def __enter__(self) -> Trackers:
+        self.followers = [
+            Follower(name, self.message(name), self.logs and self.logs / f"tracker_{name}.log", self.report)
+            for name in self.job.run.trackers
+        ]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        stopped = isinstance(error, StoppedError)
+        status = "stopped" if stopped else "failed" if error else "finished"
+        self.end(status, min(STOPPED_S, self.job.run.trackers_wait_s) if stopped else self.job.run.trackers_wait_s)
+
+    def message(self, name: str) -> dict[str, Any]:
+        """Returns what the process of a tracker is told."""
+        job = self.job
+        return {
+            "tracker": name,
+            "name": job.run.name,
+            "directory": str(self.directory.absolute()),
+            "job": as_dict(job),
+            "layout": job.layout.line(),
+            "patience_s": job.run.trackers_wait_s + ORPHAN_S,
+        }
+
+    def end(self, status: str, wait_s: float) -> None:
+        """Tells all trackers how the run ended, waits until they have sent everything, at most `wait_s` seconds, and
+        ends those that have not."""
+        deadline = time.monotonic() + wait_s
+        for follower in self.followers:
+            follower.tell({"status": status})
+        for follower in self.followers:
+            follower.finish(max(0.0, deadline - time.monotonic()), wait_s)
+
+
+class Follower:
+    """The process of one tracker, and a thread that waits for its end."""
+
+    def __init__(self, name: str, message: Mapping[str, Any], log: Path | None, report: Callable[[str], None]):
+        self.name, self.log, self.report = name, log, report
+        self.answer: dict[str, Any] = {}
+        self._given_up = False
+        try:
+            self._process = _start(log)
+        except OSError as error:
+            self._process = None
+            self._drop(str(error.strerror or error))
+            return
+        self.tell(message)
+        self._thread = threading.Thread(target=self._watch, name=f"phalanx-tracker-{name}", daemon=True)
+        self._thread.start()
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Sends a line of JSON. It never blocks: both lines together fit into a pipe."""
+        if self._process and self._process.stdin:
+            with suppress(OSError, ValueError):  # it has ended, or its pipe is closed: the thread reports that
+                self._process.stdin.write(f"{json.dumps(message)}\n".encode())
+                self._process.stdin.flush()
+
+    def finish(self, left_s: float, wait_s: float) -> None:
+        """Waits until the process has ended, at most `left_s` of the `wait_s` seconds for all, or ends it."""
+        if self._process is None:
+            return
+        self._thread.join(left_s)
+        if not self._thread.is_alive():
+            return
+        self._given_up = True
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._drop(f"it had not finished {wait_s:g} s after the run (run.trackers_wait_s) and was ended")
+
+    def _watch(self) -> None:
+        assert self._process
+        assert self._process.stdout
+        answer = self._process.stdout.read()
+        code = self._process.wait()
+        if self._given_up:
+            return
+        with suppress(ValueError):
+            self.answer = json.loads(answer)
+        if code:
+            self._drop(self.answer.get("failed") or f"its process ended with code {code}")
+
+    def _drop(self, reason: str) -> None:
+        log = f" (log: {self.log})" if self.log else ""
+        self.report(
+            f"tracker {self.name} is dropped: {shortened(reason, _LAST_LINES)}{log}; the run goes on, and "
+            "metrics.jsonl has everything"
+        )
+
+
+def _start(log: Path | None) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own: Ctrl-C is for the trainer, which then tells it."""
+    command: Sequence[str] = [sys.executable, "-P", "-m", "phalanx.trackers.follower"]
+    with open(log or os.devnull, "ab") as output:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,
+        )

@@ -1,0 +1,123 @@
+"""The first weights of a run that starts from others (`model.from`): parameters only, into any layout."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from phalanx.check.start import KEPT, StartingPoint, is_hugging_face, run_of, starting_point
+from phalanx.checkpoint.merge import merged
+from phalanx.checkpoint.meta import job_of
+from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.sources import open_source
+from phalanx.checkpoint.validity import newest_valid
+from phalanx.config.hugging_face import config_json
+from phalanx.config.job import Job
+from phalanx.data.loader import ShardData
+from phalanx.data.template import own_template
+from phalanx.data.tokenizer import Tokenizer
+from phalanx.errors import CheckpointError, DataError
+from phalanx.exchange.folder import BESIDE, open_folder
+from phalanx.exchange.import_run import LinkedTensors
+from phalanx.train.run_directory import RunDirectory
+from phalanx.train.state import TrainState
+
+log = logging.getLogger(__name__)
+
+EMBEDDING = "embed.weight"
+
+
+def begin(job: Job, state: TrainState, tokenizer: Tokenizer, *, reports: bool) -> None:
+    """Takes over the weights that the job names, if it does, with every rank's part of them. One rank `reports` what
+    they were trained otherwise for. Raises as `open_start` does."""
+    if not job.model.from_:
+        if job.model.lora.rank:
+            log.warning("adapters beside random weights, which stay as they are: model.from names trained ones")
+        return
+    source = with_adapters_of(open_start(Path(job.model.from_)), job)
+    if reports:
+        for notice in notices(job, tokenizer):
+            log.warning("%s", notice)
+    state.start_from(source)
+    log.info("started from %s: parameters only", source.manifest.path)
+
+
+def open_start(path: Path) -> Reader:
+    """Returns the parameters at `path`: a run, one of its checkpoints, consolidated safetensors of ours, or a Hugging
+    Face folder. Raises CheckpointError if there are none."""
+    if not is_hugging_face(path):
+        return open_source(path)
+    folder = open_folder([path])
+    return LinkedTensors(folder.weights, folder.described.model, folder.described.family.model_type)
+
+
+def with_adapters_of(source: Reader, job: Job) -> Reader:
+    """Returns what a job starts from: parameters with adapters if the job has the very same, otherwise with adapters
+    merged into their matrices. Raises CheckpointError as `merged` does."""
+    if (without := merged(source)) is source:
+        return source
+    return source if job_of(source.manifest).model.lora == job.model.lora else without
+
+
+def keep_tokenizer(job: Job, data: ShardData, directory: RunDirectory) -> None:
+    """Copies the tokenizer and what goes with it into a run, so that text can be generated without the training data.
+    Raises RunError if the directory cannot be written."""
+    with directory.writing():
+        directory.path.mkdir(parents=True, exist_ok=True)
+        data.tokenizer.save(directory.path)
+        if template := own_template(data.folder):
+            template.save(directory.path)
+        keep_small_files(job, data.tokenizer, directory.path)
+
+
+def keep_small_files(job: Job, tokenizer: Tokenizer, directory: Path) -> None:
+    """Copies generation settings and the like into a run's `directory` from the imported model that it starts from, so
+    that an export has them; not if the run has another tokenizer. Raises OSError."""
+    start, kept = Path(job.model.from_), directory / KEPT
+    if not job.model.from_ or kept.exists() or not start.exists():  # a run that resumes does not need its start
+        return
+    there = start if is_hugging_face(start) else run_of(start) / KEPT
+    files = [there / name for name in BESIDE if (there / name).is_file()]
+    if files and not _another_tokenizer(starting_point(job.model.from_), tokenizer):
+        kept.mkdir()
+        for file in files:
+            shutil.copyfile(file, kept / file.name)
+
+
+def vocabulary_of(job: Job, directory: RunDirectory, tokens: int) -> int:
+    """Returns the rows of a run's embedding: as many as its tokenizer has `tokens`, or with `model.from` those of its
+    own newest checkpoint, or of the weights that it starts from, which may have rows for padding.
+
+    Raises DataError if the tokenizer has more tokens than there are rows; CheckpointError."""
+    if not job.model.from_:
+        return tokens
+    own = newest_valid(directory.checkpoints, verify=False, report=lambda _: None) if _exists(directory) else None
+    manifest = own or open_start(Path(job.model.from_)).manifest
+    if EMBEDDING not in manifest.tensors:
+        raise CheckpointError(f"{manifest.path} has no {EMBEDDING}: it holds no model of this kind")
+    rows = manifest.tensors[EMBEDDING].shape[0]
+    if tokens > rows:
+        raise DataError(
+            f"the tokenizer has {tokens:,} tokens, the embedding in {manifest.path} has {rows:,} rows: set "
+            "data.tokenizer to the tokenizer.json of the weights that model.from names"
+        )
+    return rows
+
+
+def notices(job: Job, tokenizer: Tokenizer) -> Iterator[str]:
+    """Yields what a run does otherwise than the weights that it starts from were trained for, though it fits them."""
+    there = starting_point(job.model.from_)
+    for path, here, before in config_json.differing(job.model, there.model):
+        yield f"model.{path} is {before} in {there.model.from_}, {here} here: its weights were trained for the former"
+    if _another_tokenizer(there, tokenizer):
+        yield f"the tokenizer differs from {there.tokenizer}: tokens have another meaning than in the weights"
+
+
+def _another_tokenizer(there: StartingPoint, tokenizer: Tokenizer) -> bool:
+    return bool(there.tokenizer) and Tokenizer.load(Path(there.tokenizer)).fingerprint != tokenizer.fingerprint
+
+
+def _exists(directory: RunDirectory) -> bool:
+    return directory.checkpoints.is_dir()

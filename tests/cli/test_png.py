@@ -1,0 +1,25 @@
+"""Pictures as PNG: by a browser where one is installed, otherwise a message."""
+
+import shutil
+
+import pytest
+
+from phalanx.cli import png
+from phalanx.cli.files import write
+from phalanx.errors import RunError
+from phalanx.pictures.elements import document
+
+
+@pytest.mark.skipif(not any(map(shutil.which, png.BROWSERS)), reason="no chromium")
+def test_a_name_in_png_draws_the_picture(tmp_path):
+    write(str(tmp_path / "a.png"), document("a", 120, 40, []))
+    head = (tmp_path / "a.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (int.from_bytes(head[16:20]), int.from_bytes(head[20:24])) == (120 * png.SCALE, 40 * png.SCALE)
+
+
+def test_without_a_program_the_message_says_what_helps(tmp_path, monkeypatch):
+    monkeypatch.setattr(png, "BROWSERS", ())
+    monkeypatch.setattr(png.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(RunError, match=r"a PNG needs cairosvg .* or chromium; write an .svg instead"):
+        write(str(tmp_path / "a.png"), document("a", 120, 40, []))

@@ -1,0 +1,278 @@
+"""config.json in both directions: what is written is read back, what is not understood is refused by name."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from families.counterparts import COUNTERPARTS, small_model
+from phalanx.blocks.parameters import count
+from phalanx.check.load import load_file, load_words
+from phalanx.check.show import as_yaml
+from phalanx.cli.main import main
+from phalanx.config import overrides
+from phalanx.config.hugging_face import config_json
+from phalanx.config.hugging_face.lines import lines_of
+from phalanx.config.presets import CATALOGUE, PRESETS
+from phalanx.errors import JobError
+
+ON_THE_HUB = [name for name, preset in CATALOGUE.items() if preset.hub]
+
+LLAMA_3_1_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.43.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+DEEPSEEK_V3 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "initializer_range": 0.02,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "pretraining_tp": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+"""As on the hub."""
+
+
+@pytest.mark.parametrize("name", ON_THE_HUB)
+def test_every_preset_of_the_hub_is_written_and_read_back(name: str):
+    model = PRESETS[name]
+    family, values = config_json.write(model)
+    found = config_json.read(json.loads(json.dumps(values)))
+    assert found.family is family
+    assert not config_json.differences(found.model, model)
+    assert count(found.model) == count(model)
+
+
+@pytest.mark.parametrize("name", COUNTERPARTS)
+def test_small_models_of_every_kind_are_written_as_their_own_model_type(name: str):
+    counterpart = COUNTERPARTS[name]
+    model = small_model(PRESETS[name], counterpart.small)
+    family, values = config_json.write(model, counterpart.model_type)
+    assert family.model_type == values["model_type"] == counterpart.model_type
+    assert not config_json.differences(config_json.read(values).model, model)
+
+
+def test_a_released_config_is_the_preset():
+    found = config_json.read(LLAMA_3_1_8B)
+    assert not config_json.differences(found.model, PRESETS["llama3.1-8b"])
+    assert found.model.seq_len == 131072
+
+
+def test_deepseek_with_stretched_positions():
+    """mscale and mscale_all_dim cancel in queries and keys and enlarge the scores."""
+    found = config_json.read(DEEPSEEK_V3)
+    assert found.quantised
+    assert any("second token" in note for note in found.notes)
+    scaling = found.model.rope_scaling
+    assert (scaling.kind, scaling.factor, scaling.magnitude) == ("yarn", 40.0, 1.0)
+    plain = replace(found.model, rope_scaling=PRESETS["deepseek-v3"].rope_scaling, attention_scale=0.0)
+    assert not config_json.differences(plain, PRESETS["deepseek-v3"])
+    assert count(found.model) == count(PRESETS["deepseek-v3"])
+
+
+def test_the_language_model_of_gemma_3_with_images():
+    values = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "text_config": {
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "model_type": "gemma3_text",
+            "num_hidden_layers": 62,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+            "head_dim": 128,
+            "query_pre_attn_scalar": 168,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+            "sliding_window": 1024,
+        },
+        "vision_config": {"hidden_size": 1152},
+    }
+    found = config_json.read(values)
+    assert found.in_images
+    assert not config_json.differences(found.model, PRESETS["gemma3-27b"])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "lama"}, "did you mean llama"),
+        ({"model_type": "qwen2_moe"}, "gate of its own"),
+        ({"model_type": None}, "model_type is missing"),
+        ({"model_type": ["llama"]}, "model_type is"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "4096"}, "hidden_size is '4096', expected a whole number"),
+        ({"hidden_size": -1}, "hidden_size is -1"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1,000,000,000,000"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan"),
+        ({"hidden_act": "relu"}, "hidden_act is 'relu', supported: 'silu'"),
+        (
+            {"attention_bais": True},
+            "attention_bais is not understood for model_type llama; did you mean attention_bias",
+        ),
+        ({"attention_bias": True}, "mlp_bias"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is missing"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, "extra": 1}}, "rope_scaling.extra is not understood"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor is 0.5"),
+        ({"rope_scaling": 8}, "rope_scaling is 8, expected an object"),
+        ({"rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"}}, "rope_scaling contradicts rope_param"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(change: dict[str, object], message: str):
+    with pytest.raises(JobError, match="(?s)") as error:
+        config_json.read(LLAMA_3_1_8B | change)
+    assert message in str(error.value)
+
+
+def test_both_spellings_of_positions_may_say_the_same():
+    old = LLAMA_3_1_8B["rope_scaling"]
+    assert isinstance(old, dict)
+    both = LLAMA_3_1_8B | {"rope_parameters": old | {"rope_theta": 500000.0}}
+    assert config_json.read(both).model == config_json.read(LLAMA_3_1_8B).model
+
+
+def test_all_problems_at_once():
+    with pytest.raises(JobError) as error:
+        config_json.read(LLAMA_3_1_8B | {"hidden_size": 0.5, "hidden_act": "relu", "unheard_of": 1})
+    assert len(error.value.problems) == 3
+
+
+def test_windows_that_no_rule_describes_are_refused():
+    values = config_json.write(PRESETS["gemma2-2b"])[1]
+    kinds = list(values["layer_types"])
+    kinds[0] = "full_attention"
+    with pytest.raises(JobError, match="layer_types"):
+        config_json.read(values | {"layer_types": kinds})
+
+
+def test_a_model_that_transformers_does_not_have_is_refused_with_the_nearest_kind():
+    with pytest.raises(JobError, match="sinks true would be false"):
+        config_json.write(replace(PRESETS["llama3-8b"], sinks=True))
+
+
+def test_a_file_is_named(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(JobError, match="no such file"):
+        config_json.read_file(file)
+    file.write_text("{")
+    with pytest.raises(JobError, match="no JSON"):
+        config_json.read_file(file)
+    file.write_text(json.dumps(LLAMA_3_1_8B | {"hidden_size": "wide"}))
+    with pytest.raises(JobError, match=r"config.json:1: hidden_size is 'wide'"):
+        config_json.read_file(file)
+
+
+def test_the_line_of_a_field_is_named(tmp_path):
+    text = json.dumps(
+        LLAMA_3_1_8B | {"rope_scaling": {"rope_type": "llama3", "factr": [8, {"a": 1}]}, "b": "{"}, indent=2
+    )
+    lines = lines_of(text)
+    for name in ("architectures", "rope_scaling", "rope_scaling.factr", "b"):
+        assert text.splitlines()[lines[name] - 1].strip().startswith(f'"{name.rpartition(".")[2]}":')
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(JobError) as error:
+        config_json.read_file(tmp_path / "config.json")
+    places = [problem.partition("config.json")[2] for problem in error.value.problems]
+    assert any(
+        place.startswith(f":{lines['rope_scaling.factr']}: rope_scaling.factr is not understood") for place in places
+    )
+    assert any(place.startswith(f":{lines['b']}: b is not understood") for place in places)
+    assert ": rope_scaling.factor is missing" in places
+
+
+def test_a_job_takes_its_model_from_a_file(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    for name in (f"hf:{tmp_path}/config.json", f"hf:{tmp_path}"):
+        job = load_words(overrides.parse([f"model={name}", "seq_len=8192"])).job
+        assert job.model == replace(PRESETS["llama3.1-8b"], preset=name)
+    assert main(["models", f"hf:{tmp_path}"]) == 0
+    assert "8,030,261,248 (8.03B)" in capsys.readouterr().out
+    with pytest.raises(JobError, match="no such file"):
+        load_words(overrides.parse([f"model=hf:{tmp_path}/other.json"]))
+
+
+def test_a_resolved_job_does_not_read_the_file_again(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    loaded = load_words(overrides.parse([f"model=hf:{tmp_path}"]))
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "job.yaml").write_text(as_yaml(loaded))
+    assert load_file(tmp_path / "job.yaml").job == loaded.job

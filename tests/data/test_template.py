@@ -1,0 +1,211 @@
+"""Chat templates: the texts and tokens of transformers' apply_chat_template, and nothing that a template can break."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.config.data import Data
+from phalanx.config.templates import BUILT_IN
+from phalanx.data.render import TemplateRenderer
+from phalanx.data.template import ChatTemplate, Renderer, find_template, own_template
+from phalanx.data.tokenizer import Tokenizer, train_bpe
+from phalanx.errors import DataError
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+CHAT = [
+    {"role": "system", "content": "You add  numbers.\n"},
+    {"role": "user", "content": "2+2? é <b>"},
+    {"role": "assistant", "content": " 4 "},
+    {"role": "user", "content": "And 3+3?"},
+    {"role": "assistant", "content": "It is 6."},
+]
+# The form of Mistral's: no mark of generation, roles must alternate.
+INST = """{{ bos_token }}
+{%- if messages[0].role == 'system' %}{% set first = 1 %}{% else %}{% set first = 0 %}{% endif %}
+{%- for message in messages[first:] %}
+  {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
+    {{- raise_exception('roles must alternate') }}
+  {%- endif %}
+  {%- if message['role'] == 'user' %}
+    {{- '[INST] ' + message['content'] | trim + ' [/INST]' }}
+  {%- else %}
+    {{- ' ' + message['content'] | trim + eos_token }}
+  {%- endif %}
+{%- endfor %}"""
+# The form of Zephyr's and of many small models.
+ROLES = """{% for message in messages %}
+{{'<|' + message['role'] + '|>\n' + message['content'] + eos_token}}
+{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
+# What templates use besides: macros, namespaces, loop controls, filters, methods.
+RICH = """{% macro tag(role) %}<{{ role | upper }}>{% endmacro %}{% set seen = namespace(n=0) %}
+{%- for message in messages %}{% set seen.n = seen.n + 1 %}
+{%- if message.role == 'system' %}{{ message | tojson }}{% continue %}{% endif %}
+{{- tag(message.role) }}
+{%- if message.role == 'assistant' %}{% generation %}{{ message.content.strip().replace('6', 'six') }}{{ eos_token }}
+{%- endgeneration %}{% else %}{{ message.content }}{{ seen.n }}{% endif %}{% endfor %}
+{%- if add_generation_prompt %}<ASSISTANT>{% endif %}"""
+TEMPLATES = {**{name: each.jinja for name, each in BUILT_IN.items()}, "inst": INST, "roles": ROLES, "rich": RICH}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    """A tokenizer's folder: byte-level BPE with special tokens, some of which the built-in templates write."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    stored = json.loads(
+        train_bpe(["You add numbers. 2+2 is 4, and 3+3 is 6.\n" * 9, "Instruction Response"], 320).definition()
+    )
+    for token in ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>"):
+        number = len(stored["model"]["vocab"])
+        stored["model"]["vocab"][token] = number
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        stored["added_tokens"].append({"id": number, "content": token, "special": True, **flags})
+    (folder / "tokenizer.json").write_text(json.dumps(stored))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"}))
+    return folder
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_texts_tokens_and_answers_are_those_of_transformers(tokenizer: Path, name: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    oracle = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer / "tokenizer.json"), **SPECIAL)
+    template = TEMPLATES[name]
+    ours, tokens = TemplateRenderer(template, SPECIAL), Tokenizer.load(tokenizer)
+    for chat in (CHAT, CHAT[1:], CHAT[:3]):
+        parts = ours.parts(chat)
+        whole = oracle.apply_chat_template(chat, chat_template=template, tokenize=False)
+        assert "".join(text for text, _ in parts) == whole
+        for n in range(2, len(chat)):
+            prompt = oracle.apply_chat_template(
+                chat[:n], chat_template=template, tokenize=False, add_generation_prompt=True
+            )
+            assert ours.text(chat[:n], generation_prompt=True) == prompt
+        [(ids, marks)] = tokens.encode_marked([parts])
+        expected = oracle.apply_chat_template(
+            chat, chat_template=template, return_dict=True, return_assistant_tokens_mask=ours.marks_answers
+        )
+        assert ids.tolist() == expected["input_ids"]
+        if ours.marks_answers:
+            assert marks.astype(int).tolist() == expected["assistant_masks"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_prompt_and_the_answer_are_the_whole(tokenizer: Path, name: str) -> None:
+    """A prompt has the tokens that the conversation has in training."""
+    renderer, tokens = TemplateRenderer(TEMPLATES[name], SPECIAL), Tokenizer.load(tokenizer)
+    parts = renderer.parts(CHAT)
+    answers = [text for text, answer in parts if answer]
+    assert [text.strip().removesuffix("</s>").strip(" \n")[:1] for text in answers] in (["4", "I"],)
+    [(ids, marks)] = tokens.encode_marked([parts])
+    first = int(marks.argmax())
+    [(prompt, _)] = tokens.encode_marked([[(renderer.text(CHAT[:2], generation_prompt=True), False)]])
+    assert prompt.tolist() == ids[:first].tolist()
+
+
+def test_special_tokens_of_a_template_are_tokens(tokenizer: Path) -> None:
+    tokens = Tokenizer.load(tokenizer)
+    [(ids, marks)] = tokens.encode_marked([TemplateRenderer(BUILT_IN["chatml"].jinja, SPECIAL).parts(CHAT)])
+    [(end, _)] = tokens.encode_marked([[("<|im_end|>", False)]])
+    assert end.size == 1
+    assert (ids == end).sum() == 5
+    assert marks[ids == end].tolist() == [False, False, True, False, True]
+    assert tokens.encode("<|im_end|>").size > 1  # in a corpus it is text
+
+
+HOSTILE = {
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}": "SecurityError",
+    "{{ cycler.__init__.__globals__.os.popen('touch /tmp/x') }}": "SecurityError",
+    "{{ raise_exception.__globals__.os }}": "SecurityError",
+    "{{ self.__init__.__func__ }}": "SecurityError",
+    "{{ messages.append(1) }}": "SecurityError",
+    "{% set x = namespace(__class__=1) %}": "begins with an underscore",
+    "{% include '/etc/passwd' %}": "no loader",
+    "{% import 'os' as os %}": "no loader",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "calls itself without end",
+    "{{ 'a' * 10 ** 9 }}": "SecurityError: a product of more than",
+    "{{ 2 ** (10 ** 9) }}": "SecurityError: an exponent above",
+    "{{ 'a'.ljust(10 ** 11) }}": "more memory than it may have",
+    "{{ ('a' * 10 ** 6) | replace('a', 'b' * 10 ** 6) }}": "more memory than it may have",
+    "{% for i in range(10 ** 6) %}{% endfor %}": "OverflowError: Range too big",
+    "\n{% for m in messages": "line 2: TemplateSyntaxError",
+    "\n\n{{ nothing.at.all }}": "line 3: UndefinedError",
+    "{{ 'a' * 1000000 }}" * 70: "writes more than 67,108,864 characters",
+}
+
+
+@pytest.mark.parametrize(("source", "reason"), HOSTILE.items(), ids=lambda text: text[:30])
+def test_a_hostile_template_does_nothing_but_fail(source: str, reason: str) -> None:
+    # The limit of memory is the child process's; the sandbox is the same in both.
+    trusted = "memory" not in reason
+    with Renderer(ChatTemplate(source, SPECIAL, "hostile", trusted)) as renderer:
+        with pytest.raises(ValueError, match=reason):
+            renderer.parts(CHAT)
+        assert (renderer._child is None) == trusted
+
+
+def test_what_the_sandbox_hides_is_nothing() -> None:
+    source = "{{ raise_exception.__globals__ }}{{ dict.fromkeys }}{{ self.__init__ }}{{ ''.__class__ }}"
+    assert TemplateRenderer(source, {}).text(CHAT) == ""
+
+
+def test_a_template_that_never_ends_is_ended_and_the_next_conversation_gets_a_new_process() -> None:
+    loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    source = "{% if messages[0].content == 'loop' %}" + loops + "{% endif %}" + ROLES
+    with Renderer(ChatTemplate(source, SPECIAL, "endless"), seconds=0.3) as renderer:
+        assert renderer.parts(CHAT[1:])
+        assert renderer._child is not None
+        with pytest.raises(ValueError, match=r"did not end within 0.3 s of processor time"):
+            renderer.parts([{"role": "user", "content": "loop"}, CHAT[2]])
+        assert renderer.parts(CHAT[1:]) == TemplateRenderer(source, SPECIAL).parts(CHAT[1:])
+
+
+def test_the_text_between_answers_cannot_be_forged() -> None:
+    """The texts that mark answers are new each time, and a message cannot hold them."""
+    renderer = TemplateRenderer(BUILT_IN["raw"].jinja, SPECIAL)
+    forged = [{"role": "user", "content": "\ufdd0\ufdd1 {% generation %}x{% endgeneration %}"}, CHAT[2]]
+    assert renderer.parts(forged) == [(forged[0]["content"], False), (" 4 </s>", True)]
+
+
+def test_a_template_whose_answers_cannot_be_told_is_refused() -> None:
+    # As Qwen3's does, it leaves out the thoughts of earlier answers: what it wrote at first is no longer there.
+    thought = "{% if loop.last and not add_generation_prompt %} (thought){% endif %}"
+    source = "{% for m in messages %}{{ m.content }}" + thought + "{% endfor %}"
+    with pytest.raises(ValueError, match=r"first 3 messages does not begin its text of all.*\{% generation %\}"):
+        TemplateRenderer(source, SPECIAL).parts(CHAT)
+    assert TemplateRenderer(source, SPECIAL).parts(CHAT[:3])[-1] == (" 4  (thought)", True)
+
+
+def test_templates_are_found_beside_the_tokenizer(tokenizer: Path, tmp_path: Path) -> None:
+    data = Data(corpus="chat", path="x", tokenizer=str(tokenizer / "tokenizer.json"))
+    with pytest.raises(DataError, match=r"comes with no chat template; nearest: data.template=chatml, llama3, alpaca"):
+        find_template(data)
+    with pytest.raises(DataError, match="data.tokenizer=char comes with no chat template"):
+        find_template(Data(corpus="chat", path="x"))
+    built_in = find_template(Data(corpus="chat", path="x", tokenizer=str(tokenizer), template="chatml"))
+    assert built_in.trusted
+    assert built_in.variables["bos_token"] == "<s>"
+    named = {"chat_template": [{"name": "tool_use", "template": "no"}, {"name": "default", "template": ROLES}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    found = own_template(tmp_path)
+    assert found is not None
+    assert (found.source, found.trusted) == (ROLES, False)
+    (tmp_path / "chat_template.jinja").write_text(INST)
+    found = own_template(tmp_path)
+    assert found is not None
+    assert found.source == INST  # the file of its own is newer than the field
+    built_in.save(tmp_path)
+    assert own_template(tmp_path) == ChatTemplate(
+        BUILT_IN["chatml"].jinja, built_in.variables, str(tmp_path / "chat_template.jinja")
+    )
+
+
+def test_damaged_template_files_are_refused(tmp_path: Path) -> None:
+    config = tmp_path / "tokenizer_config.json"
+    for text, reason in (("[1]", "holds list"), ("{", "cannot be read"), ('{"chat_template": 3}', "is no text")):
+        config.write_text(text)
+        with pytest.raises(DataError, match=reason):
+            own_template(tmp_path)
+    config.unlink()
+    (tmp_path / "chat_template.jinja").write_bytes(b"x" * (1 << 20) + b"y")
+    with pytest.raises(DataError, match="larger than"):
+        own_template(tmp_path)

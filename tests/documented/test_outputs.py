@@ -1,0 +1,79 @@
+"""Every output in README and docs still holds: `make docs-check` runs each command that a page shows with its output.
+
+Commands of a page run one after the other in a folder of their own, beside the examples. tests/documented/pages.py says
+how outputs are compared.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import phalanx
+from documented.pages import Example, examples, matches
+
+ROOT = Path(phalanx.__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHOWN = [page for page in PAGES if page.exists() and examples(page)]
+SECONDS = 900
+
+checked = pytest.mark.skipif(not os.environ.get("PHALANX_DOCS"), reason="make docs-check runs this: an hour")
+
+
+@checked
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("page", SHOWN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_outputs_of_a_page_hold(page, tmp_path):
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    home = tmp_path / "home"
+    home.mkdir()
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "HOME": str(home),
+        "COLUMNS": "120",
+        "NO_COLOR": "1",
+    }
+    wrong, code = [], 0
+    for example in examples(page):
+        done = subprocess.run(
+            ["bash", "-c", f"(exit {code}); {example.command}"],
+            cwd=tmp_path,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=SECONDS,
+            check=False,
+            text=True,
+        )
+        code = done.returncode
+        if not matches(example, done.stdout):
+            wrong.append(f"line {example.line}: $ {example.command}\n{done.stdout}\n")
+    assert not wrong, "\n".join(["these outputs differ from the page:", *wrong])
+
+
+def test_a_gap_stands_for_any_text():
+    example = Example(1, "x", ["a: 1", "...", "b: ... end"])
+    assert matches(example, "before\na: 1\nmore\nand more\nb: 7 8 end\nafter")
+    assert not matches(example, "a: 2\nb: 7 8 end")
+
+
+def test_figures_vary_only_where_the_page_says_so():
+    assert matches(Example(1, "x", ["loss: 1.25  tps: 1,234"], varies=True), "loss: 3.5  tps: 99")
+    assert not matches(Example(1, "x", ["loss: 1.25"]), "loss: 3.5")
+    assert not matches(Example(1, "x", ["loss: 1.25"], varies=True), "accuracy: 3.5")
+
+
+def test_commands_are_read_with_their_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text.\n\n    $ one \\\n      --more\n    out\n\n    out 2\n\n<!-- figures vary -->\n\n    $ two\n    3 s\n\n"
+        "<!-- not run: it needs a cluster -->\n\n    $ three\n    4\n\nText.\n\n    $ four\n"
+    )
+    one, two = examples(page)
+    assert (one.command, one.output, one.varies) == ("one \\\n  --more", ["out", "out 2"], False)
+    assert (two.command, two.output, two.varies) == ("two", ["3 s"], True)

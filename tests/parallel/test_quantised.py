@@ -1,0 +1,220 @@
+"""ZeRO++'s quantised messages: rounded within a stated bound, the same on every rank and every time."""
+
+from __future__ import annotations
+
+import dataclasses
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from parallel.steps import micro_batches, steps
+from parallel.test_predicted_traffic import DEEP, DROPS, GPT, LLAMA, SWITCH, VOCAB, check, counted, job_of
+from parallel.test_second_copy import copied_bytes, job_64, some
+from phalanx.comm.axis import Axis, Pending
+from phalanx.config import layout_line
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.cost.job_spec import rank_spec
+from phalanx.cost.memory.rank_memory import step_memory
+from phalanx.cost.memory.state import second_copy_bytes
+from phalanx.parallel import mesh as meshes
+from phalanx.parallel.codec import Codec, CodedShare, quantise
+from phalanx.parallel.coded_sum import CodedSum
+from phalanx.partition.wire import BLOCK, LARGEST, SCALE_BYTES, Format
+from phalanx.train.step import Stepper
+
+WEIGHTS = [
+    (GPT, "dp_shard=3,accumulation=2,quantise_weights=int8"),
+    (LLAMA, "dp_shard=4,hpz=2,recompute=full,quantise_weights=int8"),
+    (DROPS, "dp_shard=4,hpz=2,tiles=3,recompute=full,quantise_weights=int8"),
+    (LLAMA, "dp_shard=2,tp=2,sp=true,quantise_weights=int8"),
+    (DEEP, "dp_shard=4,pp=2,hpz=2,accumulation=4,schedule=zb_v,quantise_weights=int8"),
+    (GPT, "dp_replicate=2,dp_shard=2,quantise_weights=int8"),
+    (SWITCH, "dp_shard=8,ep=2,hpz=4,quantise_weights=int8"),
+]
+
+
+@st.composite
+def numbers(draw) -> Tensor:
+    """Rows of numbers of any type whose blocks differ in size by many orders of magnitude."""
+    rows, elements = draw(st.integers(1, 3)), draw(st.integers(1, 3 * BLOCK))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    x = torch.randn(rows, elements, generator=generator, dtype=torch.float64)
+    x *= 10.0 ** draw(st.integers(-30, 30))
+    x[:, draw(st.integers(0, elements - 1)) :] *= 10.0 ** draw(st.integers(-6, 6))
+    return x.to(draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16])))
+
+
+@given(numbers(), st.sampled_from(["int8", "int4"]))
+def test_an_element_is_off_by_half_a_step_of_its_block_at_most(x: Tensor, format: Format):
+    codec = Codec([CodedShare(x.shape[1], format)])
+    wire, found = codec.encode(x), torch.empty_like(x)
+    assert wire.shape == (len(x), codec.row_bytes(x.dtype))
+    codec.decode(wire, found)
+    scales = quantise(x, format)[1].repeat_interleave(BLOCK, 1)[:, : x.shape[1]].double()
+    # The result is rounded to its own type, and the quotient to fp32.
+    rounding = x.double().abs() * torch.finfo(x.dtype).eps + scales * LARGEST[format] * 2**-22
+    assert ((found.double() - x.double()).abs() <= scales / 2 + rounding).all()
+
+
+@given(numbers(), st.sampled_from(["int8", "int4"]), st.sampled_from([float("nan"), float("inf"), -float("inf")]))
+def test_what_is_not_finite_stays_so(x: Tensor, format: Format, bad: float):
+    codec, found, place = Codec([CodedShare(x.shape[1], format)]), torch.empty_like(x), x.shape[1] // 2
+    x[0, place] = bad
+    codec.decode(codec.encode(x), found)
+    assert not found[0, place // BLOCK * BLOCK : (place // BLOCK + 1) * BLOCK].isfinite().any()
+
+
+def test_vectors_travel_as_they_are():
+    codec = Codec([CodedShare(300, "int8"), CodedShare(5, "none"), CodedShare(0, "int8"), CodedShare(7, "int4")])
+    x = torch.randn(2, 312)
+    found = torch.empty_like(x)
+    codec.decode(codec.encode(x), found)
+    assert torch.equal(found[:, 300:305], x[:, 300:305])
+    assert codec.row_bytes(x.dtype) == (300 + 2 * 4) + 5 * 4 + (4 + 4)
+
+
+@some(WEIGHTS, 1, 3)
+def test_every_byte(ranks, model, line):
+    check(ranks, job_of(model, layout_line.parse(line)))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_every_byte_in_other_precisions(ranks, precision):
+    check(ranks, job_of(LLAMA, layout_line.parse("dp_shard=4,hpz=2,quantise_weights=int8"), precision))
+
+
+def test_steps_stay_close_and_repeat(ranks):
+    """The second copy of codes brings the same numbers as the first gather; a run repeats to the bit."""
+    line = "dp_shard=4,quantise_weights=int8"
+    exact = ranks(steps, 1, job_64(LLAMA, Layout()), VOCAB)[0]
+    first, again, near = (
+        ranks(steps, 4, job_64(LLAMA, layout_line.parse(each)), VOCAB) for each in (line, line, f"{line},hpz=2")
+    )
+    for results in (again, near):
+        assert results[0][0] == first[0][0]
+        assert all(torch.equal(results[0][2][name], value) for name, value in first[0][2].items())
+    assert all(result[0] == first[0][0] for result in first)
+    assert first[0][0] != exact[0]
+    for found, wanted in zip(first[0][0], exact[0], strict=True):
+        assert found == pytest.approx(wanted, rel=2e-2)
+
+
+def test_memory_of_the_second_copy(ranks):
+    job = job_of(LLAMA, layout_line.parse("dp_shard=4,hpz=2,quantise_weights=int8"))
+    expected = second_copy_bytes(LLAMA, job.layout, vocab=VOCAB)
+    assert (
+        expected < second_copy_bytes(LLAMA, dataclasses.replace(job.layout, quantise_weights="none"), vocab=VOCAB) / 2
+    )
+    for most, left, _ in ranks(copied_bytes, 4, job):
+        assert (most, left) == (expected, 0)
+
+
+GRADIENTS = [
+    (GPT, "dp_shard=3,accumulation=2,quantise_gradients=int8"),
+    (LLAMA, "dp_shard=4,hpz=2,recompute=full,quantise_gradients=int4"),
+    (GPT, "dp_shard=4,hpz=2,accumulation=2,accumulate=sharded,quantise_weights=int8,quantise_gradients=int4"),
+    (LLAMA, "dp_shard=4,tp=2,sp=true,hpz=2,quantise_gradients=int8"),
+    (DEEP, "dp_shard=4,pp=2,hpz=2,accumulation=4,schedule=zb_v,quantise_gradients=int4"),
+    (GPT, "dp_replicate=2,dp_shard=4,hpz=2,quantise_gradients=int8"),
+    (SWITCH, "dp_shard=8,ep=2,hpz=4,quantise_gradients=int8"),
+    (SWITCH, "dp_shard=4,ep=2,hpz=2,quantise_gradients=int8"),
+]
+
+
+@some(GRADIENTS, 0, 2, 7)
+def test_every_byte_of_gradients(ranks, model, line):
+    check(ranks, job_of(model, layout_line.parse(line)))
+
+
+WIDE = dataclasses.replace(LLAMA, d_model=64, head_dim=16, d_ff=512, n_layers=3)
+"""Every rank's share of a matrix consists of whole blocks of codes."""
+
+
+def test_a_quarter_of_the_bytes_cross_between_nodes(ranks):
+    """The paper's 3D to 0.75D for D bytes of parameters in bf16, with the bytes of the scales and of vectors."""
+    plain, coded = (
+        ranks(counted, 4, job_of(WIDE, layout_line.parse(line), "bf16"))[0][0]
+        for line in ("dp_shard=4", "dp_shard=4,hpz=2,quantise_weights=int8,quantise_gradients=int4")
+    )
+    ring, across = 3 / 4, 1 / 2  # sent of a whole tensor by a ring over 4 ranks, and by one of two nodes
+    whole = plain["dp_shard"]["reduce_scatter"] / ring
+    vectors = (2 * WIDE.n_layers + 1) * WIDE.d_model * 2
+    matrices, scale = whole - vectors, SCALE_BYTES / BLOCK / 2
+    assert coded["dp_shard"] == {"all_gather": ring * (matrices * (1 / 2 + scale) + vectors)}
+    # Both ranks of a node send to the other node.
+    assert 2 * coded["hpz_across"]["all_to_all"] == across * (matrices * (1 / 4 + scale) + vectors)
+    # Blocks are gathered twice, what is outside of them once.
+    outside = 2 * 32 * WIDE.d_model * 2 + WIDE.d_model * 2
+    assert plain["dp_shard"]["all_gather"] == ring * (2 * whole - outside)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_memory_of_codes_in_flight(ranks, format):
+    """The largest group's codes, sent and arriving, take what the memory of a rank is predicted to have more."""
+    plain, coded = (
+        job_of(WIDE, Layout(dp_shard=4, hpz=2, accumulation=2, quantise_gradients=each)) for each in ("none", format)
+    )
+    expected, without = (step_memory(rank_spec(job, VOCAB))[0].allocated for job in (coded, plain))
+    for found in ranks(in_flight, 4, coded):
+        assert expected - without == pytest.approx(found, rel=0.01)
+
+
+def in_flight(ranks, job: Job) -> int:
+    """The most bytes of a group's codes on this rank, sent and arriving."""
+    stepper = Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), VOCAB)
+    sizes, exchange = [], CodedSum.exchange
+
+    def noting(self: CodedSum, axis: Axis, sent: Tensor) -> tuple[Pending, Tensor]:
+        pending, received = exchange(self, axis, sent)
+        sizes.append(sent.nbytes + received.nbytes)
+        return pending, received
+
+    with mock.patch.object(CodedSum, "exchange", noting):
+        batches, valid = micro_batches(job, 0, torch.distributed.get_rank(), VOCAB)
+        stepper.step(batches, 0, valid, 1e-2)
+    return max(sizes)
+
+
+def sum_of(ranks, layout: Layout, shares: list[int], format: Format, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """This rank's part of a sum as codes, the exact one, and the bound of the error."""
+    mesh = meshes.build(layout, "cpu")
+    size, elements = layout.dp_shard, sum(shares)
+    gradients = [_gradient(seed + rank, size * elements) for rank in range(size)]
+    codec = Codec([CodedShare(share, format) for share in shares])
+    part, rank = torch.empty(elements, dtype=torch.float64), mesh.axis("shard").rank
+    coded = CodedSum(mesh.axis("shard"), mesh.axis("hpz"), mesh.axis("hpz_across"))
+    coded.reduce_scatter(part, gradients[rank].clone(), codec).wait()
+    mine = torch.stack([each.view(size, elements)[rank] for each in gradients])
+    bound = sum(_half_steps(codec, row) for row in mine)
+    nodes = mine.view(size // layout.hpz, layout.hpz, elements).sum(1)
+    if layout.hpz > 1:
+        # The sum of a node has the errors of its ranks already when it is rounded.
+        bound = bound * (1 + 1 / (2 * LARGEST[format])) + sum(_half_steps(codec, row) for row in nodes)
+    return part, mine.sum(0), bound
+
+
+@pytest.mark.parametrize("line", ["dp_shard=3", "dp_shard=4,hpz=2"])
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_sums_of_codes_are_within_their_bound(ranks, line, format):
+    layout = layout_line.parse(f"{line},quantise_gradients={format}")
+    for part, exact, bound in ranks(sum_of, layout.dp_shard, layout, [700, 33], format, 5):
+        assert ((part - exact).abs() <= bound * (1 + 1e-6)).all()
+        assert (part != exact).any()
+
+
+def _gradient(seed: int, elements: int) -> Tensor:
+    return torch.randn(elements, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _half_steps(codec: Codec, row: Tensor) -> Tensor:
+    """Half the scale of every element's block."""
+    found = []
+    for share, numbers in zip(codec.parts, row.split([share.elements for share in codec.parts]), strict=True):
+        scales = quantise(numbers.view(1, -1), share.format)[1][0].double()
+        found.append(scales.repeat_interleave(BLOCK)[: share.elements] / 2)
+    return torch.cat(found)

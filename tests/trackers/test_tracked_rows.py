@@ -1,0 +1,122 @@
+"""A tracker gets each step of metrics.jsonl once, whatever earlier attempts left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from phalanx.trackers.redact import Redactor
+from phalanx.trackers.rows import ReadPosition, is_behind, place_of, read_rows, send, values_of, without_superseded
+from phalanx.trackers.tracker import TrackedRun, Tracker
+
+
+def step(number: int, loss: float = 0.0) -> dict:
+    return {"event": "step", "time": 1.0, "step": number, "loss": loss}
+
+
+class Kept(Tracker):
+    """A tracker that keeps what it is sent, by step and name."""
+
+    def __init__(self, can_rewind: bool):
+        self.can_rewind, self.logged, self.order = can_rewind, {}, []
+
+    def log(self, step, values, time):
+        for name, value in values.items():
+            assert name.startswith("start/") or (step, name) not in self.logged, "a step came twice"
+            self.logged[step, name] = value
+        self.order.append(step)
+
+    def rewind(self, step):
+        self.logged = {key: value for key, value in self.logged.items() if key[0] <= step}
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=6), st.data())
+def test_each_step_comes_once_whatever_was_resumed_and_killed(attempts, data):
+    """Attempts begin at a step that the one before has reached, and are read in pieces of any size, by processes that
+    begin anew. Trackers that can take steps back end with the last version of each, the others with one version."""
+    rows, reached, last_version = [], 0, {}
+    for number, (back, forward) in enumerate(attempts):
+        begin = max(0, reached - back)
+        last_version = {each: version for each, version in last_version.items() if each <= begin}
+        rows.append({"event": "start", "time": 1.0, "step": begin, "devices": number})
+        for each in range(begin + 1, begin + forward + 1):
+            rows.append(step(each, loss=number))
+            if each % 3 == 0:
+                rows.append({"event": "validation", "time": 1.0, "step": each, "val_loss": number})
+            last_version[each] = number
+        reached = begin + forward
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=3)))
+    pieces = [rows[a:b] for a, b in zip([0, *cuts], [*cuts, len(rows)], strict=True)]
+    for can_rewind in (True, False):
+        kept, place = Kept(can_rewind), ReadPosition()
+        for piece in pieces:
+            send(kept, piece, place)
+        losses = {number: value for (number, name), value in kept.logged.items() if name == "train/loss"}
+        validated = {number for number, name in kept.logged if name == "validation/val_loss"}
+        if can_rewind:
+            assert losses == last_version
+        else:
+            assert losses.keys() == set(range(1, max(losses, default=0) + 1))
+            assert kept.order == sorted(kept.order)  # W&B refuses a step below the last
+        assert {each for each in validated if each <= reached} == set(range(3, reached + 1, 3))
+
+
+def test_what_was_superseded_before_it_was_read_is_not_sent():
+    guard = {"event": "guard", "step": 3, "text": "spike", "norm": 9.0}
+    rows = [step(1), step(2), step(3, 7.0), guard, step(2, 1.0), step(3, 2.0)]
+    assert without_superseded(rows) == [step(1), {**guard, "step": 1}, step(2, 1.0), step(3, 2.0)]
+
+
+def test_rows_are_read_by_whole_lines_from_where_the_last_reader_ended(tmp_path: Path):
+    file, kept = tmp_path / "metrics.jsonl", tmp_path / "place.json"
+    assert read_rows(file, ReadPosition()) == []
+    file.write_text(f"{json.dumps(step(1))}\nno row\n[1]\n{json.dumps(step(2))[:9]}")
+    place = ReadPosition()
+    assert read_rows(file, place) == [step(1)]
+    place.notes["id"] = "a"
+    place.write(kept)
+    file.write_text(f"{json.dumps(step(1))}\nno row\n[1]\n{json.dumps(step(2))}\n")
+    place = ReadPosition.read(kept)
+    assert place.notes == {"id": "a"}
+    assert read_rows(file, place) == [step(2)]
+    file.write_text(f"{json.dumps(step(1))}\n")  # another file: it is shorter
+    assert read_rows(file, place) == [step(1)]
+    kept.write_text('{"offset": "x"}')
+    assert ReadPosition.read(kept) == ReadPosition()
+
+
+def test_a_tracker_is_behind_until_it_has_the_whole_file(tmp_path: Path):
+    assert not is_behind(tmp_path, "wandb")
+    (tmp_path / "metrics.jsonl").write_text(f"{json.dumps(step(1))}\n")
+    assert is_behind(tmp_path, "wandb")
+    place = ReadPosition()
+    read_rows(tmp_path / "metrics.jsonl", place)
+    place_of(tmp_path, "wandb").parent.mkdir(parents=True)
+    place.write(place_of(tmp_path, "wandb"))
+    assert not is_behind(tmp_path, "wandb")
+
+
+def test_values_are_the_numbers_of_a_row_by_name():
+    row = {
+        **step(3, 1.5),
+        "traffic_bytes": {"tp": {"all_reduce": 8}},
+        "text": "x",
+        "loads": [1],
+        "is": True,
+        "no": None,
+    }
+    assert values_of(row) == {"train/loss": 1.5, "train/traffic_bytes/tp/all_reduce": 8}
+
+
+def test_hyperparameters_are_the_job_by_dotted_paths(tmp_path: Path):
+    run = TrackedRun("a", tmp_path, tmp_path, {"model": {"moe": {"top_k": 2}}, "x": [1, 2]}, "tp=2", {})
+    assert run.hyperparameters() == {"model.moe.top_k": 2, "x": [1, 2], "layout": "tp=2"}
+
+
+def test_secrets_are_masked():
+    redact = Redactor({"WANDB_API_KEY": "0123456789abcdef", "AWS_SECRET_ACCESS_KEY": "0123456789", "TOKENS": "on"})
+    text = "key 0123456789abcdef, at https://me:pass@host/x, on 0123456789"
+    assert redact(text) == "key …, at https://…@host/x, on …"

@@ -1,0 +1,157 @@
+"""Fine-tuning on conversations: any layout makes the curve of one process, and a run goes on bit for bit."""
+
+import dataclasses
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from phalanx.config.checkpoint import Checkpoint
+from phalanx.config.cluster import Cluster
+from phalanx.config.data import IGNORE, Data
+from phalanx.config.job import Job
+from phalanx.config.layout_line import parse
+from phalanx.config.model import ModelConfig
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.run import RunOptions
+from phalanx.config.train import Train
+from phalanx.cost.traffic.step import step_traffic
+from phalanx.data.prepare import prepare
+from phalanx.data.split import open_split
+from phalanx.errors import JobError, StoppedError
+from phalanx.parallel import mesh as meshes
+from phalanx.partition import batch
+from phalanx.partition.cut import stages_of
+from phalanx.partition.pipeline import schedule_of
+from phalanx.train.step import Stepper
+from train.runs import change, losses, rows, train, weights
+
+CHAT = ModelConfig(n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, seq_len=64, positions="rope")
+VOCAB = 28
+"""Distinct characters of the sums in template alpaca."""
+LAYOUTS = [
+    "dp_replicate=2",
+    "dp_shard=2,zero=3",
+    "tp=2,sp=true",
+    "pp=2,micro_batch=2",
+    "cp=2",
+    "cp=2,cp_ulysses=2",
+    "dp_shard=2,tp=2,loss_chunk=5",
+    "pp=2,cp=2,micro_batch=1",
+]
+
+
+def numbers(path, rows: int = 60) -> None:
+    """Sums to answer: some prompts are long and have answers of one digit, so that steps differ in answers."""
+    draw = random.Random(5)
+    with path.open("w") as file:
+        for _ in range(rows):
+            terms = [draw.randrange(10) for _ in range(draw.choice([2, 2, 3, 9]))]
+            row = {"prompt": "+".join(map(str, terms)) + "=", "completion": str(sum(terms)) * draw.choice([1, 1, 4])}
+            file.write(json.dumps(row) + "\n")
+
+
+def fine_tuning(folder) -> Job:
+    """Sums, several to a sample, with the loss on their results."""
+    numbers(folder / "sums.jsonl")
+    return Job(
+        model=CHAT,
+        cluster=Cluster(peak_tflops=1.0),
+        data=Data(
+            corpus="chat",
+            path=str(folder / "sums.jsonl"),
+            template="alpaca",
+            document_mask=True,
+            packing=True,
+            val_fraction=0.2,
+            dir=str(folder / "data"),
+        ),
+        optimizer=Optimizer(lr=1e-2, warmup_steps=2),
+        train=Train(steps=4, global_batch=8, precision="fp64", eval_samples=10),
+        checkpoint=Checkpoint(keep=0),
+        run=RunOptions(name="run", dir=str(folder / "runs"), sample_tokens=0),
+    )
+
+
+@pytest.fixture(scope="module")
+def chat(ranks, tmp_path_factory) -> Job:
+    """The job after a run on one process."""
+    job = fine_tuning(tmp_path_factory.mktemp("chat"))
+    ranks(train, 1, job, timeout=120)
+    return job
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_any_layout_makes_the_curve_of_one_process(ranks, chat, line):
+    layout = parse(line)
+    other = change(dataclasses.replace(chat, layout=layout), "run", name=f"run-{line}")
+    sent = ranks(train, layout.processes, other, timeout=200)[0]["traffic_bytes"]
+    assert {axis: by for axis, by in sent.items() if any(by.values())} == predicted_traffic(other)
+    assert curve(other) == pytest.approx(curve(chat), rel=1e-9)
+    found = weights(other)
+    for name, tensor in weights(chat).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
+
+
+def predicted_traffic(job) -> dict:
+    """Returns the bytes per step that the cost model predicts for rank 0; it knows nothing of answers."""
+    equation = batch.solve(job.train.global_batch, job.layout)
+    stages = None
+    if job.layout.pp > 1:
+        count = schedule_of(job.layout, equation.accumulation).stages
+        stages = stages_of(job.model, job.layout, count, VOCAB)
+    of_job = {"precision": job.train.precision, "vocab": VOCAB, "stages": stages, "optimizer": job.optimizer}
+    found = step_traffic(job.model, job.layout, equation, **of_job)
+    return {axis: {name: pytest.approx(sent, 1e-13) for name, sent in by.items()} for axis, by in found.items()}
+
+
+def curve(job) -> list[float]:
+    """Loss and gradient norm of every step, then the validation losses."""
+    steps = [value for row in rows(job, "step") for value in (row["loss"], row["grad_norm"])]
+    return [*steps, *(row["val_loss"] for row in rows(job, "validation"))]
+
+
+def test_a_run_goes_on_bit_for_bit_and_not_with_other_packing(ranks, chat):
+    resumed = change(chat, "run", name="resumed")
+    with pytest.raises(StoppedError):
+        ranks(train, 1, resumed, 2)
+    with pytest.raises(JobError, match=r"data.packing: True there, False here"):
+        ranks(train, 1, change(resumed, "data", packing=False))
+    ranks(train, 1, resumed)
+    assert curve(resumed) == curve(chat)
+    straight, found = weights(chat), weights(resumed)
+    assert all(torch.equal(found[name], tensor) for name, tensor in straight.items())
+
+
+def test_the_loss_is_the_mean_over_the_answers_of_the_step(ranks, chat):
+    """Steps differ in their answers; a step's loss is that of the untrained model on exactly its answers."""
+    data = open_split(prepare(chat.data), "train", chat.model.seq_len, chat.data)
+    counts = [data.valid_tokens(8 * step, 8, chat.train.seed) for step in range(4)]
+    assert len(set(counts)) > 1
+    frozen = change(change(chat, "optimizer", lr=1e-30, weight_decay=0.0), "run", name="frozen")
+    ranks(train, 1, frozen)
+    [found] = ranks(answer_losses, 1, frozen)
+    assert losses(frozen) == pytest.approx(found, rel=1e-12)
+
+
+def answer_losses(ranks, job) -> list[float]:
+    """The loss of each step from the initial model's logits of each conversation alone, without padding."""
+    data = open_split(prepare(job.data), "train", job.model.seq_len, job.data)
+    stepper = Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), data.vocab_size)
+    model, found = stepper.replica.objective.model, []
+    for step in range(job.train.steps):
+        micro = data.micro_batch(data.order(8 * step, 8, job.train.seed), np.arange(8))
+        total = count = 0
+        for tokens, targets, documents in zip(micro.tokens, micro.targets, micro.documents, strict=True):
+            for number in range(documents.max() + 1):
+                own = torch.from_numpy(documents == number)
+                logits = model(torch.from_numpy(tokens)[own][None])[0].detach()
+                answers = torch.from_numpy(targets)[own]
+                counted = answers != IGNORE  # nowhere in padding
+                total += F.cross_entropy(logits[counted], answers[counted], reduction="sum").item()
+                count += int(counted.sum())
+        found.append(total / count)
+    return found
