@@ -33,6 +33,8 @@ def test_json_has_what_the_design_says(capsys):
     assert document["predicted_step_time_s"] == predicted["step_time_s"]
     assert document["step_time_s"] == pytest.approx(predicted["step_time_s"], rel=0.02)
     assert document["undisturbed_step_time_s"] == document["step_time_s"]
+    assert document["tps_total"] == document["tps"] * 8
+    assert document["tps_total"] * document["step_time_s"] == pytest.approx(32 * 1024)
     assert "goodput" not in document
 
 

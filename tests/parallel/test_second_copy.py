@@ -59,7 +59,7 @@ def test_every_byte(ranks, model, line):
 
 
 def test_later_gathers_stay_in_the_node():
-    """Of the gathers of a step only the first leaves the node, however many micro-batches there are."""
+    """Only the first gather of a step leaves the node, however many micro-batches there are."""
     layout = layout_line.parse("dp_shard=4,accumulation=3")
     plain, near = (
         step_traffic(LLAMA, changed, batch.solve(24, changed), vocab=VOCAB)

@@ -122,6 +122,16 @@ class Simulated:
     undisturbed_s: float
     """Seconds of a step without disturbances."""
 
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second on all devices together, of the simulated step."""
+        return self.prediction.tokens / self.figures.step_time_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        """Tokens per second per device, of the simulated step."""
+        return self.tokens_per_s / self.prediction.devices
+
 
 @gc_paused()
 def _simulated(spec: StepSpec, disturbance: Disturbance, progress: Progress) -> Simulated:
@@ -211,6 +221,8 @@ def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
     found = result.figures
     document: dict[str, Any] = {
         "step_time_s": found.step_time_s,
+        "tps": result.tokens_per_s_per_device,
+        "tps_total": result.tokens_per_s,
         "bubble": found.bubble,
         "ranks": found.ranks,
         "steps": result.timeline.schedule.steps,
@@ -234,6 +246,7 @@ def report(result: Simulated, lost: Goodput | None) -> str:
         spec.batch.equation(),
         "",
         f"step time: {duration(found.step_time_s)} simulated, {duration(predicted)} predicted  "
+        f"tps: {result.tokens_per_s_per_device:,.0f}  tps_total: {result.tokens_per_s:,.0f}  "
         f"bubble: {found.bubble:.1%}",
     ]
     if result.disturbance != Disturbance():

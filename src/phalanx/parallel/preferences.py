@@ -44,7 +44,7 @@ class PairLoss:
     def __init__(self, options: DpoOptions, cp: Axis):
         self.options, self.cp = options, cp
         self.log_probabilities: Tensor | None = None
-        """Of the last micro-batch's sequences: (micro_batch,) fp64."""
+        """The log-probability of each sequence of the last micro-batch: (micro_batch,) fp64."""
         self._sums: Tensor | None = None
 
     def __call__(self, losses: Tensor, micro: MicroTensors) -> Tensor:

@@ -51,7 +51,7 @@ class Trackers:
         self.end(status, min(STOPPED_S, self.job.run.trackers_wait_s) if stopped else self.job.run.trackers_wait_s)
 
     def message(self, name: str) -> dict[str, Any]:
-        """Returns what the process of a tracker is told."""
+        """Returns the first message to a tracker's process: which tracker it is, and the run."""
         job = self.job
         return {
             "tracker": name,

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is given when it is opened."""
+    """The run that a tracker records, as it knows it when it opens."""
 
     name: str
     directory: Path
@@ -26,7 +26,7 @@ class TrackedRun:
     step: int | None = None
     """The last step that the tracker has; None for a run that it does not know. Steps after it may come again."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What the tracker wants to find again after a resume, such as an id; kept in the run directory."""
+    """Values that the tracker finds again after a resume, such as an id; they are kept in the run directory."""
 
     def hyperparameters(self) -> dict[str, Any]:
         """Returns every value of the job by its dotted path, and the layout's line."""
