@@ -15,7 +15,7 @@ BESIDE := $(addprefix tests/,blocks check comm config cost evaluate examples exc
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train verify verify-families test faults fuzz lora offload tiles zero-plus-plus test-smollm2 test-families \
-	reference lint format docs docs-check course bench accuracy gpu chaos launchers bench-peers clean
+	reference lint format wheel docs docs-check course bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -80,6 +80,9 @@ lint: setup ## check style, format and types
 format: setup ## put the code into the common format
 	$(BIN)/ruff check --fix --quiet .
 	$(BIN)/ruff format .
+
+wheel: ## build the wheel, and try it in a fresh environment: two minutes
+	PYTHON=$(PYTHON) .ci/wheel
 
 docs: setup ## build the documentation site, dist/site/index.html; a broken link fails
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

@@ -157,17 +157,25 @@ class Live(Pinned):
         gc.collect()
         there = [x.untyped_storage() for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
         self.before = {storage._cdata: (StorageWeakRef(storage), storage.nbytes()) for storage in there}
+        self.resized = [ref for ref, size in self.before.values() if not size]
         self.alive: dict[int, StorageWeakRef] = {}
         self.sent: dict[int, tuple[StorageWeakRef, int]] = {}  # with the looks that are left
+        self.bound = 0
+        """No fewer bytes than are alive, but for those of `resized`: all that were made since one last looked."""
         self.most = 0
 
+    def add(self, key: int, ref: StorageWeakRef, size: int) -> None:
+        super().add(key, ref, size)
+        self.alive[key] = ref
+        self.bound += size
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = len(self.storages)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        self.alive |= {key: ref for key, (ref, _) in list(self.storages.items())[known:]}
         if func.namespace == "c10d":
             keys = [tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))]
             self.sent |= {key: (self.alive[key], LOOKS) for key in keys if key in self.alive}
+        if self.bound + sum(map(_size, self.resized)) <= self.most:
+            return result  # whatever is alive, it has been as much before
         now = self.bytes_now()
         for _ in range(2):
             if now <= 1.01 * self.most or not self.sent:
@@ -182,8 +190,12 @@ class Live(Pinned):
         """Returns the bytes that are alive."""
         self.alive = {key: ref for key, ref in self.alive.items() if not ref.expired()}
         self.sent = {key: one for key, one in self.sent.items() if key in self.alive}
-        made = sum(map(_size, self.alive.values()))
-        return made + sum(_size(ref) for ref, size in self.before.values() if not size and not ref.expired())
+        self.resized = [ref for ref, size in self.before.values() if not size and not ref.expired()]
+        sizes = [(ref, _size(ref)) for ref in self.alive.values()]
+        self.bound = sum(size for _, size in sizes)
+        now = self.bound + sum(map(_size, self.resized))
+        self.resized += [ref for ref, size in sizes if not size]
+        return now
 
 
 def _size(ref: StorageWeakRef) -> int:
