@@ -21,6 +21,7 @@ from phalanx.cost.time.state_time import (
     offloaded_work,
     optimizer_seconds,
     state_seconds,
+    synchronization_seconds,
 )
 from phalanx.schedule import catalogue
 
@@ -51,6 +52,7 @@ def step_parts(spec: StepSpec) -> Parts:
         "pp": _boundaries(spec) + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
         "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + data,
     }
+    exposed["dp_replicate"] = exposed.get("dp_replicate", 0.0) + synchronization_seconds(spec, held)
     return Parts(
         products=m * slowest.products,
         streams=m * slowest.streams,
