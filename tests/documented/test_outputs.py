@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from documented.pages import Example, examples, matches
+from documented.pages import Example, examples, marks_without_commands, matches
 
 ROOT = Path(phalanx.__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SHOWN = [page for page in PAGES if page.exists() and examples(page)]
+SHOWN = [page for page in PAGES if page.exists() and any(not example.not_run for example in examples(page))]
 SECONDS = 900
 
 checked = pytest.mark.skipif(not os.environ.get("PHALANX_DOCS"), reason="make docs-check runs this: an hour")
@@ -38,7 +38,8 @@ def test_outputs_of_a_page_hold(page, tmp_path):
         "NO_COLOR": "1",
     }
     wrong, code = [], 0
-    for example in examples(page):
+    shown = [example for example in examples(page) if not example.not_run]
+    for example in shown:
         done = subprocess.run(
             ["bash", "-c", f"(exit {code}); {example.command}"],
             cwd=tmp_path,
@@ -51,9 +52,16 @@ def test_outputs_of_a_page_hold(page, tmp_path):
             text=True,
         )
         code = done.returncode
-        if not matches(example, done.stdout):
+        holds = matches(example, done.stdout) if example.shows_output else not code
+        if not holds:
             wrong.append(f"line {example.line}: $ {example.command}\n{done.stdout}\n")
+    print(f"{page.relative_to(ROOT)}: {len(shown)} commands, {sum(e.shows_output for e in shown)} outputs compared")
     assert not wrong, "\n".join(["these outputs differ from the page:", *wrong])
+
+
+def test_marks_stand_above_commands_and_give_reasons():
+    idle = {str(page.relative_to(ROOT)): marks_without_commands(page) for page in PAGES if page.exists()}
+    assert {page: lines for page, lines in idle.items() if lines} == {}
 
 
 def test_a_gap_stands_for_any_text():
@@ -72,8 +80,18 @@ def test_commands_are_read_with_their_marks(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "Text.\n\n    $ one \\\n      --more\n    out\n\n    out 2\n\n<!-- figures vary -->\n\n    $ two\n    3 s\n\n"
-        "<!-- not run: it needs a cluster -->\n\n    $ three\n    4\n\nText.\n\n    $ four\n"
+        "<!-- not run: it needs a cluster -->\n\n    $ three\n    4\n\nText.\n\n    $ four\n\n"
+        "<!-- figures vary -->\n<!-- before: make five -->\n\n```\n$ five\n\n5\n```\n\n```python\nprint(6)\n```\n"
     )
-    one, two = examples(page)
+    one, two, three, four, before, five = examples(page)
     assert (one.command, one.output, one.varies) == ("one \\\n  --more", ["out", "out 2"], False)
     assert (two.command, two.output, two.varies) == ("two", ["3 s"], True)
+    assert (three.not_run, four.not_run, four.shows_output) == ("it needs a cluster", "", False)
+    assert (before.command, before.shows_output) == ("make five", False)
+    assert (five.command, five.output, five.varies) == ("five", ["", "5"], True)
+
+
+def test_a_mark_without_a_command_or_a_reason_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("<!-- figures vary -->\n\nText.\n\n<!-- not run -->\n\n    $ one\n\n<!-- figures vary -->\n")
+    assert marks_without_commands(page) == [1, 5, 9]
