@@ -5,6 +5,7 @@ its output. All of them run, in their order; a command without an output has to 
 any text, also of several lines. Comments above a block, each on a line of its own:
 
 - `<!-- figures vary -->`: numbers differ between machines or runs, so that any number matches any other;
+- `<!-- output varies: REASON -->`: the commands have to succeed, and what they print is not compared;
 - `<!-- not run: REASON -->`: the block's commands cannot run in a test;
 - `<!-- before: COMMAND -->`: a command runs first that the page does not show, such as one that makes the run it reads.
 """
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _NUMBER = r"\d[\d,.]*(?:e[+-]?\d+)?"
-_COMMENT = re.compile(r"<!-- (figures vary|not run|before)(?:: (.*))? -->")
+_COMMENT = re.compile(r"<!-- (figures vary|output varies|not run|before)(?:: (.*))? -->")
 _FENCE = "```"
 _COMMANDS = ("phalanx ", "make ", "python ", "pip ")
 """A line that begins so is a command without `$ `: it has no output."""
@@ -30,12 +31,15 @@ class Example:
     command: str
     output: list[str] = field(default_factory=list)
     varies: bool = False
+    """Its numbers do."""
+    unlike: str = ""
+    """Why its output differs between machines or runs as a whole; empty if it does not."""
     not_run: str = ""
     """Why it cannot run in a test; empty if it runs."""
 
     @property
-    def shows_output(self) -> bool:
-        return any(line.strip() for line in self.output)
+    def is_compared(self) -> bool:
+        return not self.unlike and any(line.strip() not in ("", "...") for line in self.output)
 
 
 @dataclass
@@ -43,6 +47,7 @@ class _Marks:
     """The comments above a block."""
 
     varies: bool = False
+    unlike: str = ""
     not_run: str = ""
     before: list[str] = field(default_factory=list)
     used: bool = False
@@ -53,6 +58,8 @@ class _Marks:
             self.before.append(text)
         elif mark == "not run":
             self.not_run = text
+        elif mark == "output varies":
+            self.unlike = text
         else:
             self.varies = True
 
@@ -73,7 +80,7 @@ def examples(page: Path) -> list[Example]:
             if not marks.used and not marks.not_run:
                 found += [Example(number, command) for command in marks.before]
             marks.used = inside = True
-            found.append(Example(number, text[2:], varies=marks.varies, not_run=marks.not_run))
+            found.append(Example(number, text[2:], [], marks.varies, marks.unlike, marks.not_run))
         elif text.startswith(_COMMANDS):
             inside = False
         elif inside and not found[-1].output and found[-1].command.endswith("\\"):
@@ -97,6 +104,13 @@ def marks_without_commands(page: Path) -> list[int]:
         elif text is None and line not in ("", _FENCE):
             idle, waiting = idle + waiting, []
     return idle + waiting
+
+
+def holds(example: Example, output: str, code: int) -> bool:
+    """Returns whether a command did what the page says: it printed its output, or it succeeded if none is compared."""
+    if "Traceback (most recent call last)" in output:
+        return False
+    return matches(example, output) if example.is_compared else not code
 
 
 def matches(example: Example, output: str) -> bool:
