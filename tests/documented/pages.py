@@ -7,17 +7,19 @@ any text, also of several lines. Comments above a block, each on a line of its o
 - `<!-- figures vary -->`: numbers differ between machines or runs, so that any number matches any other;
 - `<!-- output varies: REASON -->`: the commands have to succeed, and what they print is not compared;
 - `<!-- not run: REASON -->`: the block's commands cannot run in a test;
+- `<!-- needs: PROGRAM -->`: they run where this program is installed;
 - `<!-- before: COMMAND -->`: a command runs first that the page does not show, such as one that makes the run it reads.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
 _NUMBER = r"\d[\d,.]*(?:e[+-]?\d+)?"
-_COMMENT = re.compile(r"<!-- (figures vary|output varies|not run|before)(?:: (.*))? -->")
+_COMMENT = re.compile(r"<!-- (figures vary|output varies|not run|needs|before)(?:: (.*))? -->")
 _FENCE = "```"
 _COMMANDS = ("phalanx ", "make ", "python ", "pip ")
 """A line that begins so is a command without `$ `: it has no output."""
@@ -60,6 +62,8 @@ class _Marks:
             self.not_run = text
         elif mark == "output varies":
             self.unlike = text
+        elif mark == "needs":
+            self.not_run = self.not_run or ("" if shutil.which(text) else f"{text} is not installed")
         else:
             self.varies = True
 
