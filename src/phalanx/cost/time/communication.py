@@ -135,9 +135,9 @@ def boundary_bytes(spec: StepSpec) -> float:
     return whole / here.tp if spec.framework.pp_scatters and not here.sp else whole
 
 
-def boundary_seconds(spec: StepSpec) -> float:
-    """Returns the seconds of sending one micro-batch's hidden states from a stage to the next."""
-    if spec.layout.pp == 1:
-        return 0.0
-    ranks = RankGroup(2, group(spec.layout, "pp").stride)
-    return seconds(spec.cluster, "send", boundary_bytes(spec), ranks)
+def boundary_seconds(spec: StepSpec, one: int, other: int) -> float:
+    """Returns the seconds of sending one micro-batch's hidden states from a pipeline rank to another: inside a domain
+    of neighbouring devices if both have theirs there."""
+    joined, stride = spec.cluster.joined, group(spec.layout, "pp").stride
+    crosses = one * stride // joined != other * stride // joined
+    return seconds(spec.cluster, "send", boundary_bytes(spec), RankGroup(2, joined if crosses else 1))

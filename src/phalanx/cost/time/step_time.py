@@ -73,8 +73,8 @@ def _boundaries(spec: StepSpec) -> float:
     if layout.pp == 1:
         return 0.0
     chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
-    once, overlaps = boundary_seconds(spec), spec.framework.pp_overlaps
-    return boundaries(once, layout.pp, chunks, spec.batch.accumulation, overlaps=overlaps)
+    once = sum(boundary_seconds(spec, rank, rank + 1) for rank in range(layout.pp - 1)) / (layout.pp - 1)
+    return boundaries(once, layout.pp, chunks, spec.batch.accumulation, overlaps=spec.framework.pp_overlaps)
 
 
 def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: RankTime) -> tuple[float, float]:
