@@ -122,7 +122,7 @@ def matches(example: Example, output: str) -> bool:
     """Returns whether a real output is the one that the page shows; pages and terminals wrap lines differently, so that
     any white space equals any other."""
     text = " ".join(" ".join(example.output).split())
-    pattern = ".*?".join(_literal(part, example.varies) for part in text.split("..."))
+    pattern = ".*?".join(_literal(part, example.varies) for part in re.split(r" ?\.\.\. ?", text))
     return re.search(rf"(?<!\S){pattern.strip()}(?!\S)", " ".join(output.split())) is not None
 
 
