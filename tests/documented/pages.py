@@ -18,7 +18,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_NUMBER = r"-?\d[\d,.]*(?:e[+-]?\d+)?(?:(?:m\d+|h\d+m\d+|[µum]| )?s\b)?"
+_NUMBER = r"-?\d[\d,.]*(?:e[+-]?\d+)?(?: ?(?:m\d+|h\d+m\d+|[µum])?s\b)?"
 """A number, or a duration in any unit."""
 _COMMENT = re.compile(r"<!-- (figures vary|output varies|not run|needs|before)(?:: (.*))? -->")
 _FENCE = "```"

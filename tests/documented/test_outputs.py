@@ -82,7 +82,7 @@ def test_a_command_without_an_output_has_to_succeed_and_none_may_show_a_tracebac
 
 def test_figures_vary_only_where_the_page_says_so():
     assert matches(Example(1, "x", ["loss: 1.25  tps: 1,234"], varies=True), "loss: 3.5  tps: 99")
-    assert matches(Example(1, "x", ["val_loss: 1.4 (316ms) in 4m55s"], varies=True), "val_loss: 1.3 (1.2s) in 44.1 s")
+    assert matches(Example(1, "x", ["loss: 1.4 (316ms) in 4m55s, 2 ms"], varies=True), "loss: 1.3 (1.2s) in 44 s, 9 µs")
     assert not matches(Example(1, "x", ["loss: 1.25"]), "loss: 3.5")
     assert not matches(Example(1, "x", ["2 steps"], varies=True), "2 stages")
     assert not matches(Example(1, "x", ["loss: 1.25"], varies=True), "accuracy: 3.5")
