@@ -20,6 +20,8 @@ from pathlib import Path
 
 _NUMBER = r"-?\d[\d,.]*(?:e[+-]?\d+)?(?: ?(?:m\d+|h\d+m\d+|[µum])?s\b)?"
 """A number, or a duration in any unit."""
+_PROGRESS = re.compile(r"^[\w ]+: [\d.]+%(?: \(.* left\))?$", re.MULTILINE)
+"""A line of progress, which depends on how fast a machine is: it is left out of an output."""
 _COMMENT = re.compile(r"<!-- (figures vary|output varies|not run|needs|before)(?:: (.*))? -->")
 _FENCE = "```"
 _COMMANDS = ("phalanx ", "make ", "python ", "pip ")
@@ -123,7 +125,8 @@ def matches(example: Example, output: str) -> bool:
     any white space equals any other."""
     text = " ".join(" ".join(example.output).split())
     pattern = ".*?".join(_literal(part, example.varies) for part in re.split(r" ?\.\.\. ?", text))
-    return re.search(rf"(?<!\S){pattern.strip()}(?!\S)", " ".join(output.split())) is not None
+    real = " ".join(_PROGRESS.sub("", output).split())
+    return re.search(rf"(?<!\S){pattern.strip()}(?!\S)", real) is not None
 
 
 def _lines(page: Path) -> list[tuple[int, str, str | None]]:

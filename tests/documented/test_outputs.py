@@ -71,6 +71,7 @@ def test_a_gap_stands_for_any_text():
     assert matches(example, "before\na: 1\nmore\nand more\nb: 7 8 end\nafter")
     assert not matches(example, "a: 2\nb: 7 8 end")
     assert matches(Example(1, "x", ["main ... finished"]), "main   finished")
+    assert matches(Example(1, "x", ["a", "b"]), "a\ntokenizing: 40% (2.1s left)\ntokenizing: 100%\nb")
 
 
 def test_a_command_without_an_output_has_to_succeed_and_none_may_show_a_traceback():
