@@ -92,8 +92,9 @@ docs: setup ## build the documentation site, dist/site/index.html; a broken link
 docs-check: setup ## run every command that README and docs show with its output, and compare: an hour; ARGS='-k tutorials'
 	PHALANX_DOCS=1 $(BIN)/python -m pytest -q --timeout=0 tests/documented $(ARGS)
 
-course: setup ## run the commands of every lecture of docs/course.md: ARGS=examples/course/03-zero.sh
-	@for lecture in $(or $(ARGS),$(sort $(wildcard examples/course/*.sh))); do \
+course: setup ## run the commands of every lecture of docs/course.md, in runs/course: ARGS=examples/course/03-zero.sh
+	@mkdir -p runs/course && cp -r examples runs/course/ && cd runs/course && \
+	for lecture in $(or $(ARGS),$(sort $(wildcard examples/course/*.sh))); do \
 		echo "== $$lecture"; PATH=$(CURDIR)/$(BIN):$$PATH bash -e $$lecture || exit 1; done
 
 bench: setup ## measure this machine and write benchmarks/results

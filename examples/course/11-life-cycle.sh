@@ -5,4 +5,5 @@ phalanx generate runs/course-base --prompt "def " --max-new-tokens 60 --temperat
 phalanx evaluate runs/course-base --limit-mb 0.02
 phalanx train examples/fine_tuning.yaml train.steps=40 run.name=fine_tuning --fresh
 phalanx train examples/preferences.yaml train.steps=20 run.name=course-preferences --fresh
+rm -rf course-base-hf
 phalanx export runs/course-base --to hf course-base-hf

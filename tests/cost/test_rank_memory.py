@@ -5,6 +5,7 @@ import os
 from dataclasses import astuple, replace
 from operator import mul
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -345,3 +346,14 @@ def test_korthikantis_seventh_figure():
     for row in rows:
         percent = float(row["activation_pct_of_tp_baseline"])
         assert 100 * kept[row["mode"]] / kept["none"] == pytest.approx(percent, rel=0.01), row
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_diloco_keeps_an_anchor_and_a_momentum_of_what_a_rank_updates(zero: Literal[1, 2, 3]):
+    layout = Layout(dp_replicate=2, dp_shard=4, zero=zero)
+    alone = replace(layout, sync="diloco")
+    for both in (
+        [rank_memory(spec(GPT, each, 16), 0).optimizer for each in (layout, alone)],
+        [state_bytes(GPT, each, "bf16").optimizer for each in (layout, alone)],
+    ):
+        assert both[1] - both[0] == pytest.approx(2 * 4 * count(GPT) / 4, rel=1e-3)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.blocks.kinds import BlockKind
+from phalanx.blocks.parameters import count
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
@@ -103,6 +105,24 @@ def test_sharding_inside_groups_and_replicating_between_them_gains_on_many_nodes
         whole = spec(layout, 480, cluster="dgx-h100:60")
         times.append(step_parts(replace(whole, model=replace(whole.model, seq_len=2048))).total)
     assert times[1] < 0.95 * times[0]
+
+
+def test_replicas_that_train_by_themselves_pay_for_averaging_once_in_many_steps() -> None:
+    """Two nodes with a slow link: DiLoCo sends fp32 parameters, not gradients, and nothing computes meanwhile."""
+    slow = replace(cluster_of("dgx-h100:2"), inter=replace(cluster_of("dgx-h100:2").inter, gbs=0.1))
+
+    def exposed(**sync: Any) -> dict[str, float]:
+        layout = Layout(dp_replicate=2, dp_shard=8, zero=1, micro_batch=1, **sync)
+        return step_parts(replace(spec(layout, 64, cluster="dgx-h100:2"), cluster=slow)).exposed
+
+    inside = step_parts(spec(Layout(dp_shard=8, zero=1, micro_batch=1), 32, cluster="dgx-h100:1")).exposed["dp_shard"]
+    often, seldom = (exposed(sync="diloco", sync_every=steps) for steps in (10, 100))
+    assert often["dp_shard"] == seldom["dp_shard"] == pytest.approx(inside)
+    averaged = 4 * count(PRESETS["llama3-8b"]) / 8
+    once = seconds(slow, "all_reduce", averaged, RankGroup(2, 8))
+    assert seldom["dp_replicate"] == pytest.approx(once / 100, rel=1e-3)
+    assert often["dp_replicate"] == pytest.approx(10 * seldom["dp_replicate"])
+    assert exposed()["dp_shard"] > 100 * inside
 
 
 def test_ranks_have_the_layers_of_a_written_cut() -> None:

@@ -82,7 +82,7 @@ def test_1f1b_of_equal_ranks_has_its_closed_form(m: int) -> None:
     state = optimizer_seconds(one, held_by(one, content))
     found = simulate(one)
     # Messages that nothing hides: in and out; of one that its receiver waits for in the steady state, part of it.
-    messages = 2 * 3 * boundary_seconds(one)
+    messages = 2 * 3 * boundary_seconds(one, 0, 1)
     passes = (3 + m) * work
     assert passes + messages <= (found.seconds - state) * 1.002
     assert found.seconds - state == pytest.approx(passes + messages, rel=5e-3)
@@ -208,7 +208,7 @@ def test_a_slow_rank_sets_the_pace(rank: int, factor: float) -> None:
 def test_a_slow_link_slows_the_messages_between_two_ranks() -> None:
     one = spec("tp=8,pp=4", 8, framework=MEGATRON_CORE)
     well, slow = simulate(one), simulate(one, Disturbance(links=(((1, 2), 50.0),)))
-    hop = boundary_seconds(one)
+    hop = boundary_seconds(one, 0, 1)
     for timeline, factor in ((well, 1.0), (slow, 50.0)):
         for rank in range(4):
             sent = {span.to: span.seconds for span in timeline.network[rank] if span.kind == "send"}
@@ -217,6 +217,16 @@ def test_a_slow_link_slows_the_messages_between_two_ranks() -> None:
     # On the way in and on the way out it is in nobody's shadow.
     assert slow.seconds - well.seconds >= 2 * 49 * hop * 0.999
     assert slow.seconds - well.seconds <= 2 * 49 * hop * (8 + 1)
+
+
+def test_only_stages_in_different_nodes_send_over_the_network() -> None:
+    """Stages of four devices, two to a node of eight: the network is between the second and the third."""
+    one = spec("tp=4,pp=4", 8, framework=MEGATRON_CORE)
+    near, far, again = (boundary_seconds(one, rank, rank + 1) for rank in range(3))
+    assert near == again < far / 4
+    simulated = simulate(one)
+    assert {span.seconds for span in simulated.network[1] if span.to == 2} == {far}
+    assert predict(one).parts.exposed["pp"] == pytest.approx(2 * (2 * near + far))
 
 
 def test_slow_collectives_slow_what_they_are_part_of() -> None:
@@ -284,7 +294,7 @@ def test_slices_of_a_sequence_fill_the_pipeline_sooner() -> None:
     one, cut = spec(PIPE, 4), spec(f"{PIPE},schedule=terapipe", 4)
     sends = [span for span in simulate(cut).network[0] if span.kind == "send"]
     assert len(sends) == 4 * 4
-    assert all(span.seconds == pytest.approx(boundary_seconds(one) / 4) for span in sends)
+    assert all(span.seconds == pytest.approx(boundary_seconds(one, 0, 1) / 4) for span in sends)
     assert simulate(cut).seconds < simulate(one).seconds
 
 

@@ -8,6 +8,7 @@ from functools import lru_cache
 from math import isfinite, prod
 
 from phalanx.blocks.parameters import trained_shapes
+from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.nearest import did_you_mean
@@ -32,13 +33,19 @@ def kinds(config: Optimizer, shapes: Mapping[str, Shape]) -> tuple[str, ...]:
 def state_bytes_of(config: Optimizer, name: str, whole: Shape, elements: int, width: int) -> int:
     """Returns the bytes of the state of `elements` elements of a parameter, whose numbers have `width` bytes: of whole
     blocks, as the optimizer's granularity cuts shards."""
-    tensors, own = state_tensors(config, name, whole), _own_width(width)
+    tensors, own = state_tensors(config, name, whole), own_width(width)
     kept = sum((tensor.bytes or own) * (elements // tensor.block) for tensor in tensors)
     return kept + elements * _master_width(width)
 
 
-def _own_width(width: int) -> int:
-    """Returns the bytes of a number of the optimizer itself: fp32 at least."""
+def outer_bytes(layout: Layout, width: int) -> int:
+    """Returns the bytes per updated parameter of the outer optimizer of replicas that train by themselves: DiLoCo's
+    anchor and momentum. They count as optimizer state."""
+    return 2 * own_width(width) if layout.sync == "diloco" and layout.independent_replicas > 1 else 0
+
+
+def own_width(width: int) -> int:
+    """Returns the bytes of a number of the optimizer itself, such as its copy of a parameter: fp32 at least."""
     return max(4, width)
 
 

@@ -36,7 +36,6 @@ class Disturbance:
 
     def p2p_seconds(self, spec: StepSpec, schedule: Schedule) -> dict[tuple[int, int], float]:
         """Returns the seconds of a message by sender and receiver, for all pairs of pipeline ranks that communicate."""
-        seconds = boundary_seconds(spec) / schedule.slices
         slow = {frozenset(pair): factor for pair, factor in self.links}
         pairs = {
             (one, other)
@@ -45,7 +44,9 @@ class Disturbance:
             for one, other in ((a, b), (b, a))
             if one != other
         }
-        return {pair: seconds * slow.get(frozenset(pair), 1.0) for pair in pairs} if seconds else {}
+        return {
+            pair: boundary_seconds(spec, *pair) / schedule.slices * slow.get(frozenset(pair), 1.0) for pair in pairs
+        }
 
 
 def check(disturbance: Disturbance, spec: StepSpec) -> None:

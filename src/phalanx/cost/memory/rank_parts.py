@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from operator import add, mul
@@ -24,7 +25,7 @@ from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.placed import placed
 from phalanx.cost.spec import StepSpec
-from phalanx.optimizers.facts import optimizer_costs
+from phalanx.optimizers.facts import OptimizerCosts, optimizer_costs, outer_bytes
 from phalanx.partition.pipeline import flushes
 from phalanx.partition.recompute import written
 from phalanx.partition.second_copy import is_copied, near_ranks
@@ -45,10 +46,15 @@ class StepParts(StepSizes):
         super().__init__(spec)
         layout = spec.layout
         self.cut, self.flights = placed(spec)
+
+        def costs(stored: int) -> OptimizerCosts:
+            inner = optimizer_costs(spec.optimizer, spec.model, stored)
+            return replace(inner, state=inner.state + outer_bytes(layout, stored))
+
         self.formulas = MemoryFormulas(
             self.memory_profile,
             spec.width,
-            lambda stored: optimizer_costs(spec.optimizer, spec.model, stored),
+            costs,
             tier_of(layout, "optimizer"),
             tier_of(layout, "parameters"),
         )

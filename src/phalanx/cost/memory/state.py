@@ -19,7 +19,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.optimizers.entry import Granularity, Shape
-from phalanx.optimizers.facts import state_bytes_of
+from phalanx.optimizers.facts import outer_bytes, state_bytes_of
 from phalanx.partition.buckets import granular_cut
 from phalanx.partition.matrices import BucketCut, ShardRanges
 from phalanx.partition.pipeline import flushes
@@ -56,9 +56,10 @@ def state_bytes(
     stages: Iterable[range] | None = None,
     optimizer: Optimizer = ADAMW,
 ) -> StateBytes:
-    """Returns the bytes on the fullest rank: exactly those of its tensors, padding included. State that a `layout.sync`
-    other than bsp adds is not counted. A pipeline without a flush has two versions of the weights besides the
-    optimizer's own, and gradients that wait for their step while the next ones arrive.
+    """Returns the bytes on the fullest rank: exactly those of its tensors, padding included, with DiLoCo's anchor and
+    momentum; without those of a parameter server, and without what averaging needs for a moment. A pipeline without a
+    flush has two versions of the weights besides the optimizer's own, and gradients that wait for their step while the
+    next ones arrive.
 
     `precision` and `gradients` are `train`'s, `vocab` the tokenizer's vocabulary size if the model leaves it open.
     `stages` are those of a pipeline rank, as runs of layers (phalanx.partition.cut.stages_of); None: the whole model.
@@ -145,8 +146,11 @@ def _alike(
     entry, ranks, sizes = entry_of(optimizer.name), layout.shard_ranks, [each.size for each in held]
     whole = [state_bytes_of(optimizer, each.name, each.whole, each.size, width) for each in held]
 
-    def state(elements: Iterable[int]) -> int:
-        return sum(size * part // all_of_it for size, part, all_of_it in zip(whole, elements, sizes, strict=True))
+    outer = outer_bytes(layout, width)
+
+    def state(elements: Sequence[int]) -> int:
+        inner = sum(size * part // all_of_it for size, part, all_of_it in zip(whole, elements, sizes, strict=True))
+        return inner + outer * sum(elements)
 
     if ranks > 1 and layout.zero == 3:
         shares = [_largest_share(each.shape, ranks) for each in held]

@@ -19,7 +19,8 @@ from phalanx.partition.second_copy import near_ranks
 def group(layout: Layout, axis: str) -> RankGroup:
     """Returns the ranks of an axis: `tp` innermost, then `ring` and `ulysses` of cp, `ep`, dp_shard, dp_replicate, pp;
     `shard` is dp_shard × cp, `edp` the ranks that hold the same experts; `hpz` and `edp_hpz` are parts of them that
-    keep a second copy of the parameters together, `hpz_across` and `edp_hpz_across` the ranks at one place of these."""
+    keep a second copy of the parameters together, `hpz_across` and `edp_hpz_across` the ranks at one place of these.
+    `summed` are the replicas that sum their gradients in every step: one where each trains by itself."""
     tp, cp, shard = layout.tp, layout.cp, layout.dp_shard
     ulysses_inside = layout.cp_inner == "ulysses"
     return {
@@ -35,6 +36,7 @@ def group(layout: Layout, axis: str) -> RankGroup:
         "hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
         "edp_hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
         "replicate": RankGroup(layout.dp_replicate, tp * cp * shard),
+        "summed": RankGroup(layout.dp_replicate // layout.independent_replicas, tp * cp * shard),
         "pp": RankGroup(layout.pp, tp * cp * shard * layout.dp_replicate),
     }[axis]
 
@@ -133,9 +135,9 @@ def boundary_bytes(spec: StepSpec) -> float:
     return whole / here.tp if spec.framework.pp_scatters and not here.sp else whole
 
 
-def boundary_seconds(spec: StepSpec) -> float:
-    """Returns the seconds of sending one micro-batch's hidden states from a stage to the next."""
-    if spec.layout.pp == 1:
-        return 0.0
-    ranks = RankGroup(2, group(spec.layout, "pp").stride)
-    return seconds(spec.cluster, "send", boundary_bytes(spec), ranks)
+def boundary_seconds(spec: StepSpec, one: int, other: int) -> float:
+    """Returns the seconds of sending one micro-batch's hidden states from a pipeline rank to another: inside a domain
+    of neighbouring devices if both have theirs there."""
+    joined, stride = spec.cluster.joined, group(spec.layout, "pp").stride
+    crosses = one * stride // joined != other * stride // joined
+    return seconds(spec.cluster, "send", boundary_bytes(spec), RankGroup(2, joined if crosses else 1))

@@ -18,7 +18,7 @@ from phalanx.cost.time.kernel import rate, stream_seconds
 from phalanx.cost.time.link import RankGroup, load, seconds
 from phalanx.cost.time.offload_time import HostWork, host_update_seconds, host_work
 from phalanx.optimizers.catalogue import entry_of
-from phalanx.optimizers.facts import OptimizerCosts, offloaded_bytes, optimizer_costs
+from phalanx.optimizers.facts import OptimizerCosts, offloaded_bytes, optimizer_costs, own_width
 from phalanx.partition.second_copy import is_copied
 from phalanx.partition.tiers import gathers_parameters, is_offloaded
 from phalanx.partition.wire import wire_width
@@ -106,7 +106,7 @@ def fetch_seconds(spec: StepSpec, dense: float, experts: float) -> float:
 def groups(layout: Layout, *, experts: bool = False) -> dict[str, RankGroup]:
     """Returns the ranks of the state's messages (StateMessage.among), for experts that ep distributes or the rest."""
     shard, near = ("edp", "edp_hpz") if experts else ("shard", "hpz")
-    names = {"shard": shard, "near": near, "across": f"{near}_across", "replicas": "replicate"}
+    names = {"shard": shard, "near": near, "across": f"{near}_across", "replicas": "summed"}
     return {among: group(layout, name) for among, name in names.items()}
 
 
@@ -155,9 +155,19 @@ def duplicated_stages_seconds(spec: StepSpec, held: ParameterCounts) -> float:
     return seconds(spec.cluster, "all_reduce", mine * width, RankGroup(2, ranks.stride * (ranks.ranks - 1)))
 
 
+def synchronization_seconds(spec: StepSpec, held: ParameterCounts) -> float:
+    """Returns the seconds per step of replicas that train by themselves and average the optimizer's parameters every
+    `layout.sync_every` steps (local SGD, DiLoCo): nothing computes meanwhile. 0 if they sum gradients."""
+    layout = spec.layout
+    if layout.independent_replicas == 1:
+        return 0.0
+    averaged = updated_parameters(spec, held) * own_width(spec.width)
+    return seconds(spec.cluster, "all_reduce", averaged, group(layout, "replicate")) / layout.sync_every
+
+
 def interference(spec: StepSpec, held: ParameterCounts, messages: int) -> float:
     """Returns the slowdown, minus one, of a product during the state's collectives in `messages` messages."""
-    axis = "shard" if spec.layout.shard_ranks > 1 else "replicate"
+    axis = "shard" if spec.layout.shard_ranks > 1 else "summed"
     each = sum(held.sent(spec.layout, "parameter")) * spec.width / messages
     return (spec.framework.interference - 1) * load(spec.cluster, group(spec.layout, axis), each)
 

@@ -21,6 +21,7 @@ from phalanx.cost.time.state_time import (
     offloaded_work,
     optimizer_seconds,
     state_seconds,
+    synchronization_seconds,
 )
 from phalanx.schedule import catalogue
 
@@ -51,6 +52,7 @@ def step_parts(spec: StepSpec) -> Parts:
         "pp": _boundaries(spec) + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
         "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + data,
     }
+    exposed["dp_replicate"] = exposed.get("dp_replicate", 0.0) + synchronization_seconds(spec, held)
     return Parts(
         products=m * slowest.products,
         streams=m * slowest.streams,
@@ -71,8 +73,8 @@ def _boundaries(spec: StepSpec) -> float:
     if layout.pp == 1:
         return 0.0
     chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
-    once, overlaps = boundary_seconds(spec), spec.framework.pp_overlaps
-    return boundaries(once, layout.pp, chunks, spec.batch.accumulation, overlaps=overlaps)
+    once = sum(boundary_seconds(spec, rank, rank + 1) for rank in range(layout.pp - 1)) / (layout.pp - 1)
+    return boundaries(once, layout.pp, chunks, spec.batch.accumulation, overlaps=spec.framework.pp_overlaps)
 
 
 def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: RankTime) -> tuple[float, float]:

@@ -40,7 +40,7 @@ class Bounds:
         self.formulas = self.tables.formulas
         axes = (space.column(name) for name in ("tp", "cp", "ep"))
         self.context = self.formulas.context(self.pp, self.data_ranks, *axes)
-        self.hop = self._hop()
+        self.hop, self.link = self._hops()
         _, first, self._options = np.unique(list(map(id, space.options)), return_index=True, return_inverse=True)
         self._schedules = [np.unique(space.options[pair][:, 0]).tolist() for pair in first]
         """By the number of a pair's options, its schedules."""
@@ -50,7 +50,7 @@ class Bounds:
         """Returns lower bounds on the seconds and bytes of every pair of a mesh and a micro-batch: nothing recomputed,
         everything sharded, all ranks of a pipeline alike, no bubble and nothing to reduce."""
         every = np.arange(len(self.pp))
-        time, _ = self._uniform(every, 0)
+        time = np.maximum(self._uniform(every, 0)[0], self.link)
         kept, _ = self._kept(every, RECOMPUTE.index("full"))
         memory = self._fullest(every, 3, kept / self.pp)
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
@@ -63,7 +63,8 @@ class Bounds:
         uniform = [self._uniform(pairs, mode) for mode in range(len(RECOMPUTE))]
         flying, idle = self._by_schedule(pairs, [forward for _, forward in uniform])
         for mode, (seconds, _) in enumerate(uniform):
-            time[:, mode] = seconds[:, None] * (1 + idle[mode] / self.space.accumulation[pairs, None])
+            bubble = 1 + idle[mode] / self.space.accumulation[pairs, None]
+            time[:, mode] = np.maximum(seconds[:, None] * bubble, self.link[pairs, None])
             _, (kept, moving) = self._kept(pairs, mode)
             activations[:, mode] = kept[:, None] * flying + moving[:, None]
         memory = np.empty((*shape, len(STATES)))
@@ -93,7 +94,7 @@ class Bounds:
             seconds = np.empty((len(STATES), len(pairs)))
             for state in np.flatnonzero(np.bincount(states)):
                 seconds[state] = of_time.seconds(int(state), which[states == state] if runs else None)
-            time[kept] = seconds[states, which] * (1 - ROUNDING)
+            time[kept] = np.maximum(seconds, self.link[pairs])[states, which] * (1 - ROUNDING)
         return time, memory
 
     def _pipelines(self, pairs: NDArray[Any], pp: int, scheduled: int, mode: int) -> Pipelines:
@@ -179,17 +180,20 @@ class Bounds:
         flying = sum(least_in_flight(self.space.schedules[scheduled], pp, m, rank) for rank in range(pp))
         return self._known.setdefault((pp, m, scheduled), least * flying / pp)
 
-    def _hop(self) -> Floats:
-        """Returns the seconds of a message from a stage to the next, by pair."""
+    def _hops(self) -> tuple[Floats, Floats]:
+        """Returns, by pair, the seconds of a message from a stage to the next at least, and those of the micro-batches'
+        messages one after the other between two stages, over the network where some stages are in different nodes."""
         cluster, column = self.request.cluster, self.space.column
         payload = self.tables.boundary()[self.tables.inner_of]
         stride = column("tp") * column("cp") * column("dp_shard") * column("dp_replicate")
-        found = np.zeros(len(payload))
-        for far in (False, True):
-            some = (stride >= cluster.joined) == far
-            slope, start = line(cluster, "send", RankGroup(2, cluster.joined if far else 1))
-            found[some] = start + slope * payload[some]
-        return np.where(self.pp > 1, found, 0.0)
+        (near, start_near), (far, start_far) = (
+            line(cluster, "send", RankGroup(2, each)) for each in (1, cluster.joined)
+        )
+        inside, across = start_near + near * payload, start_far + far * payload
+        several = self.pp > 1
+        hop = np.where(several, np.where(stride >= cluster.joined, across, inside), 0.0)
+        slowest = np.where(stride * self.pp > cluster.joined, across, inside)
+        return hop, np.where(several, self.space.accumulation * slowest, 0.0)
 
 
 def runs_of(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.intp]]:

@@ -328,7 +328,7 @@ class Tables:
                     row = min(2, PURPOSES.index(message.purpose))  # replicas sum when gradients are reduced
                     slopes[row, place] += slope * message.size + codes[message.purpose]
                     starts[row, place] += start
-            beside = group(layout, "shard" if shard > 1 else "replicate")
+            beside = group(layout, "shard" if shard > 1 else "summed")
             byte, started = line(request.cluster, "all_gather", beside)
             found.append((*slopes.flat, *starts.flat, started, byte, 1 - 1 / beside.ranks))
         return np.array(found)
