@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
@@ -40,6 +40,10 @@ class Command:
         """Returns whether it can have so many arguments."""
         least = sum(not subject.startswith("[") for subject in self.subjects)
         return least <= count <= (inf if self.more else len(self.subjects))
+
+    def has(self, option: str) -> bool:
+        """Returns whether it has an option or a switch."""
+        return option in self.options or option in self.switches
 
     @property
     def names(self) -> list[str]:
@@ -137,34 +141,28 @@ class CommandVerb:
     @property
     def page(self) -> VerbPage:
         """What its pages show."""
-        several = [name for name in self.commands if name]
-        taking: dict[str, list[str]] = {}
-        options: dict[str, PageOption] = {}
-        for name, command in self.commands.items():
-            for option in _page_options(command):
-                options.setdefault(option.name, option)
-                taking.setdefault(option.name, []).append(name)
-        ordered = sorted(options.values(), key=lambda option: option.name in JSON)
+        several = {name: command for name, command in self.commands.items() if name}
+        named = "COMMAND" if self.default is None else "[COMMAND]"
         return VerbPage(
             self.name,
-            " ".join([self.name, *(["COMMAND"] if several else self.commands[WHOLE].names), "[options]"]),
+            " ".join([self.name, *([named] if several else self.commands[WHOLE].names), "[options]"]),
             self.about,
-            tuple(
-                PageOption(
-                    option.name,
-                    option.about,
-                    option.option,
-                    tuple(taking[option.name]) if len(taking[option.name]) < len(several) else (),
-                )
-                for option in ordered
-            ),
+            tuple(self._options(several)),
             self.examples,
             self.notes,
             self.exits,
-            commands=tuple(
-                (" ".join([name, *self.commands[name].names]), self.commands[name].about) for name in several
-            ),
+            commands=tuple((" ".join([name, *command.names]), command.about) for name, command in several.items()),
         )
+
+    def _options(self, several: Mapping[str, Command]) -> Iterator[PageOption]:
+        """Yields every option once, --json last, with the commands that take it if others do not."""
+        options: dict[str, PageOption] = {}
+        for command in self.commands.values():
+            for option in _page_options(command):
+                options.setdefault(option.name, option)
+        for option in sorted(options.values(), key=lambda option: option.name in JSON):
+            taking = tuple(name for name, command in several.items() if command.has(option.name))
+            yield replace(option, commands=taking if len(taking) < len(several) else ())
 
 
 def _page_options(command: Command) -> Iterator[PageOption]:

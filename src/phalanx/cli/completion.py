@@ -22,9 +22,9 @@ VERB = CommandVerb(
     "Prints a script that completes verbs, options, fields (layout.tp=) and their names in a shell. Write it once, and "
     "again after an update or a new package.",
     {
-        "bash": Command(switches={}, about="and in ~/.bashrc: source ~/.phalanx.bash"),
-        "zsh": Command(switches={}, about="and in ~/.zshrc, after compinit: source ~/.phalanx.zsh"),
-        "fish": Command(switches={}, about="its folder is read by fish itself"),
+        "bash": Command(switches={}, about="for bash 4 or later: ~/.bashrc has `source ~/.phalanx.bash`"),
+        "zsh": Command(switches={}, about="for zsh: ~/.zshrc has `source ~/.phalanx.zsh` after compinit"),
+        "fish": Command(switches={}, about="for fish, which reads its folder of completions by itself"),
     },
     (
         ("completion bash > ~/.phalanx.bash", "for bash"),

@@ -35,6 +35,7 @@ VERB = CommandVerb(
             ("SOURCE",),
             {"out": Option(str, "", "the run's directory, which must not exist", value="RUN"), **WHAT},
             more=True,
+            about="a folder of Hugging Face or its files, a GGUF file, or a model of the hub",
         )
     },
     (
