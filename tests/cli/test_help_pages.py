@@ -83,6 +83,7 @@ def test_help_explains_one_command_or_one_option(capsys, monkeypatch):
     assert "--boxes" not in found
     assert found == page(capsys, monkeypatch, 80, "checkpoint", "--help", "convert")
     assert page(capsys, monkeypatch, 80, "generate", "--help", "top-k").split()[:2] == ["--top-k", "N"]
+    assert page(capsys, monkeypatch, 80, "watch", "--help", ".").startswith("usage: phalanx watch RUN")
     assert main(["watch", "--help", "onse"]) == 2
     assert "--help onse: no option of this name; did you mean once" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -117,7 +118,8 @@ class CommandVerb:
         page = self.page
         if named := [word for word in (*asked, *rest[:1]) if word and word in self.commands]:
             page = page.of_command(named[0])
-        print_page(page, [word for word in asked if word not in self.commands])
+        # An argument may stand after --help, too: a run's directory is no name of an option.
+        print_page(page, [word for word in asked if word not in self.commands and not os.path.exists(word)])
         return True
 
     def read(self, argv: Sequence[str]) -> tuple[CommandWords, list[str]]:
