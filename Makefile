@@ -69,8 +69,10 @@ test-smollm2: setup ## import the real SmolLM2-135M and compare it with transfor
 test-families: setup ## export a small model of every family and load it with transformers: a minute
 	PHALANX_FAMILIES=1 $(BIN)/python -m pytest tests/exchange/test_export.py -k computes $(ARGS)
 
-reference: setup ## write docs/job.md, every field of a job, from the dataclasses
+reference: setup ## write docs/job.md, docs/cli.md and docs/api.md from the code
 	$(BIN)/phalanx schema --markdown --out docs/job.md
+	$(BIN)/python docs/cli_reference.py
+	$(BIN)/python docs/api_reference.py
 
 lint: setup ## check style, format and types
 	$(BIN)/ruff check .

@@ -68,6 +68,13 @@ def test_imports_inside_a_room_go_downwards_only(room):
         assert not used & set(above), f"{name} imports {used & set(above)}"
 
 
+def test_the_functions_for_programs_import_no_verb_and_nothing_until_they_are_called():
+    tree = ast.parse((ROOT / "api.py").read_text(encoding="utf-8"))
+    at_once = {node.module for node in tree.body if isinstance(node, ast.ImportFrom)}
+    assert {name for name in at_once if name and name.startswith("phalanx")} == {"phalanx.errors"}
+    assert not [name for name in imported(ROOT / "api.py") if name.startswith("phalanx.cli")]
+
+
 def test_no_modules_import_each_other_in_a_circle():
     """An import inside a function counts, too."""
     known = modules()

@@ -18,7 +18,7 @@ from phalanx.errors import JobError, RunError
 from phalanx.plan.report.notes import NO_HEADROOM
 from phalanx.train.run_directory import RunDirectory
 
-VERB = JobVerb("test", "A verb.", {})
+VERB = JobVerb("test", "A verb.", ())
 MACHINE = """
 cluster:
   devices_per_node: 2

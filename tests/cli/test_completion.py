@@ -69,4 +69,4 @@ def test_every_verb_has_its_arguments():
 
 def test_another_shell_is_refused(capsys):
     assert main(["completion", "zhs"]) == 2
-    assert "takes bash, zsh or fish, found 'zhs'; did you mean zsh?" in capsys.readouterr().err
+    assert "no command 'zhs'; did you mean `phalanx completion zsh`?" in capsys.readouterr().err

@@ -13,7 +13,7 @@ import phalanx
 from phalanx.safe_path import drop_current_directory, safe_path
 
 PLANTED = [
-    *("yaml", "numpy", "torch", "safetensors", "tokenizers", "tyro", "rich", "sitecustomize", "usercustomize"),
+    *("yaml", "numpy", "torch", "safetensors", "tokenizers", "rich", "sitecustomize", "usercustomize"),
     *("multiprocessing", "socket", "json", "random", "signal", "subprocess", "tempfile", "csv"),
 ]
 """Libraries and modules of the standard library that Phalanx, or a process that it starts, imports."""

@@ -83,14 +83,14 @@ def test_an_assistant_leaves_greedy_text_as_it_is_and_reports_its_part(run, tmp_
     ("argv", "code", "message"),
     [
         (["--pp", "3", "--tp", "3"], 2, "1 ≤ pp 3 ≤ n_layers 2 does not hold"),
-        (["--samples", "0", "--compare"], 2, "--samples 0: at least 1"),
+        (["--samples", "0", "--compare"], 2, "--samples: must be at least 1, is 0"),
         (["--prompts", "none.txt"], 4, "cannot read the prompts none.txt"),
         (["--prompts", "none.txt", "--prompt", "5"], 2, "--prompt and --prompts: give one"),
         (["--assistant", "none", "--prompt", "5"], 4, "no run in none: it has no config.yaml"),
         (
             ["--temperature", "-1", "--prompt", ""],
             2,
-            "must be 0 (the likeliest token) or more\n  --prompt is empty",
+            "--prompt: needs a value\n  temperature=-1.0: it must be 0 (the likeliest token) or more",
         ),
         (["--tempreature", "0"], 2, "did you mean --temperature"),
     ],

@@ -9,6 +9,7 @@ from phalanx.errors import JobError
 VERB = JobVerb(
     "test",
     "A verb.",
+    (("test job.yaml", "a test"), ("test --quick", "a quick one")),
     {"quick": "Be quick."},
     {
         "steps": Option(int, 2, "Steps.", at_least=1),

@@ -107,4 +107,4 @@ def test_mistakes_are_one_message(capsys, argv: list[str], message: str):
 
 
 def test_the_page_shows_the_usage(capsys):
-    assert "phalanx models WORD" in output(capsys, "--help")
+    assert "phalanx models [NAME|WORD ...]" in output(capsys, "--help")

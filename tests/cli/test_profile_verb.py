@@ -29,8 +29,8 @@ def test_a_profile_is_shown_again(run, capsys):
         (["{run}x"], 2, "did you mean {run}?"),
         (["{run}/.."], 4, "no profile in"),
         (["{run}", "--jsn"], 2, "unknown option --jsn"),
-        (["{run}", "b"], 2, "takes one run, found {run} b"),
-        (["--json"], 2, "takes one run, found nothing"),
+        (["{run}", "b"], 2, "takes RUN, found {run} b"),
+        (["--json"], 2, "takes RUN, found nothing"),
     ],
 )
 def test_mistakes_are_one_message(run, capsys, words, code, said):

@@ -37,7 +37,7 @@ def test_a_report_is_written(tmp_path, capsys, monkeypatch):
         (["report", "{run}", "--compare"], 2, "--compare needs several runs"),
         (["report", "{run}", "--out", "{run}/no/x.html"], 2, "does not exist"),
         (["report", "{run}", "--ot", "x"], 2, "did you mean --out?"),
-        (["watch", "{run}", "{run}"], 2, "takes a run"),
+        (["watch", "{run}", "{run}"], 2, "takes RUN"),
         (["watch", "{run}x", "--once"], 4, "no run in"),
     ],
 )

@@ -58,7 +58,7 @@ def test_a_run_is_served_until_sigterm(run, tmp_path):
         (["--batch", "0", "--port", "70000"], 2, "batch 0: at least 1\n  port 70000: 0 to 65535"),
         (["--prot", "1"], 2, "unknown option --prot; did you mean --port"),
         (["--host", "192.0.2.1"], 1, "cannot listen on 192.0.2.1 port 8000"),
-        (["--port", "0", "--draft-tokens", "0", "--assistant", "RUN"], 2, "must propose at least 1 token"),
+        (["--port", "0", "--draft-tokens", "0", "--assistant", "RUN"], 2, "--draft-tokens: must be at least 1, is 0"),
     ],
 )
 def test_what_is_wrong_is_refused(run, capsys, argv: list[str], code: int, message: str):

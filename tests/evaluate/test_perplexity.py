@@ -177,7 +177,7 @@ def test_every_mistake_is_told_at_once(run, capsys):
     for problem in ("unknown option --strid; did you mean --stride?", "no corpus 'stdlb'; did you mean stdlib?"):
         assert problem in error
     assert "--corpus and --files both name a text" in error
-    assert "--batch-size must be at least 1, is 0" in error
+    assert "--batch-size: must be at least 1, is 0" in error
     assert main(["evaluate", "none", "--files", "text.txt"]) == 4
     assert "no run in none" in capsys.readouterr().err
     assert main(["evaluate", "run", "--files", "absent.txt"]) == 4

@@ -204,7 +204,7 @@ def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path, monkeypatch, 
     ("words", "message"),
     [
         (["RUN", "DIR"], "needs --to hf"),
-        (["RUN", "--to", "hf"], "takes a run and a new folder"),
+        (["RUN", "--to", "hf"], "takes RUN and DIR, found"),
         (["RUN", "DIR", "--to", "gguf"], "--to"),
         (["RUN", "DIR", "--to", "hf", "--precison", "bf16"], "did you mean --precision"),
         (["RUN", "DIR", "--to", "hf", "--max-shard-size", "5 apples"], "expected bytes such as 5GB"),

@@ -89,13 +89,16 @@ class Manifest:
     """A checkpoint's contents."""
 
     path: Path
+    """The checkpoint's directory."""
     step: int
+    """The step after which it was saved."""
     finite: bool
     """True if every parameter and moment was found to be finite before it was saved."""
     meta: dict[str, Any]
     """The trainer's metadata: the job, samples read, the loss scale, ..."""
     files: dict[str, ShardFile]
     tensors: dict[str, StoredTensor]
+    """The tensors by name, with `shape` and `dtype`."""
 
     def text(self) -> str:
         """Returns the manifest as JSON, with its digest."""

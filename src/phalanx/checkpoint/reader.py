@@ -25,6 +25,9 @@ class Reader:
 
     Raises DamagedCheckpointError, naming the file, if one cannot be read."""
 
+    manifest: Manifest
+    """What the checkpoint holds."""
+
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
         self.open: dict[str, Any] = {}

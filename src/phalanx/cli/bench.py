@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.cli.commands import JSON, Command, flag_of, parse, wants_help
+from phalanx.cli.commands import JSON, Command, CommandVerb
 from phalanx.cli.option import Option
+from phalanx.cli.page import flag_of
 from phalanx.config.local_cluster import default_path
 from phalanx.echo import echo
 from phalanx.errors import JobError
@@ -29,27 +30,10 @@ if TYPE_CHECKING:
 
     from phalanx.calibrate.report import CalibrationReport
 
-PAGE = """\
-phalanx bench: measure this machine and fit the cost model's cluster to it, so that cluster=local predicts on it
-
-usage: phalanx bench compute [--option value]   one device: matrix products, attention, streams, tiny kernels
-       phalanx bench comm [--option value]      collectives among processes, by group size and bytes
-
-options:
-{options}
-
-Both add to one file, a job file with a cluster section: $PHALANX_HOME/cluster.yaml, or ~/.config/phalanx/cluster.yaml.
-Under torchrun, srun or mpiexec, bench comm measures the ranks that were started, also between nodes.
-
-examples:
-  phalanx bench compute && phalanx bench comm
-  phalanx bench compute --precision bf16 --threads 4 --svg compute.svg
-  phalanx bench comm --nproc-per-node 4 --collectives all_reduce,send
-  phalanx predict JOB.yaml cluster=local\
-"""
-
 BOTH = {
-    "device": Option(Literal["auto", "cpu", "cuda"], "auto", "auto uses the accelerator if there is one"),
+    "device": Option(
+        Literal["auto", "cpu", "cuda"], "auto", "where to compute; auto takes the accelerator if there is one"
+    ),
     "nproc_per_node": Option(
         int,
         0,
@@ -57,8 +41,8 @@ BOTH = {
         at_least=1,
     ),
     "threads": Option(int, 0, "CPU threads per process (default: the cores divided among the processes)", at_least=1),
-    "svg": Option(str, "", "write a picture of the fit to a file"),
-    "out": Option(str, "", "write the cluster to this file instead"),
+    "svg": Option(str, "", "write a picture of the fit", value="FILE"),
+    "out": Option(str, "", "write the cluster to this file instead", value="FILE"),
 }
 SWITCHES = {
     "quick": "fewer sizes and repeats: seconds instead of minutes",
@@ -67,19 +51,45 @@ SWITCHES = {
     "no_save": "do not write the cluster file",
 }
 PRECISION = Option(Literal["fp32", "bf16", "fp16"], "fp32", "precision of the matrix products and of attention")
-CHOSEN = Option(str, "", "comma-separated; all_reduce,all_gather,reduce_scatter,all_to_all,send")
+CHOSEN = Option(
+    str,
+    "",
+    "some of all_reduce, all_gather, reduce_scatter, all_to_all, send, with commas between (default: all)",
+    value="NAMES",
+)
 COMMANDS = {
-    "compute": Command(options={"precision": PRECISION, **BOTH}, switches=SWITCHES),
-    "comm": Command(options={"collectives": CHOSEN, **BOTH}, switches=SWITCHES),
+    "compute": Command(
+        options={"precision": PRECISION, **BOTH},
+        switches=SWITCHES,
+        about="one device: matrix products, attention, streams, tiny kernels",
+    ),
+    "comm": Command(
+        options={"collectives": CHOSEN, **BOTH},
+        switches=SWITCHES,
+        about="collectives among processes, by group size and bytes",
+    ),
 }
+VERB = CommandVerb(
+    "bench",
+    "Measures this machine and fits the cost model's cluster to it, so that cluster=local predicts on it.",
+    COMMANDS,
+    (
+        ("bench compute --precision bf16 --svg compute.svg", "one device, and a picture of the fit"),
+        ("bench comm --nproc-per-node 4 --collectives all_reduce,send", "four processes"),
+    ),
+    (
+        "Both add to one file, a job file with a cluster section: $PHALANX_HOME/cluster.yaml, or "
+        "~/.config/phalanx/cluster.yaml. Under torchrun, srun or mpiexec, bench comm measures the ranks that were "
+        "started, also between nodes.",
+    ),
+)
 STOPPED = "before everything was measured; nothing was written."
 BUSY_LOAD = 0.5
 """Load average per core above which a warning reports other running programs: one process per two cores."""
 
 
 def run(argv: Sequence[str]) -> int:
-    if wants_help(argv):
-        echo(PAGE.format(options=_help()))
+    if VERB.answers_help(argv):
         return 0
     die_with_launcher()
     ranks = detected(os.environ)
@@ -114,7 +124,9 @@ class _Request:
 def _parse(argv: Sequence[str]) -> _Request:
     """Returns what is to be measured. Raises JobError, before anything is measured, also for files that cannot be read
     or written."""
-    words = parse("bench", COMMANDS, argv)
+    words, problems = VERB.read(argv)
+    if problems:
+        raise JobError(problems)
     options = {name: option.default for name, option in COMMANDS[words.command].options.items()} | words.options
     if {"save", "no_save"} <= words.switches:
         raise JobError("--save and --no-save exclude each other")
@@ -155,13 +167,6 @@ def _be_a_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> i
         command = [request.command, *_measuring(request.command, request.options, request.switches)]
         _show(report, request.path, command, request.options["svg"], request.switches)
     return 0
-
-
-def _help() -> str:
-    values = {"svg": "FILE", "out": "FILE", "device": "D", "precision": "P", "collectives": "NAMES"}
-    known = {name: option for command in COMMANDS.values() for name, option in command.options.items()}
-    lines = [f"  {flag_of(name) + ' ' + values.get(name, 'N'):<22}  {known[name].about}" for name in known]
-    return "\n".join(lines + [f"  {flag_of(name):<22}  {about}" for name, about in SWITCHES.items()])
 
 
 def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> None:

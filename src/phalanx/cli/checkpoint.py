@@ -14,78 +14,79 @@ from phalanx.checkpoint import inventory, report
 from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.validity import by_age, check
-from phalanx.cli.commands import JSON, Command, CommandWords, parse, wants_help
+from phalanx.cli.commands import JSON, Command, CommandVerb, CommandWords
 from phalanx.cli.option import Option
 from phalanx.data.progress import meter, stderr_progress
 from phalanx.echo import echo
 from phalanx.errors import CheckpointError, JobError
 
-PAGE = """\
-phalanx checkpoint: the checkpoints of a run
-
-usage: phalanx checkpoint list RUN              the checkpoints, which are whole, and which will be removed
-       phalanx checkpoint show SOURCE           metadata, sizes, tensors and files of one
-       phalanx checkpoint verify RUN            read every file and check its digest; exit code 4 if any is damaged
-       phalanx checkpoint convert SOURCE TARGET --to safetensors|dcp|phalanx
-       phalanx checkpoint diff A B              compare two states; exit code 0 if they are equal, 1 if not
-
-RUN is a run's directory, a folder of checkpoints, or one checkpoint. SOURCE, A and B are one of those (the newest whole
-checkpoint), a safetensors file, a folder of safetensors, or a checkpoint of torch's DCP.
-
-options:
-  --step N            show, verify, convert, diff: the checkpoint of this step
-  --tensors PATTERN   show, diff: tensors whose names match, such as 'blocks.0.*' or 'exp_avg/*'
-  --limit N           show, diff: most tensors to print (default {limit}; 0 prints all)
-  --boxes             show: the parts of each tensor, with their files
-  --to FORM           convert: safetensors (one file if TARGET ends in .safetensors, otherwise a folder), dcp (a folder
-                      that torch.distributed.checkpoint loads), or phalanx (a run's directory, to resume from)
-  --weights-only      convert: leave moments and master weights out
-  --merge-lora        convert: add the adapters to their matrices; the result is a model without adapters
-  --dtype TYPE        convert: type of the parameters (fp64, fp32, bf16, fp16), with --weights-only
-  --max-file-gib N    convert: most GiB in a file of a folder of safetensors (default {file_gib})
-  --tensors-only      diff: do not compare step and metadata
-  --trust             show, convert, diff: read a DCP checkpoint, whose metadata is pickle, from somebody you trust
-  --json              print one JSON document on standard output and nothing else
-
-examples:
-  phalanx checkpoint list runs/main
-  phalanx checkpoint convert runs/main main.safetensors --to safetensors --weights-only --dtype bf16
-  phalanx checkpoint convert runs/main main-dcp --to dcp
-  phalanx checkpoint convert main-dcp runs/again --to phalanx --trust
-  phalanx checkpoint diff runs/main runs/again\
-"""
-
 LIMIT, FILE_GIB = 40, 5
-STEP = {"step": Option(int, 0, "the checkpoint of this step", at_least=1)}
+STEP = {"step": Option(int, 0, "the checkpoint of this step (default: the newest whole one)", at_least=1)}
 CHOSEN = {
-    "tensors": Option(str, "*", "pattern of names"),
-    "limit": Option(int, LIMIT, "most tensors", at_least=0),
+    "tensors": Option(str, "*", "tensors whose names match, such as 'blocks.0.*' or 'exp_avg/*'", value="PATTERN"),
+    "limit": Option(int, LIMIT, f"most tensors to print (default {LIMIT}; 0 prints all)", at_least=0),
 }
-TRUST = {"trust": "read pickle"}
+TRUST = {"trust": "read a DCP checkpoint, whose metadata is pickle, from somebody you trust"}
 COMMANDS = {
-    "list": Command(("a run",)),
-    "show": Command(("a run or checkpoint",), STEP | CHOSEN, switches={"boxes": "show boxes"} | TRUST | JSON),
-    "verify": Command(("a run or checkpoint",), STEP),
+    "list": Command(("RUN",), about="the checkpoints, which are whole, and which will be removed"),
+    "show": Command(
+        ("SOURCE",),
+        STEP | CHOSEN,
+        switches={"boxes": "the parts of each tensor, with their files"} | TRUST | JSON,
+        about="metadata, sizes, tensors and files of one",
+    ),
+    "verify": Command(("RUN",), STEP, about="read every file and check its digest"),
     "convert": Command(
-        ("a source", "a target"),
+        ("SOURCE", "TARGET"),
         STEP
         | {
-            "to": Option(Literal["safetensors", "dcp", "phalanx"], None, "form of the target"),
-            "dtype": Option(Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the parameters"),
-            "max_file_gib": Option(float, FILE_GIB, "most GiB in a file", at_least=0),
+            "to": Option(
+                Literal["safetensors", "dcp", "phalanx"],
+                None,
+                "one file if TARGET ends in .safetensors, otherwise a folder (safetensors); a folder that "
+                "torch.distributed.checkpoint loads (dcp); or a run's directory, to resume from (phalanx)",
+            ),
+            "dtype": Option(Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the parameters, with --weights-only"),
+            "max_file_gib": Option(
+                float, FILE_GIB, "most GiB in a file of a folder of safetensors", at_least=0, value="N"
+            ),
         },
-        switches={"weights_only": "leave the optimizer out", "merge_lora": "merge adapters"} | TRUST | JSON,
+        switches={
+            "weights_only": "leave moments and master weights out",
+            "merge_lora": "add the adapters to their matrices; the result is a model without adapters",
+        }
+        | TRUST
+        | JSON,
+        about="write it in another form",
     ),
-    "diff": Command(("source A", "source B"), STEP | CHOSEN, switches={"tensors_only": "no metadata"} | TRUST | JSON),
+    "diff": Command(
+        ("A", "B"),
+        STEP | CHOSEN,
+        switches={"tensors_only": "do not compare step and metadata"} | TRUST | JSON,
+        about="compare two states",
+    ),
 }
+VERB = CommandVerb(
+    "checkpoint",
+    "Lists, shows, verifies, converts and compares checkpoints.",
+    COMMANDS,
+    (
+        ("checkpoint list runs/main", "what is there, and which are whole"),
+        ("checkpoint convert runs/main main.safetensors --to safetensors --weights-only", "the weights, in one file"),
+    ),
+    (
+        "RUN is a run's directory, a folder of checkpoints, or one checkpoint. SOURCE, A and B are one of those (the "
+        "newest whole checkpoint), a safetensors file, a folder of safetensors, or a checkpoint of torch's DCP.",
+    ),
+    exits={1: "diff: they differ", 4: "a checkpoint is missing or damaged"},
+    hint=lambda word: f"put the command first: `phalanx checkpoint list {word}`" if Path(word).exists() else "",
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    if wants_help(argv):
-        echo(PAGE.format(limit=LIMIT, file_gib=FILE_GIB))
+    words = VERB.parse(argv)
+    if words is None:
         return 0
-    hint = f"put the command first: `phalanx checkpoint list {argv[0]}`" if Path(argv[0]).exists() else ""
-    words = parse("checkpoint", COMMANDS, argv, hint)
     return {"list": _list, "show": _show, "verify": _verify, "convert": _convert, "diff": _diff}[words.command](words)
 
 

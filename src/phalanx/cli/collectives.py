@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.cli.commands import Command, CommandWords, option_lines, parse, wants_help
+from phalanx.cli.commands import Command, CommandVerb, CommandWords
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.option import Option
 from phalanx.comm.algorithms import draw, text
@@ -16,25 +16,6 @@ from phalanx.comm.algorithms.program import CollectiveProgram
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.units import gib
-
-PAGE = """\
-phalanx collectives: algorithms of collectives, as messages from one rank to another, step by step
-
-usage: phalanx collectives list [--json]                 the algorithms there are
-       phalanx collectives show NAME [--option value]    one of them, drawn and counted
-       phalanx collectives check NAME [--option value]   one of them, run on CPU processes; its result is compared with
-                                                         the definition of the collective (at most {processes} ranks)
-
-options (check takes --ranks, --elements, --root and --group):
-{options}
-
-Training uses the backend's own collectives (gloo, NCCL).
-
-examples:
-  phalanx collectives show ring-all-reduce --ranks 4
-  phalanx collectives check ring-all-reduce --ranks 4
-  phalanx collectives show hierarchical-all-reduce --ranks 8 --group 4 --svg hierarchical.svg\
-"""
 
 SIZES = {
     "ranks": Option(int, 4, "ranks of the group", at_least=1),
@@ -45,23 +26,37 @@ SETTINGS = {
     "root": Option(int, None, "the rank that sends or receives all, if there is one (default 0)", at_least=0),
     "group": Option(int, None, "hierarchical: ranks per group (default: their largest proper divisor)", at_least=1),
 }
-FILES = {"svg": Option(str, "", "write the picture to a file")}
+FILES = {"svg": Option(str, "", "write the picture", value="FILE")}
 CHECKED = {"ranks": SIZES["ranks"], "elements": SIZES["elements"]} | SETTINGS
-COMMANDS = {
-    "list": Command(),
-    "show": Command(("an algorithm's name",), SIZES | SETTINGS | FILES),
-    "check": Command(("an algorithm's name",), CHECKED),
-}
 MAX_PROCESSES = 16
 """Maximum ranks of `check`: each is a process of this machine, with about 200 MB of torch."""
+VERB = CommandVerb(
+    "collectives",
+    "Algorithms of collectives, as messages from one rank to another, step by step: lists, draws, counts and checks "
+    "them. Training uses the backend's own collectives (gloo, NCCL).",
+    {
+        "list": Command(about="the algorithms there are"),
+        "show": Command(("NAME",), SIZES | SETTINGS | FILES, about="one of them, drawn and counted"),
+        "check": Command(
+            ("NAME",),
+            CHECKED,
+            about="one of them, run on CPU processes; its result is compared with the definition of the collective "
+            f"(at most {MAX_PROCESSES} ranks)",
+        ),
+    },
+    (
+        ("collectives show ring-all-reduce --ranks 4", "a ring of four"),
+        ("collectives show hierarchical-all-reduce --ranks 8 --group 4 --svg hierarchical.svg", "as a picture"),
+    ),
+    exits={1: "check: the result is wrong"},
+    hint=lambda word: f"put the command first: `phalanx collectives show {word}`" if word in ALGORITHMS else "",
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    if wants_help(argv):
-        echo(PAGE.format(options=option_lines(SIZES | SETTINGS | FILES), processes=MAX_PROCESSES))
+    words = VERB.parse(argv)
+    if words is None:
         return 0
-    hint = f"put the command first: `phalanx collectives show {argv[0]}`" if argv[0] in ALGORITHMS else ""
-    words = parse("collectives", COMMANDS, argv, hint)
     if words.command == "list":
         _list(words.as_json)
     elif words.command == "show":

@@ -1,18 +1,24 @@
-"""Parses the words of verbs with commands of their own and no job: `phalanx schedule show NAME --option value`."""
+"""Describes and parses the words of verbs that take no job: `phalanx schedule show NAME --option value`."""
 
 from __future__ import annotations
 
+import os
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
+from phalanx.cli.help_page import FLAGS, print_page, topics
 from phalanx.cli.option import Option
+from phalanx.cli.page import Example, PageOption, VerbPage, flag_of
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import nearest
 
 JSON = {"json": "print one JSON document on standard output and nothing else"}
 """The switch of every command."""
+WHOLE = ""
+"""The name of the only command of a verb without commands."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +26,7 @@ class Command:
     """The arguments of a command."""
 
     subjects: tuple[str, ...] = ()
-    """The descriptions of the arguments besides options."""
+    """The names of the arguments besides options; those in brackets may be left out."""
     options: Mapping[str, Option] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Alternative names of options."""
@@ -28,10 +34,25 @@ class Command:
     """Options without a value, with their help."""
     more: bool = False
     """The last argument may be given several times."""
+    about: str = ""
+    """What it does, where a verb has several."""
 
     def takes(self, count: int) -> bool:
         """Returns whether it can have so many arguments."""
-        return count >= len(self.subjects) if self.more else count == len(self.subjects)
+        least = sum(not subject.startswith("[") for subject in self.subjects)
+        return least <= count <= (inf if self.more else len(self.subjects))
+
+    def has(self, option: str) -> bool:
+        """Returns whether it has an option or a switch."""
+        return option in self.options or option in self.switches
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the arguments as the help page shows them: ["RUN ..."]."""
+        if not self.more:
+            return [*self.subjects]
+        *first, last = self.subjects
+        return [*first, f"{last.rstrip(']')} ...{']' * last.endswith(']')}"]
 
 
 @dataclass(frozen=True)
@@ -60,17 +81,99 @@ class CommandWords:
         return {name: self.options[name] for name in names if name in self.options}
 
 
-def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint: str = "") -> CommandWords:
-    """Parses the words after `phalanx VERB`. `hint` replaces the nearest name in the
-    message about an unknown command. Raises JobError with every problem of the words.
-    """
-    name, *words = argv
-    if name not in commands:
-        meant = nearest(name, commands)
-        nearby = f"did you mean `phalanx {verb} {meant}`?" if meant else f"there are: {', '.join(commands)}"
-        raise JobError(f"phalanx {verb} has no command {name!r}; {hint or nearby}")
-    command = commands[name]
-    left = deque(words)
+@dataclass(frozen=True)
+class CommandVerb:
+    """A verb that takes no job."""
+
+    name: str
+    about: str
+    commands: Mapping[str, Command]
+    """Its commands by name, or one of the name WHOLE."""
+    examples: tuple[Example, ...]
+    notes: tuple[str, ...] = ()
+    """Paragraphs of the help page about what the words mean."""
+    exits: Mapping[int, str] = field(default_factory=dict)
+    """Exit codes that mean something of its own."""
+    default: str | None = None
+    """The command that runs where no word is given; without one the verb then prints its help page."""
+    hint: Callable[[str], str] = lambda word: ""
+    """Returns what to say about a word that is no command, instead of the nearest command; or nothing."""
+
+    def parse(self, argv: Sequence[str]) -> CommandWords | None:
+        """Returns the parsed words, or None after printing the help page that they ask for. Raises JobError with every
+        problem of the words."""
+        if self.answers_help(argv):
+            return None
+        words, problems = self.read(argv)
+        if problems:
+            raise JobError(problems)
+        return words
+
+    def answers_help(self, argv: Sequence[str]) -> bool:
+        """Prints the help page and returns true if the words ask for it. Raises JobError about a name after --help that
+        there is not."""
+        if not ({*FLAGS} & {*argv} or argv[:1] == ["help"] or (not argv and self.default is None)):
+            return False
+        asked, rest = topics(argv)
+        page = self.page
+        if named := [word for word in (*asked, *rest[:1]) if word and word in self.commands]:
+            page = page.of_command(named[0])
+        # An argument may stand after --help, too: a run's directory is no name of an option.
+        print_page(page, [word for word in asked if word not in self.commands and not os.path.exists(word)])
+        return True
+
+    def read(self, argv: Sequence[str]) -> tuple[CommandWords, list[str]]:
+        """Returns the words after the verb and every problem of them. Raises JobError if they name no command."""
+        name, words = WHOLE, list(argv)
+        if WHOLE not in self.commands:
+            name, *words = argv or [self.default or ""]
+        if name not in self.commands:
+            meant = nearest(name, self.commands)
+            there_are = f"there are: {', '.join(self.commands)}"
+            nearby = f"did you mean `phalanx {self.name} {meant}`?" if meant else there_are
+            raise JobError(f"phalanx {self.name} has no command {name!r}; {self.hint(name) or nearby}")
+        read, problems = _read(self.commands[name], name, words)
+        if not self.commands[name].takes(len(read.subjects)):
+            full_name = " ".join(filter(None, (self.name, name)))
+            wanted = " and ".join(self.commands[name].names) or "options only"
+            found = " ".join(read.subjects) or "nothing"
+            problems.append(f"phalanx {full_name} takes {wanted}, found {found}")
+        return read, problems
+
+    @property
+    def page(self) -> VerbPage:
+        """What its pages show."""
+        several = {name: command for name, command in self.commands.items() if name}
+        named = "COMMAND" if self.default is None else "[COMMAND]"
+        return VerbPage(
+            self.name,
+            " ".join([self.name, *([named] if several else self.commands[WHOLE].names), "[options]"]),
+            self.about,
+            tuple(self._options(several)),
+            self.examples,
+            self.notes,
+            self.exits,
+            commands=tuple((" ".join([name, *command.names]), command.about) for name, command in several.items()),
+        )
+
+    def _options(self, several: Mapping[str, Command]) -> Iterator[PageOption]:
+        """Yields every option once, --json last, with the commands that take it if others do not."""
+        options: dict[str, PageOption] = {}
+        for command in self.commands.values():
+            for option in _page_options(command):
+                options.setdefault(option.name, option)
+        for option in sorted(options.values(), key=lambda option: option.name in JSON):
+            taking = tuple(name for name, command in several.items() if command.has(option.name))
+            yield replace(option, commands=taking if len(taking) < len(several) else ())
+
+
+def _page_options(command: Command) -> Iterator[PageOption]:
+    yield from (PageOption(name, option.about, option) for name, option in command.options.items())
+    yield from (PageOption(name, about) for name, about in command.switches.items())
+
+
+def _read(command: Command, name: str, argv: Sequence[str]) -> tuple[CommandWords, list[str]]:
+    left = deque(argv)
     subjects: list[str] = []
     options: dict[str, Any] = {}
     problems: list[str] = []
@@ -93,35 +196,11 @@ def parse(verb: str, commands: Mapping[str, Command], argv: Sequence[str], hint:
         else:
             if not equals and left and not left[0].startswith("--"):
                 equals, value = "=", left.popleft()
+            taken = command.options[option]
             try:
-                options[option] = command.options[option].convert([value] if equals and value else [])[0]
+                converted = taken.convert([value] if equals and value else [])
             except ValueError as error:
                 problems.append(f"{flag}: {error}")
-    if not command.takes(len(subjects)):
-        found = " ".join(subjects) or "nothing"
-        problems.append(
-            f"phalanx {verb} {name} takes {' and '.join(command.subjects) or 'options only'}, found {found}"
-        )
-    if problems:
-        raise JobError(problems)
-    return CommandWords(name, tuple(subjects), options, frozenset(switches))
-
-
-def flag_of(name: str) -> str:
-    """Returns an option as it is written on the command line: "--nproc-per-node"."""
-    return f"--{name.replace('_', '-')}"
-
-
-def wants_help(argv: Sequence[str]) -> bool:
-    """Whether the words after the verb ask for its help page."""
-    return not argv or bool({"-h", "--help", "help"} & set(argv))
-
-
-def option_lines(options: Mapping[str, Option]) -> str:
-    """Returns the lines of a help page about options, followed by --json."""
-    lines = []
-    for name, option in options.items():
-        flag = f"{flag_of(name)} {'FILE' if option.kind is str else 'N'}"
-        default = f" (default {option.default})" if option.default else ""
-        lines.append(f"  {flag:<18}  {option.about}{default}")
-    return "\n".join([*lines, f"  {'--json':<18}  {JSON['json']}"])
+            else:
+                options[option] = (*options.get(option, ()), *converted) if taken.many else converted[0]
+    return CommandWords(name, tuple(subjects), options, frozenset(switches)), problems

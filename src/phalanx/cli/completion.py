@@ -2,94 +2,65 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from phalanx.check.known_names import known_names
 from phalanx.cli import completion_scripts
-from phalanx.cli.commands import Command, flag_of, wants_help
+from phalanx.cli.commands import Command, CommandVerb
 from phalanx.cli.completion_scripts import Words
-from phalanx.cli.job_words import COMMON_SWITCHES, JobVerb
+from phalanx.cli.job_words import JobVerb
+from phalanx.cli.page import flag_of
+from phalanx.cli.verbs import VERBS, description_of
 from phalanx.config import reference
 from phalanx.config.fields import SECTION_SHORTHAND, short_names
 from phalanx.config.layout_line import AUTO, SECTION
 from phalanx.echo import echo
-from phalanx.errors import JobError
-from phalanx.nearest import did_you_mean
 
 SHELLS = {"bash": completion_scripts.bash, "zsh": completion_scripts.zsh, "fish": completion_scripts.fish}
-PAGE = """\
-phalanx completion: completion of verbs, options, fields (layout.tp=) and their names for a shell
-
-usage: phalanx completion bash|zsh|fish
-
-It prints a script. Write it once, and again after an update or a new package:
-  bash  phalanx completion bash > ~/.phalanx.bash       and in ~/.bashrc: source ~/.phalanx.bash
-  zsh   phalanx completion zsh > ~/.phalanx.zsh         and in ~/.zshrc, after compinit: source ~/.phalanx.zsh
-  fish  phalanx completion fish > ~/.config/fish/completions/phalanx.fish\
-"""
+VERB = CommandVerb(
+    "completion",
+    "Prints a script that completes verbs, options, fields (layout.tp=) and their names in a shell. Write it once, and "
+    "again after an update or a new package.",
+    {
+        "bash": Command(switches={}, about="for bash 4 or later: ~/.bashrc has `source ~/.phalanx.bash`"),
+        "zsh": Command(switches={}, about="for zsh: ~/.zshrc has `source ~/.phalanx.zsh` after compinit"),
+        "fish": Command(switches={}, about="for fish, which reads its folder of completions by itself"),
+    },
+    (
+        ("completion bash > ~/.phalanx.bash", "for bash"),
+        ("completion fish > ~/.config/fish/completions/phalanx.fish", "for fish"),
+    ),
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    if wants_help(argv):
-        echo(PAGE)
+    parsed = VERB.parse(argv)
+    if parsed is None:
         return 0
-    shell, *others = argv
-    if shell not in SHELLS or others:
-        raise JobError(
-            f"phalanx completion takes bash, zsh or fish, found {' '.join(argv)!r}{did_you_mean(shell, SHELLS)}"
-        )
-    echo(SHELLS[shell](words()))
+    echo(SHELLS[parsed.command](words()))
     return 0
 
 
 def words() -> Words:
     """Returns everything that is completed."""
-    from phalanx.cli.main import VERBS  # here, because it imports this module by name
-
     return Words(
         verbs=dict(VERBS),
         arguments={verb: [*_arguments(verb)] for verb in VERBS},
-        takes_job=[verb for verb in VERBS if verb == "data" or _job_verb(verb)],
+        takes_job=[verb for verb in VERBS if isinstance(description_of(verb), JobVerb)],
         keys=[*_keys()],
         values=_values(),
     )
 
 
-def _module(verb: str) -> Any:
-    return importlib.import_module(f"phalanx.cli.{'import_' if verb == 'import' else verb.replace('-', '_')}")
-
-
-def _job_verb(verb: str) -> JobVerb | None:
-    return next((each for each in vars(_module(verb)).values() if isinstance(each, JobVerb)), None)
-
-
 def _arguments(verb: str) -> Iterator[str]:
     """Yields the commands of a verb and its options."""
-    module = _module(verb)
-    commands: dict[str, Command] = getattr(module, "COMMANDS", {})
-    flags: list[str] = []
-    for name, command in commands.items():
-        if name.isalpha() and len(commands) > 1:
-            yield name
-        flags += [*command.options, *command.switches]
-    if job_verb := _job_verb(verb):
-        yield from job_verb.name.split()[1:]
-        flags += [*job_verb.options, *job_verb.switches, *COMMON_SWITCHES]
-    options = getattr(module, verb.title().replace("-", ""), None)
-    if dataclasses.is_dataclass(options):
-        flags += [field.name for field in dataclasses.fields(options) if not _is_positional(options, field.name)]
-    yield from SHELLS if verb == "completion" else ()
-    yield from map(flag_of, dict.fromkeys([*flags, "help"]))
-
-
-def _is_positional(options: Any, name: str) -> bool:
-    """Returns whether tyro takes a field of a verb's options without a flag."""
-    hint = typing.get_type_hints(options, include_extras=True)[name]
-    return any("ositional" in repr(mark) for mark in getattr(hint, "__metadata__", ()))
+    described = description_of(verb)
+    if isinstance(described, JobVerb):
+        yield from described.name.split()[1:]
+    else:
+        yield from filter(None, described.commands)
+    yield from (flag_of(option.name) for option in described.page.options)
+    yield "--help"
 
 
 def _keys() -> Iterator[str]:

@@ -25,16 +25,17 @@ class Words:
     values: Mapping[str, Sequence[str]]
     """Values of fields that have a list of them."""
 
+    @property
+    def settings(self) -> str:
+        """The beginnings of settings: "layout.tp= ..."."""
+        return " ".join(f"{key}=" for key in self.keys)
+
 
 def bash(words: Words) -> str:
     """Returns the script for bash 4 or later."""
     return rf"""# phalanx: completion for bash
-_phalanx_arguments() {{ case "$1" in
-{_cases(words.arguments, "echo '{}'")}
-esac; }}
-_phalanx_values() {{ case "$1" in
-{_cases(words.values, "echo '{}'")}
-esac; }}
+{_table("_phalanx_arguments", words.arguments)}
+{_table("_phalanx_values", words.values)}
 _phalanx() {{
   local line="${{COMP_LINE:0:COMP_POINT}}" cur verb key values found
   cur="${{line##*[[:space:]]}}"
@@ -52,7 +53,7 @@ _phalanx() {{
   fi
   found="$(_phalanx_arguments "$verb")"
   case " {" ".join(words.takes_job)} " in *" $verb "*)
-    [[ -n $cur && $cur != -* ]] && found="$found {" ".join(f"{key}=" for key in words.keys)}" ;;
+    [[ -n $cur && $cur != -* ]] && found="$found {words.settings}" ;;
   esac
   COMPREPLY=($(compgen -W "$found" -- "$cur"))
   [[ $cur == -* ]] || COMPREPLY+=($(compgen -f -- "$cur"))
@@ -64,12 +65,8 @@ complete -F _phalanx phalanx"""
 def zsh(words: Words) -> str:
     """Returns the script for zsh with compinit."""
     return rf"""#compdef phalanx
-_phalanx_arguments() {{ case "$1" in
-{_cases(words.arguments, "echo '{}'")}
-esac; }}
-_phalanx_values() {{ case "$1" in
-{_cases(words.values, "echo '{}'")}
-esac; }}
+{_table("_phalanx_arguments", words.arguments)}
+{_table("_phalanx_values", words.values)}
 _phalanx() {{
   local cur="${{words[CURRENT]}}" verb="${{words[2]}}" key values
   if (( CURRENT == 2 )); then
@@ -84,7 +81,7 @@ _phalanx() {{
   fi
   compadd -- ${{=$(_phalanx_arguments "$verb")}}
   case " {" ".join(words.takes_job)} " in *" $verb "*)
-    [[ -n $cur && $cur != -* ]] && compadd -S '' -- {" ".join(f"{key}=" for key in words.keys)} ;;
+    [[ -n $cur && $cur != -* ]] && compadd -S '' -- {words.settings} ;;
   esac
   [[ $cur == -* ]] || _files
 }}
@@ -120,15 +117,17 @@ function __phalanx_arguments
 {arguments}
   end
   if contains -- $verb {" ".join(words.takes_job)}; and test -n "$cur"; and not string match -q -- '-*' $cur
-    string split ' ' -- '{" ".join(f"{key}=" for key in words.keys)}'
+    string split ' ' -- '{words.settings}'
   end
 end
 {verbs}
 complete -c phalanx -n 'not __fish_use_subcommand' -a '(__phalanx_arguments)'"""
 
 
-def _cases(found: Mapping[str, Sequence[str]], action: str) -> str:
-    return "\n".join(f"{key}) {action.format(' '.join(values))} ;;" for key, values in found.items())
+def _table(name: str, found: Mapping[str, Sequence[str]]) -> str:
+    """Returns a function of bash and zsh that prints the words found for its argument."""
+    cases = "\n".join(f"{key}) echo '{' '.join(values)}' ;;" for key, values in found.items())
+    return f'{name}() {{ case "$1" in\n{cases}\nesac; }}'
 
 
 def _plain(text: str) -> str:

@@ -11,10 +11,15 @@ VERB = JobVerb(
     "data prepare",
     "Prepares a job's corpus: tokenizes it into shards with an index and checksums. `phalanx train` does "
     "this too if it has not been done. A stopped preparation resumes where it was.",
+    (
+        ("data prepare examples/main.yaml", "the corpus of a job"),
+        ("data prepare data=text data.path=book.txt tokenizer=bpe", "your own text"),
+    ),
     {
         "force": "Rebuild all shards, including existing ones.",
         "verify": "Read every shard and compare its checksum.",
     },
+    exits={4: "the corpus or a shard is corrupt or missing"},
     auto="open",
 )
 

@@ -25,21 +25,26 @@ from phalanx.launch.start.shell import SSH
 VERB = JobVerb(
     "doctor",
     "Checks this machine, and with a job whether it can run here: scheduler and launcher, versions, GPUs, limits, the "
-    "file system of the run directory, network, environment. Every line is OK, WARN or ERROR with a remedy; the exit "
-    "code is 1 if there is an ERROR. Under torchrun, srun or mpiexec, with run.nnodes, or with --hosts, all nodes are "
+    "file system of the run directory, network, environment. Every line is OK, WARN or ERROR with a remedy. "
+    "Under torchrun, srun or mpiexec, with run.nnodes, or with --hosts, all nodes are "
     "compared.",
-    {},
-    {
+    (
+        ("doctor examples/main.yaml", "this machine, for this job"),
+        ("doctor --hosts node-a node-b", "compare two hosts through ssh"),
+    ),
+    options={
         "hosts": Option(
             str,
             (),
             "Run the checks on these hosts through ssh and compare them: --hosts node-a node-b, or node-a,node-b.",
             many=True,
             like=r"[^=]*$",
+            value="HOST",
         ),
         "remote_shell": Option(str, SSH, "with --hosts: program that takes HOST and a command for its shell."),
         "timeout": Option(float, SECONDS, "Seconds that a check may take; slow ones may take a few times as long."),
     },
+    exits={1: "there is an ERROR"},
     auto="open",
 )
 

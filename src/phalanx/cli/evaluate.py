@@ -12,10 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
-from phalanx.cli.commands import flag_of
-from phalanx.cli.options import read_options, run_on_ranks
+from phalanx.cli.commands import WHOLE, CommandVerb
+from phalanx.cli.options import command_of, read_options, run_on_ranks
+from phalanx.cli.page import flag_of
 from phalanx.config.corpora import CORPORA
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse as parse_layout
@@ -34,13 +33,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluate:
-    """Measure the perplexity of runs on their validation split, or on any other text; or run tasks of lm-eval."""
+    """The options of `phalanx evaluate`."""
 
-    runs: tyro.conf.Positional[tuple[Path, ...]]
+    runs: tuple[Path, ...]
     """Directories of runs, such as runs/main; several are shown side by side."""
     corpus: str = ""
     """Score this corpus instead of the run's own."""
-    files: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    files: Annotated[Path | None, {"value": "PATH"}] = None
     """Score a text or JSONL file, or a folder of them."""
     text_field: str = "text"
     """The field of each JSON line that holds the text."""
@@ -52,7 +51,7 @@ class Evaluate:
     """Tokens of a window; 0 is the model's seq_len."""
     stride: int = 0
     """Tokens between the beginnings of windows; a smaller stride gives more context, takes longer; 0: the context."""
-    batch_size: int = 8
+    batch_size: Annotated[int, {"at_least": 1}] = 8
     """Windows, or lm-eval's requests, in one forward pass."""
     precision: Literal["", "fp32", "fp64", "bf16", "fp16"] = ""
     """Precision; that of training if empty."""
@@ -61,22 +60,35 @@ class Evaluate:
     step: int = 0
     """The checkpoint of this step; 0 means the newest."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto uses the accelerator if there is one."""
-    tasks: Annotated[str, tyro.conf.arg(metavar="NAMES")] = ""
+    """Where to compute; auto takes the accelerator if there is one."""
+    tasks: Annotated[str, {"value": "NAMES"}] = ""
     """Run these tasks of lm-eval instead, with commas between."""
-    include_path: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    include_path: Annotated[Path | None, {"value": "FOLDER"}] = None
     """A folder with YAML files of tasks of your own."""
     chat: bool = False
     """Ask the tasks as a user's messages, written as the run's chat template has it."""
-    num_fewshot: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    num_fewshot: int | None = None
     """Examples in each prompt; each task has its own default."""
-    limit: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    limit: int | None = None
     """Use only so many samples of each task."""
     json: bool = False
     """Print one JSON document on standard output and nothing else."""
 
 
+VERB = CommandVerb(
+    "evaluate",
+    "Measures the perplexity of runs on their validation split, or on any other text; or runs tasks of lm-eval.",
+    {WHOLE: command_of(Evaluate)},
+    (
+        ("evaluate runs/main runs/pipeline", "two runs side by side"),
+        ("evaluate runs/main --files book.txt --stride 64", "on a text of your own"),
+    ),
+)
+
+
 def run(argv: Sequence[str]) -> int:
+    if VERB.answers_help(argv):
+        return 0
     return run_on_ranks(partial(_parse, argv), partial(_start, argv), _be_a_rank)
 
 
@@ -92,7 +104,7 @@ def _start(argv: Sequence[str], options: Evaluate) -> int:
 def _parse(argv: Sequence[str], ranks: Ranks | None) -> Evaluate:
     """Returns the options. Raises JobError with every problem of them, or if the number of processes that a launcher
     has started does not fit."""
-    options, problems = read_options(Evaluate, "evaluate", argv, prints=ranks is None or ranks.rank == 0)
+    options, problems = read_options(Evaluate, VERB, argv)
     if problems := [*problems, *_problems(options)]:
         raise JobError(problems)
     if ranks is None:
@@ -110,15 +122,11 @@ def _parse(argv: Sequence[str], ranks: Ranks | None) -> Evaluate:
 
 def _problems(options: Evaluate) -> list[str]:
     problems = []
-    if not options.runs:
-        problems.append("name the directory of a run, such as runs/main")
     if options.corpus and options.corpus not in CORPORA:
         hint = did_you_mean(options.corpus, CORPORA)
         problems.append(f"no corpus {options.corpus!r}{hint} (known: {', '.join(CORPORA)}; your own text: --files)")
     if options.corpus and options.files:
         problems.append("--corpus and --files both name a text; give one of them")
-    if options.batch_size < 1:
-        problems.append(f"--batch-size must be at least 1, is {options.batch_size}")
     if not 0 <= options.limit_mb < 1e12:
         problems.append(f"--limit-mb must not be negative, and below 1e12, is {options.limit_mb:g}")
     of_text = [flag_of(name) for name in ("corpus", "files", "layout", "stride") if getattr(options, name)]

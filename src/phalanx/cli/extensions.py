@@ -5,30 +5,31 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from phalanx.cli.commands import JSON, Command, parse, wants_help
+from phalanx.cli.commands import Command, CommandVerb
 from phalanx.echo import echo
 from phalanx.extend import TABLES
 from phalanx.registry import GROUP, OWN, installed
 
-PAGE = f"""\
-phalanx extensions: what installed packages add
-
-usage: phalanx extensions list [--json]     list every package and its entries
-       phalanx extensions names [--json]    list all names of every table, the project's own too
-
-A package adds entries through an entry point of the group {GROUP} (docs/extending.md).
-
-options:
-  {"--json":<8}  {JSON["json"]}\
-"""
-COMMANDS = {"list": Command(), "names": Command()}
+VERB = CommandVerb(
+    "extensions",
+    "Lists what installed packages add. A package adds entries through an entry point of the group "
+    f"{GROUP} (docs/extending.md).",
+    {
+        "list": Command(about="list every package and its entries; this is done without a command, too"),
+        "names": Command(about="list all names of every table, the project's own too"),
+    },
+    (
+        ("extensions list", "by package"),
+        ("extensions names --json", "by table, for programs"),
+    ),
+    default="list",
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    if wants_help(argv) and argv:
-        echo(PAGE)
+    words = VERB.parse(argv)
+    if words is None:
         return 0
-    words = parse("extensions", COMMANDS, argv or ["list"])
     (_list if words.command == "list" else _names)(words.as_json)
     return 0
 

@@ -11,10 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import tyro
-
-from phalanx.cli.commands import flag_of
-from phalanx.cli.options import read_options, run_on_ranks
+from phalanx.cli.commands import WHOLE, CommandVerb
+from phalanx.cli.options import command_of, read_options, run_on_ranks
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.generate.output import OrderedOutput
@@ -29,23 +27,19 @@ if TYPE_CHECKING:
     from phalanx.generate.load import LoadedRun
 
 
-POSITIVE = ("samples", "batch", "tp", "pp", "draft_tokens")
-"""Options that are at least 1."""
-
-
 @dataclass(frozen=True)
 class Generate:
-    """Generate text from a run's newest checkpoint (or that of --step). The same seed gives the same text."""
+    """The options of `phalanx generate`."""
 
-    run: tyro.conf.Positional[Path]
+    run: Path
     """The run's directory, such as runs/main."""
-    prompt: Annotated[str, tyro.conf.arg(help_behavior_hint="(default: a newline)")] = "\n"
-    """Beginning of the text."""
-    prompts: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    prompt: str = "\n"
+    """Beginning of the text; by default a newline."""
+    prompts: Annotated[Path | None, {"value": "FILE"}] = None
     """A file of prompts, one per line, or .jsonl with a string or {"prompt": ...} per line."""
     chat: bool = False
     """A prompt is a user's message, written as the run's chat template has it; the text ends where the answer does."""
-    samples: int = 1
+    samples: Annotated[int, {"at_least": 1}] = 1
     """Texts per prompt, each with random draws of its own."""
     max_new_tokens: int = 200
     """Tokens to generate per text."""
@@ -57,31 +51,44 @@ class Generate:
     """Sample from the smallest set of tokens whose probabilities sum to p; 1 samples from all."""
     seed: int = 1337
     """Seed of the sampling."""
-    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    stop: tuple[str, ...] = ()
     """Ends a text before this string; may be given several times."""
     ignore_end: bool = False
     """Go on after an end-of-text token."""
-    batch: int = 8
+    batch: Annotated[int, {"at_least": 1}] = 8
     """Texts that are computed together at most."""
-    assistant: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    assistant: Annotated[Path | None, {"value": "RUN"}] = None
     """The run of a smaller model that proposes tokens (speculative decoding); the text stays the model's."""
-    draft_tokens: int = 4
+    draft_tokens: Annotated[int, {"at_least": 1}] = 4
     """Tokens that the assistant proposes at a time."""
     compare: bool = False
     """With an assistant: generate without it first, and compare the speed."""
     step: int = 0
     """The checkpoint of this step; 0 means the newest."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto uses the accelerator if there is one."""
-    tp: int = 1
+    """Where to compute; auto takes the accelerator if there is one."""
+    tp: Annotated[int, {"at_least": 1}] = 1
     """Tensor ranks that share the matrices and the KV cache, for a model that does not fit on one device."""
-    pp: int = 1
+    pp: Annotated[int, {"at_least": 1}] = 1
     """Pipeline ranks that share the layers."""
     json: bool = False
     """Print one JSON document on standard output and nothing else."""
 
 
+VERB = CommandVerb(
+    "generate",
+    "Generates text from a run's newest checkpoint, or from that of --step. The same seed gives the same text.",
+    {WHOLE: command_of(Generate)},
+    (
+        ("generate runs/main --prompt 'def '", "one text"),
+        ("generate runs/main --prompts prompts.txt --samples 4 --json", "four texts per prompt"),
+    ),
+)
+
+
 def run(argv: Sequence[str]) -> int:
+    if VERB.answers_help(argv):
+        return 0
     return run_on_ranks(partial(_parse, argv), partial(_start, argv), _be_a_rank)
 
 
@@ -101,13 +108,8 @@ def _start(argv: Sequence[str], options: Generate) -> int:
 def _parse(argv: Sequence[str], ranks: Ranks | None) -> Generate:
     """Returns the options. Raises JobError with every problem of them, or if the number of processes that a launcher
     has started does not fit."""
-    options, problems = read_options(Generate, "generate", argv, prints=ranks is None or ranks.rank == 0)
-    problems += [
-        f"{flag_of(name)} {getattr(options, name)}: at least 1" for name in POSITIVE if getattr(options, name) < 1
-    ]
+    options, problems = read_options(Generate, VERB, argv)
     problems += Sampling(**_sampling_of(options)).problems()
-    if not options.prompt:
-        problems.append("--prompt is empty: give at least one character")
     if options.prompts and options.prompt != Generate.prompt:
         problems.append("--prompt and --prompts: give one of them")
     if options.compare and not options.assistant:

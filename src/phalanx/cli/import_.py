@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.cli.commands import JSON, Command, CommandWords, parse, wants_help
+from phalanx.cli.commands import Command, CommandVerb, CommandWords
 from phalanx.cli.option import Option
 from phalanx.config.families import kinds
 from phalanx.config.hugging_face.families import BY_TYPE
@@ -20,54 +20,42 @@ from phalanx.units import gib
 if TYPE_CHECKING:
     from phalanx.exchange.import_run import Imported
 
-PAGE = f"""\
-phalanx import: weights of another program as a run
-
-usage: phalanx import hf DIR --out RUN           a Hugging Face folder: config.json, safetensors, tokenizer.json
-       phalanx import hf FILE ... --out RUN      its files: safetensors, with config.json among them or beside them
-       phalanx import hf FILE.gguf --out RUN     a file of llama.cpp, dequantised
-       phalanx import hf hub:OWNER/NAME --out RUN    a model of the hub, downloaded by its own library
-
-The run has one checkpoint, at step 0. `phalanx generate RUN` continues a text with it, and a job with
-`model.from: RUN` trains from its weights in any layout. Nothing but `hub:` is downloaded, and no pickle is read.
-
-options:
-  --out RUN           the run's directory, which must not exist
-  --precision TYPE    type of the weights: fp64, fp32, bf16 or fp16 (default: each tensor's own; of GGUF fp32)
-  --layers N          the first N layers only: a smaller model, for trials
-  --json              {JSON["json"]}
-
-model types: {", ".join(BY_TYPE)}
-
-examples:
-  phalanx import hf SmolLM2-135M --out runs/smollm
-  phalanx import hf SmolLM2-135M --out runs/smollm --precision fp32
-  phalanx import hf hub:openai-community/gpt2 --out runs/gpt2
-  phalanx generate runs/smollm --prompt "Gravity is"
-  phalanx predict model=hf:SmolLM2-135M/config.json cluster=dgx-h100:1 dp_shard=8\
-"""
 WHAT = {
-    "precision": Option(Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the weights"),
-    "layers": Option(int, 0, "the first layers only", at_least=1),
+    "precision": Option(
+        Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the weights (default: each tensor's own; of GGUF fp32)"
+    ),
+    "layers": Option(int, 0, "the first N layers only: a smaller model, for trials", at_least=1),
 }
-COMMANDS = {
-    "hf": Command(
-        ("a folder or files",),
-        {
-            "out": Option(str, "", "the run's directory"),
-            **WHAT,
-        },
-        more=True,
-    )
-}
+VERB = CommandVerb(
+    "import",
+    "Makes a run of another program's weights: `phalanx generate RUN` continues a text with it, and a job with "
+    "`model.from: RUN` trains from its weights in any layout.",
+    {
+        "hf": Command(
+            ("SOURCE",),
+            {"out": Option(str, "", "the run's directory, which must not exist", value="RUN"), **WHAT},
+            more=True,
+            about="a folder of Hugging Face or its files, a GGUF file, or a model of the hub",
+        )
+    },
+    (
+        ("import hf SmolLM2-135M --out runs/smollm", "a folder"),
+        ("import hf hub:openai-community/gpt2 --out runs/gpt2", "a model of the hub"),
+    ),
+    (
+        "SOURCE is a Hugging Face folder (config.json, safetensors, tokenizer.json), its files, a GGUF file of "
+        "llama.cpp, which is dequantised, or hub:OWNER/NAME, which the hub's own library downloads. The run has one "
+        "checkpoint, at step 0. Nothing but `hub:` is downloaded, and no pickle is read.",
+        f"Model types: {', '.join(BY_TYPE)}.",
+    ),
+    hint=lambda word: f"name the format first: `phalanx import hf {word}`" if Path(word).exists() else "",
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    if wants_help(argv):
-        echo(PAGE)
+    words = VERB.parse(argv)
+    if words is None:
         return 0
-    hint = f"name the format first: `phalanx import hf {argv[0]}`" if Path(argv[0]).exists() else ""
-    words = parse("import", COMMANDS, argv, hint)
     if not words.options.get("out"):
         raise JobError("phalanx import needs --out RUN, the directory of the new run")
     return _import_hf(words)

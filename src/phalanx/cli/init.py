@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cli.commands import Command, parse
+from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.cli.job_file import as_job_file
 from phalanx.cli.job_plan import HERE, SMALL, NewJob, planned_job
 from phalanx.cli.option import Option
@@ -23,42 +23,54 @@ from phalanx.errors import JobError, RunError
 
 FILES = ("text", "chat", "preferences")
 """Corpora that are files of the user."""
-PAGE = f"""\
-phalanx init: a job file with comments, and a layout planned for the machine
-
-usage: phalanx init [FILE] [options]     FILE is job.yaml unless given
-
-On a terminal it asks for what no option says; elsewhere, and with --yes, it takes the defaults. An existing file is
-replaced only if you say so. Beside it lies phalanx.schema.json, with which an editor completes and checks the file.
-
-options:
-  --cluster NAME[:NODES]   machine: this (the default), or one that you plan for, such as dgx-h100:4
-  --model NAME             small (the default here), a preset (`phalanx models`), hf:FOLDER, or a run's directory
-  --data NAME|PATH         {", ".join(name for name in CORPORA if name not in FILES)}, or your text or JSONL
-  --batch N                sequences per step over all devices
-  --steps N                optimizer steps
-  --yes                    ask nothing
-  --force                  replace an existing file
-  --no-plan                write `layout: auto`: the layout is planned when training starts
-
-examples:
-  phalanx init
-  phalanx init big.yaml --model llama3-8b --cluster dgx-h100:2 --yes\
-"""
-COMMANDS = {
-    "write": Command(
-        (),
-        {
-            "cluster": Option(str, "", "machine"),
-            "model": Option(str, "", "model"),
-            "data": Option(str, "", "corpus, or path"),
-            "batch": Option(int, 0, "sequences per step", at_least=1),
-            "steps": Option(int, 0, "optimizer steps", at_least=1),
-        },
-        switches={"yes": "ask nothing", "force": "replace the file", "no_plan": "leave the layout open"},
-        more=True,
-    )
-}
+VERB = CommandVerb(
+    "init",
+    "Writes a job file with comments, and a layout planned for the machine.",
+    {
+        WHOLE: Command(
+            ("[FILE]",),
+            {
+                "cluster": Option(
+                    str,
+                    "",
+                    "machine: this (the default), or one that you plan for, such as dgx-h100:4",
+                    value="NAME[:NODES]",
+                ),
+                "model": Option(
+                    str,
+                    "",
+                    "the model: small (the default here), a preset (`phalanx models`), hf:FOLDER, or a run's directory",
+                    value="NAME",
+                ),
+                "data": Option(
+                    str,
+                    "",
+                    f"the corpus: {', '.join(name for name in CORPORA if name not in FILES)}, or your text or JSONL",
+                    value="NAME|PATH",
+                ),
+                "batch": Option(int, 0, "sequences per step over all devices", at_least=1),
+                "steps": Option(int, 0, "optimizer steps", at_least=1),
+            },
+            switches={
+                "yes": "ask nothing",
+                "force": "replace an existing file",
+                "no_plan": "write `layout: auto`: the layout is planned when training starts",
+            },
+        )
+    },
+    (
+        ("init", "five questions"),
+        ("init big.yaml --model llama3-8b --cluster dgx-h100:2 --yes", "none"),
+    ),
+    (
+        "FILE is job.yaml unless given. On a terminal it asks for what no option says; elsewhere, and with --yes, it "
+        "takes the defaults. An existing file is replaced only if you say so. Beside it lies phalanx.schema.json, with "
+        "which an editor completes and checks the file.",
+    ),
+    default=WHOLE,
+)
+QUESTIONS = ("cluster", "model", "data", "batch", "steps")
+"""The options that are asked for where they are not given."""
 SCHEMA = "phalanx.schema.json"
 STEPS = 500
 SMALL_BATCH = 32
@@ -78,12 +90,9 @@ class Question:
 
 
 def run(argv: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(argv) or argv == ["help"]:
-        echo(PAGE)
+    words = VERB.parse(argv)
+    if words is None:
         return 0
-    words = parse("init", COMMANDS, ["write", *argv])
-    if len(words.subjects) > 1:
-        raise JobError(f"phalanx init writes one file, found {', '.join(words.subjects)}")
     path = Path(words.subjects[0] if words.subjects else "job.yaml")
     if path.suffix not in (".yaml", ".yml"):
         raise JobError(f"a job file ends in .yaml, found {str(path)!r}; nearest: {path.with_suffix('.yaml')}")
@@ -116,7 +125,7 @@ def _answers(given: dict[str, str], asks: bool) -> NewJob:
     """Returns what the options say, else the answers, else the defaults. Raises JobError with all wrong options."""
     problems: list[str] = []
     answers: dict[str, str] = {}
-    for name in COMMANDS["write"].options:
+    for name in QUESTIONS:
         question = _question(name, answers)
         try:
             if name in given:

@@ -8,6 +8,7 @@ import yaml
 
 from phalanx.check.load import LoadedJob
 from phalanx.check.show import as_dict
+from phalanx.cli.columns import clipped
 from phalanx.config import reference
 from phalanx.config.fields import get
 from phalanx.config.layout import Layout
@@ -90,11 +91,7 @@ def _line(start: str, comment: str) -> str:
     room = WIDTH - len(start) - 3
     if room < LEAST_COMMENT:
         return start
-    for mark in (". ", "; ", ": "):
-        if len(comment) > room:
-            comment = comment.partition(mark)[0]
-    if len(comment) > room:
-        comment = f"{comment[: room - 2].rsplit(' ', 1)[0]} …"
+    comment = clipped(comment, room)
     if comment[1:2].islower():
         comment = f"{comment[0].lower()}{comment[1:]}"
     return f"{start} # {comment.rstrip('.')}"

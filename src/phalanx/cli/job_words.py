@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from phalanx.check.load import LoadedJob, load_words
 from phalanx.check.show import as_dict, as_yaml
 from phalanx.cli.calibration import check_calibration
 from phalanx.cli.option import Option
+from phalanx.cli.page import Example, PageOption, VerbPage
 from phalanx.config import overrides
 from phalanx.config.job import Job
 from phalanx.echo import echo, shortened
@@ -46,12 +47,16 @@ class JobWords:
 
 @dataclass(frozen=True)
 class JobVerb:
-    """A verb that takes a job: its name, a one-line description, its switches with their help, and its options."""
+    """A verb that takes a job."""
 
     name: str
     about: str
-    switches: dict[str, str]
-    options: dict[str, Option] = field(default_factory=dict)
+    examples: tuple[Example, ...]
+    switches: Mapping[str, str] = field(default_factory=dict)
+    """Options without a value, with their help."""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    exits: Mapping[int, str] = field(default_factory=dict)
+    """Exit codes that mean something of its own."""
     auto: Literal["open", "always", "plan", "measure", "train"] = "plan"
     """The treatment of `layout: auto`: it stays open, even if job files have a layout; the planner chooses; this
     machine may be measured for that, since the verb predicts; or a run keeps the layout that it has
@@ -126,6 +131,23 @@ class JobVerb:
         words.problems[:0] = problems
         return words, found, rest
 
+    @property
+    def page(self) -> VerbPage:
+        """What its pages show."""
+        switches = {**self.switches, **COMMON_SWITCHES}
+        return VerbPage(
+            self.name,
+            f"{self.name} [JOB.yaml ...] [key=value ...] [options]",
+            self.about,
+            (
+                *(PageOption(name, option.about, option) for name, option in self.options.items()),
+                *(PageOption(name, about) for name, about in switches.items()),
+            ),
+            self.examples,
+            exits=self.exits,
+            takes_job=True,
+        )
+
     def _print_help(self, argv: Sequence[str]) -> None:
         """Prints the page; the values shown are those of the job files and fields on the same command line."""
         from phalanx.cli import help_page
@@ -136,7 +158,7 @@ class JobVerb:
             loaded = load_words(words, opens=self.opens)
         except JobError:
             loaded = LoadedJob(Job(), {})  # the page must come even for a job that is wrong
-        help_page.print_page(self.name, self.about, {**self.switches, **COMMON_SWITCHES}, self.options, asked, loaded)
+        help_page.print_page(self.page, asked, loaded)
 
 
 def tell(answers: Sequence[str]) -> None:

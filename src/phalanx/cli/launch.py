@@ -54,10 +54,10 @@ _PASS_ON_SIGUSR1 = ("srun", "openmpi", "mpich")
 PROGRAMS = ("python", "python3", "torchrun", "mpiexec", "mpirun", "srun", "phalanx")
 
 OPTIONS = {
-    "nnodes": Option(str, "", "Nodes: N, or N:M to go on with N when nodes fail; -N for short."),
-    "nproc_per_node": Option(str, "", "Processes on each node: a number, or auto for one per device."),
+    "nnodes": Option(str, "", "Nodes: N, or N:M to go on with N when nodes fail; -N for short.", value="N[:M]"),
+    "nproc_per_node": Option(str, "", "Processes on each node: a number, or auto for one per device.", value="N"),
     "nproc": Option(int, 0, "Processes in all; -n for short.", at_least=1),
-    "hostfile": Option(str, "", "File of hosts, one per line (host, host:4, host slots=4)."),
+    "hostfile": Option(str, "", "File of hosts, one per line (host, host:4, host slots=4).", value="FILE"),
     "launcher": Option(
         Literal["local", "srun", "pals", "openmpi", "mpich", "ssh"],
         None,
@@ -67,26 +67,33 @@ OPTIONS = {
         Literal["phalanx", "launcher", "torchrun"],
         "phalanx",
         "What starts the ranks of a node: a launcher of ours, which restarts them; srun or mpiexec; torchrun.",
+        rare=True,
     ),
-    "cpu_bind": Option(str, "", "The launcher's binding of processes to processors."),
-    "port": Option(int, 0, "Port of the rendezvous; by default a hash of the job's id.", at_least=1),
-    "remote_shell": Option(str, SSH, "Program that takes HOST and a command for its shell."),
-    "env": Option(str, (), "NAME=VALUE for the job; may be repeated.", many=True, like=_ONE),
-    "export_env": Option(str, (), "Variable or pattern to export as well; may be repeated.", many=True, like=_ONE),
-    "stop_after": Option(int, 0, "Seconds after which the run stops with a checkpoint (75).", at_least=1),
+    "cpu_bind": Option(str, "", "The launcher's binding of processes to processors.", rare=True),
+    "port": Option(int, 0, "Port of the rendezvous; by default a hash of the job's id.", at_least=1, rare=True),
+    "remote_shell": Option(str, SSH, "Program that takes HOST and a command for its shell.", rare=True),
+    "env": Option(str, (), "Variable for the job; may be repeated.", many=True, like=_ONE, value="NAME=VALUE"),
+    "export_env": Option(
+        str, (), "Variable or pattern to export too; may be repeated.", many=True, like=_ONE, value="NAME", rare=True
+    ),
+    "stop_after": Option(int, 0, "Seconds after which the run stops with a checkpoint (75).", at_least=1, rare=True),
     "submit": Option(Literal["slurm", "pbs", "k8s"], None, "Write and submit a batch script or a manifest."),
-    "site": Option(str, "", "Site (--list-sites), or a YAML file of one; found out by default."),
-    "time": Option(str, "", "Time limit: 1:30:00, 90m, 2-00:00:00; -t for short."),
-    "account": Option(str, "", "Account or project; -A for short."),
-    "queue": Option(str, "", "Queue, partition or quality of service; -q or -p for short."),
-    "signal": Option(int, 120, "Seconds before the time limit at which the run stops with a checkpoint.", at_least=0),
-    "batch_option": Option(str, (), "Further option of sbatch or qsub; may be repeated.", many=True, like=_ONE),
-    "k8s_kind": Option(Literal["job", "jobset", "trainjob"], "job", "Kubernetes: what to create."),
-    "image": Option(str, "", "Kubernetes: image that holds Phalanx."),
-    "pvc": Option(str, "", "Kubernetes: NAME[:/PATH] of the claim that holds the run directories."),
-    "namespace": Option(str, "", "Kubernetes: namespace."),
-    "secret": Option(str, "", "Kubernetes: Secret that has the values of --export-env."),
-    "shm_gib": Option(int, 8, "Kubernetes: GiB of /dev/shm.", at_least=1),
+    "site": Option(str, "", "Site (--list-sites), or a YAML file of one; found out by default.", value="NAME"),
+    "time": Option(str, "", "Time limit: 1:30:00, 90m, 2-00:00:00; -t for short.", value="TIME"),
+    "account": Option(str, "", "Account or project; -A for short.", value="NAME"),
+    "queue": Option(str, "", "Queue, partition or quality of service; -q or -p for short.", value="NAME"),
+    "signal": Option(
+        int, 120, "Seconds before the time limit at which the run stops with a checkpoint.", at_least=0, rare=True
+    ),
+    "batch_option": Option(
+        str, (), "Further option of sbatch or qsub; may be repeated.", many=True, like=_ONE, value="WORD", rare=True
+    ),
+    "k8s_kind": Option(Literal["job", "jobset", "trainjob"], "job", "Kubernetes: what to create.", rare=True),
+    "image": Option(str, "", "Kubernetes: image that holds Phalanx.", rare=True),
+    "pvc": Option(str, "", "Kubernetes: NAME[:/PATH] of the claim that holds the run directories.", rare=True),
+    "namespace": Option(str, "", "Kubernetes: namespace.", rare=True),
+    "secret": Option(str, "", "Kubernetes: Secret that has the values of --export-env.", rare=True),
+    "shm_gib": Option(int, 8, "Kubernetes: GiB of /dev/shm.", at_least=1, rare=True),
 }
 SWITCHES = {
     "dry_run": "Print commands, environment and hosts, or the script, and exit.",
@@ -99,6 +106,10 @@ VERB = JobVerb(
     "Starts a job where it is called: inside an allocation of Slurm or PBS with srun or mpiexec, over ssh on the hosts "
     "of a file, or on this machine; or submits it to Slurm, PBS or Kubernetes. Words after -- are options of srun or "
     "mpiexec.",
+    (
+        ("launch job.yaml --nnodes 2", "here: inside an allocation, or on this machine"),
+        ("launch job.yaml --submit slurm -N 2 -t 2h --dry-run", "show the batch script"),
+    ),
     SWITCHES,
     OPTIONS,
     auto="open",
@@ -106,7 +117,7 @@ VERB = JobVerb(
 
 
 def run(argv: Sequence[str]) -> int:
-    words, extra = _split(argv)
+    words, extra = own_names(argv)
     if "--list-sites" in words:
         return _list_sites("--json" in words)
     parsed = VERB.parse(words)
@@ -118,7 +129,7 @@ def run(argv: Sequence[str]) -> int:
     return _submit(parsed, plan) if parsed.options["submit"] else _start(parsed, plan)
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def own_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the words before and after --, the former with this verb's names. Raises JobError for the words of a
     program, and for a launcher by another name."""
     end = argv.index("--") if "--" in argv else len(argv)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import importlib
 import io
 import os
 import platform
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import phalanx
+from phalanx.cli.verbs import EXIT_CODES, VERBS, module_of
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.environment import LAUNCHER_PID
@@ -24,34 +24,6 @@ from phalanx.launch.ranks import lowest_evidence
 from phalanx.nearest import nearest
 from phalanx.registry import blamed, noting_package
 
-VERBS = {
-    "init": "write a job file with comments and a planned layout: five questions, or options",
-    "train": "train a job: start its processes, train, validate, save checkpoints; resumes an existing run",
-    "launch": "start a job where it is called (Slurm, PBS, MPI, ssh), or submit it (Slurm, PBS, Kubernetes)",
-    "verify": "check that every layout computes what one process computes, in float64",
-    "generate": "generate text from the newest checkpoint of a run",
-    "serve": "serve a run over HTTP, with OpenAI's completions and chat endpoints",
-    "checkpoint": "list, show, verify, convert and compare checkpoints",
-    "import": "weights of another program (Hugging Face) as a run, to generate from and to train on",
-    "evaluate": "perplexity of runs on any text, or tasks of lm-eval",
-    "export": "write the model of a run as a Hugging Face folder",
-    "data": "prepare a corpus: tokenize it into shards",
-    "plan": "choose the layout of a job: the fastest that fits, and why",
-    "predict": "time, memory and traffic of a step on any machine, without it",
-    "report": "a run as a page with pictures, or several runs compared",
-    "watch": "the live view of a run, from any terminal",
-    "profile": "where the time of a run's profiled steps went, beside the prediction",
-    "simulate": "a step as a timeline: every pass and message, slow devices, failures",
-    "doctor": "check this machine, or all nodes, before a run: every line OK, WARN or ERROR with a remedy",
-    "bench": "measure this machine, for predictions on cluster=local",
-    "test-dist": "test the started ranks: values and speed of collectives, stragglers, pairs, a short training",
-    "models": "known models: list them, with parameters, kinds and sources",
-    "schedule": "pipeline schedules: list, draw, measure and check them",
-    "collectives": "algorithms of collectives: list, draw, count and check them",
-    "schema": "every field of a job: as JSON schema for editors, or as a page",
-    "completion": "completion of verbs, options, fields and names for bash, zsh or fish",
-    "extensions": "what installed packages add: schedules, machines, corpora and so on",
-}
 OF_RANKS = ("train", "launch", "generate", "evaluate", "doctor", "bench", "test-dist")
 """The verbs that know what to do as one of several ranks. The others are the work of one process."""
 _PAGES = ("-h", "--help", "--print-config")
@@ -64,8 +36,7 @@ EXAMPLES = [
 MORE = (
     "`phalanx VERB --help` shows a verb's options and examples, `phalanx train --help layout` the fields of a job's "
     "section. A job file and key=value set the same fields; the command line wins.",
-    "Exit codes: 0 done, 1 failed, 2 bad usage or job, 3 does not fit, 4 data, checkpoint or state corrupt, 5 stopped "
-    "on NaN or a spike, 75 stopped cleanly (run the same command again to resume), 128+n ended by signal n.",
+    f"Exit codes: {', '.join(f'{code} {meaning}' for code, meaning in EXIT_CODES.items())}.",
 )
 
 
@@ -118,6 +89,8 @@ def run(argv: Sequence[str]) -> int:
     """Runs the command line and raises errors: the entry point of ranks started by the launcher."""
     if _is_left_to_rank_0(argv):
         return 0
+    if argv[:1] == ["help"] and argv[1:2] and argv[1] in VERBS:
+        argv = [argv[1], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help", "help"):
         echo("\n".join(_usage()))
         return 0
@@ -134,17 +107,16 @@ def run(argv: Sequence[str]) -> int:
         if verb.endswith((".yaml", ".yml")):
             hint = f"put the verb first: `phalanx train {verb}`"
         raise JobError(f"no verb {verb!r}; {hint}")
-    name = "import_" if verb == "import" else verb.replace("-", "_")
-    return importlib.import_module(f"phalanx.cli.{name}").run(rest)
+    return module_of(verb).run(rest)
 
 
 def _usage() -> Iterator[str]:
     from phalanx.cli.columns import filled, in_columns, page_width
 
     width = page_width()
-    yield f"phalanx {phalanx.__version__}: N-D parallel language-model training from one job file"
-    yield from ("", "usage: phalanx VERB [JOB.yaml ...] [key=value ...] [--key value ...]", "")
-    yield from in_columns([*VERBS.items()], width)
+    yield from filled(f"phalanx {phalanx.__version__}: N-D parallel language-model training from one job file", width)
+    yield from ("", *filled("usage: phalanx VERB [JOB.yaml ...] [key=value ...] [--key value ...]", width), "")
+    yield from in_columns([*VERBS.items()], width, clips=True)
     yield from ("", "examples:")
     yield from in_columns(EXAMPLES, width)
     for paragraph in MORE:

@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.blocks.flops import train_flops_per_token
 from phalanx.blocks.parameters import count, count_active
-from phalanx.cli.commands import JSON
+from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.config.families import kinds
 from phalanx.config.families.preset import Preset
 from phalanx.config.model import ModelConfig
@@ -16,39 +16,32 @@ from phalanx.config.presets import CATALOGUE, FROM_FILE, likely, named, preset_o
 from phalanx.echo import echo
 from phalanx.errors import JobError
 
-PAGE = f"""\
-phalanx models: known models, for `model=NAME` of any job
-
-usage: phalanx models [--json]                  list all presets
-       phalanx models WORD ... [--json]         list those with all words in name, kinds or source
-       phalanx models NAME [--json]             one preset in detail; a repository's name on the hub will do, and a
-                                                Hugging Face config.json: hf:DIR/config.json
-
-options:
-  --json  {JSON["json"]}
-
-examples:
-  phalanx models qwen3
-  phalanx models experts window
-  phalanx models meta-llama/Llama-3.1-8B
-  phalanx predict model=llama3.1-8b cluster=dgx-h100:1 dp_shard=8 train.precision=bf16 train.global_batch=8\
-"""
+VERB = CommandVerb(
+    "models",
+    "Lists known models, for `model=NAME` of any job.",
+    {WHOLE: Command(("[NAME|WORD]",), more=True)},
+    (
+        ("models experts window", "those with both words in name, kinds or source"),
+        ("models meta-llama/Llama-3.1-8B", "one in detail, here by its name on the hub"),
+    ),
+    (
+        "Words find the presets that have all of them in name, kinds or source; without one all are listed. A NAME is "
+        "shown in detail: a preset, a repository on the hub, or a Hugging Face config.json as hf:DIR/config.json.",
+    ),
+    default=WHOLE,
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(argv) or argv == ["help"]:
-        echo(PAGE)
+    words = VERB.parse(argv)
+    if words is None:
         return 0
-    words = [word for word in argv if word != "--json"]
-    as_json = len(words) < len(argv)
-    if wrong := [word for word in words if word.startswith("-")]:
-        raise JobError([f"unknown option {word}; `phalanx models` takes words and --json" for word in wrong])
-    name = named(" ".join(words))
+    name = named(" ".join(words.subjects))
     if name in CATALOGUE or name.startswith(FROM_FILE):
-        echo(json.dumps(entry(name), indent=1) if as_json else details(name))
+        echo(json.dumps(entry(name), indent=1) if words.as_json else details(name))
         return 0
-    names = _matching(words)
-    echo(json.dumps([entry(name) for name in names], indent=1) if as_json else table(names))
+    names = _matching(words.subjects)
+    echo(json.dumps([entry(name) for name in names], indent=1) if words.as_json else table(names))
     return 0
 
 

@@ -18,9 +18,14 @@ class Option:
     about: str
     at_least: int | None = None
     many: bool = False
-    """Takes all words up to the next that begins with `--` or names a YAML file; the value is then a tuple."""
+    """May have several values, which are then a tuple. In a verb that takes a job, they are all words up to the next
+    that begins with `--` or names a YAML file; elsewhere the option is repeated."""
     like: str = ""
     """With `many`: a regular expression for the beginning of later words; any word if it is empty."""
+    value: str = ""
+    """The name of the value on help pages, such as FILE; that of its kind if it is empty."""
+    rare: bool = False
+    """The short help page only names it."""
 
     def convert(self, texts: Sequence[str]) -> tuple[Any, ...]:
         """Converts the given texts. Raises ValueError that says what was expected."""

@@ -1,22 +1,26 @@
-"""Options of verbs that take no job: reading them, also on the ranks of another launcher."""
+"""Verbs whose options are a dataclass: their commands, reading them, and running them on the ranks of another
+launcher."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import tyro
-
-from phalanx.cli.commands import flag_of
+from phalanx.cli.commands import WHOLE, Command, CommandVerb
+from phalanx.cli.option import Option
+from phalanx.config.reference import texts_below
 from phalanx.config.run import RunOptions
+from phalanx.errors import JobError
 from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.meet.detected import detected
 from phalanx.launch.ranks import Ranks
-from phalanx.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
@@ -24,22 +28,33 @@ if TYPE_CHECKING:
 Options = TypeVar("Options")
 
 
-def read_options(kind: type[Options], verb: str, argv: Sequence[str], prints: bool = True) -> tuple[Options, list[str]]:
-    """Returns the options of a verb, as its dataclass, and a message per word that is none of them. What tyro prints
-    about wrong values, before it ends the program, only one rank `prints`."""
-    options, unknown = tyro.cli(
-        kind,
-        prog=f"phalanx {verb}",
-        args=argv,
-        config=(tyro.conf.FlagCreatePairsOff,),
-        console_outputs=prints,
-        return_unknown_args=True,  # tyro would print their control characters
-    )
-    names = list(_flags(kind, options))
-    return options, [
-        f"unknown option {word}{did_you_mean(word.partition('=')[0], names) if word.startswith('--') else ''}"
-        for word in unknown
-    ]
+def command_of(kind: type[Any]) -> Command:
+    """Returns the command whose options are the fields of a dataclass, each explained by the text below it.
+
+    The first field, without a default, is the command's argument; several of a tuple. A field of type bool is a switch;
+    one that is a dataclass stands for its own fields. Its type may be annotated with more about the option:
+    `Annotated[Path, {"value": "FILE"}]`.
+    """
+    subject, *others = [*_fields(kind)]
+    options = {
+        field.name: Option(field.kind, field.default, field.text, many=field.is_tuple, **field.facts)
+        for field in others
+        if field.kind is not bool
+    }
+    switches = {field.name: field.text for field in others if field.kind is bool}
+    return Command((subject.name.removesuffix("s").upper(),), options, switches=switches, more=subject.is_tuple)
+
+
+def read_options(kind: type[Options], verb: CommandVerb, argv: Sequence[str]) -> tuple[Options, list[str]]:
+    """Returns the options of a verb as its dataclass, with the defaults where a word is wrong, and every problem of the
+    words. Raises JobError with them if the verb's argument is missing."""
+    words, problems = verb.read(argv)
+    if not verb.commands[WHOLE].takes(len(words.subjects)):
+        raise JobError(problems)
+    subject = next(_fields(kind))
+    given = {**words.options, **dict.fromkeys(words.switches, True)}
+    given[subject.name] = words.subjects if subject.is_tuple else words.subject
+    return _made(kind, given), problems
 
 
 def run_on_ranks(
@@ -80,7 +95,48 @@ def _as_foreign_rank(
             return work(options, ranks, meeting.store)
 
 
-def _flags(kind: type[Any], options: object) -> Iterator[str]:
+@dataclass(frozen=True)
+class _OptionField:
+    """One field of a dataclass of options."""
+
+    name: str
+    text: str
+    kind: Any
+    """The type of one value; paths are text until they are read, and None is no value."""
+    is_path: bool
+    is_tuple: bool
+    default: Any
+    facts: dict[str, Any]
+
+
+def _fields(kind: type[Any]) -> Iterator[_OptionField]:
+    texts, hints = texts_below(kind), typing.get_type_hints(kind, include_extras=True)
     for field in dataclasses.fields(kind):
-        value = getattr(options, field.name)
-        yield from _flags(type(value), value) if dataclasses.is_dataclass(value) else [flag_of(field.name)]
+        hint, facts = hints[field.name], {}
+        if typing.get_origin(hint) is typing.Annotated:
+            hint, facts = typing.get_args(hint)
+        if dataclasses.is_dataclass(hint):
+            yield from _fields(typing.cast(type, hint))
+            continue
+        is_tuple = typing.get_origin(hint) is tuple
+        if is_tuple or type(None) in typing.get_args(hint):
+            hint = typing.get_args(hint)[0]
+        is_path = hint is Path
+        one = str if is_path else hint
+        yield _OptionField(field.name, texts[field.name], one, is_path, is_tuple, field.default, facts)
+
+
+def _made(kind: type[Any], given: Mapping[str, Any]) -> Any:
+    """Returns the dataclass with the given values."""
+    values: dict[str, Any] = {}
+    for field in _fields(kind):
+        if field.name in given:
+            value = given[field.name]
+            if field.is_path:
+                value = tuple(map(Path, value)) if field.is_tuple else Path(value)
+            values[field.name] = value
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            inner = typing.cast(type, hint)
+            values[name] = inner(**{each.name: values.pop(each.name) for each in _fields(inner) if each.name in values})
+    return kind(**values)

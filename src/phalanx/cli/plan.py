@@ -31,14 +31,18 @@ MAX_DRAWN_PASSES = 120
 VERB = JobVerb(
     "plan",
     "Finds the fastest legal layout that fits in memory. Layout fields set on the command line, or beside `auto: true` "
-    "in a job file, stay fixed; the planner chooses the others. Exit code 3: no layout fits.",
-    switches={},
+    "in a job file, stay fixed; the planner chooses the others.",
+    (
+        ("plan model=llama3-8b cluster=dgx-h100:1 global_batch=64", "on a machine that you do not have"),
+        ("plan job.yaml --html plan.html", "with pictures"),
+    ),
     options={
-        "html": Option(str, "", "write the plan as an HTML page with pictures to a file"),
-        "svg": Option(str, "", "write a map of the search space, one dot per layout, to a file"),
+        "html": Option(str, "", "write the plan as an HTML page with pictures", value="FILE"),
+        "svg": Option(str, "", "write a map of the search space, one dot per layout", value="FILE"),
         "top": Option(int, 10, "number of layouts to show", at_least=1),
         **OPTIONS,
     },
+    exits={3: "no layout fits"},
     auto="always",
 )
 

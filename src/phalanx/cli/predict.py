@@ -33,10 +33,13 @@ from phalanx.validation import table
 
 VERB = JobVerb(
     "predict",
-    "Predicts time, memory and traffic of one step of a job on any machine, from formulas. Exit code 3: does not fit.",
-    switches={},
+    "Predicts time, memory and traffic of one step of a job on any machine, from formulas.",
+    (
+        ("predict model=llama3-8b cluster=dgx-h100 dp_shard=8 global_batch=16", "one layout"),
+        ("predict job.yaml --svg step.svg", "with a picture"),
+    ),
     options={
-        "svg": Option(str, "", "write a picture to a file"),
+        "svg": Option(str, "", "write a picture", value="FILE"),
         "picture": Option(
             Literal["prediction", "layout", "context"],
             "prediction",
@@ -44,9 +47,10 @@ VERB = JobVerb(
             "parameters (layout); or which tokens each context-parallel rank holds and computes (context)",
         ),
         **OPTIONS,
-        "table": Option(str, "", "predict every row of a CSV file of configurations instead of one job"),
-        "out": Option(str, "", "with --table: the CSV file to write (default: standard output)"),
+        "table": Option(str, "", "predict every row of a CSV file of configurations instead of one job", value="FILE"),
+        "out": Option(str, "", "with --table: the CSV file to write (default: standard output)", value="FILE"),
     },
+    exits={3: "the job does not fit in memory"},
     auto="measure",
 )
 

@@ -6,44 +6,50 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.commands import JSON, Command, parse, wants_help
+from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.option import Option
 from phalanx.echo import echo
 from phalanx.errors import JobError
 
-PAGE = """\
-phalanx report: a run as a page with pictures, or several runs in one page
-
-usage: phalanx report RUN [RUN ...] [--compare] [--out FILE] [--json]
-
-RUN is a run's directory. The page is one file that loads nothing: curves, the step beside its prediction, memory,
-traffic, checkpoints and restarts, environment. `phalanx train` keeps it up to date in the run's directory; this makes
-it again, also from a copy of the directory, and without torch.
-
-options:
-  --compare   several runs: their curves over each other, their figures side by side, and what differs in their jobs
-  --out FILE  the page (default: report.html in the run's directory; for several runs in the current one)
-  --json      print one JSON document on standard output and write no page
-
-examples:
-  phalanx report runs/main
-  phalanx report runs/main runs/pipeline --compare --out compared.html\
-"""
-
-COMMAND = Command(
-    ("runs",),
-    {"out": Option(str, "", "the page")},
-    switches={"compare": "curves over each other", **JSON},
-    more=True,
+VERB = CommandVerb(
+    "report",
+    "Shows a run as a page with pictures, or several runs in one page.",
+    {
+        WHOLE: Command(
+            ("RUN",),
+            {
+                "out": Option(
+                    str,
+                    "",
+                    "the page (default: report.html in the run's directory; for several runs in the current one)",
+                    value="FILE",
+                )
+            },
+            switches={
+                "compare": "several runs: their curves over each other, their figures side by side, and what differs "
+                "in their jobs",
+                "json": "print one JSON document on standard output and write no page",
+            },
+            more=True,
+        )
+    },
+    (
+        ("report runs/main", "one run"),
+        ("report runs/main runs/pipeline --compare --out compared.html", "two runs in one page"),
+    ),
+    (
+        "RUN is a run's directory. The page is one file that loads nothing: curves, the step beside its prediction, "
+        "memory, traffic, checkpoints and restarts, environment. `phalanx train` keeps it up to date in the run's "
+        "directory; this makes it again, also from a copy of the directory, and without torch.",
+    ),
 )
 
 
 def run(argv: Sequence[str]) -> int:
-    if wants_help(argv):
-        echo(PAGE)
+    words = VERB.parse(argv)
+    if words is None:
         return 0
-    words = parse("report", {"of": COMMAND}, ["of", *argv])
     # Imported here: the cost model and the pictures take as long as all of the rest.
     from phalanx.report import comparison, page
     from phalanx.report.expected import expected

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cli.commands import Command, CommandWords, option_lines, parse, wants_help
+from phalanx.cli.commands import Command, CommandVerb, CommandWords
 from phalanx.cli.option import Option
 from phalanx.echo import echo
 from phalanx.errors import JobError
@@ -19,25 +19,6 @@ from phalanx.schedule.blocking import blocked
 from phalanx.schedule.check import in_flight
 from phalanx.schedule.schedule import Schedule
 
-PAGE = """\
-phalanx schedule: pipeline schedules, as the order of actions on each rank
-
-usage: phalanx schedule list [--json]                     list all schedules
-       phalanx schedule show NAME|FILE [--option value]   draw one and print its figures
-       phalanx schedule check FILE [--json]               validate a schedule in a file of your own
-
-options of show:
-{options}
-
-A FILE is CSV with one row per rank and cells such as 0F3 (stage 0, forward pass, micro-batch 3). B is a backward pass;
-I and W are its input-gradient and weight-gradient halves. The file states its ranks, micro-batches and slices.
-
-examples:
-  phalanx schedule show 1f1b --stages 4 --microbatches 8
-  phalanx schedule show zb_v --stages 4 --microbatches 8 --svg zb_v.svg --csv mine.csv
-  phalanx schedule check mine.csv\
-"""
-
 SIZES = {
     "stages": Option(int, 4, "ranks of the pipeline (also --ranks, --pp)", at_least=1),
     "microbatches": Option(int, 8, "micro-batches per optimizer step (also --micro-batches)", at_least=1),
@@ -46,29 +27,44 @@ SIZES = {
     "steps": Option(int, None, "optimizer steps without a flush in between (default: the schedule's own)", at_least=1),
 }
 FILES = {
-    "svg": Option(str, "", "write the picture to a file"),
-    "trace": Option(str, "", "write trace events to a file, for ui.perfetto.dev"),
-    "csv": Option(str, "", "write the schedule as CSV, in the format of torch.distributed.pipelining"),
+    "svg": Option(str, "", "write the picture", value="FILE"),
+    "trace": Option(str, "", "write trace events for ui.perfetto.dev", value="FILE"),
+    "csv": Option(str, "", "write the schedule as CSV, in the format of torch.distributed.pipelining", value="FILE"),
 }
-COMMANDS = {
-    "list": Command(),
-    "show": Command(
-        ("a schedule's name or a file",),
-        SIZES | FILES,
-        aliases={"ranks": "stages", "pp": "stages", "micro_batches": "microbatches"},
+VERB = CommandVerb(
+    "schedule",
+    "Pipeline schedules, as the order of actions on each rank: lists, draws, measures and checks them.",
+    {
+        "list": Command(about="list all schedules"),
+        "show": Command(
+            ("NAME|FILE",),
+            SIZES | FILES,
+            aliases={"ranks": "stages", "pp": "stages", "micro_batches": "microbatches"},
+            about="draw one and print its figures",
+        ),
+        "check": Command(("FILE",), about="validate a schedule in a file of your own"),
+    },
+    (
+        ("schedule show 1f1b --stages 4 --microbatches 8", "in the terminal"),
+        ("schedule show zb_v --svg zb_v.svg --csv mine.csv", "a picture, and a file to change"),
     ),
-    "check": Command(("a file",)),
-}
+    (
+        "A FILE is CSV with one row per rank and cells such as 0F3 (stage 0, forward pass, micro-batch 3). B is a "
+        "backward pass; I and W are its input-gradient and weight-gradient halves. The file states its ranks, "
+        "micro-batches and slices.",
+    ),
+    hint=lambda word: (
+        f"put the command first: `phalanx schedule show {word}`"
+        if catalogue.likely(word) or word.endswith(".csv")
+        else ""
+    ),
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    if wants_help(argv):
-        echo(PAGE.format(options=option_lines(SIZES | FILES)))
+    words = VERB.parse(argv)
+    if words is None:
         return 0
-    first = argv[0]
-    a_subject = catalogue.likely(first) or first.endswith(".csv")
-    hint = f"put the command first: `phalanx schedule show {first}`" if a_subject else ""
-    words = parse("schedule", COMMANDS, argv, hint)
     if words.command == "list":
         _list(words.as_json)
     elif words.command == "check":

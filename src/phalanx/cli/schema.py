@@ -6,39 +6,38 @@ import json
 from collections.abc import Sequence
 
 from phalanx.check.schema import schema
-from phalanx.cli.commands import Command, parse
+from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.option import Option
 from phalanx.echo import echo
 
-PAGE = """\
-phalanx schema: every field of a job, with type, default, range and meaning
-
-usage: phalanx schema [--out FILE]                JSON schema, with which an editor completes and checks job files
-       phalanx schema --markdown [--out FILE]     the same as a page (docs/job.md)
-
-An editor with the YAML language server reads the schema that a file names in its first line, as those of
-`phalanx init` do:
-  # yaml-language-server: $schema=phalanx.schema.json
-
-examples:
-  phalanx schema --out phalanx.schema.json
-  phalanx schema --markdown --out job.md\
-"""
-COMMANDS = {
-    "print": Command(
-        (),
-        {"out": Option(str, "", "file to write")},
-        switches={"markdown": "as a page", "json": "as JSON, the default"},
-    )
-}
+VERB = CommandVerb(
+    "schema",
+    "Prints every field of a job, with type, default, range and meaning: as JSON schema, with which an editor "
+    "completes and checks job files, or as a page.",
+    {
+        WHOLE: Command(
+            (),
+            {"out": Option(str, "", "file to write instead of standard output", value="FILE")},
+            switches={"markdown": "as a page (docs/job.md)", "json": "as JSON schema, the default"},
+        )
+    },
+    (
+        ("schema --out phalanx.schema.json", "for an editor"),
+        ("schema --markdown --out job.md", "for a reader"),
+    ),
+    (
+        "An editor with the YAML language server reads the schema that a job file names in its first line, as those of "
+        "`phalanx init` do: # yaml-language-server: $schema=phalanx.schema.json",
+    ),
+    default=WHOLE,
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    if {"-h", "--help"} & set(argv) or argv == ["help"]:
-        echo(PAGE)
+    words = VERB.parse(argv)
+    if words is None:
         return 0
-    words = parse("schema", COMMANDS, ["print", *argv])
     out = words.options.get("out", "")
     check_folders({"out": out}, "out")
     if "markdown" in words.switches:

@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
-
-from phalanx.cli.options import read_options
+from phalanx.cli.commands import WHOLE, CommandVerb
+from phalanx.cli.options import command_of, read_options
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.serve.limits import ServeLimits
@@ -20,10 +19,9 @@ from phalanx.train.run_directory import RunDirectory
 
 @dataclass(frozen=True)
 class Serve:
-    """Serve a run's newest checkpoint over HTTP, with the completions and chat endpoints of OpenAI's API. It is for
-    trying a model out; for real load, export the model and use vLLM."""
+    """The options of `phalanx serve`."""
 
-    run: tyro.conf.Positional[Path]
+    run: Path
     """The run's directory, such as runs/main."""
     host: str = "127.0.0.1"
     """Address to listen on: loopback, unless another is given."""
@@ -33,19 +31,33 @@ class Serve:
     """The model's name in requests; empty: the directory's."""
     api_key_env: str = "PHALANX_API_KEY"
     """Environment variable with the key that clients must present; no key is needed while it is unset."""
-    assistant: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    assistant: Annotated[Path | None, {"value": "RUN"}] = None
     """The run of a smaller model with the same tokenizer, which proposes tokens (speculative decoding)."""
-    draft_tokens: int = 4
+    draft_tokens: Annotated[int, {"at_least": 1}] = 4
     """Tokens that the assistant proposes at a time."""
     step: int = 0
     """The checkpoint of this step; 0 means the newest."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto uses the accelerator if there is one."""
-    limits: Annotated[ServeLimits, tyro.conf.arg(name="")] = field(default_factory=ServeLimits)
+    """Where to compute; auto takes the accelerator if there is one."""
+    limits: ServeLimits = field(default_factory=ServeLimits)
+
+
+VERB = CommandVerb(
+    "serve",
+    "Serves a run's newest checkpoint over HTTP, with the completions and chat endpoints of OpenAI's API. It is for "
+    "trying a model out; for real load, export the model and use vLLM.",
+    {WHOLE: command_of(Serve)},
+    (
+        ("serve runs/main", "on 127.0.0.1, port 8000"),
+        ("serve runs/main --port 0 --batch 16", "on a free port, 16 texts at a time"),
+    ),
+)
 
 
 def run(argv: Sequence[str]) -> int:
-    options, problems = read_options(Serve, "serve", argv)
+    if VERB.answers_help(argv):
+        return 0
+    options, problems = read_options(Serve, VERB, argv)
     problems += options.limits.problems()
     if not 0 <= options.port < 1 << 16:
         problems.append(f"port {options.port}: 0 to 65535")

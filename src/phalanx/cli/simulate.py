@@ -44,23 +44,31 @@ VERB = JobVerb(
     "simulate",
     "Simulates one step of a job event by event: what every pipeline rank computes, sends and waits for, as figures, a "
     "picture and a trace for Perfetto.",
-    switches={},
+    (
+        ("simulate examples/pipeline.yaml cluster=local --svg step.svg", "as a picture"),
+        ("simulate job.yaml --straggler 2=1.2", "with a device that takes 1.2 × as long"),
+    ),
     options={
-        "svg": Option(str, "", "write a picture of the step to a file"),
+        "svg": Option(str, "", "write a picture of the step", value="FILE"),
         "from": Option(float, None, "with --svg: seconds at which the picture begins"),
         "to": Option(float, None, "with --svg: seconds at which it ends"),
-        "trace": Option(str, "", "write a trace for ui.perfetto.dev or chrome://tracing to a file"),
+        "trace": Option(str, "", "write a trace for ui.perfetto.dev or chrome://tracing", value="FILE"),
         "straggler": Option(
-            str, (), "RANK=FACTOR ...: slow the passes of these pipeline ranks by a factor", many=True, like=r"\d+="
+            str,
+            (),
+            "slow the passes of these pipeline ranks by a factor",
+            many=True,
+            like=r"\d+=",
+            value="RANK=FACTOR",
         ),
         "slow_link": Option(
             str,
             (),
-            f"A-B=FACTOR ...: slow the messages between two pipeline ranks; AXIS=FACTOR, as the first word only: slow "
-            "the "
+            "slow the messages between two pipeline ranks by a factor; AXIS=FACTOR, as the first word only, slows the "
             f"collectives of an axis ({', '.join(AXES)})",
             many=True,
             like=r"\d+-\d+=",
+            value="A-B=FACTOR",
         ),
         "failures_per_device_day": Option(
             float,
@@ -68,13 +76,14 @@ VERB = JobVerb(
             f"report the time lost to failures at this rate (default with one of the next two: {LLAMA_3_RATE:.3g}, "
             "Llama 3's)",
         ),
-        "checkpoint_s": Option(float, None, f"seconds that a save pauses training; default {CHECKPOINT_S:g}"),
-        "restart_s": Option(float, None, f"seconds from a failure to the next step; default {RESTART_S:g}"),
+        "checkpoint_s": Option(float, None, f"seconds that a save pauses training (default {CHECKPOINT_S:g})"),
+        "restart_s": Option(float, None, f"seconds from a failure to the next step (default {RESTART_S:g})"),
         "failures_svg": Option(
             str,
             "",
-            "write the picture of productive time against the time between saves to a file, for this job's devices "
-            "beside other numbers of them",
+            "write the picture of productive time against the time between saves, for this job's devices beside other "
+            "numbers of them",
+            value="FILE",
         ),
         **OPTIONS,
     },

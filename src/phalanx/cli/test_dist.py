@@ -35,14 +35,20 @@ VERB = JobVerb(
     "timed, slow ranks and slow pairs of ranks are named, and a short training has the same loss on all ranks. Starts "
     "the processes on this machine, unless torchrun, srun or mpiexec already did. Without a layout all processes are "
     "dp_replicate; without a model a tiny GPT is trained.",
+    (
+        ("test-dist --nproc-per-node 4 --html test.html", "four ranks of this machine"),
+        ("test-dist job.yaml --quick", "the ranks of a job"),
+    ),
     {"quick": "Fewer sizes and repeats: under 10 s on two processes."},
     {
         "nproc_per_node": Option(
             int, 0, "Processes on this machine, without a layout: by default one per GPU, or 2 on CPUs.", at_least=1
         ),
-        "html": Option(str, "", "Write a page with plots and tables to this file."),
-        "svg": Option(str, "", "Write the page's pictures to this folder."),
-        "traces": Option(str, "traces", "Folder for the profiles of the training and for reports of hangs."),
+        "html": Option(str, "", "Write a page with plots and tables.", value="FILE"),
+        "svg": Option(str, "", "Write the page's pictures to this folder.", value="FOLDER"),
+        "traces": Option(
+            str, "traces", "Folder for the profiles of the training and for reports of hangs.", value="FOLDER"
+        ),
         "timeout": Option(
             float, 60.0, "Seconds that a collective may wait; a hang is named after half of them.", at_least=1
         ),

@@ -46,9 +46,13 @@ PRELOAD = (
 VERB = JobVerb(
     "train",
     "Trains a job: starts its processes on this machine (unless torchrun, srun or mpiexec already did), trains, "
-    "validates, "
-    "saves checkpoints and prints a sample of text. A stopped run resumes where it was.",
+    "validates, saves checkpoints and prints a sample of text. A stopped run resumes where it was.",
+    (
+        ("train examples/main.yaml", "two processes on this machine, a few minutes"),
+        ("train job.yaml layout=auto --steps 50", "in the layout that the planner chooses"),
+    ),
     {"fresh": "Start over; the existing run is renamed."},
+    exits={4: "checkpoint or state corrupt", 5: "stopped on NaN or a spike", 75: "stopped cleanly, resumes"},
     auto="train",
 )
 

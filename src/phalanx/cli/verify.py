@@ -20,16 +20,19 @@ if TYPE_CHECKING:
 
 VERB = JobVerb(
     "verify",
-    "Prove that a job's model computes the same under every layout as on one process: a few steps in float64 on "
+    "Proves that a job's model computes the same under every layout as on one process: a few steps in float64 on "
     "processes of this machine, comparing the loss, every gradient and every parameter. They compute on the CPU, or, "
     "with cluster.device=cuda, on its GPUs, which several processes may share. By default the job's own "
     "layout, each technique alone, and a small set of layouts in which every two features meet (data, tensor, "
     "sequence, context, expert and pipeline parallelism, recomputation). A large model is compared as a small one of "
     "the same kind; one without experts gets some where a layout has ep above 1.",
+    (
+        ("verify examples/main.yaml", "every technique against one process, about a minute"),
+        ("verify job.yaml --layouts tp=2,sp=true dp_shard=4", "these layouts alone"),
+    ),
     {
         "full": "Also compare every product of dp_replicate, dp_shard, cp (1, 2) and tp, with every sp, zero and "
-        "recompute, "
-        "and every pipeline schedule.",
+        "recompute, and every pipeline schedule.",
         "schedules": "Compare only the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
         "micro-batches.",
         "as_is": "Compare the job's model at full size.",
@@ -39,13 +42,13 @@ VERB = JobVerb(
             str,
             (),
             "Layouts to compare instead, each as one word, such as tp=2,sp=true or cp=4,cp_ulysses=2 or "
-            "dp_shard=2,ep=2. "
-            "The list ends at the next --option or job file.",
+            "dp_shard=2,ep=2. The list ends at the next --option or job file.",
             many=True,
         ),
         "steps": Option(int, 2, "Optimizer steps to compare.", at_least=1),
         "max_ranks": Option(int, 8, "Maximum number of processes to start at once.", at_least=1),
     },
+    exits={1: "a layout differs"},
 )
 
 

@@ -7,38 +7,29 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.commands import JSON, Command, parse, wants_help
+from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.echo import echo
-from phalanx.errors import JobError
 
-PAGE = """\
-phalanx watch: the live view of a run, from any terminal
-
-usage: phalanx watch RUN [--once] [--json]
-
-RUN is a run's directory; the run may be on other machines that write there. Only files are read, and nothing is asked
-of the run. The view ends with the run, or with Ctrl-C, which does not touch the run.
-
-options:
-  --once  print the view once
-  --json  print it once, as one JSON document
-
-examples:
-  phalanx watch runs/main
-  watch -n 60 phalanx watch runs/main --once\
-"""
-
-COMMAND = Command(("a run",), {}, switches={"once": "print the view once", **JSON})
+VERB = CommandVerb(
+    "watch",
+    "Shows the live view of a run, from any terminal.",
+    {WHOLE: Command(("RUN",), switches={"once": "print the view once", "json": "print it once, as one JSON document"})},
+    (
+        ("watch runs/main", "until the run ends"),
+        ("watch runs/main --once", "once, for scripts"),
+    ),
+    (
+        "RUN is a run's directory; the run may be on other machines that write there. Only files are read, and nothing "
+        "is asked of the run. The view ends with the run, or with Ctrl-C, which does not touch the run.",
+    ),
+)
 EVERY_S = 0.5
 
 
 def run(argv: Sequence[str]) -> int:
-    if wants_help(argv):
-        echo(PAGE)
+    words = VERB.parse(argv)
+    if words is None:
         return 0
-    words = parse("watch", {"of": COMMAND}, ["of", *argv])
-    if len(words.subjects) != 1:
-        raise JobError("phalanx watch takes one run")
     from phalanx.report.live import RunFollower
     from phalanx.report.show import Screen
 

@@ -142,7 +142,7 @@ class FieldReference:
     def type_words(self) -> str:
         """The type with its range: "integer, ≥ 1"."""
         limits = [words for each in self.ranges if (words := each.words)]
-        return ", ".join([_type_words(self.kind), *limits])
+        return ", ".join([type_words(self.kind), *limits])
 
     @property
     def example(self) -> str:
@@ -154,7 +154,11 @@ class FieldReference:
 def fields() -> dict[str, FieldReference]:
     """Returns every field of a job by dotted path, in order of definition."""
     job, ranges = Job(), constraints()
-    texts = {path: text for section in _classes() for path, text in _texts(section).items()}
+    texts = {
+        f"{section}.{name_of(name)}": text
+        for section, cls in _classes().items()
+        for name, text in texts_below(cls).items()
+    }
     return {
         path: FieldReference(path, kind, get(job, path), ranges.get(path, ()), texts.get(path, ""))
         for path, kind in leaves().items()
@@ -197,9 +201,8 @@ def _classes() -> dict[str, type]:
     return found
 
 
-def _texts(section: str) -> dict[str, str]:
-    """Returns the text below every field of a section by dotted path, without those of nested sections."""
-    cls = _classes()[section]
+def texts_below(cls: type) -> dict[str, str]:
+    """Returns the text below every field of a dataclass."""
     body = next(
         statement.body
         for statement in _module(cls.__module__).body
@@ -210,7 +213,7 @@ def _texts(section: str) -> dict[str, str]:
         if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
             continue
         if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-            found[f"{section}.{name_of(statement.target.id)}"] = " ".join(below.value.value.split())
+            found[statement.target.id] = " ".join(below.value.value.split())
     return found
 
 
@@ -219,15 +222,16 @@ def _module(name: str) -> ast.Module:
     return ast.parse(inspect.getsource(sys.modules[name]))
 
 
-def _type_words(kind: Any) -> str:
+def type_words(kind: Any) -> str:
+    """Returns a type in words: "integer", or the choices."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
-        return ", ".join(map(str, arguments))
+        return ", ".join(str(choice) for choice in arguments if choice != "")
     if origin is tuple:
-        inner = _type_words(arguments[0])
+        inner = type_words(arguments[0])
         return f"list of {inner}s" if arguments[1:] == (...,) else f"{len(arguments)} {inner}s"
     if arguments:
-        return " or ".join(map(_type_words, arguments))
+        return " or ".join(map(type_words, arguments))
     return {int: "integer", float: "number", bool: "true or false", str: "text"}[kind]
 
 

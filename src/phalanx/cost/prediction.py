@@ -64,6 +64,7 @@ class Prediction:
     """One step of a job: time, memory and traffic."""
 
     parts: Parts
+    """Seconds of the step by part."""
     devices: int
     tokens: int
     """Tokens per step, on all devices together."""
@@ -87,6 +88,7 @@ class Prediction:
 
     @property
     def step_time_s(self) -> float:
+        """Seconds of the step."""
         return self.parts.total
 
     @property
@@ -96,6 +98,7 @@ class Prediction:
 
     @property
     def tokens_per_s_per_device(self) -> float:
+        """Tokens per second per device."""
         return self.tokens_per_s / self.devices
 
     @property
@@ -105,10 +108,12 @@ class Prediction:
 
     @property
     def mfu(self) -> float:
+        """Model FLOPs over the peak of the devices, 0 to 1."""
         return self.model_flops / self.step_time_s / self.devices / self.peak_flops
 
     @property
     def hfu(self) -> float:
+        """FLOPs with recomputation over the peak of the devices, 0 to 1."""
         return self.hardware_flops / self.step_time_s / self.devices / self.peak_flops
 
     @property
@@ -123,6 +128,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
+        """Whether every rank has enough memory of each kind."""
         return self.fullest.needed <= self.memory_limit and not self.short_tiers
 
     @property

@@ -19,6 +19,7 @@ class Candidate:
     spec: StepSpec
     """The step with a complete layout: micro-batch, accumulation and every axis."""
     prediction: Prediction
+    """Time, memory and FLOPs by formula."""
     seconds: float
     """Seconds of a step, simulated event by event; the ranking goes by them."""
 
@@ -29,6 +30,7 @@ class Candidate:
 
     @property
     def layout(self) -> Layout:
+        """The layout, with its micro-batch and accumulation."""
         return self.spec.layout
 
     @property
@@ -83,6 +85,7 @@ class Plan:
     nearest: Candidate | None
     """If nothing fits, the layout that needs the least memory."""
     alternatives: tuple[Alternative, ...]
+    """Layouts that one might choose without a search, with the reason why each loses."""
     points: tuple[SpacePoint, ...]
     """A sample of the space, some layouts that fit and some that do not."""
     rejected: dict[str, int]

@@ -43,12 +43,18 @@ class RunRecord:
     """Everything that the files of a run say."""
 
     path: Path
+    """The run's directory."""
     metrics: Metrics = field(default_factory=Metrics)
+    """The rows of metrics.jsonl."""
     loaded: LoadedJob | None = None
+    """The job (`loaded.job`) with the origin of each value; None if config.yaml cannot be read."""
     environment: dict[str, Any] = field(default_factory=dict)
+    """The contents of env.json: versions, machine, environment variables."""
     commands: list[str] = field(default_factory=list)
     checkpoints: list[CheckpointFiles] = field(default_factory=list)
+    """The complete checkpoints, oldest first, each with `step`, `bytes` and `time`."""
     attempts: int = 0
+    """Number of times its ranks were started."""
     hangs: dict[str, str] = field(default_factory=dict)
     """The watchdog's headline by attempt."""
     profile: dict[str, Any] | None = None
@@ -59,6 +65,7 @@ class RunRecord:
 
     @property
     def name(self) -> str:
+        """The name of the directory."""
         return self.path.resolve().name
 
     @property

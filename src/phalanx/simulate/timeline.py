@@ -18,11 +18,14 @@ class Span(NamedTuple):
     start: float
     """Seconds from the beginning of the step."""
     seconds: float
+    """Seconds that it takes."""
     kind: str
     """On the device: "F", "B", "I", "W" (passes) or "optimizer". On the network: "send", "gather", "reduce". On the
     host: "update", and the copies "down" from the device and "up" to it."""
     stage: int = -1
+    """The pipeline stage; -1 for none."""
     micro: int = -1
+    """The micro-batch; -1 for none."""
     part: int = 0
     """Index of the slice of the sequence."""
     exposed: float = 0.0
@@ -53,6 +56,7 @@ class Timeline:
     """A simulated step. A rank is always busy, communicating, waiting for its host, or idle."""
 
     schedule: Schedule
+    """The order of passes on each pipeline rank."""
     device: tuple[tuple[Span, ...], ...]
     """Spans by pipeline rank, in order of time and without overlap."""
     network: tuple[tuple[Span, ...], ...]

@@ -47,17 +47,26 @@ class LayoutCase:
     """One layout's comparison with one process. The differences are None if it failed to run."""
 
     layout: str
+    """The layout's line."""
     world: int
+    """Number of ranks."""
     n_layers: int
     n_experts: int
     global_batch: int
     loss_max_rel: float | None
+    """Largest relative difference of the loss."""
     grad_max_rel: float | None
+    """Largest relative difference of a gradient."""
     param_max_rel: float | None
+    """Largest relative difference of a parameter."""
     ok: bool
+    """Whether all differences are within the tolerance."""
     first_difference: FirstDifference | None
+    """Where they first exceed it; None if they never do."""
     error: str | None
+    """The message of what failed on the ranks; None if they ran."""
     seconds: float
+    """Seconds of the case."""
 
 
 @dataclass
@@ -67,10 +76,13 @@ class VerifyReport:
     selection: Selection
     steps: int
     cases: list[LayoutCase] = field(default_factory=list)
+    """One case per layout, in order."""
     seconds: float = 0.0
+    """Seconds of all cases."""
 
     @property
     def ok(self) -> bool:
+        """Whether every layout computes the same as one process."""
         return all(case.ok for case in self.cases)
 
     def as_dict(self) -> dict[str, Any]:

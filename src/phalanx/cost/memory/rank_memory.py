@@ -27,8 +27,11 @@ class RankMemory:
     """Bytes on one device at the fullest moment of a step."""
 
     parameters: int
+    """The rank's parameters."""
     gradients: int
+    """Their gradients."""
     optimizer: int
+    """Moments and master weights."""
     activations: int
     """Tensors that blocks keep for all micro-batches in flight, and those of the backward pass of one block."""
     logits: int
