@@ -124,7 +124,7 @@ def test_files_are_written_and_read_again(capsys, tmp_path):
         (["show", "1f1b", "--chunks", "2"], "1f1b: chunks 2"),
         (["show", "1f1b", "--stages", "100000", "--microbatches", "100000"], "40,000,000,000 actions"),
         (["show", "terapipe", "--slices", "1000000000"], "nearest legal: 156250 slices"),
-        (["show", "1f1b", "--svg", "/no/where.svg"], "cannot write /no/where.svg: No such file or directory"),
+        (["show", "1f1b", "--svg", "/no/where.svg"], "--svg /no/where.svg: folder /no does not exist"),
         (["check"], "takes a file, found nothing"),
         (["check", "mine.csv", "--svg", "a"], "unknown option --svg"),
         (["list", "1f1b"], "takes options only, found 1f1b"),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.cli.commands import Command, CommandWords, option_lines, parse, wants_help
-from phalanx.cli.files import check_folders, write
+from phalanx.cli.commands import JSON, Command, CommandWords, option_lines, parse, wants_help
+from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.option import Option
 from phalanx.comm.algorithms import draw, text
 from phalanx.comm.algorithms.catalogue import ALGORITHMS, build, full_name
@@ -49,7 +49,7 @@ FILES = {"svg": Option(str, "", "write the picture to a file")}
 CHECKED = {"ranks": SIZES["ranks"], "elements": SIZES["elements"]} | SETTINGS
 COMMANDS = {
     "list": Command(),
-    "show": Command(("an algorithm's name",), SIZES | SETTINGS | FILES),
+    "show": Command(("an algorithm's name",), SIZES | SETTINGS | FILES, switches=DARK | JSON),
     "check": Command(("an algorithm's name",), CHECKED),
 }
 MAX_PROCESSES = 16
@@ -58,7 +58,7 @@ MAX_PROCESSES = 16
 
 def run(argv: Sequence[str]) -> int:
     if wants_help(argv):
-        echo(PAGE.format(options=option_lines(SIZES | SETTINGS | FILES), processes=MAX_PROCESSES))
+        echo(PAGE.format(options=option_lines(SIZES | SETTINGS | FILES, DARK), processes=MAX_PROCESSES))
         return 0
     hint = f"put the command first: `phalanx collectives show {argv[0]}`" if argv[0] in ALGORITHMS else ""
     words = parse("collectives", COMMANDS, argv, hint)
@@ -89,9 +89,10 @@ def _show(words: CommandWords) -> None:
     sizes = {name: words.options.get(name, option.default) for name, option in SIZES.items()}
     svg = words.options.get("svg", "")
     check_folders({"svg": svg}, "svg")
+    dark = wants_dark(words.switches, words.options, "svg")
     program = build(words.subject, sizes["ranks"], sizes["elements"], **words.given(SETTINGS))
     if svg:
-        write(svg, draw.svg(program))
+        write(svg, draw.svg(program), dark)
     if words.as_json:
         echo(json.dumps(as_json(program, sizes["element_bytes"])))
         return

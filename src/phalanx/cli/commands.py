@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 from phalanx.cli.option import Option
@@ -117,11 +118,12 @@ def wants_help(argv: Sequence[str]) -> bool:
     return not argv or bool({"-h", "--help", "help"} & set(argv))
 
 
-def option_lines(options: Mapping[str, Option]) -> str:
-    """Returns the lines of a help page about options, followed by --json."""
+def option_lines(options: Mapping[str, Option], switches: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Returns the lines of a help page about options and switches, followed by --json."""
     lines = []
     for name, option in options.items():
         flag = f"{flag_of(name)} {'FILE' if option.kind is str else 'N'}"
         default = f" (default {option.default})" if option.default else ""
         lines.append(f"  {flag:<18}  {option.about}{default}")
-    return "\n".join([*lines, f"  {'--json':<18}  {JSON['json']}"])
+    lines += [f"  {flag_of(name):<18}  {about}" for name, about in {**switches, **JSON}.items()]
+    return "\n".join(lines)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from phalanx.check.load import LoadedJob
 from phalanx.cli.auto_layout import fixed_of, on_known_devices, worlds_of
 from phalanx.cli.calibration import calibration_document, check_calibration
-from phalanx.cli.files import check_folders, write
+from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb
 from phalanx.cli.option import Option
@@ -32,7 +32,7 @@ VERB = JobVerb(
     "plan",
     "Finds the fastest legal layout that fits in memory. Layout fields set on the command line, or beside `auto: true` "
     "in a job file, stay fixed; the planner chooses the others. Exit code 3: no layout fits.",
-    switches={},
+    switches=DARK,
     options={
         "html": Option(str, "", "write the plan as an HTML page with pictures to a file"),
         "svg": Option(str, "", "write a map of the search space, one dot per layout, to a file"),
@@ -50,6 +50,7 @@ def run(argv: Sequence[str]) -> int:
     options = words.options
     pictures = {"html": _page, "svg": _map}
     check_folders(options, *pictures)
+    dark = wants_dark(words.switches, options, "svg")
     loaded = on_known_devices(words.loaded, measures=True)
     cluster = loaded.job.cluster
     check_calibration(cluster, cluster.devices)
@@ -61,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     plan = replace(plan, best=plan.best[: options["top"]])
     for name, drawn in pictures.items():
         if options[name]:
-            write(options[name], drawn(plan))
+            write(options[name], drawn(plan), dark)
     if "json" in words.switches:
         calibration = calibration_document(cluster, cluster.devices)
         echo(json.dumps({**report.as_json(plan), "calibration": calibration}, indent=1))

@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cli.commands import Command, CommandWords, option_lines, parse, wants_help
+from phalanx.cli.commands import JSON, Command, CommandWords, option_lines, parse, wants_help
+from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.option import Option
 from phalanx.echo import echo
 from phalanx.errors import JobError
@@ -56,6 +57,7 @@ COMMANDS = {
         ("a schedule's name or a file",),
         SIZES | FILES,
         aliases={"ranks": "stages", "pp": "stages", "micro_batches": "microbatches"},
+        switches=DARK | JSON,
     ),
     "check": Command(("a file",)),
 }
@@ -63,7 +65,7 @@ COMMANDS = {
 
 def run(argv: Sequence[str]) -> int:
     if wants_help(argv):
-        echo(PAGE.format(options=option_lines(SIZES | FILES)))
+        echo(PAGE.format(options=option_lines(SIZES | FILES, DARK)))
         return 0
     first = argv[0]
     a_subject = catalogue.likely(first) or first.endswith(".csv")
@@ -113,12 +115,14 @@ def _check(words: CommandWords) -> None:
 
 
 def _show(words: CommandWords) -> None:
+    written = words.given(FILES)
+    check_folders(written, *written)
     schedule = _schedule(words.subject, words.given(SIZES))
     timed = timing.time(schedule)
-    written = words.given(FILES)
+    dark = wants_dark(words.switches, written, "svg")
     contents = {"svg": schedule_picture.svg, "trace": trace.text, "csv": lambda timed: file.text(timed.schedule)}
     for name, path in written.items():
-        file.save(contents[name](timed), path)
+        write(path, contents[name](timed), dark)
     if words.as_json:
         programs = [[str(action) for action in program] for program in schedule.programs]
         echo(json.dumps({**_figures(timed), "programs": programs, "written": written}))

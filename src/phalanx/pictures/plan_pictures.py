@@ -8,7 +8,8 @@ from html import escape
 from typing import NamedTuple
 
 from phalanx.pictures.elements import COLOURS, box, document, rule, text, ticks
-from phalanx.pictures.prediction import memory_fill, time_fill
+from phalanx.pictures.prediction import time_fill
+from phalanx.pictures.prediction_memory import memory_fill
 from phalanx.pictures.roofline import seconds
 from phalanx.plan.plan import Candidate
 from phalanx.plan.report.report import short_line
