@@ -65,7 +65,7 @@ def test_the_map_has_a_dot_a_layout_and_rings_the_best() -> None:
     assert 0 < len(dots) == len(near) < len(plan().points)
     assert (
         f"; {len(plan().points) - len(near)} others of the sample need more than {gib(ABOVE * bytes_limit)}"
-        in words(root)[0]
+        in words(root)[1]
     )
     assert sum(dot.get("fill") == "none" for dot in dots) == sum(not point.fits for point in near)
     (limit,) = of_kind(root, "}line", "limit")

@@ -14,6 +14,7 @@ from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb
 from phalanx.cli.option import Option
+from phalanx.cost.breakdown import subject
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.echo import echo
@@ -108,9 +109,10 @@ def _timeline(best: Candidate) -> str:
     from phalanx.pictures import timeline as timeline_picture
     from phalanx.simulate.step import simulate
 
-    timeline = simulate(best.spec)
+    timeline, about = simulate(best.spec), subject(best.spec, best.spec.layout.world)
     passes = max(map(len, timeline.schedule.programs))
     if passes <= MAX_DRAWN_PASSES:
-        return timeline_picture.svg(timeline)
+        return timeline_picture.svg(timeline, about=about)
     part = timeline.seconds * MAX_DRAWN_PASSES / 2 / passes
-    return timeline_picture.svg(timeline, 0, part) + timeline_picture.svg(timeline, timeline.seconds - part)
+    windows = ((0, part), (timeline.seconds - part, None))
+    return "".join(timeline_picture.svg(timeline, *window, about) for window in windows)
