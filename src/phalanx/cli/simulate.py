@@ -196,15 +196,22 @@ def _write(result: Simulated, options: Mapping[str, Any], dark: bool) -> None:
 
     if options["svg"]:
         about, window = subject(result.spec, result.spec.layout.world), (options["from"], options["to"])
-        write(options["svg"], timeline_picture.svg(result.timeline, *window, about, _marks(result.disturbance)), dark)
+        slowed = _disturbance_text(result.disturbance)
+        drawn = timeline_picture.svg(result.timeline, *window, about, _marks(result.disturbance), slowed)
+        write(options["svg"], drawn, dark)
     if options["trace"]:
         write(options["trace"], events.text(result.timeline))
 
 
 def _marks(disturbance: Disturbance) -> dict[int, str]:
-    """Returns what slows each pipeline rank, for the picture: its device, or a link of it."""
-    links = {one: f"↔ {other}: {factor:g} ×" for (one, other), factor in disturbance.links}
-    return links | {rank: f"{factor:g} ×" for rank, factor in disturbance.slow}
+    """Returns what slows each pipeline rank, for the picture: its device, and its links with both ranks."""
+    marks: dict[int, list[str]] = {}
+    for rank, factor in disturbance.slow:
+        marks.setdefault(rank, []).append(f"{factor:g} ×")
+    for ends, factor in disturbance.links:
+        for rank, other in (ends, ends[::-1]):
+            marks.setdefault(rank, []).append(f"↔ {other}: {factor:g} ×")
+    return {rank: ", ".join(words) for rank, words in marks.items()}
 
 
 def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
