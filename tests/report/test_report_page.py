@@ -109,6 +109,20 @@ def test_runs_compared(tmp_path):
     assert html.count("<svg") == 6
 
 
+def test_runs_of_one_name_are_told_apart_by_what_differs(tmp_path):
+    jobs = [dataclasses.replace(JOB, layout=Layout(dp_replicate=count)) for count in (1, 2, 4)]
+    folders = [tmp_path / str(at) for at in range(5)]
+    for folder in folders:
+        folder.mkdir()
+    records = [read_run(run(folder / "main", job=job)) for folder, job in zip(folders, jobs, strict=False)]
+    html = comparison.html(records, [], compare=True)
+    assert [record.name for record in records] == [f"main (dp_replicate={count})" for count in (1, 2, 4)]
+    assert all(f"main (dp_replicate={count}) " in html for count in (1, 2, 4))
+    alike = [read_run(run(folder / "main")) for folder in folders[3:]]
+    comparison.name_apart(alike)
+    assert [record.name for record in alike] == [f"main ({folder})" for folder in folders[3:]]
+
+
 def luminance(colour: str) -> float:
     """The relative luminance of WCAG 2.1."""
     channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]

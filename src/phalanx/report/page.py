@@ -190,7 +190,8 @@ def _experts(record: RunRecord) -> str:
     if record.metrics.last("experts") is None:
         return ""
     try:
-        return experts_picture.svg(record.name, record.path / "metrics.jsonl")
+        model = model_name(record.loaded.job.model) if record.loaded else ""
+        return experts_picture.svg(record.name, record.path / "metrics.jsonl", model)
     except PhalanxError:
         return ""
 
