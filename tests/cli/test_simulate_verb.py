@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -97,14 +96,6 @@ def test_failures_are_drawn_for_the_job_s_devices(capsys, tmp_path):
     assert ">8 devices<" in drawn
     assert ">100,000 devices<" in drawn
     assert main([*JOB, "--failures-svg", str(picture), "--failures-per-device-day", "0", "--checkpoint-s", "0"]) == 0
-
-
-def test_the_command_of_the_page_draws_its_picture(capsys, tmp_path):
-    page = (ROOT / "docs" / "goodput.md").read_text().replace("\\\n     ", "")
-    (command,) = re.findall(r"^    phalanx (simulate .* --failures-svg) docs/pictures/goodput.svg$", page, re.MULTILINE)
-    drawn = tmp_path / "drawn.svg"
-    assert main([*command.split(), str(drawn)]) == 0
-    assert drawn.read_text() == (ROOT / "docs" / "pictures" / "goodput.svg").read_text()
 
 
 def test_what_does_not_fit_is_simulated_all_the_same(capsys):

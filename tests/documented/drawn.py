@@ -1,6 +1,6 @@
 """The pictures of docs/pictures that a command on a page of docs makes, made again in this process.
 
-    python -m documented.pictures          make all of them again (`make pictures`)
+    python -m documented.drawn          make all of them again (`make pictures`)
 
 A command is a line of a block of code, also one that goes on after a backslash, that begins with `phalanx` and names
 docs/pictures/NAME.
