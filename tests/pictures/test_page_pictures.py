@@ -51,7 +51,7 @@ def test_the_limit_lies_before_what_does_not_fit() -> None:
     assert least
     for shown, fits in ((plan().best, True), ((least,), False)):
         root = ET.fromstring(memory_picture(shown))
-        (limit,) = of_kind(root, "}line", "limit")
+        limit, *_ = of_kind(root, "}line", "limit")
         ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in of_kind(root, "}rect")]
         assert (max(ends) <= float(limit.get("x1", 0))) == fits
 

@@ -53,7 +53,7 @@ def step_section(record: RunRecord, prediction: Expected) -> Iterator[str]:
 def _subject(record: RunRecord, prediction: Expected) -> str:
     """Returns the model, and the machine that the prediction is for, as far as they are known."""
     model = f": {model_name(record.loaded.job.model)}" if record.loaded else ""
-    return model + (f" on {prediction.cluster}" if model and prediction.cluster else "")
+    return model + (f", on {prediction.cluster}" if model and prediction.cluster else "")
 
 
 _FORMATS = {
