@@ -197,7 +197,7 @@ def _share(
             yield _box(x, y + start * height, width, (end - start) * height, colour, opacity=opacity)
 
 
-def _bars(title: str, rows: Sequence[tuple[str, StateBytes]], top: int) -> tuple[list[str], int]:
+def _bars(title: str, rows: Sequence[tuple[str, StateBytes]], top: float) -> tuple[list[str], float]:
     """Returns bars of the bytes of state per rank, by name, and their lower end."""
     widest = max(state.total for _, state in rows)
     parts = [text(_MARGIN, top, title, "font-weight='600'")]
@@ -213,7 +213,7 @@ def _bars(title: str, rows: Sequence[tuple[str, StateBytes]], top: int) -> tuple
     return parts, top + 34 + 30 * len(rows)
 
 
-def _legend(top: int) -> tuple[list[str], int]:
+def _legend(top: float) -> tuple[list[str], float]:
     """Returns the colours of the bars, and their lower end."""
     parts = []
     for number, (name, colour) in enumerate(_PARTS.items()):
