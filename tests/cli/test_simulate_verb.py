@@ -98,6 +98,15 @@ def test_failures_are_drawn_for_the_job_s_devices(capsys, tmp_path):
     assert main([*JOB, "--failures-svg", str(picture), "--failures-per-device-day", "0", "--checkpoint-s", "0"]) == 0
 
 
+def test_slow_devices_and_both_ends_of_slow_links_are_marked(capsys, tmp_path):
+    picture = tmp_path / "slow.svg"
+    assert main([*JOB, "--straggler", "2=1.5", "--slow-link", "tp=2", "1-2=20", "--svg", str(picture)]) == 0
+    drawn = picture.read_text()
+    assert ">↔ 2: 20 ×<" in drawn
+    assert ">1.5 ×, ↔ 1: 20 ×<" in drawn
+    assert "; rank 2 takes 1.5 ×, messages 1-2 20 ×, tp 2 ×<" in drawn
+
+
 def test_what_does_not_fit_is_simulated_all_the_same(capsys):
     big = ["simulate", "model=llama3-70b", "cluster=dgx-h100:1", "tp=8", "micro_batch=1", "train.global_batch=1"]
     assert main([*big, "train.precision=bf16", "--json"]) == 0
