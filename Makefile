@@ -15,7 +15,7 @@ BESIDE := $(addprefix tests/,blocks check comm config cost evaluate examples exc
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train verify verify-families test faults fuzz lora offload tiles zero-plus-plus test-smollm2 test-families \
-	reference lint format wheel docs docs-check course bench accuracy gpu chaos launchers bench-peers clean
+	reference lint format wheel docs pictures docs-check course bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -90,6 +90,9 @@ docs: setup ## build the documentation site, dist/site/index.html; a broken link
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	$(BIN)/python docs/stage_site.py
 	$(BIN)/zensical build --clean --strict
+
+pictures: setup ## make the pictures of docs/pictures again that a command on a page of docs makes
+	PYTHONPATH=tests $(BIN)/python -m documented.drawn $(ARGS)
 
 docs-check: setup ## run every command that README and docs show with its output, and compare: an hour; ARGS='-k tutorials'
 	PHALANX_DOCS=1 $(BIN)/python -m pytest -q --timeout=0 tests/documented $(ARGS)

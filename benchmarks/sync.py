@@ -22,19 +22,17 @@ from typing import Any
 import torch
 
 from benchmarks.report import machine, save
+from benchmarks.sync_picture import EVEN, JOB, SLOW, TECHNIQUES, picture
 from phalanx.check.load import load_file
 from phalanx.config.job import Job
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
-from phalanx.pictures.canvas import Panel, svg
 from phalanx.train import device as devices
 from phalanx.train import loop
 from phalanx.train.stop import StopRequest
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "sync.svg"
-TECHNIQUES = ("bsp", "asp", "local_sgd", "diloco")
-EVEN, SLOW = "one speed", "last one slow"
 
 
 def train(ranks: Ranks, job: Job, slow: float) -> dict[str, Any]:
@@ -77,24 +75,6 @@ def measure(pool: Pool, job: Job, replicas: int, slow: float) -> dict[str, Any]:
     }
 
 
-def picture(measured: dict[str, dict[str, Any]]) -> str:
-    """Returns loss against steps, against time, and against time with a straggler."""
-
-    def lines(speed: str, column: int) -> dict[str, list[tuple[float, float]]]:
-        runs = {sync: measured[f"{sync}, {speed}"]["curve"] for sync in TECHNIQUES}
-        return {sync: [(point[column], point[2]) for point in curve] for sync, curve in runs.items()}
-
-    loss = "validation loss, nats a token"
-    return svg(
-        "How replicas agree",
-        [
-            Panel("against steps", "steps", loss, lines(EVEN, 0)),
-            Panel("against time", "seconds of training", loss, lines(EVEN, 1)),
-            Panel("against time, last replica slow", "seconds of training", loss, lines(SLOW, 1)),
-        ],
-    )
-
-
 def table(measured: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     found = [
         ("sync, replicas", "validation loss", "seconds", "tokens/s", "rank 0 sends a step", "staleness: mean, max")
@@ -128,17 +108,16 @@ def main() -> None:
         *("checkpoint.every=0", "run.sample_tokens=0", "cluster.device=cpu", "cluster.peak_tflops=1"),
     ]
     measured: dict[str, dict[str, Any]] = {}
-    path = ROOT / "examples" / "main.yaml"
     with Pool(options.replicas) as pool:
         for speed, sync in product((EVEN, SLOW), TECHNIQUES):
-            job = load_file(path, [*argv, f"layout.sync={sync}"]).job
+            job = load_file(JOB, [*argv, f"layout.sync={sync}"]).job
             found = measure(pool, job, options.replicas, options.slow if speed == SLOW else 0.0)
             measured[f"{sync}, {speed}"] = found
             said = f"{sync}, {speed}: val_loss {found['val_loss']:.4f} in {found['seconds']:.1f} s"
             print(said, file=sys.stderr, flush=True)
     result = {"benchmark": "sync", "machine": machine(), "options": vars(options), "runs": measured}
     save("sync", result, table(measured), "How replicas agree: bsp, asp, local SGD and DiLoCo on the main job")
-    PICTURE.write_text(picture(measured), encoding="utf-8")
+    PICTURE.write_text(picture(result), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,19 @@ from xml.etree import ElementTree
 import pytest
 
 from phalanx.pictures.canvas import Panel, svg
-from phalanx.pictures.elements import COLOURS, TEXT, TEXT_ON_DARK, ticks
+from phalanx.pictures.elements import (
+    COLOURS,
+    DARK_PAGE,
+    ON_CELL,
+    PAGE,
+    TEXT,
+    TEXT_ON_DARK,
+    box,
+    document,
+    text,
+    ticks,
+)
+from pictures.contrast import contrast, contrasts, rgb
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -39,19 +51,29 @@ def test_one_point_is_a_plot_and_none_is_refused():
         svg("none", [Panel("a", "x", "y", {})])
 
 
-def luminance(colour: str) -> float:
-    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    red, green, blue = (c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def contrast(one: str, other: str) -> float:
-    low, high = sorted((luminance(one), luminance(other)))
-    return (high + 0.05) / (low + 0.05)
-
-
 def test_text_and_digits_have_the_contrast_of_wcag():
-    assert contrast(TEXT, "#ffffff") >= 4.5
-    assert contrast(TEXT_ON_DARK, "#1e2226") >= 4.5  # the cards of dark pages
-    assert min(contrast(colour, "#ffffff") for colour in COLOURS) >= 4.5
-    assert min(contrast(colour, "#14171a") for colour in COLOURS) >= 3
+    light, dark = rgb(PAGE), rgb(DARK_PAGE)
+    assert contrast(rgb(TEXT), light) >= 4.5
+    assert contrast(rgb(TEXT_ON_DARK), dark) >= 4.5
+    assert contrast(rgb(TEXT_ON_DARK), rgb("#1e2226")) >= 4.5  # the cards of dark pages
+    assert min(contrast(rgb(colour), light) for colour in COLOURS) >= 4.5
+    assert min(contrast(rgb(colour), dark) for colour in COLOURS) >= 3
+
+
+def test_contrast_is_that_of_the_topmost_ground():
+    """A pale cell on a page, text on the page, and lines that only look like cells."""
+    parts = [
+        box(0, 0, 40, 20, "fill='#3b76c4' fill-opacity='.5'"),
+        text(10, 14, "cell", ON_CELL),
+        text(100, 14, "page", "text-anchor='end'"),
+        "<g transform='translate(50 50)'>",
+        box(0, 0, 9, 9, "fill='#000'") + text(1, 8, "low", "fill='#333'"),
+        "</g>",
+    ]
+    svg = document("a", 200, 100, parts)
+    light, dark = (dict(contrasts(svg, dark=mode)) for mode in (False, True))
+    blue = tuple((1 + part) / 2 for part in rgb("#3b76c4"))
+    assert light["cell"] == pytest.approx(contrast((0.0, 0.0, 0.0), (blue[0], blue[1], blue[2])))
+    assert light["page"] == pytest.approx(contrast(rgb(TEXT), rgb(PAGE)))
+    assert dark["page"] == pytest.approx(contrast(rgb(TEXT_ON_DARK), rgb(DARK_PAGE)))
+    assert light["low"] == dark["low"] < 2

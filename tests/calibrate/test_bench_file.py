@@ -114,7 +114,7 @@ def test_the_report_of_links_takes_the_largest_group():
             "intra", group, machine, [Transfer("send", 1024, group, link.seconds(machine, "send", 1024, group))]
         )
 
-    report = of_comm([fitted(2, 3.0), fitted(4, 2.0)], 4, "cpu", "gloo")
+    report = of_comm([fitted(2, 3.0), fitted(4, 2.0)], 4, "cpu", "a processor", "gloo")
     figures = {path: value for path, value in report.fields.items() if not path.startswith("calibration.")}
     assert figures == {
         "device": "cpu",

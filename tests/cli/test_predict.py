@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -118,19 +117,6 @@ def test_a_table_is_predicted_row_by_row(tmp_path: Path, capsys: pytest.CaptureF
     assert float(good["pred_peak_mem_gb"]) > 0
     assert bad["pred_step_time_s"] == ""
     assert "Z9" in bad["pred_note"]
-
-
-@pytest.mark.parametrize("page", ["context-parallel", "experts", "lora", "tensor-parallel", "zero"])
-def test_the_commands_of_the_pages_draw_their_pictures(page: str, tmp_path: Path) -> None:
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").replace("\\\n     ", "")
-    commands = re.findall(
-        r"^    phalanx (predict .* --picture \w+) --svg (docs/pictures/.*)$", text, flags=re.MULTILINE
-    )
-    assert commands
-    for command, picture in commands:
-        drawn = tmp_path / "drawn.svg"
-        assert main([*command.split(), "--svg", str(drawn)]) == 0
-        assert drawn.read_text(encoding="utf-8") == (ROOT / picture).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -101,12 +100,13 @@ def test_failures_are_drawn_for_the_job_s_devices(capsys, tmp_path):
     assert main([*JOB, "--failures-svg", str(picture), "--failures-per-device-day", "0", "--checkpoint-s", "0"]) == 0
 
 
-def test_the_command_of_the_page_draws_its_picture(capsys, tmp_path):
-    page = (ROOT / "docs" / "goodput.md").read_text().replace("\\\n     ", "")
-    (command,) = re.findall(r"^    phalanx (simulate .* --failures-svg) docs/pictures/goodput.svg$", page, re.MULTILINE)
-    drawn = tmp_path / "drawn.svg"
-    assert main([*command.split(), str(drawn)]) == 0
-    assert drawn.read_text() == (ROOT / "docs" / "pictures" / "goodput.svg").read_text()
+def test_slow_devices_and_both_ends_of_slow_links_are_marked(capsys, tmp_path):
+    picture = tmp_path / "slow.svg"
+    assert main([*JOB, "--straggler", "2=1.5", "--slow-link", "tp=2", "1-2=20", "--svg", str(picture)]) == 0
+    drawn = picture.read_text()
+    assert ">↔ 2: 20 ×<" in drawn
+    assert ">1.5 ×, ↔ 1: 20 ×<" in drawn
+    assert "; rank 2 takes 1.5 ×, messages 1-2 20 ×, tp 2 ×<" in drawn
 
 
 def test_what_does_not_fit_is_simulated_all_the_same(capsys):

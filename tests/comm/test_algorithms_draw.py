@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -11,7 +10,6 @@ from phalanx.comm.algorithms import direct, draw, halving, hierarchical, ring, t
 from phalanx.comm.algorithms.program import CollectiveProgram
 
 SVG = "{http://www.w3.org/2000/svg}"
-PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 PLANS = [
     ring.all_reduce(4, 4),
     tree.all_reduce(8, 8),
@@ -47,16 +45,3 @@ def test_everything_is_inside_the_picture():
     for line in root.iter(f"{SVG}line"):
         assert 0 < float(line.get("x2", -1)) < width
         assert 0 < float(line.get("y2", -1)) < height
-
-
-@pytest.mark.parametrize(
-    ("name", "program"),
-    [
-        ("ring", ring.all_reduce(4, 4)),
-        ("tree", tree.all_reduce(8, 8)),
-        ("halving", halving.all_reduce(8, 8)),
-        ("hierarchical", hierarchical.all_reduce(8, 8, 4)),
-    ],
-)
-def test_pictures_of_the_documents_are_current(name: str, program: CollectiveProgram):
-    assert (PICTURES / f"collectives-{name}.svg").read_text(encoding="utf-8") == draw.svg(program)

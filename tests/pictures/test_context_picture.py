@@ -30,7 +30,9 @@ def texts(layout: Layout, seq_len: int = 64) -> list[str]:
 )
 def test_is_well_formed_and_names_layout_and_ranks(layout):
     found = texts(layout)
-    assert found[0] == f"layout {layout.line()}: 64 tokens on {layout.cp} context-parallel ranks"
+    assert found[0] == f"4 layers, 128 wide, on {layout.cp} ranks"
+    line = layout.line().replace(",", ", ")
+    assert found[1] == f"layout {line}: 64 tokens on {layout.cp} context-parallel ranks"
     assert {f"rank {rank}" for rank in range(layout.cp)} <= set(found)
     assert len([text for text in found if text.startswith("head")]) == (
         layout.cp_ulysses if layout.ring < layout.cp else 0

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.pictures.curves import Chart, Curve, svg
+from phalanx.pictures.curves import WIDTH, Chart, Curve, svg
 
 
 def drawn(points, **options) -> ElementTree.Element:
@@ -35,6 +35,16 @@ def test_an_outlier_leaves_a_robust_picture():
     labels = [text.text for text in drawn(points, robust=True).iter("{http://www.w3.org/2000/svg}text")]
     assert "0.5" in labels
     assert "1000" not in labels
+
+
+def test_the_legend_has_as_many_lines_as_its_names_need():
+    names = [f"run-{at} (micro_batch={at}, recompute=selective)" for at in range(7)]
+    curves = [Curve(name, [(1, 2.0), (2, 1.0)], at) for at, name in enumerate(names)]
+    root = ElementTree.fromstring(svg(Chart("many", curves, lambda value: f"{value:.3g}")))
+    shown = [text for text in root.iter("{http://www.w3.org/2000/svg}text") if (text.text or "").startswith("run-")]
+    assert [text.text for text in shown] == [f"{name} 1" for name in names]
+    assert all(float(text.get("x", 0)) + 6.6 * len(text.text or "") <= WIDTH for text in shown)
+    assert len({text.get("y") for text in shown}) == 7
 
 
 def test_nothing_to_draw():

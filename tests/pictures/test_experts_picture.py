@@ -39,8 +39,12 @@ def test_the_picture_shows_every_expert_and_every_row(tmp_path):
     boxes = [box for path in cells.iter(f"{SVG}path") for box in (path.get("d") or "").split("z") if box]
     assert len(boxes) == len(set(boxes)) == 8
     texts = [text.text for text in root.iter(f"{SVG}text")]
-    assert texts[0] == "Experts of a<b & c: max_violation 3.00 in layer 0, 0 idle, at step 20"
-    assert {"Steps 11 to 20", "0.50", "1.00", "1.50", "4.00", "0.00", "Over the run"} <= set(texts)
+    assert texts[0] == "Expert load of the run a<b & c"
+    assert texts[1] == (
+        "step 20: an expert of layer 0 has 4.00 × an even share (max_violation 3.00); experts without tokens: 0"
+    )
+    shown = {"Tokens of each expert, steps 11 to 20", "Worst layer over the run", "1 ×"}
+    assert {*shown, "0.50", "1.00", "1.50", "4.00", "0.00"} <= set(texts)
     (curve,) = root.iter(f"{SVG}polyline")
     assert len((curve.get("points") or "").split()) == 2
     assert "polyline" not in drawn(write(tmp_path / "short", {0: [1, 1]}))
@@ -54,7 +58,7 @@ def test_steps_taken_again_and_a_line_cut_short_do_not_spoil_the_picture(tmp_pat
     run = write(tmp_path / "run", {0: [1, 1]}, {0: [2, 0]}, {0: [0, 2]}, torn=torn)
     (curve,) = ElementTree.fromstring(drawn(run)).iter(f"{SVG}polyline")
     assert len((curve.get("points") or "").split()) == 2
-    assert "at step 20" in drawn(run)
+    assert ">step 20: " in drawn(run)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=2, max_size=300).filter(any))

@@ -51,7 +51,7 @@ def test_the_limit_lies_before_what_does_not_fit() -> None:
     assert least
     for shown, fits in ((plan().best, True), ((least,), False)):
         root = ET.fromstring(memory_picture(shown))
-        (limit,) = of_kind(root, "}line", "limit")
+        limit, *_ = of_kind(root, "}line", "limit")
         ends = [float(box.get("x", 0)) + float(box.get("width", 0)) for box in of_kind(root, "}rect")]
         assert (max(ends) <= float(limit.get("x1", 0))) == fits
 
@@ -65,7 +65,7 @@ def test_the_map_has_a_dot_a_layout_and_rings_the_best() -> None:
     assert 0 < len(dots) == len(near) < len(plan().points)
     assert (
         f"; {len(plan().points) - len(near)} others of the sample need more than {gib(ABOVE * bytes_limit)}"
-        in words(root)[0]
+        in words(root)[1]
     )
     assert sum(dot.get("fill") == "none" for dot in dots) == sum(not point.fits for point in near)
     (limit,) = of_kind(root, "}line", "limit")

@@ -165,3 +165,15 @@ def test_slow_ranks_are_marked_and_the_picture_names_model_and_machine():
     (mark,) = [box for box in root.iter(f"{SVG}rect") if box.get("class") == "mark"]
     assert "1.2 ×" in texts(root)
     assert float(mark.get("y") or 0) > 76 + 2 * 38  # below the name of rank 2
+
+
+def test_a_slow_rank_is_shown_among_many_and_its_label_has_room():
+    words = "1.3 ×, ↔ 38: 20 ×"
+    root = ElementTree.fromstring(
+        svg(timeline("interleaved_1f1b", 64, 128), marks={37: words}, slowed="rank 37 takes 1.3 ×")
+    )
+    assert "rank 37" in [texts(row)[0] for row in rows(root)]
+    assert texts(root)[1].endswith("; rank 37 takes 1.3 ×")
+    (mark,) = [box for box in root.iter(f"{SVG}rect") if box.get("class") == "mark"]
+    plot = float((rows(root)[0].get("transform") or "").removeprefix("translate(").split()[0])
+    assert float(mark.get("x") or 0) + float(mark.get("width") or 0) <= plot

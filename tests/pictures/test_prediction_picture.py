@@ -73,18 +73,23 @@ def test_time_shows_every_part_that_counts(drawn):
         assert float(bar.get("width", 0)) == pytest.approx(max(1, spent * scale), abs=0.02)
 
 
-def test_memory_has_a_bar_a_rank_as_high_as_its_peak(drawn):
+def test_memory_has_a_bar_a_rank_as_long_as_its_peak(drawn):
+    """One rank has rows from left to right, several have stacks upwards."""
     _, prediction, root = drawn
     panel = group(root, "memory")
     bars = of_kind(panel, "}g", "rank")
     assert len(bars) == len(prediction.memory)
-    limit = float(of_kind(panel, "}line", "limit")[0].get("y1", 0))
+    line = of_kind(panel, "}line", "limit")[0]
     for bar, memory in zip(bars, prediction.memory, strict=True):
         boxes = of_kind(bar, "}rect")
         assert len(boxes) == sum(1 for _, size in memory.parts() if size)
-        top = min(float(box.get("y", 0)) for box in boxes)
-        if abs(memory.peak / prediction.memory_limit - 1) > 1e-3:  # of drawings equal to the pixel neither is above
-            assert (top > limit) == (memory.peak < prediction.memory_limit)
+        if len(bars) == 1:
+            right = max(float(box.get("x", 0)) + float(box.get("width", 0)) for box in boxes)
+            above = right - float(line.get("x1", 0))
+        else:
+            above = float(line.get("y1", 0)) - min(float(box.get("y", 0)) for box in boxes)
+        if abs(memory.peak / prediction.memory_limit - 1) > 1e-2:  # of drawings equal to the pixel neither is above
+            assert (above < 0) == (memory.peak < prediction.memory_limit)
     said = "fits" if prediction.fits else "does not fit"
     assert words(panel)[0].startswith(f"Memory in GiB: at most {gib(prediction.fullest.peak)}")
     assert words(panel)[0].endswith(f": {said}")

@@ -11,10 +11,12 @@ import pytest
 from phalanx.config.layout import Layout
 from phalanx.errors import DataError
 from phalanx.pictures import curves, page_style
+from phalanx.pictures.elements import PAGE
 from phalanx.report import comparison, page
 from phalanx.report.expected import expected
 from phalanx.report.run import history, read_run
 from phalanx.report.write import write_report
+from pictures.contrast import contrast, rgb
 from pictures.test_page import Balanced
 from report.written import JOB, START, rows, run, step
 
@@ -109,23 +111,22 @@ def test_runs_compared(tmp_path):
     assert html.count("<svg") == 6
 
 
-def luminance(colour: str) -> float:
-    """The relative luminance of WCAG 2.1."""
-    channels = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def contrast(one: str, other: str) -> float:
-    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
-    return (bright + 0.05) / (dark + 0.05)
+def test_runs_of_one_name_are_told_apart_by_what_differs(tmp_path):
+    jobs = [dataclasses.replace(JOB, layout=Layout(dp_replicate=count)) for count in (1, 2, 4)]
+    folders = [tmp_path / str(at) for at in range(5)]
+    for folder in folders:
+        folder.mkdir()
+    records = [read_run(run(folder / "main", job=job)) for folder, job in zip(folders, jobs, strict=False)]
+    html = comparison.html(records, [], compare=True)
+    assert [record.name for record in records] == [f"main (dp_replicate={count})" for count in (1, 2, 4)]
+    assert all(f"main (dp_replicate={count}) " in html for count in (1, 2, 4))
+    alike = [read_run(run(folder / "main")) for folder in folders[3:]]
+    comparison.name_apart(alike)
+    assert [record.name for record in alike] == [f"main ({folder})" for folder in folders[3:]]
 
 
 def colours(css: str) -> dict[str, str]:
-    found: dict[str, str] = dict(re.findall(r"--(\w+): (#[0-9a-f]{3,6});", css))
-    return {
-        name: value if len(value) == 7 else "#" + "".join(2 * c for c in value[1:]) for name, value in found.items()
-    }
+    return dict(re.findall(r"--(\w+): (#[0-9a-f]{3,6});", css))
 
 
 def test_text_has_enough_contrast_in_both_modes():
@@ -133,7 +134,7 @@ def test_text_has_enough_contrast_in_both_modes():
     for mode in (colours(light), colours(light) | colours(dark.split("}", 2)[0] + "}")):
         for text in ("text", "soft", "bad"):
             for ground in ("page", "card"):
-                assert contrast(mode[text], mode[ground]) >= 4.5, (text, ground, mode)
+                assert contrast(rgb(mode[text]), rgb(mode[ground])) >= 4.5, (text, ground, mode)
     alone = dict(re.findall(r"var\(--(\w+), (#\w+)\)", curves.STYLE))
-    assert contrast(alone["text"], "#ffffff") >= 4.5
-    assert contrast(alone["soft"], "#ffffff") >= 4.5
+    assert contrast(rgb(alone["text"]), rgb(PAGE)) >= 4.5
+    assert contrast(rgb(alone["soft"]), rgb(PAGE)) >= 4.5

@@ -143,8 +143,8 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
     )
 
 
-def of_comm(groups: Sequence[Fitted], per_node: int, device: str, setting: str) -> CalibrationReport:
-    """Reports `bench comm`, from the fits of all group sizes."""
+def of_comm(groups: Sequence[Fitted], per_node: int, device: str, name: str, setting: str) -> CalibrationReport:
+    """Reports `bench comm`, from the fits of all group sizes; `name` is the device's."""
     fields: dict[str, Any] = {"device": device, "devices_per_node": per_node}
     if device == "cpu":
         fields["sharing.linked"] = per_node
@@ -164,7 +164,7 @@ def of_comm(groups: Sequence[Fitted], per_node: int, device: str, setting: str) 
         )
     rows = [row for one in groups for row in one.rows]
     more = {"groups": [_as_dict(one) for one in groups]}
-    svg = link_svg(setting, [(one.machine, one.transfers) for one in groups])
+    svg = link_svg(f"{name}: {setting}", [(one.machine, one.transfers) for one in groups])
     assessment = assess(Calibration(comm=quality), ("comm",), here=False)
     return CalibrationReport("comm", setting, fields, rows, lines, svg, assessment, more)
 

@@ -61,7 +61,8 @@ def comm_report(
     with _measuring(ranks, device, threads, chosen, store) as progress:
         fits = comm.measure(ranks, device, collectives, quick, progress)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    return report.of_comm(fits, per_node, device.type, f"collectives of {backend}, {_processes(ranks, threads)}")
+    name, setting = compute.look_up(device, per_node).name, f"collectives of {backend}, {_processes(ranks, threads)}"
+    return report.of_comm(fits, per_node, device.type, name, setting)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cli.commands import JSON, Command, CommandVerb
+from phalanx.cli.files import DARK, wants_dark, write
 from phalanx.cli.option import Option
 from phalanx.cli.page import flag_of
 from phalanx.config.local_cluster import default_path
@@ -46,6 +47,7 @@ BOTH = {
 }
 SWITCHES = {
     "quick": "fewer sizes and repeats: seconds instead of minutes",
+    **DARK,
     **JSON,
     "save": "write the cluster file (the default)",
     "no_save": "do not write the cluster file",
@@ -130,6 +132,7 @@ def _parse(argv: Sequence[str]) -> _Request:
     options = {name: option.default for name, option in COMMANDS[words.command].options.items()} | words.options
     if {"save", "no_save"} <= words.switches:
         raise JobError("--save and --no-save exclude each other")
+    wants_dark(words.switches, options, "svg")
     path = Path(options["out"]).expanduser() if options["out"] else default_path()
     request = _Request(words.command, options, words.switches, None if "no_save" in words.switches else path)
     _refuse_early(options, request.command, request.path)
@@ -258,7 +261,6 @@ def _show(
 ) -> None:
     """Writes the files and prints the report; warns on standard error where predictions with it will be unreliable."""
     from phalanx.calibrate import cluster_file
-    from phalanx.schedule.file import save
 
     if path is not None:
         known = cluster_file.of_device(
@@ -267,7 +269,7 @@ def _show(
         fact = f"{report.setting}, median error {report.error:.1%}: phalanx bench {' '.join(command)}"
         cluster_file.write(path, {**known, **report.fields}, report.what, fact)
     if svg:
-        save(report.svg, Path(svg).expanduser())
+        write(str(Path(svg).expanduser()), report.svg, "dark" in switches)
     if report.assessment.problem:
         echo(
             f"phalanx: unreliable ({report.assessment.problem}): {report.assessment.remedy}; predictions on "

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.cli.commands import Command, CommandVerb, CommandWords
-from phalanx.cli.files import check_folders, write
+from phalanx.cli.commands import JSON, Command, CommandVerb, CommandWords
+from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.option import Option
 from phalanx.comm.algorithms import draw, text
 from phalanx.comm.algorithms.catalogue import ALGORITHMS, build, full_name
@@ -36,7 +36,9 @@ VERB = CommandVerb(
     "them. Training uses the backend's own collectives (gloo, NCCL).",
     {
         "list": Command(about="the algorithms there are"),
-        "show": Command(("NAME",), SIZES | SETTINGS | FILES, about="one of them, drawn and counted"),
+        "show": Command(
+            ("NAME",), SIZES | SETTINGS | FILES, switches=DARK | JSON, about="one of them, drawn and counted"
+        ),
         "check": Command(
             ("NAME",),
             CHECKED,
@@ -84,9 +86,10 @@ def _show(words: CommandWords) -> None:
     sizes = {name: words.options.get(name, option.default) for name, option in SIZES.items()}
     svg = words.options.get("svg", "")
     check_folders({"svg": svg}, "svg")
+    dark = wants_dark(words.switches, words.options, "svg")
     program = build(words.subject, sizes["ranks"], sizes["elements"], **words.given(SETTINGS))
     if svg:
-        write(svg, draw.svg(program))
+        write(svg, draw.svg(program), dark)
     if words.as_json:
         echo(json.dumps(as_json(program, sizes["element_bytes"])))
         return

@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from phalanx.cli.png import write_png
 from phalanx.errors import JobError, RunError
+
+DARK = {"dark": "a picture in .png on a dark ground instead of a white one"}
+"""The switch of every verb that draws pictures."""
+
+
+def wants_dark(switches: Collection[str], options: Mapping[str, Any], *names: str) -> bool:
+    """Returns whether `--dark` is given. Raises JobError if none of the options names a PNG: an SVG follows the
+    reader's preference."""
+    if "dark" in switches and not any(str(options.get(name, "")).endswith(".png") for name in names):
+        flags = " or ".join(f"--{name.replace('_', '-')}" for name in names)
+        raise JobError(f"--dark is for a PNG, an SVG follows the reader's preference: give {flags} a name in .png")
+    return "dark" in switches
 
 
 def check_folders(options: Mapping[str, Any], *names: str) -> None:
@@ -24,11 +36,11 @@ def check_folders(options: Mapping[str, Any], *names: str) -> None:
         raise JobError(problems)
 
 
-def write(path: str, text: str) -> None:
-    """Writes the file: text as it is, and an SVG document as PNG if the file's name ends so. Raises RunError if that
-    fails."""
+def write(path: str, text: str, dark: bool = False) -> None:
+    """Writes the file: text as it is, and an SVG document as PNG if the file's name ends so, on a white or a dark
+    ground. Raises RunError if that fails."""
     if path.endswith(".png") and text.startswith("<svg"):
-        write_png(path, text)
+        write_png(path, text, dark)
         return
     try:
         Path(path).write_text(text, encoding="utf-8")

@@ -10,10 +10,11 @@ from dataclasses import replace
 from phalanx.check.load import LoadedJob
 from phalanx.cli.auto_layout import fixed_of, on_known_devices, worlds_of
 from phalanx.cli.calibration import calibration_document, check_calibration
-from phalanx.cli.files import check_folders, write
+from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb
 from phalanx.cli.option import Option
+from phalanx.cost.breakdown import subject
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.echo import echo
@@ -36,6 +37,7 @@ VERB = JobVerb(
         ("plan model=llama3-8b cluster=dgx-h100:1 global_batch=64", "on a machine that you do not have"),
         ("plan job.yaml --html plan.html", "with pictures"),
     ),
+    switches=DARK,
     options={
         "html": Option(str, "", "write the plan as an HTML page with pictures", value="FILE"),
         "svg": Option(str, "", "write a map of the search space, one dot per layout", value="FILE"),
@@ -54,6 +56,7 @@ def run(argv: Sequence[str]) -> int:
     options = words.options
     pictures = {"html": _page, "svg": _map}
     check_folders(options, *pictures)
+    dark = wants_dark(words.switches, options, "svg")
     loaded = on_known_devices(words.loaded, measures=True)
     cluster = loaded.job.cluster
     check_calibration(cluster, cluster.devices)
@@ -65,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
     plan = replace(plan, best=plan.best[: options["top"]])
     for name, drawn in pictures.items():
         if options[name]:
-            write(options[name], drawn(plan))
+            write(options[name], drawn(plan), dark)
     if "json" in words.switches:
         calibration = calibration_document(cluster, cluster.devices)
         echo(json.dumps({**report.as_json(plan), "calibration": calibration}, indent=1))
@@ -111,9 +114,10 @@ def _timeline(best: Candidate) -> str:
     from phalanx.pictures import timeline as timeline_picture
     from phalanx.simulate.step import simulate
 
-    timeline = simulate(best.spec)
+    timeline, about = simulate(best.spec), subject(best.spec, best.spec.layout.world)
     passes = max(map(len, timeline.schedule.programs))
     if passes <= MAX_DRAWN_PASSES:
-        return timeline_picture.svg(timeline)
+        return timeline_picture.svg(timeline, about=about)
     part = timeline.seconds * MAX_DRAWN_PASSES / 2 / passes
-    return timeline_picture.svg(timeline, 0, part) + timeline_picture.svg(timeline, timeline.seconds - part)
+    windows = ((0, part), (timeline.seconds - part, None))
+    return "".join(timeline_picture.svg(timeline, *window, about) for window in windows)

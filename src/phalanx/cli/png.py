@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from phalanx.errors import RunError
+from phalanx.pictures.elements import DARK_PAGE, PAGE, for_ground
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 SCALE = 2
@@ -18,12 +19,14 @@ SCALE = 2
 SECONDS = 60
 
 
-def write_png(path: str, svg: str) -> None:
-    """Writes an SVG document as PNG on a white ground. Raises RunError if nothing here can draw it, or if it fails."""
+def write_png(path: str, svg: str, dark: bool = False) -> None:
+    """Writes an SVG document as PNG, on a white or a dark ground. Raises RunError if nothing here can draw it, or if it
+    fails."""
+    svg, ground = for_ground(svg, dark), DARK_PAGE if dark else PAGE
     if importlib.util.find_spec("cairosvg"):
         import cairosvg  # pyright: ignore[reportMissingImports]
 
-        cairosvg.svg2png(svg.encode(), write_to=path, scale=SCALE, background_color="white")
+        cairosvg.svg2png(svg.encode(), write_to=path, scale=SCALE, background_color=ground)
         return
     browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
     if browser is None:
@@ -31,7 +34,8 @@ def write_png(path: str, svg: str) -> None:
     width, height = re.search(r"width='(\d+)' height='(\d+)'", svg).groups()  # pyright: ignore[reportOptionalMemberAccess]
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "picture.html"
-        page.write_text(f"<!doctype html><meta charset='utf-8'><body style='margin:0;background:#fff'>{svg}", "utf-8")
+        style = f"margin:0;background:{ground}"
+        page.write_text(f"<!doctype html><meta charset='utf-8'><body style='{style}'>{svg}", "utf-8")
         command = [browser, "--headless", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/user"]
         command += ["--no-sandbox"] if os.geteuid() == 0 else []  # which a browser run by root insists on
         command += [f"--force-device-scale-factor={SCALE}", f"--window-size={width},{height}"]

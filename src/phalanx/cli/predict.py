@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
 from phalanx.cli.calibration import calibration_document
-from phalanx.cli.files import check_folders, write
+from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb
 from phalanx.cli.option import Option
@@ -38,6 +38,7 @@ VERB = JobVerb(
         ("predict model=llama3-8b cluster=dgx-h100 dp_shard=8 global_batch=16", "one layout"),
         ("predict job.yaml --svg step.svg", "with a picture"),
     ),
+    switches=DARK,
     options={
         "svg": Option(str, "", "write a picture", value="FILE"),
         "picture": Option(
@@ -63,11 +64,12 @@ def run(argv: Sequence[str]) -> int:
         as_document = "json" in words.switches
         return table.run(words.options["table"], words.options["out"], as_json=as_document, progress=stderr_progress)
     _check_picture(words.options)
+    dark = wants_dark(words.switches, words.options, "svg")
     spec = asked(step_spec(words.job, vocabulary_size(words.job)), words.options)
     prediction = predict(spec)
     traffic = rank_traffic(words.job, spec)
     if words.options["svg"]:
-        write(words.options["svg"], _picture(words.options["picture"], words.job, spec, prediction))
+        write(words.options["svg"], _picture(words.options["picture"], words.job, spec, prediction), dark)
     if "json" in words.switches:
         calibration = calibration_document(words.job.cluster, words.job.layout.world)
         echo(json.dumps({**as_json(spec, prediction, traffic), "calibration": calibration}, indent=1))

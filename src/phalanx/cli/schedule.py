@@ -6,7 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cli.commands import Command, CommandVerb, CommandWords
+from phalanx.cli.commands import JSON, Command, CommandVerb, CommandWords
+from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.option import Option
 from phalanx.echo import echo
 from phalanx.errors import JobError
@@ -40,6 +41,7 @@ VERB = CommandVerb(
             ("NAME|FILE",),
             SIZES | FILES,
             aliases={"ranks": "stages", "pp": "stages", "micro_batches": "microbatches"},
+            switches=DARK | JSON,
             about="draw one and print its figures",
         ),
         "check": Command(("FILE",), about="validate a schedule in a file of your own"),
@@ -109,12 +111,14 @@ def _check(words: CommandWords) -> None:
 
 
 def _show(words: CommandWords) -> None:
+    written = words.given(FILES)
+    check_folders(written, *written)
     schedule = _schedule(words.subject, words.given(SIZES))
     timed = timing.time(schedule)
-    written = words.given(FILES)
+    dark = wants_dark(words.switches, written, "svg")
     contents = {"svg": schedule_picture.svg, "trace": trace.text, "csv": lambda timed: file.text(timed.schedule)}
     for name, path in written.items():
-        file.save(contents[name](timed), path)
+        write(path, contents[name](timed), dark)
     if words.as_json:
         programs = [[str(action) for action in program] for program in schedule.programs]
         echo(json.dumps({**_figures(timed), "programs": programs, "written": written}))

@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from phalanx.cli.calibration import calibration_document
-from phalanx.cli.files import check_folders, write
+from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb
 from phalanx.cli.option import Option
@@ -48,6 +48,7 @@ VERB = JobVerb(
         ("simulate examples/pipeline.yaml cluster=local --svg step.svg", "as a picture"),
         ("simulate job.yaml --straggler 2=1.2", "with a device that takes 1.2 × as long"),
     ),
+    switches=DARK,
     options={
         "svg": Option(str, "", "write a picture of the step", value="FILE"),
         "from": Option(float, None, "with --svg: seconds at which the picture begins"),
@@ -97,6 +98,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     options, as_document = words.options, "json" in words.switches
     check_folders(options, "svg", "trace", "failures_svg")
+    dark = wants_dark(words.switches, options, "svg", "failures_svg")
     spec = asked(step_spec(words.job, vocabulary_size(words.job)), options)
     disturbance = _disturbance(options["straggler"], options["slow_link"])
     check(disturbance, spec)
@@ -104,9 +106,9 @@ def run(argv: Sequence[str]) -> int:
         result = _simulated(spec, disturbance, progress if _passes(spec) > PROGRESS_PASSES else silent)
     failures = _failures(options)
     lost = best(spec.layout.world, *failures, result.figures.step_time_s) if failures else None
-    _write(result, options)
+    _write(result, options, dark)
     if options["failures_svg"] and failures:
-        write(options["failures_svg"], _failures_picture(spec.layout.world, *failures))
+        write(options["failures_svg"], _failures_picture(spec.layout.world, *failures), dark)
     if as_document:
         calibration = calibration_document(words.job.cluster, words.job.layout.world)
         echo(json.dumps({**as_json(result, lost), "calibration": calibration}, indent=1))
@@ -207,22 +209,29 @@ def _failures_picture(devices: int, failures_per_device_day: float, save_s: floa
     return goodput_picture.svg(sizes, failures_per_device_day, (save_s, save_s / 10), restart_s)
 
 
-def _write(result: Simulated, options: Mapping[str, Any]) -> None:
+def _write(result: Simulated, options: Mapping[str, Any], dark: bool) -> None:
     # Imported here, because they are rarely asked for.
     from phalanx.pictures import timeline as timeline_picture
     from phalanx.simulate import trace as events
 
     if options["svg"]:
         about, window = subject(result.spec, result.spec.layout.world), (options["from"], options["to"])
-        write(options["svg"], timeline_picture.svg(result.timeline, *window, about, _marks(result.disturbance)))
+        slowed = _disturbance_text(result.disturbance)
+        drawn = timeline_picture.svg(result.timeline, *window, about, _marks(result.disturbance), slowed)
+        write(options["svg"], drawn, dark)
     if options["trace"]:
         write(options["trace"], events.text(result.timeline))
 
 
 def _marks(disturbance: Disturbance) -> dict[int, str]:
-    """Returns what slows each pipeline rank, for the picture: its device, or a link of it."""
-    links = {one: f"↔ {other}: {factor:g} ×" for (one, other), factor in disturbance.links}
-    return links | {rank: f"{factor:g} ×" for rank, factor in disturbance.slow}
+    """Returns what slows each pipeline rank, for the picture: its device, and its links with both ranks."""
+    marks: dict[int, list[str]] = {}
+    for rank, factor in disturbance.slow:
+        marks.setdefault(rank, []).append(f"{factor:g} ×")
+    for ends, factor in disturbance.links:
+        for rank, other in (ends, ends[::-1]):
+            marks.setdefault(rank, []).append(f"↔ {other}: {factor:g} ×")
+    return {rank: ", ".join(words) for rank, words in marks.items()}
 
 
 def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:

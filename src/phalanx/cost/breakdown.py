@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from phalanx.config.job import Job
+from phalanx.config.model import ModelConfig
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
-from phalanx.units import gib
+from phalanx.units import counted, gib
 
 _BAR = 40  # characters of all bars of a breakdown together
 MOMENTS = {"loss": "at the loss", "backward": "in the backward pass", "optimizer": "in the optimizer step"}
 """The moments of peak memory (RankMemory.moment) as a message names them."""
 
 
-def subject(spec: StepSpec, devices: int) -> str:
-    """Names the model and the machine: "llama3-70b on 64 × h100-80gb (dgx-h100:8)"."""
-    machine = f"{devices:,} × {spec.cluster.accelerator.name}"
-    return f"{spec.model.preset or 'model'} on {machine} ({spec.cluster.preset or 'own cluster'})"
+def subject(of: StepSpec | Job, devices: int) -> str:
+    """Names the model and the machine: "llama3-70b on 64 × h100-80gb (dgx-h100:8)"; a job without a cluster has
+    ranks only."""
+    model, device, cluster = model_name(of.model), of.cluster.accelerator.name, of.cluster.preset or "own cluster"
+    machine = f"{devices:,} × {device} ({cluster})" if device else counted(devices, "rank")
+    return f"{model}{'' if of.model.preset else ','} on {machine}"
+
+
+def model_name(model: ModelConfig) -> str:
+    """Names a model: its preset, or its size."""
+    return model.preset or f"{counted(model.n_layers, 'layer')}, {model.d_model} wide"
 
 
 def time_lines(prediction: Prediction) -> list[str]:

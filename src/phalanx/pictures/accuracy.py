@@ -12,6 +12,24 @@ from phalanx.validation.accuracy import GradedRow, by
 _SIDE, _LEFT, _TOP, _GAP, _BOTTOM, _LEGEND = 420, 70, 64, 90, 60, 18
 _BAND = 0.1
 """Relative error of the band around the diagonal."""
+NAMES = {
+    "bigscience_v100": "BigScience, V100",
+    "bloom_bigscience_a100": "BLOOM, A100",
+    "korthikanti2022_table5": "Korthikanti et al. 2022",
+    "llm_foundry_mpt": "LLM Foundry, MPT",
+    "maxtext_tpu_gpu": "MaxText, TPU and GPU",
+    "megatron_core_h100_readme": "Megatron-Core, H100",
+    "megatron_moe_modelzoo": "Megatron MoE model zoo",
+    "mlperf_training_llm": "MLPerf Training",
+    "narayanan2021": "Narayanan et al. 2021",
+    "nemo_megatron_bridge": "NeMo Megatron Bridge",
+    "nvidia_dgxc_benchmarking": "NVIDIA DGX Cloud",
+    "papers_misc": "other papers",
+    "simumax_b200_measured": "SimuMax, B200",
+    "vtrain_a100_measured": "vTrain, A100",
+    "zero_bubble_2401.10241": "Qi et al. 2024, zero bubble",
+}
+"""Names of the tables of published measurements by their files; another one goes by its file's words."""
 _SHAPES = ("circle", "square")
 """Marks: sources beyond the number of colours have another shape."""
 
@@ -44,7 +62,7 @@ def scatter(panels: Sequence[AccuracyPanel], title: str) -> str:
     for number, name in enumerate(names):
         x, y = 22 + number % 4 * (width - 40) / 4, 44 + number // 4 * _LEGEND
         parts.append(_mark(x, y - 4, names, name, 4))
-        parts.append(text(x + 10, y, name))
+        parts.append(text(x + 10, y, NAMES.get(name, name.replace("_", " "))))
     for number, panel in enumerate(panels):
         parts.append(f"<g transform='translate({_LEFT + number * (_SIDE + _GAP)} {_TOP + legend})'>")
         parts += [*_drawn(panel, names), "</g>"]

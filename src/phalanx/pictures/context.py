@@ -4,6 +4,7 @@ of the work (`phalanx predict JOB --svg FILE --picture context`). It is drawn fr
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from math import ceil, sqrt
@@ -13,13 +14,14 @@ from phalanx.blocks.kinds import block_kinds
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.cost.breakdown import subject
 from phalanx.errors import JobError
 from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
-from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, text
+from phalanx.pictures.elements import COLOURS, NEUTRAL, ON_CELL, box, document, heading, text
 from phalanx.units import counted
 
-_WIDTH, _MARGIN, _TOP = 1000, 24, 136
-_SIDE = 340  # pixels of the matrices' side, and the strip's height
+_WIDTH, _MARGIN = 1000, 24
+_SIDE = 340  # pixels of the side of one matrix
 _MATRICES, _BARS = 216, 626  # left edges
 _LONGEST = 220  # pixels of the longest bar
 
@@ -31,18 +33,19 @@ def svg(job: Job) -> str:
         raise JobError(
             "layout.cp is 1: every rank holds whole sequences, so there is nothing to draw; set for example cp=4"
         )
-    matrices, bottom = _matrices(layout, job.model)
-    bars, lowest = _bars(layout, job.model)
-    height = int(max(bottom, lowest, _TOP + _SIDE)) + 16
-    title = f"layout {layout.line()}: {tokens:,} tokens on {layout.cp} context-parallel ranks"
+    title = subject(job, layout.world)
+    caption = [*_first_lines(layout, tokens), *_caption(layout, _windows(job.model))]
+    top = 48 + 17 * len(caption) + 36
+    matrices, bottom = _matrices(layout, job.model, top)
+    bars, lowest = _bars(layout, job.model, top)
     parts = [
         heading(_MARGIN, 26, title),
-        *(text(_MARGIN, 48 + 17 * number, line) for number, line in enumerate(_caption(layout, _windows(job.model)))),
-        *_strip(layout, tokens),
+        *(text(_MARGIN, 48 + 17 * number, line) for number, line in enumerate(caption)),
+        *_strip(layout, tokens, top, bottom - top),
         *matrices,
         *bars,
     ]
-    return document(title, _WIDTH, height, parts)
+    return document(title, _WIDTH, int(max(bottom, lowest)) + 16, parts)
 
 
 def pairs(runs: Sequence[range], window: int = 0) -> int:
@@ -59,6 +62,12 @@ def contiguous(layout: Layout, tokens: int, place: int) -> list[range]:
 def _windows(model: ModelConfig) -> Counter[int]:
     """Returns the windows of the layers (0: none), with the number of layers."""
     return Counter(kind.window for kind in block_kinds(model))
+
+
+def _first_lines(layout: Layout, tokens: int) -> list[str]:
+    line = layout.line().replace(",", ", ")
+    words = f"layout {line}: {tokens:,} tokens on {layout.cp} context-parallel ranks"
+    return textwrap.wrap(words, 140, break_on_hyphens=False)
 
 
 def _caption(layout: Layout, windows: Counter[int]) -> Iterator[str]:
@@ -79,29 +88,29 @@ def _caption(layout: Layout, windows: Counter[int]) -> Iterator[str]:
         yield f"Pale: only in layers without a window, {windows[0]} of {windows.total()}."
 
 
-def _strip(layout: Layout, tokens: int) -> Iterator[str]:
+def _strip(layout: Layout, tokens: int, top: float, side: float) -> Iterator[str]:
     """Yields the sequence from top to bottom, each run in its rank's colour."""
-    yield _title(_MARGIN, "Tokens held")
-    scale = _SIDE / tokens
+    yield _title(_MARGIN, top, "Tokens held")
+    scale = side / tokens
     for rank in range(layout.cp):
         for run in rank_positions(layout, tokens, rank):
-            y, height = _TOP + run.start * scale, len(run) * scale
+            y, height = top + run.start * scale, len(run) * scale
             yield _box(_MARGIN, y, 22, height, _colour(rank))
             if height >= 11:
                 tokens_held = f"{run.start:,}" if len(run) == 1 else f"{run.start:,}–{run.stop - 1:,}"
                 yield text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {tokens_held}", "font-size='11'")
 
 
-def _matrices(layout: Layout, model: ModelConfig) -> tuple[list[str], float]:
+def _matrices(layout: Layout, model: ModelConfig, top: float) -> tuple[list[str], float]:
     """Returns queries × keys, once for each rank's part of the heads; and the lower end."""
-    drawn, parts = [_title(_MATRICES, "Attention: queries ↓ × keys →")], layout.cp_ulysses
+    drawn, parts = [_title(_MATRICES, top, "Attention: queries ↓ × keys →")], layout.cp_ulysses
     if parts == 1:
-        return [*drawn, *_matrix(layout, model, 0, (_MATRICES, _TOP, _SIDE))], _TOP + _SIDE
+        return [*drawn, *_matrix(layout, model, 0, (_MATRICES, top, _SIDE))], top + _SIDE
     heads, columns = model.n_heads // layout.tp // parts, ceil(sqrt(parts))
     each = (_SIDE + 40 - 16 * (columns - 1)) / columns
-    y = _TOP
+    y = top
     for part in range(parts):
-        x, y = _MATRICES + part % columns * (each + 16), _TOP + part // columns * (each + 26)
+        x, y = _MATRICES + part % columns * (each + 16), top + part // columns * (each + 26)
         first, last = part * heads, (part + 1) * heads - 1
         name = f"head {first}" if heads == 1 else f"heads {first}–{last}"
         drawn += [text(x, y + 8, name, "font-size='11'"), *_matrix(layout, model, part, (x, y + 14, each))]
@@ -131,7 +140,8 @@ def _matrix(layout: Layout, model: ModelConfig, part: int, box: tuple[float, flo
             if layout.ring > 1 and cell >= 16:
                 step = (place - place_of[key]) % layout.ring + 1
                 down, across = (0.72, 0.3) if key == query else (0.5, 0.5)
-                where = f"text-anchor='middle' font-size='{min(12, cell / 2.2):.0f}' fill='#fff'"
+                ink = ON_CELL if key < near else "fill='#fff'"
+                where = f"text-anchor='middle' font-size='{min(12, cell / 2.2):.0f}' {ink}"
                 yield text(left + across * cell, top + down * cell + 4, str(step), where)
     yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{side:.1f}' height='{side:.1f}' fill='none' stroke='{NEUTRAL}'/>"
 
@@ -146,7 +156,7 @@ def _single(runs: Sequence[range]) -> Iterator[range]:
     return (range(position, position + 1) for run in runs for position in run)
 
 
-def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
+def _bars(layout: Layout, model: ModelConfig, top: float) -> tuple[list[str], float]:
     """Returns the work of every rank in zig-zag and, for comparison, in contiguous runs; and the lower end."""
     heads, tokens = model.n_heads // layout.tp // layout.cp_ulysses, model.seq_len
     kinds = {"zig-zag": ring_positions, "contiguous": contiguous} if layout.ring > 1 else {"": ring_positions}
@@ -159,7 +169,7 @@ def _bars(layout: Layout, model: ModelConfig) -> tuple[list[str], int]:
     }
     widest = max(count for each in counts.values() for count in each)
     over = "mean over layers" if len(_windows(model)) > 1 else "over all its heads"
-    parts, y = [_title(_BARS, f"Query × key pairs per rank, {over}")], _TOP
+    parts, y = [_title(_BARS, top, f"Query × key pairs per rank, {over}")], top
     for rank in range(layout.cp):
         parts.append(text(_BARS, y + 12, f"rank {rank}"))
         for name, each in counts.items():
@@ -191,8 +201,8 @@ def _number(count: int) -> str:
     return f"{count:,}" if count < 10**9 else f"{count:.3e}"
 
 
-def _title(x: float, words: str) -> str:
-    return text(x, _TOP - 14, words, "font-weight='600'")
+def _title(x: float, top: float, words: str) -> str:
+    return text(x, top - 14, words, "font-weight='600'")
 
 
 def _box(

@@ -17,7 +17,8 @@ from phalanx.pictures.elements import COLOURS, FONT, ticks
 Points = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 560, 250
-_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 58, 34  # pixels around the plot
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 58, 34  # pixels around the plot; the upper ones with one line of the legend
+_LINE = 16  # pixels of a line of the legend
 _MOST_POINTS = 240  # of a line: about two pixels each
 _LETTER = 6.6  # pixels, on average
 _TAIL = 0.01  # share of the values at either end that may lie outside a robust axis
@@ -72,17 +73,19 @@ def svg(chart: Chart, *, alone: bool = False) -> str:
     points = [point for curve in chart.curves for point in curve.points]
     if not points:
         raise ValueError(f"chart {chart.title!r} has no points")
-    axes = _Axes(_x_span(points), _y_span(chart, points), chart.scale)
-    size = f"viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' height='{HEIGHT}'"
+    legend = _entries(chart)
+    axes = _Axes(_x_span(points), _y_span(chart, points), chart.scale, _TOP + _LINE * (len(legend) - 1))
+    height = axes.top + axes.height + _BOTTOM
+    size = f"viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' height='{height}'"
     style = f"<style>{STYLE}{_ALONE}</style>" if alone else ""
     clip = f"plot-{crc32(chart.title.encode()):08x}"
-    plot = f"x='{_LEFT - 4}' y='{_TOP - 1}' width='{axes.width + 8}' height='{axes.height + 2}'"
+    plot = f"x='{_LEFT - 4}' y='{axes.top - 1}' width='{axes.width + 8}' height='{axes.height + 2}'"
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' class='curves' {size} role='img' {FONT} font-size='12'>",
         f"<title>{escape(_words(chart))}</title>{style}",
         f"<clipPath id='{clip}'><rect {plot}/></clipPath>",
         f"<text x='{_LEFT}' y='18' font-size='14' font-weight='600'>{escape(chart.title)}</text>",
-        *_legend(chart),
+        *_legend(legend),
         *_grid(chart, axes),
         *_marks(chart, axes),
         f"<g clip-path='url(#{clip})'>",
@@ -97,6 +100,8 @@ class _Axes:
     xs: tuple[float, float]
     ys: tuple[float, float]
     scale: float
+    top: int
+    """Upper edge of the plot, below the legend."""
     width: int = WIDTH - _LEFT - _RIGHT
     height: int = HEIGHT - _TOP - _BOTTOM
 
@@ -105,7 +110,7 @@ class _Axes:
 
     def y(self, value: float) -> float:
         place = (value - self.ys[0]) / (self.ys[1] - self.ys[0])
-        return _TOP + (1 - max(-1.0, min(2.0, place))) * self.height
+        return self.top + (1 - max(-1.0, min(2.0, place))) * self.height
 
     def y_ticks(self) -> list[float]:
         low, high = (value / self.scale for value in self.ys)
@@ -139,31 +144,47 @@ def _words(chart: Chart) -> str:
     return f"{chart.title}: {', '.join(ends)}"
 
 
-def _legend(chart: Chart) -> Iterator[str]:
-    """Yields each curve's colour, name and last value under the title."""
+def _entries(chart: Chart) -> list[list[tuple[Curve, str]]]:
+    """Returns the legend's lines: curves with their names and last values, as many to a line as it has room for."""
+    lines: list[list[tuple[Curve, str]]] = [[]]
     x = float(_LEFT)
     for curve in chart.curves:
         if not curve.points or not curve.named:
             continue
-        if x > WIDTH - 110:
-            yield f"<text x='{x:.1f}' y='40' class='soft'>…</text>"
-            return
-        colour = COLOURS[curve.colour % len(COLOURS)]
         label = f"{_shortened(curve.name)} {chart.unit(curve.points[-1][1])}"
-        if curve.dots:
-            yield f"<circle cx='{x + 6:.1f}' cy='36' r='3.5' fill='{colour}'/>"
-        else:
-            yield f"<line x1='{x:.1f}' x2='{x + 12:.1f}' y1='36' y2='36' stroke='{colour}' stroke-width='3'/>"
-        yield f"<text x='{x + 18:.1f}' y='40' class='soft'>{escape(label)}</text>"
-        x += 34 + _LETTER * len(label)
+        width = _entry_width(label)
+        if lines[-1] and x + width > WIDTH:
+            lines.append([])
+            x = _LEFT
+        lines[-1].append((curve, label))
+        x += width
+    return lines
 
 
-def _shortened(name: str, most: int = 24) -> str:
+def _entry_width(label: str) -> float:
+    return 34 + _LETTER * len(label)
+
+
+def _legend(lines: Sequence[Sequence[tuple[Curve, str]]]) -> Iterator[str]:
+    """Yields each curve's colour, name and last value under the title."""
+    for number, line in enumerate(lines):
+        x, y = float(_LEFT), 36 + _LINE * number
+        for curve, label in line:
+            colour = COLOURS[curve.colour % len(COLOURS)]
+            if curve.dots:
+                yield f"<circle cx='{x + 6:.1f}' cy='{y}' r='3.5' fill='{colour}'/>"
+            else:
+                yield f"<line x1='{x:.1f}' x2='{x + 12:.1f}' y1='{y}' y2='{y}' stroke='{colour}' stroke-width='3'/>"
+            yield f"<text x='{x + 18:.1f}' y='{y + 4}' class='soft'>{escape(label)}</text>"
+            x += _entry_width(label)
+
+
+def _shortened(name: str, most: int = 60) -> str:
     return name if len(name) <= most else f"{name[: most - 1]}…"
 
 
 def _grid(chart: Chart, axes: _Axes) -> Iterator[str]:
-    below, right = _TOP + axes.height, _LEFT + axes.width
+    below, right = axes.top + axes.height, _LEFT + axes.width
     for value in axes.y_ticks():
         y = axes.y(value)
         yield f"<line class='grid' x1='{_LEFT}' x2='{right}' y1='{y:.1f}' y2='{y:.1f}'/>"
@@ -191,7 +212,7 @@ def _marks(chart: Chart, axes: _Axes) -> Iterator[str]:
     for step, words in chart.marks.items():
         if axes.xs[0] <= step <= axes.xs[1]:
             x = axes.x(step)
-            yield f"<line class='mark' x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{_TOP + axes.height}'>"
+            yield f"<line class='mark' x1='{x:.1f}' x2='{x:.1f}' y1='{axes.top}' y2='{axes.top + axes.height}'>"
             yield f"<title>{escape(words)}</title></line>"
 
 

@@ -1,7 +1,7 @@
 """The elements of every picture: an SVG document, its text, lines and boxes, and round numbers for axes.
 
 Pictures have no background. Shapes have colours of middle lightness, for light and dark pages; text has a colour for
-each, with a contrast of at least 4.5 : 1 (WCAG 2.2, 1.4.3).
+each, with a contrast of at least 4.5 : 1 (WCAG 2.2, 1.4.3). NEUTRAL is for lines and shapes: as text it is too pale.
 """
 
 from __future__ import annotations
@@ -15,7 +15,13 @@ COLOURS = ("#3b76c4", "#c4513d", "#2b8550", "#8e5fc0", "#a16916", "#1a808f", "#b
 NEUTRAL = "#808890"
 TEXT, TEXT_ON_DARK = "#59636e", "#9aa4af"
 """Colours of text on light and on dark pages."""
-STYLE = f"<style>svg{{fill:{TEXT}}}@media(prefers-color-scheme:dark){{svg{{fill:{TEXT_ON_DARK}}}}}</style>"
+PAGE, DARK_PAGE = "#ffffff", "#14171a"
+"""Grounds of light and of dark pages."""
+ON_CELL = "class='ink'"
+"""The style of text on a cell of any colour and opacity: black on light pages, white on dark ones."""
+_LIGHT = f"svg{{fill:{TEXT}}}.ink{{fill:#000}}"
+_DARK = f"svg{{fill:{TEXT_ON_DARK}}}.ink{{fill:#fff}}"
+STYLE = f"<style>{_LIGHT}@media(prefers-color-scheme:dark){{{_DARK}}}</style>"
 FONT = "font-family='system-ui, sans-serif'"
 
 
@@ -24,6 +30,12 @@ def document(title: str, width: float, height: float, parts: Iterable[str]) -> s
     size = f"viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' height='{height:.0f}'"
     head = f"<svg xmlns='http://www.w3.org/2000/svg' {size} role='img' {FONT} font-size='12' fill='{TEXT}'>{STYLE}"
     return "\n".join([head, f"<title>{escape(title)}</title>", *parts, "</svg>\n"])
+
+
+def for_ground(svg: str, dark: bool) -> str:
+    """Returns a document that ignores the reader's preference: for a dark ground, or for a light one."""
+    only = svg.replace(STYLE, f"<style>{_DARK if dark else _LIGHT}</style>")
+    return only.replace(f"font-size='12' fill='{TEXT}'", f"font-size='12' fill='{TEXT_ON_DARK}'") if dark else only
 
 
 def heading(x: float, y: float, title: str) -> str:
@@ -45,6 +57,11 @@ def box(x: float, y: float, width: float, height: float, style: str, tip: str = 
     """Returns a rectangle with the tooltip `tip`."""
     drawn = f"<rect x='{x:.1f}' y='{y:.2f}' width='{width:.2f}' height='{height:.2f}' {style}"
     return f"{drawn}><title>{escape(tip)}</title></rect>" if tip else f"{drawn}/>"
+
+
+def fill_of(colour: str, pale: bool = False) -> str:
+    """Returns a colour as attributes; pale with a border for what nothing uses."""
+    return f"fill='{colour}' fill-opacity='.25' stroke='{colour}' stroke-width='.5'" if pale else f"fill='{colour}'"
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:

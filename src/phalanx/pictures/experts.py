@@ -20,7 +20,7 @@ from phalanx.pictures.elements import document, heading, text
 _LESS, _EVEN, _MORE = (0x2E, 0x76, 0xE6), (0x5C, 0x62, 0x6A), (0xD2, 0x4B, 0x2A)
 _TONES = 20
 """Number of colours from an even share down to the smallest, and up to the largest."""
-_HEADER, _LEFT, _TOP = 40, 56, 72  # pixels above both halves, left of the map, and above it
+_HEADER, _LEFT, _TOP = 52, 56, 72  # pixels above both halves, left of the map, and above it
 _MAP_WIDTH, _MAP_HEIGHT, _WIDEST, _NARROWEST, _LOWEST = 480, 260, 56, 3, 6  # pixels of the map and of its cells
 _SCALE_WIDTH = 8 * (2 * _TONES + 1)
 _LINE_BYTES = 2**22  # of a row; longer ones are no rows
@@ -33,9 +33,9 @@ class _Cells(NamedTuple):
     height: int
 
 
-def svg(name: str, metrics: Path) -> str:
-    """Returns the picture of the run `name` with that metrics.jsonl as an SVG document. Raises DataError where the file
-    has no rows about experts."""
+def svg(name: str, metrics: Path, model: str = "") -> str:
+    """Returns the picture of the run `name` of a `model` with that metrics.jsonl as an SVG document. Raises DataError
+    where the file has no rows about experts."""
     rows = _rows(metrics)
     if not rows:
         raise DataError(
@@ -44,17 +44,19 @@ def svg(name: str, metrics: Path) -> str:
         )
     last = rows[-1]
     shares = {layer: [load * len(row) / sum(row) for load in row] for layer, row in last["loads"].items()}
-    title = (
-        f"Experts of {name}: max_violation {last['max_violation']:.2f} in layer {last['worst_layer']}, "
-        f"{last['idle']} idle, at step {last['step']}"
+    title = f"Expert load of the run {name}{model and f' ({model})'}"
+    words = (
+        f"step {last['step']}: an expert of layer {last['worst_layer']} has {1 + last['max_violation']:.2f} × an even "
+        f"share (max_violation {last['max_violation']:.2f}); experts without tokens: {last['idle']}"
     )
     cells = _cells(shares)
     map_width = _LEFT + max(len(next(iter(shares.values()))) * cells.width, _SCALE_WIDTH) + 40
     height = _HEADER + max(_TOP + len(shares) * cells.height + 100, 384)
     curve = _curve(rows) if len(rows) > 1 else ""  # one row shows no more than the map
-    width = max(map_width + (488 if curve else 0), 32 + 10 * len(title))
+    width = max(map_width + (488 if curve else 0), 32 + 10 * len(title), 32 + 7 * len(words))
     parts = [
         heading(16, 26, title),
+        text(16, 46, words),
         f"<g class='map' transform='translate(0 {_HEADER})'>",
         *_map(shares, last, cells),
         "</g>",
@@ -102,8 +104,8 @@ def _is_figure(value: Any) -> bool:
 def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
     """Draws max_violation over the steps as a picture of its own, which may stand inside another."""
     points = [(row["step"], row["max_violation"]) for row in rows]
-    panel = Panel("max_violation", "step", "(largest load - mean) / mean", {"worst layer": points})
-    return canvas.svg("Over the run", [panel])
+    panel = Panel("", "step", "max_violation: (largest load - mean) / mean", {"worst layer": points})
+    return canvas.svg("Worst layer over the run", [panel])
 
 
 def _cells(shares: Mapping[str, Sequence[float]]) -> _Cells:
@@ -116,8 +118,8 @@ def _cells(shares: Mapping[str, Sequence[float]]) -> _Cells:
 def _map(shares: Mapping[str, Sequence[float]], row: Mapping[str, Any], cells: _Cells) -> Iterator[str]:
     """Yields the heat map with its axes and the scale of its colours."""
     first, experts = row["step"] - row["steps"] + 1, len(next(iter(shares.values())))
-    yield heading(16, 22, f"Steps {first} to {row['step']}")
-    yield text(16, 42, "tokens of each expert, relative to an even share")
+    yield heading(16, 22, f"Tokens of each expert, steps {first} to {row['step']}")
+    yield text(16, 42, "1 is an even share; blue experts have fewer tokens, red ones more")
     width, height = experts * cells.width, len(shares) * cells.height
     spread = _spread([share for layer in shares.values() for share in layer])
     yield f"<g transform='translate({_LEFT} {_TOP})'>"
@@ -160,7 +162,7 @@ def _scale(spread: float) -> Iterator[str]:
     for part in (-1, -0.5, 0, 0.5, 1):
         at = (_SCALE_WIDTH - 8) * (part + 1) / 2 + 4
         share = 1 + part * (spread if part > 0 else min(spread, 1))
-        yield text(at, 28, f"{share:.3g}", "text-anchor='middle'")
+        yield text(at, 28, f"{share:.3g} ×", "text-anchor='middle'")
 
 
 def _spread(shares: Sequence[float]) -> float:

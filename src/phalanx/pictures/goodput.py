@@ -31,4 +31,5 @@ def svg(sizes: Sequence[int], failures_per_device_day: float, saves: Sequence[fl
         panels.append(
             Panel(f"a checkpoint takes {save:g} s", "minutes between checkpoints", "% productive time", lines, marks)
         )
-    return canvas.svg(f"Productive time if a restart takes {restart_s / 60:g} minutes", panels)
+    rate = f"{failures_per_device_day:.3g} failures per device and day"
+    return canvas.svg(f"Productive time: {rate}, a restart takes {restart_s / 60:g} minutes", panels)

@@ -1,12 +1,12 @@
-"""A square matrix of ranks as a heat map: dark cells are fast pairs, pale ones slow. There is no background, for light
-and dark pages."""
+"""A square matrix of ranks as a heat map: strong cells are fast pairs, pale ones slow. There is no background, for
+light and dark pages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, rule, text
+from phalanx.pictures.elements import COLOURS, ON_CELL, box, document, heading, rule, text
 
 MOST_ROWS = 64
 """Ranks that are drawn; of more, these are spread evenly."""
@@ -60,8 +60,7 @@ def heat_map(
             tip = f"{names[a]} → {names[b]} ({hosts[a]} → {hosts[b]}): {shown(value)} {unit}"
             parts.append(box(x + 0.5, y + 0.5, cell - 1, cell - 1, style, tip))
             if len(places) <= NUMBERED_ROWS:
-                colour = "#fff" if depth > 0.4 else NEUTRAL
-                place = f"text-anchor='middle' font-size='11' font-weight='600' fill='{colour}'"
+                place = f"text-anchor='middle' font-size='11' font-weight='600' {ON_CELL}"
                 parts.append(text(x + cell / 2, y + cell / 2 + 4, shown(value), place))
     rows = {names[place]: row for row, place in enumerate(places)}
     for a, b in slow:
@@ -119,7 +118,7 @@ def _labels(rows: Sequence[tuple[int, str]], cell: float) -> Iterator[str]:
             shortened = name if len(name) <= letters else f"{name[: letters - 1]}…"
             middle = _LEFT + first * cell + width / 2
             yield text(middle, _TOP + _SIDE + 18, shortened, "text-anchor='middle' font-size='11'")
-    note = "darker is better; a red frame marks a slow pair"
+    note = "a stronger colour is better; a red frame marks a slow pair"
     yield text(_LEFT, _TOP + _SIDE + 44, note, "font-size='11'")
 
 

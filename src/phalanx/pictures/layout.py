@@ -1,5 +1,5 @@
-"""A picture of a layout: which rank holds which part of a block's matrices, and the bytes of state per rank under each
-ZeRO stage and with each optimizer (`phalanx predict JOB --svg FILE --picture layout`).
+"""A picture of a layout: which rank holds which part of a block's matrices and which experts, and the bytes of state
+per rank under each ZeRO stage and with each optimizer (`phalanx predict JOB --svg FILE --picture layout`).
 
 It is drawn from the arithmetic that training uses (partition/tensor_slices.py, cost/memory/state.py).
 """
@@ -7,6 +7,7 @@ It is drawn from the arithmetic that training uses (partition/tensor_slices.py, 
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from math import prod
@@ -18,16 +19,23 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
+from phalanx.cost.breakdown import subject
 from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
 from phalanx.partition.buckets import granular_cut
 from phalanx.partition.stages import even
-from phalanx.partition.tensor_slices import TensorSlice, in_buckets, slice_of
+from phalanx.partition.tensor_slices import TensorSlice, experts_of, in_buckets, slice_of
 from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, text
 from phalanx.units import gib
 
 _PARTS = {"parameters": COLOURS[0], "gradients": COLOURS[4], "optimizer": COLOURS[2]}
 _WIDTH, _MARGIN, _LARGEST = 900, 24, 150
+_WIDEST_EXPERTS = 120
+_STAGES, _BAR_WIDTH = 196, 560  # left edge of the bars, and the longest in pixels
+_MOST_EP = 16
+"""Expert ranks in the table: of more, the first and the last."""
+_MOST_RUNS = 4
+"""Runs of ranks that a line of the table names."""
 
 
 def svg(job: Job, vocab_size: int) -> str:
@@ -35,11 +43,14 @@ def svg(job: Job, vocab_size: int) -> str:
     model, layout = job.model, job.layout
     vocab = vocabulary(model, vocab_size)
     drawn, bottom = _matrices(_drawn(model, vocab), job, vocab)
+    if layout.ep > 1:
+        experts, bottom = _experts(job, bottom + 42)
+        drawn += experts
     title = f"State per rank, {job.train.precision}, by "
-    stages, bottom = _bars(f"{title}stage", list(_stages(job, vocab)), bottom + 60)
+    stages, bottom = _bars(f"{title}stage", list(_stages(job, vocab)), bottom + 44)
     optimizers, bottom = _bars(f"{title}optimizer, in this layout", list(_optimizers(job, vocab)), bottom + 10)
     legend, height = _legend(bottom)
-    title = f"layout {layout.line()}: {layout.world} ranks"
+    title = subject(job, layout.world)
     caption = (text(_MARGIN, 46 + 16 * number, line) for number, line in enumerate(_caption(job)))
     return document(
         title, _WIDTH, height, [heading(_MARGIN, 26, title), *caption, *drawn, *stages, *optimizers, *legend]
@@ -59,12 +70,12 @@ def _drawn(model: ModelConfig, vocab: int) -> Shapes:
 
 def _caption(job: Job) -> list[str]:
     layout = job.layout
-    lines = ["The embedding and the matrices of the first block, outputs downwards (long sides are cut short)."]
+    lines = textwrap.wrap(f"layout {layout.line().replace(',', ', ')}", 130, break_on_hyphens=False)
+    matrices = "The embedding and the matrices of the first block, outputs downwards (long sides are cut short)."
+    lines.append(matrices + (" Colours are tensor ranks." if layout.tp > 1 else ""))
     if job.model.moe.n_experts:
         dealt = f", distributed over {layout.ep} ep ranks, one shade each" if layout.ep > 1 else ""
         lines.append(f"In the matrices of experts each row is an expert{dealt}.")
-    if layout.tp > 1:
-        lines[0] += " Colours are tensor ranks."
     if layout.pp > 1:
         lines.append(f"Below: the first of {layout.pp} pipeline ranks with equal numbers of layers.")
     if layout.shard_ranks > 1:
@@ -83,19 +94,59 @@ def _matrices(matrices: dict[str, tuple[int, ...]], job: Job, vocab: int) -> tup
     for name, whole in matrices.items():
         height, width = (max(6, min(side * scale, _LARGEST)) for side in whole[-2:])
         if is_expert(name):
-            height, width = _LARGEST * 2 / 3, max(height, width)
-        if x + width > _WIDTH - _MARGIN:
-            x, top = _MARGIN, lowest + 40
+            height, width = _LARGEST * 2 / 3, min(_WIDEST_EXPERTS, max(height, width))
         label = ".".join(name.removesuffix(".weight").split(".")[2 if name.startswith("blocks.") else 0 :])
+        across = int(max(width, 6.8 * len(label)))
+        if x + across > _WIDTH - _MARGIN:
+            x, top = _MARGIN, lowest + 40
         parts.append(text(x, top - 6, label))
         for rank in range(layout.tp):
             held = slice_of(name, whole, model, layout.tp, rank)
             if held.first:
                 parts += _share(held, shards[name], rank, (x, top, width, height))
         parts.append(_box(x, top, width, height, "none", stroke=True))
-        x += int(max(width, 7.5 * len(label))) + 22
+        x += across + 16
         lowest = max(lowest, top + int(height))
     return parts, lowest
+
+
+def _experts(job: Job, top: float) -> tuple[list[str], float]:
+    """Returns the table of the ep ranks: their shade, their experts, and the ranks of the first pipeline stage that
+    have them; and its lower end."""
+    layout, count = job.layout, job.model.moe.n_experts
+    replicas = f", with dp_replicate {layout.dp_replicate} times" if layout.dp_replicate > 1 else ""
+    cut = "" if layout.ep <= _MOST_EP else f" The last of {layout.ep} ep ranks follows the first {_MOST_EP - 1}."
+    words = (
+        f"{count // layout.ep} of {count} on each. An expert is on {layout.shard_ranks // layout.ep} of the "
+        f"{layout.shard_ranks} dp_shard × cp ranks, the dense part on all{replicas}.{cut}"
+    )
+    parts = [text(_MARGIN, top, "Experts by rank", "font-weight='600'"), text(_MARGIN, top + 18, words)]
+    shown = list(range(layout.ep)) if layout.ep <= _MOST_EP else [*range(_MOST_EP - 1), layout.ep - 1]
+    lines = -(-len(shown) // 2)
+    for place, rank in enumerate(shown):
+        x, y = _MARGIN + place // lines * (_WIDTH / 2 - _MARGIN), top + 40 + 18 * (place % lines)
+        parts.append(_box(x, y - 10, 12, 12, COLOURS[0], opacity=_opacity(rank, layout.ep)))
+        held = experts_of(count, layout.ep, rank)
+        experts = str(held[0]) if len(held) == 1 else f"{held[0]}–{held[-1]}"
+        parts.append(text(x + 18, y, f"ep {rank}: experts {experts} on {_holders(layout, rank)}"))
+    return parts, top + 40 + 18 * lines
+
+
+def _holders(layout: Layout, ep_rank: int) -> str:
+    """Names the ranks of the first pipeline stage with the coordinate `ep_rank`: neighbours along tp, of every ep × tp
+    ranks the same ones."""
+    around = layout.ep * layout.tp
+    first = [start + ep_rank * layout.tp for start in range(0, layout.world // layout.pp, around)]
+    runs = [str(rank) if layout.tp == 1 else f"{rank}–{rank + layout.tp - 1}" for rank in first]
+    alone = len(runs) == 1 and layout.tp == 1
+    if len(runs) <= _MOST_RUNS:
+        return f"rank{'' if alone else 's'} {', '.join(runs)}"
+    return f"ranks {', '.join(runs[: _MOST_RUNS - 1])}, … {runs[-1]} ({len(runs) * layout.tp} in all)"
+
+
+def _opacity(place: int, ranks: int) -> float:
+    """Returns the shade of a rank among those that share a matrix."""
+    return 1 - 0.75 * place / ranks
 
 
 def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
@@ -140,13 +191,13 @@ def _share(
     elif held.dim == 1:
         x, width = x + width * held.start / held.whole[1], width * held.real / held.whole[1]
     for shard, (start, end) in enumerate(pairwise([0, *ends])):
-        opacity = 1 - 0.75 * shard / len(ends)
+        opacity = _opacity(shard, len(ends))
         if end > start:
             colour = COLOURS[rank % len(COLOURS)]
             yield _box(x, y + start * height, width, (end - start) * height, colour, opacity=opacity)
 
 
-def _bars(title: str, rows: Sequence[tuple[str, StateBytes]], top: int) -> tuple[list[str], int]:
+def _bars(title: str, rows: Sequence[tuple[str, StateBytes]], top: float) -> tuple[list[str], float]:
     """Returns bars of the bytes of state per rank, by name, and their lower end."""
     widest = max(state.total for _, state in rows)
     parts = [text(_MARGIN, top, title, "font-weight='600'")]
@@ -156,28 +207,30 @@ def _bars(title: str, rows: Sequence[tuple[str, StateBytes]], top: int) -> tuple
         values = dataclasses.astuple(state)
         starts = [0, *accumulate(values)]
         for colour, value, start in zip(_PARTS.values(), values, starts[:-1], strict=True):
-            parts.append(_box(150 + 560 * start / widest, y, 560 * value / widest, 20, colour))
-        parts.append(text(160 + 560 * state.total / widest, y + 14, gib(state.total)))
+            x, width = _STAGES + _BAR_WIDTH * start / widest, _BAR_WIDTH * value / widest
+            parts.append(_box(x, y, width, 20, colour))
+        parts.append(text(_STAGES + 10 + _BAR_WIDTH * state.total / widest, y + 14, gib(state.total)))
     return parts, top + 34 + 30 * len(rows)
 
 
-def _legend(top: int) -> tuple[list[str], int]:
+def _legend(top: float) -> tuple[list[str], float]:
     """Returns the colours of the bars, and their lower end."""
     parts = []
     for number, (name, colour) in enumerate(_PARTS.items()):
-        parts += [_box(150 + 130 * number, top - 10, 12, 12, colour), text(168 + 130 * number, top, name)]
+        x = _STAGES + 130 * number
+        parts += [_box(x, top - 10, 12, 12, colour), text(x + 18, top, name)]
     return parts, top + _MARGIN
 
 
 def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
-    """Yields the state without dp_shard, and with each ZeRO stage."""
+    """Yields the state of ranks that share none, and with each ZeRO stage; with ep every rank has its experts only."""
     layout = job.layout
-    ranks = layout.shard_ranks
-    alone = dataclasses.replace(layout, dp_shard=1, cp=1, cp_ulysses=1, ep=1)
-    whole = "replicated" if layout.ep == 1 else "replicated, ep=1"
-    stages = [(whole, dataclasses.replace(alone, dp_replicate=layout.dp_replicate * ranks))]
+    ranks, ep = layout.shard_ranks, layout.ep
+    alone = dataclasses.replace(layout, dp_replicate=layout.dp_replicate * ranks, dp_shard=1, cp=1, cp_ulysses=1)
+    stages = [("replicated" if ep == 1 else f"replicated, ep={ep}", alone)]
     if ranks > 1:
-        stages += [(f"ZeRO-{zero}, N={ranks}", dataclasses.replace(layout, zero=zero)) for zero in (1, 2, 3)]
+        shares = f"N={ranks}" if ep == 1 else f"N={ranks}, experts {ranks // ep}"
+        stages += [(f"ZeRO-{zero}, {shares}", dataclasses.replace(layout, zero=zero)) for zero in (1, 2, 3)]
     for name, stage in stages:
         yield name + _mark(stage == layout), _state(job, vocab, stage, job.optimizer)
 

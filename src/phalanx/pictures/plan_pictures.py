@@ -8,7 +8,8 @@ from html import escape
 from typing import NamedTuple
 
 from phalanx.pictures.elements import COLOURS, box, document, rule, text, ticks
-from phalanx.pictures.prediction import memory_fill, time_fill
+from phalanx.pictures.prediction import time_fill
+from phalanx.pictures.prediction_memory import memory_fill
 from phalanx.pictures.roofline import seconds
 from phalanx.plan.plan import Candidate
 from phalanx.plan.report.report import short_line
@@ -16,7 +17,7 @@ from phalanx.units import gib
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 600, 8, 524, 34  # pixels; the bars end at _RIGHT, with their values beside them
 _ROW, _BAR = 40, 15  # pixels from row to row, and of a bar's height
-_LETTER = 6.0  # pixels of a letter of size 11
+_LETTER = 6.6  # pixels of a letter of size 11, generously
 _LIMIT = COLOURS[1]
 
 
@@ -93,7 +94,9 @@ def _stacked(
     if limit:
         x = _LEFT + limit * scale
         dashes = f"stroke='{_LIMIT}' stroke-width='2' stroke-dasharray='6 4'"
-        parts.append(f"<line class='limit' x1='{x:.1f}' x2='{x:.1f}' y1='{_TOP}' y2='{bottom}' {dashes}/>")
+        for number in range(len(rows)):  # at the bars only: it must not strike labels out
+            y = _TOP + number * _ROW + 16
+            parts.append(f"<line class='limit' x1='{x:.1f}' x2='{x:.1f}' y1='{y}' y2='{y + _BAR + 4}' {dashes}/>")
     keys, y = _keys(rows, fill, longest, bottom + 38)
     parts += [*keys, text(_LEFT, y + 22, foot, "font-size='11'")]
     return document(title, _WIDTH, y + 34, parts)

@@ -19,7 +19,8 @@ def svg(profile: Mapping[str, Any]) -> str:
     """Draws the document of a profile (docs/profile.md): a bar per rank, and two bars per part of a step if it has a
     prediction."""
     first, last = profile["steps"]
-    title = f"Profile of {f'step {first}' if first == last else f'steps {first} to {last}'}: {profile['layout']}"
+    steps = f"step {first}" if first == last else f"steps {first} to {last}"
+    title = f"Profile of {steps}: {', '.join(_subject(profile))}"
     ranks = profile["ranks"][:_MOST_RANKS]
     top = 62.0
     drawn = [heading(_MARGIN, 26, title), *_legend(ranks, 46.0)]
@@ -31,6 +32,15 @@ def svg(profile: Mapping[str, Any]) -> str:
         drawn += _compared(beside, rows, bottom + 34)
         bottom += 62 + 2 * (_HALF + 6) * len(rows)
     return document(title, _WIDTH, bottom + 8, drawn)
+
+
+def _subject(profile: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the model and the devices, as far as the document names them, and the layout."""
+    if model := profile.get("model"):
+        yield str(model)
+    if device := profile.get("device"):
+        yield f"{len(profile['ranks'])} × {device}"
+    yield str(profile["layout"])
 
 
 def fill(name: str, shade: int = 0) -> str:

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from math import ceil, floor, log10
 
-from phalanx.pictures.elements import COLOURS, NEUTRAL, document, rule, text, ticks
+from phalanx.pictures.elements import COLOURS, NEUTRAL, document, heading, rule, text, ticks
 from phalanx.pictures.plan_pictures import shorten
 from phalanx.pictures.roofline import seconds
 from phalanx.plan.plan import Plan, SpacePoint
+from phalanx.plan.report.report import headline
 from phalanx.units import counted, gib
 
-_WIDTH, _HEIGHT = 1160, 500  # pixels
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 850, 40, 440  # edges of the plot
+_WIDTH, _HEIGHT = 1160, 520  # pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 850, 60, 460  # edges of the plot
 _LEGEND, _LETTERS = 876, 40  # left edge, and letters per line
 _LIMIT = COLOURS[1]
 _OTHERS = "others"
@@ -44,15 +45,16 @@ def space_picture(plan: Plan) -> str:
     xs, ys = _span([x for x, _ in places]), _span([*([limit] if limit else []), *(y for _, y in places)])
     across, up = _scale(xs, _LEFT, _RIGHT), _scale(ys, _BOTTOM, _TOP)
     colours = _colours(points)
-    title = f"The space of layouts: {len(points):,} of {plan.searched:,}"
+    title, words = headline(plan), f"{len(points):,} of {plan.searched:,} layouts"
     if hidden := len(plan.points) - len(points):
-        title += f"; {counted(hidden, 'other')} of the sample need more than {gib(top)}"
+        words += f"; {counted(hidden, 'other')} of the sample need more than {gib(top)}"
     return document(
         title,
         _WIDTH,
         _HEIGHT,
         [
-            text(_LEFT, 20, title, "font-size='14' font-weight='600'"),
+            heading(_LEFT, 24, title),
+            text(_LEFT, 44, words),
             *_axes(xs, ys, across, up),
             *(_limit(limit, up) if limit else []),
             # Layouts that fit are drawn over those that do not.

@@ -54,9 +54,18 @@ def svg(
     end: float | None = None,
     about: str = "",
     marks: Mapping[int, str] = MappingProxyType({}),
+    slowed: str = "",
 ) -> str:
-    """Draws a step, or its seconds from `begin` to `end`, as an SVG document of less than a megabyte. `about` names the
-    model and the machine, `marks` what slows a rank. Raises JobError if the window is empty."""
+    """Draws a step, or its seconds from `begin` to `end`, as an SVG document of less than a megabyte.
+
+    Args:
+        about: names the model and the machine.
+        marks: what slows a rank or its link, in a few letters; these ranks are always shown.
+        slowed: the same in words, for the line below the title.
+
+    Raises:
+        JobError: the window is empty.
+    """
     shown = Window(begin or 0.0, timeline.seconds if end is None else min(end, timeline.seconds), 1.0)
     if not 0 <= shown.begin < shown.end:
         raise JobError(
@@ -66,16 +75,26 @@ def svg(
     # First fewer ranks, with whole passes; then a coarser scale of time.
     ways = chain([(_MOST, NARROWEST)], ((_FEWER, NARROWEST * 2**more) for more in count()))
     shares = [timeline.shares(rank) for rank in range(timeline.schedule.ranks)]
-    return next(drawn for way in ways if (drawn := _Picture(timeline, shares, shown, *way).draw(about, marks)))
+    return next(drawn for way in ways if (drawn := _Picture(timeline, shares, shown, marks, *way).draw(about, slowed)))
 
 
 class _Picture:
     """One way to draw a timeline: at most `most` ranks, spans narrower than `narrow` pixels merged."""
 
-    def __init__(self, timeline: Timeline, shares: Sequence[TimeShares], shown: Window, most: int, narrow: float):
+    def __init__(
+        self,
+        timeline: Timeline,
+        shares: Sequence[TimeShares],
+        shown: Window,
+        marks: Mapping[int, str],
+        most: int,
+        narrow: float,
+    ):
         self.timeline, self.schedule, self.shares, self.narrow = timeline, timeline.schedule, shares, narrow
+        self.marks = marks
         every = -(-self.schedule.ranks // most)
-        self.ranks = sorted({*range(0, self.schedule.ranks, every), self.schedule.ranks - 1})
+        self.ranks = sorted({*range(0, self.schedule.ranks, every), self.schedule.ranks - 1, *marks})
+        self.left = max([_LEFT, *(_LEFT + 4 + _label_width(words) for words in marks.values())])
         self.every = every
         passes = max(sum(1 for _ in shown.cut(timeline.device[rank])) for rank in self.ranks)
         self.width = min(_WIDE, max(_NARROW, _PASS * passes))
@@ -94,22 +113,22 @@ class _Picture:
         """Whether cells have numbers, and whether passes share columns: known when they are drawn."""
         self.decimals = max(0, 4 - math.floor(math.log10(length * self.scale)))
 
-    def draw(self, about: str, marks: Mapping[int, str]) -> str | None:
+    def draw(self, about: str, slowed: str) -> str | None:
         """Returns the document, or None if it is too large."""
         title = f"{about}{about and ': '}{self.schedule.name}, {schedule_picture.size(self.schedule)}"
         rows: list[str] = []
         for place, rank in enumerate(self.ranks):
             rows += self._rank(rank, _TOP + place * self.row)
-            if rank in marks:
-                rows += _marked(marks[rank], _TOP + place * self.row + self.device)
+            if rank in self.marks:
+                rows += _marked(self.marks[rank], _TOP + place * self.row + (self.device - 13) / 2)
             if sum(map(len, rows)) > _LARGEST:
                 return None
         below, right, height = self._below()
-        width = max(_LEFT + self.width + max(self.columns.values()) + _MARGIN, right, _MARGIN + 9 * len(title))
+        width = max(self.left + self.width + max(self.columns.values()) + _MARGIN, right, _MARGIN + 9 * len(title))
         parts = [
             heading(_MARGIN, 24, title),
-            text(_MARGIN, 43, self._summary()),
-            *(text(_LEFT + self.width + end, _TOP - 10, name, _TO_THE_LEFT) for name, end in self.columns.items()),
+            text(_MARGIN, 43, "; ".join(filter(None, [self._summary(), slowed]))),
+            *(text(self.left + self.width + end, _TOP - 10, name, _TO_THE_LEFT) for name, end in self.columns.items()),
             *rows,
             *self._axis(),
             *below,
@@ -142,8 +161,8 @@ class _Picture:
 
     def _rank(self, rank: int, top: float) -> Iterator[str]:
         middle = self.device / 2
-        yield f"<g class='rank' transform='translate({_LEFT} {top:g})'>"
-        yield text(_MARGIN - _LEFT, middle + 4, f"rank {rank}")
+        yield f"<g class='rank' transform='translate({self.left} {top:g})'>"
+        yield text(_MARGIN - self.left, middle + 4, f"rank {rank}")
         yield f"<path d='M0 0h{self.width:g}v{self.device}H0z' fill-opacity='.18'/>"
         device = list(cells(self.timeline.device[rank], self.window, self.narrow, self._colours))
         yield from self._boxes(device, 0, self.device)
@@ -215,7 +234,7 @@ class _Picture:
         yield text(_MARGIN, y + 16, self.unit)
         low, high = self.window.begin * self.scale, self.window.end * self.scale
         for tick in ticks(low, high, self.width // 90):
-            x = _LEFT + self.window.x(tick / self.scale)
+            x = self.left + self.window.x(tick / self.scale)
             yield rule(x, y, x, y + 4)
             yield text(x, y + 16, f"{tick:g}", "text-anchor='middle'")
 
@@ -231,7 +250,8 @@ class _Picture:
             words.append("passes too narrow to be seen share a column, each kind as high as its share of the time")
         if len(self.ranks) < self.schedule.ranks:
             ordinal = {2: "2nd", 3: "3rd"}.get(self.every, f"{self.every}th")
-            words.append(f"of {self.schedule.ranks} ranks every {ordinal} and the last are shown")
+            marked = ", the marked ones" if self.marks else ""
+            words.append(f"of {self.schedule.ranks} ranks every {ordinal}{marked} and the last are shown")
         line, y = "; ".join(words), self.bottom + 40
         passes = list(schedule_picture.keys(self.schedule))
         others, right = self._other_keys()
@@ -260,10 +280,14 @@ class _Picture:
 
 
 def _marked(words: str, top: float) -> Iterator[str]:
-    """Yields the words on a label under the name of a rank."""
-    width = min(_LEFT - _MARGIN - 2, 8 + 5.6 * len(words))
-    yield f"<rect class='mark' x='{_MARGIN}' y='{top:g}' width='{width:g}' height='13' rx='2' fill='{COLOURS[1]}'/>"
-    yield text(_MARGIN + 4, top + 10, words, "font-size='10' font-weight='600' fill='#ffffff'")
+    """Yields the words on a label beside the name of a rank."""
+    x, width = _LEFT - 6, _label_width(words)
+    yield f"<rect class='mark' x='{x}' y='{top:g}' width='{width:g}' height='13' rx='2' fill='{COLOURS[1]}'/>"
+    yield text(x + 4, top + 10, words, "font-size='10' font-weight='600' fill='#ffffff'")
+
+
+def _label_width(words: str) -> float:
+    return 8 + 6 * len(words)
 
 
 def _box(x: float, width: float, top: float, height: float) -> str:

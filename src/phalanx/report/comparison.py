@@ -36,6 +36,7 @@ _ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def html(records: Sequence[RunRecord], predictions: Sequence[Expected], *, compare: bool) -> str:
     """Returns one page of several runs: compared, or each with its own chapter."""
+    name_apart(records)
     names = ", ".join(record.name for record in records)
     if compare:
         parts = [*_compared(records)]
@@ -82,6 +83,24 @@ def _differences(records: Sequence[RunRecord]) -> Iterator[str]:
     rows = [[(path, None), *((value, None) for value in values)] for path, values in different.items()]
     columns = range(len(records) + 1)
     yield from table(("", *(record.name for record in records)), rows, words=columns)
+
+
+def name_apart(records: Sequence[RunRecord]) -> None:
+    """Adds to the names of runs that have the same one what differs in their jobs, as few fields as suffice, or their
+    folder if nothing does."""
+    for name in {record.name for record in records}:
+        alike = [record for record in records if record.name == name]
+        if len(alike) == 1:
+            continue
+        fields, told = differences(alike), [""] * len(alike)
+        for path in sorted(fields, key=lambda path: -len(set(fields[path]))):
+            if len(set(told)) < len(alike):
+                more = [f"{path.rpartition('.')[2]}={value}" for value in fields[path]]
+                told = [", ".join(filter(None, pair)) for pair in zip(told, more, strict=True)]
+        if len(set(told)) < len(alike):
+            told = [str(record.path.parent) for record in alike]
+        for record, words in zip(alike, told, strict=True):
+            record.apart = words
 
 
 def differences(records: Sequence[RunRecord]) -> Mapping[str, list[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
-from phalanx.cost.breakdown import MOMENTS, duration
+from phalanx.cost.breakdown import MOMENTS, duration, model_name
 from phalanx.errors import PhalanxError
 from phalanx.pictures import experts as experts_picture
 from phalanx.pictures import layout as layout_picture
@@ -54,8 +54,7 @@ def subtitle(record: RunRecord) -> str:
     words = []
     if record.loaded:
         job = record.loaded.job
-        model = job.model
-        words.append(model.preset or f"{model.n_layers} layers, {model.d_model} wide")
+        words.append(model_name(job.model))
         words += [job.layout.line(), job.train.precision]
     total = f" of {record.total:,}" if record.total else ""
     words.append(f"step {record.metrics.last_step:,}{total}")
@@ -191,7 +190,8 @@ def _experts(record: RunRecord) -> str:
     if record.metrics.last("experts") is None:
         return ""
     try:
-        return experts_picture.svg(record.name, record.path / "metrics.jsonl")
+        model = model_name(record.loaded.job.model) if record.loaded else ""
+        return experts_picture.svg(record.name, record.path / "metrics.jsonl", model)
     except PhalanxError:
         return ""
 

@@ -62,11 +62,13 @@ class RunRecord:
     """Files that could not be read, with the reason."""
     alive: bool = False
     """A trainer holds the directory."""
+    apart: str = ""
+    """What tells the run from others of the same name on one page."""
 
     @property
     def name(self) -> str:
-        """The name of the directory."""
-        return self.path.resolve().name
+        """The run's name, which is that of its directory."""
+        return f"{self.path.resolve().name}{self.apart and f' ({self.apart})'}"
 
     @property
     def total(self) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
 
-from phalanx.cost.breakdown import duration
+from phalanx.cost.breakdown import duration, model_name
 from phalanx.pictures import measured_step
 from phalanx.pictures.measured_step import RankRows, Span, predicted_spans
 from phalanx.pictures.page import figure, list_of, table
@@ -41,12 +41,19 @@ def step_section(record: RunRecord, prediction: Expected) -> Iterator[str]:
         last = steps[-1] if isinstance(steps, list) and steps and isinstance(steps[-1], int) else None
         both = ", measured and predicted" if any(rank.predicted for rank in ranks) else ", measured"
         title = "The predicted step" if last is None else f"Step {last} of each rank{both}"
+        title = f"{title}{_subject(record, prediction)}"
         yield from figure(measured_step.svg(title, ranks), "wide")
     if not profile:
         yield (
             "<p class='soft'>No step was profiled. <code>train.profile.steps=10,12</code> measures where the time of "
             "those steps goes on every rank.</p>"
         )
+
+
+def _subject(record: RunRecord, prediction: Expected) -> str:
+    """Returns the model, and the machine that the prediction is for, as far as they are known."""
+    model = f": {model_name(record.loaded.job.model)}" if record.loaded else ""
+    return model + (f", on {prediction.cluster}" if model and prediction.cluster else "")
 
 
 _FORMATS = {

@@ -43,14 +43,6 @@ def text(schedule: Schedule) -> str:
     return "\n".join([*steps, *rows]) + "\n"
 
 
-def save(content: str, path: Path | str) -> None:
-    """Writes a text file. Raises JobError if it cannot be written."""
-    try:
-        Path(path).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise JobError(f"cannot write {path}: {error.strerror}") from None
-
-
 def _text_of(path: Path) -> str:
     try:
         content = read_bytes(path, MOST_BYTES).decode("utf-8-sig")

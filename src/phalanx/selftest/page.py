@@ -43,7 +43,8 @@ def pictures(report: DistReport) -> dict[str, str]:
     if report.axes:
         groups = [(axis.machine, axis.transfers) for axis in report.axes]
         names = [f"{axis.axis}, {counted(axis.ranks, 'rank')}" for axis in report.axes]
-        found["speed"] = link_svg(f"Collectives of {report.backend} by axis", groups, names)
+        where = f"{counted(report.world, 'rank')} on {counted(len(set(report.hosts)), 'host')}"
+        found["speed"] = link_svg(f"Collectives of {report.backend} by axis, {where}", groups, names)
     if report.pairs:
         ranks = {rank: report.hosts[rank] for rank in report.pairs.ranks}
         slow = [(a, b) for a, b, *_ in report.slow_pairs]

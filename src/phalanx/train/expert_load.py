@@ -21,6 +21,7 @@ import torch
 
 from phalanx.blocks.kinds import block_kinds
 from phalanx.config.job import Job
+from phalanx.cost.breakdown import subject
 from phalanx.data.files import write_atomic
 from phalanx.errors import DataError
 from phalanx.model.moe import Routing
@@ -92,9 +93,9 @@ class ExpertLoads:
     def draw(self, directory: RunDirectory) -> None:
         """Writes the picture of the run so far into its directory, on rank 0."""
         if self.layers and self.mesh.axis("world").rank == 0:
-            path = directory.path / "experts.svg"
+            path, model = directory.path / "experts.svg", subject(self.job, self.job.layout.world)
             try:
-                write_atomic(path, experts_picture.svg(directory.path.name, directory.metrics).encode())
+                write_atomic(path, experts_picture.svg(directory.path.name, directory.metrics, model).encode())
             except (OSError, DataError) as error:  # the rows may still wait for a full disk
                 log.warning("experts: %s was not drawn: %s", path, error)
             else:

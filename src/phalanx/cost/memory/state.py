@@ -74,7 +74,8 @@ def state_bytes(
     experts = [
         each._replace(shape=(each.shape[0] // layout.ep, *each.shape[1:])) for each in held if is_expert(each.name)
     ]
-    fewer = replace(layout, dp_shard=layout.shard_ranks // layout.ep, cp=1)
+    # At least one: where nothing is sharded, every rank still has its part of the experts only.
+    fewer = replace(layout, dp_shard=max(1, layout.shard_ranks // layout.ep), cp=1)
     return _sum(_sharded(dense, layout, *widths, optimizer), _sharded(experts, fewer, *widths, optimizer))
 
 
@@ -142,7 +143,9 @@ def _sum(*parts: StateBytes) -> StateBytes:
 def _alike(
     held: Sequence[HeldState], layout: Layout, width: int, gradient_width: int, optimizer: Optimizer
 ) -> StateBytes:
-    """Returns the state of parameters that are all trained."""
+    """Returns the state of parameters that are all trained, if there are any."""
+    if not held:
+        return StateBytes(0, 0, 0)
     entry, ranks, sizes = entry_of(optimizer.name), layout.shard_ranks, [each.size for each in held]
     whole = [state_bytes_of(optimizer, each.name, each.whole, each.size, width) for each in held]
 

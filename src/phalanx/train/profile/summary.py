@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from phalanx.config.job import Job
+from phalanx.cost.breakdown import model_name
 from phalanx.cost.compared import ComparedPart, compared, compared_memory
 from phalanx.cost.job_spec import rank_spec, step_spec
 from phalanx.cost.local import on_known_cluster
@@ -55,6 +56,7 @@ def summarise(
     document: dict[str, Any] = {
         "steps": list(steps),
         "device": stepper.device.type,
+        "model": model_name(stepper.job.model),
         "layout": stepper.job.layout.line(),
         "median_rank": middle,
         "ranks": [
