@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.model import attention_blocks
+from phalanx.model import attention_blocks, documents
 from phalanx.model.attention_blocks import Seen, attend, gradients
 
 BATCH, HEADS, SIZE = 2, 4, 8
@@ -125,4 +125,17 @@ def test_the_cuda_kernels_take_these_arguments():
     o, lse = attention_blocks._cuda_forward(q, k, v, Seen(), 0.3)
     assert (o.shape, lse.shape, lse.dtype) == ((BATCH, HEADS, 6, SIZE), (BATCH, HEADS, 6), torch.float32)
     found = attention_blocks._cuda_backward(given, q, k, v, o, lse, Seen(), 0.3)
+    assert [x.shape for x in found] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_so_they_do_with_documents(monkeypatch, rows):
+    """In one call, or in several."""
+    monkeypatch.setattr(documents, "ROWS_PER_DOCUMENT", rows)
+    q, k, v, given = (x.to("meta") for x in inputs_of(2, 12, 12, 8, torch.bfloat16))
+    rows_of_documents = documents.Documents(torch.arange(12).expand(BATCH, -1) // 5)
+    seen = Seen(causal=True, documents=rows_of_documents.to(torch.device("meta")))
+    o, lse = attention_blocks._cuda_forward(q, k, v, seen, 0.3)
+    assert (o.shape, lse.shape, lse.dtype) == ((BATCH, HEADS, 12, SIZE), (BATCH, HEADS, 12), torch.float32)
+    found = attention_blocks._cuda_backward(given, q, k, v, o, lse, seen, 0.3)
     assert [x.shape for x in found] == [x.shape for x in (q, k, v)]

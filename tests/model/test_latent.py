@@ -11,6 +11,7 @@ from generate.texts import generate
 from model.kinds import MOE_AND_MLA, build, tokens
 from phalanx.config.model import MLA, ModelConfig, RopeScaling
 from phalanx.model.cache import Cache
+from phalanx.model.documents import Documents
 from phalanx.model.latent import LatentAttention
 from phalanx.model.rotary import rotary_frequencies
 
@@ -140,6 +141,6 @@ def test_distances_are_all_that_positions_say(name: str):
 def test_documents_in_one_sequence_are_as_each_alone(name: str):
     model = replace(MOE_AND_MLA[name])
     transformer, inputs = build(model), tokens(model, 1, 10)
-    documents = torch.tensor([[0] * 4 + [1] * 6])
+    documents = Documents(torch.tensor([[0] * 4 + [1] * 6]))
     whole = transformer(inputs, documents=documents)
     torch.testing.assert_close(whole[:, 4:], transformer(inputs[:, 4:]), rtol=1e-9, atol=1e-9)

@@ -14,6 +14,7 @@ from model.kinds import ATTENTION_KINDS, build, tokens
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.model import ModelConfig, RopeScaling
 from phalanx.model.cache import Cache
+from phalanx.model.documents import Documents
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 
@@ -105,7 +106,7 @@ def layers_of(transformer: Transformer, x: Tensor, rows: Tensor | None) -> list[
     plain, windowed = (transformer.rotary(positions, x.dtype, windowed=windowed) for windowed in (False, True))
     for layer, block in transformer.blocks.items():
         rotary = windowed if transformer.config.window_of(int(layer)) else plain
-        found.append(block.attn(x, rotary, None, None, rows))
+        found.append(block.attn(x, rotary, None, None, None if rows is None else Documents(rows)))
     return found
 
 

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.kinds import KINDS, MOE_AND_MLA, build, tokens
+from phalanx.model import blocked_attention
 from phalanx.model.attention import CoreAttention
 from phalanx.model.cache import Cache
+from phalanx.model.documents import Documents
 from phalanx.model.noise import Noise
 from phalanx.model.window import visible
 from phalanx.partition import sequence
@@ -33,7 +35,7 @@ def test_a_query_sees_the_last_keys_up_to_its_own(seq, earlier, window, data):
     rows = st.lists(st.integers(0, 2), min_size=keys, max_size=keys)
     documents = data.draw(st.none() | st.lists(rows, min_size=1, max_size=3))
     places = torch.arange(keys)
-    mask = visible(places[earlier:], places, window, None if documents is None else torch.tensor(documents))
+    mask = visible(places[earlier:], places, window, None if documents is None else Documents(torch.tensor(documents)))
     if documents is None:
         assert mask.tolist() == [[sees(q, k, window) for k in range(keys)] for q in range(earlier, keys)]
         return
@@ -84,11 +86,13 @@ def plainly(q: Tensor, k: Tensor, v: Tensor, window: int, documents: Tensor | No
 @pytest.mark.parametrize("with_documents", [False, True])
 @pytest.mark.parametrize(("seq", "keys", "kv_heads", "width", "window"), [
     (11, 11, 4, 6, 4), (11, 11, 2, 6, 1), (5, 11, 1, 4, 3), (1, 11, 2, 8, 4), (11, 11, 4, 6, 10),
+    (11, 11, 2, 6, 0), (5, 11, 1, 4, 0),
 ])  # fmt: skip
 def test_attention_and_its_gradients_by_definition(
     monkeypatch, seq, keys, kv_heads, width, window, with_documents, run
 ):
     monkeypatch.setattr(sequence, "LEAST_RUN", run)
+    monkeypatch.setattr(blocked_attention, "whole_run", lambda queries, keys: run)
     torch.manual_seed(1)
     shapes = [(4, seq, 6), (kv_heads, keys, 6), (kv_heads, keys, width), (4, seq, width)]
     *inputs, gradient = (torch.randn(2, *shape, dtype=torch.float64) for shape in shapes)
@@ -96,7 +100,7 @@ def test_attention_and_its_gradients_by_definition(
     core = CoreAttention(replace(MODELS["llama"], window=window), 0)
     results = []
     for attention in (
-        lambda q, k, v: core(q, k, v, None, documents),
+        lambda q, k, v: core(q, k, v, None, None if documents is None else Documents(documents)),
         lambda q, k, v: plainly(q, k, v, window, documents),
     ):
         leaves = [x.clone().requires_grad_() for x in inputs]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.model.attention import CoreAttention
+from phalanx.model.documents import Documents
 from phalanx.model.init import initialise
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
@@ -101,7 +102,7 @@ def inputs_of(case: StepSpec) -> tuple[list[Tensor], Tensor, Tensor | None]:
     whole = keys + SEQ * case.later
     # One sequence of few documents, one of many: some blocks see all, some nothing.
     ends = torch.tensor([[0.02, 0.6], [0.3, 0.3]]).repeat_interleave(whole // 2, dim=1)
-    documents = (torch.rand(BATCH, whole) < ends).cumsum(dim=1) if case.documents else None
+    documents = Documents((torch.rand(BATCH, whole) < ends).cumsum(dim=1)) if case.documents else None
     return inputs, gradient, documents
 
 
@@ -172,7 +173,7 @@ def transformer() -> Transformer:
 def a_whole_model(ranks: Any, layout: Layout, recomputed: bool) -> None:
     mesh = build(layout, "cpu")
     tokens = torch.arange(BATCH * SEQ).mul(7).remainder(13).view(BATCH, SEQ)
-    documents = torch.arange(SEQ).div(20, rounding_mode="floor").expand(BATCH, -1)
+    documents = Documents(torch.arange(SEQ).div(20, rounding_mode="floor").expand(BATCH, -1))
     noise = Noise(3, 4, (5, 6))
     model, alone = transformer(), transformer()
     connect(model, mesh)

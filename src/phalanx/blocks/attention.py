@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from phalanx.blocks.attention_runs import CAPPED_TENSORS, capped_scores
+from phalanx.blocks.attention_runs import CAPPED_TENSORS, capped_scores, largest_run
 from phalanx.blocks.lora import saved_input
 from phalanx.blocks.operator import PLAIN, AttentionCore, MemoryBound, Message, Operator, SavedTensor
 from phalanx.blocks.place import WIDE, Place
@@ -24,6 +24,8 @@ TILED_ROWS, TILED_COLUMNS = (PLAIN._replace(cut=cut, tiled=True) for cut in ("ro
 PARTIAL = PLAIN._replace(gradient="partial")
 """A compression weight: whole on every tensor rank, each of which computes its heads' part of the gradient."""
 ROTARY_KERNELS, HEADS_KERNELS = 6, 4
+MASK = 1
+"""Bytes per element of a mask, beside the numbers that the kernel adds to the scores."""
 SQUARES = 2
 """Numbers per token that a norm over all heads sums over the tensor ranks: of queries and of keys."""
 
@@ -158,15 +160,22 @@ def caps_in_runs(place: Place) -> bool:
 
 
 def _workspace(place: Place, heads: int, kv_heads: int) -> float:
-    """Returns the bytes of capped scores in the backward pass, of the gradients of queries, keys, values and output,
-    and of a run's parts of these."""
+    """Returns the bytes in the backward pass of a run's capped scores, or of its mask, of the gradients of queries,
+    keys, values and output, and of a run's parts of these; 0 where a fused kernel computes all runs at once."""
     model, width, wide = place.model, place.width, max(place.width, WIDE)
     heads, kv_heads = heads // place.ulysses, max(kv_heads, place.ulysses) // place.ulysses
-    rows, scores = capped_scores(heads, model.seq_len, place.ring, place.window)
+    if caps_in_runs(place):
+        rows, scores = capped_scores(heads, model.seq_len, place.ring, place.window)
+        made = CAPPED_TENSORS * scores * wide
+    elif place.documents and place.profile.masks == "runs" and place.ring == 1 and not saves_scores(place):
+        rows, seen = largest_run(model.seq_len, place.ring, place.window)
+        made = rows * seen * (MASK + width)
+    else:
+        return 0.0
     tokens = model.seq_len // place.ring
     queries = heads * (model.head_size + model.v_head_size) * width
     keys = kv_heads * (model.head_size + model.v_head_size) * wide
-    return place.sequences * (CAPPED_TENSORS * scores * wide + (tokens + 2 * rows) * queries + 2 * tokens * keys)
+    return place.sequences * (made + (tokens + 2 * rows) * queries + 2 * tokens * keys)
 
 
 def _compressed_norm(place: Place, name: str, rank: int) -> Operator:
@@ -242,7 +251,7 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
         saved=tuple(saved),
         results=(SavedTensor("attention", model.n_heads * model.v_head_size * place.width, "width"),),
         messages=tuple(_context_messages(place, kv_heads)),
-        workspace=_workspace(place, heads, kv_heads) if caps_in_runs(place) else 0.0,
+        workspace=_workspace(place, heads, kv_heads),
     )
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 LEAST_RUN = 128
 """Fewest queries that are computed in one call, where there are as many."""
 CAPPED_RUNS = 8
-"""Runs of queries in which capped scores of whole sequences are computed: an eighth of a sequence sees on average half
-of the keys, and a sixteenth more."""
+"""Runs of queries in which capped or masked scores of whole sequences are computed: an eighth of a sequence sees on
+average half of the keys, and a sixteenth more."""
 MOST_CAPPED_SCORES = 2**24
 """Most capped scores per sequence, of all heads on a rank, that are in memory at once; longer runs are divided."""
+MOST_MASKED = 2**25
+"""Most elements per sequence of the mask of a run without a window; longer runs are divided."""
 CAPPED_TENSORS = 3
 """Tensors of capped scores at once in the backward pass: probabilities, their gradient, and the slope of the cap."""
 
@@ -19,20 +21,24 @@ def window_run(window: int, least: int = LEAST_RUN) -> int:
     return max(least, window // 4)
 
 
-def capped_run(queries: int, least: int = LEAST_RUN) -> int:
-    """Returns the queries of a run without a window, of `queries` in all."""
-    return max(least, -(-queries // CAPPED_RUNS))
+def whole_run(queries: int, keys: int, least: int = LEAST_RUN) -> int:
+    """Returns the queries of a run without a window, of `queries` in all, which see up to `keys` keys."""
+    return max(1, min(max(least, -(-queries // CAPPED_RUNS)), MOST_MASKED // keys))
+
+
+def largest_run(seq_len: int, ring: int, window: int) -> tuple[int, int]:
+    """Returns the queries and the keys of the largest run on a rank, of sequences that a ring cuts (1: no ring)."""
+    if window:
+        chunk = seq_len if ring == 1 else seq_len // (2 * ring)
+        rows = chunk if chunk <= window else min(chunk, window_run(window))
+        return rows, min(chunk, rows + window - 1)
+    keys = seq_len // ring
+    return min(keys, whole_run(keys, keys)) if ring == 1 else keys, keys
 
 
 def capped_scores(heads: int, seq_len: int, ring: int, window: int) -> tuple[int, int]:
     """Returns the queries of the largest run, and the capped scores per sequence that it has in memory at once, on a
     rank with `heads` heads of sequences that a ring cuts (1: no ring)."""
-    if window:
-        chunk = seq_len if ring == 1 else seq_len // (2 * ring)
-        rows = chunk if chunk <= window else min(chunk, window_run(window))
-        keys = min(chunk, rows + window - 1)
-    else:
-        keys = seq_len // ring
-        rows = min(keys, capped_run(keys)) if ring == 1 else keys
+    rows, keys = largest_run(seq_len, ring, window)
     rows = max(1, min(rows, MOST_CAPPED_SCORES // (heads * keys)))
     return rows, heads * rows * keys

@@ -39,6 +39,9 @@ class MemoryProfile(Hashed):
     scores: Literal["dropout", "always", "never"] = "dropout"
     """When attention saves its probabilities: `dropout`, if the model has dropout, which torch's fused kernel does not
     draw equally in all layouts; `always`, for unfused attention; `never`, for flash attention."""
+    masks: Literal["none", "runs"] = "none"
+    """The masks that attention within documents makes: `none`, if its kernel gets documents as runs of tokens; `runs`,
+    one of some queries at a time. None is kept for a backward pass."""
     swiglu_kept: int = 4
     """Tensors of the MLP's hidden size that SwiGLU saves: both inputs, the SiLU's output and the product. A fused
     kernel recomputes the SiLU (3), a compiler may recompute the product, too (2)."""

@@ -36,6 +36,8 @@ class Place(NamedTuple):
     narrow: bool = False
     """Whether matrix products are in 8 bits, which matters to frameworks that save their operands so."""
     profile: MemoryProfile = PHALANX
+    documents: bool = False
+    """Whether attention must not cross documents."""
     window: int = 0
     """Keys that a query of this layer sees at most, fewer than the sequence has; 0: all. Set by the kind of block."""
     ring_rank: int | None = None
@@ -95,6 +97,7 @@ def place_of(
     narrow: bool = False,
     slices: int = 1,
     profile: MemoryProfile = PHALANX,
+    documents: bool = False,
     ring_rank: int | None = None,
 ) -> Place:
     """Returns the place of a rank under a layout."""
@@ -112,6 +115,7 @@ def place_of(
         width,
         narrow,
         profile,
+        documents,
         ring_rank=ring_rank,
         tiled=layout.tiled_layers if layout.tiles > 1 else frozenset(),
     )

@@ -53,6 +53,7 @@ def rank_spec(job: Job, vocab: int) -> StepSpec:
         framework=_framework(job),
         optimizer=job.optimizer,
         stages=stages(model, job.layout),
+        document_mask=job.data.document_mask,
     )
 
 

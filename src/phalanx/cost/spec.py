@@ -34,3 +34,5 @@ class StepSpec(Hashed):
     """Layers of every pipeline stage; empty: those of `layout.pp_cut`, else as even as possible."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     """The optimizer: its state, and what its step takes."""
+    document_mask: bool = False
+    """Whether attention must not cross documents (data.document_mask)."""

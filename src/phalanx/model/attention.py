@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig, window_within
-from phalanx.model.attention_blocks import Scoring, capped
+from phalanx.model.attention_blocks import Scoring, bias, capped
 from phalanx.model.blocked_attention import Reach, blocked_attention
+from phalanx.model.documents import Documents
 from phalanx.model.layers import Linear, Project, Run, make_norm, project, run
 from phalanx.model.noise import Noise
 from phalanx.model.rotary import rotate
@@ -70,7 +71,7 @@ class Attention(nn.Module):
         rotary: Tensor | None,
         noise: Noise | None,
         cache: KeysAndValues | None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Computes attention, (batch, seq, d_model) to the same shape."""
         return self.wo(self.attend(self.qkv(x), rotary, noise, cache, documents))
@@ -85,7 +86,7 @@ class Attention(nn.Module):
         rotary: Tensor | None,
         noise: Noise | None,
         cache: KeysAndValues | None,
-        documents: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         """Returns the heads' outputs, (batch, seq, heads × head_size), from the results of `qkv`."""
         q, k, v = qkv
@@ -122,7 +123,7 @@ class CoreAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         noise: Noise | None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Runs `attend`."""
@@ -134,46 +135,46 @@ class CoreAttention(nn.Module):
         k: Tensor,
         v: Tensor,
         noise: Noise | None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Maps `q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` in the same form to
         (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys.
 
-        A query sees the last `window` keys up to its own (0: all), and with `documents` (batch, at least keys), the
-        document number of each token, only those of its own document. `sinks` (heads,) are scores that join each
-        head's softmax and belong to no key (Xiao et al. 2023, section 3.3; gpt-oss)."""
+        A query sees the last `window` keys up to its own (0: all), and with `documents` (of at least the keys) only
+        those of its own document. `sinks` (heads,) are scores that join each head's softmax and belong to no key (Xiao
+        et al. 2023, section 3.3; gpt-oss)."""
         seq, keys = q.shape[2], k.shape[2]
-        grouped = q.shape[1] != k.shape[1]
         if noise is not None and self.dropout > 0:
             return self._with_dropout(q, k, v, noise, documents, sinks)
         window = window_within(self.window, keys)
         if window and seq == 1 and documents is None:
             k, v, window = k[:, :, -window:], v[:, :, -window:], 0
-        if window or sinks is not None or self.scoring.softcap:
-            return blocked_attention(q, k, v, Reach(window, documents, self.scoring), sinks)
-        scale = self.scoring.scale or None
-        if documents is None and seq == keys:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped, scale=scale)
-        # torch's is_causal would align the first query with the first key. One query sees all keys.
-        mask = None if seq == 1 and documents is None else self._visible(q, k, documents)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped, scale=scale)
+        plain = not window and sinks is None and not self.scoring.softcap
+        causal = documents is None and seq == keys
+        if plain and (causal or (seq < keys and not torch.is_grad_enabled())):
+            # torch's is_causal would align the first query with the first key. One query sees all keys.
+            mask = None if documents is None and seq in (1, keys) else self._visible(q, k, documents)
+            grouped, scale = q.shape[1] != k.shape[1], self.scoring.scale or None
+            return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped, scale=scale)
+        # Given a mask, torch's function would keep it for the backward pass: in every layer one of its own.
+        return blocked_attention(q, k, v, Reach(window, documents, self.scoring), sinks)
 
     def _with_dropout(
-        self, q: Tensor, k: Tensor, v: Tensor, noise: Noise, documents: Tensor | None, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, noise: Noise, documents: Documents | None, sinks: Tensor | None
     ) -> Tensor:
         """Computes the same without a fused kernel: torch's fused kernels draw dropout masks of their own."""
         queries_per_key = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
         scores = capped((q * self.scoring.scale_of(q)) @ k.transpose(-2, -1), self.scoring.softcap)
-        scores = scores.masked_fill(~self._visible(q, k, documents), float("-inf"))
+        scores.add_(bias(self._visible(q, k, documents), scores.dtype))  # masked_fill would keep the mask
         if sinks is not None:
             scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
         # In half precision the softmax adds in fp32 by itself; asked to return fp32 it would keep twice the memory.
         probabilities = scores.softmax(dim=-1)[..., : k.shape[2]]
         return noise.dropout_heads(probabilities, self.dropout, self.site, self.n_heads) @ v
 
-    def _visible(self, q: Tensor, k: Tensor, documents: Tensor | None) -> Tensor:
+    def _visible(self, q: Tensor, k: Tensor, documents: Documents | None) -> Tensor:
         """Returns which keys the queries see, (seq, keys), or with documents (batch, 1, seq, keys)."""
         places = torch.arange(k.shape[2], device=q.device)
         return visible(places[-q.shape[2] :], places, self.window, documents)

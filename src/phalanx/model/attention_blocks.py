@@ -5,14 +5,15 @@ attention over all their keys gives (Milakov and Gimelshein 2018; Liu et al. 202
 and the log-sum-exp over all keys, a block's gradients follow from its own keys alone (Dao et al. 2022, section B.2).
 
 Three back ends: torch's fused kernel for the CPU, its flash attention on CUDA, and products and a softmax step by step
-for what these cannot do: dropout, capped scores, masks on CUDA, wide numbers there.
+for what these cannot do: dropout, capped scores, masks on CUDA, wide numbers there. Documents that flash attention gets
+as runs of tokens need no mask.
 
 Shapes: batch, heads, queries, keys; kv_heads divides heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.blocks.attention_runs import MOST_CAPPED_SCORES
+from phalanx.model.documents import Documents
 
 _SCORES = 2**26
 """Scores that the step by step form has at once: it goes through the queries in runs."""
@@ -32,13 +34,17 @@ class Seen:
     """The keys of a block that its queries see."""
 
     causal: bool = False
-    """Query number i sees the keys up to number i; there are as many of both."""
+    """Query number i sees the keys up to number i; there are as many of both, or where it `is_flash` more keys: then
+    the queries are those of the last."""
     mask: Tensor | None = None
     """Boolean, (batch or 1, heads or 1, queries, keys), true where a query sees a key; not with `causal`."""
     keep: Tensor | None = None
     """Dropout: which probabilities meet the values, boolean, (batch, heads, queries, keys)."""
     keep_scale: float = 1.0
     """And what these are multiplied by."""
+    documents: Documents | None = None
+    """Those of exactly the keys, of which a query sees its own alone: with `causal` where it `is_flash`, and as many
+    queries as keys."""
 
 
 @dataclass(frozen=True)
@@ -128,13 +134,18 @@ def _fused(q: Tensor, v: Tensor, seen: Seen, scoring: Scoring) -> bool:
         return False
     if q.device.type == "cpu":
         return True
+    return seen.mask is None and is_flash(q, v)
+
+
+def is_flash(q: Tensor, v: Tensor) -> bool:
+    """Returns whether torch's flash attention can compute it, all keys at once."""
     half = q.dtype in (torch.float16, torch.bfloat16)
-    return q.device.type == "cuda" and half and seen.mask is None and max(q.shape[-1], v.shape[-1]) <= 256
+    return q.device.type == "cuda" and half and max(q.shape[-1], v.shape[-1]) <= 256
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-    bias = _bias(seen, q.dtype)
-    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, seen.causal, attn_mask=bias, scale=scale)
+    mask = None if seen.mask is None else bias(seen.mask, q.dtype)
+    o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, seen.causal, attn_mask=mask, scale=scale)
     if seen.mask is not None:  # where a query sees nothing, the kernel says 0
         lse = lse.masked_fill(~seen.mask.any(dim=-1), float("-inf"))
     return o, lse
@@ -143,36 +154,67 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> t
 def _cpu_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    bias = _bias(seen, q.dtype)
-    if bias is not None:  # of a query that sees nothing: exp(-inf - 0), not exp(-inf + inf)
+    mask = None
+    if seen.mask is not None:
+        mask = bias(seen.mask, q.dtype)
+        # Of a query that sees nothing: exp(-inf - 0), not exp(-inf + inf).
         lse = lse.masked_fill(lse == float("-inf"), 0.0)
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        gradient, q, k, v, o, lse, 0.0, seen.causal, attn_mask=bias, scale=scale
+        gradient, q, k, v, o, lse, 0.0, seen.causal, attn_mask=mask, scale=scale
     )
 
 
-def _bias(seen: Seen, dtype: torch.dtype) -> Tensor | None:
-    """Returns the mask as the CPU's kernel wants it: added to the scores."""
-    if seen.mask is None:
-        return None
-    return torch.zeros(seen.mask.shape, dtype=dtype).masked_fill_(~seen.mask, float("-inf"))
+def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns what a mask, true where a query sees a key, adds to the scores: 0 or -inf, in the same shape."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
-    outputs = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, seen.causal, scale=scale)
-    return outputs[0], outputs[1]
+    if seen.documents is None:
+        outputs = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, seen.causal, scale=scale)
+        return outputs[0], outputs[1]
+    batch, outputs, sums = len(q), [], []
+    packed = [_packed(x) for x in (q, k, v)]
+    for tokens, bounds, longest in seen.documents.packed:
+        o, lse, *_ = _aten._flash_attention_forward(
+            *(x[tokens] for x in packed), bounds, bounds, longest, longest, 0.0, seen.causal, False, scale=scale
+        )
+        outputs.append(o)
+        sums.append(lse)
+    return _unpacked(_joined(outputs), batch), _joined(sums, dim=1).unflatten(1, (batch, -1)).transpose(0, 1)
 
 
 def _cuda_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, seen: Seen, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    # The kernel reads lengths only of packed sequences, and a random state only with dropout.
-    packed, random = None, torch.empty(2, dtype=torch.int64, device=q.device)
-    return _aten._scaled_dot_product_flash_attention_backward(
-        *(gradient, q, k, v, o, lse.contiguous(), packed, packed, q.shape[2], k.shape[2], 0.0, seen.causal),
-        *(random, random),
-        scale=scale,
-    )
+    # A random state is read only with dropout.
+    random = torch.empty(2, dtype=torch.int64, device=q.device)
+    if seen.documents is None:
+        inputs = gradient, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2]
+        backward = _aten._scaled_dot_product_flash_attention_backward
+        return backward(*inputs, 0.0, seen.causal, random, random, scale=scale)
+    packed, sums = [_packed(x) for x in (gradient, q, k, v, o)], lse.transpose(0, 1).flatten(1)
+    parts = []
+    for tokens, bounds, longest in seen.documents.packed:
+        inputs = *(x[tokens] for x in packed), sums[:, tokens].contiguous()
+        lengths = bounds, bounds, longest, longest
+        parts.append(_aten._flash_attention_backward(*inputs, *lengths, 0.0, seen.causal, random, random, scale=scale))
+    of_q, of_k, of_v = (_unpacked(_joined(gradients), len(q)) for gradients in zip(*parts, strict=True))
+    return of_q, of_k, of_v
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Maps (batch, heads, seq, size) to the tokens of all sequences, (tokens, heads, size)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _unpacked(x: Tensor, batch: int) -> Tensor:
+    """Maps (tokens, heads, size) to (batch, heads, seq, size)."""
+    return x.unflatten(0, (batch, -1)).transpose(1, 2)
+
+
+def _joined(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), dim)
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

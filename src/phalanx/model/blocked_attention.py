@@ -1,9 +1,9 @@
 """Attention in blocks of queries, each with the keys within their reach: work and memory grow with seq × window, not
 with seq².
 
-It also computes what torch's fused attention cannot: sinks and capped scores. What is saved for the backward pass is
-what fused attention saves: q, k, v, the output and its log-sum-exp. Capped scores have no fused kernel here, so both
-passes hold the scores of a run of queries for a moment.
+It also computes what torch's fused attention cannot: sinks, capped scores, and documents without a mask that is kept.
+What is saved for the backward pass is what fused attention saves: q, k, v, the output and its log-sum-exp. Both passes
+make the mask of a run of queries for a moment, and hold their capped scores, which have no fused kernel here.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.blocks.attention_runs import capped_run
-from phalanx.model.attention_blocks import PLAIN_SCORING, Scoring, Seen, attend, gradients
+from phalanx.blocks.attention_runs import whole_run
+from phalanx.model.attention_blocks import PLAIN_SCORING, Scoring, Seen, attend, gradients, is_flash
+from phalanx.model.documents import Documents
 from phalanx.model.window import visible
 from phalanx.partition.sequence import window_blocks
 
@@ -27,8 +28,8 @@ class Reach:
 
     window: int = 0
     """Keys that a query sees at most; 0: all."""
-    documents: Tensor | None = None
-    """Document of each key, (batch, at least keys), where queries see only their own document's."""
+    documents: Documents | None = None
+    """Those of at least the keys, where queries see only their own document."""
     scoring: Scoring = PLAIN_SCORING
 
 
@@ -66,7 +67,7 @@ class _BlockedAttention(torch.autograd.Function):
         # In memory as the projection after it reads it: token by token.
         o = q.new_empty(batch, seq, heads, v.shape[-1]).transpose(1, 2)
         lse = q.new_empty(batch, heads, seq, dtype=torch.promote_types(q.dtype, torch.float32))
-        for rows, columns, seen in _blocks(q, k, reach):
+        for rows, columns, seen in _blocks(q, k, v, reach):
             block = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], seen, reach.scoring)
             o[:, :, rows], lse[:, :, rows] = block
         join_sinks(o, lse, sinks)
@@ -79,21 +80,24 @@ class _BlockedAttention(torch.autograd.Function):
         q, k, v, o, lse, sinks = ctx.saved_tensors
         reach: Reach = ctx.reach
         gradient = grad_outputs[0]
+        of_sinks = gradient_of_sinks(gradient, o, lse, sinks)
+        if seen := _seen_at_once(q, k, v, reach):
+            return *gradients(gradient, q, k, v, o, lse, seen, reach.scoring), of_sinks, None
         of_q = torch.empty_like(q)
         of_k, of_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
-        for rows, columns, seen in _blocks(q, k, reach):
+        for rows, columns, seen in _blocks(q, k, v, reach):
             inputs = q[:, :, rows], k[:, :, columns], v[:, :, columns], o[:, :, rows], lse[:, :, rows]
             of_q[:, :, rows], of_keys, of_values = gradients(gradient[:, :, rows], *inputs, seen, reach.scoring)
             of_k[:, :, columns] += of_keys
             of_v[:, :, columns] += of_values
-        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), gradient_of_sinks(gradient, o, lse, sinks), None
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), of_sinks, None
 
 
-def _blocks(q: Tensor, k: Tensor, reach: Reach) -> Iterator[tuple[slice, slice, Seen]]:
+def _blocks(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Iterator[tuple[slice, slice, Seen]]:
     """Yields runs of queries and of keys, and which of these they see."""
     keys, earlier = k.shape[2], k.shape[2] - q.shape[2]
-    if not (earlier or reach.window or reach.scoring.softcap or reach.documents is not None):
-        yield slice(keys), slice(keys), Seen(causal=True)
+    if seen := _seen_at_once(q, k, v, reach):
+        yield slice(None), slice(None), seen
         return
     for queries, columns in _runs(range(earlier, keys), keys, reach):
         of_q, of_k = (torch.arange(run.start, run.stop, device=q.device) for run in (queries, columns))
@@ -102,12 +106,24 @@ def _blocks(q: Tensor, k: Tensor, reach: Reach) -> Iterator[tuple[slice, slice, 
         yield rows, slice(columns.start, columns.stop), Seen(mask=mask.view(-1, 1, *mask.shape[-2:]))
 
 
+def _seen_at_once(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Seen | None:
+    """Returns what all queries see of all keys where one call without a mask computes it; otherwise None."""
+    seq, keys, documents = q.shape[2], k.shape[2], reach.documents
+    if reach.window or reach.scoring.softcap:
+        return None
+    if documents is None:
+        alone = seq == keys or is_flash(q, v)
+    else:
+        alone = seq == keys == documents.numbers.shape[1] and is_flash(q, v)
+    return Seen(causal=True, documents=documents) if alone else None
+
+
 def _runs(queries: range, keys: int, reach: Reach) -> Iterator[tuple[range, range]]:
     """Yields runs of queries with the keys that some of them see, by position."""
     if reach.window:
         yield from window_blocks(queries, range(keys), reach.window)
         return
-    length = capped_run(len(queries))
+    length = whole_run(len(queries), keys)
     for start in range(queries.start, queries.stop, length):
         run = range(start, min(start + length, queries.stop))
         yield run, range(run.stop)

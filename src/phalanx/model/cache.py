@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx.model.documents import Documents
+
 FIRST_COLUMNS = 256
 """Columns that are allocated at first, within the capacity; then twice as many, and so on."""
 SPARE_COLUMNS = 64
@@ -58,13 +60,13 @@ class Cache:
             return columns
         return columns - torch.tensor(self.starts, device=device)[:, None]
 
-    def documents(self, seq: int, device: torch.device) -> Tensor | None:
-        """Returns which columns are a sequence's own, with the next `seq` tokens: (batch, length + seq), 1 or 0, as the
-        document numbers of attention. None where all columns are."""
+    def documents(self, seq: int, device: torch.device) -> Documents | None:
+        """Returns which columns are a sequence's own, with the next `seq` tokens, as document 1 of 0 and 1. None where
+        all columns are."""
         if not self.is_ragged:
             return None
         columns = torch.arange(self.length + seq, device=device)
-        return (columns >= torch.tensor(self.starts, device=device)[:, None]).long()
+        return Documents((columns >= torch.tensor(self.starts, device=device)[:, None]).long())
 
     def append(self, other: Cache, copies: int = 1) -> None:
         """Appends the sequences of `other`, each `copies` times in a row."""

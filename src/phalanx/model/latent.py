@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig
 from phalanx.model.attention import CoreAttention, KeysAndValues
+from phalanx.model.documents import Documents
 from phalanx.model.layers import Linear, make_norm
 from phalanx.model.noise import Noise
 from phalanx.model.rotary import rotate
@@ -50,7 +51,7 @@ class LatentAttention(nn.Module):
         rotary: Tensor | None,
         noise: Noise | None,
         cache: KeysAndValues | None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Computes attention, (batch, seq, d_model) to the same shape."""
         assert rotary is not None, "latent attention needs rotary positions"

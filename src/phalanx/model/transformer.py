@@ -27,6 +27,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.model.attention import KeysAndValues
 from phalanx.model.cache import Cache
+from phalanx.model.documents import Documents
 from phalanx.model.layers import Multiply, Run, make_norm, run, soft_cap
 from phalanx.model.moe import Routing
 from phalanx.model.noise import Noise, dropout
@@ -64,7 +65,7 @@ class Transformer(nn.Module):
         noise: Noise | None = None,
         cache: Cache | None = None,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Returns logits (batch, seq, vocab) of `tokens` (batch, seq). The arguments are those of `hidden`."""
         x = self.hidden(tokens, noise=noise, cache=cache, positions=positions, documents=documents)
@@ -77,14 +78,13 @@ class Transformer(nn.Module):
         noise: Noise | None = None,
         cache: Cache | None = None,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Returns the last block's output, (batch, seq, d_model), for `tokens` (batch, seq).
 
         `noise` switches dropout on; `cache` holds the earlier tokens and appends these; `positions` (seq,), or
-        (batch, seq), are the tokens' positions in their sequence, by default those after the cache; `documents` (batch,
-        whole sequence) is the document number of each token, where attention must not cross documents; by default those
-        of the cache."""
+        (batch, seq), are the tokens' positions in their sequence, by default those after the cache; `documents` are
+        those of the whole sequences, where attention must not cross them, by default those of the cache."""
         if cache is not None:
             documents = cache.documents(tokens.shape[1], tokens.device) if documents is None else documents
             positions = cache.positions(tokens.shape[1], tokens.device) if positions is None else positions
@@ -102,7 +102,7 @@ class Transformer(nn.Module):
         positions: Tensor,
         noise: Noise | None = None,
         cache: KeysAndValues | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Applies the blocks of `layers` in order to `x` (batch, seq, d_model)."""
         everywhere = windowed = self.rotary(positions, x.dtype)
@@ -193,7 +193,7 @@ class Block(nn.Module):
         rotary: Tensor | None,
         noise: Noise | None,
         cache: KeysAndValues | None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> Tensor:
         """Runs `compute`."""
         return self.run(self.compute, x, rotary, noise, cache, documents)
@@ -204,7 +204,7 @@ class Block(nn.Module):
         rotary: Tensor | None,
         noise: Noise | None,
         cache: KeysAndValues | None,
-        documents: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         """Applies the block, (batch, seq, d_model) to the same shape."""
         if self.parallel:
@@ -221,7 +221,7 @@ class Block(nn.Module):
         rotary: Tensor | None,
         noise: Noise | None,
         cache: KeysAndValues | None,
-        documents: Tensor | None,
+        documents: Documents | None,
     ) -> Tensor:
         """Returns what a parallel block adds to the residual stream `x` (batch, seq, d_model), in the same shape: the
         sum of attention and MLP, each with a norm of its own (GPT-NeoX-20B, Black et al. 2022, section 2.1)."""

@@ -17,6 +17,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import window_within
 from phalanx.model.attention import CoreAttention
 from phalanx.model.blocked_attention import Reach
+from phalanx.model.documents import Documents
 from phalanx.model.noise import Noise
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.modules import replace_modules
@@ -48,11 +49,11 @@ class ContextAttention(CoreAttention):
         k: Tensor,
         v: Tensor,
         noise: Noise | None,
-        documents: Tensor | None = None,
+        documents: Documents | None = None,
         sinks: Tensor | None = None,
     ) -> Tensor:
         """Computes the same as CoreAttention.attend, for `q` (batch, heads, tokens here, head_size), `k` and `v` of the
-        tokens here, of all slices of a sequence so far, `documents` (batch, whole sequence) and `sinks` (heads,)."""
+        tokens here, of all slices of a sequence so far, `documents` of whole sequences and `sinks` (heads,)."""
         ring, ulysses, slices = self.ring, self.ulysses, k.shape[2] // q.shape[2]
         if ulysses.size > 1:
             q, k, v = to_heads(q, ulysses), to_heads(k, ulysses, slices), to_heads(v, ulysses, slices)

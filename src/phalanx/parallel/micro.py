@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from phalanx.model.documents import Documents
 from phalanx.model.noise import Noise
 
 
@@ -22,9 +23,8 @@ class MicroTensors:
     """The source of dropout masks; None without dropout."""
     places: Tensor | None = None
     """Positions, within their sequences, of the tokens here, (seq,); None if all are here."""
-    documents: Tensor | None = None
-    """(micro_batch, seq_len), int64: the document number of each token of the whole sequences, if attention must not
-    cross documents."""
+    documents: Documents | None = None
+    """Those of the whole sequences, if attention must not cross them."""
     reference: Tensor | None = None
     """(micro_batch,), float64: of preference pairs, the log-probability of each whole sequence's answer by the
     reference model; NaN for padding."""
@@ -37,7 +37,7 @@ class MicroTensors:
     def part(self, chosen: slice) -> MicroTensors:
         """Returns some of its samples."""
         noise = self.noise and replace(self.noise, sample_ids=self.noise.sample_ids[chosen])
-        documents = None if self.documents is None else self.documents[chosen]
+        documents = None if self.documents is None else self.documents.part(chosen)
         reference = None if self.reference is None else self.reference[chosen]
         tokens, targets = self.tokens[chosen], self.targets[chosen]
         return replace(self, tokens=tokens, targets=targets, noise=noise, documents=documents, reference=reference)

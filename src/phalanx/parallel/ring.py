@@ -32,7 +32,7 @@ def ring_attention(
     (batch, kv_heads, keys, head_size) and `v`: (batch, heads, tokens, size of v's heads).
 
     If sequences pass a pipeline in slices, the keys are those of all slices so far, in order, and the queries those of
-    the last. The documents of `reach` (batch, at least all ranks' keys) are by position. `sinks` (heads,) join each
+    the last. The documents of `reach` are those of at least all ranks' keys. `sinks` (heads,) join each
     head's softmax."""
     sight = Sight(ring, q.shape[2], k.shape[2] // q.shape[2], reach, dropping)
     return _Ring.apply(q, k, v, sinks, sight)  # pyright: ignore[reportReturnType]

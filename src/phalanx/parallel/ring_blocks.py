@@ -146,8 +146,9 @@ class Sight:
     def _same(self, source: int, block: RingBlock) -> Tensor:
         """Returns where queries and keys of a block are of one document, (batch, queries, keys)."""
         assert self.documents is not None
-        queries, keys = self._positions(source, block, self.documents.device)
-        return self.documents[:, queries, None] == self.documents[:, None, keys]
+        numbers = self.documents.numbers
+        queries, keys = self._positions(source, block, numbers.device)
+        return numbers[:, queries, None] == numbers[:, None, keys]
 
     def _positions(self, source: int, block: RingBlock, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the positions of a block's queries and of its keys."""

@@ -18,6 +18,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
+from phalanx.model.documents import Documents
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply, initialise
@@ -277,7 +278,7 @@ class Stepper:
         targets = torch.from_numpy(micro.targets).to(self.device, non_blocking=True)
         documents = None
         if micro.documents is not None:
-            documents = torch.from_numpy(micro.documents).to(self.device, non_blocking=True)
+            documents = Documents(torch.from_numpy(micro.documents)).to(self.device)
         reference = None if micro.reference is None else torch.from_numpy(micro.reference).to(self.device)
         seq_len = tokens.shape[1]
         if places is not None:

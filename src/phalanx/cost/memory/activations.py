@@ -19,11 +19,17 @@ from phalanx.config.model import ModelConfig
 
 @lru_cache(maxsize=4096)
 def workspace(
-    model: ModelConfig, layout: Layout, width: int, kind: BlockKind, profile: MemoryProfile, narrow: bool = False
+    model: ModelConfig,
+    layout: Layout,
+    width: int,
+    kind: BlockKind,
+    profile: MemoryProfile,
+    narrow: bool = False,
+    documents: bool = False,
 ) -> float:
     """Returns the bytes per sequence that the backward pass of attention needs for a moment, less those that the second
     half of the block has saved and released by then; 0 where fused kernels need none."""
-    place = place_of(model, layout, width=width, narrow=narrow, profile=profile)
+    place = place_of(model, layout, width=width, narrow=narrow, profile=profile, documents=documents)
     needed = sum(operator.workspace for operator in half_block(place, kind, "attention"))
     if not needed:
         return 0.0

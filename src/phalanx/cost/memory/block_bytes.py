@@ -60,7 +60,9 @@ class BlockBytes:
             wide = rows * (wide + model.d_model / spread)
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
-        attention = step.spec.batch.micro_batch * workspace(model, alone, width, kind.block, memory_profile, narrow)
+        attention = step.spec.batch.micro_batch * workspace(
+            model, alone, width, kind.block, memory_profile, narrow, step.spec.document_mask
+        )
         self.backward = self.again + max(step.tokens * wide * width, attention), outputs * step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 

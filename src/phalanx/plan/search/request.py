@@ -44,6 +44,8 @@ class PlanRequest:
     optimizer: Optimizer = field(default_factory=Optimizer)
     together: int = 1
     """Sequences that belong together: micro-batches are multiples of it."""
+    document_mask: bool = False
+    """Whether attention must not cross documents."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -73,6 +75,7 @@ class PlanRequest:
             self.width,
             self.framework,
             optimizer=self.optimizer,
+            document_mask=self.document_mask,
         )
 
     def problems(self, layout: Layout) -> list[str]:
@@ -116,4 +119,5 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
         dict(fixed or {}),
         optimizer=spec.optimizer,
         together=PAIR if has_pairs(job.data) else 1,
+        document_mask=spec.document_mask,
     )
