@@ -146,4 +146,5 @@ def test_a_row_is_what_the_routers_noted_and_is_then_forgotten(moe_job):
 def test_a_run_leaves_its_picture_in_its_directory(moe_job):
     train(SINGLE, change(moe_job, "train", steps=2))
     folder = Path(moe_job.run.dir) / "run"
-    assert (folder / "experts.svg").read_text() == svg("run", folder / "metrics.jsonl")
+    drawn = svg("run", folder / "metrics.jsonl", "3 layers, 16 wide, on 1 rank")
+    assert (folder / "experts.svg").read_text() == drawn
