@@ -2,8 +2,8 @@
 
     python -m documented.drawn          make all of them again (`make pictures`)
 
-A command is a line of a block of code, also one that goes on after a backslash, that begins with `phalanx` and names
-docs/pictures/NAME.
+A command is a line of a block of code, also one that goes on after a backslash, that begins with `phalanx` or
+`$ phalanx` and names docs/pictures/NAME. `phalanx bench` measures: what it draws is another picture each time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from phalanx.cli.main import main
 
 ROOT = Path(phalanx.__file__).parents[2]
 FOLDER = ROOT / "docs" / "pictures"
-_COMMAND = re.compile(r"^ {4}phalanx (.*docs/pictures/(\S+\.svg)) *$", flags=re.MULTILINE)
+_COMMAND = re.compile(r"^ {4}(?:\$ )?phalanx (?!bench )(.*docs/pictures/(\S+\.svg)) *$", flags=re.MULTILINE)
 
 
 def commands() -> dict[str, list[str]]:
