@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -148,7 +149,7 @@ def test_a_parameter_server_trains_whole_models():
 
 def test_a_schedule_in_a_file_says_its_own_numbers(tmp_path):
     path = str(tmp_path / "mine.csv")
-    file.save(file.text(catalogue.build("interleaved_1f1b", 2, 4, chunks=2)), path)
+    Path(path).write_text(file.text(catalogue.build("interleaved_1f1b", 2, 4, chunks=2)))
     layout = {"pp": 2, "schedule": path, "accumulation": 4}
     assert problems(**layout) == []
     assert schedule_of(Layout(**layout), 4) == file.read(path)
@@ -178,10 +179,10 @@ def test_what_is_wrong_in_a_file_is_told(tmp_path):
 def test_a_file_without_a_flush_has_to_be_pipedreams(tmp_path):
     own = pipedream(2, 2, 2)
     path = tmp_path / "mine.csv"
-    file.save(file.text(own), path)
+    path.write_text(file.text(own))
     assert problems(pp=2, schedule=str(path), accumulation=2) == []
     first = (*own.programs[0][:2], own.programs[0][3], own.programs[0][2], *own.programs[0][4:])
-    file.save(file.text(replace(own, programs=(first, own.programs[1]))), path)
+    path.write_text(file.text(replace(own, programs=(first, own.programs[1]))))
     (found,) = problems(pp=2, schedule=str(path), accumulation=2)
     assert "spans 2 optimizer steps without a flush in an order of its own" in found
 

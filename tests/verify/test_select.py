@@ -158,7 +158,8 @@ def test_a_pipeline_of_the_job_s_own_keeps_what_it_is_about():
 
 
 def test_a_schedule_from_a_file(tmp_path):
-    file.save(file.text(catalogue.build("zb_v", 2, 6)), path := tmp_path / "mine.csv")
+    path = tmp_path / "mine.csv"
+    path.write_text(file.text(catalogue.build("zb_v", 2, 6)))
     layout = Layout(pp=2, dp_replicate=64, schedule=str(path), accumulation=6)
     selection = select(replace(JOB, model=replace(JOB.model, n_layers=4), layout=layout, train=Train(global_batch=384)))
     assert lines(selection)[0] == f"dp_replicate=4,pp=2,schedule={path},accumulation=6"
