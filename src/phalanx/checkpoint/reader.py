@@ -26,7 +26,7 @@ class Reader:
     Raises DamagedCheckpointError, naming the file, if one cannot be read."""
 
     manifest: Manifest
-    """What the checkpoint holds."""
+    """The tensors and metadata of the checkpoint."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest

@@ -35,7 +35,7 @@ class Command:
     more: bool = False
     """The last argument may be given several times."""
     about: str = ""
-    """What it does, where a verb has several."""
+    """Its purpose, for help pages; empty where a verb has only this command."""
 
     def takes(self, count: int) -> bool:
         """Returns whether it can have so many arguments."""

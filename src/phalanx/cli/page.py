@@ -1,4 +1,4 @@
-"""What the help pages, docs/cli.md and shell completion state about a verb: one description of it."""
+"""The one description of a verb, from which help pages, docs/cli.md and shell completion are made."""
 
 from __future__ import annotations
 
