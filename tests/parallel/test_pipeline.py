@@ -212,7 +212,7 @@ def delayed(schedule: Schedule, by: int) -> Schedule:
 
 def test_a_schedule_of_your_own(ranks, reference, tmp_path):
     path = tmp_path / "late_weights.csv"
-    file.save(file.text(delayed(catalogue.build("1f1b", 4, 6), by=2)), path)
+    path.write_text(file.text(delayed(catalogue.build("1f1b", 4, 6), by=2)))
     layout = Layout(pp=4, schedule=str(path), accumulation=6)
     compare(ranks(steps, 4, job_of(DEEP["gpt"], layout), VOCAB), reference(DEEP["gpt"]))
 
@@ -245,6 +245,7 @@ def test_any_valid_schedule_is_right(ranks, reference, seed):
     schedule = any_schedule(random.Random(seed))
     check.check(schedule)
     with tempfile.TemporaryDirectory() as folder:
-        file.save(file.text(schedule), path := Path(folder) / "any.csv")
+        path = Path(folder) / "any.csv"
+        path.write_text(file.text(schedule))
         job: Job = job_of(DEEP["llama"], Layout(pp=2, schedule=str(path), accumulation=3))
         compare(ranks(steps, 2, job, VOCAB), reference(DEEP["llama"]))
