@@ -1,4 +1,4 @@
-"""Tiles of every layer, composed with the other techniques: one process's results, and the bytes that are predicted.
+"""Tiles of every layer, embedding and head, with the other techniques: one process's results, and predicted bytes.
 
 A few layouts in every run; all of them with PHALANX_TILES=1 (make tiles).
 """
@@ -29,6 +29,7 @@ MODELS = {
     "gpt": ModelConfig(n_layers=2, d_model=24, n_heads=4, seq_len=8, bias=True, qkv_bias=True),
     "llama": dataclasses.replace(structures.LLAMA, dropout=0.2),
     "deepseek": DEEPSEEK,
+    "capped": dataclasses.replace(structures.GEMMA_2, tied=False),
     **structures.STRUCTURES,
 }
 FEW = [
@@ -37,6 +38,9 @@ FEW = [
     ("neox with experts", "tiles=2,tile=all,dp_shard=2,ep=2,tp=2,sp=true"),
     ("deepseek", "tiles=2,tile=all,pp=2,schedule=zb_h1,dp_shard=2,ep=2,accumulation=3"),
     ("gpt", "tiles=2,tile=all,dp_shard=2,zero=2,bucket_mb=0.004"),
+    ("llama", "tiles=3,tile=embedding+head,dp_shard=2,loss_chunk=5,accumulation=2"),
+    ("capped", "tiles=4,tile=embedding+head,dp_shard=2,tp=2,sp=true,accumulation=3,accumulate=sharded"),
+    ("llama", "tiles=2,tile=embedding+head,pp=2,schedule=dualpipe,dp_shard=2,accumulation=2"),
 ]
 MORE = [
     ("gpt", "tiles=2,tile=all"),
@@ -64,6 +68,20 @@ MORE = [
     ("llama", "tiles=2,tile=all,cp=2,cp_ulysses=2,tp=2"),
     ("gpt", "tiles=2,tile=all,pp=2,schedule=zb_h1,dp_shard=2,tp=2,accumulation=3"),
     ("llama", "tiles=2,tile=all,pp=2,schedule=dualpipe,tp=2,sp=true,dp_shard=2,accumulation=2"),
+    ("llama", "tiles=5,tile=embedding+head"),
+    ("capped", "tiles=7,tile=head,tp=2,loss_chunk=7"),
+    ("llama", "tiles=4,tile=embedding+head,tp=4,loss_chunk=3"),
+    ("llama", "tiles=2,tile=embedding+head,tp=4,dp_replicate=2"),
+    ("llama", "tiles=2,tile=embedding+head,dp_shard=2,zero=1"),
+    ("llama", "tiles=3,tile=embedding,dp_shard=2,zero=2,accumulation=2,accumulate=sharded,bucket_mb=0.001"),
+    ("llama", "tiles=3,tile=head,dp_shard=3,reshard=false,accumulation=2"),
+    ("llama", "tiles=3,tile=embedding+head,dp_shard=2,dp_replicate=2,cp=2"),
+    ("capped", "tiles=2,tile=embedding+head,dp_shard=2,cp=2,cp_ulysses=2,tp=2"),
+    ("llama", "tiles=2,tile=embedding+head,dp_shard=4,hpz=2,accumulation=3"),
+    ("llama", "tiles=3,tile=embedding+head,pp=2,schedule=zb_h1,dp_shard=2,accumulation=3,accumulate=sharded"),
+    ("llama", "tiles=2,tile=embedding+head,pp=2,schedule=zb_h1,dp_shard=2,tp=2,accumulation=3,loss_chunk=5"),
+    ("llama", "tiles=2,tile=embedding+head,pp=2,schedule=terapipe,pp_slices=2,dp_shard=2,accumulation=2"),
+    ("llama", "tiles=2,tile=embedding+head,dp_shard=2,offload=optimizer"),
 ]
 FEW_BYTES = [
     ("GPT", "adamw", "tiles=2,tile=all,dp_shard=2,tp=2,sp=true,recompute=full"),

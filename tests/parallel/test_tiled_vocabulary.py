@@ -1,4 +1,4 @@
-"""Embedding and head in tiles: one process's results, the bytes and the memory that are predicted, and no whole matrix.
+"""Embedding and head in tiles: predicted bytes and memory, and no whole matrix. Their results: test_tiled_layers.py.
 
 A few layouts in every run; all of them with PHALANX_TILES=1 (make tiles).
 """
@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from parallel import structures, test_predicted_traffic
-from parallel.steps import micro_batches, steps
-from parallel.test_composition import VOCAB, compare, job_of
+from parallel.steps import micro_batches
+from parallel.test_composition import VOCAB, job_of
 from parallel.test_tiled_layers import EVERY
 from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis
@@ -28,28 +28,6 @@ from phalanx.train.memory import rank_spec
 from phalanx.train.step import Stepper
 
 LLAMA = replace(structures.LLAMA, dropout=0.2)
-MODELS = {"llama": LLAMA, "capped": replace(structures.GEMMA_2, tied=False)}
-FEW = [
-    ("llama", "tiles=3,tile=embedding+head,dp_shard=2,loss_chunk=5,accumulation=2"),
-    ("capped", "tiles=4,tile=embedding+head,dp_shard=2,tp=2,sp=true,accumulation=3,accumulate=sharded"),
-    ("llama", "tiles=2,tile=embedding+head,pp=2,schedule=dualpipe,dp_shard=2,accumulation=2"),
-]
-MORE = [
-    ("llama", "tiles=5,tile=embedding+head"),
-    ("capped", "tiles=7,tile=head,tp=2,loss_chunk=7"),
-    ("llama", "tiles=4,tile=embedding+head,tp=4,loss_chunk=3"),
-    ("llama", "tiles=2,tile=embedding+head,tp=4,dp_replicate=2"),
-    ("llama", "tiles=2,tile=embedding+head,dp_shard=2,zero=1"),
-    ("llama", "tiles=3,tile=embedding,dp_shard=2,zero=2,accumulation=2,accumulate=sharded,bucket_mb=0.001"),
-    ("llama", "tiles=3,tile=head,dp_shard=3,reshard=false,accumulation=2"),
-    ("llama", "tiles=3,tile=embedding+head,dp_shard=2,dp_replicate=2,cp=2"),
-    ("capped", "tiles=2,tile=embedding+head,dp_shard=2,cp=2,cp_ulysses=2,tp=2"),
-    ("llama", "tiles=2,tile=embedding+head,dp_shard=4,hpz=2,accumulation=3"),
-    ("llama", "tiles=3,tile=embedding+head,pp=2,schedule=zb_h1,dp_shard=2,accumulation=3,accumulate=sharded"),
-    ("llama", "tiles=2,tile=embedding+head,pp=2,schedule=zb_h1,dp_shard=2,tp=2,accumulation=3,loss_chunk=5"),
-    ("llama", "tiles=2,tile=embedding+head,pp=2,schedule=terapipe,pp_slices=2,dp_shard=2,accumulation=2"),
-    ("llama", "tiles=2,tile=embedding+head,dp_shard=2,offload=optimizer"),
-]
 FEW_BYTES = [
     "tiles=3,tile=embedding+head,dp_shard=2,accumulation=3,accumulate=sharded,tp=2,sp=true,loss_chunk=5",
     "tiles=3,tile=embedding+head,pp=2,dp_shard=2,accumulation=3",
@@ -68,25 +46,6 @@ MORE_BYTES = [
 ]
 LARGE = replace(structures.LLAMA, d_model=32, d_ff=64, seq_len=64, n_layers=2)
 LARGE_VOCAB = 4096
-
-
-@pytest.fixture(scope="module")
-def reference(ranks):
-    found = {}
-
-    def of(kind: str):
-        if kind not in found:
-            found[kind] = ranks(steps, 1, job_of(MODELS[kind], Layout()), VOCAB)[0]
-        return found[kind]
-
-    return of
-
-
-@pytest.mark.parametrize(("kind", "line"), FEW + MORE if EVERY else FEW)
-def test_equals_one_process_without_tiles(ranks, reference, kind, line):
-    job = job_of(MODELS[kind], layout_line.parse(line))
-    assert problems_of(job) == []
-    compare(ranks(steps, job.layout.world, job, VOCAB), reference(kind))
 
 
 @pytest.mark.parametrize("line", FEW_BYTES + MORE_BYTES if EVERY else FEW_BYTES)
