@@ -30,7 +30,7 @@ class Advice:
 
     change: str
     peak: int
-    """Bytes on the fullest rank."""
+    """Bytes on the fullest rank, as a prediction of the changed layout shows them."""
     fits: bool
     step_time_s: float
 
@@ -69,7 +69,7 @@ def _tried(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:
         except (JobError, ValueError):
             continue
         if after.fullest.needed < now:
-            yield Advice(change, after.fullest.needed, after.fits, after.step_time_s), changed
+            yield Advice(change, after.fullest.peak, after.fits, after.step_time_s), changed
 
 
 def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
