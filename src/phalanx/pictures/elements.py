@@ -21,7 +21,9 @@ ON_CELL = "class='ink'"
 """The style of text on a cell of any colour and opacity: black on light pages, white on dark ones."""
 _LIGHT = f"svg{{fill:{TEXT}}}.ink{{fill:#000}}"
 _DARK = f"svg{{fill:{TEXT_ON_DARK}}}.ink{{fill:#fff}}"
-STYLE = f"<style>{_LIGHT}@media(prefers-color-scheme:dark){{{_DARK}}}</style>"
+_BOTH = "svg{color-scheme:light dark}"
+"""A browser that shows the file by itself then gives it the ground that its colours of text are made for."""
+STYLE = f"<style>{_BOTH}{_LIGHT}@media(prefers-color-scheme:dark){{{_DARK}}}</style>"
 FONT = "font-family='system-ui, sans-serif'"
 
 
