@@ -262,11 +262,11 @@ def _at(path: str, message: str, origins: dict[str, str]) -> str:
 
 
 def _placed(origin: str, path: str, message: str) -> str:
-    """Returns a problem of a field that was written at `origin`. Where the user's word and the message both name the
-    field, it is not named a third time."""
+    """Returns a problem of a field that was written at `origin`. Where the user's word has the whole path, or both it
+    and the message name the field, the path is not said again."""
     word, name = origin.removeprefix("command line: "), path.rpartition(".")[2]
     typed = re.split(r"[=\s]", word.lstrip("-+"), maxsplit=1)[0].replace("-", "_")
-    is_named = word != origin and typed in (path, name) and message.startswith(f"{name} ")
+    is_named = word != origin and (typed == path or (typed == name and message.startswith(f"{name} ")))
     return f"{origin}: {message}" if is_named else f"{origin}: {path}: {message}"
 
 

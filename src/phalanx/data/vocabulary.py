@@ -25,5 +25,5 @@ def vocabulary_size(job: Job) -> int:
     except DataError:
         raise JobError(
             f"model.vocab_size is 0, which means that of data.tokenizer={data.tokenizer}, and the data is not "
-            "prepared: set model.vocab_size to a number of tokens, or run `phalanx data` with the same job first"
+            "prepared: set model.vocab_size to a number, or first run `phalanx data prepare` with the same job"
         ) from None
