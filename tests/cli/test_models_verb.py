@@ -10,6 +10,7 @@ import pytest
 
 from phalanx.blocks.parameters import count, count_active
 from phalanx.cli.main import main
+from phalanx.cli.models import table
 from phalanx.config.presets import CATALOGUE, PRESETS
 
 WITHOUT_TORCH = """
@@ -29,6 +30,13 @@ def output(capsys, *argv: str) -> str:
 
 def names(text: str) -> list[str]:
     return [line.split()[0] for line in text.splitlines()]
+
+
+def test_on_a_narrow_terminal_kinds_and_source_are_below():
+    lines = table(list(CATALOGUE), 80).splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(CATALOGUE)
+    assert table(list(CATALOGUE), 300) == table(list(CATALOGUE))
 
 
 def test_it_answers_without_torch_and_lists_every_preset():

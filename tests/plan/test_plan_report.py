@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
 from phalanx.cost.breakdown import document, duration
-from phalanx.plan.report.report import WIDTH, as_json, text
+from phalanx.plan.report.report import as_json, text
 from plan.plans import hopeless, plan
 
 
@@ -27,14 +28,22 @@ def test_every_layout_has_a_row_with_its_figures() -> None:
         assert "micro_batch" not in row
 
 
-def test_lines_stay_in_the_width() -> None:
+@pytest.mark.parametrize("width", [80, 100, 120, 140])
+def test_lines_stay_in_the_width(width: int) -> None:
     long = replace(plan().best[0].layout, schedule="interleaved_1f1b", pp_chunks=4, loss_chunk=1024, tiles=4)
     long = replace(long, accumulate="sharded", offload="optimizer", reshard=False, prefetch=2, sp_regather=True)
     first = replace(plan().best[0], spec=replace(plan().best[0].spec, layout=long))
     notes = ("a sentence that is long " * 12, *plan().notes)
-    shown = text(replace(plan(), best=(first, *plan().best[1:]), notes=notes))
+    shown = text(replace(plan(), best=(first, *plan().best[1:]), notes=notes), width)
     for line in shown.splitlines():
-        assert len(line) <= WIDTH or line.startswith("best layout: "), line
+        assert len(line) <= width or line.startswith(("best layout: ", "llama3-70b on")), line
+
+
+def test_a_narrow_terminal_shows_the_same() -> None:
+    narrow, wide = text(plan(), 80), text(plan())
+    assert Counter(narrow.replace("─", "").split("\n")) != Counter(wide.replace("─", "").split("\n"))
+    assert Counter("".join(narrow.replace("─", "").split())) == Counter("".join(wide.replace("─", "").split()))
+    assert narrow.split("\n\n")[1].splitlines()[1].split()[0] == "micro-batches"
 
 
 def test_parts_notes_alternatives_and_reasons_are_there() -> None:

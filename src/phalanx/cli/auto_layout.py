@@ -61,7 +61,7 @@ def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
         layout, step = kept
         where = f"{CHECKPOINT} {RunDirectory.of(loaded.job).path} at step {step}"
         if prints:
-            echo(f"layout: {layout.line()}  (from {where}; layout=LINE resumes in another)", file=sys.stderr)
+            echo(f"layout: {layout.line()}  (from {where}; layout=LINE resumes in another)", file=sys.stderr, wrap=True)
         return with_layout(loaded, layout, worlds, where)
     check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=prints)
     return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), prints)
@@ -93,9 +93,10 @@ def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool
             f"layout: {best.layout.line()}  (planned: {plan.searched:,} layouts searched in {seconds(plan.seconds)}; "
             f"predicted {_step(best.seconds)} per step)",
             file=sys.stderr,
+            wrap=True,
         )
         for note in (note for note in plan.notes if note.startswith(NO_HEADROOM)):
-            echo(note, file=sys.stderr)
+            echo(note, file=sys.stderr, wrap=True)
     return with_layout(loaded, best.layout, worlds, PLANNED)
 
 

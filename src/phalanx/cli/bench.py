@@ -246,6 +246,7 @@ def say_how_busy() -> None:
         echo(
             f"phalanx: this machine is busy (load {load:.1f} on {cores} cores); measurements will be noisy",
             file=sys.stderr,
+            wrap=True,
         )
 
 
@@ -275,11 +276,12 @@ def _show(
             f"phalanx: unreliable ({report.assessment.problem}): {report.assessment.remedy}; predictions on "
             f"cluster=local {'are refused' if report.assessment.status == 'refused' else 'warn'} until then",
             file=sys.stderr,
+            wrap=True,
         )
     if "json" in switches:
         echo(json.dumps({**report.as_dict(), "file": str(path) if path else None, "svg": svg or None}, indent=1))
         return
-    echo(report.text())
+    echo(report.text(), wrap=True)
     for written in filter(None, (path, svg)):
         echo(f"written: {written}")
     if path is not None and report.what == "compute" and "intra.gbs" not in cluster_file.fields_of(path):

@@ -37,7 +37,7 @@ def check_calibration(cluster: Cluster, world: int, *, prints: bool = True) -> N
             f"{assessment.remedy}, or predict with them anyway: cluster.allow_unreliable=true"
         )
     if prints:
-        echo(f"{name}: {assessment.line()}", file=sys.stderr)
+        echo(f"{name}: {assessment.line()}", file=sys.stderr, wrap=True)
 
 
 def calibration_document(cluster: Cluster, world: int) -> dict[str, Any] | None:

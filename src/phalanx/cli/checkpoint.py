@@ -140,7 +140,7 @@ def _verify(words: CommandWords) -> int:
     finally:  # an interruption still tells what is known; a bar would take what is printed meanwhile
         if not words.as_json:
             for each, wrong in verified.items():
-                echo(report.verified(each, wrong))
+                echo(report.verified(each, wrong), wrap=True)
     damaged = sum(map(bool, verified.values()))
     if words.as_json:
         entries = [{"path": str(each), "ok": not wrong, "problems": wrong} for each, wrong in verified.items()]
@@ -169,7 +169,7 @@ def _convert(words: CommandWords) -> int:
             progress=progress,
         )
     for note in done.notes:
-        echo(note, file=sys.stderr)
+        echo(note, file=sys.stderr, wrap=True)
     _print(words, report.converted_document(done), report.converted(done))
     return 0
 
@@ -197,7 +197,7 @@ def _step(words: CommandWords) -> int:
 
 
 def _print(words: CommandWords, document: Any, as_text: str) -> None:
-    echo(json.dumps(_finite(document), indent=1) if words.as_json else as_text)
+    echo(json.dumps(_finite(document), indent=1) if words.as_json else as_text, wrap=not words.as_json)
 
 
 def _finite(value: Any) -> Any:

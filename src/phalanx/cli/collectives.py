@@ -79,7 +79,7 @@ def _list(as_json: bool) -> None:
     width = max(map(len, ALGORITHMS))
     steps = max(len(entry.steps) for entry in ALGORITHMS.values())
     for name, entry in ALGORITHMS.items():
-        echo(f"{name:<{width}}  {entry.steps:<{steps}}  {entry.source}")
+        echo(f"{name:<{width}}  {entry.steps:<{steps}}  {entry.source}", wrap=True)
 
 
 def _show(words: CommandWords) -> None:

@@ -193,7 +193,8 @@ def _be_a_rank(options: Evaluate, ranks: Ranks, store: Store | None = None) -> i
         progress = shown if ranks.rank == 0 else silent
         found = [score(path, options.step, _scoring(options), device, read, progress) for path in options.runs]
     if ranks.rank == 0:
-        echo(json.dumps({"runs": [each.as_dict() for each in found]}, indent=1) if options.json else table(found))
+        text = json.dumps({"runs": [each.as_dict() for each in found]}, indent=1) if options.json else table(found)
+        echo(text, wrap=not options.json)
     return 0
 
 

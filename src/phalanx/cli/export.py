@@ -65,8 +65,9 @@ def run(argv: Sequence[str]) -> int:
     with open_source(source, words.options.get("step", 0)) as tensors, stderr_progress() as progress:
         done = export(tensors, target, dtype=words.options.get("precision", ""), progress=progress, **limit)
     for note in done.notes:
-        echo(note, file=sys.stderr)
-    echo(json.dumps(export_report.document(done), indent=1) if words.as_json else export_report.text(done))
+        echo(note, file=sys.stderr, wrap=True)
+    text = json.dumps(export_report.document(done), indent=1) if words.as_json else export_report.text(done)
+    echo(text, wrap=not words.as_json)
     return 0
 
 

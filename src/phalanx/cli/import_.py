@@ -80,8 +80,8 @@ def _import_hf(words: CommandWords) -> int:
         else:
             done = import_folder(paths, target, **options, progress=progress)
     for note in done.notes:
-        echo(note, file=sys.stderr)
-    echo(json.dumps(_document(done), indent=1) if words.as_json else _text(done))
+        echo(note, file=sys.stderr, wrap=True)
+    echo(json.dumps(_document(done), indent=1) if words.as_json else _text(done), wrap=not words.as_json)
     return 0
 
 

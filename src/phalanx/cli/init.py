@@ -103,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
     loaded, facts = planned_job(job, path, plans="no_plan" not in words.switches)
     _write(path, as_job_file(loaded, facts, f"phalanx train {path}", SCHEMA))
     _write_schema(path.parent / SCHEMA)
-    echo(f"written: {path}\n  layout:  {loaded.job.layout.line()}{f'  ({facts})' if facts else ''}")
+    echo(f"written: {path}\n  layout:  {loaded.job.layout.line()}{f'  ({facts})' if facts else ''}", wrap=True)
     if job.cluster == HERE:
         echo(f"  train:   phalanx train {path}\n  change:  edit it (docs/job.md), or phalanx train {path} --steps 1000")
     else:
@@ -166,7 +166,7 @@ def _ask(question: Question) -> str:
             question.check(answer)
             return answer
         except (JobError, ValueError) as error:
-            echo(f"     {error}", file=sys.stderr)
+            echo(f"     {error}", file=sys.stderr, wrap=True)
 
 
 def _asked(text: str, default: str) -> str:

@@ -61,7 +61,7 @@ def _run_and_tell(argv: Sequence[str]) -> int:
     except ToldError as error:  # another rank prints it
         return error.exit_code
     except PhalanxError as error:
-        echo(message_of(error), file=sys.stderr)
+        echo(message_of(error), file=sys.stderr, wrap=True)
         return error.exit_code
     except KeyboardInterrupt:
         echo("phalanx: interrupted", file=sys.stderr)

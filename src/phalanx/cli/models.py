@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from phalanx.blocks.flops import train_flops_per_token
 from phalanx.blocks.parameters import count, count_active
+from phalanx.cli.columns import filled
 from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.config.families import kinds
 from phalanx.config.families.preset import Preset
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import CATALOGUE, FROM_FILE, likely, named, preset_of
-from phalanx.echo import echo
+from phalanx.echo import echo, terminal_columns
 from phalanx.errors import JobError
+
+_FIGURES = 5
+"""Columns of a row before its kinds and its source: the name, and figures."""
 
 VERB = CommandVerb(
     "models",
@@ -38,10 +43,13 @@ def run(argv: Sequence[str]) -> int:
         return 0
     name = named(" ".join(words.subjects))
     if name in CATALOGUE or name.startswith(FROM_FILE):
-        echo(json.dumps(entry(name), indent=1) if words.as_json else details(name))
+        echo(json.dumps(entry(name), indent=1) if words.as_json else details(name), wrap=not words.as_json)
         return 0
     names = _matching(words.subjects)
-    echo(json.dumps([entry(name) for name in names], indent=1) if words.as_json else table(names))
+    if words.as_json:
+        echo(json.dumps([entry(name) for name in names], indent=1))
+    else:
+        echo(table(names, terminal_columns(sys.stdout)), wrap=True)
     return 0
 
 
@@ -74,18 +82,25 @@ def entry(name: str) -> dict[str, Any]:
     }
 
 
-def table(names: Sequence[str]) -> str:
-    """Returns one line per preset: parameters, active ones where they are fewer, layers, context, kinds, source."""
+def table(names: Sequence[str], width: int = 0) -> str:
+    """Returns one line per preset: parameters, active ones where they are fewer, layers, context, kinds, source. In a
+    `width` that is too small for that the kinds and the source have lines of their own, below."""
     rows = [_row(name) for name in names]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    right = {1, 2, 3, 4}
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if index in right else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    first = sum(widths[:_FIGURES]) + 2 * (_FIGURES - 1)
+    stacks = 0 < width < first + sum(2 + wide for wide in widths[_FIGURES:])
+    return "\n".join(_stacked(row, widths, width) if stacks else _aligned(row, widths) for row in rows)
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
+    name, *figures = (cell.rjust(wide) for cell, wide in zip(row[:_FIGURES], widths, strict=False))
+    words = (cell.ljust(wide) for cell, wide in zip(row[_FIGURES:], widths[_FIGURES:], strict=False))
+    return "  ".join([f"{name.strip():<{widths[0]}}", *figures, *words]).rstrip()
+
+
+def _stacked(row: Sequence[str], widths: Sequence[int], width: int) -> str:
+    below = "\n".join(filled("; ".join(cell for cell in row[_FIGURES:] if cell), width, indent=4))
+    return f"{_aligned(row[:_FIGURES], widths)}\n{below}"
 
 
 def details(name: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from phalanx.check.load import LoadedJob
 from phalanx.cli.auto_layout import fixed_of, on_known_devices, worlds_of
 from phalanx.cli.calibration import calibration_document, check_calibration
+from phalanx.cli.columns import MOST_COLUMNS
 from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb
@@ -17,7 +18,7 @@ from phalanx.cli.option import Option
 from phalanx.cost.breakdown import subject
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
-from phalanx.echo import echo
+from phalanx.echo import echo, terminal_columns
 from phalanx.errors import DoesNotFitError
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.planner import search
@@ -73,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
         calibration = calibration_document(cluster, cluster.devices)
         echo(json.dumps({**report.as_json(plan), "calibration": calibration}, indent=1))
     else:
-        echo(report.text(plan))
+        echo(report.text(plan, min(terminal_columns(sys.stdout) or report.WIDTH, MOST_COLUMNS)), wrap=True)
         if files := " and ".join(options[name] for name in pictures if options[name]):
             echo(f"\nwritten: {files}")
     return 0 if plan.best else DoesNotFitError.exit_code

@@ -74,13 +74,13 @@ def run(argv: Sequence[str]) -> int:
         calibration = calibration_document(words.job.cluster, words.job.layout.world)
         echo(json.dumps({**as_json(spec, prediction, traffic), "calibration": calibration}, indent=1))
     else:
-        echo(report(spec, prediction, traffic))
+        echo(report(spec, prediction, traffic), wrap=True)
         if words.options["svg"]:
             echo(f"\nwritten: {words.options['svg']}")
     if prediction.fits:
         return 0
     if "json" not in words.switches:
-        echo(f"\n{shortfall(spec)}", file=sys.stderr)
+        echo(f"\n{shortfall(spec)}", file=sys.stderr, wrap=True)
     return DoesNotFitError.exit_code
 
 

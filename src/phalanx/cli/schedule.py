@@ -85,7 +85,7 @@ def _list(as_json: bool) -> None:
     for name, entry in catalogue.SCHEDULES.items():
         package = catalogue.SCHEDULES.package(name)
         from_outside = "" if package == OWN else f"  ({package or 'this process'})"
-        echo(f"{name:<{width}}  {entry.title:<{titles}}  {entry.source}{from_outside}")
+        echo(f"{name:<{width}}  {entry.title:<{titles}}  {entry.source}{from_outside}", wrap=True)
 
 
 def _entry(name: str) -> dict[str, object]:
@@ -107,7 +107,7 @@ def _check(words: CommandWords) -> None:
     if words.as_json:
         echo(json.dumps({"ok": True, **_figures(timing.time(schedule))}))
     else:
-        echo(f"{words.subject}: valid\n{_report(timing.time(schedule))}")
+        echo(f"{words.subject}: valid\n{_report(timing.time(schedule))}", wrap=True)
 
 
 def _show(words: CommandWords) -> None:
@@ -123,7 +123,7 @@ def _show(words: CommandWords) -> None:
         programs = [[str(action) for action in program] for program in schedule.programs]
         echo(json.dumps({**_figures(timed), "programs": programs, "written": written}))
         return
-    echo(_report(timed))
+    echo(_report(timed), wrap=True)
     echo()
     schedule_text.show(timed)
     for path in written.values():

@@ -113,11 +113,12 @@ def run(argv: Sequence[str]) -> int:
         calibration = calibration_document(words.job.cluster, words.job.layout.world)
         echo(json.dumps({**as_json(result, lost), "calibration": calibration}, indent=1))
     else:
-        echo(report(result, lost))
+        echo(report(result, lost), wrap=True)
         if files := " and ".join(options[name] for name in ("svg", "trace", "failures_svg") if options[name]):
             echo(f"\nwritten: {files}")
     if not result.prediction.fits:
-        echo(f"\nphalanx: warning: exceeds memory; simulated anyway: {shortfall(spec)}", file=sys.stderr)
+        warning = f"\nphalanx: warning: exceeds memory; simulated anyway: {shortfall(spec)}"
+        echo(warning, file=sys.stderr, wrap=True)
     return 0
 
 

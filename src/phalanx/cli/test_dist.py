@@ -229,7 +229,7 @@ def _show(report: DistReport, options: Mapping[str, Any], switches: Collection[s
     if "json" in switches:
         echo(json.dumps({**report.as_dict(), "written": list(files)}, indent=1))
     else:
-        echo(report.text())
+        echo(report.text(), wrap=True)
     for path, text in files.items():
         write(path, text)  # only now: a full disk must not cost the result
         if "json" not in switches:

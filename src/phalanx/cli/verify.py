@@ -72,10 +72,11 @@ def run(argv: Sequence[str]) -> int:
     from phalanx.verify.table import introduction, table
 
     verify.refuse_missing_device(selection)
-    echo("\n".join(introduction(selection, steps)), file=sys.stderr, flush=True)
+    echo("\n".join(introduction(selection, steps)), file=sys.stderr, flush=True, wrap=True)
     with _progress(len(selection.layouts)) as (on_start, on_case):
         report = verify.run(selection, steps, on_case, on_start)
-    echo(json.dumps(report.as_dict(), indent=1) if "json" in words.switches else table(report))
+    as_json = "json" in words.switches
+    echo(json.dumps(report.as_dict(), indent=1) if as_json else table(report), wrap=not as_json)
     return 0 if report.ok else 1
 
 

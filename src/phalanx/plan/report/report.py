@@ -14,22 +14,24 @@ from phalanx.plan.report.advice import advice, shortfall
 from phalanx.units import gib, seconds
 
 WIDTH = 120
-"""Width of the text in columns."""
+"""Width of the text in columns, unless a terminal has fewer."""
+_NARROWEST = 30
+"""Columns that a layout needs beside its figures; with fewer it has lines of its own above them."""
 COLUMNS = ("layout", "micro-batches", "step", "tps", "tps_total", "MFU", "memory", "bubble")
 """Columns of the table of the best layouts."""
 
 
-def text(plan: Plan) -> str:
-    """Formats the plan for a terminal, `WIDTH` columns wide."""
+def text(plan: Plan, width: int = WIDTH) -> str:
+    """Formats the plan for a terminal of `width` columns. Lines that are facts of their own may be longer."""
     lines = [f"{headline(plan)}, {batch(plan)}", ""]
     if plan.best:
-        lines += [*_best(plan.best), "", *_where(plan.best[0])]
+        lines += [*_best(plan.best, width), "", *_where(plan.best[0])]
     else:
         lines += _nothing(plan)
     for heading, part in (
-        ("why" if plan.best else "more devices", _notes(plan)),
-        ("alternatives", _alternatives(plan)),
-        ("rejected", _rejected(plan)),
+        ("why" if plan.best else "more devices", _notes(plan, width)),
+        ("alternatives", _alternatives(plan, width)),
+        ("rejected", _rejected(plan, width)),
     ):
         if part := list(part):
             lines += ["", f"{heading}:", *part]
@@ -127,20 +129,24 @@ def largest_first(rejected: dict[str, int]) -> list[tuple[str, int]]:
     return sorted(rejected.items(), key=lambda item: -item[1])
 
 
-def _best(best: Sequence[Candidate]) -> Iterator[str]:
-    """Yields the table of the best layouts. A layout that is too long for its column continues on the next line."""
+def _best(best: Sequence[Candidate], width: int) -> Iterator[str]:
+    """Yields the table of the best layouts. A layout that is too long for its column continues on the next line; on a
+    narrow terminal it stands above its figures."""
     rows = [("", *COLUMNS)]
     rows += [(str(rank), *cells(each)) for rank, each in enumerate(best, 1)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    rest = sum(widths) - widths[1] + 2 * (len(widths) - 1)
-    widths[1] = min(widths[1], max(30, WIDTH - rest))
+    rank, layout, *figures = (max(len(row[column]) for row in rows) for column in range(len(rows[0])))
+    margin, rest = rank + 2, sum(figures) + 2 * len(figures)
+    stacked = width - margin - rest < _NARROWEST
+    layout = min(layout, width - margin - (0 if stacked else rest))
     for number, row in enumerate(rows):
-        first, *more = _wrapped_line(row[1], widths[1])
-        others = "  ".join(cell.rjust(width) for cell, width in zip(row[2:], widths[2:], strict=True))
-        yield f"{row[0].rjust(widths[0])}  {first:<{widths[1]}}  {others}".rstrip()
-        yield from (f"{'':{widths[0]}}  {line}" for line in more)
+        first, *more = (f"{line:<{layout}}" for line in _wrapped_line(row[1], layout))
+        others = "".join(f"  {cell:>{wide}}" for cell, wide in zip(row[2:], figures, strict=True))
+        if stacked:
+            more.append(others)
+        yield f"{row[0]:>{rank}}  {first}{'' if stacked else others}".rstrip()
+        yield from (f"{'':{margin}}{line}".rstrip() for line in more)
         if number == 0:
-            yield "─" * min(WIDTH, sum(widths) + 2 * (len(widths) - 1))
+            yield "─" * min(width, margin + (max(layout, rest) if stacked else layout + rest))
 
 
 def _wrapped_line(line: str, width: int) -> list[str]:
@@ -176,30 +182,35 @@ def _nothing(plan: Plan) -> list[str]:
     ]
 
 
-def _notes(plan: Plan) -> Iterator[str]:
+def _notes(plan: Plan, width: int) -> Iterator[str]:
     for note in plan.notes:
-        yield textwrap.fill(note, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+        yield textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
 
 
-def _alternatives(plan: Plan) -> Iterator[str]:
-    """Yields the alternatives with time, factor over the best, and why they lose."""
+def _alternatives(plan: Plan, width: int) -> Iterator[str]:
+    """Yields the alternatives with time, factor over the best, and why they lose: beside them, or below where the
+    terminal is narrow."""
     rows = [(each.name, *verdict(each, plan), _reason(each)) for each in plan.alternatives]
     if not rows:
         return
     name, time, factor = (max(len(row[column]) for row in rows) for column in range(3))
     name = min(name, 40)
     indent = name + time + factor + 8
+    stacked = width - indent < _NARROWEST
     for row in rows:
-        (first, *names), (why, *more) = textwrap.wrap(row[0], name), _cut(row[3], WIDTH - indent)
+        first, *names = textwrap.wrap(row[0], name)
+        why, *more = [""] if stacked else _cut(row[3], width - indent)
         yield f"  {first:<{name}}  {row[1]:>{time}}  {row[2]:>{factor}}  {why}".rstrip()
         for number in range(max(len(names), len(more))):
             left = names[number] if number < len(names) else ""
             right = more[number] if number < len(more) else ""
             yield f"  {left:<{indent - 2}}{right}".rstrip()
+        if stacked:
+            yield from (f"    {line}" for line in _cut(row[3], width - 4))
 
 
 def _cut(why: str, width: int) -> list[str]:
-    return textwrap.wrap(why, width, break_on_hyphens=False) or [""]
+    return textwrap.wrap(why, width, break_on_hyphens=False, break_long_words=False) or [""]
 
 
 def _reason(each: Alternative) -> str:
@@ -208,9 +219,9 @@ def _reason(each: Alternative) -> str:
     return f"{line}: {each.why}" if line else each.why
 
 
-def _rejected(plan: Plan) -> Iterator[str]:
+def _rejected(plan: Plan, width: int) -> Iterator[str]:
     for reason, count in largest_first(plan.rejected):
-        yield textwrap.fill(f"{count:>9,}  {reason}", WIDTH, subsequent_indent=" " * 11, break_on_hyphens=False)
+        yield textwrap.fill(f"{count:>9,}  {reason}", width, subsequent_indent=" " * 11, break_on_hyphens=False)
 
 
 def _layout(layout: Layout) -> dict[str, Any]:
