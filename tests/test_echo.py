@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import phalanx
 from phalanx.cli import generate
 from phalanx.cli.main import main, message_of
-from phalanx.echo import VisibleStream, echo, fitted, shortened, visible
+from phalanx.echo import VisibleStream, echo, shortened, visible, wrapped
 from phalanx.errors import JobError, RunError
 from phalanx.generate.output import OrderedOutput
 from phalanx.train.terminal import Terminal, logging_to
@@ -54,7 +54,7 @@ def test_json_is_printed_as_it_is(text):
 
 @given(st.text(" abc12:,\n"), st.integers(4, 60))
 def test_lines_fit_and_every_word_stays_whole(text, width):
-    shown = fitted(text, width)
+    shown = wrapped(text, width)
     assert shown.split() == text.split()
     assert all(len(line) <= width or len(line.split()) == 1 for line in shown.split("\n"))
     if all(len(line) <= width for line in text.split("\n")):
@@ -63,11 +63,11 @@ def test_lines_fit_and_every_word_stays_whole(text, width):
 
 def test_lines_break_between_fields_and_words():
     figures = "step time: 1.484 s (1.35 to 1.825)  tps: 5,522  mfu: 32.3%  bubble: 0.0%"
-    assert fitted(figures, 60) == "step time: 1.484 s (1.35 to 1.825)  tps: 5,522  mfu: 32.3%\n  bubble: 0.0%"
+    assert wrapped(figures, 60) == "step time: 1.484 s (1.35 to 1.825)  tps: 5,522  mfu: 32.3%\n  bubble: 0.0%"
     fact = "  shape       12 layers, 768 wide, heads of 64, MLP of 3,072"
-    assert fitted(fact, 50) == "  shape       12 layers, 768 wide, heads of 64,\n              MLP of 3,072"
+    assert wrapped(fact, 50) == "  shape       12 layers, 768 wide, heads of 64,\n              MLP of 3,072"
     problem = "phalanx: 2 problems:\n  command line: layout: the cluster has nodes 1 × devices 8 = 8"
-    assert fitted(problem, 50).endswith("\n  command line: layout: the cluster has nodes 1 ×\n    devices 8 = 8")
+    assert wrapped(problem, 50).endswith("\n  command line: layout: the cluster has nodes 1 ×\n    devices 8 = 8")
 
 
 def test_only_a_terminal_has_a_width(monkeypatch):

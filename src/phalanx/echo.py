@@ -35,7 +35,7 @@ def echo(
     stream = file or sys.stdout
     shown = visible(str(text))
     width = terminal_columns(stream) if wrap else 0
-    print(fitted(shown, width) if width else shown, file=stream, end=end, flush=flush)
+    print(wrapped(shown, width) if width else shown, file=stream, end=end, flush=flush)
 
 
 def terminal_columns(stream: TextIO) -> int:
@@ -48,7 +48,7 @@ def terminal_columns(stream: TextIO) -> int:
         return 0
 
 
-def fitted(text: str, width: int) -> str:
+def wrapped(text: str, width: int) -> str:
     """Returns the text with lines of at most `width` columns. A longer one is broken between fields (two spaces) if it
     has several, and between words; a word stays whole. The rest is indented by two more, or like the last field."""
     return "\n".join(part for line in text.split("\n") for part in _parts(line, width))

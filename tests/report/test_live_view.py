@@ -40,6 +40,11 @@ def test_no_width_breaks_a_figure(width, unicode):
         assert "".join(found).isascii()
 
 
+def test_a_rank_that_is_done_is_not_silent():
+    assert not RankState(0, "done", 40, 120.0).is_silent
+    assert RankState(0, "optimizer", 40, 120.0).is_silent
+
+
 def test_a_low_terminal_shows_fewer_ranks():
     assert len(lines(VIEW, 80, height=20)) <= 20
 

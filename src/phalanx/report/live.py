@@ -21,8 +21,6 @@ RECENT = 20
 CURVE = 400
 """Newest losses of the curve."""
 _WARNINGS = 3
-_SILENT_S = 10.0
-"""Seconds without a sign of life after which a rank is marked."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ class RunFollower:
                 found.append((row["time"], f"step {row['step']}: failed: {row.get('reason')}"))
         yield from (text for _, text in sorted(found))
         for rank in self.nodes.ranks:
-            if self.record.alive and rank.silent_s > _SILENT_S and rank.phase != "done":
+            if self.record.alive and rank.is_silent:
                 yield f"rank {rank.rank} ({rank.host}) has been silent for {rank.silent_s:.0f} s in {rank.phase}"
 
 

@@ -20,6 +20,8 @@ PATTERN = "ranks-*.json"
 MOST_RANKS = 100_000
 _MOST_BYTES = 2**24
 _STALE_S = 10.0
+_SILENT_S = 10.0
+"""Seconds without a sign of life after which a rank counts as silent."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class RankState:
     memory_limit: int = 0
     """Bytes that it can have; 0: not known."""
     host: str = ""
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has given no sign of life for some time; one that is done need not give any."""
+        return self.silent_s > _SILENT_S and self.phase != "done"
 
 
 def file_name(host: str) -> str:

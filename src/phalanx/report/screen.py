@@ -140,17 +140,16 @@ def _ranks(view: LiveView, width: int, rows: int, bars: Bars) -> Iterator[Text]:
 def _chosen(ranks: Sequence[RankState], rows: int) -> list[RankState]:
     if len(ranks) <= rows:
         return list(ranks)
-    loud = sorted(ranks, key=lambda rank: (-rank.silent_s // 5, -rank.memory, rank.rank))
+    loud = sorted(ranks, key=lambda rank: (-(rank.is_silent * rank.silent_s) // 5, -rank.memory, rank.rank))
     return sorted(loud[: rows - 1], key=lambda rank: rank.rank)
 
 
 def _rank(rank: RankState, width: int, places: int, phase_width: int, bars: Bars) -> Text:
-    silent = rank.silent_s > 10
     line = Text(f"{rank.rank:>{places}}  ")
-    line.append(f"{fitted(rank.phase, phase_width):<{phase_width}}", _WARNING if silent else "")
+    line.append(f"{fitted(rank.phase, phase_width):<{phase_width}}", _WARNING if rank.is_silent else "")
     line.append(f"  {rank.step:>8,}  ")
     words = gib(rank.memory) if rank.memory else "–"
-    tail = f"  silent {rank.silent_s:.0f}s" if silent else ""
+    tail = f"  silent {rank.silent_s:.0f}s" if rank.is_silent else ""
     limit = f" of {gib(rank.memory_limit)}" if rank.memory and rank.memory_limit else ""
     words += limit * (line.cell_len + len(words + limit + tail) <= width) + tail
     room = min(30, width - line.cell_len - len(words) - 1)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from phalanx.config.job import Job
-from phalanx.echo import echo, shortened, visible
+from phalanx.echo import echo, shortened, visible, wrapped
 from phalanx.errors import PhalanxError
 from phalanx.launch.outcome import describe
 from phalanx.launch.watchdog import heartbeat
@@ -91,24 +91,12 @@ class Terminal:
         if not self.has_screen:
             self.console.print(line, markup=False)
             return
-        text = Text(_packed(line, self.console.width) if line.startswith("step: ") else line)
+        text = Text(wrapped(line, self.console.width))
         if line.startswith("step: "):
             for pair in _PAIR.finditer(text.plain):
                 if colour := COLOURS.get(pair[1]):
                     text.stylize(colour, *pair.span())
         self.console.print(text, soft_wrap=False)
-
-
-def _packed(line: str, width: int) -> str:
-    """Returns a line of `key: value` pairs as lines of at most `width` columns, none of which cuts a pair."""
-    found = [""]
-    for pair in line.split("  "):
-        joined = f"{found[-1]}  {pair}" if found[-1] else pair
-        if found[-1] and len(joined) > width:
-            found.append(f"  {pair}")
-        else:
-            found[-1] = joined
-    return "\n".join(found)
 
 
 class _AboveTheView(logging.Handler):
