@@ -7,6 +7,7 @@ import pytest
 from phalanx.check.load import load_words
 from phalanx.config import overrides
 from phalanx.cost.job_spec import stages, step_spec
+from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.errors import JobError
 
 
@@ -29,6 +30,16 @@ def test_precision_is_the_jobs() -> None:
             50257,
         )
         assert (found.products, found.width) == (products, width)
+
+
+@pytest.mark.parametrize(("precision", "eager", "compiled"), [("bf16", 12, 4), ("fp32", 12, 8)])
+def test_a_compiled_loss_saves_no_wide_logits(precision, eager, compiled) -> None:
+    machine = ("cluster=dgx-a100", "cluster.devices_per_node=1")
+    words = ("model=gpt2", f"train.precision={precision}", *machine, "recompute=full")
+    for on, per_logit in ((False, eager), (True, compiled)):
+        asked = job(*words, "micro_batch=16", "train.global_batch=16", f"train.compile={on}")
+        (memory,) = step_memory(step_spec(asked, 50257))
+        assert (memory.moment, memory.logits) == ("loss", 16 * 1024 * 50257 * per_logit)
 
 
 def test_nothing_known_about_the_devices() -> None:

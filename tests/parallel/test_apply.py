@@ -29,7 +29,7 @@ def loss_and_gradients(ranks, train):
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile builds its CPU kernels with g++, which is not here")
-def test_compiled_blocks_compute_the_same(ranks):
+def test_compiled_blocks_and_loss_compute_the_same(ranks):
     (loss, gradients), (expected_loss, expected) = (
         ranks(loss_and_gradients, 1, Train(compile=on, cpu_linear="mkl"), timeout=200)[0] for on in (True, False)
     )

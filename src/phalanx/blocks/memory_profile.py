@@ -61,7 +61,8 @@ class MemoryProfile(Hashed):
     repeats every other block."""
     loss_tensors: tuple[int, int] = (3, 0)
     """Tensors as large as the logits at the peak of the loss: in fp32, and in the width of the computation. In torch's
-    eager mode log-probabilities and two gradients; fused, with the gradient in place, the logits alone."""
+    eager mode log-probabilities and two gradients; compiled, the logits and their gradient; fused, with the gradient in
+    place, the logits alone."""
     split_loss_tensors: tuple[int, int] = (2, 1)
     """These if tensor ranks share the vocabulary. Phalanx: probabilities, their gradient, and that of the logits."""
     reduces_each: bool = False

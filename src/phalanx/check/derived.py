@@ -154,7 +154,7 @@ def _loss(text: str, around: _Around) -> dict[str, str]:
         return {"layout.loss_chunk": str(around.job.layout.loss_chunk or 1024)}  # ezpz's default chunk
     raise ValueError(
         f"expected eager or chunked, found {text!r}: with tp the loss is always computed on shards of the vocabulary, "
-        "train.compile compiles the blocks only, and there is no fused loss; nearest legal: chunked"
+        "train.compile compiles the loss, too, and there is no other fused one; nearest legal: chunked"
     )
 
 

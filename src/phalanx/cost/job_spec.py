@@ -12,6 +12,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.known import PHALANX, PHALANX_CPU
+from phalanx.cost.frameworks.memory_profiles import COMPILED_LOSS_TENSORS
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.offload_time import require_host
@@ -60,9 +61,11 @@ def rank_spec(job: Job, vocab: int) -> StepSpec:
 def _framework(job: Job) -> Framework:
     """Returns Phalanx as the job runs it."""
     framework = PHALANX_CPU if job.cluster.device == "cpu" else PHALANX
-    if job.train.gradients == "same":
-        return framework
-    profile = replace(framework.memory_profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])
+    profile = framework.memory_profile
+    if job.train.compile:
+        profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
+    if job.train.gradients != "same":
+        profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])
     return replace(framework, memory_profile=profile)
 
 

@@ -251,6 +251,9 @@ def apply_loss(parts: Construction) -> Objective:
     if tp.size > 1:
         cut = vocabulary.cross_entropy if pairs else vocabulary.cross_entropy_sum
         loss = partial(cut, tp=tp, vocab=parts.vocab)
+    if parts.job.train.compile:  # one kernel reads logits as they are: none is saved in fp32
+        loss = torch.compile(loss)
+        parts.log("compile: the loss")
     if pairs:
         parts.log("loss: DPO, %s", pairs.options.line())
     if chunk:

@@ -92,8 +92,12 @@ streams of their own, whose memory others cannot use: `reserve` is calibrated on
 TORCHTITAN_COMPILED = replace(TORCHTITAN, swiglu_kept=2)
 """torchtitan with compiled blocks and eager loss, as in its reports of 2024."""
 
-TORCHTITAN_COMPILED_LOSS = replace(TORCHTITAN_COMPILED, loss_tensors=(0, 2))
-"""torchtitan with compiled blocks and loss (2025): the logits are saved, beside which their gradient is made."""
+COMPILED_LOSS_TENSORS = 0, 2
+"""Of a loss that torch.compile fuses: the logits are saved, beside which their gradient is made. Measured on a CPU with
+50,304 tokens in the vocabulary: 3.84 bytes per logit in bf16 and 7.81 in fp32, in eager mode 11.9 in both."""
+
+TORCHTITAN_COMPILED_LOSS = replace(TORCHTITAN_COMPILED, loss_tensors=COMPILED_LOSS_TENSORS)
+"""torchtitan with compiled blocks and loss (2025)."""
 
 XLA = MemoryProfile(
     parameter_bytes=4,
