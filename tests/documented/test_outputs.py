@@ -33,7 +33,8 @@ def test_outputs_of_a_page_hold(page, tmp_path):
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
     home = tmp_path / "home"
     home.mkdir()
-    environment = os.environ | {
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PHALANX_")}
+    environment = own | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "HOME": str(home),
         "COLUMNS": "120",
