@@ -47,7 +47,7 @@ def test_a_layout_that_does_not_divide_is_planned_anew():
 def test_what_is_wrong_with_nodes_is_said_with_the_nearest_legal_value():
     with pytest.raises(JobError) as caught:
         words(1, "run.nnodes=3:2", "run.rdzv_endpoint=", "dp_replicate=4")
-    assert any("run.nnodes: is 3:2; nearest legal: 2:3" in problem for problem in caught.value.problems)
+    assert any("run.nnodes=3:2: is 3:2; nearest legal: 2:3" in problem for problem in caught.value.problems)
     assert any("nodes need both, such as nnodes=2 rdzv_endpoint=HOST:29400" in p for p in caught.value.problems)
     with pytest.raises(JobError, match=r"4 ranks are not divisible by 3 nodes; nearest legal: 1, 2, 4"):
         words(1, "run.nnodes=3", "dp_replicate=4")

@@ -115,9 +115,8 @@ def test_logs_that_another_start_left_half_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../../x", "/tmp/x", "x" * 300])
 def test_a_name_that_is_no_folder_s(here: Path, fails: Callable[..., str], name: str) -> None:
-    assert "run.name: must be the name of one folder: printable, without / and a leading dot" in fails(
-        f"run.name={name}", code=2
-    )
+    said = fails(f"run.name={name}", code=2)
+    assert f"run.name={name}: must be the name of one folder: printable, without / and a leading dot" in said
     assert not (here / "runs").exists()
 
 

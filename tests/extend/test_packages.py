@@ -154,7 +154,7 @@ def test_wrong_options_of_an_optimizer_are_refused_together(phalanx):
         "ademamix has no option alfa; did you mean alpha? (known: alpha, beta3); beta3 must lie in [0, 1), is 1.0"
         in said
     )
-    assert "optimizer.momentum: ademamix does not read it" in said
+    assert "optimizer.momentum=0.5: ademamix does not read it" in said
 
 
 def test_a_cluster_and_a_device_are_planned_and_recognised(phalanx, tmp_path, folders):
