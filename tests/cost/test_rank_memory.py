@@ -19,6 +19,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.memory_profiles import (
+    COMPILED_LOSS_TENSORS,
     FSDP1,
     MEGATRON_2021,
     MEGATRON_CORE,
@@ -163,6 +164,10 @@ def test_1f1b_keeps_fewer_on_later_ranks_and_gpipe_all():
     gpipe = step_memory(spec(model, replace(layout, schedule="gpipe")))
     assert [rank.in_flight for rank in gpipe] == [12] * 4
     large = replace(model, vocab_size=50257)
+    logits = 16 * large.seq_len * large.vocab_size
+    for profile, now, waiting in ((PHALANX, 12, 4), (replace(PHALANX, loss_tensors=COMPILED_LOSS_TENSORS), 4, 2)):
+        last = step_memory(spec(large, replace(layout, schedule="gpipe"), memory_profile=profile))[-1]
+        assert last.logits == pytest.approx(logits * (now + 11 * waiting), rel=0.03), "the rest is what the head read"
     assert [rank.logits > 0 for rank in step_memory(spec(large, layout))] == [False, False, False, True]
 
 

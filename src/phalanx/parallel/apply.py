@@ -251,15 +251,15 @@ def apply_loss(parts: Construction) -> Objective:
     if tp.size > 1:
         cut = vocabulary.cross_entropy if pairs else vocabulary.cross_entropy_sum
         loss = partial(cut, tp=tp, vocab=parts.vocab)
-    if parts.job.train.compile:  # one kernel reads logits as they are: none is saved in fp32
-        loss = torch.compile(loss)
-        parts.log("compile: the loss")
     if pairs:
         parts.log("loss: DPO, %s", pairs.options.line())
     if chunk:
         parts.log("loss: the logits of %d tokens at a time", chunk)
     if isinstance(parts.model.head, TiledHead):
         return TiledObjective(parts.model, pairs=pairs)
+    if parts.job.train.compile:  # fused with its cast, so that no logits are saved in fp32
+        loss = torch.compile(loss)
+        parts.log("compile: the loss")
     if not chunk:
         return Objective(parts.model, loss, pairs)
     return ChunkedObjective(parts.model, chunk, loss, pairs)

@@ -93,8 +93,8 @@ TORCHTITAN_COMPILED = replace(TORCHTITAN, swiglu_kept=2)
 """torchtitan with compiled blocks and eager loss, as in its reports of 2024."""
 
 COMPILED_LOSS_TENSORS = 0, 2
-"""Of a loss that torch.compile fuses: the logits are saved, beside which their gradient is made. Measured on a CPU with
-50,304 tokens in the vocabulary: 3.84 bytes per logit in bf16 and 7.81 in fp32, in eager mode 11.9 in both."""
+"""The logits and their gradient: torch.compile fuses the loss with its cast to fp32 and saves nothing else. Measured on
+a CPU in benchmarks/results/compiled_loss.md."""
 
 TORCHTITAN_COMPILED_LOSS = replace(TORCHTITAN_COMPILED, loss_tensors=COMPILED_LOSS_TENSORS)
 """torchtitan with compiled blocks and loss (2025)."""

@@ -269,9 +269,7 @@ class RankParts:
         tiles = head_tiles(self.model, layout)
         rows = -(-table(self.model, layout.tp) // self.model.d_model // tiles)
         tokens = min(layout.loss_chunk or step.tokens, step.tokens)
-        wide, narrow = self.memory_profile.split_loss_tensors if layout.tp > 1 else self.memory_profile.loss_tensors
-        if tiles > 1:
-            wide, narrow = TILE_LOSS_TENSORS
+        wide, narrow = TILE_LOSS_TENSORS if tiles > 1 else self._loss_tensors()
         # What is in fp32 anyway needs no second form.
         each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
         each += self._capped()
@@ -283,16 +281,23 @@ class RankParts:
         return tokens * rows * each, read
 
     def waiting_logits(self, *, later: bool = False) -> float:
-        """Returns the bytes of the log-probabilities, and of what the head read, of micro-batches in flight other than
-        the one that the moment is about. `later`: when all stages have gradients of an earlier one."""
+        """Returns the bytes of what the loss saves (log-probabilities in fp32, or the logits as they are) and of what
+        the head read, of micro-batches in flight other than the one that the moment is about. `later`: when all stages
+        have gradients of an earlier one."""
         others = (self.flight.later_losses if later else self.flight.losses) - 1
         if not self.last or others <= 0:
             return 0
         step, layout = self.step, self.layout
         chunked = layout.loss_chunk or head_tiles(self.model, layout) > 1
         rows = 0 if chunked else table(self.model, layout.tp) // self.model.d_model
-        each = max(4, self.width) + self._capped()
+        wide, _ = self._loss_tensors()
+        each = (max(4, self.width) if wide else self.width) + self._capped()
         return others * (step.tokens * rows * each + 2 * step.stream / step.share)
+
+    def _loss_tensors(self) -> tuple[int, int]:
+        """Returns the tensors as large as the logits at the peak of the loss: in fp32, and in the width of the
+        computation."""
+        return self.memory_profile.split_loss_tensors if self.layout.tp > 1 else self.memory_profile.loss_tensors
 
     def _capped(self) -> int:
         """Returns the bytes per logit that a soft cap saves: its result."""
