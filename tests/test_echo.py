@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import phalanx
 from phalanx.cli import generate
 from phalanx.cli.main import main, message_of
-from phalanx.echo import VisibleStream, echo, shortened, visible, wrapped
+from phalanx.echo import LEAST_COLUMNS, VisibleStream, echo, shortened, terminal_columns, visible, wrapped
 from phalanx.errors import JobError, RunError
 from phalanx.generate.output import OrderedOutput
 from phalanx.train.terminal import Terminal, logging_to
@@ -71,13 +71,20 @@ def test_lines_break_between_fields_and_words():
 
 
 def test_only_a_terminal_has_a_width(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "20")
+    monkeypatch.setenv("COLUMNS", "44")
     terminal, pipe, copied = FakeTerminal(), io.StringIO(), FakeTerminal()
-    echo("one two three four five", file=terminal, wrap=True)
-    echo("one two three four five", file=pipe, wrap=True)
-    echo("one two three four five", file=copied)
-    assert terminal.getvalue() == "one two three four\n  five\n"
-    assert pipe.getvalue() == copied.getvalue() == "one two three four five\n"
+    text = "one two three four five six seven eight nine ten"
+    echo(text, file=terminal, wrap=True)
+    echo(text, file=pipe, wrap=True)
+    echo(text, file=copied)
+    assert terminal.getvalue() == "one two three four five six seven eight nine\n  ten\n"
+    assert pipe.getvalue() == copied.getvalue() == text + "\n"
+
+
+@pytest.mark.parametrize(("columns", "width"), [("80", 80), ("3", LEAST_COLUMNS), ("0", 0), ("-5", 0), ("wide", 0)])
+def test_a_terminal_is_never_too_narrow_for_words(monkeypatch, columns, width):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert terminal_columns(FakeTerminal()) == width
 
 
 def test_long_texts_are_shortened():

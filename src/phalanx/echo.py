@@ -13,6 +13,8 @@ import sys
 import textwrap
 from typing import TextIO
 
+LEAST_COLUMNS = 40
+"""Width below which text is not broken further."""
 _NARROWEST = 30
 """Columns that the last field of a line needs beside the others to be broken into lines there."""
 _FIELDS = re.compile(r"(?<=\S)(?=  +\S)")
@@ -30,8 +32,8 @@ def visible(text: str) -> str:
 def echo(
     text: object = "", *, file: TextIO | None = None, end: str = "\n", flush: bool = False, wrap: bool = False
 ) -> None:
-    """Prints `text` with its control characters visible, to standard output unless a `file` is given; with `wrap` its
-    lines are as wide as the terminal at most."""
+    """Prints `text` with its control characters visible, to standard output unless a `file` is given. With `wrap`,
+    lines that are wider than the terminal are broken."""
     stream = file or sys.stdout
     shown = visible(str(text))
     width = terminal_columns(stream) if wrap else 0
@@ -39,13 +41,15 @@ def echo(
 
 
 def terminal_columns(stream: TextIO) -> int:
-    """Returns the width of the terminal that a stream writes to ($COLUMNS, or its own); 0 if it is none or unknown."""
+    """Returns the width of the terminal that a stream writes to ($COLUMNS, or its own), at least LEAST_COLUMNS; 0 if it
+    is no terminal, or its width is not known."""
     try:
         if not stream.isatty():
             return 0
-        return int(os.environ.get("COLUMNS") or os.get_terminal_size(stream.fileno()).columns)
+        columns = int(os.environ.get("COLUMNS") or os.get_terminal_size(stream.fileno()).columns)
     except (OSError, ValueError):
         return 0
+    return max(columns, LEAST_COLUMNS) if columns > 0 else 0
 
 
 def wrapped(text: str, width: int) -> str:
@@ -55,6 +59,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _parts(line: str, width: int) -> list[str]:
+    """Returns a line as several: as many fields in each as fit."""
     indent = len(line) - len(line.lstrip())
     *fields, last = _FIELDS.split(line)
     parts = [""]

@@ -94,8 +94,9 @@ def _show(words: CommandWords) -> None:
         echo(json.dumps(as_json(program, sizes["element_bytes"])))
         return
     tensor = f"{sizes['elements']:,} elements of {sizes['element_bytes']} bytes"
-    echo(f"{program.name}: {program.ranks} ranks, {tensor} ({gib(sizes['elements'] * sizes['element_bytes'])})")
-    echo("\n".join([*text.counts(program, sizes["element_bytes"]), "", *text.table(program)]))
+    title = f"{program.name}: {program.ranks} ranks, {tensor} ({gib(sizes['elements'] * sizes['element_bytes'])})"
+    echo("\n".join([title, *text.counts(program, sizes["element_bytes"]), ""]), wrap=True)
+    echo("\n".join(text.table(program)))
     if svg:
         echo(f"\nwritten: {svg}")
 

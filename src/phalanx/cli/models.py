@@ -93,12 +93,14 @@ def table(names: Sequence[str], width: int = 0) -> str:
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    name, *figures = (cell.rjust(wide) for cell, wide in zip(row[:_FIGURES], widths, strict=False))
-    words = (cell.ljust(wide) for cell, wide in zip(row[_FIGURES:], widths[_FIGURES:], strict=False))
-    return "  ".join([f"{name.strip():<{widths[0]}}", *figures, *words]).rstrip()
+    """Returns the cells of a row, or its first ones, in columns: figures to the right, words to the left."""
+    cells = enumerate(zip(row, widths, strict=False))
+    aligned = (cell.rjust(wide) if 0 < number < _FIGURES else cell.ljust(wide) for number, (cell, wide) in cells)
+    return "  ".join(aligned).rstrip()
 
 
 def _stacked(row: Sequence[str], widths: Sequence[int], width: int) -> str:
+    """Returns the name and the figures of a row, and below them its words in lines of `width`."""
     below = "\n".join(filled("; ".join(cell for cell in row[_FIGURES:] if cell), width, indent=4))
     return f"{_aligned(row[:_FIGURES], widths)}\n{below}"
 

@@ -293,7 +293,8 @@ def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
         + (f", validation loss {loss:.4f}" if isinstance(loss, float) else "")
         + f".\n  continue:    train.steps={2 * done}{_rate_then(job, manifest)}\n"
         "  start over:  --fresh (the existing run is renamed)\n"
-        f"  text:        phalanx generate {directory.path} --prompt ..."
+        f"  text:        phalanx generate {directory.path} --prompt ...",
+        wrap=True,
     )
     return True
 

@@ -88,14 +88,14 @@ def _print(folder: Path, index: Index, facts: Mapping[str, PackingFacts], *, ver
     corpus = index.corpus
     echo(f"path: {folder}")
     unit = "rows" if index.row_size else "documents"
-    echo(f"corpus: {corpus.description}  {unit}: {corpus.documents:,}  characters: {corpus.characters:,}")
+    echo(f"corpus: {corpus.description}  {unit}: {corpus.documents:,}  characters: {corpus.characters:,}", wrap=True)
     echo(f"vocabulary: {index.vocab_size:,}  dtype: {index.dtype}")
     for split in SPLITS:
         shards = index.splits[split]
         size = sum(shard.bytes for shard in shards)
         echo(f"{split}: {index.tokens(split):,} tokens  shards: {len(shards)}  bytes: {size:,}")
         if split in facts:
-            echo(f"  {facts[split].line()}")
+            echo(f"  {facts[split].line()}", wrap=True)
     echo(f"begins: {_beginning(folder, index)!r}")
     echo(f"verified: {'every digest' if verified else 'sizes only'}  seconds: {seconds:.1f}")
 
