@@ -14,7 +14,7 @@ from phalanx.check.load import load_words
 from phalanx.check.sizes import AT_MOST, size_problems
 from phalanx.cli.main import main
 from phalanx.config import overrides
-from phalanx.config.constraints import Between
+from phalanx.config.constraints import Above, Between
 from phalanx.config.fields import constraints, leaves, replace
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -40,7 +40,11 @@ def problems(words: Iterable[str]) -> list[str]:
 
 def test_every_size_has_a_lower_and_an_upper_bound() -> None:
     shape = {path for path in NUMBERS if path.startswith(("model.", "cluster.", "layout."))}
-    shares = {path for path, ranges in constraints(Job).items() if any(isinstance(one, Between) for one in ranges)}
+    shares = {
+        path
+        for path, ranges in constraints(Job).items()
+        if any(isinstance(one, Between) or (isinstance(one, Above) and one.most == 1) for one in ranges)
+    }
     assert shape <= {path for path, _ in BOUNDS} | shares | {"model.dropout"}
     assert len(BOUNDS) == len({path for path, _ in BOUNDS})
     assert shape <= set(constraints(Job))

@@ -74,6 +74,7 @@ def test_the_script_of_slurm():
         "--account": "me",
         "--export": "HOME,LANG,LOGNAME,PATH,SHELL,USER,HF_TOKEN",
         "--signal": "USR1@120",
+        "--cpus-per-task": "4",
     }
     assert body(text) == [
         "export NCCL_DEBUG=INFO",
@@ -84,6 +85,17 @@ def test_the_script_of_slurm():
         "fi",
         'exit "$code"',
     ]
+
+
+def test_slurm_gives_gpu_ranks_the_cores_and_memory_of_their_node():
+    gpus = replace(REQUEST, devices=4)
+    found = slurm_options(slurm.batch_script(gpus))
+    assert found | {"--exclusive": "", "--mem": "0", "--gpus-per-node": "4"} == found
+    shared = slurm_options(slurm.batch_script(replace(gpus, options=("--mem-per-cpu=4G", "--exclusive=user"))))
+    assert shared["--exclusive"] == "user" and "--mem" not in shared
+    own = replace(gpus, site=replace(SITES["perlmutter"], exclusive=False, directives=[]))
+    found = slurm_options(slurm.batch_script(own))
+    assert found["--cpus-per-task"] == "128" and "--exclusive" not in found
 
 
 def test_sites_and_options_of_slurm():

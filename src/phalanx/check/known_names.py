@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from phalanx.config.clusters import CLUSTERS, LOCAL
 from phalanx.config.corpora import CORPORA
+from phalanx.config.devices import ACCELERATORS
 from phalanx.config.layout import TILED
 from phalanx.config.presets import CATALOGUE
 from phalanx.config.templates import BUILT_IN, OWN_TEMPLATE
@@ -18,6 +19,7 @@ def known_names() -> dict[str, list[str]]:
     return {
         "model.preset": [*CATALOGUE],
         "cluster.preset": [*CLUSTERS, LOCAL],
+        "cluster.accelerator.name": [*ACCELERATORS],
         "layout.schedule": [*SCHEDULES],
         "layout.tile": [*TILED, "all"],
         "data.corpus": [*CORPORA],

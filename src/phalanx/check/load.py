@@ -15,7 +15,9 @@ from phalanx.check.job import problems_of
 from phalanx.check.start import starting_point
 from phalanx.config import overrides, spelling, values, yaml_file
 from phalanx.config.aliases import Derived
-from phalanx.config.clusters import cluster_of
+from phalanx.config.clusters import CLUSTERS, cluster_of
+from phalanx.config.described import describe
+from phalanx.config.devices import ACCELERATORS
 from phalanx.config.fields import get, leaves, replace
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
@@ -134,6 +136,8 @@ def resolve(
     if not job.run.name:
         job = replace(job, "run.name", default_name)
         origins["run.name"] = "the job file's name"
+    if presets and not _states_all("cluster", settings):
+        job = _described(job, found, origins, answers)
     job = _fill_rest(job, found, origins)
     job = _with_defaults_of_optimizer(job, origins)
     job, more, wrong = rules.apply(job, derived, given, origins)
@@ -157,7 +161,7 @@ def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setti
             taken.append(setting)
             continue
         text = spelled(setting.path, setting.text)
-        if reason := spelling.refusal(setting.path, text):
+        if reason := _machine_for_type(setting.path, text) or spelling.refusal(setting.path, text):
             problems.append(_placed(setting.origin, setting.path, reason))
             continue
         if setting.alias or text != setting.text:
@@ -165,6 +169,15 @@ def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setti
             answers.append(f"{word}: taken as {setting.path}={overrides.shown(text)}")
         taken.append(dataclasses.replace(setting, text=text))
     return taken, answers
+
+
+def _machine_for_type(path: str, text: str) -> str:
+    """Returns why a device or a machine is refused where a type of device is expected, or nothing."""
+    known = text in ACCELERATORS or text.partition(":")[0] in CLUSTERS
+    if path != "cluster.device" or not known:
+        return ""
+    field = "cluster.accelerator" if text in ACCELERATORS else "cluster"
+    return f"expected one of auto, cpu, cuda, found {text!r}; did you mean {field}={text}?"
 
 
 def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[str, str]]:
@@ -215,6 +228,17 @@ def _states_all(section: str, settings: Sequence[Setting]) -> bool:
 def _model_of(preset: str) -> ModelConfig:
     """Returns the model of `model.preset`. Raises JobError with the nearest name if it is unknown."""
     return dataclasses.replace(preset_of(preset).model, preset=preset)
+
+
+def _described(job: Job, problems: list[str], origins: dict[str, str], answers: list[str]) -> Job:
+    """Returns the job with every figure of a machine that the user describes (config/described.py)."""
+    from_others = ("default", "preset ", "model.from ", "measured")
+    given = {path for path in leaves() if not origins[path].startswith(from_others)}
+    machine = describe(job.cluster, {path.removeprefix("cluster.") for path in given if path.startswith("cluster.")})
+    problems += [_at(f"cluster.{path}", message, origins) for path, message in machine.problems]
+    origins.update({f"cluster.{path}": origin for path, origin in machine.filled.items()})
+    answers += [machine.note] if machine.note else []
+    return dataclasses.replace(job, cluster=machine.cluster)
 
 
 def _fill_rest(job: Job, problems: list[str], origins: dict[str, str]) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import typing
 from typing import Any
 
@@ -34,7 +35,11 @@ def schema() -> dict[str, Any]:
         place["properties"][field.name] = _of_field(field, names.get(field.path, []))
     for short, path in SECTION_SHORTHAND.items():
         field = reference.fields()[path]
-        root["properties"][short] = _or_word(root["properties"][short], _of_field(field, names.get(path, [])))
+        *outer, last = short.split(".")
+        place = root["properties"]
+        for part in outer:
+            place = place[part].get("then", place[part])["properties"]
+        place[last] = _or_word(place[last], _of_field(field, names.get(path, [])))
     root["properties"][SECTION] = _or_word(
         root["properties"][SECTION], {"type": ["string", "array"], "description": "auto, or a line: dp_shard=4,tp=2"}
     )
@@ -86,6 +91,7 @@ def _limit(found: dict[str, Any], each: Constraint) -> None:
         found["minimum"] = each.least
     if isinstance(each, Above):
         found["exclusiveMinimum"] = each.bound
+        found |= {"maximum": each.most} if math.isfinite(each.most) else {}
     if isinstance(each, Between):
         found["maximum"] = each.most
     if isinstance(each, Below | HalfOpen):

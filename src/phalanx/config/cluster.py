@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from phalanx.config.calibration import Calibration
-from phalanx.config.constraints import Above, AtLeast, Between
+from phalanx.config.constraints import Above, AtLeast
 from phalanx.hashed import Hashed, hashed_once
 
 
@@ -16,7 +16,8 @@ class Accelerator(Hashed):
     """One device, by its data sheet and a measured matrix product."""
 
     name: str = ""
-    """Name of the device; empty if nothing is known about it."""
+    """Name of the device; empty if nothing is known about it. That of a known device (`accelerator: h100-80gb`) brings
+    its figures; figures of any other that are not given are those of the nearest known one."""
     bf16_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak in bfloat16, in TFLOP/s; 0 if it has none."""
     fp16_tflops: Annotated[float, AtLeast(0)] = 0.0
@@ -27,10 +28,10 @@ class Accelerator(Hashed):
     """Dense peak in 4-bit floats, in TFLOP/s."""
     fp32_tflops: Annotated[float, AtLeast(0)] = 0.0
     """Dense peak in float32 (no tensor cores), in TFLOP/s."""
-    ceiling: Annotated[float, Between(0, 1)] = 0.8
+    ceiling: Annotated[float, Above(0, 1)] = 0.8
     """Share of the 16-bit peak that the best matrix product reaches (ml-engineering's maximum achievable matmul FLOPs).
     """
-    fp8_ceiling: Annotated[float, Between(0, 1)] = 0.7
+    fp8_ceiling: Annotated[float, Above(0, 1)] = 0.7
     """Share of the peak that the best 8-bit or 4-bit matrix product reaches."""
     memory_gib: Annotated[float, AtLeast(0)] = 0.0
     """Device memory available to a program, in GiB."""
@@ -60,7 +61,7 @@ class Link:
     """One-way bandwidth per device in GB/s while all devices send; its share of a shared network card."""
     latency_us: Annotated[float, AtLeast(0)] = 0.0
     """Latency of an empty message (alpha), in microseconds."""
-    reached: Annotated[float, Between(0, 1)] = 0.8
+    reached: Annotated[float, Above(0, 1)] = 0.8
     """Share of `gbs` that large messages of a collective reach."""
     pair_gbs: Annotated[float, AtLeast(0)] = 0.0
     """One-way bandwidth between two devices in GB/s if links join pairs instead of a switch; 0: there is a switch, and

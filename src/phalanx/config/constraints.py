@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -30,18 +31,22 @@ class AtLeast:
 
 @dataclass(frozen=True)
 class Above:
-    """A lower bound that is not legal itself."""
+    """A lower bound that is not legal itself, and the largest legal value, if there is one."""
 
     bound: float
+    most: float = math.inf
 
     @property
     def words(self) -> str:
         """The range in a few words."""
-        return f"> {self.bound:g}"
+        return f"> {self.bound:g}" + (f", ≤ {self.most:g}" if math.isfinite(self.most) else "")
 
     def problem(self, value: float) -> str:
         """Returns what is wrong with a value, or nothing."""
-        return "" if value > self.bound else f"must be above {self.bound}, is {value}"
+        if self.bound < value <= self.most:
+            return ""
+        most = f" and at most {self.most:g}" if math.isfinite(self.most) else ""
+        return f"must be above {self.bound}{most}, is {value}"
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from phalanx.nearest import nearest
 SECTION_SHORTHAND = {
     "model": "model.preset",
     "cluster": "cluster.preset",
+    "cluster.accelerator": "cluster.accelerator.name",
     "data": "data.corpus",
     "optimizer": "optimizer.name",
 }

@@ -30,6 +30,9 @@ class Site:
     """The launcher's --cpu-bind if it starts every rank of a full node."""
     cpus_per_rank: int = 0
     """Processors of each rank, if the launcher starts every rank of a full node."""
+    exclusive: bool = True
+    """Slurm: whether a job that uses every accelerator of its nodes asks for the nodes alone, with all their cores and
+    memory."""
     host_suffix: str = ""
     """What follows a node's name in its address on the fast network, such as .hsn.cm.polaris.alcf.anl.gov."""
     account_required: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from pathlib import Path
 
@@ -62,8 +63,25 @@ def _directives(request: SubmitRequest) -> list[str]:
     # Without B: the signal goes to the steps, whose tasks pass it on to the ranks.
     found += [f"--signal=USR1@{request.signal_s}"] if request.signal_s else []
     found += [f"--gpus-per-node={request.devices}"] if request.devices else []
+    found += _node_share(request, [*site_directives(request)])
     found += ["--no-kill"] if grid.least_nodes < grid.nodes else []
     return [*found, *site_directives(request)]
+
+
+def _node_share(request: SubmitRequest, others: list[str]) -> list[str]:
+    """Returns the options for the cores and the memory of the ranks, but for those that the site or the user sets:
+    without them a site that allots cores gives one to a task that starts every rank of a node."""
+    grid, site = request.grid, request.site
+    cores = site.cpus_per_rank * (1 if request.ranks_by == "launcher" else grid.per_node)
+    wanted = {"--cpus-per-task": f"--cpus-per-task={cores}"} if cores else {}
+    if request.devices and site.exclusive:
+        wanted |= {"--exclusive": "--exclusive", "--mem": "--mem=0"}
+    elif not request.devices and not cores and request.ranks_by != "launcher" and grid.per_node > 1:
+        wanted["--cpus-per-task"] = f"--cpus-per-task={grid.per_node}"
+    stated = {re.split(r"[=\s]", option, maxsplit=1)[0] for option in others}
+    stated |= {"--cpus-per-task"} if stated & {"-c", "--cpus-per-gpu"} else set()
+    stated |= {"--mem"} if stated & {"--mem-per-cpu", "--mem-per-gpu"} else set()
+    return [option for name, option in wanted.items() if name not in stated]
 
 
 def submit_command(file: Path) -> tuple[str, ...]:
