@@ -36,7 +36,8 @@ def test_a_known_device_with_own_links_is_the_preset_with_these_links() -> None:
     assert own.origins["cluster.intra.gbs"] == "as dgx-h100"
     assert any("intra.gbs 450" in answer for answer in own.answers)
     slower = load("cluster.accelerator=h100-80gb", "cluster.inter.gbs=12")
-    assert slower.job.cluster.inter.gbs == 12 and seconds(slower) > seconds(own)
+    assert slower.job.cluster.inter.gbs == 12
+    assert seconds(slower) > seconds(own)
 
 
 def test_a_data_sheet_is_completed_from_the_nearest_device_and_says_so() -> None:
@@ -93,4 +94,5 @@ def test_the_interval_of_a_described_machine_is_wider() -> None:
     own = load("cluster.accelerator=h100-80gb", "cluster.inter.gbs=50").job
     preset = load_words(parse([*JOB, "cluster=dgx-h100:2"])).job
     wide, narrow = (step_spec(job, job.model.vocab_size).framework.spread for job in (own, preset))
-    assert wide[0] < narrow[0] and wide[1] > narrow[1]
+    assert wide[0] < narrow[0]
+    assert wide[1] > narrow[1]

@@ -92,10 +92,12 @@ def test_slurm_gives_gpu_ranks_the_cores_and_memory_of_their_node():
     found = slurm_options(slurm.batch_script(gpus))
     assert found | {"--exclusive": "", "--mem": "0", "--gpus-per-node": "4"} == found
     shared = slurm_options(slurm.batch_script(replace(gpus, options=("--mem-per-cpu=4G", "--exclusive=user"))))
-    assert shared["--exclusive"] == "user" and "--mem" not in shared
+    assert shared["--exclusive"] == "user"
+    assert "--mem" not in shared
     own = replace(gpus, site=replace(SITES["perlmutter"], exclusive=False, directives=[]))
     found = slurm_options(slurm.batch_script(own))
-    assert found["--cpus-per-task"] == "128" and "--exclusive" not in found
+    assert found["--cpus-per-task"] == "128"
+    assert "--exclusive" not in found
 
 
 def test_sites_and_options_of_slurm():

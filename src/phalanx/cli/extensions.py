@@ -13,7 +13,7 @@ from phalanx.registry import GROUP, OWN, installed
 VERB = CommandVerb(
     "extensions",
     "Lists what installed packages add. A package adds entries through an entry point of the group "
-    f"{GROUP} (docs/extending.md).",
+    f"{GROUP} (`phalanx docs extending`).",
     {
         "list": Command(about="list every package and its entries; this is done without a command, too"),
         "names": Command(about="list all names of every table, the project's own too"),

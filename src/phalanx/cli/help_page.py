@@ -122,7 +122,7 @@ def _page(page: VerbPage, width: int, *, hidden: Collection[str] = (), clips: bo
 
         text = (
             f"Fields of a job are set as key=value or --key value. Sections: {', '.join(outer_sections())}. "
-            "`--help layout` explains a section, docs/job.md every field."
+            "`--help layout` explains a section, `phalanx docs job` every field."
         )
         yield from ("", *filled(text, width))
 

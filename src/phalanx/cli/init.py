@@ -105,7 +105,10 @@ def run(argv: Sequence[str]) -> int:
     _write_schema(path.parent / SCHEMA)
     echo(f"written: {path}\n  layout:  {loaded.job.layout.line()}{f'  ({facts})' if facts else ''}", wrap=True)
     if job.cluster == HERE:
-        echo(f"  train:   phalanx train {path}\n  change:  edit it (docs/job.md), or phalanx train {path} --steps 1000")
+        echo(
+            f"  train:   phalanx train {path}\n"
+            f"  change:  edit it (`phalanx docs job`), or phalanx train {path} --steps 1000"
+        )
     else:
         echo(f"  predict: phalanx predict {path}\n  there:   phalanx launch {path} --nnodes {loaded.job.cluster.nodes}")
     return 0
@@ -144,7 +147,9 @@ def _answers(given: dict[str, str], asks: bool) -> NewJob:
 def _question(name: str, answers: dict[str, str]) -> Question:
     """Returns a question, whose default depends on earlier answers."""
     if name == "cluster":
-        text = f"1/5  Machine: this ({_devices_here()}), or one to plan for, such as dgx-h100:4 (docs/devices.md)"
+        text = (
+            f"1/5  Machine: this ({_devices_here()}), or one to plan for, such as dgx-h100:4 (`phalanx docs devices`)"
+        )
         return Question(name, text, HERE, lambda text: text == HERE or cluster_of(text))
     here = answers["cluster"] == HERE
     if name == "model":

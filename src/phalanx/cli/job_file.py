@@ -23,7 +23,7 @@ LEAST_COMMENT = 40
 NOTES = {
     "model.preset": "other fields of this section override it",
     "model.activation": "the MLP's: gelu, or with a gate swiglu, geglu",
-    "cluster.preset": "machine and number of its nodes (docs/devices.md)",
+    "cluster.preset": "machine and number of its nodes (`phalanx docs devices`)",
     "layout.auto": "the planner chooses it when training starts",
     "layout.dp_replicate": "data-parallel replicas with whole copies (DDP)",
     "layout.dp_shard": "data-parallel ranks that shard the state (ZeRO, FSDP)",
@@ -31,7 +31,7 @@ NOTES = {
     "layout.accumulate": "sharded: gradients of every micro-batch, less memory, more traffic",
     "layout.micro_batch": "sequences in one forward pass of a data rank",
     "layout.accumulation": "micro-batches per step and data rank",
-    "data.corpus": "docs/data.md lists them",
+    "data.corpus": "`phalanx docs data` lists them",
     "data.tokenizer": "char, byte, bpe (trained on the corpus), or a tokenizer.json",
     "train.precision": "bf16 and fp16 keep fp32 master weights",
     "checkpoint.every": "steps between checkpoints; the newest two are kept",
@@ -54,7 +54,7 @@ def as_job_file(loaded: LoadedJob, facts: str, command: str, schema: str) -> str
 def _lines(loaded: LoadedJob, facts: str, command: str, schema: str) -> Iterator[str]:
     yield f"# yaml-language-server: $schema={schema}"
     yield f"# {command}"
-    yield "# Every field: docs/job.md, or `phalanx train --help SECTION`."
+    yield "# Every field: `phalanx docs job`, or `phalanx train --help SECTION`."
     for section, values in as_dict(loaded.job).items():
         paths = [f"{section}.{name}" for name in values if _is_written(loaded, f"{section}.{name}")]
         if not paths:

@@ -158,7 +158,7 @@ def _refuse_program(first: Sequence[str]) -> None:
     if first[0] in ("doctor", "test-dist", "verify", "generate"):
         raise JobError(
             f"phalanx launch starts training only; start `phalanx {first[0]}` with srun, mpiexec or torchrun "
-            "(docs/launch.md)"
+            "(`phalanx docs launch`)"
         )
 
 

@@ -36,6 +36,8 @@ VERBS = {
     "collectives": "algorithms of collectives: list, draw, count and check them",
     "schema": "every field of a job: as JSON schema for editors, or as a page",
     "completion": "completion of verbs, options and fields for bash, zsh or fish",
+    "examples": "write the example jobs, or list them",
+    "docs": "print a page of the documentation, or list the pages",
     "extensions": "what installed packages add: schedules, machines, corpora",
 }
 EXIT_CODES = {
