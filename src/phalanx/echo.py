@@ -13,6 +13,8 @@ import sys
 import textwrap
 from typing import TextIO
 
+from phalanx.errors import OutputError
+
 LEAST_COLUMNS = 40
 """Width below which text is not broken further."""
 _NARROWEST = 30
@@ -37,7 +39,12 @@ def echo(
     stream = file or sys.stdout
     shown = visible(str(text))
     width = terminal_columns(stream) if wrap else 0
-    print(wrapped(shown, width) if width else shown, file=stream, end=end, flush=flush)
+    try:
+        print(wrapped(shown, width) if width else shown, file=stream, end=end, flush=flush)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"the output cannot be written: {error.strerror}") from None
 
 
 def terminal_columns(stream: TextIO) -> int:

@@ -61,6 +61,16 @@ class CheckpointError(PhalanxError):
     exit_code = 4
 
 
+class NotFoundError(CheckpointError, DataError):
+    """A path, run, step or file that the user names does not exist: bad usage, while nothing is corrupt."""
+
+    exit_code = 2
+
+
+class OutputError(RunError):
+    """Standard output or standard error cannot be written."""
+
+
 class DamagedCheckpointError(CheckpointError):
     """A checkpoint is incomplete or corrupt, or holds NaN: an older one may serve."""
 

@@ -1,10 +1,15 @@
-"""Likely meanings of a wrong value and nearest legal values, for error messages."""
+"""Likely meanings of a wrong value or path and nearest legal values, for error messages."""
 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable
 from math import isqrt
+from pathlib import Path
+
+_MOST_RUNS = 8
+"""Most runs that a message lists."""
 
 
 def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -34,3 +39,27 @@ def nearest_of(legal: Iterable[int], wanted: int, count: int = 3) -> str:
     """Returns the numbers that are nearest to `wanted`, as text."""
     near = sorted(sorted(legal, key=lambda d: (abs(d - wanted), d))[:count])
     return ", ".join(map(str, near))
+
+
+def near_file(path: Path) -> str:
+    """Returns the end of a message about a file that is not there, "; did you mean data/train.txt?", or nothing."""
+    try:
+        names = [each.name for each in path.parent.iterdir()]
+    except OSError:
+        return f": there is no folder {path.parent}"
+    meant = nearest(path.name, names)
+    return f"; did you mean {path.parent / meant}?" if meant else ""
+
+
+def no_run(path: Path, lacks: str) -> str:
+    """Returns the message about a path that is no run's directory, since it has no such files, with the nearest run
+    beside it or in runs/."""
+    known = sorted({str(config.parent) for at in (path.parent, Path("runs")) for config in at.glob("*/config.yaml")})
+    by_name = {Path(run).name: run for run in known}
+    meant = nearest(path.name, by_name)
+    more = f" and {len(known) - _MOST_RUNS} more" if len(known) > _MOST_RUNS else ""
+    hint = f"; did you mean {by_name[meant]}?" if meant else ""
+    hint = hint or (f"; there are: {', '.join(known[:_MOST_RUNS])}{more}" if known else "")
+    what = f"it has {lacks}" if os.path.isdir(path) else "there is no such folder"
+    what = "it is a file" if os.path.isfile(path) else what
+    return f"no run in {path}: {what}{hint}"

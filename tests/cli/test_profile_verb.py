@@ -27,7 +27,7 @@ def test_a_profile_is_shown_again(run, capsys):
     ("words", "code", "said"),
     [
         (["{run}x"], 2, "did you mean {run}?"),
-        (["{run}/.."], 4, "no profile in"),
+        (["{run}/.."], 2, "no profile in"),
         (["{run}", "--jsn"], 2, "unknown option --jsn"),
         (["{run}", "b"], 2, "takes RUN, found {run} b"),
         (["--json"], 2, "takes RUN, found nothing"),

@@ -160,7 +160,7 @@ def test_what_is_no_tokenizer_is_refused(content: str, message: str, tmp_path: P
 
 
 def test_a_missing_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"cannot read the tokenizer .*tokenizer\.json: No such file"):
+    with pytest.raises(DataError, match=r"data\.tokenizer=.*: there is no such file"):
         Tokenizer.load(tmp_path)
 
 

@@ -178,7 +178,7 @@ def test_every_mistake_is_told_at_once(run, capsys):
         assert problem in error
     assert "--corpus and --files both name a text" in error
     assert "--batch-size: must be at least 1, is 0" in error
-    assert main(["evaluate", "none", "--files", "text.txt"]) == 4
+    assert main(["evaluate", "none", "--files", "text.txt"]) == 2
     assert "no run in none" in capsys.readouterr().err
     assert main(["evaluate", "run", "--files", "absent.txt"]) == 4
     assert "there is no such file or folder" in capsys.readouterr().err

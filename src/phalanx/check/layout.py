@@ -308,7 +308,8 @@ def _world(layout: Layout, nodes: int, devices_per_node: int) -> Iterator[Proble
         )
         yield (
             "layout",
-            f"{product}, but the cluster has nodes {nodes} × devices {devices_per_node} = {devices}; {legal}",
+            f"{product}, but the cluster has nodes {nodes} × devices {devices_per_node} = {devices}; {legal}; "
+            "`phalanx plan` finds the best layout, layout=auto uses it",
         )
 
 

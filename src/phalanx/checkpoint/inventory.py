@@ -17,7 +17,8 @@ from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.meta import job_of, problems
 from phalanx.checkpoint.retention import Retention, SurveyedCheckpoint, best_path, expired_of, survey, val_loss_of
 from phalanx.checkpoint.validity import by_age, digest_problem, directory_of, newest_valid, size_problem
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, NotFoundError
+from phalanx.nearest import no_run
 
 HASHING_THREADS = 4
 """Files that are hashed at a time, on as many cores: their digests keep up with the disk."""
@@ -30,8 +31,8 @@ def root_of(path: Path) -> Path:
         if os.path.isdir(root) and (root != path or by_age(root)):
             return root
     if not os.path.exists(path):
-        raise CheckpointError(f"{path} does not exist")
-    raise CheckpointError(f"no checkpoints in {path}: it is neither a run's directory nor a folder of step-NNNNNN")
+        raise NotFoundError(no_run(path, "nothing"))
+    raise NotFoundError(f"no checkpoints in {path}: it is neither a run's directory nor a folder of step-NNNNNN")
 
 
 def form_of(path: Path) -> Literal["checkpoint", "safetensors", "dcp"]:
@@ -63,7 +64,7 @@ def checkpoint_at(path: Path, step: int = 0) -> Path:
     if not os.path.isdir(found):
         steps = [str(each) for each, _ in by_age(root)]
         more = f", and {len(steps) - 10} older ones" if len(steps) > 10 else ""
-        raise CheckpointError(f"{root} has no checkpoint of step {step}; there are: {', '.join(steps[:10])}{more}")
+        raise NotFoundError(f"{root} has no checkpoint of step {step}; there are: {', '.join(steps[:10])}{more}")
     return found
 
 

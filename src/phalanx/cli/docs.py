@@ -13,7 +13,7 @@ VERB = CommandVerb(
     "docs",
     "Prints a page of the documentation as Markdown, or lists the pages. Messages and help name pages by these names.",
     {WHOLE: Command(("[PAGE]",))},
-    (("docs job | less", "every field of a job"), ("docs tutorials/first-run", "a tutorial")),
+    (("docs job", "every field of a job"), ("docs tutorials/first-run", "a tutorial")),
     default=WHOLE,
 )
 

@@ -14,7 +14,8 @@ from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.cli.option import Option
 from phalanx.data.progress import stderr_progress
 from phalanx.echo import echo
-from phalanx.errors import CheckpointError, JobError
+from phalanx.errors import JobError, NotFoundError
+from phalanx.nearest import no_run
 
 VERB = CommandVerb(
     "export",
@@ -56,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
         raise JobError("phalanx export needs --to hf")
     limit = {"most_file_bytes": _bytes(words.options["max_shard_size"])} if "max_shard_size" in words.options else {}
     if not os.path.exists(words.subjects[0]):
-        raise CheckpointError(f"{words.subjects[0]} does not exist")  # before torch is imported, which takes seconds
+        raise NotFoundError(no_run(Path(words.subjects[0]), "nothing"))  # before torch is imported, which takes seconds
     from phalanx.checkpoint.sources import open_source  # imported here, because it imports torch
     from phalanx.exchange import export_report
     from phalanx.exchange.export import export

@@ -14,6 +14,12 @@ DARK = {"dark": "a picture in .png on a dark ground instead of a white one"}
 """The switch of every verb that draws pictures."""
 
 
+PICTURES = (".svg", ".png")
+"""Endings of the files that pictures are written to."""
+_DRAWN = ("svg", "failures_svg")
+"""Options that take a picture."""
+
+
 def wants_dark(switches: Collection[str], options: Mapping[str, Any], *names: str) -> bool:
     """Returns whether `--dark` is given. Raises JobError if none of the options names a PNG: an SVG follows the
     reader's preference."""
@@ -25,7 +31,11 @@ def wants_dark(switches: Collection[str], options: Mapping[str, Any], *names: st
 
 def check_folders(options: Mapping[str, Any], *names: str) -> None:
     """Raises JobError, before any computation, if an option names a file that cannot be written."""
-    problems = []
+    problems = [
+        f"--{name} {options[name]}: a picture is written as {' or '.join(PICTURES)}; name a file that ends so"
+        for name in names
+        if name in _DRAWN and options[name] and Path(options[name]).suffix not in PICTURES
+    ]
     for name in names:
         path = Path(options[name])
         if options[name] and not os.path.isdir(path.parent):

@@ -12,10 +12,9 @@ from pathlib import Path
 
 from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.cli.job_file import as_job_file
-from phalanx.cli.job_plan import HERE, SMALL, NewJob, planned_job
+from phalanx.cli.job_plan import HERE, SMALL, NewJob, machine_of, planned_job
 from phalanx.cli.option import Option
 from phalanx.cli.schema import schema_text
-from phalanx.config.clusters import cluster_of
 from phalanx.config.corpora import CORPORA
 from phalanx.config.presets import FROM_FILE, named, preset_of
 from phalanx.echo import echo
@@ -150,7 +149,7 @@ def _question(name: str, answers: dict[str, str]) -> Question:
         text = (
             f"1/5  Machine: this ({_devices_here()}), or one to plan for, such as dgx-h100:4 (`phalanx docs devices`)"
         )
-        return Question(name, text, HERE, lambda text: text == HERE or cluster_of(text))
+        return Question(name, text, HERE, lambda text: text == HERE or machine_of(text))
     here = answers["cluster"] == HERE
     if name == "model":
         text = "2/5  Model: small (0.9 million parameters), a preset (`phalanx models`), hf:FOLDER, or a run"
@@ -210,7 +209,7 @@ def _batch_for(answers: dict[str, str]) -> int:
     """Returns the number of sequences of a million tokens, at least one per device, as a power of two."""
     model = answers["model"]
     length = preset_of(named(model)).model.seq_len if model != SMALL and not os.path.isdir(model) else 128
-    devices = cluster_of(answers["cluster"]).devices
+    devices = machine_of(answers["cluster"]).devices
     wanted = max(TOKENS_PER_STEP // length, devices, 1)
     return 1 << (wanted - 1).bit_length()
 

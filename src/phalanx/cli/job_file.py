@@ -57,15 +57,30 @@ def _lines(loaded: LoadedJob, facts: str, command: str, schema: str) -> Iterator
     yield "# Every field: `phalanx docs job`, or `phalanx train --help SECTION`."
     for section, values in as_dict(loaded.job).items():
         paths = [f"{section}.{name}" for name in values if _is_written(loaded, f"{section}.{name}")]
-        if not paths:
+        nested = {name: inner for name, inner in values.items() if isinstance(inner, dict)}
+        inner_paths = {
+            name: [path for path in (f"{section}.{name}.{each}" for each in inner) if _is_written(loaded, path)]
+            for name, inner in nested.items()
+        }
+        if not paths and not any(inner_paths.values()):
             continue
         yield from ("", f"{section}:")
         if section == "layout" and facts:
             yield f"  # {facts}"
         for path in paths:
             name = path.partition(".")[2]
-            text = yaml.safe_dump(values[name], default_flow_style=True, width=10_000).removesuffix("...\n").strip()
-            yield _line(f"  {name}: {text}", _comment(loaded, path))
+            yield _line(f"  {name}: {_dumped(values[name])}", _comment(loaded, path))
+        for outer, found in inner_paths.items():
+            if not found:
+                continue
+            yield f"  {outer}:"
+            for path in found:
+                name = path.rpartition(".")[2]
+                yield _line(f"    {name}: {_dumped(nested[outer][name])}", _comment(loaded, path))
+
+
+def _dumped(value: object) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
 
 
 def _is_written(loaded: LoadedJob, path: str) -> bool:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from phalanx.check.load import LoadedJob, load_words
 from phalanx.cli.auto_layout import fixed_of, on_known_devices, with_layout, worlds_of
-from phalanx.config import local_cluster, overrides
+from phalanx.config import local_cluster, overrides, yaml_file
+from phalanx.config.cluster import Cluster
+from phalanx.config.clusters import cluster_of
 from phalanx.config.corpora import CORPORA
 from phalanx.config.presets import FROM_FILE, named, preset_of
 from phalanx.config.tokenizers import MIN_BPE_VOCAB
@@ -86,7 +88,9 @@ def _fields(job: NewJob) -> dict[str, str]:
         fields["model.preset"] = name
         vocab = preset_of(name).model.vocab_size
     here = job.cluster == HERE
-    if not here:
+    if is_file(job.cluster):
+        fields |= described_machine(job.cluster)
+    elif not here:
         fields["cluster.preset"] = job.cluster
     fields |= _data(job, vocab)
     fields["optimizer.lr"] = SMALL_LR if job.model == SMALL else USUAL_LR
@@ -98,6 +102,35 @@ def _fields(job: NewJob) -> dict[str, str]:
         fields["train.eval_every"] = str(max(1, job.steps // 5))
     fields["checkpoint.every"] = str(max(1, job.steps // 2))
     return fields
+
+
+def is_file(cluster: str) -> bool:
+    """Returns whether the machine is one that a file describes."""
+    return cluster.endswith((".yaml", ".yml"))
+
+
+def machine_of(cluster: str) -> Cluster:
+    """Returns the machine of a preset, or of the section `cluster` of a job file. Raises JobError if it is none."""
+    if not is_file(cluster):
+        return cluster_of(cluster)
+    words = [f"{path}={value}" for path, value in described_machine(cluster).items()]
+    return load_words(overrides.parse([*words, "layout=auto"])).job.cluster
+
+
+def described_machine(file: str) -> dict[str, str]:
+    """Returns the fields of the section `cluster` of a job file. Raises JobError with what is wrong with the file, or
+    if it describes no machine."""
+    settings, problems = yaml_file.read(Path(file))
+    found = {
+        each.path: ",".join(each.text) if isinstance(each.text, list) else each.text
+        for each in settings
+        if each.path.startswith("cluster.")
+    }
+    if not problems and not any(path.startswith(("cluster.preset", "cluster.accelerator.")) for path in found):
+        problems = [f"{file}: no section `cluster` with a machine, such as cluster: {{accelerator: h100-80gb}}"]
+    if problems:
+        raise JobError(problems)
+    return found
 
 
 def _data(job: NewJob, vocab: int) -> dict[str, str]:

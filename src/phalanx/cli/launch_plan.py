@@ -8,13 +8,15 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from phalanx.blocks.parameters import count
 from phalanx.check.show import as_yaml
 from phalanx.cli.job_words import JobWords
+from phalanx.config.fields import get
 from phalanx.config.job import Job
 from phalanx.errors import JobError
 from phalanx.launch.exported import Exported, exported
@@ -28,6 +30,8 @@ from phalanx.launch.submit.script import SubmitRequest, parse_time
 from phalanx.launch.where import IN_WORDS, LaunchPlace, where
 
 _DEVICES_S = 20.0
+LARGE_PARAMETERS = 500_000_000
+"""Parameters from which on nobody trains on the default corpus, or for the default number of steps, on purpose."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +82,20 @@ class LaunchPlan:
                 f"uses {grid.per_node} of {self.devices} devices per node: the layout has {grid.processes} processes, "
                 f"{grid.nnodes} node{'' if grid.nnodes == '1' else 's'} {there} devices"
             )
-        return found
+        return [*found, *self._left_at_default]
+
+    @property
+    def _left_at_default(self) -> list[str]:
+        """A warning for each field of a large model that is submitted with the default for a first try on a laptop."""
+        loaded = self.words.loaded
+        job, options = loaded.job, self.words.options
+        if not options["submit"] or count(replace(job.model, vocab_size=job.model.vocab_size or 1)) < LARGE_PARAMETERS:
+            return []
+        left = {path: get(job, path) for path in ("data.corpus", "train.steps") if loaded.origins[path] == "default"}
+        return [
+            f"warning: {path} is not set: {job.model.preset or 'a large model'} trains on its default, {value}"
+            for path, value in left.items()
+        ]
 
     @property
     def grid_document(self) -> dict[str, Any]:

@@ -10,12 +10,12 @@ import signal
 import stat
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 import phalanx
 from phalanx.cli.verbs import EXIT_CODES, VERBS, module_of
 from phalanx.echo import echo, shortened
-from phalanx.errors import JobError, PhalanxError
+from phalanx.errors import JobError, OutputError, PhalanxError
 from phalanx.launch.environment import LAUNCHER_PID
 from phalanx.launch.meet.detected import detected
 from phalanx.launch.meet.told import ToldError
@@ -48,7 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         # A reader who is slow or gone must not stop training. Other verbs have nothing to do without one.
         with unblocked() if words[:1] == ["train"] else nullcontext():
-            return _run_and_tell(words)
+            code = _run_and_tell(words)
+            _flush()
+            return code
+    except OutputError as error:  # a full disk behind > FILE
+        _discard_output()
+        return error.exit_code
     except BrokenPipeError:
         _discard_output()
         return 128 + signal.SIGPIPE
@@ -60,6 +65,10 @@ def _run_and_tell(argv: Sequence[str]) -> int:
             return run(argv)
     except ToldError as error:  # another rank prints it
         return error.exit_code
+    except OutputError as error:
+        with suppress(OutputError, OSError):
+            echo(message_of(error), file=sys.stderr)
+        raise
     except PhalanxError as error:
         echo(message_of(error), file=sys.stderr, wrap=True)
         return error.exit_code
@@ -76,12 +85,25 @@ def _escape_what_the_locale_lacks() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+def _flush() -> None:
+    """Writes what standard output still holds. Raises OutputError, after its message, if that fails."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        wrong = OutputError(f"the output cannot be written: {error.strerror}")
+        with suppress(OutputError, OSError):
+            echo(message_of(wrong), file=sys.stderr)
+        raise wrong from None
+
+
 def _discard_output() -> None:
     """Sends the streams whose reader (head, less) is gone to /dev/null: Python flushes them once more at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except BrokenPipeError:
+        except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -16,6 +16,7 @@ from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb
 from phalanx.cli.option import Option
+from phalanx.config import values
 from phalanx.cost.breakdown import duration, subject
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
@@ -172,7 +173,7 @@ def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance
     for option, said in (*(("straggler", word) for word in stragglers), *(("slow-link", word) for word in links)):
         what, _, number = said.partition("=")
         try:
-            factor = float(number)
+            factor = values.convert(number, float)
         except ValueError:
             problems.append(f"--{option} {said}: expected a factor after the =, such as {what or 3}=1.5")
             continue

@@ -85,6 +85,9 @@ def _is_layout_line(word: str) -> bool:
 def _flag(word: str, rest: deque[str], switches: Collection[str], words: CommandLine) -> None:
     name, equals, text = word[2:].partition("=")
     plain = name.replace("-", "_")
+    if plain in switches and equals:
+        words.problems.append(f"--{name} takes no value, found {text!r}: give it alone, or leave it out")
+        return
     if plain in switches and not equals:
         words.switches.add(plain)
         return
@@ -111,6 +114,9 @@ def _flag(word: str, rest: deque[str], switches: Collection[str], words: Command
 
 
 def _set(name: str, text: str, word: str, words: CommandLine) -> None:
+    if not name:
+        words.problems.append(f"{word!r} names no field: expected key=value")
+        return
     path = resolve(name, text)
     if path is None and _alias(name, text, word, words):
         return

@@ -25,7 +25,8 @@ from phalanx.config.data import Data
 from phalanx.config.tokenizers import END_OF_TEXT, END_OF_TURN, TOKENIZERS
 from phalanx.data.corpus import code_points
 from phalanx.data.files import write_atomic
-from phalanx.errors import DataError, ExtensionError, PhalanxError
+from phalanx.errors import DataError, ExtensionError, NotFoundError, PhalanxError
+from phalanx.nearest import near_file
 from phalanx.registry import package_code
 
 FILE = "tokenizer.json"
@@ -94,6 +95,10 @@ class Tokenizer(ABC):
         try:
             text = read_bytes(file).decode()
             stored = parse_json(text)
+        except FileNotFoundError:
+            raise NotFoundError(
+                f"data.tokenizer={path}: there is no such file{near_file(file)} (built in: {', '.join(TOKENIZERS)})"
+            ) from None
         except OSError as error:
             raise DataError(f"cannot read the tokenizer {file}: {error.strerror}") from error
         except ValueError as error:

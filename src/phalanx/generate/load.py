@@ -12,10 +12,11 @@ import torch
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.bounded import field
 from phalanx.checkpoint.boxes import Box
+from phalanx.checkpoint.inventory import checkpoint_at
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.reader import Reader
-from phalanx.checkpoint.validity import check, directory_of, newest_valid
+from phalanx.checkpoint.validity import check, newest_valid
 from phalanx.data.chat_prompt import ChatPrompts
 from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import CheckpointError, JobError
@@ -89,7 +90,7 @@ def find(path: Path, step: int = 0, verify: bool = True) -> Manifest:
     directory.require()
     root = directory.checkpoints
     if step:
-        return check(directory_of(root, step), verify)
+        return check(checkpoint_at(root, step), verify)
     manifest = newest_valid(root, verify, report=log.warning)
     if manifest is None:
         raise CheckpointError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.bounded import parse_json, read_bytes
-from phalanx.errors import DataError
+from phalanx.errors import DataError, NotFoundError
+from phalanx.nearest import near_file
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -13,6 +14,10 @@ def read_prompts(path: Path) -> list[str]:
     other each line that is not blank is a prompt. Raises DataError with every line that is not one."""
     try:
         lines = read_bytes(path).decode().splitlines()
+    except FileNotFoundError:
+        raise NotFoundError(f"--prompts {path}: there is no such file{near_file(path)}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"--prompts {path}: byte {error.start} is not UTF-8; convert the file to UTF-8") from None
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the prompts {path}: {error}") from error
     prompts: list[str] = []
@@ -31,7 +36,7 @@ def read_prompts(path: Path) -> list[str]:
         more = f" (and {len(problems) - 10} more)" if len(problems) > 10 else ""
         raise DataError("; ".join(problems[:10]) + more)
     if not prompts:
-        raise DataError(f"{path} has no prompts: give one per line, or JSON lines in a .jsonl file")
+        raise NotFoundError(f"{path} has no prompts: give one per line, or JSON lines in a .jsonl file")
     return prompts
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from phalanx.bounded import read_json, read_tail, read_text
 from phalanx.check.load import LoadedJob, load_file
-from phalanx.errors import DataError, PhalanxError
-from phalanx.nearest import nearest
+from phalanx.errors import NotFoundError, PhalanxError
+from phalanx.nearest import no_run
 from phalanx.report.metrics import Metrics, Row
 
 MOST_HISTORY = 200
@@ -111,13 +111,10 @@ def read_run(path: Path) -> RunRecord:
 
 
 def require_run(path: Path) -> None:
-    """Raises DataError if a folder is no run's directory; names the nearest one."""
+    """Raises NotFoundError if a folder is no run's directory; names the nearest one."""
     if (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file():
         return
-    known = sorted(str(config.parent) for config in path.parent.glob("*/config.yaml"))
-    meant = nearest(str(path), known)
-    hint = f"; did you mean {meant}?" if meant else f"; runs there: {', '.join(known[:8])}" if known else ""
-    raise DataError(f"no run in {path}: it has neither config.yaml nor metrics.jsonl{hint}")
+    raise NotFoundError(no_run(path, "neither config.yaml nor metrics.jsonl"))
 
 
 def is_alive(path: Path) -> bool:

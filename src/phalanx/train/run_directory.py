@@ -33,7 +33,8 @@ from phalanx.config.job import Job
 from phalanx.data.files import open_regular, write_atomic
 from phalanx.data.template import TEMPLATE_FILES
 from phalanx.echo import echo, shortened
-from phalanx.errors import CheckpointError, JobError, RunError
+from phalanx.errors import JobError, NotFoundError, RunError
+from phalanx.nearest import no_run
 from phalanx.train import run_lock
 from phalanx.train.facts import extension_facts
 
@@ -151,12 +152,10 @@ class RunDirectory:
             )
 
     def require(self) -> None:
-        """Raises CheckpointError if this is not the directory of a run; names the runs beside it."""
+        """Raises NotFoundError if this is not the directory of a run; names the runs beside it."""
         if os.path.isfile(self.config):
             return
-        known = sorted(str(config.parent) for config in self.path.parent.glob("*/config.yaml"))
-        hint = f"; runs there: {', '.join(known)}" if known else ""
-        raise CheckpointError(f"no run in {self.path}: it has no config.yaml{hint}")
+        raise NotFoundError(no_run(self.path, "no config.yaml"))
 
     @contextlib.contextmanager
     def lock(self, *, fresh: bool = False) -> Iterator[Path | None]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from phalanx.bounded import field, read_json
 from phalanx.cost.compared import ComparedPart
-from phalanx.errors import DataError
+from phalanx.errors import DataError, NotFoundError
 from phalanx.train.profile.shares import Shares
 from phalanx.units import counted, gib, listed
 
@@ -43,7 +43,7 @@ def read(run: Path) -> dict[str, Any]:
         list(lines(document))
     except FileNotFoundError:
         hint = "profile steps of it with train.profile.steps=[10, 12]"
-        raise DataError(f"no profile in {run}: there is no {path}; {hint}") from None
+        raise NotFoundError(f"no profile in {run}: there is no {path}; {hint}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise DataError(f"{path} is no profile of this version: {error}") from None
     return document
