@@ -78,6 +78,9 @@ def _chat_problems(data: Data) -> Iterator[tuple[str, str]]:
             "data.template",
             f"no template {data.template!r}{hint} (known: {', '.join(names)}; your own: a .jinja file)",
         )
+    for pair in data.columns:
+        if not all(pair.partition(":")[::2]):
+            yield "data.columns", f"expected THEIRS:OURS, such as [question:prompt,answer:completion], found {pair!r}"
     if data.packing and not data.document_mask:
         yield (
             "data.packing",
@@ -169,7 +172,7 @@ CORPORA = Registry(
             rows="phalanx.data.rows:chat_rows",
             describe="phalanx.data.corpus:text_description",
             identity="phalanx.data.template:template_identity",
-            settings=("path", "template"),
+            settings=("path", "template", "columns", "ignore_keys"),
             rules=_chat_problems,
         ),
         "preferences": CorpusEntry(
@@ -180,7 +183,7 @@ CORPORA = Registry(
             row_size=2,
             describe="phalanx.data.corpus:text_description",
             identity="phalanx.data.template:template_identity",
-            settings=("path", "template"),
+            settings=("path", "template", "columns", "ignore_keys"),
             rules=_preference_problems,
         ),
         "random": CorpusEntry(

@@ -22,7 +22,12 @@ class Data:
     path: str = ""
     """A text or JSONL file, or a folder of them (corpora text and chat); or a local copy of tiny Shakespeare."""
     text_field: str = "text"
-    """The field of each JSON line that holds the text."""
+    """The field of each record (JSON, or a column of CSV, TSV, Parquet, Arrow) that holds the text of corpus text."""
+    columns: tuple[str, ...] = ()
+    """Names of columns of corpora chat and preferences by the names here: [question:prompt,answer:completion]."""
+    ignore_keys: tuple[str, ...] = ()
+    """Fields of rows of corpora chat and preferences that are left out on purpose; others that no reader knows are
+    errors."""
     tokenizer: str = "char"
     """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json."""
     bpe_vocab: Annotated[int, AtLeast(1)] = 4096

@@ -7,7 +7,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from phalanx.data.rows import ANSWERS
+from phalanx.data.row_fields import ANSWERS
 from phalanx.data.template import ChatTemplate, Renderer, own_template
 from phalanx.data.tokenizer import Tokenizer
 

@@ -16,12 +16,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from phalanx.bounded import open_regular, parse_json
+from phalanx.bounded import parse_json
 from phalanx.config.corpora import CORPORA
 from phalanx.config.data import Data
+from phalanx.data.formats import LINE_BYTES, ROW_SUFFIXES, form_of, missing, not_utf8, open_data, records, suffix_of
 from phalanx.data.shakespeare import find_shakespeare
 from phalanx.errors import DataError, ExtensionError
 from phalanx.units import gib
@@ -30,12 +32,11 @@ SEGMENT_CHARACTERS = 1 << 20
 """Characters of the longest text tokenized at once; longer documents are cut after a line (which affects the
 tokens)."""
 READ_BYTES = 1 << 20
-LINE_BYTES = 1 << 28
-"""Most bytes of a line of JSON, which is parsed whole."""
 NAMES_SHOWN = 20
-TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".csv", ".py", ".c", ".h", ".cc", ".cpp"}
+SAVED_FACTS = {"state.json", "dataset_info.json", "dataset_dict.json"}
+"""Files beside the data in a folder that Hugging Face datasets saved."""
+TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".py", ".c", ".h", ".cc", ".cpp"}
 TEXT_SUFFIXES |= {".rs", ".go", ".java", ".js", ".ts", ".sh"}
-JSONL_SUFFIXES = {".jsonl", ".ndjson"}
 STDLIB_SKIPPED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings"}
 """Installed packages, tests, and code-point tables: not the library's own prose and code."""
 STDLIB_OF_THIS_MACHINE = ("_sysconfigdata", "config-")
@@ -187,11 +188,11 @@ def text_files(data: Data) -> list[Path]:
     if os.path.isfile(path):  # unlike Path.is_file also for a name that is too long for a file
         return [path]
     if not os.path.isdir(path):
-        raise DataError(f"data.path={path}: there is no such file or folder (corpus text)")
+        raise missing(path, "text")
     found = walk(path, lambda name: name.startswith("."))
-    files = [file for file in found if file.suffix.lower() in TEXT_SUFFIXES | JSONL_SUFFIXES]
+    files = [file for file in found if suffix_of(file) in TEXT_SUFFIXES | ROW_SUFFIXES and file.name not in SAVED_FACTS]
     if not files:
-        known = " ".join(sorted(TEXT_SUFFIXES | JSONL_SUFFIXES))
+        known = " ".join(sorted(TEXT_SUFFIXES | ROW_SUFFIXES))
         raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}")
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 
@@ -213,21 +214,28 @@ def documents(files: Iterable[Path], data: Data) -> Iterator[Iterable[str]]:
 
 
 def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
-    if file.suffix.lower() in JSONL_SUFFIXES:
-        with open_regular(file) as lines:
+    form = form_of(file)
+    if form == "text":
+        yield _read_text(file)
+        return
+    if form == "lines":  # of a line only one field is used, so the rest of it is read leniently
+        with open_data(file) as lines:
             for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES + 1), b""), start=1):
                 if len(line) > LINE_BYTES:
                     raise DataError(f"{file}:{number}: the line is longer than {gib(LINE_BYTES)}, the most for JSON")
                 if line.strip():
                     yield [_json_text(line, field, f"{file}:{number}")]
-    else:
-        yield _read_text(file)
+        return
+    for where, record in records(file, form):
+        if isinstance(record, ValueError):
+            raise DataError(f"{where}: {record}")
+        yield [_field_text(record, field, where)]
 
 
 def _read_text(file: Path) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     line = 1
-    with open_regular(file) as stream:
+    with open_data(file) as stream:
         while True:
             content = stream.read(READ_BYTES)
             try:
@@ -250,6 +258,10 @@ def _json_text(line: bytes, field: str, where: str) -> str:
         raise DataError(f"{where}: not a line of JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a JSON object with the field {field!r}, found {type(record).__name__}")
+    return _field_text(record, field, where)
+
+
+def _field_text(record: dict[str, Any], field: str, where: str) -> str:
     if field not in record:
         names = ", ".join(map(repr, islice(record, NAMES_SHOWN))) or "none"
         names += f" and {len(record) - NAMES_SHOWN:,} more" if len(record) > NAMES_SHOWN else ""
@@ -265,8 +277,7 @@ def _json_text(line: bytes, field: str, where: str) -> str:
 
 
 def _not_utf8(where: str, error: UnicodeDecodeError) -> DataError:
-    byte = error.object[error.start]
-    return DataError(f"{where}: byte 0x{byte:02x} is not UTF-8 ({error.reason}); convert the file to UTF-8 first")
+    return DataError(f"{where}: {not_utf8(error)}")
 
 
 def _cut(document: Iterable[str]) -> Iterator[str]:

@@ -18,12 +18,13 @@ from phalanx.config.data import Data
 from phalanx.data.conversations import ConversationData
 from phalanx.data.loader import MicroBatch
 from phalanx.data.order import sample_ids
-from phalanx.data.rows import ANSWERS, Message, Row, checked, messages_of, rows_of
+from phalanx.data.row_fields import ANSWERS, Message, checked, messages_of, require_known, with_context
+from phalanx.data.rows import Row, rows_of
 
 
 def preference_rows(files: Iterable[Path], data: Data) -> Iterator[Row]:
     """Yields the rows of corpus preferences, two conversations each."""
-    return rows_of(files, lambda record: tuple(pair_of(record)), only_last=True)
+    return rows_of(files, data, lambda record: tuple(pair_of(record)), only_last=True)
 
 
 def pair_of(record: dict[str, Any]) -> list[list[Message]]:
@@ -32,7 +33,8 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
     and `rejected` need none. Raises ValueError with everything that is wrong."""
     if missing := [name for name in ("chosen", "rejected") if name not in record]:
         raise ValueError(f"no {' and no '.join(missing)}")
-    context = messages_of(record.get("prompt", record.get("messages", [])), "user")
+    require_known(record, ("prompt", "messages", "chosen", "rejected", "history"))
+    context = with_context(messages_of(record.get("prompt", record.get("messages", [])), "user"), record)
     problems, pair = [], []
     for name in ("chosen", "rejected"):
         answer = messages_of(record[name], ANSWERS)

@@ -15,6 +15,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ MOST_OUTPUT = 1 << 26
 MOST_REPEATED = 1 << 20
 """Most elements that a template's product of a text or a list with a number may have."""
 MOST_EXPONENT = 64
+FIXED_DAY = datetime(2024, 7, 26)
+"""The day that strftime_now writes: that of Llama 3.2's template, which has it where no date is given."""
 RENDER_S = 5.0
 """Most seconds of processor time of a child for one conversation."""
 CHILD_BYTES = 1 << 30
@@ -47,20 +50,26 @@ class TemplateRenderer:
         """The texts that stand around answers while they are being marked."""
         self._template = _failing_as_value_error(lambda: _environment(self).from_string(source))
 
-    def text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False) -> str:
+    def text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), *, generation_prompt: bool = False
+    ) -> str:
         """Returns the text of messages, with `generation_prompt` up to where the model's answer begins.
 
         Raises ValueError, saying what the template says, if it refuses the messages, fails, or writes too much."""
-        return _failing_as_value_error(lambda: self._render(messages, generation_prompt))
+        return _failing_as_value_error(lambda: self._render(messages, tools, generation_prompt))
 
-    def parts(self, messages: Sequence[Mapping[str, Any]]) -> list[Part]:
+    def parts(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[Part]:
         """Returns the text of a conversation in parts, each an answer's or not: joined they are `text`.
 
         A template marks answers with `{% generation %}`. That of a template without it is what comes between the
-        beginning of the conversation before the message, with the generation prompt, and that after it. Raises
-        ValueError as `text` does, and where these do not begin the whole text."""
-        whole = self.text(messages)
-        parts = self._marked(messages) if self.marks_answers else self._between_prefixes(messages, whole)
+        beginning of the conversation before the message, with the generation prompt, and that after it. Where these do
+        not begin the whole text (templates that drop earlier thoughts), an answer is what the template writes from its
+        content on to where the next message begins. Raises ValueError as `text` does, and where none of this tells."""
+        whole = self.text(messages, tools)
+        if self.marks_answers:
+            parts = self._marked(messages, tools)
+        else:
+            parts = self._between_prefixes(messages, tools, whole) or self._by_contents(messages, tools, whole)
         if "".join(text for text, _ in parts) != whole:
             raise ValueError("the template writes another text when the answers in it are marked")
         return [part for part in parts if part[0]]
@@ -70,12 +79,12 @@ class TemplateRenderer:
         before, after = self._between
         return f"{before}{caller()}{after}"
 
-    def _marked(self, messages: Sequence[Mapping[str, Any]]) -> list[Part]:
+    def _marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Part]:
         # Nobody who writes messages can know these texts. Noncharacters and digits pass filters such as upper and trim.
         secret = secrets.randbits(64)
         self._between = begin, end = f"\ufdd0{secret}\ufdd1", f"\ufdd2{secret}\ufdd3"
         try:
-            text = self.text(messages)
+            text = self.text(messages, tools)
         finally:
             self._between = ("", "")
         parts, depth = [], 0
@@ -86,30 +95,88 @@ class TemplateRenderer:
                 parts.append((piece, depth > 0))
         return parts
 
-    def _between_prefixes(self, messages: Sequence[Mapping[str, Any]], whole: str) -> list[Part]:
+    def _between_prefixes(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], whole: str
+    ) -> list[Part] | None:
         parts, done = [], 0
         for n, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before, after = self.text(messages[:n], generation_prompt=True), self.text(messages[: n + 1])
+            try:
+                before = self.text(messages[:n], tools, generation_prompt=True)
+                after = self.text(messages[: n + 1], tools)
+            except ValueError:  # some templates refuse a part of a conversation, such as one without a question
+                return None
             if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
-                raise ValueError(
-                    f"the template's text of the first {n + 1} messages does not begin its text of all, so the answers "
-                    "in it cannot be told: use a template that marks them with {% generation %}, or a built-in one"
-                )
+                return None
             parts += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
             done = len(after)
         return [*parts, (whole[done:], False)]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
+    def _by_contents(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], whole: str) -> list[Part]:
+        """Finds answers by rendering the conversation once more, with a mark before and after each answer's content,
+        and once with one before and after each other message's: an answer goes from the end of the generation prompt
+        (or from its content) to what belongs to the next message."""
+        secret = secrets.randbits(64)
+        marks = [(f"\ufdd0{secret}n{n}\ufdd1", f"\ufdd2{secret}n{n}\ufdd3") for n in range(len(messages))]
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        if any(not isinstance(messages[n].get("content"), str) or not messages[n]["content"] for n in answers):
+            raise ValueError(_UNTOLD)
+        marked = [
+            {**message, "content": f"{marks[n][0]}{message['content']}{marks[n][1]}"} if n in answers else message
+            for n, message in enumerate(messages)
+        ]
+        text = self.text(marked, tools)
+        pieces = re.split(f"(\ufdd0{secret}n\\d+\ufdd1|\ufdd2{secret}n\\d+\ufdd3)", text)
+        found = pieces[1::2]
+        if found != [mark for n in answers for mark in marks[n]] or "".join(pieces[0::2]) != whole:
+            raise ValueError(_UNTOLD)
+        prompt = self._prompt()
+        parts: list[Part] = []
+        plain = pieces[0::2]  # between, answer, between, answer, ..., between
+        for k in range(0, len(plain) - 1, 2):
+            before, answer, after = plain[k], plain[k + 1], plain[k + 2]
+            at = before.rfind(prompt) + len(prompt) if prompt and prompt in before else len(before)
+            stop = _stop_of(after)
+            parts += [(before[:at], False), (before[at:] + answer + after[:stop], True)]
+            plain[k + 2] = after[stop:]
+        return [*parts, (plain[-1], False)]
+
+    def _prompt(self) -> str:
+        """Returns what the template writes where an answer is to begin, or nothing if it cannot be told."""
+        question = [{"role": "user", "content": "?"}]
+        try:
+            with_prompt, without = self.text(question, generation_prompt=True), self.text(question)
+        except ValueError:
+            return ""
+        return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], generation_prompt: bool) -> str:
         pieces, size = [], 0
         values = {**self.variables, "messages": messages, "add_generation_prompt": generation_prompt}
+        values |= {"tools": [*tools] or None, "documents": None}
         for piece in self._template.generate(values):
             pieces.append(piece)
             size += len(piece)
             if size > MOST_OUTPUT:
                 raise ValueError(f"the template writes more than {MOST_OUTPUT:,} characters")
         return "".join(pieces)
+
+
+_UNTOLD = (
+    "the template's text of the first messages does not begin its text of all, and marks around the answers change it, "
+    "so the answers cannot be told: use a template that marks them with {% generation %}, or a built-in one"
+)
+_STOP = re.compile(r"\s*(<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\]|<[｜|][^<>]{1,40}[｜|]>)")
+
+
+def _stop_of(after: str) -> int:
+    """Returns the length of what ends an answer, in the text after its content: its first token in brackets, as
+    <|im_end|> and </s> are, with the line break behind it."""
+    match = _STOP.match(after)
+    if match is None:
+        return 0
+    return match.end() + after[match.end() :].startswith("\n")
 
 
 def serve() -> None:
@@ -142,7 +209,7 @@ def serve() -> None:
 def _reply(renderer: TemplateRenderer, request: dict[str, Any]) -> dict[str, Any]:
     if request.get("prompt"):
         return {"text": renderer.text(request["messages"], generation_prompt=True)}
-    return {"parts": renderer.parts(request["messages"])}
+    return {"parts": renderer.parts(request["messages"], request.get("tools", ()))}
 
 
 def _within(seconds: float, act: Callable[[], Any]) -> Any:
@@ -249,9 +316,15 @@ def _environment(renderer: TemplateRenderer) -> Any:
     def make_dict(*args: Any, **values: Any) -> dict[Any, Any]:  # the class itself has methods to play with
         return dict(*args, **values)
 
+    def strftime_now(form: str) -> str:
+        """The date of transformers' function of this name is that of the call; here it is one day, so that the same
+        rows make the same text on any day."""
+        return FIXED_DAY.strftime(str(form)[:200])
+
     sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
     sandbox.filters["tojson"] = to_json
     sandbox.globals |= {"raise_exception": refuse, "namespace": SafeNamespace, "dict": make_dict}
+    sandbox.globals["strftime_now"] = strftime_now
     del sandbox.globals["lipsum"]
     return sandbox
 

@@ -15,6 +15,7 @@ from phalanx.config.data import Data
 from phalanx.data.build import EncodedRows
 from phalanx.data.corpus import Scan, code_points, describe
 from phalanx.data.render import Part
+from phalanx.data.row_fields import unwritten
 from phalanx.data.rows import SHOWN_PROBLEMS, Row
 from phalanx.data.shards import ANSWER
 from phalanx.data.template import Renderer, find_template
@@ -67,15 +68,35 @@ def row_texts(files: Sequence[Path], data: Data) -> Iterator[RowText]:
 def _rendered(row: Row, renderer: Renderer) -> RowText:
     if row.problem:
         raise ValueError(row.problem)
+    template = renderer.template
+    for messages in row.conversations:
+        if wrong := unwritten(messages, list(row.tools), template.source):
+            raise ValueError(f"{wrong} ({template.origin})")
     try:
-        conversations = tuple(renderer.parts(messages) for messages in row.conversations)
+        conversations = tuple(renderer.parts(messages, row.tools) for messages in row.conversations)
     except ValueError as error:
-        raise ValueError(f"{renderer.template.origin}: {error}") from error
+        raise ValueError(f"{template.origin}: {error}") from error
+    conversations = tuple(map(_only_trained, conversations, row.trained)) if row.trained else conversations
     if row.only_last:
         conversations = tuple(map(_last_answer, conversations))
     if not all(any(answer for _, answer in parts) for parts in conversations):
         raise ValueError(f"the template ({renderer.template.origin}) writes no answer")
     return RowText(row.where, conversations)
+
+
+def _only_trained(parts: list[Part], trained: list[bool]) -> list[Part]:
+    """Returns the parts with only the answers marked that count in the loss. Raises ValueError where the template does
+    not mark each answer once."""
+    if all(trained):
+        return parts
+    answers = [n for n, (_, answer) in enumerate(parts) if answer]
+    if len(answers) != len(trained):
+        raise ValueError(
+            f"{len(trained)} answers, of which some do not count, and the template marks {len(answers)}: which is "
+            "which cannot be told; use a built-in template"
+        )
+    counted = {n for n, counts in zip(answers, trained, strict=True) if counts}
+    return [(text, n in counted) for n, (text, _) in enumerate(parts)]
 
 
 def _last_answer(parts: list[Part]) -> list[Part]:

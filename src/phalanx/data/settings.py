@@ -58,7 +58,7 @@ def overrides(data: Data) -> list[str]:
         used |= {"tokenizer", "limit_mb"}
         used |= set(TOKENIZERS[data.tokenizer].settings) if data.tokenizer in TOKENIZERS else set()
     values = {field.name: getattr(data, field.name) for field in fields(data) if field.name in used}
-    return [f"data.{name}={value}" for name, value in values.items() if value != ""]
+    return [f"data.{name}={value}" for name, value in values.items() if value not in ("", ())]
 
 
 def _packages(data: Data) -> list[str]:

@@ -120,12 +120,12 @@ class Renderer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.close()
 
-    def parts(self, messages: Sequence[Mapping[str, Any]]) -> list[Part]:
+    def parts(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[Part]:
         """Returns the parts of a conversation's text, each with whether it is an answer's. Raises ValueError, saying
         why, if the template refuses it, fails or does not end."""
         if self.template.trusted:
-            return self._here().parts(messages)
-        return [(text, answer) for text, answer in self._ask({"messages": messages})["parts"]]
+            return self._here().parts(messages, tools)
+        return [(text, answer) for text, answer in self._ask({"messages": messages, "tools": [*tools]})["parts"]]
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the text of messages up to where the model's answer begins. Raises ValueError as `parts` does."""

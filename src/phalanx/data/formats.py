@@ -1,0 +1,254 @@
+"""Reads the records of data files in the forms that people have: JSON lines, a JSON array, CSV, TSV, Parquet, Arrow,
+and folders that Hugging Face datasets saved; plain or compressed. The first bytes tell the form, not only the name."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import importlib
+import io
+import lzma
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from phalanx.bounded import open_regular, parse_json
+from phalanx.errors import DataError, JobError, NotFoundError
+from phalanx.nearest import near_file
+from phalanx.units import gib
+
+LINE_BYTES = 1 << 28
+"""Most bytes of a line of JSON, or of a JSON array, which are parsed whole."""
+JSONL_SUFFIXES = {".jsonl", ".ndjson"}
+ROW_SUFFIXES = JSONL_SUFFIXES | {".json", ".csv", ".tsv", ".parquet", ".arrow"}
+"""Endings of files that hold records, before that of a compression."""
+COMPRESSED = {".gz", ".xz", ".zst"}
+_MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+_ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+
+Form = Literal["lines", "array", "csv", "tsv", "parquet", "arrow", "text"]
+IN_WORDS: dict[Form, str] = {
+    "lines": "JSON lines",
+    "array": "a JSON array",
+    "csv": "CSV",
+    "tsv": "TSV",
+    "parquet": "Parquet",
+    "arrow": "Arrow",
+    "text": "text",
+}
+
+
+def suffix_of(file: Path) -> str:
+    """Returns the ending of a file's name in lower case, without that of a compression: .jsonl of rows.jsonl.gz."""
+    name = Path(file.name.lower())
+    return (Path(name.stem) if name.suffix in COMPRESSED else name).suffix
+
+
+def missing(path: Path, corpus: str) -> NotFoundError:
+    """Returns the error about a data.path that does not exist."""
+    return NotFoundError(f"data.path={path}: there is no such file or folder (corpus {corpus}){near_file(path)}")
+
+
+def open_data(file: Path) -> IO[bytes]:
+    """Opens a data file, decompressed if its first bytes say so. Raises OSError; JobError if the reader of a
+    compression is not installed."""
+    raw = open_regular(file)
+    head = raw.read(6)
+    raw.seek(0)
+    kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
+    if kind == "gzip":
+        return gzip.GzipFile(fileobj=raw)  # pyright: ignore[reportReturnType]
+    if kind == "xz":
+        return lzma.LZMAFile(raw)  # pyright: ignore[reportReturnType]
+    if kind == "zstd":
+        raw.close()
+        try:
+            zstandard = importlib.import_module("zstandard")
+        except ImportError:
+            raise JobError(
+                f"{file} is compressed with zstd: pip install 'phalanx[formats]' for its reader, or zstd -d {file}"
+            ) from None
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(open_regular(file)))
+    return raw
+
+
+def form_of(file: Path) -> Form:
+    """Returns the form of a file, by its first bytes and, for text, by its name. Raises DataError if it cannot be
+    decompressed."""
+    with _readable(file) as stream:
+        head = stream.read(4096)
+    for magic, name in _TABLES.items():
+        if head.startswith(magic):
+            return name  # pyright: ignore[reportReturnType]
+    if suffix_of(file) == ".arrow":  # a stream, as datasets saves
+        return "arrow"
+    suffix, first = suffix_of(file), head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+    if suffix in (".csv", ".tsv"):
+        return "csv" if suffix == ".csv" else "tsv"
+    if suffix == ".json":
+        return "array" if first == b"[" else "lines"
+    return ("array" if first == b"[" else "lines") if suffix in JSONL_SUFFIXES else "text"
+
+
+def records(file: Path, form: Form | None = None) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
+    """Yields the place and the object of every record of a file, or what is wrong with it. Places are lines, and in
+    forms without lines the numbers of records. Raises DataError for a file that cannot be read as a whole."""
+    form = form or form_of(file)
+    if form == "array":
+        yield from _array(file)
+    elif form in ("csv", "tsv"):
+        yield from _separated(file, "," if form == "csv" else "\t")
+    elif form in ("parquet", "arrow"):
+        yield from _table(file, form)
+    else:
+        yield from _lines(file)
+
+
+def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
+    with _readable(file) as stream:
+        for number, line in enumerate(iter(lambda: _read(file, stream, LINE_BYTES + 1, line=True), b""), start=1):
+            if len(line) > LINE_BYTES:
+                raise DataError(f"{file}:{number}: the line is longer than {gib(LINE_BYTES)}, the most for JSON")
+            if line.strip():
+                yield f"{file}:{number}", record_of(line)
+
+
+def record_of(line: bytes) -> dict[str, Any] | ValueError:
+    """Returns the object of a line of JSON, or what is wrong with it."""
+    try:
+        record = parse_json(line.rstrip())
+    except UnicodeDecodeError as error:
+        return ValueError(not_utf8(error))
+    except ValueError as error:
+        return ValueError(f"not a line of JSON: {error}")
+    return record if isinstance(record, dict) else ValueError(f"expected a JSON object, found {type(record).__name__}")
+
+
+def _array(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
+    with _readable(file) as stream:
+        content = _read(file, stream, LINE_BYTES + 1)
+    if len(content) > LINE_BYTES:
+        raise DataError(
+            f"{file}: a JSON array of more than {gib(LINE_BYTES)}, which is read whole; make lines of it: "
+            f"jq -c '.[]' {file} > {file.stem}.jsonl"
+        )
+    try:
+        found = parse_json(content)
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file}: {not_utf8(error)}") from None
+    except ValueError as error:
+        raise DataError(f"{file}: it begins as a JSON array and is none: {error}") from None
+    if not isinstance(found, list):
+        raise DataError(f"{file}: expected a JSON array of records, found {type(found).__name__}")
+    for number, record in enumerate(found, start=1):
+        wrong = ValueError(f"expected a JSON object, found {type(record).__name__}")
+        yield f"{file}: record {number}", record if isinstance(record, dict) else wrong
+
+
+def _separated(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
+    with _readable(file) as stream:
+        try:
+            rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+            header = next(rows, [])
+            if len(set(header)) < len(header) or not all(header):
+                raise DataError(f"{file}:1: the first line must name every column once, is {header}")
+            for row in rows:
+                if row and len(row) != len(header):
+                    yield (
+                        f"{file}:{rows.line_num}",
+                        ValueError(f"{len(row)} columns, where the header names {len(header)}"),
+                    )
+                elif row:
+                    yield f"{file}:{rows.line_num}", dict(zip(header, row, strict=True))
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file}: {not_utf8(error)}") from None
+        except (csv.Error, OSError, EOFError) as error:
+            raise DataError(f"{file}: not a table of separated columns: {error}") from None
+
+
+def _table(file: Path, form: Form) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
+    try:
+        pyarrow = importlib.import_module("pyarrow")
+        parquet = importlib.import_module("pyarrow.parquet")
+    except ImportError:
+        kind, reader = ("a Parquet", "parquet") if form == "parquet" else ("an Arrow", "feather")
+        raise JobError(
+            f"{file} is {kind} file: pip install 'phalanx[formats]' for its reader, or make JSON lines of it: python "
+            f"-c \"import pandas; pandas.read_{reader}('{file}').to_json('{file.stem}.jsonl', orient='records', "
+            'lines=True)"'
+        ) from None
+    number = 0
+    try:
+        with _arrow_batches(pyarrow, parquet, file, form) as batches:
+            for batch in batches:
+                for record in batch.to_pylist():
+                    number += 1
+                    yield f"{file}: record {number}", record
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file}: not a whole {IN_WORDS[form]} file: {str(error)[:200]}") from None
+
+
+class _arrow_batches:  # noqa: N801 (a context, as a function would be)
+    """The record batches of a Parquet file, or of an Arrow file or stream (which datasets saves)."""
+
+    def __init__(self, pyarrow: Any, parquet: Any, file: Path, form: Form):
+        self._open = (pyarrow, parquet, file, form)
+
+    def __enter__(self) -> Iterator[Any]:
+        pyarrow, parquet, file, form = self._open
+        self._file = open_regular(file)
+        if form == "parquet":
+            return parquet.ParquetFile(self._file).iter_batches(1024)
+        is_stream = self._file.read(6) != b"ARROW1"
+        self._file.seek(0)
+        if is_stream:
+            return iter(pyarrow.ipc.open_stream(self._file))
+        reader = pyarrow.ipc.open_file(self._file)
+        return (reader.get_batch(n) for n in range(reader.num_record_batches))
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def _readable(file: Path) -> IO[bytes]:
+    try:
+        return open_data(file)
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+
+
+def _read(file: Path, stream: IO[bytes], size: int, *, line: bool = False) -> bytes:
+    """Reads of a stream. Raises DataError where a compressed file is damaged."""
+    try:
+        return stream.readline(size) if line else stream.read(size)
+    except (EOFError, OSError, lzma.LZMAError) as error:
+        raise DataError(f"{file}: the compressed file is damaged or cut: {error}") from None
+    except Exception as error:  # zstandard has its own class, which is known only where it is installed
+        if type(error).__name__ != "ZstdError":
+            raise
+        raise DataError(f"{file}: the file, compressed with zstd, is damaged or cut: {error}") from None
+
+
+def not_utf8(error: UnicodeDecodeError) -> str:
+    """Returns what is wrong with bytes that are not UTF-8, and what they likely are."""
+    content = bytes(error.object)
+    likely = next((name for mark, name in _ENCODINGS.items() if content.startswith(mark)), "")
+    if not likely and b"\0" in content[:4096]:
+        return f"byte 0x{content[error.start]:02x} is not UTF-8: the file is not text"
+    likely = likely or "Windows-1252 or Latin-1"
+    name = "UTF-16" if likely == "UTF-16" else "WINDOWS-1252"
+    return (
+        f"byte 0x{content[error.start]:02x} is not UTF-8 ({error.reason}); the text is likely {likely}: "
+        f"iconv -f {name} -t UTF-8"
+    )
+
+
+def fields_of(file: Path, most: int = 100) -> list[str]:
+    """Returns the names of the fields of a file's first records."""
+    found: dict[str, None] = {}
+    for _, record in islice(records(file), most):
+        if isinstance(record, dict):
+            found |= dict.fromkeys(map(str, record))
+    return list(found)

@@ -1,0 +1,257 @@
+"""What the fields of a row mean: conversations in the forms of OpenAI, ShareGPT, Alpaca and others, as messages.
+
+A field that changes what is trained is used as its format defines, or refused by name. A field that no reader knows is
+refused, too, unless data.ignore_keys names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from phalanx.config.data import Data
+from phalanx.nearest import did_you_mean
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+ANSWERS = "assistant"
+"""The role whose contents are answers."""
+
+Message = dict[str, Any]
+"""A message: its "role", its "content", and what else a template may use."""
+
+_ALSO_CALLED = {
+    "human": "user",
+    "prompter": "user",
+    "gpt": ANSWERS,
+    "chatgpt": ANSWERS,
+    "bard": ANSWERS,
+    "bing": ANSWERS,
+    "model": ANSWERS,
+    "observation": "tool",
+    "tool_response": "tool",
+    "function_response": "tool",
+}
+"""Roles as ShareGPT's "from" names them."""
+_TRAINED = ("weight", "train", "training", "trainable", "loss_mask")
+"""Fields of a message that say whether it counts in the loss: OpenAI and mistral-finetune, axolotl, and others."""
+_FOR_TEMPLATES = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning")
+"""Fields of a message that some templates write."""
+_METADATA = """
+id _id idx index uuid row_id key conversation_id conversation_hash prompt_id question_id example_id
+sample_id source sources dataset subset split category categories task tasks topic domain type tag tags
+label_source language lang license url title model model_name generator created_at timestamp date time
+version turn num_turns n_turns length num_tokens token_count score scores score_chosen score_rejected
+rating ratings quality difficulty redacted toxic meta metadata extra info annotator annotation
+"""
+METADATA = frozenset(_METADATA.split())
+"""Fields of a row that describe it and train nothing, in published data sets."""
+_EXTRA = ("tools", "system")
+"""Fields that may stand beside any conversation."""
+
+
+def renamed(record: Mapping[str, Any], data: Data) -> dict[str, Any]:
+    """Returns a row with the names of data.columns ("question:prompt") and without data.ignore_keys. Raises ValueError
+    if a column is absent, or its new name is taken."""
+    found = {name: value for name, value in record.items() if name not in data.ignore_keys}
+    for pair in data.columns:
+        theirs, _, ours = pair.partition(":")
+        if theirs not in found:
+            raise ValueError(f"no field {theirs!r} of data.columns (its fields: {', '.join(map(repr, record))})")
+        if ours != theirs and ours in found:
+            raise ValueError(f"data.columns={pair}: the row has a field {ours!r}, too")
+        found[ours] = found.pop(theirs)
+    return found
+
+
+def require_known(record: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raises ValueError with every field that is neither of the row's format nor known metadata. None and an empty list
+    or text say nothing, so they are no reason."""
+    every = {*known, *_EXTRA}
+    unknown = [name for name, value in record.items() if name not in every | METADATA and value not in (None, "", [])]
+    if unknown:
+        hint = did_you_mean(unknown[0], sorted(every)) if len(unknown) == 1 else ""
+        raise ValueError(
+            f"{', '.join(map(repr, unknown[:8]))} {'is' if len(unknown) == 1 else 'are'} not understood{hint} (known: "
+            f"{', '.join(sorted(every))}, and metadata such as id and source); allow it with "
+            f"data.ignore_keys=[{','.join(unknown[:8])}], or name columns with data.columns"
+        )
+
+
+def conversation_of(record: Mapping[str, Any]) -> list[Message]:
+    """Returns the messages of a row: `messages` or `conversations` (role and content, or from and value), `prompt` with
+    `completion`, or, as Alpaca has them, `instruction`, `input` and `output`, with `history` before. `system` comes
+    first in all of them. Raises ValueError with everything that is wrong."""
+    if "messages" in record or "conversations" in record:
+        if "messages" in record and "conversations" in record and record["messages"] != record["conversations"]:
+            raise ValueError("both messages and conversations, and they differ: leave one out with data.ignore_keys")
+        name = "messages" if "messages" in record else "conversations"
+        require_known(record, ("messages", "conversations"))
+        messages = record[name]
+    elif "prompt" in record and "completion" in record:
+        require_known(record, ("prompt", "completion", "history"))
+        messages = [*messages_of(record["prompt"], "user"), *messages_of(record["completion"], ANSWERS)]
+    elif "instruction" in record and "output" in record:
+        require_known(record, ("instruction", "input", "output", "history", "text"))  # text: all of them, rendered
+        asked = [record["instruction"], *([record["input"]] if record.get("input") else [])]
+        question = "\n\n".join(asked) if all(isinstance(text, str) for text in asked) else record["instruction"]
+        messages = [{"role": "user", "content": question}, {"role": ANSWERS, "content": record["output"]}]
+    else:
+        raise ValueError(
+            "no messages, no prompt with completion, and no instruction with output (its fields: "
+            f"{', '.join(map(repr, [*record][:20])) or 'none'}); data.columns names others, such as "
+            "[question:prompt,answer:completion]"
+        )
+    return checked(with_context(messages, record), answered=True)
+
+
+def with_context(messages: Any, record: Mapping[str, Any]) -> Any:
+    """Returns messages with the row's `history` and its `system` before them. Raises ValueError if they are not what
+    they should be."""
+    if not isinstance(messages, list):
+        return messages
+    before: list[Any] = []
+    for n, turn in enumerate(record.get("history") or [], start=1):
+        if not (isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
+            raise ValueError(f"history: turn {n} is not a list of two texts, a question and an answer")
+        before += [{"role": "user", "content": turn[0]}, {"role": ANSWERS, "content": turn[1]}]
+    system = record.get("system")
+    if system:
+        if not isinstance(system, str):
+            raise ValueError(f"system is {type(system).__name__}, not text")
+        first = messages[0] if messages and isinstance(messages[0], dict) else {}
+        if first.get("role", first.get("from")) in ("system", "developer"):
+            if first.get("content", first.get("value")) != system:
+                raise ValueError("system stands beside messages that begin with another system message")
+        else:
+            before = [{"role": "system", "content": system}, *before]
+    return [*before, *messages]
+
+
+def tools_of(record: Mapping[str, Any]) -> list[Any]:
+    """Returns the row's tools: a list, or a JSON text of one. Raises ValueError for anything else."""
+    tools = record.get("tools")
+    if isinstance(tools, str) and tools.strip():
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            raise ValueError("tools is a text that is no JSON") from None
+    if not tools:
+        return []
+    if not isinstance(tools, list):
+        raise ValueError(f"tools is {type(tools).__name__}, not a list")
+    return tools
+
+
+def messages_of(value: Any, role: str) -> list[Any]:
+    """Returns the messages of a field that holds a list of them, or the text of one of `role`."""
+    return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def checked(messages: Any, *, answered: bool) -> list[Message]:
+    """Returns messages that templates can use, in the form of OpenAI. Raises ValueError with everything that is wrong
+    with them; with `answered` also if no message is an answer."""
+    if not isinstance(messages, list):
+        raise ValueError(f"messages is {type(messages).__name__}, not a list")
+    if not messages:
+        raise ValueError("messages is empty")
+    problems: list[str] = []
+    found: list[Message] = []
+    for number, message in enumerate(messages, start=1):
+        plain = _plain(message)
+        found.append(plain if isinstance(plain, dict) else {})
+        problems += [f"message {number}: {each}" for each in _message_problems(plain)]
+    roles = [message.get("role") for message in found]
+    if answered and ANSWERS not in roles:
+        problems.append(f"no answer: no message has the role {ANSWERS}")
+    elif answered and not problems and not any(trained(found)):
+        problems.append("no answer counts in the loss: all have weight 0")
+    if problems:
+        raise ValueError("; ".join(problems))
+    return found
+
+
+def _plain(message: Any) -> Any:
+    """Returns a message with role and content instead of ShareGPT's from and value, and a text for a list of parts that
+    are texts. Fields that are None are left out, as tables have them."""
+    if not isinstance(message, dict):
+        return message
+    found = {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
+    if "from" in found and "value" in found and "role" not in found and "content" not in found:
+        role = found.pop("from")
+        found = {"role": _ALSO_CALLED.get(role, role) if isinstance(role, str) else role, **found}
+        found["content"] = found.pop("value")
+    parts = found.get("content")
+    if isinstance(parts, list) and parts and all(map(_is_text_part, parts)):
+        found["content"] = "".join(part["text"] for part in parts)
+    return found
+
+
+def _is_text_part(part: Any) -> bool:
+    whole = isinstance(part, dict) and part.keys() == {"type", "text"}
+    return whole and part["type"] == "text" and isinstance(part["text"], str)
+
+
+def _message_problems(message: Any) -> Iterator[str]:
+    if not isinstance(message, dict):
+        yield f"it is {type(message).__name__}, not an object with role and content"
+        return
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str):
+        yield "no role" if role is None else f"its role is {type(role).__name__}, not text"
+    elif role not in ROLES:
+        yield f"unknown role {role[:40]!r}{did_you_mean(role[:40], ROLES)} (known: {', '.join(ROLES)})"
+    known = ("role", "content", *_FOR_TEMPLATES, *_TRAINED)
+    for name in (name for name in message if name not in known and name not in METADATA):
+        yield f"{name!r} is not understood{did_you_mean(name, known)} (known: {', '.join(known)})"
+    yield from _trained_problems(message)
+    if message.get("tool_calls") and role == ANSWERS and content in (None, ""):
+        return
+    if content is None:
+        yield "no content"
+    elif isinstance(content, list):
+        kinds = sorted({str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in content})
+        yield f"its content is a list of parts of type {', '.join(kinds)}, of which only text is trained on"
+    elif not isinstance(content, str):
+        yield f"its content is {type(content).__name__}, not text"
+    elif not content.strip() and role not in ("tool", "system"):
+        yield "no answer: its content is empty" if role == ANSWERS else "its content is empty"
+
+
+def _trained_problems(message: Message) -> Iterator[str]:
+    for name in _TRAINED:
+        value = message.get(name)
+        if value is None or value in (0, 1):
+            if value and message.get("role") != ANSWERS:
+                yield f"its {name} is {value!r}, and only answers are trained on"
+            continue
+        yield f"its {name} is {value!r}: an answer counts (1, true) or does not (0, false)"
+    given = {bool(message[name]) for name in _TRAINED if message.get(name) in (0, 1) and name in message}
+    if len(given) > 1:
+        yield f"{' and '.join(name for name in _TRAINED if name in message)} contradict each other"
+
+
+def trained(messages: list[Message]) -> list[bool]:
+    """Returns whether each answer of a conversation counts in the loss, by the fields that say so."""
+    return [
+        all(message.get(name, 1) not in (0, False) for name in _TRAINED)
+        for message in messages
+        if message.get("role") == ANSWERS
+    ]
+
+
+def for_template(messages: list[Message]) -> list[Message]:
+    """Returns messages without what only the loss uses and metadata, as templates get them."""
+    kept = ("role", "content", *_FOR_TEMPLATES)
+    return [{name: value for name, value in message.items() if name in kept} for message in messages]
+
+
+def unwritten(messages: list[Message], tools: list[Any], source: str) -> str:
+    """Returns what is wrong with a conversation that has fields which the template `source` does not use, or nothing:
+    they would be left out silently."""
+    if tools and "tools" not in source:
+        return "the row has tools, which the template does not write: use one that does, or data.ignore_keys=[tools]"
+    for number, message in enumerate(messages, start=1):
+        for name in _FOR_TEMPLATES:
+            if message.get(name) and name not in source:
+                return f"message {number}: its {name} is not written by the template; use one that writes it"
+    return ""
