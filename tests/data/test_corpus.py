@@ -97,7 +97,7 @@ def test_limit_counts_bytes_and_cuts_no_character(limit: int, tmp_path_factory: 
         ("x.jsonl", b'{"text": 5}\n', r"x\.jsonl:1: the field 'text' holds int, not text"),
         ("x.jsonl", b'{"text": "\\ud800"}\n', r"x\.jsonl:1: .* half a surrogate pair"),
         ("x.jsonl", b'{"text": "\xff"}\n', r"x\.jsonl:1: byte 0xff is not UTF-8"),
-        ("x.jsonl", b"[" * 100_000, r"x\.jsonl:1: not a line of JSON"),
+        ("x.jsonl", b"[" * 100_000, r"x\.jsonl: it begins as a JSON array and is none"),
     ],
 )
 def test_bad_text_is_named_with_its_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:

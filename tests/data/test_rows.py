@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.config.data import Data
 from phalanx.data.prepare import prepare
-from phalanx.data.row_text import row_texts
 from phalanx.data.row_fields import conversation_of
+from phalanx.data.row_text import row_texts
 from phalanx.data.rows import chat_rows, row_files
 from phalanx.errors import DataError
 
@@ -53,8 +53,8 @@ BAD = {
     '{"prompt": "x", "completion": " "}': "message 2: no answer: its content is empty",
     '{"prompt": "x", "completion": null}': "message 2: no content",
     '{"prompt": ["x"], "completion": "y"}': "message 1: it is str, not an object with role and content",
-    '{"instruction": ["x"], "output": "y"}': "message 1: its content is list, not text",
-    '{"messages": [{"role": "assistant", "tool_calls": [1]}]}': "message 1: tool_calls are not supported",
+    '{"instruction": ["x"], "output": "y"}': "message 1: its content is a list of parts of type str",
+    '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "message 1: its weight is 0.5: an answer",
     '{"prompt": "\\ud800", "completion": "y"}': "not a line of JSON: a text in it holds half a surrogate pair",
 }
 

@@ -169,9 +169,10 @@ def test_the_text_between_answers_cannot_be_forged() -> None:
 def test_a_template_whose_answers_cannot_be_told_is_refused() -> None:
     # As Qwen3's does, it leaves out the thoughts of earlier answers: what it wrote at first is no longer there.
     thought = "{% if loop.last and not add_generation_prompt %} (thought){% endif %}"
-    source = "{% for m in messages %}{{ m.content }}" + thought + "{% endfor %}"
-    with pytest.raises(ValueError, match=r"first 3 messages does not begin its text of all.*\{% generation %\}"):
+    source = "{% for m in messages %}{{ m.content | replace('4', 'four') | length }}" + thought + "{% endfor %}"
+    with pytest.raises(ValueError, match=r"does not begin its text of all.*\{% generation %\}"):
         TemplateRenderer(source, SPECIAL).parts(CHAT)
+    source = "{% for m in messages %}{{ m.content }}" + thought + "{% endfor %}"
     assert TemplateRenderer(source, SPECIAL).parts(CHAT[:3])[-1] == (" 4  (thought)", True)
 
 

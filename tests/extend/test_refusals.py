@@ -116,7 +116,7 @@ def test_a_device_states_its_rates_and_a_name_of_its_own():
         "reported_as ' ' names no device",
     ]
     assert refused("device", "mine", DeviceEntry(replace(DEVICE, ceiling=2, cores=0), "")) == [
-        "accelerator.ceiling must lie between 0 and 1, is 2",
+        "accelerator.ceiling must be above 0 and at most 1, is 2",
         "accelerator.cores must be at least 1, is 0",
         "source must not be empty",
     ]
@@ -230,8 +230,9 @@ def test_what_the_code_of_a_tokenizer_returns_is_checked(tmp_path: Path):
         file.write_text(definition_of(name))
         with pytest.raises((DataError, ExtensionError), match=f"tokenizer '{name}' of this process.*(KeyError|int)"):
             Tokenizer.load(tmp_path)
+    (text := tmp_path / "text.txt").write_text("some text")
     with pytest.raises(ExtensionError, match="tokenizer 'wrong' of this process: make returned int"):
-        prepare(Data(corpus="text", path=str(file), tokenizer="wrong", dir=str(tmp_path)))
+        prepare(Data(corpus="text", path=str(text), tokenizer="wrong", dir=str(tmp_path)))
 
 
 def test_tokens_without_text_are_checked(tmp_path: Path):

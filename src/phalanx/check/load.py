@@ -11,11 +11,13 @@ from types import MappingProxyType
 from typing import Any
 
 from phalanx.check import derived as rules
+from phalanx.check.effect import effect_problems
 from phalanx.check.job import problems_of
 from phalanx.check.start import starting_point
 from phalanx.config import overrides, spelling, values, yaml_file
 from phalanx.config.aliases import Derived
 from phalanx.config.clusters import CLUSTERS, cluster_of
+from phalanx.config.corpora import CORPORA
 from phalanx.config.described import describe
 from phalanx.config.devices import ACCELERATORS
 from phalanx.config.fields import get, leaves, replace
@@ -143,7 +145,12 @@ def resolve(
     job, more, wrong = rules.apply(job, derived, given, origins)
     answers += more
     found += wrong
-    found += [_at(path, message, origins) for path, message in problems_of(job)]
+    problems_found = problems_of(job)
+    if presets and job.data.corpus in CORPORA:  # a run's own job was checked when it began
+        given_here = {setting.path for setting in settings if not _states_all(setting.path.partition(".")[0], settings)}
+        named = {path for path, _ in problems_found}
+        problems_found += [each for each in effect_problems(job, given_here) if each[0] not in named]
+    found += [_at(path, message, origins) for path, message in problems_found]
     if found:
         raise JobError(found)
     if equation := rules.equation(job, derived):
@@ -173,8 +180,7 @@ def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setti
 
 def _machine_for_type(path: str, text: str) -> str:
     """Returns why a device or a machine is refused where a type of device is expected, or nothing."""
-    known = text in ACCELERATORS or text.partition(":")[0] in CLUSTERS
-    if path != "cluster.device" or not known:
+    if path != "cluster.device" or not (text in ACCELERATORS or text.partition(":")[0] in CLUSTERS):
         return ""
     field = "cluster.accelerator" if text in ACCELERATORS else "cluster"
     return f"expected one of auto, cpu, cuda, found {text!r}; did you mean {field}={text}?"

@@ -16,7 +16,13 @@ from phalanx.schedule.catalogue import SCHEDULES
 def preference_problems(job: Job) -> Iterator[Problem]:
     """Yields what does not suit pairs, and options of pairs where there are none."""
     if not has_pairs(job.data):
-        if job.train.dpo != DpoOptions():
+        if job.train.dpo.label_smoothing:
+            yield (
+                "data.corpus",
+                "label smoothing is that of preference tuning (nearest legal: corpus=preferences); of the cross-entropy "
+                "it is not implemented",
+            )
+        elif job.train.dpo != DpoOptions():
             yield "train.dpo", f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences"
         return
     layout = job.layout

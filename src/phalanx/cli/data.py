@@ -1,10 +1,16 @@
-"""`phalanx data prepare JOB`: builds the token shards of a job's data, and describes them."""
+"""`phalanx data prepare JOB` builds the token shards of a job's data; `phalanx data inspect FILE` says what a file
+holds."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 
+from phalanx.cli.commands import WHOLE, Command, CommandVerb, CommandWords
 from phalanx.cli.job_words import JobVerb
+from phalanx.cli.option import Option
+from phalanx.echo import echo
 from phalanx.errors import JobError
 
 VERB = JobVerb(
@@ -24,10 +30,31 @@ VERB = JobVerb(
 )
 
 
+INSPECT = CommandVerb(
+    "data inspect",
+    "Says what a data file holds and how it would be read: its form, its fields, its roles, and the first sample with "
+    "what is trained on marked «so». Nothing is written.",
+    {
+        WHOLE: Command(
+            ("FILE",), {"template": Option(str, "chatml", "chat template that renders the sample", value="NAME|FILE")}
+        )
+    },
+    (
+        ("data inspect rows.jsonl", "conversations, pairs or text"),
+        ("data inspect rows.json --template alpaca", "with another template"),
+    ),
+)
+
+
 def run(argv: Sequence[str]) -> int:
+    if argv and argv[0] == "inspect":
+        asked = INSPECT.parse(argv[1:] or ["--help"])
+        return 0 if asked is None else _inspect(asked)
     if not argv or argv[0] != "prepare":
         if argv and argv[0] not in ("-h", "--help"):
-            raise JobError(f"phalanx data has one command, prepare, not {argv[0]!r}: phalanx data prepare [JOB.yaml]")
+            raise JobError(
+                f"phalanx data has the commands prepare and inspect, not {argv[0]!r}: phalanx data prepare [JOB.yaml]"
+            )
         argv = ["prepare", "--help"]
     words = VERB.parse(argv[1:])
     if words is None:
@@ -42,3 +69,20 @@ def run(argv: Sequence[str]) -> int:
         verify="verify" in chosen,
         as_json="json" in chosen,
     )
+
+
+def _inspect(words: CommandWords) -> int:
+    from phalanx.data.inspect import inspected
+
+    found = inspected(Path(words.subject), words.options.get("template", "chatml"))
+    if words.as_json:
+        echo(json.dumps(found, indent=1, ensure_ascii=False))
+        return 0
+    sample = found.pop("sample", None)
+    for name, value in found.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else value
+        echo(f"{name.replace('_', ' ') + ':':<10} {text}", wrap=True)
+    if sample:
+        echo("sample:")
+        echo("".join(f"«{part['text']}»" if part["trained"] else part["text"] for part in sample).rstrip("\n"))
+    return 0

@@ -161,6 +161,10 @@ ADVICE = {
     "untie_embeddings_and_output_weights": "that is model.tied=false",
     "group_query_attention": "model.n_kv_heads says it: fewer of them than n_heads",
     "wandb_project": "that is the variable WANDB_PROJECT; run.trackers=wandb sends metrics to W&B",
+    **dict.fromkeys(
+        ("flash_attention", "use_flash_attn", "use_flash_attention", "attn_implementation", "use_flash_attention_2"),
+        f"{_NOTHING}: attention never stores its scores where torch has a kernel for it (docs/memory.md)",
+    ),
     **_HABITS,
     **dict.fromkeys(
         ("local_rank", "master_addr", "master_port", "node_rank", "rdzv_backend"),

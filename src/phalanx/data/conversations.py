@@ -85,7 +85,8 @@ class ConversationData(ShardData):
         if not self.sample_count:
             raise DataError(
                 f"{folder}: none of the {len(tokens):,} conversations of split {split} has an answer within "
-                f"model.seq_len {seq_len}: use a longer sequence, data.too_long=truncate, more rows, or another "
+                f"model.seq_len {seq_len}: use a longer sequence, "
+                f"{'data.too_long=truncate, ' if data.too_long != 'truncate' else ''}more rows, or another "
                 "data.val_fraction"
             )
         self._counted_in = np.add.reduceat(self._counted[self._items], self._bounds[:-1])

@@ -23,7 +23,18 @@ import numpy as np
 from phalanx.bounded import parse_json
 from phalanx.config.corpora import CORPORA
 from phalanx.config.data import Data
-from phalanx.data.formats import LINE_BYTES, ROW_SUFFIXES, form_of, missing, not_utf8, open_data, records, suffix_of
+from phalanx.data.formats import (
+    LINE_BYTES,
+    ROW_SUFFIXES,
+    compression_of,
+    form_of,
+    missing,
+    not_utf8,
+    open_data,
+    read_some,
+    records,
+    suffix_of,
+)
 from phalanx.data.shakespeare import find_shakespeare
 from phalanx.errors import DataError, ExtensionError
 from phalanx.units import gib
@@ -178,8 +189,10 @@ def shakespeare_files(data: Data) -> list[Path]:
 
 
 def text_description(data: Data) -> str:
-    """Returns the description of corpus text."""
-    return data.path
+    """Returns the description of a corpus in files: the path, and how a single file is compressed."""
+    path = Path(data.path).expanduser()
+    compressed = compression_of(path) if os.path.isfile(path) else ""
+    return f"{data.path} (compressed with {compressed})" if compressed else data.path
 
 
 def text_files(data: Data) -> list[Path]:
@@ -190,9 +203,10 @@ def text_files(data: Data) -> list[Path]:
     if not os.path.isdir(path):
         raise missing(path, "text")
     found = walk(path, lambda name: name.startswith("."))
-    files = [file for file in found if suffix_of(file) in TEXT_SUFFIXES | ROW_SUFFIXES and file.name not in SAVED_FACTS]
+    chosen = TEXT_SUFFIXES | (ROW_SUFFIXES - {".json"})  # beside a text, .json is usually a setting
+    files = [file for file in found if suffix_of(file) in chosen]
     if not files:
-        known = " ".join(sorted(TEXT_SUFFIXES | ROW_SUFFIXES))
+        known = " ".join(sorted(chosen))
         raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}")
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 
@@ -220,7 +234,9 @@ def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
         return
     if form == "lines":  # of a line only one field is used, so the rest of it is read leniently
         with open_data(file) as lines:
-            for number, line in enumerate(iter(lambda: lines.readline(LINE_BYTES + 1), b""), start=1):
+            for number, line in enumerate(
+                iter(lambda: read_some(file, lines, LINE_BYTES + 1, line=True), b""), start=1
+            ):
                 if len(line) > LINE_BYTES:
                     raise DataError(f"{file}:{number}: the line is longer than {gib(LINE_BYTES)}, the most for JSON")
                 if line.strip():
@@ -237,7 +253,7 @@ def _read_text(file: Path) -> Iterator[str]:
     line = 1
     with open_data(file) as stream:
         while True:
-            content = stream.read(READ_BYTES)
+            content = read_some(file, stream, READ_BYTES)
             try:
                 text = decoder.decode(content, final=not content)
             except UnicodeDecodeError as error:

@@ -11,7 +11,7 @@ import lzma
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, cast
 
 from phalanx.bounded import open_regular, parse_json
 from phalanx.errors import DataError, JobError, NotFoundError
@@ -51,19 +51,22 @@ def missing(path: Path, corpus: str) -> NotFoundError:
     return NotFoundError(f"data.path={path}: there is no such file or folder (corpus {corpus}){near_file(path)}")
 
 
+def compression_of(file: Path) -> str:
+    """Returns what a file is compressed with, by its first bytes: gzip, xz, zstd, or nothing. Raises OSError."""
+    with open_regular(file) as raw:
+        head = raw.read(6)
+    return next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
+
+
 def open_data(file: Path) -> IO[bytes]:
     """Opens a data file, decompressed if its first bytes say so. Raises OSError; JobError if the reader of a
     compression is not installed."""
-    raw = open_regular(file)
-    head = raw.read(6)
-    raw.seek(0)
-    kind = next((name for magic, name in _MAGIC.items() if head.startswith(magic)), "")
+    kind = compression_of(file)
     if kind == "gzip":
-        return gzip.GzipFile(fileobj=raw)  # pyright: ignore[reportReturnType]
+        return cast(IO[bytes], gzip.open(file))
     if kind == "xz":
-        return lzma.LZMAFile(raw)  # pyright: ignore[reportReturnType]
+        return lzma.open(file)
     if kind == "zstd":
-        raw.close()
         try:
             zstandard = importlib.import_module("zstandard")
         except ImportError:
@@ -71,14 +74,14 @@ def open_data(file: Path) -> IO[bytes]:
                 f"{file} is compressed with zstd: pip install 'phalanx[formats]' for its reader, or zstd -d {file}"
             ) from None
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(open_regular(file)))
-    return raw
+    return open_regular(file)
 
 
 def form_of(file: Path) -> Form:
     """Returns the form of a file, by its first bytes and, for text, by its name. Raises DataError if it cannot be
     decompressed."""
     with _readable(file) as stream:
-        head = stream.read(4096)
+        head = read_some(file, stream, 4096)
     for magic, name in _TABLES.items():
         if head.startswith(magic):
             return name  # pyright: ignore[reportReturnType]
@@ -108,7 +111,7 @@ def records(file: Path, form: Form | None = None) -> Iterator[tuple[str, dict[st
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
     with _readable(file) as stream:
-        for number, line in enumerate(iter(lambda: _read(file, stream, LINE_BYTES + 1, line=True), b""), start=1):
+        for number, line in enumerate(iter(lambda: read_some(file, stream, LINE_BYTES + 1, line=True), b""), start=1):
             if len(line) > LINE_BYTES:
                 raise DataError(f"{file}:{number}: the line is longer than {gib(LINE_BYTES)}, the most for JSON")
             if line.strip():
@@ -128,7 +131,7 @@ def record_of(line: bytes) -> dict[str, Any] | ValueError:
 
 def _array(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
     with _readable(file) as stream:
-        content = _read(file, stream, LINE_BYTES + 1)
+        content = read_some(file, stream, LINE_BYTES + 1)
     if len(content) > LINE_BYTES:
         raise DataError(
             f"{file}: a JSON array of more than {gib(LINE_BYTES)}, which is read whole; make lines of it: "
@@ -219,8 +222,9 @@ def _readable(file: Path) -> IO[bytes]:
         raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
 
 
-def _read(file: Path, stream: IO[bytes], size: int, *, line: bool = False) -> bytes:
-    """Reads of a stream. Raises DataError where a compressed file is damaged."""
+def read_some(file: Path, stream: IO[bytes], size: int, *, line: bool = False) -> bytes:
+    """Reads at most `size` bytes of an open data file, with `line` to the end of a line. Raises DataError where a
+    compressed file is damaged."""
     try:
         return stream.readline(size) if line else stream.read(size)
     except (EOFError, OSError, lzma.LZMAError) as error:

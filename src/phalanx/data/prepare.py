@@ -7,6 +7,7 @@ The contents of the shards depend on the corpus and the settings alone, not on t
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -44,6 +45,7 @@ from phalanx.data.shards import (
 from phalanx.data.template import find_template
 from phalanx.data.tokenizer import NumberTokenizer, Tokenizer, require_in_vocabulary
 from phalanx.data.tokenizer_check import check_tokenizer_class
+from phalanx.echo import echo
 from phalanx.errors import DataError, JobError
 
 T = TypeVar("T", Segment, RowText)
@@ -191,7 +193,7 @@ def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress)
     """Builds shards of conversations. The first int(rows × (1 - val_fraction)) rows are for training."""
     files = corpus.sources(data)
     progress("reading and checking rows", 0, 0)
-    scan = scan_rows(row_texts(files, data))
+    scan = scan_rows(row_texts(files, data, warn=partial(echo, file=sys.stderr)))
     if not scan.documents:
         raise DataError(f"the data set is empty: {len(files)} files of {corpus.describe(data)} hold no rows")
     stamp = corpus.stamp(files) if files else ""

@@ -15,6 +15,7 @@ from phalanx.checkpoint.sources import open_source
 from phalanx.checkpoint.validity import newest_valid
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
+from phalanx.config.presets import FROM_FILE, PRESETS
 from phalanx.data.loader import ShardData
 from phalanx.data.template import own_template
 from phalanx.data.tokenizer import Tokenizer
@@ -92,7 +93,7 @@ def vocabulary_of(job: Job, directory: RunDirectory, tokens: int) -> int:
 
     Raises DataError if the tokenizer has more tokens than there are rows; CheckpointError."""
     if not job.model.from_:
-        return tokens
+        return _padded(job, tokens)
     own = newest_valid(directory.checkpoints, verify=False, report=lambda _: None) if _exists(directory) else None
     manifest = own or open_start(Path(job.model.from_)).manifest
     if EMBEDDING not in manifest.tensors:
@@ -102,6 +103,20 @@ def vocabulary_of(job: Job, directory: RunDirectory, tokens: int) -> int:
         raise DataError(
             f"the tokenizer has {tokens:,} tokens, the embedding in {manifest.path} has {rows:,} rows: set "
             "data.tokenizer to the tokenizer.json of the weights that model.from names"
+        )
+    return rows
+
+
+def _padded(job: Job, tokens: int) -> int:
+    """Returns model.vocab_size where the job states one: an embedding with rows for padding beyond the tokens. The size
+    of a preset's own tokenizer is no such statement. Raises DataError if the tokenizer has more tokens."""
+    rows, preset = job.model.vocab_size, job.model.preset
+    if not rows or preset.startswith(FROM_FILE) or (preset in PRESETS and PRESETS[preset].vocab_size == rows):
+        return tokens
+    if rows < tokens:
+        raise DataError(
+            f"model.vocab_size is {rows:,}, and the tokenizer has {tokens:,} tokens: leave it out, or set at least "
+            f"{tokens:,}; more rows are padding"
         )
     return rows
 

@@ -19,6 +19,7 @@ from phalanx.units import gib
 MOST_CHANGES = 5
 """Most settings that are changed together if none alone suffices, before parts leave the device."""
 OFFLOAD = "layout.offload="
+MICRO_BATCH = "layout.micro_batch="
 
 FOLDER = "DIR"
 """Stands for a folder that the user chooses."""
@@ -40,6 +41,9 @@ def advice(spec: StepSpec) -> list[Advice]:
     one that needs the least memory, until it fits or nothing helps. World size and global batch stay the same."""
     found = list(_tried(spec))
     fitting = sorted((change for change, _ in found if change.fits), key=lambda change: change.step_time_s)
+    smaller = _smaller_micro_batch(spec)
+    if smaller:  # the nearest change: the same devices compute the same, in more pieces
+        fitting = [smaller, *(change for change in fitting if not change.change.startswith(MICRO_BATCH))]
     if fitting or not found:
         return fitting
     changes: dict[str, str] = {}
@@ -56,6 +60,21 @@ def advice(spec: StepSpec) -> list[Advice]:
         if best.fits:
             break
     return [change for change, _ in found[:1]]
+
+
+def _smaller_micro_batch(spec: StepSpec) -> Advice | None:
+    """Returns the largest smaller micro-batch with which the layout fits, or None."""
+    size = spec.batch.micro_batch
+    while (size := size // 2) >= 1:
+        layout = replace(spec.layout, micro_batch=size, accumulation=0)
+        try:
+            changed = replace(spec, layout=layout, batch=batch.solve(spec.batch.global_batch, layout))
+            after = predict(changed)
+        except (JobError, ValueError):
+            continue
+        if after.fits:
+            return Advice(f"{MICRO_BATCH}{size}", after.fullest.peak, after.fits, after.step_time_s)
+    return None
 
 
 def _tried(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:
@@ -79,7 +98,7 @@ def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
             yield f"layout.recompute={recompute}", replace(layout, recompute=recompute)
     if spec.batch.micro_batch > 1:
         half = spec.batch.micro_batch // 2
-        yield f"layout.micro_batch={half}", replace(layout, micro_batch=half, accumulation=0)
+        yield f"{MICRO_BATCH}{half}", replace(layout, micro_batch=half, accumulation=0)
     for zero in (1, 2, 3):
         if layout.dp_shard > 1 and zero > layout.zero and layout.pp == 1:
             yield f"layout.zero={zero}", replace(layout, zero=zero)

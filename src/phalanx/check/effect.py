@@ -1,0 +1,98 @@
+"""Conditions under which a field has an effect: what a user sets where it has none is an error that names them.
+
+Fields whose conditions are part of another rule are refused there: optimizer options by check/optimizer.py, kinds of
+layers by check/model.py, offloading and tiles by their own files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Set
+
+from phalanx.check.layout import Problem
+from phalanx.config.corpora import CORPORA
+from phalanx.config.fields import get, leaves
+from phalanx.config.job import Job
+from phalanx.config.tokenizers import TOKENIZERS
+
+Condition = tuple[Callable[[Job], object], str]
+"""Whether a field has an effect in a job, and when it has one, in words."""
+
+_EXPERTS: Condition = (lambda job: job.model.moe.n_experts, "is for models with experts: model.moe.n_experts above 0")
+_LATENT: Condition = (lambda job: job.model.mla.kv_rank, "is for latent attention: model.mla.kv_rank above 0")
+_LORA: Condition = (lambda job: job.model.lora.rank, "is for adapters: model.lora.rank above 0")
+_SCALED: Condition = (
+    lambda job: job.model.rope_scaling.factor > 1,
+    "is for stretched rotary positions: model.rope_scaling.factor above 1",
+)
+_ROTARY: Condition = (
+    lambda job: job.model.positions == "rope" or job.model.mla.kv_rank,
+    "is for rotary positions: model.positions=rope",
+)
+_DILOCO: Condition = (lambda job: job.layout.sync == "diloco", "is for layout.sync=diloco")
+_ROWS: Condition = (
+    lambda job: CORPORA[job.data.corpus].rows is not None,
+    "is for conversations: data.corpus=chat or preferences",
+)
+_RANDOM: Condition = (lambda job: CORPORA[job.data.corpus].tokens is not None, "is for data.corpus=random")
+_DECAYS: Condition = (lambda job: job.optimizer.schedule != "constant", "is for a schedule that decays: not constant")
+
+CONDITIONS: dict[str, Condition] = {
+    **{path: _EXPERTS for path in leaves() if path.startswith("model.moe.") and path != "model.moe.n_experts"},
+    "model.moe.z_loss": (
+        _EXPERTS[0],
+        f"{_EXPERTS[1]} (it is the router's; a z-loss of the logits is not implemented)",
+    ),
+    "model.moe.bias_rate": (
+        lambda job: job.model.moe.n_experts and job.model.moe.bias_balanced,
+        "is for model.moe.bias_balanced=true",
+    ),
+    "model.moe.top_groups": (
+        lambda job: job.model.moe.n_experts and job.model.moe.n_groups > 1,
+        "is for experts in groups: model.moe.n_groups above 1",
+    ),
+    **{path: _LATENT for path in leaves() if path.startswith("model.mla.") and path != "model.mla.kv_rank"},
+    **{path: _LORA for path in leaves() if path.startswith("model.lora.") and path != "model.lora.rank"},
+    **{
+        path: _SCALED
+        for path in leaves()
+        if path.startswith("model.rope_scaling.") and path != "model.rope_scaling.factor"
+    },
+    "model.rope_scaling.factor": _ROTARY,
+    "model.rope_theta": _ROTARY,
+    "model.rotary_fraction": _ROTARY,
+    "optimizer.outer_lr": _DILOCO,
+    "optimizer.outer_momentum": _DILOCO,
+    "optimizer.decay_fraction": (lambda job: job.optimizer.schedule == "wsd", "is for optimizer.schedule=wsd"),
+    "optimizer.decay_steps": _DECAYS,
+    "optimizer.min_lr_ratio": _DECAYS,
+    "optimizer.base_batch": (
+        lambda job: job.optimizer.batch_scaling != "none",
+        "is for optimizer.batch_scaling=linear or sqrt",
+    ),
+    "data.text_field": (lambda job: "text_field" in CORPORA[job.data.corpus].settings, "is for data.corpus=text"),
+    "data.template": _ROWS,
+    "data.loss_on": _ROWS,
+    "data.packing": _ROWS,
+    "data.too_long": _ROWS,
+    "data.columns": _ROWS,
+    "data.ignore_keys": _ROWS,
+    "data.random_tokens": _RANDOM,
+    "data.random_vocab": _RANDOM,
+    "data.tokenizer": (
+        lambda job: CORPORA[job.data.corpus].tokens is None,
+        "is for a corpus of text; that of this job is made of tokens",
+    ),
+    "data.bpe_vocab": (
+        lambda job: job.data.tokenizer in TOKENIZERS and "bpe_vocab" in TOKENIZERS[job.data.tokenizer].settings,
+        "is for data.tokenizer=bpe",
+    ),
+}
+"""The fields that have an effect only sometimes, with their conditions."""
+
+
+def effect_problems(job: Job, given: Set[str]) -> Iterator[Problem]:
+    """Yields each field that the user set (`given`: dotted paths) to another value than its default, and that has no
+    effect in this job."""
+    default = Job()
+    for path, (holds, when) in CONDITIONS.items():
+        if path in given and get(job, path) != get(default, path) and not holds(job):
+            yield path, f"has no effect here: it {when}"

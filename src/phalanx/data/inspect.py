@@ -1,0 +1,76 @@
+"""What a data file holds, and how it would be read, without preparing anything."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.data import Data
+from phalanx.data.corpus import documents
+from phalanx.data.formats import IN_WORDS, compression_of, form_of, missing, records
+from phalanx.data.preferences import preference_rows
+from phalanx.data.row_text import row_texts
+from phalanx.data.rows import Row, chat_rows
+from phalanx.errors import DataError, JobError
+
+LOOKED_AT = 1000
+"""Most records that are looked at."""
+SHOWN = 2000
+"""Most characters of the sample."""
+
+
+def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
+    """Returns what a file is: `form`, `corpus` (the value of data.corpus that reads it), `records` and `fields` of the
+    first LOOKED_AT, `roles` with their messages, `problems` of the rows that cannot be used, and `sample`: the parts of
+    the first usable text, each with whether it is trained on. Raises NotFoundError if there is no such file, DataError
+    if it cannot be read."""
+    if not os.path.isfile(file):
+        if os.path.isdir(file):
+            raise JobError(f"{file} is a folder; name one of its files")
+        raise missing(file, "any")
+    form, compressed = form_of(file), compression_of(file)
+    found: dict[str, Any] = {"form": IN_WORDS[form] + (f", compressed with {compressed}" if compressed else "")}
+    if form == "text":
+        first = next(iter(next(iter(documents([file], Data())))), "")
+        return found | {"corpus": "text", "sample": [{"text": first[:SHOWN], "trained": True}]}
+    names: Counter[str] = Counter()
+    objects = 0
+    for _, record in islice(records(file, form), LOOKED_AT):
+        if isinstance(record, dict):
+            objects += 1
+            names.update(map(str, record))
+    found |= {"records": f"{objects:,}{'+' if objects >= LOOKED_AT else ''}", "fields": list(names)}
+    if "chosen" in names and "rejected" in names:
+        corpus, read = "preferences", preference_rows
+    elif "text" in names and not names.keys() & {"messages", "conversations", "prompt", "instruction"}:
+        data = Data(corpus="text", path=str(file))
+        first = next(iter(next(iter(documents([file], data)))), "")
+        return found | {"corpus": "text", "sample": [{"text": first[:SHOWN], "trained": True}]}
+    else:
+        corpus, read = "chat", chat_rows
+    data = Data(corpus=corpus, path=str(file), template=template)
+    rows = list(islice(read([file], data), LOOKED_AT))
+    return found | {"corpus": corpus, **_of_rows(rows, data, file)}
+
+
+def _of_rows(rows: list[Row], data: Data, file: Path) -> dict[str, Any]:
+    roles = Counter(message["role"] for row in rows for messages in row.conversations for message in messages)
+    problems = [f"{row.where}: {row.problem}" for row in rows if row.problem]
+    found: dict[str, Any] = {"roles": [f"{role} {count:,}" for role, count in roles.items()]}
+    if problems:
+        found["problems"] = [f"{len(problems):,} rows cannot be used", *problems[:5]]
+    sample: list[dict[str, Any]] = []
+    try:
+        first = next(row_texts([file], data))
+        left = SHOWN
+        for text, trained in (part for parts in first.conversations for part in parts):
+            if left > 0:
+                sample.append({"text": text[:left], "trained": trained})
+            left -= len(text)
+    except (StopIteration, DataError) as error:
+        if not problems:
+            found["problems"] = [str(error)]
+    return found | {"sample": sample}
