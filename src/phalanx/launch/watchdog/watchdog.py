@@ -11,7 +11,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -147,6 +147,11 @@ class Watchdog:
         if known and diagnosis.kind in ("mismatch", "silent", "deadlock"):
             return report.headline(diagnosis, self.host, self._hosts)
         return ""
+
+    def any_began_to_train(self, ranks: Iterable[int]) -> bool:
+        """Returns whether one of the ranks has come to its first step."""
+        records = [self._record(rank, 0) for rank in ranks]
+        return any(record is not None and record.first_step > 0 for record in records)
 
     def left_early(self, rank: int) -> str:
         """Returns where a rank was, if it ended in the middle of training; else nothing."""
