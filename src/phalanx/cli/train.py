@@ -159,7 +159,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
         log_dir=directory.logs,
         threads=threads_for(job.run.threads, processes),
         all_ranks=job.run.all_ranks,
-        limits=Limits(job.run.hang_limit_s, job.run.timeout_s),
+        limits=Limits(job.run.hang_limit_s, job.run.timeout_s, follows=not job.run.hang_s),
         metrics=directory.metrics if nodes is None or nodes.is_host else None,
         grace_s=job.run.grace_s,
         restarts=Restarts(

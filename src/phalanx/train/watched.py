@@ -23,6 +23,6 @@ def watch(job: Job, ranks: Ranks, log_file: Path | None) -> None:
     if HEARTBEATS in os.environ or ranks.world == 1:
         return
     reports = Path(on_rank_zero(lambda: str(log_file.parents[1] if log_file else RunDirectory.of(job).logs)))
-    limits = Limits(job.run.hang_limit_s, job.run.timeout_s)
+    limits = Limits(job.run.hang_limit_s, job.run.timeout_s, follows=not job.run.hang_s)
     token = on_rank_zero(lambda: secrets.token_hex(8))
     join(ranks, gather_json(platform.node()), token, limits, reports, RunDirectory.of(job).metrics)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.pace import Pace
 from phalanx.launch.watchdog.processes import ProcessState
 from phalanx.launch.watchdog.reader import ChannelKey, RankRecord, RecordedCall
 
@@ -98,24 +99,34 @@ class Limits:
     """0: hangs are not looked for."""
     start_s: float
     """Until the first step is done, which loads, compiles and allocates, and after the last one."""
+    follows: bool = False
+    """Whether `hang_s` is only the longest: the limit follows the pace of the run."""
 
-    def of(self, view: RankView) -> float:
-        """Returns the limit of a rank."""
+    def of(self, view: RankView, pace: Pace | None = None, load: float = 1.0) -> float:
+        """Returns the limit of a rank, by the run's pace if that is given and counts."""
         record = view.record
         if record is not None and record.phase is Phase.DONE:
             return math.inf
         steady = record is not None and record.trained and record.phase is not Phase.END
         tests = record is not None and record.phase is Phase.TEST
+        if self.follows and pace is not None and record is not None and steady:
+            return pace.limit_s(record, self.hang_s, load)
         return self.hang_s if steady or tests else max(self.hang_s, self.start_s)
 
 
-def hangs(views: Mapping[int, RankView], limits: Limits) -> bool:
+def hangs(views: Mapping[int, RankView], limits: Limits, pace: Pace | None = None, load: float = 1.0) -> bool:
     """Returns whether the ranks hang: some rank has been silent for longer than its limit, and so has a rank at the end
-    of what it waits for, or that one has ended. A rank that waits for one that still works does not hang."""
+    of what it waits for, or that one has ended. A rank that waits for one that still works does not hang.
+
+    The limit follows `pace` where `limits` say so, but not for a rank that waits for one on another machine, whose
+    pace is not known here. `load` is the number of processes that want each core."""
     if not limits.hang_s:
         return False
-    late = {rank for rank, view in views.items() if not view.ended and view.silent_s > limits.of(view)}
+    silent = {rank: view for rank, view in views.items() if not view.ended}
+    late = {rank for rank, view in silent.items() if view.silent_s > limits.of(view, pace, load)}
     waits = _waits(views) if late else ()
+    far = {wait.rank for wait in waits if wait.unseen}
+    late -= {rank for rank in late & far if views[rank].silent_s <= limits.of(views[rank])}
     return any(root in late or views[root].ended for rank in late for root in _roots(rank, waits))
 
 

@@ -23,6 +23,7 @@ from phalanx.launch.watchdog import layout as at
 from phalanx.launch.watchdog import report
 from phalanx.launch.watchdog.diagnosis import Diagnosis, Limits, RankView, diagnose, find_mismatch, hangs
 from phalanx.launch.watchdog.heartbeat import STACKS_SIGNAL
+from phalanx.launch.watchdog.pace import Pace, load_per_core
 from phalanx.launch.watchdog.processes import process_state, stack_by_py_spy
 from phalanx.launch.watchdog.reader import HeartbeatFile, RankRecord
 from phalanx.launch.watchdog.slow import SlowRank, SlowRanks
@@ -58,6 +59,7 @@ class Watchdog:
         metrics: the run's metrics.jsonl, to which slow ranks are appended; None for no file.
         hosts: the host of every rank, if they are on several machines.
         states: the folder for the file with the state of every rank, for the live view; None for none.
+        load: returns how many processes want each core.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Watchdog:
         metrics: Path | None = None,
         hosts: Sequence[str] = (),
         states: Path | None = None,
+        load: Callable[[], float] = load_per_core,
     ):
         self.directory, self.limits, self.metrics = directory, limits, metrics
         self._print, self._states = tell, states
@@ -81,6 +84,7 @@ class Watchdog:
         self._suspect: object = None
         self._stopped: set[int] = set()
         self._slow = SlowRanks()
+        self._pace, self._load = Pace(), load
 
     def poll(self, pids: Mapping[int, int], exits: Mapping[int, int]) -> Finding | None:
         """Looks at the ranks, once a second at most. `pids` are those of running ranks, `exits` the exit codes of
@@ -97,7 +101,8 @@ class Watchdog:
             return self._finding(diagnose(views), pids)
         self._tell_stopped(views)
         self._tell_slow(views, now)
-        if not hangs(views, self.limits):
+        self._pace.update([view.record for view in views.values() if view.record is not None], now)
+        if not hangs(views, self.limits, self._pace, self._load()):
             self._asked = None
             return None
         if self._asked is None:
