@@ -73,6 +73,8 @@ class Mismatch:
     call: RecordedCall
     other: int
     other_call: RecordedCall
+    earlier: bool = False
+    """The two calls are equal, and calls before them differ that are not recorded any more."""
 
 
 Kind = Literal["mismatch", "silent", "deadlock", "unseen", "stuck"]
@@ -141,19 +143,26 @@ def diagnose(views: Mapping[int, RankView]) -> Diagnosis:
 
 
 def find_mismatch(views: Mapping[int, RankView]) -> Mismatch | None:
-    """Returns the earliest two calls that stand at the same place of a channel and differ. `rank` is the odd one out
-    where there is a majority."""
+    """Returns the earliest two calls that stand at the same place of a channel and differ, or, if the digests say that
+    they did before all records, the earliest two after that. `rank` is the odd one out where there is a majority."""
     by_place: dict[tuple[ChannelKey, int], dict[int, RecordedCall]] = {}
     for rank, view in sorted(views.items()):
         for call in view.record.calls if view.record else ():
             by_place.setdefault((call.channel, call.sequence), {})[rank] = call
+    return _odd(by_place, earlier=False) or _odd(by_place, earlier=True)
+
+
+def _odd(by_place: Mapping[tuple[ChannelKey, int], Mapping[int, RecordedCall]], *, earlier: bool) -> Mismatch | None:
+    def said(call: RecordedCall) -> object:
+        return call.digest if earlier else call.signature
+
     found = []
     for calls in by_place.values():
-        common = Counter(call.signature for call in calls.values()).most_common(1)[0][0]
-        odd = next((rank for rank, call in calls.items() if call.signature != common), None)
+        common = Counter(map(said, calls.values())).most_common(1)[0][0]
+        odd = next((rank for rank, call in calls.items() if said(call) != common), None)
         if odd is not None:
-            other = next(rank for rank, call in calls.items() if call.signature == common)
-            found.append(Mismatch(odd, calls[odd], other, calls[other]))
+            other = next(rank for rank, call in calls.items() if said(call) == common)
+            found.append(Mismatch(odd, calls[odd], other, calls[other], earlier))
     return min(found, key=lambda mismatch: mismatch.call.began, default=None)
 
 

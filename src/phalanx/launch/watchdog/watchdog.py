@@ -98,7 +98,7 @@ class Watchdog:
         views = self.views(pids, exits, calls=_CALLS_COMPARED)
         self._publish(views)
         if self._mismatch_stays(views):
-            return self._finding(diagnose(views), pids)
+            return self._finding(diagnose(self.views(pids, exits)), pids)
         self._tell_stopped(views)
         self._tell_slow(views, now)
         self._pace.update([view.record for view in views.values() if view.record is not None], now)
@@ -153,6 +153,12 @@ class Watchdog:
             return report.headline(diagnosis, self.host, self._hosts)
         return ""
 
+    def final_mismatch(self, exits: Mapping[int, int | None]) -> Finding | None:
+        """Returns what differs between the calls of ranks that have ended, all as if done: they may have been too quick
+        for `poll`."""
+        views = self.views({}, exits)
+        return self._finding(diagnose(views), {}) if find_mismatch(views) else None
+
     def any_began_to_train(self, ranks: Iterable[int]) -> bool:
         """Returns whether one of the ranks has come to its first step."""
         records = [self._record(rank, 0) for rank in ranks]
@@ -174,9 +180,9 @@ class Watchdog:
             return None
 
     def _mismatch_stays(self, views: Mapping[int, RankView]) -> bool:
-        """Returns whether the same two calls differ at two polls in a row: each was read whole, twice."""
+        """Returns whether calls of the same channel differ at two polls in a row: each was read whole, twice."""
         mismatch = find_mismatch(views)
-        found = mismatch and (mismatch.call.channel, mismatch.call.sequence, mismatch.rank, mismatch.other)
+        found = mismatch and mismatch.call.channel
         stays, self._suspect = bool(found) and found == self._suspect, found
         return stays
 
