@@ -225,14 +225,13 @@ def train_job(job: Job, *, fresh: bool = False) -> Path:
         >>> read_run(run).state, read_run(run).metrics.last_step
         ('finished', 2)
     """
-    from phalanx.check.load import LoadedJob
+    from phalanx.check.load import LoadedJob, origins_of
     from phalanx.check.show import as_yaml
-    from phalanx.config.fields import leaves
     from phalanx.train.run_directory import RunDirectory
 
     with tempfile.TemporaryDirectory(prefix="phalanx_job_") as folder:
         file = Path(folder, "job.yaml")
-        file.write_text(as_yaml(LoadedJob(job, dict.fromkeys(leaves(), "Python"))), encoding="utf-8")
+        file.write_text(as_yaml(LoadedJob(job, origins_of(job, "Python"))), encoding="utf-8")
         command = [sys.executable, "-m", "phalanx", "train", str(file), *(["--fresh"] if fresh else [])]
         code = subprocess.run(command, stdout=sys.stderr, check=False).returncode
     path = RunDirectory.of(job).path

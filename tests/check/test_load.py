@@ -208,7 +208,7 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
             "run: {timeout_s: 60, hang_s: 90}",
             "hang_s: is 90, but must be below run.timeout_s 60",
         ),
-        ("run: {timeout_s: 60, hang_s: 60}", "nearest legal: hang_s=0, which means 30"),
+        ("run: {timeout_s: 60, hang_s: 60}", "nearest legal: hang_s=0, which is at most 30"),
     ],
 )
 def test_what_cannot_run_is_refused_with_the_nearest_legal_choice(tmp_path, text, message):

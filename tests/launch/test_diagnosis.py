@@ -329,3 +329,15 @@ def test_a_correct_program_is_never_accused(program) -> None:
     views = run([of_rank(rank, program) for rank in range(4)])
     assert find_mismatch(views) is None
     assert not diagnose(views).waits
+
+
+def test_a_digest_tells_of_calls_that_are_not_recorded_any_more() -> None:
+    """The newest calls are the same on all ranks; one of rank 1 before them was not."""
+    views = by_rank(*(view(rank, THREE) for rank in range(4)))
+    for rank, each in views.items():
+        calls = tuple(replace(call, digest=99 if rank == 1 else 7) for call in each.record.calls)
+        views[rank] = replace(each, record=replace(each.record, calls=calls))
+    found = find_mismatch(views)
+    assert found is not None
+    assert (found.rank, found.earlier, found.call.sequence) == (1, True, 1)
+    assert "made different calls of world before #1" in report.headline(diagnose(views), "here")

@@ -178,3 +178,14 @@ def test_the_record_survives_its_rank(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     record = HeartbeatFile(tmp_path / "rank_0.beat").read()
     assert (record.step, record.amid_training) == (6, True)
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "int32"}, {"operation": "all_reduce_max"}, {"shape": (8, 4)}])
+def test_the_digest_of_a_channel_keeps_any_call_that_differs(tmp_path: Path, changes: dict[str, object]) -> None:
+    digests = []
+    for rank in range(2):
+        beat = Heartbeat(tmp_path, rank=rank, world=2)
+        for number in range(2000):  # more than are recorded
+            call(beat, **(changes if rank and number == 5 else {}))
+        digests.append(HeartbeatFile(tmp_path / f"rank_{rank}.beat").read().calls[-1].digest)
+    assert digests[0] != digests[1]

@@ -256,3 +256,21 @@ def test_only_ranks_with_the_same_work_are_compared(tmp_path: Path, own_s, work,
         found += [each.rank for each in slow_ranks.update(records, window * slow.WINDOW_S)]
         make_steps(beats, slow.WINDOW_STEPS, own_s)
     assert found == named
+
+
+@pytest.mark.parametrize(
+    ("fault", "theirs", "ours"),
+    [
+        ("other_type", "all-reduce #4 of world (int32, 2;", "all-reduce #4 of world (float32, 2;"),
+        ("other_reduction", "all-reduce (maximum) #4 of world (float32, 2;", "all-reduce #4 of world (float32, 2;"),
+        ("own_call", "all-reduce (maximum) #4 of world (float32, 2;", "all-reduce #4 of world (float32, 2;"),
+    ],
+)
+def test_calls_that_differ_are_found_though_nothing_hangs_and_the_run_ends_at_once(
+    launch: Callable[[str], int], capfd: pytest.CaptureFixture[str], fault: str, theirs: str, ours: str
+) -> None:
+    assert launch(fault) == 124
+    shown = capfd.readouterr().err
+    assert "Mismatched collectives" in shown
+    assert theirs in shown
+    assert ours in shown

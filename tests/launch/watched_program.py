@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from phalanx.comm import direct
 from phalanx.comm.axis import Axis
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import detect
@@ -58,10 +59,23 @@ def other_type(axis: Axis, directory: Path) -> None:
     axis.all_reduce(torch.ones(2, dtype=torch.int32)).wait()
 
 
+def other_reduction(axis: Axis, directory: Path) -> None:
+    axis.all_reduce(torch.ones(2), dist.ReduceOp.MAX).wait()
+
+
+def own_call(axis: Axis, directory: Path) -> None:
+    dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX)  # as a plug-in does, past the axis
+
+
 FAULTS: dict[str, Callable[[Axis, Path], None]] = {
     fault.__name__: fault
-    for fault in (stopped, holds_gil, storage, absent, leaves, other_shape, other_operation, other_type)
+    for fault in (
+        *(stopped, holds_gil, storage, absent, leaves),
+        *(other_shape, other_operation, other_type, other_reduction, own_call),
+    )
 }
+INSTEAD = ("other_type", "other_reduction", "own_call")
+"""Faults that take the place of the step's collective, so that the ranks end as if all were well."""
 
 
 def run(argv: list[str]) -> int:
@@ -72,12 +86,15 @@ def run(argv: list[str]) -> int:
     with process_group(ranks, device=torch.device("cpu"), timeout_s=TIMEOUT_S):
         world = Axis("world", ranks.world, ranks.rank, dist.distributed_c10d._get_default_group())
         heartbeat.training(0, 0)
+        direct.record()
         for step in range(6):
             heartbeat.enter(Phase.FORWARD_BACKWARD)
             if step == 3 and fault == "deadlock":
                 crossed(world)
             if step == 3 and ranks.rank == 1 and fault != "deadlock":
                 FAULTS[fault](world, directory)
+                if fault in INSTEAD:
+                    continue
             world.all_reduce(torch.ones(2)).wait()
             heartbeat.enter(Phase.RECORD)
             heartbeat.steps_done(step + 1)

@@ -246,3 +246,22 @@ def test_rounded_layouts_are_not_called_equal():
     assert selection.layouts[0].line() == "dp_shard=2"
     notes = [note for note in selection.notes if "compared without quantisation" in note]
     assert ["1/254" in note for note in notes] == [True, False]
+
+
+@pytest.mark.parametrize("sync", ["asp", "local_sgd", "diloco"])
+def test_replicas_that_are_not_in_step_are_refused_with_the_reason(sync):
+    with pytest.raises(JobError, match=f"layout.sync: {sync} is not compared: .*nearest legal: sync=bsp"):
+        select(JOB, lines=[f"dp_replicate=2,sync={sync}"])
+
+
+def test_the_job_s_own_asynchronous_layout_is_skipped_and_the_others_are_compared():
+    selection = select(replace(JOB, layout=Layout(dp_replicate=2, sync="asp")))
+    assert "asp is not compared" in selection.skipped[0].reason
+    assert "tp=2" in lines(selection)
+
+
+def test_one_illegal_layout_does_not_stop_the_others():
+    selection = select(JOB, lines=["tp=3", "nonsense=1", "tp=2", "layout=auto"])
+    assert lines(selection) == ["tp=2"]
+    assert len(selection.refused) >= 3
+    assert any("tp=3" in problem for problem in selection.refused)

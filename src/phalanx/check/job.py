@@ -183,7 +183,7 @@ def _run(run: RunOptions) -> Iterator[Problem]:
         yield (
             "run.hang_s",
             f"is {run.hang_s:g}, but must be below run.timeout_s {run.timeout_s:g}, after which ranks give up without "
-            f"a diagnosis; nearest legal: hang_s=0, which means {run.timeout_s / 2:g}",
+            f"a diagnosis; nearest legal: hang_s=0, which is at most {run.timeout_s / 2:g}",
         )
 
 

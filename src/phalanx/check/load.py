@@ -29,6 +29,16 @@ from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.schedule import catalogue
 
+RESOLVED = ("default", "preset ", "model.from ", "resolved in ", "the job file's name", "measured")
+"""Beginnings of the origins of values that nobody set."""
+_STARTS = {
+    "model.preset": ("model.",),
+    "model.from": ("model.", "data.tokenizer"),
+    "cluster.preset": ("cluster.",),
+    "optimizer.name": ("optimizer.",),
+}
+"""Fields that give others their values, with the beginnings of those."""
+
 
 @dataclass(frozen=True)
 class LoadedJob:
@@ -93,9 +103,11 @@ def spelled(path: str, text: str) -> str:
 
 def _over(earlier: list[Setting], later: list[Setting]) -> list[Setting]:
     """Returns the settings of all job files so far with those of the next file or the command line. `layout.auto`
-    restarts the layout: earlier settings of it are dropped."""
+    restarts the layout: earlier settings of it are dropped. A preset replaces what was resolved from an earlier one."""
     if _leaves_layout(later):
         earlier = [setting for setting in earlier if not setting.path.startswith("layout.")]
+    replaced = tuple(start for setting in later for start in _STARTS.get(setting.path, ()) if not setting.resolved)
+    earlier = [setting for setting in earlier if not (setting.resolved and setting.path.startswith(replaced))]
     return [*earlier, *later]
 
 
@@ -155,7 +167,22 @@ def resolve(
         raise JobError(found)
     if equation := rules.equation(job, derived):
         answers.append(equation)
+    for setting in settings:
+        if setting.resolved and origins[setting.path] == setting.origin:
+            is_default = get(job, setting.path) == get(Job(), setting.path)
+            origins[setting.path] = "default" if is_default else f"resolved in {setting.origin}"
     return LoadedJob(job, origins, answers)
+
+
+def origins_of(job: Job, origin: str) -> dict[str, str]:
+    """Returns the origins of a job that no file states: those of the defaults and presets for values that equal them,
+    and `origin` for all others."""
+    presets = [Setting(path, str(get(job, path)), origin) for path in ("model.preset", "cluster.preset")]
+    base, origins = _start(presets, [])
+    same = {path for path in leaves() if get(job, path) == get(base, path)} - {
+        each.path for each in presets if each.text
+    }
+    return {path: origins[path] if path in same else origin for path in leaves()}
 
 
 def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setting], list[str]]:

@@ -8,9 +8,10 @@ from typing import Any
 
 import yaml
 
-from phalanx.check.load import LoadedJob
+from phalanx.check.load import RESOLVED, LoadedJob
 from phalanx.config.fields import name_of
 from phalanx.config.job import Job
+from phalanx.config.yaml_file import SET_FIELDS
 from phalanx.partition.batch import solve
 
 
@@ -36,6 +37,8 @@ def as_yaml(loaded: LoadedJob) -> str:
         }
     else:
         lines = [f"# {solve(job.train.global_batch, job.layout).equation()}"]
+    was_set = [path for path, origin in loaded.origins.items() if not origin.startswith(RESOLVED)]
+    lines.append(f"{SET_FIELDS}: [{', '.join(was_set)}]  # all other values were resolved")
     _section(document, "", loaded.origins, lines)
     return "\n".join(lines) + "\n"
 

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from phalanx.check.load import LoadedJob
+from phalanx.check.load import LoadedJob, origins_of
 from phalanx.check.show import as_yaml
 from phalanx.checkpoint import consolidated, files
 from phalanx.checkpoint.boxes import Box
@@ -28,7 +28,6 @@ from phalanx.checkpoint.manifest import MANIFEST, Manifest, ShardFile, StoredTen
 from phalanx.checkpoint.parts import is_finite
 from phalanx.checkpoint.save import LATEST
 from phalanx.checkpoint.validity import directory_of
-from phalanx.config.fields import leaves
 from phalanx.config.job import Job
 from phalanx.data.files import write_atomic
 from phalanx.errors import CheckpointError, RunError
@@ -192,8 +191,8 @@ def write_run(
     write_atomic(checkpoint / MANIFEST, written.text().encode())
     files.sync(checkpoint.parent)
     run = dataclasses.replace(job.run, dir=str(target.parent), name=target.name)
-    origins = dict.fromkeys(leaves(), origin)
-    text = as_yaml(LoadedJob(dataclasses.replace(job, run=run), origins))
+    job = dataclasses.replace(job, run=run)
+    text = as_yaml(LoadedJob(job, origins_of(job, origin)))
     write_atomic(directory / "config.yaml", text.encode())
     write_atomic(directory / LATEST, f"checkpoints/{checkpoint.name}\n".encode())
 

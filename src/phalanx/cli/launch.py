@@ -100,6 +100,7 @@ SWITCHES = {
     "requeue": "Submit again after a stop with a checkpoint (75).",
     "list_sites": "List the sites, and exit.",
     "fresh": "Start over; the existing run is renamed.",
+    "oversubscribe": "Start more ranks than a machine's cores and memory bear.",
 }
 VERB = JobVerb(
     "launch",

@@ -147,7 +147,7 @@ class LaunchPlan:
         )
 
     def _job_words(self) -> tuple[str, ...]:
-        switches = [f"--{name}" for name in ("fresh", "json") if name in self.words.switches]
+        switches = [f"--{name}" for name in ("fresh", "oversubscribe", "json") if name in self.words.switches]
         # The planner chooses an open layout for the devices of all nodes.
         job, nodes = self.words.job, self.grid.nodes
         planned = job.layout.auto and nodes > 1 and job.cluster.nodes != nodes

@@ -51,7 +51,10 @@ VERB = JobVerb(
         ("train examples/main.yaml", "two processes on this machine, a few minutes"),
         ("train job.yaml layout=auto --steps 50", "in the layout that the planner chooses"),
     ),
-    {"fresh": "Start over; the existing run is renamed."},
+    {
+        "fresh": "Start over; the existing run is renamed.",
+        "oversubscribe": "Start more ranks than this machine's cores and memory bear.",
+    },
     exits={4: "checkpoint or state corrupt", 5: "stopped on NaN or a spike", 75: "stopped cleanly, resumes"},
     auto="train",
 )
@@ -66,7 +69,7 @@ phalanx train needs a job: a file, or fields
 
 @unblocked()
 def run(argv: Sequence[str]) -> int:
-    if not set(argv) - {"--json", "--fresh"}:
+    if not set(argv) - {"--json", "--fresh", "--oversubscribe"}:
         raise JobError(NO_JOB)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported, or its profiler prints lines of its own
     die_with_launcher()
@@ -83,7 +86,9 @@ def run(argv: Sequence[str]) -> int:
         return _be_a_rank(job, ranks or SINGLE, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)
     from phalanx.data.prepare import prepare
     from phalanx.data.progress import stderr_progress
+    from phalanx.data.split import open_split
 
+    _require_machine(job, oversubscribe="oversubscribe" in words.switches)
     directory = RunDirectory.of(job)
     if "fresh" in words.switches and job.checkpoint.remote:
         _require_no_copies(job)
@@ -97,11 +102,28 @@ def run(argv: Sequence[str]) -> int:
             _send_the_rest(directory, job)
             return 0
         with stderr_progress() as progress:
-            prepare(job.data, progress=progress)
+            folder = prepare(job.data, progress=progress)
+        for split in ("train", "val") if job.train.eval_samples else ("train",):
+            open_split(folder, split, job.model.seq_len, job.data)  # says before ranks start that it is too short
         directory.start(loaded)
         if job.layout.processes == 1 and not job.run.nnodes and loaded.origins["run.max_restarts"] == "default":
             return _be_a_rank(job, SINGLE, directory.next_log_dir() / "stderr.log", as_json)
         return _launch(loaded, directory, as_json)
+
+
+def _require_machine(job: Job, *, oversubscribe: bool) -> None:
+    """Raises JobError if this machine cannot bear the ranks that would start on it."""
+    from phalanx.launch import capacity
+
+    device, devices = job.cluster.device, 0
+    if device == "cuda" or (device == "auto" and capacity.has_driver()):
+        import torch
+
+        devices = torch.cuda.device_count()
+    ranks = job.layout.processes // job.run.most_nodes
+    wrong = capacity.problems(ranks, device, capacity.this_machine(devices), oversubscribe=oversubscribe)
+    if found := [*wrong]:
+        raise JobError(found)
 
 
 def _is_host(job: Job) -> bool:
@@ -137,7 +159,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
         log_dir=directory.logs,
         threads=threads_for(job.run.threads, processes),
         all_ranks=job.run.all_ranks,
-        limits=Limits(job.run.hang_limit_s, job.run.timeout_s),
+        limits=Limits(job.run.hang_limit_s, job.run.timeout_s, follows=not job.run.hang_s),
         metrics=directory.metrics if nodes is None or nodes.is_host else None,
         grace_s=job.run.grace_s,
         restarts=Restarts(

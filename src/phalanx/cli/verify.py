@@ -48,7 +48,7 @@ VERB = JobVerb(
         "steps": Option(int, 2, "Optimizer steps to compare.", at_least=1),
         "max_ranks": Option(int, 8, "Maximum number of processes to start at once.", at_least=1),
     },
-    exits={1: "a layout differs"},
+    exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
 )
 
 
@@ -72,12 +72,14 @@ def run(argv: Sequence[str]) -> int:
     from phalanx.verify.table import introduction, table
 
     verify.refuse_missing_device(selection)
+    for problem in selection.refused:
+        echo(f"phalanx: {problem}; the other layouts are compared", file=sys.stderr, flush=True)
     echo("\n".join(introduction(selection, steps)), file=sys.stderr, flush=True, wrap=True)
     with _progress(len(selection.layouts)) as (on_start, on_case):
         report = verify.run(selection, steps, on_case, on_start)
     as_json = "json" in words.switches
     echo(json.dumps(report.as_dict(), indent=1) if as_json else table(report), wrap=not as_json)
-    return 0 if report.ok else 1
+    return 1 if not report.ok else JobError.exit_code if selection.refused else 0
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.agree import gather_json
-from phalanx.comm.calls import CallLog
+from phalanx.comm.calls import CallLog, reduction
 from phalanx.comm.ledger import Ledger
 from phalanx.cost.traffic.collectives import Collective
 from phalanx.launch.watchdog.heartbeat import Call
@@ -85,7 +85,7 @@ class Axis:
         if self.size == 1:
             return _Then(())
         self.count("all_reduce", x)
-        call = self.calls.begin("all_reduce_max" if op == dist.ReduceOp.MAX else "all_reduce", x)
+        call = self.calls.begin("all_reduce" if op == dist.ReduceOp.SUM else reduction(op), x)
         if self.gloo and x.nbytes <= LATENCY_BOUND_BYTES and self.size < DIRECT_RANKS:
             every = x.new_empty(self.size, x.numel())
             every[self.rank].copy_(x.flatten())

@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.calls import CallLog
+from phalanx.comm.calls import CallLog, reduction
 from phalanx.launch.watchdog.heartbeat import Call
 
 
 def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
     """Replaces `x` by the sum (or, by `op`, the maximum or minimum) over all ranks, in place."""
-    call = _begin("all_reduce", x)
+    call = _begin(reduction(op), x)
     dist.all_reduce(x, op)
     _done(call)
 

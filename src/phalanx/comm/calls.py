@@ -21,6 +21,13 @@ _HIDDEN = f"{Path(__file__).parent}/"
 _TYPE_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
 
 
+def reduction(op: object) -> str:
+    """Returns the recorded name of an all-reduce by its operation, such as all_reduce_max."""
+    names = {dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min", dist.ReduceOp.AVG: "avg"}
+    name = next((name for each, name in names.items() if op == each), "")
+    return f"all_reduce_{name}" if name else "all_reduce"
+
+
 class CallLog:
     """The calls that this rank makes on one process group under the name of an axis. Without a heartbeat it records
     nothing."""

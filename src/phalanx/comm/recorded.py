@@ -28,7 +28,12 @@ _METHODS = (
     *("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all"),
     *("start_send", "start_receive", "rotate", "shift"),
 )
-_LEDGER_NAMES = {"all_reduce_max": "all_reduce", "receive": "send", "rotate": "send", "shift": "send"}
+_LEDGER_NAMES = {
+    **dict.fromkeys(("all_reduce_max", "all_reduce_min", "all_reduce_avg"), "all_reduce"),
+    "receive": "send",
+    "rotate": "send",
+    "shift": "send",
+}
 now: Callable[[], int] = time.monotonic_ns
 """The clock of a recording, which all processes of a machine share."""
 

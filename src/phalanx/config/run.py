@@ -27,7 +27,8 @@ class RunOptions:
     timeout_s: Annotated[float, Above(0)] = 600.0
     """Seconds that a collective may wait before the run is declared broken."""
     hang_s: Annotated[float, AtLeast(0)] = 0.0
-    """Seconds without a sign of life after which the watchdog names a rank and ends the run; 0 means half of timeout_s.
+    """Seconds without a sign of life after which the watchdog names a rank and ends the run. 0 follows the run: 5 of
+    its longest steps, 2 of its longest saves, validations and first steps, at least 20, at most half of timeout_s.
     Until the first step is done, and after the last one, timeout_s counts."""
     grace_s: Annotated[float, Above(0)] = 30.0
     """Seconds from a signal to stop until the ranks are killed: as long as a step and a checkpoint take. Ask the
@@ -80,5 +81,5 @@ class RunOptions:
 
     @property
     def hang_limit_s(self) -> float:
-        """Seconds without a sign of life after which a rank hangs."""
+        """Most seconds without a sign of life after which a rank hangs."""
         return self.hang_s or self.timeout_s / 2

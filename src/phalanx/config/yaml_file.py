@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -18,6 +18,9 @@ PLAIN_TAGS = {
     f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
 }
 
+SET_FIELDS = "set_fields"
+"""Key of a run's config.yaml: the fields that somebody set. All others in that file were resolved: defaults, and values
+of presets, which a later preset replaces."""
 MOST_BYTES = 2**18
 """Most bytes of a job file. A job with every field set and explained has a tenth of that."""
 MOST_NESTING = 20
@@ -35,6 +38,8 @@ class Setting:
     """The name that was given, if it is another program's (config/aliases.py)."""
     implied: bool = False
     """Whether the field itself was not named: a layout's line sets every field."""
+    resolved: bool = False
+    """Whether nobody set it: a run's config.yaml also holds every default and every value of a preset."""
 
 
 def read(path: Path) -> tuple[list[Setting], list[str]]:
@@ -69,8 +74,20 @@ def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
         return settings, problems
     if not isinstance(root, yaml.MappingNode):
         return settings, [f"{name}:{root.start_mark.line + 1}: a job file is a mapping of sections, such as `train:`"]
+    was_set = _taken_out(root, SET_FIELDS)
     _walk(root, "", name, settings, problems)
+    if was_set is not None:
+        named = set(_texts(was_set)) if isinstance(was_set, yaml.SequenceNode) else set()
+        settings = [each if each.path in named else replace(each, resolved=True) for each in settings]
     return settings, problems
+
+
+def _taken_out(root: yaml.MappingNode, name: str) -> yaml.Node | None:
+    """Removes a key of the first level, and returns its value; None if it is not there."""
+    found = next(((key, value) for key, value in root.value if key.value == name), None)
+    if found is not None:
+        root.value.remove(found)
+    return found[1] if found else None
 
 
 def _too_deep(text: str, loader: type) -> int:

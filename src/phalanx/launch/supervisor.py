@@ -120,6 +120,8 @@ class Supervisor:
 
     def watch(self, pids: Mapping[int, int]) -> bool:
         """Polls the ranks once, `pids` by rank; returns whether one of them is running."""
+        if self.watchdog is None and self._new_watchdog is not None:
+            self.watchdog = self._new_watchdog()
         self._note_exits(pids)
         running = self._running = {rank: pid for rank, pid in pids.items() if rank not in self.exits}
         self._pass_signal_on()
@@ -131,8 +133,6 @@ class Supervisor:
         return bool(running)
 
     def _look_for_hangs(self, running: Mapping[int, int], pids: Mapping[int, int]) -> None:
-        if self.watchdog is None and self._new_watchdog is not None:
-            self.watchdog = self._new_watchdog()
         if self.watchdog is None or not running or self._killed:
             return
         codes = {rank: ended.code for rank, ended in self.exits.items()}
@@ -167,7 +167,9 @@ class Supervisor:
         if self._requests and self.stop_signal is None:
             self.stop_signal = FORWARDED[self._requests[0][0]]
             self._signal(self.stop_signal)
-            self._allow(grace_left(self._grace_s, os.environ, time.time()))
+            begun = self.watchdog is None or self.watchdog.any_began_to_train(self._running)
+            grace_s = self._grace_s if begun else min(self._grace_s, _PEER_GRACE_S)  # there is nothing to save yet
+            self._allow(grace_left(grace_s, os.environ, time.time()))
         if len(self._requests) > 1:
             self._allow(0)
 

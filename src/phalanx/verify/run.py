@@ -102,6 +102,7 @@ class VerifyReport:
             },
             "shrunk": {path: list(pair) for path, pair in compared.changes.items()},
             "skipped": [asdict(skipped) for skipped in self.selection.skipped],
+            "refused": self.selection.refused,
             "notes": self.selection.notes,
             "seconds": round(self.seconds, 3),
         }

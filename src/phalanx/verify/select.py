@@ -50,6 +50,8 @@ class Selection:
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Notes on how compared layouts differ from the job's own."""
+    refused: list[str] = field(default_factory=list)
+    """Problems of layouts that were named and cannot be compared, while others can."""
 
     def case(self, layout: Layout) -> Job:
         """Returns the job of one case: the same model and optimizer, with the layout and a global batch divisible by
@@ -80,7 +82,8 @@ def select(
 
     A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. Unless `as_is`, a
     model with fewer layers than stages gets more, and one without experts gets some for layouts with expert
-    parallelism. Raises JobError with every problem of the named layouts.
+    parallelism. A named layout that cannot be compared does not stop the others. Raises JobError with every problem if
+    none of the named layouts can be compared.
     """
     selection, problems = Selection(compared_job(job, as_is, max_ranks)), list[str]()
     for line in lines:
@@ -104,15 +107,27 @@ def select(
             problems += [f"layout {line!r}: {path}: {message}" for path, message in wrong]
             continue
         fit = job if as_is else with_experts(job, layout)
-        problems += [f"layout {line!r}: {reason}" for reason in _reasons(fit, selection, layout, max_ranks)]
+        if reasons := _reasons(fit, selection, layout, max_ranks):
+            problems += [f"layout {line!r}: {reason}" for reason in reasons]
+            continue
         _add(selection, layout)
-    if problems:
+    if problems and not selection.layouts:
         raise JobError(problems)
+    selection.refused = problems
     if not lines:
         _own(selection, job, max_ranks)
         _rest(selection, job, full, schedules, max_ranks, as_is)
     selection.notes += _notes(selection, job)
     return selection
+
+
+_UNEQUAL = {
+    "asp": "asynchronous SGD computes each share of a step at whatever parameters its replica has just read, so the "
+    "result depends on the order in which replicas come",
+    "local_sgd": "replicas of local SGD step alone and then average their parameters, which one process does not",
+    "diloco": "replicas of DiLoCo step alone and an outer optimizer joins their changes, which one process does not",
+}
+"""Why a way to synchronise does not compute what one process computes."""
 
 
 def _rounded(layout: Layout) -> list[str]:
@@ -236,6 +251,9 @@ def _reasons(job: Job, selection: Selection, layout: Layout, max_ranks: int) -> 
     reasons = [f"{path}: {message}" for path, message in problems]
     if not reasons and layout.processes > max_ranks:
         reasons.append(f"needs {layout.processes} processes, more than --max-ranks {max_ranks}")
+    if layout.sync != "bsp":
+        why = _UNEQUAL.get(layout.sync, "its replicas differ between synchronisations")
+        reasons.append(f"layout.sync: {layout.sync} is not compared: {why}; nearest legal: sync=bsp")
     if layout.data_parallel == "threads" and selection.compared.job.cluster.device == "cuda":
         reasons.append(
             "layout.data_parallel: threads is for CPUs; nearest legal: data_parallel=ddp, or cluster.device=cpu"

@@ -23,6 +23,8 @@ def table(report: VerifyReport) -> str:
         lines += ["", "Differences:", *(f"  {case.layout}: {complaint(case)}" for case in failed)]
     if report.selection.skipped:
         lines += ["", "Not compared:", *_skipped(report.selection)]
+    if report.selection.refused:
+        lines += ["", "Refused:", *(f"  {problem}" for problem in report.selection.refused)]
     return "\n".join([*lines, "", _verdict(report)])
 
 

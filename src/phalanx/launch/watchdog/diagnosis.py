@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.pace import Pace
 from phalanx.launch.watchdog.processes import ProcessState
 from phalanx.launch.watchdog.reader import ChannelKey, RankRecord, RecordedCall
 
@@ -72,6 +73,8 @@ class Mismatch:
     call: RecordedCall
     other: int
     other_call: RecordedCall
+    earlier: bool = False
+    """The two calls are equal, and calls before them differ that are not recorded any more."""
 
 
 Kind = Literal["mismatch", "silent", "deadlock", "unseen", "stuck"]
@@ -98,24 +101,34 @@ class Limits:
     """0: hangs are not looked for."""
     start_s: float
     """Until the first step is done, which loads, compiles and allocates, and after the last one."""
+    follows: bool = False
+    """Whether `hang_s` is only the longest: the limit follows the pace of the run."""
 
-    def of(self, view: RankView) -> float:
-        """Returns the limit of a rank."""
+    def of(self, view: RankView, pace: Pace | None = None, load: float = 1.0) -> float:
+        """Returns the limit of a rank, by the run's pace if that is given and counts."""
         record = view.record
         if record is not None and record.phase is Phase.DONE:
             return math.inf
         steady = record is not None and record.trained and record.phase is not Phase.END
         tests = record is not None and record.phase is Phase.TEST
+        if self.follows and pace is not None and record is not None and steady:
+            return pace.limit_s(record, self.hang_s, load)
         return self.hang_s if steady or tests else max(self.hang_s, self.start_s)
 
 
-def hangs(views: Mapping[int, RankView], limits: Limits) -> bool:
+def hangs(views: Mapping[int, RankView], limits: Limits, pace: Pace | None = None, load: float = 1.0) -> bool:
     """Returns whether the ranks hang: some rank has been silent for longer than its limit, and so has a rank at the end
-    of what it waits for, or that one has ended. A rank that waits for one that still works does not hang."""
+    of what it waits for, or that one has ended. A rank that waits for one that still works does not hang.
+
+    The limit follows `pace` where `limits` say so, but not for a rank that waits for one on another machine, whose
+    pace is not known here. `load` is the number of processes that want each core."""
     if not limits.hang_s:
         return False
-    late = {rank for rank, view in views.items() if not view.ended and view.silent_s > limits.of(view)}
+    silent = {rank: view for rank, view in views.items() if not view.ended}
+    late = {rank for rank, view in silent.items() if view.silent_s > limits.of(view, pace, load)}
     waits = _waits(views) if late else ()
+    far = {wait.rank for wait in waits if wait.unseen}
+    late -= {rank for rank in late & far if views[rank].silent_s <= limits.of(views[rank])}
     return any(root in late or views[root].ended for rank in late for root in _roots(rank, waits))
 
 
@@ -130,19 +143,26 @@ def diagnose(views: Mapping[int, RankView]) -> Diagnosis:
 
 
 def find_mismatch(views: Mapping[int, RankView]) -> Mismatch | None:
-    """Returns the earliest two calls that stand at the same place of a channel and differ. `rank` is the odd one out
-    where there is a majority."""
+    """Returns the earliest two calls that stand at the same place of a channel and differ, or, if the digests say that
+    they did before all records, the earliest two after that. `rank` is the odd one out where there is a majority."""
     by_place: dict[tuple[ChannelKey, int], dict[int, RecordedCall]] = {}
     for rank, view in sorted(views.items()):
         for call in view.record.calls if view.record else ():
             by_place.setdefault((call.channel, call.sequence), {})[rank] = call
+    return _odd(by_place, earlier=False) or _odd(by_place, earlier=True)
+
+
+def _odd(by_place: Mapping[tuple[ChannelKey, int], Mapping[int, RecordedCall]], *, earlier: bool) -> Mismatch | None:
+    def said(call: RecordedCall) -> object:
+        return call.digest if earlier else call.signature
+
     found = []
     for calls in by_place.values():
-        common = Counter(call.signature for call in calls.values()).most_common(1)[0][0]
-        odd = next((rank for rank, call in calls.items() if call.signature != common), None)
+        common = Counter(map(said, calls.values())).most_common(1)[0][0]
+        odd = next((rank for rank, call in calls.items() if said(call) != common), None)
         if odd is not None:
-            other = next(rank for rank, call in calls.items() if call.signature == common)
-            found.append(Mismatch(odd, calls[odd], other, calls[other]))
+            other = next(rank for rank, call in calls.items() if said(call) == common)
+            found.append(Mismatch(odd, calls[odd], other, calls[other], earlier))
     return min(found, key=lambda mismatch: mismatch.call.began, default=None)
 
 

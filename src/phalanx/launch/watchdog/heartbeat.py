@@ -34,6 +34,7 @@ _TICK_S = 1.0
 _CALL = struct.Struct(f"@{at.CALL_WORDS}Q")
 _OPERATIONS = {name: number for number, name in enumerate(at.OPERATIONS)}
 _DTYPES = {name: number for number, name in enumerate(at.DTYPES)}
+_ANY_SHAPE = {_OPERATIONS["all_to_all"], _OPERATIONS["shift"]}
 _now = time.monotonic_ns
 
 
@@ -41,10 +42,25 @@ class Channel:
     """One sequence of calls that the ranks of a process group make in the same order: its collectives, or the messages
     from one rank to another."""
 
-    __slots__ = ("number", "started")
+    __slots__ = ("digest", "is_message", "number", "started")
 
-    def __init__(self, number: int):
-        self.number, self.started = number, 0
+    def __init__(self, number: int, is_message: bool = False):
+        self.number, self.started, self.is_message = number, 0, is_message
+        self.digest = 0
+        """Of all calls so far."""
+
+    def take(self, operation: int, dtype: int, shape: Sequence[int], nbytes: int) -> int:
+        """Counts a call, and returns the digest of all so far, by what must be equal on all ranks (RecordedCall's
+        `signature`). The hash of numbers is the same in every process."""
+        self.started += 1
+        if self.is_message:
+            signature: tuple[int, ...] = (dtype, nbytes)
+        elif operation in _ANY_SHAPE:
+            signature = (operation, dtype)
+        else:
+            signature = (operation, dtype, nbytes, *shape)
+        self.digest = hash((self.digest, *signature)) & 0xFFFFFFFFFFFFFFFF
+        return self.digest
 
 
 class Call:
@@ -137,7 +153,7 @@ class Heartbeat:
         if found is None:
             with self._lock:
                 number = min(len(self._channels), at.CHANNELS - 1)  # the last one takes the rest, without names
-                found = self._channels[group, kind, peer] = Channel(number)
+                found = self._channels[group, kind, peer] = Channel(number, kind != "all")
                 if number < at.CHANNELS - 1:
                     entry = {"channel": number, "group": group, "kind": kind, "peer": peer, "ranks": _compact(ranks)}
                     self._append(entry)
@@ -162,10 +178,10 @@ class Heartbeat:
         not see when it completes.
         """
         number, now = next(self._numbers), _now()
-        channel.started += 1
         dims = shape if len(shape) <= at.SHAPE_WORDS else (*shape[:3], math.prod(shape[3:]))
         padded = (*dims, 0, 0, 0, 0)[: at.SHAPE_WORDS]
         kind = _OPERATIONS[operation] | _DTYPES[dtype] << 8 | len(dims) << 16 | on_device << 24 | self._axis(axis) << 32
+        digest = channel.take(_OPERATIONS[operation], _DTYPES[dtype], dims, nbytes)
         place = channel.number | self._source(hidden) << 32
         began_waiting = now if waits else 0
         words = self.words
@@ -173,7 +189,7 @@ class Heartbeat:
             self._map,
             (at.RING + number % at.RING_CALLS * at.CALL_WORDS) * 8,
             *(number, kind, place, channel.started, *padded, nbytes),
-            *(now, began_waiting, 0, threading.get_ident(), words[at.STEP], 0, number),
+            *(now, began_waiting, 0, threading.get_ident(), words[at.STEP], digest, number),
         )
         words[at.CALLS + channel.number] = channel.started
         words[at.CALL_COUNT] = number

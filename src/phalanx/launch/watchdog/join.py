@@ -52,6 +52,7 @@ def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports
         first_node = hosts[0] == platform.node()
         command = [sys.executable, "-P", "-m", "phalanx.launch.watchdog.node", str(directory), str(reports)]
         command += [str(limits.hang_s), str(limits.start_s), str(metrics) if metrics and first_node else ""]
+        command += ["follows"] if limits.follows else []
         # Its own session: what ends this rank's process group does not end it. It ends after the node's ranks.
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-MAGIC = int.from_bytes(b"phxbeat1", "little")
+MAGIC = int.from_bytes(b"phxbeat2", "little")
 
 # Identity.
 MAGIC_WORD, RANK, WORLD, PID, STARTED, MAIN_THREAD = range(6)
@@ -80,8 +80,9 @@ OWN_PHASES = frozenset({Phase.DATA, Phase.FORWARD_BACKWARD, Phase.EXCHANGE, Phas
 NUMBER, KIND, PLACE, SEQUENCE = range(4)
 """KIND: operation | dtype << 8 | dimensions << 16 | on_device << 24 | axis << 32. PLACE: channel | source << 32."""
 SHAPE, SHAPE_WORDS = 4, 4
-NBYTES, BEGAN, WAITS, DONE, THREAD, CALL_STEP, _, NUMBER_AGAIN = range(8, 16)
-"""WAITS and DONE are times, 0 until then."""
+NBYTES, BEGAN, WAITS, DONE, THREAD, CALL_STEP, DIGEST, NUMBER_AGAIN = range(8, 16)
+"""WAITS and DONE are times, 0 until then. DIGEST is that of all calls of the channel so far, which is equal on ranks
+that have made the same calls."""
 CALL_WORDS = 16
 
 OPERATIONS = (

@@ -1,6 +1,6 @@
 """The watchdog of one node, a process of its own: for ranks that torchrun, srun or mpiexec started.
 
-    python -m phalanx.launch.watchdog.node HEARTBEATS REPORTS HANG_S START_S METRICS
+    python -m phalanx.launch.watchdog.node HEARTBEATS REPORTS HANG_S START_S METRICS [follows]
 
 It watches the ranks whose heartbeats are in the folder, prints and writes what it finds, and kills them when they hang.
 It ends when they have ended, and removes the folder. It imports no torch.
@@ -98,11 +98,11 @@ def _say(line: str) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Runs the watchdog of one node; the module's text names its arguments."""
-    folder, reports, hang_s, start_s, metrics = argv
+    folder, reports, hang_s, start_s, metrics = argv[:5]
     directory = Path(folder)
     try:
         hosts = json.loads((directory / HOSTS).read_text(encoding="utf-8"))
-        limits = Limits(float(hang_s), float(start_s))
+        limits = Limits(float(hang_s), float(start_s), follows="follows" in argv[5:])
         with owned(directory):
             rows, states = Path(metrics) if metrics else None, Path(reports)
             watch(Watchdog(directory, limits, _say, rows, hosts, states), states)

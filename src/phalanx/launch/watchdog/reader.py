@@ -51,6 +51,8 @@ class RecordedCall:
     """True if the host cannot see when it completes."""
     main: bool
     """True if the thread that trains started it."""
+    digest: int = 0
+    """Of all calls of the channel up to this one: equal on ranks that have made the same calls; 0: not known."""
 
     @property
     def waiting(self) -> bool:
@@ -216,6 +218,8 @@ class _Names:
             done=words[at.DONE] > 0,
             on_device=bool(kind >> 24 & 0xFF),
             main=words[at.THREAD] == self.main_thread,
+            # The last channel takes the rest of all, in an order of each rank's own.
+            digest=words[at.DIGEST] if place & 0xFFFFFFFF < at.CHANNELS - 1 else 0,
         )
 
 

@@ -111,6 +111,12 @@ def _culprit(view: RankView, waits: Sequence[Wait], host: str) -> str:
 
 
 def _mismatch(mismatch: Mismatch, host: str) -> str:
+    if mismatch.earlier:
+        return (
+            f"Mismatched collectives on {host}: ranks {mismatch.rank} and {mismatch.other} made different calls of "
+            f"{mismatch.call.axis} before #{mismatch.call.sequence} in step {mismatch.call.step + 1}; the first that "
+            "differs is not among the last 1,024. All ranks of a group must make the same calls in the same order."
+        )
     return (
         f"Mismatched collectives on {host}: rank {mismatch.rank} called {call_words(mismatch.call)} where rank "
         f"{mismatch.other} called {call_words(mismatch.other_call)}. All ranks of a group must make the same calls in "

@@ -11,7 +11,7 @@ import platform
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +23,7 @@ from phalanx.launch.watchdog import layout as at
 from phalanx.launch.watchdog import report
 from phalanx.launch.watchdog.diagnosis import Diagnosis, Limits, RankView, diagnose, find_mismatch, hangs
 from phalanx.launch.watchdog.heartbeat import STACKS_SIGNAL
+from phalanx.launch.watchdog.pace import Pace, load_per_core
 from phalanx.launch.watchdog.processes import process_state, stack_by_py_spy
 from phalanx.launch.watchdog.reader import HeartbeatFile, RankRecord
 from phalanx.launch.watchdog.slow import SlowRank, SlowRanks
@@ -58,6 +59,7 @@ class Watchdog:
         metrics: the run's metrics.jsonl, to which slow ranks are appended; None for no file.
         hosts: the host of every rank, if they are on several machines.
         states: the folder for the file with the state of every rank, for the live view; None for none.
+        load: returns how many processes want each core.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Watchdog:
         metrics: Path | None = None,
         hosts: Sequence[str] = (),
         states: Path | None = None,
+        load: Callable[[], float] = load_per_core,
     ):
         self.directory, self.limits, self.metrics = directory, limits, metrics
         self._print, self._states = tell, states
@@ -81,6 +84,7 @@ class Watchdog:
         self._suspect: object = None
         self._stopped: set[int] = set()
         self._slow = SlowRanks()
+        self._pace, self._load = Pace(), load
 
     def poll(self, pids: Mapping[int, int], exits: Mapping[int, int]) -> Finding | None:
         """Looks at the ranks, once a second at most. `pids` are those of running ranks, `exits` the exit codes of
@@ -94,10 +98,11 @@ class Watchdog:
         views = self.views(pids, exits, calls=_CALLS_COMPARED)
         self._publish(views)
         if self._mismatch_stays(views):
-            return self._finding(diagnose(views), pids)
+            return self._finding(diagnose(self.views(pids, exits)), pids)
         self._tell_stopped(views)
         self._tell_slow(views, now)
-        if not hangs(views, self.limits):
+        self._pace.update([view.record for view in views.values() if view.record is not None], now)
+        if not hangs(views, self.limits, self._pace, self._load()):
             self._asked = None
             return None
         if self._asked is None:
@@ -148,6 +153,17 @@ class Watchdog:
             return report.headline(diagnosis, self.host, self._hosts)
         return ""
 
+    def final_mismatch(self, exits: Mapping[int, int | None]) -> Finding | None:
+        """Returns what differs between the calls of ranks that have ended, all as if done: they may have been too quick
+        for `poll`."""
+        views = self.views({}, exits)
+        return self._finding(diagnose(views), {}) if find_mismatch(views) else None
+
+    def any_began_to_train(self, ranks: Iterable[int]) -> bool:
+        """Returns whether one of the ranks has come to its first step."""
+        records = [self._record(rank, 0) for rank in ranks]
+        return any(record is not None and record.first_step > 0 for record in records)
+
     def left_early(self, rank: int) -> str:
         """Returns where a rank was, if it ended in the middle of training; else nothing."""
         record = self._record(rank, 0)
@@ -164,9 +180,9 @@ class Watchdog:
             return None
 
     def _mismatch_stays(self, views: Mapping[int, RankView]) -> bool:
-        """Returns whether the same two calls differ at two polls in a row: each was read whole, twice."""
+        """Returns whether calls of the same channel differ at two polls in a row: each was read whole, twice."""
         mismatch = find_mismatch(views)
-        found = mismatch and (mismatch.call.channel, mismatch.call.sequence, mismatch.rank, mismatch.other)
+        found = mismatch and mismatch.call.channel
         stays, self._suspect = bool(found) and found == self._suspect, found
         return stays
 
