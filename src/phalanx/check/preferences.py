@@ -19,8 +19,8 @@ def preference_problems(job: Job) -> Iterator[Problem]:
         if job.train.dpo.label_smoothing:
             yield (
                 "data.corpus",
-                "label smoothing is that of preference tuning (nearest legal: corpus=preferences); of the cross-entropy "
-                "it is not implemented",
+                "label smoothing is that of preference tuning (nearest legal: corpus=preferences), that of the "
+                "cross-entropy is not implemented",
             )
         elif job.train.dpo != DpoOptions():
             yield "train.dpo", f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences"
