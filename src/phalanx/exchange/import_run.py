@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -177,13 +177,13 @@ def import_folder(
     if problems := list(target_problems(target)):
         raise JobError(problems)
     folder = open_folder(paths)
-    whole = folder.described.model
+    whole, untied = _with_own_head(folder)
     model = first_layers(whole, layers, folder.config)
     left_out = range(model.n_layers, whole.n_layers)
     found = [(path, problem) for path, problem in problems_of(Job(model=model)) if path.startswith("model.")]
     if found:
         raise CheckpointError("\n".join(f"{folder.config}: {path}: {problem}" for path, problem in found))
-    kind, notes = folder.described.family.model_type, list(folder.described.notes)
+    kind, notes = folder.described.family.model_type, [*folder.described.notes, *untied]
     tokenizer = Tokenizer.load(folder.tokenizer) if folder.tokenizer else None
     with LinkedTensors(folder.weights, model, kind, precision, left_out) as linked:
         incoming = Incoming(
@@ -197,6 +197,22 @@ def import_folder(
             _small_files(folder),
         )
         return write_import(incoming, target, notes, progress)
+
+
+def _with_own_head(folder: HuggingFaceFolder) -> tuple[ModelConfig, list[str]]:
+    """Returns the model, untied if the files have a head that differs from the embedding, and what to say of it."""
+    model, family = folder.described.model, WEIGHTS[folder.described.family.model_type]
+    stored = {family.name_of(name): name for name in folder.weights.tensors}
+    heads = [name for match in family.matches if match.ours == ("head.weight",) for name in match.theirs]
+    embeddings = [name for match in family.matches if match.ours == ("embed.weight",) for name in match.theirs]
+    if not (model.tied and heads and embeddings and heads[0] in stored and embeddings[0] in stored):
+        return model, []
+    with Reader(folder.weights) as files:
+        same = torch.equal(files.read(stored[heads[0]]), files.read(stored[embeddings[0]]))
+    if same:
+        return model, []
+    note = f"{stored[heads[0]]} differs from the embedding, so it is kept: the model is untied, whatever "
+    return replace(model, tied=False), [f"{note}tie_word_embeddings says in {folder.config}"]
 
 
 @dataclass(frozen=True)

@@ -229,6 +229,16 @@ def test_a_model_that_transformers_does_not_have_is_refused_with_the_nearest_kin
         config_json.write(replace(PRESETS["llama3-8b"], sinks=True))
 
 
+def test_a_share_of_a_head_is_not_written_for_kinds_that_turn_whole_heads():
+    with pytest.raises(JobError, match="rotary_fraction 0.5 would be 1"):
+        config_json.write(replace(PRESETS["llama3-8b"], rotary_fraction=0.5), "llama")
+
+
+def test_fields_that_transformers_ignores_are_known():
+    more = {"max_sequence_length": 2048, "unsloth_fixed": True, "unsloth_version": "2025.3.19"}
+    assert config_json.read(LLAMA_3_1_8B | more).model == config_json.read(LLAMA_3_1_8B).model
+
+
 def test_a_file_is_named(tmp_path):
     file = tmp_path / "config.json"
     with pytest.raises(JobError, match="no such file"):

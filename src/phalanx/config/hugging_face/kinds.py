@@ -134,6 +134,8 @@ HARMLESS = frozenset(
             "head_type",
         ),
         *("do_sample", "temperature", "top_p", "top_k", "max_length", "max_new_tokens"),
+        # Written by the first conversions of Llama, and by Unsloth; transformers reads none of them.
+        *("max_sequence_length", "unsloth_fixed", "unsloth_version"),
     )
 )
 """Fields that change neither shape nor numbers of a model in training mode without dropout."""

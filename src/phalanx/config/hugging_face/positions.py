@@ -53,7 +53,7 @@ class Rope:
 
     def write(self, model: ModelConfig) -> Fields:
         """Returns rope_parameters."""
-        values = rope_values(model)
+        values = rope_values(model, partial=self.fraction < 1)
         stretched = model.rope_scaling
         if self.latent and stretched.kind == "yarn" and stretched.factor > 1 and model.attention_scale:
             # (0.1 m ln factor + 1)² is what multiplies the scores; mscale gives rotated parts the size they have.
@@ -138,10 +138,11 @@ def scaling(rope: ConfigReader, context: int) -> RopeScaling:
     return RopeScaling(**values)
 
 
-def rope_values(model: ModelConfig) -> Fields:
-    """Returns the rope parameters of layers without a window of their own."""
+def rope_values(model: ModelConfig, *, partial: bool = False) -> Fields:
+    """Returns the rope parameters of layers without a window of their own; the share of a head that turns only with
+    `partial`, since transformers turns whole heads in most kinds, whatever partial_rotary_factor says."""
     stretched, values = model.rope_scaling, {"rope_theta": model.rope_theta, "rope_type": "default"}
-    if model.rotary_fraction < 1:
+    if partial and model.rotary_fraction < 1:
         values["partial_rotary_factor"] = model.rotary_fraction
     if stretched.factor == 1:
         return values
