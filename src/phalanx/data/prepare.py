@@ -191,7 +191,7 @@ def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress)
     """Builds shards of conversations. The first int(rows × (1 - val_fraction)) rows are for training."""
     files = corpus.sources(data)
     progress("reading and checking rows", 0, 0)
-    scan = scan_rows(row_texts(files, data))
+    scan = scan_rows(row_texts(files, data, lambda text: progress(text, 0, 0)))
     if not scan.documents:
         raise DataError(f"the data set is empty: {len(files)} files of {corpus.describe(data)} hold no rows")
     stamp = corpus.stamp(files) if files else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,9 @@ import numpy as np
 
 from phalanx.config.corpora import CORPORA
 from phalanx.config.data import Data
+from phalanx.data.answers import Part
 from phalanx.data.build import EncodedRows
 from phalanx.data.corpus import Scan, code_points, describe
-from phalanx.data.render import Part
 from phalanx.data.rows import SHOWN_PROBLEMS, Row
 from phalanx.data.shards import ANSWER
 from phalanx.data.template import Renderer, find_template
@@ -38,8 +38,9 @@ class RowText:
         return sum(len(text) for parts in self.conversations for text, _ in parts)
 
 
-def row_texts(files: Sequence[Path], data: Data) -> Iterator[RowText]:
-    """Yields the rows of a data set as text, at most data.limit_mb megabytes of it.
+def row_texts(files: Sequence[Path], data: Data, warn: Callable[[str], object] | None = None) -> Iterator[RowText]:
+    """Yields the rows of a data set as text, at most data.limit_mb megabytes of it. After the last row,
+    `warn` is told whether answers end without a stop token, and which day the template writes.
 
     Raises DataError, after the last row, with the first problems of rows that cannot be used: of their form, and those
     that the template has with them."""
@@ -58,6 +59,11 @@ def row_texts(files: Sequence[Path], data: Data) -> Iterator[RowText]:
                 break
             if not count:
                 yield found
+        if warn is not None and not problems:
+            if renderer.warning:
+                warn(renderer.warning)
+            if renderer.template.writes_date:
+                warn(f"{renderer.template.origin} writes a date: {renderer.template.date} in every conversation")
     if problems:
         more = f"\n  ... and {count - len(problems):,} more" if count > len(problems) else ""
         rows = f"{count:,} row{'s' if count > 1 else ''}"
