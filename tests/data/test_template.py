@@ -244,6 +244,19 @@ def test_answers_without_a_stop_token_are_warned_of() -> None:
             assert renderer.warning == ""
 
 
+def test_a_template_that_leaves_out_an_answer_is_refused() -> None:
+    parts = "{% for m in messages %}{{ m.role }}{% for c in m.content %}{{ c.text }}{% endfor %}</s>{% endfor %}"
+    with pytest.raises(
+        ValueError, match="message 2: the template does not write its content, which is text; it may ex"
+    ):
+        answers(parts, TURNS[:2])
+    listed = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in TURNS[2:]]
+    assert answers(parts, listed) == ["assistantdone</s>"]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
+    with pytest.raises(ValueError, match=r"message 2: the template does not write its tool_calls \(function 'look'\)"):
+        answers(BUILT_IN["chatml"].jinja, [TURNS[0], call])
+
+
 def test_templates_have_what_transformers_gives_them() -> None:
     source = (
         "{{ tools is none }} {{ documents is none }} {{ {'ä': [1]} | tojson }} {{ {'ä': 1} | tojson(ensure_ascii=true,"

@@ -37,6 +37,27 @@ def open_answers(parts: Sequence[Part], messages: Sequence[Mapping[str, Any]], e
     return count
 
 
+def require_written(parts: Sequence[Part], messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError if the text leaves out an answer's content or its calls, as a template does that expects the
+    content in another form, or that knows no calls. Only answers that are one part each are looked at."""
+    answers = [text.casefold() for text, answer in parts if answer]
+    asked = [(n, each) for n, each in enumerate(messages, start=1) if each["role"] == "assistant"]
+    if len(answers) != len(asked):
+        return
+    for text, (n, message) in zip(answers, asked, strict=True):
+        content = message.get("content")
+        words = core(content).casefold().split() if isinstance(content, str) else []
+        if words and not any(word in text for word in words):
+            raise ValueError(
+                f"message {n}: the template does not write its content, which is text; it may expect a list of parts: "
+                'content [{"type": "text", "text": ...}]'
+            )
+        for call in message.get("tool_calls") or []:
+            name = call.get("function", call).get("name") if isinstance(call, Mapping) else None
+            if isinstance(name, str) and name.casefold() not in text:
+                raise ValueError(f"message {n}: the template does not write its tool_calls (function {name[:40]!r})")
+
+
 def untrained_removed(parts: Sequence[Part], trained: Sequence[bool]) -> list[Part]:
     """Returns the parts with only trained answers marked. Raises ValueError if answers are not one part each."""
     if sum(answer for _, answer in parts) != len(trained):

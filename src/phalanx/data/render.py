@@ -19,7 +19,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from phalanx.data.answers import Part, core, replaced, texts_of, untrained_removed, with_thoughts
+from phalanx.data.answers import Part, core, replaced, require_written, texts_of, untrained_removed, with_thoughts
 
 if TYPE_CHECKING:
     from jinja2.nodes import CallBlock
@@ -76,6 +76,7 @@ class TemplateRenderer:
         parts = self._marked(messages) if self.marks_answers else self._by_messages(messages, whole)
         if "".join(text for text, _ in parts) != whole:
             raise ValueError("the template writes another text when the answers in it are marked")
+        require_written(parts, messages)
         if not all(trained):
             parts = untrained_removed(parts, trained)
         return [part for part in parts if part[0]]

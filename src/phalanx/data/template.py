@@ -85,7 +85,9 @@ def find_template(data: Data) -> ChatTemplate:
         return ChatTemplate(BUILT_IN[data.template].jinja, variables, f"template {data.template}", trusted=True)
     if data.template != OWN_TEMPLATE:
         path = Path(data.template).expanduser()
-        return ChatTemplate(_read(path), variables, str(path))
+        folder = _folder(data)
+        date = TEMPLATE_DATE if data.tokenizer in TOKENIZERS else _date(_config(folder), folder)
+        return ChatTemplate(_read(path), variables, str(path), date=date)
     if data.tokenizer not in TOKENIZERS and (found := own_template(_folder(data))):
         return found
     raise DataError(
