@@ -139,7 +139,8 @@ class TemplateRenderer:
             if tag.start() < end < tag.end():
                 end = tag.start()
         if before and not whole[content[-1] : end].strip() and (tag := TAG.match(whole, end)):
-            end = tag.end() if whole.startswith(tag[0], before[-1]) else end
+            closing = TAG.search(whole, before[-1])
+            end = tag.end() if closing and closing[0] == tag[0] else end
         # The turn begins where the message before it has been written; the answer, after what prompts it.
         begin = max(done, before[-1]) if before else done
         asked, prompted = self.text(messages[:n]), self.text(messages[:n], generation_prompt=True)
