@@ -53,7 +53,8 @@ def test_system_and_history_come_first() -> None:
 def test_answers_can_be_kept_out_of_the_loss(name: str, value: object) -> None:
     found = conversation_of({"messages": [USER, {**ANSWER, name: value}, USER, ANSWER]})
     assert trained(found) == [False, True]
-    assert for_template(found) == [USER, ANSWER, USER, ANSWER]
+    assert for_template(found) == [USER, {**ANSWER, "trained": False}, USER, ANSWER]
+    assert for_template(found, marked=False) == [USER, ANSWER, USER, ANSWER]
 
 
 @pytest.mark.parametrize(

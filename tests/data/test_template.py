@@ -1,6 +1,7 @@
 """Chat templates: the texts and tokens of transformers' apply_chat_template, and nothing that a template can break."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -167,13 +168,102 @@ def test_the_text_between_answers_cannot_be_forged() -> None:
 
 
 def test_a_template_whose_answers_cannot_be_told_is_refused() -> None:
-    # As Qwen3's does, it leaves out the thoughts of earlier answers: what it wrote at first is no longer there.
-    thought = "{% if loop.last and not add_generation_prompt %} (thought){% endif %}"
-    source = "{% for m in messages %}{{ m.content | replace('4', 'four') | length }}" + thought + "{% endfor %}"
-    with pytest.raises(ValueError, match=r"does not begin its text of all.*\{% generation %\}"):
-        TemplateRenderer(source, SPECIAL).parts(CHAT)
-    source = "{% for m in messages %}{{ m.content }}" + thought + "{% endfor %}"
-    assert TemplateRenderer(source, SPECIAL).parts(CHAT[:3])[-1] == (" 4  (thought)", True)
+    source = "{% for m in messages %}{{ m.content | upper }}{{ loop.length }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"first 3 messages does not begin its text of all.*\{% generation %\}"):
+        TemplateRenderer(source.replace("upper", "length"), SPECIAL).parts(CHAT)
+
+
+def answers(source: str, chat: list[dict]) -> list[str]:
+    parts = TemplateRenderer(source, SPECIAL).parts(chat)
+    assert "".join(text for text, _ in parts) == TemplateRenderer(source, SPECIAL).text(chat)
+    return [text for text, answer in parts if answer]
+
+
+# The forms of Qwen 3 (the last answer gets a thought) and of R1 (the prompt begins a thought, which answers lose).
+QWEN3 = (
+    r"{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
+    r"{{ '<think>\n\n</think>\n\n' }}{% endif %}{{ m.content.split('</think>')[-1].lstrip('\n') + '<|im_end|>\n' }}"
+    r"{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+R1 = (
+    r"{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<U>' + m.content }}"
+    r"{% elif m.role == 'assistant' %}{{ '<A>' + m.content.split('</think>')[-1] }}"
+    r"{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + '</call>' }}{% endfor %}{{ eos_token }}"
+    r"{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<A><think>\n' }}{% endif %}"
+)
+TURNS = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "<think>\nhm\n</think>\n\nhello"},
+    {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "done"},
+]
+
+
+def test_answers_are_found_where_later_turns_change_earlier_ones() -> None:
+    assert answers(QWEN3, TURNS) == ["hello<|im_end|>\n", "<think>\n\n</think>\n\ndone<|im_end|>\n"]
+    assert answers(R1, TURNS) == ["\n\nhello</s>", "done</s>"]
+    same = [{**each, "content": "hi"} for each in TURNS]
+    assert answers(QWEN3, same) == ["hi<|im_end|>\n", "<think>\n\n</think>\n\nhi<|im_end|>\n"]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
+    assert answers(R1, [TURNS[0], call, *TURNS[2:]]) == ["<call>look</call></s>", "done</s>"]
+
+
+@pytest.mark.parametrize("source", [QWEN3, R1, BUILT_IN["chatml"].jinja])
+def test_a_message_that_is_not_trained_is_no_answer(source: str) -> None:
+    marked = [TURNS[0], {**TURNS[1], "trained": False}, *TURNS[2:]]
+    assert answers(source, marked) == answers(source, TURNS)[1:]
+
+
+def test_the_day_is_that_of_the_template_and_is_recorded(tmp_path: Path) -> None:
+    dated = ChatTemplate("{{ strftime_now('%d %b %Y %H:%M') }}", SPECIAL, "dated")
+    with Renderer(dated) as renderer:
+        assert renderer.prompt(CHAT) == "26 Jul 2024 00:00"
+    other = replace(dated, date="2025-01-31")
+    assert other.fingerprint != dated.fingerprint
+    other.save(tmp_path)
+    found = own_template(tmp_path)
+    assert found is not None
+    assert found.date == "2025-01-31"
+    with Renderer(found) as renderer:
+        assert renderer.prompt(CHAT) == "31 Jan 2025 00:00"
+    (tmp_path / "tokenizer_config.json").write_text('{"template_date": "today"}')
+    with pytest.raises(DataError, match="template_date is 'today', not a day such as 2024-07-26"):
+        own_template(tmp_path)
+
+
+def test_answers_without_a_stop_token_are_warned_of() -> None:
+    open_ended = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    marked = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}</s>{% endfor %}"
+    for source in (open_ended, marked):
+        with Renderer(ChatTemplate(source, SPECIAL, "glm.jinja", trusted=True)) as renderer:
+            renderer.parts([TURNS[1]])
+            assert "glm.jinja: no answer ends with a stop token" in renderer.warning
+    for source in (QWEN3, R1, *(each.jinja for each in BUILT_IN.values())):
+        with Renderer(ChatTemplate(source, SPECIAL, "x", trusted=True)) as renderer:
+            renderer.parts(TURNS)
+            assert renderer.warning == ""
+
+
+def test_a_template_that_leaves_out_an_answer_is_refused() -> None:
+    parts = "{% for m in messages %}{{ m.role }}{% for c in m.content %}{{ c.text }}{% endfor %}</s>{% endfor %}"
+    with pytest.raises(
+        ValueError, match="message 2: the template does not write its content, which is text; it may ex"
+    ):
+        answers(parts, TURNS[:2])
+    listed = [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in TURNS[2:]]
+    assert answers(parts, listed) == ["assistantdone</s>"]
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "look"}}]}
+    with pytest.raises(ValueError, match=r"message 2: the template does not write its tool_calls \(function 'look'\)"):
+        answers(BUILT_IN["chatml"].jinja, [TURNS[0], call])
+
+
+def test_templates_have_what_transformers_gives_them() -> None:
+    source = (
+        "{{ tools is none }} {{ documents is none }} {{ {'ä': [1]} | tojson }} {{ {'ä': 1} | tojson(ensure_ascii=true,"
+    )
+    source += " indent=1) }}{% for i in range(9) %}{% if i == 1 %}{% continue %}{% elif i == 3 %}{% break %}{% endif %}"
+    source += "{{ i }}{% endfor %}"
+    assert TemplateRenderer(source, {}).text(CHAT) == 'True True {"ä": [1]} {\n "\\u00e4": 1\n}02'
 
 
 def test_templates_are_found_beside_the_tokenizer(tokenizer: Path, tmp_path: Path) -> None:

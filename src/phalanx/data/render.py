@@ -19,59 +19,69 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from phalanx.data.answers import Part, core, replaced, require_written, texts_of, untrained_removed, with_thoughts
+
 if TYPE_CHECKING:
     from jinja2.nodes import CallBlock
     from jinja2.parser import Parser
-
-Part = tuple[str, bool]
-"""A part of a conversation's text, and whether it is an answer's."""
 
 MOST_OUTPUT = 1 << 26
 """Most characters of a conversation's text."""
 MOST_REPEATED = 1 << 20
 """Most elements that a template's product of a text or a list with a number may have."""
 MOST_EXPONENT = 64
-FIXED_DAY = datetime(2024, 7, 26)
-"""The day that strftime_now writes: that of Llama 3.2's template, which has it where no date is given."""
+MOST_FORMAT = 200
+"""Most characters of a format of a date."""
 RENDER_S = 5.0
 """Most seconds of processor time of a child for one conversation."""
 CHILD_BYTES = 1 << 30
 """Most bytes of address space of a child."""
+TEMPLATE_DATE = "2024-07-26"
+"""The day that templates write as today's, so that shards do not depend on the day of their preparation. Llama 3.2's
+template writes this day where it knows no other."""
+TAG = re.compile(r"<[^<>\s]{1,80}>|\[[^][\s]{1,80}\]")
+"""The form of nearly all special tokens."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class TemplateRenderer:
     """A compiled chat template. Raises ValueError, saying what Jinja says, if it is none."""
 
-    def __init__(self, source: str, variables: Mapping[str, str]):
+    def __init__(self, source: str, variables: Mapping[str, str], date: str = TEMPLATE_DATE):
         self.variables = dict(variables)
+        self.date = datetime.fromisoformat(date)
+        """The time that strftime_now writes."""
         self.marks_answers = GENERATION.search(source) is not None
+        self._tools: list[Any] | None = None
         self._between = ("", "")
         """The texts that stand around answers while they are being marked."""
         self._template = _failing_as_value_error(lambda: _environment(self).from_string(source))
 
-    def text(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), *, generation_prompt: bool = False
-    ) -> str:
+    def text(self, messages: Sequence[Mapping[str, Any]], *, generation_prompt: bool = False) -> str:
         """Returns the text of messages, with `generation_prompt` up to where the model's answer begins.
 
         Raises ValueError, saying what the template says, if it refuses the messages, fails, or writes too much."""
-        return _failing_as_value_error(lambda: self._render(messages, tools, generation_prompt))
+        return _failing_as_value_error(lambda: self._render(messages, generation_prompt))
 
     def parts(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[Part]:
-        """Returns the text of a conversation in parts, each an answer's or not: joined they are `text`.
+        """Returns the text of a conversation, in which the model may use `tools`, in parts, each an answer's or not:
+        joined they are `text`.
 
-        A template marks answers with `{% generation %}`. That of a template without it is what comes between the
-        beginning of the conversation before the message, with the generation prompt, and that after it. Where these do
-        not begin the whole text (templates that drop earlier thoughts), an answer is what the template writes from its
-        content on to where the next message begins. Raises ValueError as `text` does, and where none of this tells."""
-        whole = self.text(messages, tools)
-        if self.marks_answers:
-            parts = self._marked(messages, tools)
-        else:
-            parts = self._between_prefixes(messages, tools, whole) or self._by_contents(messages, tools, whole)
+        A template marks answers with `{% generation %}`. Without it, an answer is the text between the rendering of the
+        messages before it, with the generation prompt, and the rendering that includes it. Where these do not begin the
+        whole text, because the template drops earlier thoughts, the answer is found by marks in the message's texts.
+        A message whose "trained" is false is no answer. Raises ValueError as `text` does, and where answers cannot be
+        told."""
+        trained = [bool(each.get("trained", True)) for each in messages if each["role"] == "assistant"]
+        messages = [{key: value for key, value in each.items() if key != "trained"} for each in messages]
+        self._tools = [*tools] or None
+        whole = self.text(messages)
+        parts = self._marked(messages) if self.marks_answers else self._by_messages(messages, whole)
         if "".join(text for text, _ in parts) != whole:
             raise ValueError("the template writes another text when the answers in it are marked")
+        require_written(parts, messages)
+        if not all(trained):
+            parts = untrained_removed(parts, trained)
         return [part for part in parts if part[0]]
 
     def mark(self, caller: Callable[[], str]) -> str:
@@ -79,12 +89,12 @@ class TemplateRenderer:
         before, after = self._between
         return f"{before}{caller()}{after}"
 
-    def _marked(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[Part]:
+    def _marked(self, messages: Sequence[Mapping[str, Any]]) -> list[Part]:
         # Nobody who writes messages can know these texts. Noncharacters and digits pass filters such as upper and trim.
         secret = secrets.randbits(64)
         self._between = begin, end = f"\ufdd0{secret}\ufdd1", f"\ufdd2{secret}\ufdd3"
         try:
-            text = self.text(messages, tools)
+            text = self.text(messages)
         finally:
             self._between = ("", "")
         parts, depth = [], 0
@@ -95,66 +105,83 @@ class TemplateRenderer:
                 parts.append((piece, depth > 0))
         return parts
 
-    def _between_prefixes(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], whole: str
-    ) -> list[Part] | None:
+    def _by_messages(self, messages: Sequence[Mapping[str, Any]], whole: str) -> list[Part]:
         parts, done = [], 0
         for n, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            try:
-                before = self.text(messages[:n], tools, generation_prompt=True)
-                after = self.text(messages[: n + 1], tools)
-            except ValueError:  # some templates refuse a part of a conversation, such as one without a question
-                return None
-            if not (whole.startswith(after) and after.startswith(before) and done <= len(before)):
-                return None
-            parts += [(whole[done : len(before)], False), (whole[len(before) : len(after)], True)]
-            done = len(after)
+            before, after = self.text(messages[:n], generation_prompt=True), self.text(messages[: n + 1])
+            if whole.startswith(after) and after.startswith(before) and done <= len(before):
+                start, end = len(before), len(after)
+            else:
+                start, end = self._span(messages, n, whole, done)
+            parts += [(whole[done:start], False), (whole[start:end], True)]
+            done = end
         return [*parts, (whole[done:], False)]
 
-    def _by_contents(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], whole: str) -> list[Part]:
-        """Finds answers by rendering the conversation once more, with a mark before and after each answer's content,
-        and once with one before and after each other message's: an answer goes from the end of the generation prompt
-        (or from its content) to what belongs to the next message."""
-        secret = secrets.randbits(64)
-        marks = [(f"\ufdd0{secret}n{n}\ufdd1", f"\ufdd2{secret}n{n}\ufdd3") for n in range(len(messages))]
-        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        if any(not isinstance(messages[n].get("content"), str) or not messages[n]["content"] for n in answers):
-            raise ValueError(_UNTOLD)
-        marked = [
-            {**message, "content": f"{marks[n][0]}{message['content']}{marks[n][1]}"} if n in answers else message
-            for n, message in enumerate(messages)
-        ]
-        text = self.text(marked, tools)
-        pieces = re.split(f"(\ufdd0{secret}n\\d+\ufdd1|\ufdd2{secret}n\\d+\ufdd3)", text)
-        found = pieces[1::2]
-        if found != [mark for n in answers for mark in marks[n]] or "".join(pieces[0::2]) != whole:
-            raise ValueError(_UNTOLD)
-        prompt = self._prompt()
-        parts: list[Part] = []
-        plain = pieces[0::2]  # between, answer, between, answer, ..., between
-        for k in range(0, len(plain) - 1, 2):
-            before, answer, after = plain[k], plain[k + 1], plain[k + 2]
-            at = before.rfind(prompt) + len(prompt) if prompt and prompt in before else len(before)
-            stop = _stop_of(after)
-            parts += [(before[:at], False), (before[at:] + answer + after[:stop], True)]
-            plain[k + 2] = after[stop:]
-        return [*parts, (plain[-1], False)]
+    def _span(self, messages: Sequence[Mapping[str, Any]], n: int, whole: str, done: int) -> tuple[int, int]:
+        """Returns where the answer that is message n begins and ends in the whole text."""
+        problem = ValueError(
+            f"the template's text of the first {n + 1} messages does not begin its text of all, and does not repeat "
+            f"the content of message {n + 1} in it, so the answers cannot be told: use a template that marks them with "
+            "{% generation %}, or a built-in one"
+        )
+        content = self._content_ends(messages, n, whole)
+        alone = self.text(messages[: n + 1])
+        content_alone = self._content_ends(messages[: n + 1], n, alone)
+        if not content or not content_alone:
+            raise problem
+        before = self._content_ends(messages, n - 1, whole) if n else []
+        end = content[-1]
+        for one, other in zip(whole[end:], alone[content_alone[-1] :], strict=False):
+            if one != other:
+                break
+            end += 1
+        # Where the last turn ends otherwise than those before it, what ends each message of these ends an answer, too.
+        for tag in TAG.finditer(whole, content[-1]):
+            if tag.start() < end < tag.end():
+                end = tag.start()
+        if before and not whole[content[-1] : end].strip() and (tag := TAG.match(whole, end)):
+            closing = TAG.search(whole, before[-1])
+            end = tag.end() if closing and closing[0] == tag[0] else end
+        # The turn begins where the message before it has been written; the answer, after what prompts it.
+        begin = max(done, before[-1]) if before else done
+        asked, prompted = self.text(messages[:n]), self.text(messages[:n], generation_prompt=True)
+        prompt = prompted[len(asked) :] if prompted.startswith(asked) else ""
+        # A prompt may begin a thought, which the text of all leaves out.
+        cuts = [len(prompt), *(found.start() for found in reversed(list(re.finditer(r"[<\[]", prompt))))]
+        for cut in filter(None, cuts):
+            if (place := whole.find(prompt[:cut], begin, content[0])) >= 0:
+                return place + cut, end
+        first = core(texts_of(messages[n])[0][1])
+        start = whole.rfind(first, begin, content[0])
+        if start < 0:
+            raise problem
+        return start, end
 
-    def _prompt(self) -> str:
-        """Returns what the template writes where an answer is to begin, or nothing if it cannot be told."""
-        question = [{"role": "user", "content": "?"}]
-        try:
-            with_prompt, without = self.text(question, generation_prompt=True), self.text(question)
-        except ValueError:
-            return ""
-        return with_prompt.removeprefix(without) if with_prompt.startswith(without) else ""
+    def _content_ends(self, messages: Sequence[Mapping[str, Any]], n: int, whole: str) -> list[int]:
+        """Returns where the texts of message n end in the text of all, in order, of those that it repeats."""
+        mark = f"\ufdd0{secrets.randbits(64)}\ufdd1"
+        ends = []
+        for path, value in texts_of(messages[n]):
+            place = len(value.rstrip())
+            marked = replaced(messages[n], path, value[:place] + mark + value[place:])
+            try:
+                text = self.text([*messages[:n], marked, *messages[n + 1 :]])
+            except ValueError:
+                continue
+            if text.count(mark) == 1 and text.replace(mark, "") == whole:
+                ends.append(text.index(mark))
+        return sorted(ends)
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], generation_prompt: bool) -> str:
         pieces, size = [], 0
-        values = {**self.variables, "messages": messages, "add_generation_prompt": generation_prompt}
-        values |= {"tools": [*tools] or None, "documents": None}
+        values = {
+            **self.variables,
+            "messages": list(map(with_thoughts, messages)),
+            "add_generation_prompt": generation_prompt,
+        }
+        values = {"tools": self._tools, "documents": None, **values}  # as transformers has them where there are none
         for piece in self._template.generate(values):
             pieces.append(piece)
             size += len(piece)
@@ -163,27 +190,11 @@ class TemplateRenderer:
         return "".join(pieces)
 
 
-_UNTOLD = (
-    "the template's text of the first messages does not begin its text of all, and marks around the answers change it, "
-    "so the answers cannot be told: use a template that marks them with {% generation %}, or a built-in one"
-)
-_STOP = re.compile(r"\s*(<[^<>\s]{1,40}>|\[[^\[\]\s]{1,40}\]|<[｜|][^<>]{1,40}[｜|]>)")
-
-
-def _stop_of(after: str) -> int:
-    """Returns the length of what ends an answer, in the text after its content: its first token in brackets, as
-    <|im_end|> and </s> are, with the line break behind it."""
-    match = _STOP.match(after)
-    if match is None:
-        return 0
-    return match.end() + after[match.end() :].startswith("\n")
-
-
 def serve() -> None:
     """Renders conversations until standard input ends: the main function of a child process.
 
-    The first line is the template, {"source": ..., "variables": ..., "seconds": ...}. Each further one is a request,
-    {"messages": ...}, or with "prompt" true for the text that an answer follows; each reply {"parts": ...},
+    The first line is the template, {"source": ..., "variables": ..., "date": ..., "seconds": ...}. Each further one is
+    a request, {"messages": ...}, or with "prompt" true for the text that an answer follows; each reply {"parts": ...},
     {"text": ...} or {"error": ...}. A conversation that takes longer than those seconds ends the process with
     SIGPROF."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
@@ -191,7 +202,9 @@ def serve() -> None:
     first = json.loads(sys.stdin.buffer.readline())
     _confine()
     try:
-        renderer = _within(first["seconds"], partial(TemplateRenderer, first["source"], first["variables"]))
+        renderer = _within(
+            first["seconds"], partial(TemplateRenderer, first["source"], first["variables"], first["date"])
+        )
     except ValueError as error:
         problem = str(error)
     for line in sys.stdin.buffer:
@@ -228,7 +241,7 @@ def _confine() -> None:
 
     import jinja2.debug  # noqa: F401
 
-    TemplateRenderer("{% generation %}{{ '\\n' }}{% endgeneration %}", {}).parts([])
+    TemplateRenderer("{% generation %}{{ '\\n' + strftime_now('%d %b %Y') }}{% endgeneration %}", {}).parts([])
     resource.setrlimit(resource.RLIMIT_AS, (CHILD_BYTES, CHILD_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -316,15 +329,19 @@ def _environment(renderer: TemplateRenderer) -> Any:
     def make_dict(*args: Any, **values: Any) -> dict[Any, Any]:  # the class itself has methods to play with
         return dict(*args, **values)
 
-    def strftime_now(form: str) -> str:
-        """The date of transformers' function of this name is that of the call; here it is one day, so that the same
-        rows make the same text on any day."""
-        return FIXED_DAY.strftime(str(form)[:200])
+    def strftime_now(format: str) -> str:
+        if len(str(format)) > MOST_FORMAT:
+            raise SecurityError(f"a format of a date of more than {MOST_FORMAT} characters")
+        return renderer.date.strftime(str(format))
 
     sandbox = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
     sandbox.filters["tojson"] = to_json
-    sandbox.globals |= {"raise_exception": refuse, "namespace": SafeNamespace, "dict": make_dict}
-    sandbox.globals["strftime_now"] = strftime_now
+    sandbox.globals |= {
+        "raise_exception": refuse,
+        "strftime_now": strftime_now,
+        "namespace": SafeNamespace,
+        "dict": make_dict,
+    }
     del sandbox.globals["lipsum"]
     return sandbox
 

@@ -239,10 +239,18 @@ def trained(messages: list[Message]) -> list[bool]:
     ]
 
 
-def for_template(messages: list[Message]) -> list[Message]:
-    """Returns messages without what only the loss uses and metadata, as templates get them."""
+def for_template(messages: list[Message], *, marked: bool = True) -> list[Message]:
+    """Returns messages as data/render.py takes them, without metadata: with `marked`, an answer that does not count in
+    the loss has "trained" false."""
     kept = ("role", "content", *_FOR_TEMPLATES)
-    return [{name: value for name, value in message.items() if name in kept} for message in messages]
+    counts = iter(trained(messages))
+    found = []
+    for message in messages:
+        plain = {name: value for name, value in message.items() if name in kept}
+        if message.get("role") == ANSWERS and not next(counts) and marked:
+            plain["trained"] = False
+        found.append(plain)
+    return found
 
 
 def unwritten(messages: list[Message], tools: list[Any], source: str) -> str:

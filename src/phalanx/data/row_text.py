@@ -12,10 +12,10 @@ import numpy as np
 
 from phalanx.config.corpora import CORPORA
 from phalanx.config.data import Data
+from phalanx.data.answers import Part
 from phalanx.data.build import EncodedRows
 from phalanx.data.corpus import Scan, code_points, describe
-from phalanx.data.render import Part
-from phalanx.data.row_fields import ANSWERS, Message, unwritten
+from phalanx.data.row_fields import unwritten
 from phalanx.data.rows import SHOWN_PROBLEMS, Row
 from phalanx.data.shards import ANSWER
 from phalanx.data.template import Renderer, find_template
@@ -30,11 +30,6 @@ class RowText:
     where: str
     conversations: tuple[list[Part], ...]
 
-    answers: int = 0
-    """Its answers that count in the loss."""
-    open_ended: int = 0
-    """Those that end with their own content: the template writes no token that ends them."""
-
     @property
     def text(self) -> str:
         """The text of all its conversations."""
@@ -44,13 +39,12 @@ class RowText:
         return sum(len(text) for parts in self.conversations for text, _ in parts)
 
 
-def row_texts(files: Sequence[Path], data: Data, warn: Callable[[str], None] = lambda _: None) -> Iterator[RowText]:
-    """Yields the rows of a data set as text, at most data.limit_mb megabytes of it. `warn` is called once, after the
-    last row, if no answer ends with a token.
+def row_texts(files: Sequence[Path], data: Data, warn: Callable[[str], object] | None = None) -> Iterator[RowText]:
+    """Yields the rows of a data set as text, at most data.limit_mb megabytes of it. After the last row,
+    `warn` is told whether answers end without a stop token, and which day the template writes.
 
     Raises DataError, after the last row, with the first problems of rows that cannot be used: of their form, and those
     that the template has with them."""
-    answers = open_ended = 0
     problems, count, left = [], 0, round(data.limit_mb * 1e6) or sys.maxsize
     with Renderer(find_template(data)) as renderer:
         for row in CORPORA.code(data.corpus, "rows")(files, data):
@@ -64,15 +58,13 @@ def row_texts(files: Sequence[Path], data: Data, warn: Callable[[str], None] = l
             left -= len(found.text.encode())
             if left < 0:
                 break
-            answers, open_ended = answers + found.answers, open_ended + found.open_ended
             if not count:
                 yield found
-        if answers and open_ended == answers and not count:
-            warn(
-                f"warning: no answer ends with a stop token: the template ({renderer.template.origin}) ends an answer "
-                "with the next message's first token, if at all, so the model never learns to end its turn; use a "
-                "template that writes a token after the content (data.template=chatml, or a copy with eos_token there)"
-            )
+        if warn is not None and not problems:
+            if renderer.warning:
+                warn(renderer.warning)
+            if renderer.template.writes_date:
+                warn(f"{renderer.template.origin} writes a date: {renderer.template.date} in every conversation")
     if problems:
         more = f"\n  ... and {count - len(problems):,} more" if count > len(problems) else ""
         rows = f"{count:,} row{'s' if count > 1 else ''}"
@@ -90,42 +82,11 @@ def _rendered(row: Row, renderer: Renderer) -> RowText:
         conversations = tuple(renderer.parts(messages, row.tools) for messages in row.conversations)
     except ValueError as error:
         raise ValueError(f"{template.origin}: {error}") from error
-    conversations = tuple(map(_only_trained, conversations, row.trained)) if row.trained else conversations
     if row.only_last:
         conversations = tuple(map(_last_answer, conversations))
     if not all(any(answer for _, answer in parts) for parts in conversations):
         raise ValueError(f"the template ({renderer.template.origin}) writes no answer")
-    ends = [
-        end
-        for messages, parts in zip(row.conversations, conversations, strict=True)
-        for end in _ends(messages, parts, template.variables.get("eos_token", ""))
-    ]
-    return RowText(row.where, conversations, len(ends), ends.count(False))
-
-
-def _ends(messages: Sequence[Message], parts: Sequence[Part], eos: str) -> Iterator[bool]:
-    """Yields, for each answer in the parts, whether the template writes something after its content that ends it."""
-    contents = [message.get("content") for message in messages if message["role"] == ANSWERS]
-    texts = [text for text, answer in parts if answer]
-    for text, content in zip(texts, contents[-len(texts) :], strict=False):
-        plain = content.strip() if isinstance(content, str) else ""
-        rest = text[text.rfind(plain) + len(plain) :] if plain and plain in text else eos or "?"
-        yield bool(rest.strip()) or bool(eos and eos in rest)
-
-
-def _only_trained(parts: list[Part], trained: list[bool]) -> list[Part]:
-    """Returns the parts with only the answers marked that count in the loss. Raises ValueError where the template does
-    not mark each answer once."""
-    if all(trained):
-        return parts
-    answers = [n for n, (_, answer) in enumerate(parts) if answer]
-    if len(answers) != len(trained):
-        raise ValueError(
-            f"{len(trained)} answers, of which some do not count, and the template marks {len(answers)}: which is "
-            "which cannot be told; use a built-in template"
-        )
-    counted = {n for n, counts in zip(answers, trained, strict=True) if counts}
-    return [(text, n in counted) for n, (text, _) in enumerate(parts)]
+    return RowText(row.where, conversations)
 
 
 def _last_answer(parts: list[Part]) -> list[Part]:

@@ -15,7 +15,7 @@ from typing import Any
 from phalanx.config.data import Data
 from phalanx.data.corpus import SAVED_FACTS, walk
 from phalanx.data.formats import ROW_SUFFIXES, missing, records, suffix_of
-from phalanx.data.row_fields import Message, conversation_of, for_template, renamed, tools_of, trained
+from phalanx.data.row_fields import Message, conversation_of, for_template, renamed, tools_of
 from phalanx.errors import DataError
 
 SHOWN_PROBLEMS = 10
@@ -33,8 +33,6 @@ class Row:
     """Whether only the last answer of each conversation is one: those before it belong to the prompt."""
     problem: str = ""
     """Why the row cannot be used; empty if it can."""
-    trained: tuple[list[bool], ...] = ()
-    """Whether each answer of each conversation counts in the loss; without it all do."""
     tools: tuple[Any, ...] = ()
     """The tools that the template describes to the model."""
 
@@ -74,8 +72,7 @@ def rows_of(
                 raise record
             row = renamed(record, data)
             conversations = read(row)
-            marks = () if only_last else tuple(map(trained, conversations))
-            plain = tuple(map(for_template, conversations))
-            yield Row(where, plain, only_last, trained=marks, tools=tuple(tools_of(row)))
+            plain = tuple(for_template(messages, marked=not only_last) for messages in conversations)
+            yield Row(where, plain, only_last, tools=tuple(tools_of(row)))
         except ValueError as error:
             yield Row(where, problem=str(error))

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -26,8 +27,9 @@ from phalanx.bounded import parse_json, read_bytes, read_text
 from phalanx.config.data import Data
 from phalanx.config.templates import BUILT_IN, OWN_TEMPLATE
 from phalanx.config.tokenizers import END_OF_TEXT, TOKENIZERS
+from phalanx.data.answers import Part, open_answers
 from phalanx.data.files import write_atomic
-from phalanx.data.render import RENDER_S, Part, TemplateRenderer
+from phalanx.data.render import RENDER_S, TEMPLATE_DATE, TemplateRenderer
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError, RunError
 
@@ -35,6 +37,8 @@ JINJA_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILES = (JINJA_FILE, CONFIG_FILE)
 """The files beside a tokenizer.json."""
+DATE_KEY = "template_date"
+"""The field of a tokenizer_config.json that holds the day of its template, where shards or a run have one."""
 MOST_TEMPLATE = 1 << 20
 """Most bytes of a template. The longest published one has about 20 kB."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -53,16 +57,25 @@ class ChatTemplate:
     """Where it comes from, for messages."""
     trusted: bool = False
     """True for this project's own, which need no process of their own."""
+    date: str = TEMPLATE_DATE
+    """The day that `strftime_now` writes, as ISO 8601 has it."""
+
+    @property
+    def writes_date(self) -> bool:
+        """Whether the template asks for the day."""
+        return "strftime_now" in self.source
 
     @property
     def fingerprint(self) -> str:
         """sha256 (hex): equal fingerprints make the same texts."""
-        return hashlib.sha256(json.dumps([self.source, dict(self.variables)]).encode()).hexdigest()
+        dated = [self.date] if self.writes_date else []
+        return hashlib.sha256(json.dumps([self.source, dict(self.variables), *dated]).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
         """Writes the files that stand beside a tokenizer.json."""
         write_atomic(folder / JINJA_FILE, self.source.encode())
-        write_atomic(folder / CONFIG_FILE, (json.dumps(dict(self.variables), ensure_ascii=False) + "\n").encode())
+        config = dict(self.variables) | ({DATE_KEY: self.date} if self.writes_date else {})
+        write_atomic(folder / CONFIG_FILE, (json.dumps(config, ensure_ascii=False) + "\n").encode())
 
 
 def find_template(data: Data) -> ChatTemplate:
@@ -72,7 +85,9 @@ def find_template(data: Data) -> ChatTemplate:
         return ChatTemplate(BUILT_IN[data.template].jinja, variables, f"template {data.template}", trusted=True)
     if data.template != OWN_TEMPLATE:
         path = Path(data.template).expanduser()
-        return ChatTemplate(_read(path), variables, str(path))
+        folder = _folder(data)
+        date = TEMPLATE_DATE if data.tokenizer in TOKENIZERS else _date(_config(folder), folder)
+        return ChatTemplate(_read(path), variables, str(path), date=date)
     if data.tokenizer not in TOKENIZERS and (found := own_template(_folder(data))):
         return found
     raise DataError(
@@ -90,9 +105,9 @@ def own_template(folder: Path) -> ChatTemplate | None:
     """Returns the template in the folder of a tokenizer or of a run; None if there is none. Raises DataError if its
     files cannot be read."""
     config = _config(folder)
-    variables = _named_tokens(config)
+    variables, date = _named_tokens(config), _date(config, folder)
     if os.path.exists(folder / JINJA_FILE):
-        return ChatTemplate(_read(folder / JINJA_FILE), variables, str(folder / JINJA_FILE))
+        return ChatTemplate(_read(folder / JINJA_FILE), variables, str(folder / JINJA_FILE), date=date)
     source = config.get("chat_template")
     if isinstance(source, list):  # several by name
         named = {each.get("name"): each.get("template") for each in source if isinstance(each, dict)}
@@ -101,7 +116,7 @@ def own_template(folder: Path) -> ChatTemplate | None:
         return None
     if not isinstance(source, str) or len(source) > MOST_TEMPLATE:
         raise DataError(f"{folder / CONFIG_FILE}: its chat_template is no text of at most {MOST_TEMPLATE:,} characters")
-    return ChatTemplate(source, variables, str(folder / CONFIG_FILE))
+    return ChatTemplate(source, variables, str(folder / CONFIG_FILE), date=date)
 
 
 class Renderer:
@@ -113,6 +128,8 @@ class Renderer:
         self.template, self.seconds = template, seconds
         self._child: subprocess.Popen[bytes] | None = None
         self._renderer: TemplateRenderer | None = None
+        self.answers = self.open_answers = 0
+        """The answers of all conversations so far, and those of them that no token ends."""
 
     def __enter__(self) -> Renderer:
         return self
@@ -124,8 +141,24 @@ class Renderer:
         """Returns the parts of a conversation's text, each with whether it is an answer's. Raises ValueError, saying
         why, if the template refuses it, fails or does not end."""
         if self.template.trusted:
-            return self._here().parts(messages, tools)
-        return [(text, answer) for text, answer in self._ask({"messages": messages, "tools": [*tools]})["parts"]]
+            parts = self._here().parts(messages, tools)
+        else:
+            parts = [(text, answer) for text, answer in self._ask({"messages": messages, "tools": [*tools]})["parts"]]
+        self.answers += sum(answer for _, answer in parts)
+        self.open_answers += open_answers(parts, messages, self.template.variables.get("eos_token", ""))
+        return parts
+
+    @property
+    def warning(self) -> str:
+        """A warning about answers that no token ends; empty if there are none."""
+        if not self.open_answers:
+            return ""
+        count = "no answer ends" if self.open_answers >= self.answers else f"{self.open_answers:,} answers do not end"
+        return (
+            f"warning: {self.template.origin}: {count} with a stop token, so the model does not learn to stop: write "
+            "one after the answer (inside {% generation %}, if it is there), as {{ message.content + eos_token }}, "
+            "in a copy of the template for data.template, or choose data.template=chatml"
+        )
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Returns the text of messages up to where the model's answer begins. Raises ValueError as `parts` does."""
@@ -145,7 +178,7 @@ class Renderer:
 
     def _here(self) -> TemplateRenderer:
         if self._renderer is None:
-            self._renderer = TemplateRenderer(self.template.source, self.template.variables)
+            self._renderer = TemplateRenderer(self.template.source, self.template.variables, self.template.date)
         return self._renderer
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +202,7 @@ class Renderer:
         command = [sys.executable, "-P", "-c", CHILD, *sys.path]
         child = self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         source, variables = self.template.source, dict(self.template.variables)
-        first = {"source": source, "variables": variables, "seconds": self.seconds}
+        first = {"source": source, "variables": variables, "date": self.template.date, "seconds": self.seconds}
         assert child.stdin is not None
         child.stdin.write(json.dumps(first).encode() + b"\n")
         return child
@@ -221,6 +254,15 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         value = value.get("content") if isinstance(value, dict) else value
         found[name] = value if isinstance(value, str) else ""
     return found
+
+
+def _date(config: Mapping[str, Any], folder: Path) -> str:
+    date = config.get(DATE_KEY, TEMPLATE_DATE)
+    try:
+        datetime.fromisoformat(date)
+    except (TypeError, ValueError):
+        raise DataError(f"{folder / CONFIG_FILE}: {DATE_KEY} is {date!r}, not a day such as {TEMPLATE_DATE}") from None
+    return date
 
 
 def _config(folder: Path) -> dict[str, Any]:
