@@ -334,7 +334,9 @@ def _rate_then(job: Job, manifest: Manifest) -> str:
 def _text(summary: dict[str, Any]) -> str:
     steps = summary["step"]
     loss = "" if summary["loss"] is None else f"; training loss {summary['loss']:.4f}"
-    lines = [f"trained {summary['tokens']:,} tokens in {steps:,} step{'s' * (steps != 1)}{loss}"]
+    tokens, positions = summary["tokens"], summary["positions"]
+    padded = f" ({1 - tokens / positions:.1%} of {positions:,} positions are padding)" if tokens < positions else ""
+    lines = [f"trained {tokens:,} tokens{padded} in {steps:,} step{'s' * (steps != 1)}{loss}"]
     if summary["val_loss"] is not None:
         lines.append(f"validation loss: {summary['val_loss']:.4f}")
     if summary["sample"]:

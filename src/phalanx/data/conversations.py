@@ -90,6 +90,7 @@ class ConversationData(ShardData):
                 "data.val_fraction"
             )
         self._counted_in = np.add.reduceat(self._counted[self._items], self._bounds[:-1])
+        self._used_in = np.add.reduceat(self._positions[self._items], self._bounds[:-1])
         self.facts = PackingFacts(
             conversations=len(tokens),
             truncated=int(np.isin(long, usable).sum()),
@@ -106,6 +107,9 @@ class ConversationData(ShardData):
 
     def valid_tokens(self, first: int, count: int, seed: int) -> int:
         return int(self._counted_in[self.order(first, count, seed)].sum())
+
+    def used_positions(self, first: int, count: int, seed: int) -> int:
+        return int(self._used_in[self.order(first, count, seed)].sum())
 
     def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
         shape = len(ids), self.seq_len

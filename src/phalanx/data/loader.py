@@ -101,6 +101,10 @@ class ShardData(ABC):
     def valid_tokens(self, first: int, count: int, seed: int) -> int:
         """Returns how many targets count in the loss of these global sample numbers, without reading the samples."""
 
+    def used_positions(self, first: int, count: int, seed: int) -> int:
+        """Returns how many positions of these global sample numbers hold tokens, which are all but padding."""
+        return count * self.seq_len
+
     @abstractmethod
     def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
         """Reads the samples `ids` (n,), whose global sample numbers are `numbers` (n,). Raises DataError if they cannot

@@ -152,7 +152,8 @@ class CoreAttention(nn.Module):
             k, v, window = k[:, :, -window:], v[:, :, -window:], 0
         plain = not window and sinks is None and not self.scoring.softcap
         causal = documents is None and seq == keys
-        if causal and q.device.type == "cpu" and v.shape[-1] != q.shape[-1]:
+        fused = q.device.type == "cpu" and torch.backends.cuda.flash_sdp_enabled()  # the switch of CPU kernels, too
+        if causal and fused and v.shape[-1] != q.shape[-1]:
             plain = False  # torch's function would compute, and keep, whole scores
         if plain and (causal or (seq < keys and not torch.is_grad_enabled())):
             # torch's is_causal would align the first query with the first key. One query sees all keys.

@@ -16,7 +16,7 @@ from phalanx.config.hugging_face.lines import lines_of
 from phalanx.config.hugging_face.terms import ConfigReader, Fields, shown, unknown_names, value_of, written
 from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
 from phalanx.errors import JobError
-from phalanx.nearest import did_you_mean
+from phalanx.nearest import did_you_mean, nearest
 
 MOST_BYTES = 4 * 2**20
 """Most bytes of a config.json; published ones have a few kB, with labels of classes some more."""
@@ -195,8 +195,13 @@ def _family(values: Mapping[str, Any]) -> ConfigFamily:
     if not isinstance(name, str):
         raise JobError(f"model_type is {'missing' if name is None else shown(name)} (supported: {known})")
     why = REFUSED.get(name)
-    end = f": {why}" if why else did_you_mean(name, BY_TYPE)
+    end = f": {why}" if why else _slip(name)
     raise JobError(f"model_type {shown(name)} is not supported{end} (supported: {known})")
+
+
+def _slip(name: str) -> str:
+    meant = nearest(name, BY_TYPE, 0.85)
+    return f"; did you mean {meant}?" if meant else ""
 
 
 def _refuse_unknown(source: ConfigReader, family: ConfigFamily, harmless: frozenset[str]) -> None:

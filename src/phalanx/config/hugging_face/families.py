@@ -309,7 +309,17 @@ BY_TYPE: Mapping[str, ConfigFamily] = {
     for family in FAMILIES
     for name in (family.model_type, *family.also, *((family.inside_of,) if family.inside_of else ()))
 }
+_OTHER_LAYERS = "a kind with layers that are not implemented (state spaces, convolutions, or its own attention)"
+_OTHERS = """
+mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv nemotron_h granitemoehybrid falcon_h1
+lfm2 lfm2_moe qwen3_next kimi_linear minimax minimax_m2 llama4 llama4_text gemma gemma3n phi phi3 phimoe falcon
+mpt bloom opt gptj gpt_neo codegen stablelm starcoder2 persimmon cohere cohere2 command_r olmoe dbrx arctic
+jetmoe granite granitemoe nemotron exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe dots1 glm glm4
+seed_oss smollm3 deepseek_v32 bert roberta deberta t5 mt5 bart xlm-roberta electra whisper clip siglip vit
+"""
+"""Kinds of transformers that are no slip of the pen of a supported one."""
 REFUSED: Mapping[str, str] = {
+    **{name: _OTHER_LAYERS for name in _OTHERS.split() if name not in BY_TYPE},
     "qwen2_moe": "its shared expert has a gate of its own, which is not implemented; qwen3_moe is",
     "deepseek_v2": "its routers choose groups by softmax scores, which is not implemented; deepseek_v3 is",
 }
