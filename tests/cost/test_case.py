@@ -48,6 +48,7 @@ def test_nothing_known_about_the_devices() -> None:
 
 
 def test_nothing_known_about_the_links() -> None:
-    words = ("model=gpt2", "dp_shard=2", "cluster.accelerator.name=mine", "cluster.accelerator.bf16_tflops=100")
+    sheet = ("name=mine", "fp32_tflops=1", "bandwidth_gbs=40")
+    words = ("model=gpt2", "dp_shard=2", "cluster.device=cpu", *(f"cluster.accelerator.{each}" for each in sheet))
     with pytest.raises(JobError, match="links between them"):
         step_spec(job(*words), 50257)

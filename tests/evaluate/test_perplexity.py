@@ -180,7 +180,7 @@ def test_every_mistake_is_told_at_once(run, capsys):
     assert "--batch-size: must be at least 1, is 0" in error
     assert main(["evaluate", "none", "--files", "text.txt"]) == 2
     assert "no run in none" in capsys.readouterr().err
-    assert main(["evaluate", "run", "--files", "absent.txt"]) == 4
+    assert main(["evaluate", "run", "--files", "absent.txt"]) == 2
     assert "there is no such file or folder" in capsys.readouterr().err
     assert main(["evaluate", "run", "--files", "text.txt", "--layout", "tp=3"]) == 2
     assert "tp" in capsys.readouterr().err

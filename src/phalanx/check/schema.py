@@ -12,6 +12,7 @@ from phalanx.config.constraints import Above, AtLeast, Below, Between, Constrain
 from phalanx.config.fields import NESTED_SECTIONS, SECTION_SHORTHAND
 from phalanx.config.layout_line import SECTION
 from phalanx.config.reference import FieldReference
+from phalanx.config.yaml_file import SET_FIELDS
 
 TITLE = "Phalanx job"
 REST = ("layout.dp_replicate", "layout.dp_shard")
@@ -43,6 +44,11 @@ def schema() -> dict[str, Any]:
     root["properties"][SECTION] = _or_word(
         root["properties"][SECTION], {"type": ["string", "array"], "description": "auto, or a line: dp_shard=4,tp=2"}
     )
+    root["properties"][SET_FIELDS] = {
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "the fields that somebody set, in the config.yaml of a run; all others were resolved",
+    }
     for short, path in NESTED_SECTIONS.items():
         section, _, name = path.partition(".")
         root["properties"][short] = root["properties"][section]["then"]["properties"][name]

@@ -29,6 +29,10 @@ BESIDE = (
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
+ADAPTER = "adapter_config.json"
+"""The file that describes adapters which PEFT saved."""
+
+
 @dataclass(frozen=True)
 class HuggingFaceFolder:
     """The files and tensors of a folder, or of a list of files."""
@@ -50,6 +54,12 @@ def open_folder(paths: Sequence[Path]) -> HuggingFaceFolder:
     of a form that is not read."""
     files = _files(paths)
     config = next((file for file in files if file.name == CONFIG), None)
+    if config is None and (adapter := next((file for file in files if file.name == ADAPTER), None)):
+        raise CheckpointError(
+            f"{adapter.parent} is a LoRA adapter of PEFT, not a model: merge it into its base first "
+            f"(peft: PeftModel.from_pretrained(base, {str(adapter.parent)!r}).merge_and_unload()"
+            ".save_pretrained(DIR)), then import DIR"
+        )
     if config is None:
         raise CheckpointError(f"{', '.join(map(str, paths))}: there is no {CONFIG}, which describes the model")
     try:

@@ -112,6 +112,8 @@ def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Field
             wrong = differences(read(json.loads(json.dumps(values))).model, model)
         except JobError as error:  # its first problems only, which say less than how shapes differ
             wrong, refused = error.problems, True
+        if not model.moe.n_experts and "n_routed_experts" in values:  # its layers would route to no expert
+            wrong, refused = [*wrong, "moe.n_experts 0: every layer of this kind has experts"], True
         if not wrong:
             return family, values
         if nearest is None or (refused, len(wrong)) < (nearest[0], len(nearest[1])):
