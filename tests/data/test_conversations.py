@@ -200,3 +200,11 @@ def test_the_tokens_of_parts_are_those_of_the_whole_text(parts: list[tuple[str, 
         assert marks.all()
     if not any(mark for _, mark in parts):
         assert not marks.any()
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_positions_that_hold_tokens_are_known_without_reading(data: Data, packing: bool) -> None:
+    samples = whole(data, packing=packing, document_mask=packing)
+    used = [samples.used_positions(n, 1, 7) for n in range(samples.sample_count)]
+    assert sum(used) == samples.used_positions(0, samples.sample_count, 7) == samples.facts.used
+    assert all(0 < each <= samples.seq_len for each in used)

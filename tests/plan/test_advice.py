@@ -55,3 +55,26 @@ def test_changes_keep_devices_and_batch() -> None:
         words = dict(word.split("=") for word in one.change.replace("layout.", "").split())
         kinds = {name: type(getattr(tight.layout, name))(value) for name, value in words.items()}
         assert replace(tight.layout, **kinds).world == 8
+
+
+def test_a_smaller_micro_batch_is_advised_first_and_the_largest_that_fits() -> None:
+    job = load_words(
+        overrides.parse(
+            [
+                *(
+                    "model=llama2-7b",
+                    "model.n_layers=8",
+                    "model.seq_len=2048",
+                    "cluster=dgx-a100:1",
+                    "layout.dp_shard=8",
+                ),
+                *("layout.zero=2", "train.precision=bf16", "train.global_batch=512"),
+            ]
+        )
+    ).job
+    found = advice(step_spec(job, 32000))
+    assert found[0].fits
+    size = int(found[0].change.removeprefix("layout.micro_batch="))
+    assert size > 1
+    twice = replace(job, layout=replace(job.layout, micro_batch=2 * size))
+    assert not predict(step_spec(twice, 32000)).fits

@@ -14,9 +14,10 @@ from exchange.folders import LLAMA, write_folder
 from phalanx.check.load import load_words
 from phalanx.checkpoint.sources import open_source
 from phalanx.config import overrides
+from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer
-from phalanx.errors import CheckpointError, JobError
+from phalanx.errors import CheckpointError, DataError, JobError
 from phalanx.exchange.export import export
 from phalanx.exchange.import_run import import_folder
 from phalanx.train.run_directory import RunDirectory
@@ -129,3 +130,17 @@ def test_weights_that_are_not_there_are_refused(tmp_path):
     (tmp_path / "m.gguf").touch()
     with pytest.raises(JobError, match=r"m.gguf is a GGUF file, which is imported first: .* --out runs/m"):
         load_words(overrides.parse([f"model.from={tmp_path / 'm.gguf'}"]))
+
+
+def test_a_larger_vocabulary_is_padding_and_a_smaller_one_is_refused(tmp_path: Path) -> None:
+    job, directory = Job(), RunDirectory(tmp_path / "run")
+
+    def rows(**model: object) -> int:
+        return vocabulary_of(dataclasses.replace(job, model=dataclasses.replace(job.model, **model)), directory, 256)
+
+    assert rows() == 256
+    assert rows(vocab_size=512) == 512
+    assert rows(vocab_size=50257, preset="gpt2") == 256  # the preset's own tokenizer is another
+    assert rows(vocab_size=50304, preset="gpt2") == 50304
+    with pytest.raises(DataError, match="model.vocab_size is 200, and the tokenizer has 256 tokens"):
+        rows(vocab_size=200)
