@@ -72,7 +72,9 @@ OPTIONS = {
     "cpu_bind": Option(str, "", "The launcher's binding of processes to processors.", rare=True),
     "port": Option(int, 0, "Port of the rendezvous; by default a hash of the job's id.", at_least=1, rare=True),
     "remote_shell": Option(str, SSH, "Program that takes HOST and a command for its shell.", rare=True),
-    "env": Option(str, (), "Variable for the job; may be repeated.", many=True, like=_ONE, value="NAME=VALUE"),
+    "env": Option(
+        str, (), "Variable for the job; may be repeated.", many=True, like=_ONE, value="NAME=VALUE", rare=True
+    ),
     "export_env": Option(
         str, (), "Variable or pattern to export too; may be repeated.", many=True, like=_ONE, value="NAME", rare=True
     ),

@@ -109,7 +109,7 @@ class ConversationData(ShardData):
         return int(self._counted_in[self.order(first, count, seed)].sum())
 
     def used_positions(self, first: int, count: int, seed: int) -> int:
-        return int(self._used_in[self.order(first, count, seed)].sum())
+        return int(self._used_in[self.order(first, count, seed)].sum()) if count else 0
 
     def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
         shape = len(ids), self.seq_len

@@ -219,7 +219,7 @@ def _readable(file: Path) -> IO[bytes]:
     try:
         return open_data(file)
     except OSError as error:
-        raise DataError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise DataError(f"{file}: {error.strerror or error}") from None
 
 
 def read_some(file: Path, stream: IO[bytes], size: int, *, line: bool = False) -> bytes:

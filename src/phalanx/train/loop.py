@@ -277,12 +277,11 @@ class Trainer:
     def _recorder(self) -> Recorder:
         """Returns the rank's recorder: it writes metrics.jsonl on rank 0, nothing on the others."""
         job = self.job
-        # Of padded samples, the rates count the mean share of tokens; a whole run's tokens are counted one by one.
         share = self.train_data.facts.efficiency if isinstance(self.train_data, ConversationData) else 1.0
-        tokens = round(self.batch.global_batch * job.model.seq_len * share)
         flops = train_flops_per_step(job.model, self.batch.global_batch, self.state.vocab_size) * share
         # A process is a device: the replicas of data_parallel=threads share one, and its peak.
-        meter = metrics.Meter(tokens, flops / job.layout.processes, self.peak.flops, job.layout.processes)
+        tokens, devices = round(self.batch.global_batch * job.model.seq_len * share), job.layout.processes
+        meter = metrics.Meter(tokens, flops / devices, self.peak.flops, devices)
         path = self.directory.metrics if self.ranks.rank == 0 else None
         return Recorder(path, meter, self.milestones, self.device)
 
@@ -388,11 +387,6 @@ class Trainer:
             recorder.staleness(self.state.step, staleness)
         experts.draw(self.directory)
 
-    def _tokens(self) -> int:
-        """Returns the tokens of the whole run, without padding."""
-        samples = self.state.samples
-        return self.train_data.used_positions(0, samples, self.job.train.seed) if samples else 0
-
     def _summary(self, loss: float, elapsed: float) -> dict[str, Any]:
         steps = self.state.step - self.first_step  # none if the checkpoint was that of the last step
         return {
@@ -400,7 +394,7 @@ class Trainer:
             "step": self.state.step,
             "loss": None if math.isnan(loss) else loss,  # a run that ended with its last checkpoint may take no step
             "val_loss": self.state.val_loss,
-            "tokens": self._tokens(),
+            "tokens": self.train_data.used_positions(0, self.state.samples, self.job.train.seed),
             "positions": self.state.samples * self.job.model.seq_len,
             "seconds": elapsed,
             "traffic_bytes": self.mesh.ledger.traffic(steps) if steps else {},
