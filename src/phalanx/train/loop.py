@@ -282,8 +282,7 @@ class Trainer:
         # A process is a device: the replicas of data_parallel=threads share one, and its peak.
         tokens, devices = round(self.batch.global_batch * job.model.seq_len * share), job.layout.processes
         meter = metrics.Meter(tokens, flops / devices, self.peak.flops, devices)
-        path = self.directory.metrics if self.ranks.rank == 0 else None
-        return Recorder(path, meter, self.milestones, self.device)
+        return Recorder(self.directory.metrics if self.ranks.rank == 0 else None, meter, self.milestones, self.device)
 
     def _feed(self, meter: metrics.Meter) -> Feed:
         first_step, first_sample = self.state.step, self.state.samples
