@@ -116,3 +116,10 @@ def test_what_would_tear_pairs_apart_is_refused(data: Data) -> None:
     Path(data.path).write_text('{"prompt": "x", "chosen": "y"}\n')
     with pytest.raises(DataError, match="pairs.jsonl:1: no rejected"):
         prepare(replace(data, dir=data.dir + "2"))
+
+
+def test_a_last_answer_that_does_not_count_is_refused() -> None:
+    user, good = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 1}
+    row = {"chosen": [user, good, user, {"role": "assistant", "content": "b", "weight": 0}], "rejected": [user, good]}
+    with pytest.raises(ValueError, match="chosen: its last answer has weight 0"):
+        pair_of(row)

@@ -112,3 +112,19 @@ def test_limit_mb_takes_the_first_rows(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * 400, "completion": "y"}] * 5
     data = replace(written(tmp_path / "rows.jsonl", *rows), limit_mb=0.001)
     assert len(list(row_texts(row_files(data), data))) == 2
+
+
+def test_a_name_and_tools_that_the_template_only_mentions_are_refused(tmp_path: Path) -> None:
+    mentioned = "{% if false %}{{ message.function.name }}{{ tools }}{% endif %}"
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}" + mentioned
+    template = tmp_path / "mentions.jinja"
+    template.write_text(source)
+    named = {"messages": [{**ASKED, "name": "BOB"}, ANSWER]}
+    tools = {"messages": [ASKED, ANSWER], "tools": [{"name": "f"}]}
+    data = replace(written(tmp_path / "rows.jsonl", named, tools), template=str(template))
+    with pytest.raises(DataError) as caught:
+        list(row_texts(row_files(data), data))
+    assert "rows.jsonl:1: message 1: its name is not written by the template" in str(caught.value)
+    assert "rows.jsonl:2: tools of the row: they are not written by the template" in str(caught.value)
+    template.write_text("{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}{{ tools }}")
+    assert "BOB2+2?" in "".join(row.text for row in row_texts(row_files(data), data))

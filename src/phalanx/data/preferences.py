@@ -18,7 +18,7 @@ from phalanx.config.data import Data
 from phalanx.data.conversations import ConversationData
 from phalanx.data.loader import MicroBatch
 from phalanx.data.order import sample_ids
-from phalanx.data.row_fields import ANSWERS, Message, checked, messages_of, require_known, with_context
+from phalanx.data.row_fields import ANSWERS, Message, checked, messages_of, require_known, trained, with_context
 from phalanx.data.rows import Row, rows_of
 
 
@@ -43,6 +43,8 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
             pair.append(checked(answer if whole else [*context, *answer], answered=True))
             if pair[-1][-1]["role"] != ANSWERS:
                 problems.append(f"{name}: its last message is no answer")
+            elif not trained(pair[-1])[-1]:
+                problems.append(f"{name}: its last answer has weight 0, and pairs are compared by their last answers")
             elif len(pair[-1]) == 1:
                 problems.append(f"{name}: no prompt: neither in prompt, nor in messages, nor before the answer")
         except ValueError as error:

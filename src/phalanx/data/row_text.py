@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from phalanx.config.data import Data
 from phalanx.data.answers import Part
 from phalanx.data.build import EncodedRows
 from phalanx.data.corpus import Scan, code_points, describe
-from phalanx.data.row_fields import unwritten
+from phalanx.data.row_fields import Message, unwritten
 from phalanx.data.rows import SHOWN_PROBLEMS, Row
 from phalanx.data.shards import ANSWER
 from phalanx.data.template import Renderer, find_template
@@ -82,11 +83,26 @@ def _rendered(row: Row, renderer: Renderer) -> RowText:
         conversations = tuple(renderer.parts(messages, row.tools) for messages in row.conversations)
     except ValueError as error:
         raise ValueError(f"{template.origin}: {error}") from error
+    for messages, parts in zip(row.conversations, conversations, strict=True):
+        for what, others, tools in _left_out(messages, row.tools):
+            if renderer.parts(others, tools) == parts:
+                raise ValueError(f"{what} not written by the template ({template.origin}); use one that writes it")
     if row.only_last:
         conversations = tuple(map(_last_answer, conversations))
     if not all(any(answer for _, answer in parts) for parts in conversations):
         raise ValueError(f"the template ({renderer.template.origin}) writes no answer")
     return RowText(row.where, conversations)
+
+
+def _left_out(messages: list[Message], tools: Sequence[Any]) -> Iterator[tuple[str, list[Message], Sequence[Any]]]:
+    """Yields a conversation without what a template may leave out although its source has the word, as `function.name`
+    has: the names of messages, and the tools."""
+    for number, message in enumerate(messages):
+        if message.get("name"):
+            plain = {key: value for key, value in message.items() if key != "name"}
+            yield f"message {number + 1}: its name is", [*messages[:number], plain, *messages[number + 1 :]], tools
+    if tools:
+        yield "tools of the row: they are", messages, ()
 
 
 def _last_answer(parts: list[Part]) -> list[Part]:
