@@ -11,8 +11,43 @@ from phalanx.config.fields import leaves
 from phalanx.config.overrides import parse
 from phalanx.errors import JobError
 
-SECTIONS_THAT_ALWAYS_HOLD = ("cluster", "checkpoint", "guard", "run", "train", "layout", "optimizer", "model", "data")
-"""Sections whose other fields have an effect in every job, or a rule of their own in check/."""
+ELSEWHERE = {
+    "model": """
+        preset from n_layers d_model n_heads n_kv_heads head_dim d_ff vocab_size seq_len window full_every
+        attention feed_forward norm norm_place parallel_block positions activation bias qkv_bias qk_norm sinks
+        attention_scale attention_softcap logit_softcap scaled_embedding tied dropout norm_eps window_rope_theta
+        init_std moe.n_experts mla.kv_rank lora.rank
+    """,
+    "layout": """
+        auto dp_replicate dp_shard cp cp_ulysses cp_inner tp pp ep zero reshard hpz quantise_weights
+        quantise_gradients prefetch accumulate tiles tile sp sp_regather schedule pp_chunks pp_slices pp_cut
+        micro_batch accumulation recompute recompute_cut loss_chunk offload offload_blocks offload_to
+        data_parallel sync sync_every bucket_mb
+    """,
+    "data": """
+        corpus document_mask val_fraction limit_mb dir workers prefetch on_corruption skip_quota
+    """,
+    "optimizer": """
+        name lr betas eps momentum nesterov newton_schulz options weight_decay clip schedule warmup_steps
+        batch_scaling
+    """,
+    "train": """
+        steps global_batch precision gradients seed compile cpu_linear deterministic log_every eval_every
+        eval_samples dpo.beta dpo.label_smoothing profile.steps profile.ranks profile.memory profile.python
+    """,
+    "checkpoint": """
+        every every_minutes keep keep_every keep_best verify background on_failure timeout_s remote
+    """,
+    "guard": """
+        every repeat_every on_corruption on_spike on_nan spike_norm spike_loss spike_window spike_warmup limit
+    """,
+    "run": """
+        name dir threads device_budget_mib timeout_s hang_s grace_s max_restarts restart_window_s nnodes
+        rdzv_endpoint node_lost_s trackers trackers_wait_s report live log_level all_ranks sample_tokens
+    """,
+}
+"""Fields by section that have an effect in every job, or whose condition another rule of check/ states. A new field
+fails the test below until it is here or in CONDITIONS. Every field of `cluster` describes the machine."""
 SET = {
     "model.moe.z_loss": "10",
     "model.moe.aux_loss": "0.1",
@@ -23,6 +58,7 @@ SET = {
     "optimizer.outer_lr": "0.5",
     "optimizer.decay_fraction": "0.5",
     "optimizer.base_batch": "8",
+    "data.path": "book.txt",
     "data.template": "chatml",
     "data.loss_on": "all",
     "data.packing": "true",
@@ -45,8 +81,8 @@ def test_a_default_that_is_spelled_out_is_none() -> None:
     assert from_dict(as_dict(job), "itself") == job
 
 
-@pytest.mark.parametrize("path", leaves())
-def test_every_field_is_known_to_have_an_effect_or_has_a_condition(path: str) -> None:
-    assert path in CONDITIONS or path.partition(".")[0] in SECTIONS_THAT_ALWAYS_HOLD
-    if path in CONDITIONS:
-        assert CONDITIONS[path][1].startswith(("is for", "that"))
+def test_every_field_is_in_one_of_the_two_tables() -> None:
+    elsewhere = {f"{section}.{name}" for section, names in ELSEWHERE.items() for name in names.split()}
+    fields = {path for path in leaves() if not path.startswith("cluster.")}
+    assert elsewhere | CONDITIONS.keys() == fields
+    assert not elsewhere & CONDITIONS.keys()

@@ -33,7 +33,7 @@ def test_a_known_device_with_own_links_is_the_preset_with_these_links() -> None:
     preset = load_words(parse([*JOB, "cluster=dgx-h100:2"]))
     assert replace(own.job.cluster, preset="", host=preset.job.cluster.host) == replace(preset.job.cluster, preset="")
     assert seconds(own) == seconds(preset)
-    assert own.origins["cluster.intra.gbs"] == "as dgx-h100"
+    assert own.origins["cluster.intra.gbs"] == "resolved as dgx-h100"
     assert any("intra.gbs 450" in answer for answer in own.answers)
     slower = load("cluster.accelerator=h100-80gb", "cluster.inter.gbs=12")
     assert slower.job.cluster.inter.gbs == 12

@@ -107,3 +107,14 @@ def test_a_path_that_is_mistyped_is_bad_usage(tmp_path: Path) -> None:
 def test_places_are_lines_or_records(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n" + LINES)
     assert [where.rpartition(":")[2] for where, _ in records(tmp_path / "a.jsonl")] == ["2", "3", "4"]
+
+
+def test_a_damaged_block_of_gzip_is_named_and_a_long_cell_is_read(tmp_path: Path) -> None:
+    packed = bytearray(gzip.compress(LINES.encode()))
+    packed[10:30] = b"\xff" * 20  # no block of deflate begins so
+    for name in ("a.jsonl.gz", "a.csv.gz", "a.txt.gz"):
+        (tmp_path / name).write_bytes(packed)
+        with pytest.raises(DataError, match="damaged or cut"):
+            texts(tmp_path / name)
+    (tmp_path / "long.csv").write_text("text\n" + "x" * 200_000 + "\n")
+    assert texts(tmp_path / "long.csv") == ["x" * 200_000]

@@ -79,7 +79,7 @@ def test_answers_can_be_kept_out_of_the_loss(name: str, value: object) -> None:
     ids=lambda value: str(value)[:60],
 )
 def test_what_is_not_understood_is_named(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match="") as caught:
+    with pytest.raises(ValueError) as caught:
         conversation_of(row)
     assert message in str(caught.value)
 

@@ -1,4 +1,4 @@
-"""What a machine bears: more ranks are refused before any of them starts."""
+"""Ranks beyond a machine's resources are refused before any of them starts."""
 
 from __future__ import annotations
 

@@ -117,7 +117,6 @@ def test_small_files_go_along_with_the_weights_unless_the_tokenizer_is_another(j
 
 
 def test_a_tokenizer_with_more_tokens_than_rows_is_refused(job, tmp_path):
-    from phalanx.errors import DataError
 
     write_folder(tmp_path / "theirs")
     with pytest.raises(DataError, match=r"the tokenizer has 999 tokens, the embedding in .* has 300 rows"):
@@ -142,5 +141,5 @@ def test_a_larger_vocabulary_is_padding_and_a_smaller_one_is_refused(tmp_path: P
     assert rows(vocab_size=512) == 512
     assert rows(vocab_size=50257, preset="gpt2") == 256  # the preset's own tokenizer is another
     assert rows(vocab_size=50304, preset="gpt2") == 50304
-    with pytest.raises(DataError, match="model.vocab_size is 200, and the tokenizer has 256 tokens"):
+    with pytest.raises(JobError, match="model.vocab_size is 200, and the tokenizer has 256 tokens"):
         rows(vocab_size=200)

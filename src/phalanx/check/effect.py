@@ -68,6 +68,10 @@ CONDITIONS: dict[str, Condition] = {
         lambda job: job.optimizer.batch_scaling != "none",
         "is for optimizer.batch_scaling=linear or sqrt",
     ),
+    "data.path": (
+        lambda job: "path" in CORPORA[job.data.corpus].settings,
+        "is for corpora that read files of your own",
+    ),
     "data.text_field": (lambda job: "text_field" in CORPORA[job.data.corpus].settings, "is for data.corpus=text"),
     "data.template": _ROWS,
     "data.loss_on": _ROWS,
@@ -85,6 +89,7 @@ CONDITIONS: dict[str, Condition] = {
         lambda job: job.data.tokenizer in TOKENIZERS and "bpe_vocab" in TOKENIZERS[job.data.tokenizer].settings,
         "is for data.tokenizer=bpe",
     ),
+    "run.sample_prompt": (lambda job: job.run.sample_tokens, "is for run.sample_tokens above 0"),
 }
 """The fields that have an effect only sometimes, with their conditions."""
 

@@ -29,7 +29,7 @@ from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.schedule import catalogue
 
-RESOLVED = ("default", "preset ", "model.from ", "resolved in ", "the job file's name", "measured")
+RESOLVED = ("default", "preset ", "model.from ", "resolved", "the job file's name", "measured")
 """Beginnings of the origins of values that nobody set."""
 _STARTS = {
     "model.preset": ("model.",),
@@ -159,7 +159,8 @@ def resolve(
     found += wrong
     problems_found = problems_of(job)
     if presets and job.data.corpus in CORPORA:  # a run's own job was checked when it began
-        given_here = {setting.path for setting in settings if not _states_all(setting.path.partition(".")[0], settings)}
+        whole = tuple(f"{name}." for name in vars(job) if _states_all(name, settings))
+        given_here = {setting.path for setting in settings if not setting.path.startswith(whole)}
         named = {path for path, _ in problems_found}
         problems_found += [each for each in effect_problems(job, given_here) if each[0] not in named]
     found += [_at(path, message, origins) for path, message in problems_found]
@@ -265,8 +266,7 @@ def _model_of(preset: str) -> ModelConfig:
 
 def _described(job: Job, problems: list[str], origins: dict[str, str], answers: list[str]) -> Job:
     """Returns the job with every figure of a machine that the user describes (config/described.py)."""
-    from_others = ("default", "preset ", "model.from ", "measured")
-    given = {path for path in leaves() if not origins[path].startswith(from_others)}
+    given = {path for path in leaves() if not origins[path].startswith(RESOLVED)}
     machine = describe(job.cluster, {path.removeprefix("cluster.") for path in given if path.startswith("cluster.")})
     problems += [_at(f"cluster.{path}", message, origins) for path, message in machine.problems]
     origins.update({f"cluster.{path}": origin for path, origin in machine.filled.items()})

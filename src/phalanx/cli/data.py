@@ -43,6 +43,7 @@ INSPECT = CommandVerb(
         ("data inspect rows.jsonl", "conversations, pairs or text"),
         ("data inspect rows.json --template alpaca", "with another template"),
     ),
+    exits={4: "rows cannot be used"},
 )
 
 
@@ -77,12 +78,13 @@ def _inspect(words: CommandWords) -> int:
     found = inspected(Path(words.subject), words.options.get("template", "chatml"))
     if words.as_json:
         echo(json.dumps(found, indent=1, ensure_ascii=False))
-        return 0
+        return 4 if "problems" in found else 0
     sample = found.pop("sample", None)
     for name, value in found.items():
-        text = ", ".join(map(str, value)) if isinstance(value, list) else value
+        between = "\n  " if name == "problems" else ", "
+        text = between.join(map(str, value)) if isinstance(value, list) else value
         echo(f"{name.replace('_', ' ') + ':':<10} {text}", wrap=True)
     if sample:
         echo("sample:")
         echo("".join(f"«{part['text']}»" if part["trained"] else part["text"] for part in sample).rstrip("\n"))
-    return 0
+    return 4 if "problems" in found else 0

@@ -25,8 +25,7 @@ def run(argv: Sequence[str]) -> int:
     known = shipped.files("docs", ".md")
     if not words.subjects:
         titles = {name: path.read_text().partition("\n")[0].lstrip("# ") for name, path in known.items()}
-        lines = "\n".join(f"{name:24}  {title}".rstrip() for name, title in titles.items())
-        echo(json.dumps(titles, indent=1) if words.as_json else lines, wrap=not words.as_json)
+        shipped.listed(titles, words.as_json)
         return 0
     path = shipped.pick(words.subject, known, "docs")
     text = path.read_text()

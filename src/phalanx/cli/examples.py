@@ -32,15 +32,11 @@ def run(argv: Sequence[str]) -> int:
     known = shipped.files("examples", ".yaml")
     if not words.subjects:
         abouts = {name: _about(path) for name, path in known.items()}
-        lines = [f"{name:16}  {about}".rstrip() for name, about in abouts.items()]
-        lines.append("write one with `phalanx examples NAME`, then `phalanx train examples/NAME.yaml`")
-        echo(json.dumps(abouts, indent=1) if words.as_json else "\n".join(lines), wrap=not words.as_json)
+        how = "write one with `phalanx examples NAME`, then `phalanx train examples/NAME.yaml`"
+        shipped.listed(abouts, words.as_json, how)
         return 0
-    jobs = (
-        [*known.values()]
-        if words.subjects == ("all",)
-        else [shipped.pick(name, known, "examples") for name in words.subjects]
-    )
+    named = known if words.subjects == ("all",) else words.subjects
+    jobs = [shipped.pick(name, known, "examples") for name in named]
     chosen = [*dict.fromkeys(jobs), *_data(jobs)]
     folder = Path(words.options.get("out", "examples"))
     texts = {folder / path.name: path.read_bytes() for path in chosen}
@@ -52,9 +48,8 @@ def run(argv: Sequence[str]) -> int:
             path.write_bytes(text)
     except OSError as error:
         raise JobError(f"{folder}: cannot be written: {error.strerror}") from None
-    echo(
-        json.dumps([str(path) for path in texts]) if words.as_json else "\n".join(f"written: {path}" for path in texts)
-    )
+    written = [str(path) for path in texts]
+    echo(json.dumps(written) if words.as_json else "\n".join(f"written: {path}" for path in written))
     return 0
 
 

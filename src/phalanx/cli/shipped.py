@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import phalanx
+from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
 
@@ -24,6 +26,13 @@ def files(name: str, ending: str) -> dict[str, Path]:
     top = folder(name)
     found = sorted(path for path in top.rglob(f"*{ending}") if not path.is_dir())
     return {str(path.relative_to(top).with_suffix("")): path for path in found}
+
+
+def listed(entries: dict[str, str], as_json: bool, end: str = "") -> None:
+    """Prints names with their descriptions, then a line `end`; or the names and descriptions as JSON."""
+    width = max(map(len, entries))
+    lines = [f"{name:{width}}  {about}".rstrip() for name, about in entries.items()]
+    echo(json.dumps(entries, indent=1) if as_json else "\n".join([*lines, *filter(None, [end])]), wrap=not as_json)
 
 
 def pick(word: str, known: dict[str, Path], what: str) -> Path:

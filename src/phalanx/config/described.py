@@ -1,6 +1,6 @@
 """A machine of the user's own: a known device with other links, or a device described by its data sheet.
 
-What the user leaves out is that of the nearest known device and of its machine, and is said."""
+Figures that the user leaves out come from the nearest known device and its machine; a note lists them."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def describe(cluster: Cluster, given: Set[str]) -> Described:
     filled.pop("name", None)
     device = dataclasses.replace(device, **{**filled, "name": device.name or OWN_NAME})
     found = {f"accelerator.{name}": f"{value:g}" for name, value in filled.items()}
-    origins = dict.fromkeys(found, f"as {known.name}")
+    origins = dict.fromkeys(found, f"resolved as {known.name}")
     if "accelerator.name" not in given:
-        origins["accelerator.name"] = "not named"
+        origins["accelerator.name"] = "resolved: not named"
     links: dict[str, Link] = {}
     machine = next((name for name, each in CLUSTERS.items() if each.accelerator.name == known.name), "")
     for kind in ("intra", "inter") if machine else ():
         link, more = _completed(getattr(cluster, kind), getattr(CLUSTERS[machine], kind), kind, given)
         links[kind] = link
         found |= more
-        origins |= dict.fromkeys(more, f"as {machine}")
+        origins |= dict.fromkeys(more, f"resolved as {machine}")
     cluster = dataclasses.replace(cluster, accelerator=device, **links)
     of_device = device.name if device.name in ACCELERATORS else f"{known.name}, the nearest known device"
     if device.name in ACCELERATORS:  # the table's figures are what its name means: only the links are assumed

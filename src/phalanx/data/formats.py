@@ -8,8 +8,10 @@ import gzip
 import importlib
 import io
 import lzma
+import sys
+import zlib
 from collections.abc import Iterator
-from itertools import islice
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, cast
 
@@ -73,7 +75,9 @@ def open_data(file: Path) -> IO[bytes]:
             raise JobError(
                 f"{file} is compressed with zstd: pip install 'phalanx[formats]' for its reader, or zstd -d {file}"
             ) from None
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(open_regular(file)))
+        return io.BufferedReader(
+            zstandard.ZstdDecompressor().stream_reader(open_regular(file), read_across_frames=True)
+        )
     return open_regular(file)
 
 
@@ -151,6 +155,7 @@ def _array(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
 
 
 def _separated(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
+    csv.field_size_limit(LINE_BYTES)
     with _readable(file) as stream:
         try:
             rows = csv.reader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
@@ -167,7 +172,9 @@ def _separated(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]
                     yield f"{file}:{rows.line_num}", dict(zip(header, row, strict=True))
         except UnicodeDecodeError as error:
             raise DataError(f"{file}: {not_utf8(error)}") from None
-        except (csv.Error, OSError, EOFError) as error:
+        except _damages() as error:
+            raise DataError(f"{file}: the file is damaged or cut: {error}") from None
+        except csv.Error as error:
             raise DataError(f"{file}: not a table of separated columns: {error}") from None
 
 
@@ -184,7 +191,7 @@ def _table(file: Path, form: Form) -> Iterator[tuple[str, dict[str, Any] | Value
         ) from None
     number = 0
     try:
-        with _arrow_batches(pyarrow, parquet, file, form) as batches:
+        with _batches(pyarrow, parquet, file, form) as batches:
             for batch in batches:
                 for record in batch.to_pylist():
                     number += 1
@@ -193,26 +200,20 @@ def _table(file: Path, form: Form) -> Iterator[tuple[str, dict[str, Any] | Value
         raise DataError(f"{file}: not a whole {IN_WORDS[form]} file: {str(error)[:200]}") from None
 
 
-class _arrow_batches:  # noqa: N801 (a context, as a function would be)
-    """The record batches of a Parquet file, or of an Arrow file or stream (which datasets saves)."""
-
-    def __init__(self, pyarrow: Any, parquet: Any, file: Path, form: Form):
-        self._open = (pyarrow, parquet, file, form)
-
-    def __enter__(self) -> Iterator[Any]:
-        pyarrow, parquet, file, form = self._open
-        self._file = open_regular(file)
+@contextmanager
+def _batches(pyarrow: Any, parquet: Any, file: Path, form: Form) -> Iterator[Iterator[Any]]:
+    """Opens the record batches of a Parquet file, or of an Arrow file or stream (which datasets saves)."""
+    with open_regular(file) as opened:
         if form == "parquet":
-            return parquet.ParquetFile(self._file).iter_batches(1024)
-        is_stream = self._file.read(6) != b"ARROW1"
-        self._file.seek(0)
+            yield parquet.ParquetFile(opened).iter_batches(1024)
+            return
+        is_stream = opened.read(6) != b"ARROW1"
+        opened.seek(0)
         if is_stream:
-            return iter(pyarrow.ipc.open_stream(self._file))
-        reader = pyarrow.ipc.open_file(self._file)
-        return (reader.get_batch(n) for n in range(reader.num_record_batches))
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+            yield iter(pyarrow.ipc.open_stream(opened))
+            return
+        reader = pyarrow.ipc.open_file(opened)
+        yield (reader.get_batch(n) for n in range(reader.num_record_batches))
 
 
 def _readable(file: Path) -> IO[bytes]:
@@ -223,16 +224,18 @@ def _readable(file: Path) -> IO[bytes]:
 
 
 def read_some(file: Path, stream: IO[bytes], size: int, *, line: bool = False) -> bytes:
-    """Reads at most `size` bytes of an open data file, with `line` to the end of a line. Raises DataError where a
-    compressed file is damaged."""
+    """Reads at most `size` bytes of an open data file, with `line` to the end of a line. Raises DataError if the file
+    is damaged."""
     try:
         return stream.readline(size) if line else stream.read(size)
-    except (EOFError, OSError, lzma.LZMAError) as error:
-        raise DataError(f"{file}: the compressed file is damaged or cut: {error}") from None
-    except Exception as error:  # zstandard has its own class, which is known only where it is installed
-        if type(error).__name__ != "ZstdError":
-            raise
-        raise DataError(f"{file}: the file, compressed with zstd, is damaged or cut: {error}") from None
+    except _damages() as error:
+        raise DataError(f"{file}: the file is damaged or cut: {error}") from None
+
+
+def _damages() -> tuple[type[Exception], ...]:
+    """Returns what the readers raise about damaged files."""
+    zstandard = sys.modules.get("zstandard")  # imported where such a file is open
+    return (EOFError, OSError, lzma.LZMAError, zlib.error, *((zstandard.ZstdError,) if zstandard else ()))
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
@@ -247,12 +250,3 @@ def not_utf8(error: UnicodeDecodeError) -> str:
         f"byte 0x{content[error.start]:02x} is not UTF-8 ({error.reason}); the text is likely {likely}: "
         f"iconv -f {name} -t UTF-8"
     )
-
-
-def fields_of(file: Path, most: int = 100) -> list[str]:
-    """Returns the names of the fields of a file's first records."""
-    found: dict[str, None] = {}
-    for _, record in islice(records(file), most):
-        if isinstance(record, dict):
-            found |= dict.fromkeys(map(str, record))
-    return list(found)

@@ -1,4 +1,4 @@
-"""What a data file holds, and how it would be read, without preparing anything."""
+"""Describes a data file and how it would be read, without preparing anything."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from phalanx.data.corpus import documents
 from phalanx.data.formats import IN_WORDS, compression_of, form_of, missing, records
 from phalanx.data.preferences import preference_rows
 from phalanx.data.row_text import row_texts
-from phalanx.data.rows import Row, chat_rows
-from phalanx.errors import DataError, JobError
+from phalanx.data.rows import Row, chat_rows, row_files
+from phalanx.errors import DataError
 
 LOOKED_AT = 1000
 """Most records that are looked at."""
@@ -27,15 +27,15 @@ def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
     first LOOKED_AT, `roles` with their messages, `problems` of the rows that cannot be used, and `sample`: the parts of
     the first usable text, each with whether it is trained on. Raises NotFoundError if there is no such file, DataError
     if it cannot be read."""
-    if not os.path.isfile(file):
-        if os.path.isdir(file):
-            raise JobError(f"{file} is a folder; name one of its files")
+    if os.path.isdir(file):
+        file = row_files(Data(corpus="chat", path=str(file)))[0]  # the others are read in the same way
+    elif not os.path.isfile(file):
         raise missing(file, "any")
     form, compressed = form_of(file), compression_of(file)
     found: dict[str, Any] = {"form": IN_WORDS[form] + (f", compressed with {compressed}" if compressed else "")}
+    found = {"file": str(file), **found}
     if form == "text":
-        first = next(iter(next(iter(documents([file], Data())))), "")
-        return found | {"corpus": "text", "sample": [{"text": first[:SHOWN], "trained": True}]}
+        return found | _of_text(file)
     names: Counter[str] = Counter()
     objects = 0
     for _, record in islice(records(file, form), LOOKED_AT):
@@ -46,14 +46,17 @@ def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
     if "chosen" in names and "rejected" in names:
         corpus, read = "preferences", preference_rows
     elif "text" in names and not names.keys() & {"messages", "conversations", "prompt", "instruction"}:
-        data = Data(corpus="text", path=str(file))
-        first = next(iter(next(iter(documents([file], data)))), "")
-        return found | {"corpus": "text", "sample": [{"text": first[:SHOWN], "trained": True}]}
+        return found | _of_text(file)
     else:
         corpus, read = "chat", chat_rows
     data = Data(corpus=corpus, path=str(file), template=template)
     rows = list(islice(read([file], data), LOOKED_AT))
     return found | {"corpus": corpus, **_of_rows(rows, data, file)}
+
+
+def _of_text(file: Path) -> dict[str, Any]:
+    first = next(iter(next(iter(documents([file], Data(corpus="text", path=str(file)))), ())), "")
+    return {"corpus": "text", "sample": [{"text": first[:SHOWN], "trained": True}]}
 
 
 def _of_rows(rows: list[Row], data: Data, file: Path) -> dict[str, Any]:

@@ -32,7 +32,10 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
     messages, and what comes before them: `prompt`, a text or messages, or `messages`. Whole conversations in `chosen`
     and `rejected` need none. Raises ValueError with everything that is wrong."""
     if missing := [name for name in ("chosen", "rejected") if name not in record]:
-        raise ValueError(f"no {' and no '.join(missing)}")
+        raise ValueError(
+            f"no {' and no '.join(missing)}: expected chosen and rejected, each a text or messages, and prompt or "
+            "messages before them unless they are whole conversations; make pairs of KTO labels and ranked responses"
+        )
     require_known(record, ("prompt", "messages", "chosen", "rejected", "history"))
     context = with_context(messages_of(record.get("prompt", record.get("messages", [])), "user"), record)
     problems, pair = [], []

@@ -1,4 +1,4 @@
-"""What the fields of a row mean: conversations in the forms of OpenAI, ShareGPT, Alpaca and others, as messages.
+"""Turns the fields of a row into messages: conversations in the forms of OpenAI, ShareGPT, Alpaca and others.
 
 A field that changes what is trained is used as its format defines, or refused by name. A field that no reader knows is
 refused, too, unless data.ignore_keys names it."""
@@ -68,6 +68,11 @@ def require_known(record: Mapping[str, Any], known: Collection[str]) -> None:
     or text say nothing, so they are no reason."""
     every = {*known, *_EXTRA}
     unknown = [name for name, value in record.items() if name not in every | METADATA and value not in (None, "", [])]
+    if "label" in unknown and "completion" in known:
+        raise ValueError(
+            "'label' is that of KTO, which marks an answer as good or bad and is not implemented: keep only rows whose "
+            "label is true, without it, or make pairs of chosen and rejected (data.corpus=preferences)"
+        )
     if unknown:
         hint = did_you_mean(unknown[0], sorted(every)) if len(unknown) == 1 else ""
         raise ValueError(

@@ -42,7 +42,7 @@ class RowText:
 
 def row_texts(files: Sequence[Path], data: Data, warn: Callable[[str], object] | None = None) -> Iterator[RowText]:
     """Yields the rows of a data set as text, at most data.limit_mb megabytes of it. After the last row,
-    `warn` is told whether answers end without a stop token, and which day the template writes.
+    calls `warn` if answers end without a stop token, and with the day that the template writes.
 
     Raises DataError, after the last row, with the first problems of rows that cannot be used: of their form, and those
     that the template has with them."""

@@ -1,4 +1,4 @@
-"""What the launcher can know of this machine before ranks start: whether cores, memory and accelerators bear them."""
+"""Checks before ranks start that this machine has the cores, memory and accelerators for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLAG = "--oversubscribe"
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has for ranks."""
+    """The resources of this machine that ranks use."""
 
     cores: int
     """Usable cores."""

@@ -19,7 +19,7 @@ from phalanx.config.presets import FROM_FILE, PRESETS
 from phalanx.data.loader import ShardData
 from phalanx.data.template import own_template
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.errors import CheckpointError, DataError
+from phalanx.errors import CheckpointError, DataError, JobError
 from phalanx.exchange.folder import BESIDE, open_folder
 from phalanx.exchange.import_run import LinkedTensors
 from phalanx.train.run_directory import RunDirectory
@@ -109,12 +109,12 @@ def vocabulary_of(job: Job, directory: RunDirectory, tokens: int) -> int:
 
 def _padded(job: Job, tokens: int) -> int:
     """Returns model.vocab_size where the job states one: an embedding with rows for padding beyond the tokens. The size
-    of a preset's own tokenizer is no such statement. Raises DataError if the tokenizer has more tokens."""
+    of a preset's own tokenizer is no such statement. Raises JobError if the tokenizer has more tokens."""
     rows, preset = job.model.vocab_size, job.model.preset
     if not rows or preset.startswith(FROM_FILE) or (preset in PRESETS and PRESETS[preset].vocab_size == rows):
         return tokens
     if rows < tokens:
-        raise DataError(
+        raise JobError(
             f"model.vocab_size is {rows:,}, and the tokenizer has {tokens:,} tokens: leave it out, or set at least "
             f"{tokens:,}; more rows are padding"
         )

@@ -24,7 +24,7 @@ RARE_PHASES = frozenset({Phase.SAVE, Phase.VALIDATION})
 
 @dataclass
 class _Seen:
-    """What a rank did at the last look."""
+    """The state of a rank at the last look."""
 
     phase: Phase
     phase_began: float
