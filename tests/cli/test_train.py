@@ -180,9 +180,9 @@ def test_two_trainers_in_one_directory(here):
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
-        (["data.path=none.txt"], 4, "none.txt"),
+        (["data.path=none.txt"], 2, "none.txt"),
         (["train.global_batch=5"], 2, "nearest legal global_batch: 4 or 6"),
-        (["cluster.device=cuda"], 1, "has 0 CUDA devices"),
+        (["cluster.device=cuda"], 2, "has 0 CUDA devices"),
         (["optimizer.lr=1e12", "optimizer.clip=0", "train.steps=50"], 5, "The optimizer did not apply it"),
     ],
 )

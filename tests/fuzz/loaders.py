@@ -78,6 +78,7 @@ dp_shard=8,tp=2,sp=true
 train.global_batch=16
 --train.precision=bf16
 --no-compile
+data=text
 data.path=x
 """
 CLUSTER = b"""\

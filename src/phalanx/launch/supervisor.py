@@ -35,6 +35,7 @@ FORWARDED = {
 SAME_REQUEST_S = 0.5
 """`timeout` and wrappers like it send a signal to the child and again to its group: that is one request."""
 _PEER_GRACE_S = 3.0  # for the peers of a failed rank: long enough to notice and report it
+_UNBEGUN_GRACE_S = 3.0  # before the first step there is nothing to save
 _UNKILLABLE_S = 60.0  # after SIGKILL: a process whose disk or driver does not answer stays until it does
 _SILENT_PEER_GRACE_S = 0.5  # after a rank that was killed: its peers know less of the reason than the launcher
 
@@ -168,7 +169,7 @@ class Supervisor:
             self.stop_signal = FORWARDED[self._requests[0][0]]
             self._signal(self.stop_signal)
             begun = self.watchdog is None or self.watchdog.any_began_to_train(self._running)
-            grace_s = self._grace_s if begun else min(self._grace_s, _PEER_GRACE_S)  # there is nothing to save yet
+            grace_s = self._grace_s if begun else min(self._grace_s, _UNBEGUN_GRACE_S)
             self._allow(grace_left(grace_s, os.environ, time.time()))
         if len(self._requests) > 1:
             self._allow(0)
