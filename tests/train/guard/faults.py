@@ -65,6 +65,7 @@ def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
         stepper.replica.arrive()
         for fault in due:
             left[fault] -= 1
+            stepper.optimizer.before_write()  # the checkpoint before is of the sound state
             if fault.where == "parameter":
                 flip(next(f.value for f in stepper.replica.local_parameters() if f.name == fault.name))
             elif fault.where.startswith("exp"):
