@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from model.kinds import MOE_AND_MLA, build, tokens
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as under_test
+from phalanx.model.documents import Conversations
 from phalanx.model.init import initialise
 from phalanx.model.moe import Routing
 
@@ -166,9 +167,8 @@ def test_nothing_depends_on_how_the_batch_is_split(model: ModelConfig):
 class _Half:
     """One of two ranks that hold halves of sequences, told what the other holds."""
 
-    def __init__(self, which: int, chosen: Tensor, n_experts: int):
-        self.chosen, self.which = chosen, which
-        self.counts = torch.stack([row.flatten().bincount(minlength=n_experts) for row in chosen])
+    def __init__(self, which: int, chosen: Tensor, counts: Tensor):
+        self.chosen, self.which, self.counts = chosen, which, counts
 
     def sum(self, x: Tensor) -> Tensor:
         assert x.shape == self.counts.shape
@@ -191,7 +191,8 @@ def test_nothing_depends_on_how_sequences_are_split(model: ModelConfig):
     routing = Routing(factor=1 / 40)
     part, outs = layer(model, routing), []
     for which, here in enumerate(x.chunk(2, 1)):
-        routing.sequences = _Half(which, chosen, model.moe.n_experts)
+        counts = torch.stack([row.flatten().bincount(minlength=model.moe.n_experts) for row in chosen])
+        routing.sequences = _Half(which, chosen, counts)
         outs.append(part(here))
         outs[-1].square().sum().backward()
     torch.testing.assert_close(torch.cat(outs, 1), out, rtol=1e-9, atol=1e-9)
@@ -315,3 +316,50 @@ def test_a_future_token_changes_no_past_output(model: ModelConfig):
     changed = x.clone()
     changed[:, 6:] += 1
     torch.testing.assert_close(made(x)[:, :6], made(changed)[:, :6], rtol=0, atol=1e-13)
+
+
+LENGTHS = 4, 7, 1, 5
+"""Tokens of some conversations."""
+
+
+def _rows(*samples: tuple[int, ...], width: int) -> tuple[Tensor, Conversations]:
+    """The inputs of the conversations of each sample one after another and then padding, (samples, width, 8), and their
+    numbers."""
+    each = inputs(1, sum(LENGTHS))[0].split(LENGTHS)
+    x, numbers = torch.full((len(samples), width, 8), 3.0, dtype=torch.float64), torch.full((len(samples), width), -1)
+    for row, sample in enumerate(samples):
+        own = torch.cat([each[number] for number in sample])
+        x[row, : len(own)] = own
+        numbers[row, : len(own)] = torch.cat([torch.full((LENGTHS[n],), place) for place, n in enumerate(sample)])
+    return x, Conversations(numbers, max(map(len, samples)))
+
+
+@layers
+@pytest.mark.parametrize("halved", [False, True], ids=["whole", "halves"])
+@pytest.mark.parametrize(
+    ("samples", "width"),
+    [([(0,), (1,), (2,), (3,)], 8), ([(0,), (1,), (2,), (3,)], 32), ([(1, 3), (0, 2)], 12), ([(0, 1, 2, 3)], 40)],
+    ids=["padded", "more padding", "packed", "one sample"],
+)
+def test_padding_and_packing_change_nothing(model: ModelConfig, samples, width: int, halved: bool):
+    alone, together = layer(model, Routing(factor=1 / 40)), layer(model, Routing(factor=1 / 40))
+    outs = [alone(x[None]) for x in inputs(1, sum(LENGTHS))[0].split(LENGTHS)]
+    sum((out**2).sum() for out in outs).backward()
+
+    x, conversations = _rows(*samples, width=width)
+    found = []
+    chosen = together.route(x).chosen
+    for which, places in enumerate(torch.arange(width).chunk(2) if halved else [slice(None)]):
+        here = conversations.at(places)
+        if halved:
+            together.routing.sequences = _Half(which, chosen, conversations.counts(chosen, model.moe.n_experts))
+        found.append(together(x[:, places], here))
+        (found[-1][here.real] ** 2).sum().backward()
+    of_each = torch.cat(found, 1)[conversations.real].split([LENGTHS[n] for sample in samples for n in sample])
+    for number, out in zip([n for sample in samples for n in sample], of_each, strict=True):
+        torch.testing.assert_close(out, outs[number][0], rtol=1e-9, atol=1e-9)
+    for (name, one), other in zip(together.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-9, atol=1e-9, msg=name)
+    assert torch.equal(together.routing.loads[1], alone.routing.loads[1])
+    for name, penalty in alone.routing.penalties.items():
+        torch.testing.assert_close(together.routing.penalties[name], penalty, rtol=1e-12, atol=1e-12)

@@ -54,8 +54,8 @@ def test_without_a_peak_it_says_so_and_what_states_one(gpu, name, dtype):
 
 
 def test_without_a_peak_rows_and_lines_have_no_mfu():
-    meter = Meter(tokens_per_step=1024, flops_per_step=1e9, peak_flops=0.0, devices=2)
-    row = meter.step() | {"step": 1, "loss": 2.0, "grad_norm": 0.5, "lr": 1e-3}
+    meter = Meter(positions_per_step=1024, flops_per_step=1e9, peak_flops=0.0, devices=2)
+    row = meter.step(1) | {"step": 1, "loss": 2.0, "grad_norm": 0.5, "lr": 1e-3}
     assert "mfu" not in row
     assert row["tflops"] > 0
     assert "mfu" not in line(row, 2**30)

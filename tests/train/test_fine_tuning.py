@@ -14,7 +14,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.data import IGNORE, Data
 from phalanx.config.job import Job
 from phalanx.config.layout_line import parse
-from phalanx.config.model import ModelConfig
+from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.run import RunOptions
 from phalanx.config.train import Train
@@ -96,7 +96,7 @@ def test_any_layout_makes_the_curve_of_one_process(ranks, chat, line):
         torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
 
 
-def predicted_traffic(job) -> dict:
+def predicted_traffic(job, conversations: int = 1) -> dict:
     """Returns the bytes per step that the cost model predicts for rank 0; it knows nothing of answers."""
     equation = batch.solve(job.train.global_batch, job.layout)
     stages = None
@@ -104,7 +104,7 @@ def predicted_traffic(job) -> dict:
         count = schedule_of(job.layout, equation.accumulation).stages
         stages = stages_of(job.model, job.layout, count, VOCAB)
     of_job = {"precision": job.train.precision, "vocab": VOCAB, "stages": stages, "optimizer": job.optimizer}
-    found = step_traffic(job.model, job.layout, equation, **of_job)
+    found = step_traffic(job.model, job.layout, equation, conversations=conversations, **of_job)
     return {axis: {name: pytest.approx(sent, 1e-13) for name, sent in by.items()} for axis, by in found.items()}
 
 
@@ -155,3 +155,64 @@ def answer_losses(ranks, job) -> list[float]:
                 count += int(counted.sum())
         found.append(total / count)
     return found
+
+
+EXPERTS = MoE(n_experts=4, top_k=2, d_ff=16, aux_loss=0.1, z_loss=0.01, capacity=1.25, bias_balanced=True)
+WITH_EXPERTS = [
+    "dp_replicate=2",
+    "dp_shard=2,ep=2,zero=3",
+    "tp=2,sp=true,recompute=full",
+    "dp_shard=2,tp=2,ep=2,zero=2",
+    "pp=2,micro_batch=2,schedule=zb_h1",
+    "cp=2",
+    "cp=2,cp_ulysses=2,ep=2",
+]
+
+
+@pytest.fixture(scope="module")
+def chat_with_experts(ranks, tmp_path_factory) -> Job:
+    """The job of a mixture with penalties, balancing and a capacity, after a run on one process."""
+    job = fine_tuning(tmp_path_factory.mktemp("experts"))
+    job = dataclasses.replace(job, model=dataclasses.replace(CHAT, moe=EXPERTS))
+    ranks(train, 1, job, timeout=120)
+    return job
+
+
+@pytest.mark.parametrize("line", WITH_EXPERTS)
+def test_experts_count_no_padding_under_any_layout(ranks, chat_with_experts, line):
+    layout = parse(line)
+    other = change(dataclasses.replace(chat_with_experts, layout=layout), "run", name=f"run-{line}")
+    sent = ranks(train, layout.processes, other, timeout=200)[0]["traffic_bytes"]
+    most = rows(other, "start")[0]["conversations"]
+    assert {axis: by for axis, by in sent.items() if any(by.values())} == predicted_traffic(other, most)
+    assert curve(other) == pytest.approx(curve(chat_with_experts), rel=1e-9)
+    assert balance(other) == pytest.approx(balance(chat_with_experts), rel=1e-9)
+    found = weights(other)
+    for name, tensor in weights(chat_with_experts).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
+
+
+def balance(job) -> list[float]:
+    """The loads and penalties of the run."""
+    return [
+        value
+        for row in rows(job, "experts")
+        for value in (*(load for loads in row["loads"].values() for load in loads), row["aux_loss"], row["z_loss"])
+    ]
+
+
+def test_experts_learn_the_same_from_conversations_padded_and_packed(ranks, chat_with_experts):
+    """One step of all conversations, in samples of several lengths, one each or several."""
+    found = []
+    for seq_len, packing in ((128, False), (320, False), (192, True)):
+        job = change(change(chat_with_experts, "model", seq_len=seq_len), "data", packing=packing)
+        data = open_split(prepare(job.data), "train", seq_len, job.data)
+        whole = change(job, "train", global_batch=data.sample_count, steps=1)
+        whole = change(whole, "run", name=f"whole-{seq_len}-{packing}")
+        [summary] = ranks(train, 1, whole, timeout=120)
+        [step] = rows(whole, "step")
+        assert step["padding"] == pytest.approx(1 - summary["tokens"] / summary["positions"])
+        assert sum(rows(whole, "experts")[0]["loads"]["0"]) == EXPERTS.top_k * summary["tokens"]
+        found.append([step["loss"], step["grad_norm"], *balance(whole)])
+    assert found[0] == pytest.approx(found[1], rel=1e-9)
+    assert found[0] == pytest.approx(found[2], rel=1e-9)

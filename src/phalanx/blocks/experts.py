@@ -56,7 +56,9 @@ def routed_rows(place: Place) -> int:
     model, moe = place.model, place.model.moe
     if not moe.capacity:
         return place.tokens * moe.top_k
-    return moe.n_experts * place.sequences * min(moe.most_tokens(model.seq_len), model.seq_len // place.cp)
+    # The capacity of every conversation of a sequence is rounded up.
+    most = moe.most_tokens(model.seq_len) + place.conversations - 1
+    return moe.n_experts * place.sequences * min(most, model.seq_len // place.cp)
 
 
 def _router(place: Place, spread: Spread, rows: float) -> Operator:
@@ -91,7 +93,8 @@ def _routing_messages(place: Place) -> Iterator[Message]:
     """Yields the messages between routers: sums over a sequence, and the number of rows for each rank."""
     moe = place.model.moe
     if moe.aux_loss:
-        yield Message("cp", "all_reduce", place.sequences * moe.n_experts, "index", forward=1, full=1)
+        counts = place.sequences * place.conversations * moe.n_experts
+        yield Message("cp", "all_reduce", counts, "index", forward=1, full=1)
     if moe.capacity:
         chosen = place.cp * place.tokens * moe.top_k
         yield Message("cp", "all_gather", chosen, "index", forward=1, full=1)

@@ -89,4 +89,5 @@ class FeedForwardKind(SublayerKind):
     """That width in messages."""
     routed: bool = False
     """Whether it has routed experts, which expert parallelism distributes: weights named "moe.experts.…". The first
-    `moe.n_dense_layers` layers are dense."""
+    `moe.n_dense_layers` layers are dense. Its forward pass takes Conversations (phalanx.model.documents) or None, too:
+    what its router counts besides choosing experts."""

@@ -29,6 +29,8 @@ class Place(NamedTuple):
     ep: int = 1
     loss_chunk: int = 0
     sequences: int = 1
+    conversations: int = 1
+    """The most conversations that are packed into a sequence, which routers count each for itself."""
     slices: int = 1
     """Slices into which pipelined sequences are cut."""
     width: int = 2
@@ -99,6 +101,7 @@ def place_of(
     profile: MemoryProfile = PHALANX,
     documents: bool = False,
     ring_rank: int | None = None,
+    conversations: int = 1,
 ) -> Place:
     """Returns the place of a rank under a layout."""
     return Place(
@@ -111,6 +114,7 @@ def place_of(
         layout.ep,
         layout.loss_chunk,
         sequences,
+        conversations,
         slices,
         width,
         narrow,

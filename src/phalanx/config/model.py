@@ -66,7 +66,7 @@ class MoE:
     top_groups: Annotated[int, AtLeast(1)] = 1
     """Groups that a token's experts may lie in: those whose two best scores have the largest sum."""
     aux_loss: Annotated[float, AtLeast(0)] = 0.0
-    """Coefficient of the load-balancing loss, per sequence (DeepSeek-V3, equations 17 to 20)."""
+    """Coefficient of the load-balancing loss, per sequence or conversation (DeepSeek-V3, equations 17 to 20)."""
     z_loss: Annotated[float, AtLeast(0)] = 0.0
     """Coefficient of the squared logarithm of the softmax's denominator (ST-MoE, Zoph et al. 2022, equation 5)."""
     router_bias: bool = False

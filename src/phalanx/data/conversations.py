@@ -89,6 +89,7 @@ class ConversationData(ShardData):
                 f"{'data.too_long=truncate, ' if data.too_long != 'truncate' else ''}more rows, or another "
                 "data.val_fraction"
             )
+        self.most_conversations = int(np.diff(self._bounds).max())
         self._counted_in = np.add.reduceat(self._counted[self._items], self._bounds[:-1])
         self._used_in = np.add.reduceat(self._positions[self._items], self._bounds[:-1])
         self.facts = PackingFacts(
@@ -115,7 +116,7 @@ class ConversationData(ShardData):
         shape = len(ids), self.seq_len
         tokens = np.full(shape, PADDING, dtype=np.int64)
         targets = np.full(shape, IGNORE, dtype=np.int64)
-        documents = np.zeros(shape, dtype=np.int64)
+        conversations = np.full(shape, -1, dtype=np.int64)
         for row, sample in enumerate(ids.tolist()):
             place = 0
             for number, item in enumerate(self._items[self._bounds[sample] : self._bounds[sample + 1]].tolist()):
@@ -125,8 +126,17 @@ class ConversationData(ShardData):
                 tokens[row, place:end] = plain[:-1]
                 counts = (stored[1:] & ANSWER > 0) | (not self.answers_only)
                 targets[row, place:end] = np.where(counts, plain[1:].astype(np.int64), IGNORE)
-                documents[row, place:] = number
+                conversations[row, place:end] = number
                 place = end
-            documents[row, place:] += 1  # padding is a document of its own
         self._require_in_vocabulary(max(int(tokens.max(initial=0)), int(targets.max(initial=0))))
-        return MicroBatch(tokens, targets, numbers, documents if self.document_mask else None)
+        documents = None
+        if self.document_mask:  # padding is a document of its own
+            documents = np.where(conversations < 0, self.most_conversations, conversations)
+        return MicroBatch(
+            tokens,
+            targets,
+            numbers,
+            documents,
+            conversations=conversations,
+            most_conversations=self.most_conversations,
+        )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -40,6 +40,13 @@ class MicroBatch:
     reference: np.ndarray | None = None
     """(micro_batch,) float64: of preference pairs, the log-probability of each sequence's answer by the reference
     model; NaN for padding."""
+    conversations: np.ndarray | None = None
+    """(micro_batch, seq_len) int64: the number of each position's conversation within its sample, from 0; -1 for
+    padding; None if every sample is one without padding."""
+    most_conversations: int = 1
+    """The most conversations of any sample of the split, the same on all ranks."""
+    valid_share: float = 1.0
+    """Valid targets / positions that are no padding, of the whole batch of the step: the same on all ranks."""
 
 
 class ShardData(ABC):
@@ -52,6 +59,8 @@ class ShardData(ABC):
     """Consecutive samples that belong together: a micro-batch holds a multiple of them."""
     document_mask = False
     """Whether micro-batches contain the document number of each token."""
+    most_conversations = 0
+    """The most conversations of a sample; 0 if samples are no conversations, and have no padding."""
 
     def __init__(self, folder: Path, split: str, seq_len: int, *, verify: bool = False):
         if split not in SPLITS:
@@ -298,5 +307,10 @@ def _steps(
         numbers = np.arange(first, first + share)
         ids = data.order(first, share, seed)
         parts = [slice(start, start + micro_batch) for start in range(0, share, micro_batch)]
-        yield [data.micro_batch(ids[part], numbers[part]) for part in parts]
+        micro_batches = [data.micro_batch(ids[part], numbers[part]) for part in parts]
+        if data.most_conversations:
+            whole = first - rank * share, global_batch, seed
+            valid_share = data.valid_tokens(*whole) / data.used_positions(*whole)
+            micro_batches = [replace(micro, valid_share=valid_share) for micro in micro_batches]
+        yield micro_batches
         first += global_batch

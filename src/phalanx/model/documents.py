@@ -1,4 +1,4 @@
-"""Packed sequences: several documents in one, of which none sees another."""
+"""Sequences that hold several documents, of which none sees another, or conversations and padding."""
 
 from __future__ import annotations
 
@@ -57,3 +57,58 @@ class Documents:
     def part(self, samples: slice) -> Documents:
         """Returns those of some of the sequences."""
         return Documents(self.numbers[samples])
+
+
+class Conversations:
+    """The conversations of the sequences of a batch, which routers count each for itself, and its padding, which they
+    do not count.
+
+    A batch has `rows` conversations, as if every sequence had `most`: sequence s has those from s × most on."""
+
+    def __init__(self, numbers: Tensor, most: int, here: Tensor | None = None):
+        """`numbers` (batch, whole sequence), int64, is the conversation of each position within its sequence, from 0 on
+        and below `most`; -1 for padding. `here` (batch, seq) are those of the tokens here, by default all."""
+        self.whole, self.most = numbers, most
+        self.here = numbers if here is None else here
+        self.rows = len(numbers) * most
+
+    def at(self, places: Tensor | slice) -> Conversations:
+        """Returns them with only some places of the sequences here."""
+        return Conversations(self.whole, self.most, self.here[:, places])
+
+    def part(self, samples: slice) -> Conversations:
+        """Returns those of some of the sequences."""
+        return Conversations(self.whole[samples], self.most, self.here[samples])
+
+    @property
+    def real(self) -> Tensor:
+        """Whether each token here is none of the padding, (batch, seq)."""
+        return self.here >= 0
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Returns `x` (batch, seq, n) summed over the tokens here of each conversation, (rows, n)."""
+        sums = x.new_zeros(self.rows + 1, x.shape[-1])
+        return sums.index_add(0, self._rows_of(self.here).flatten(), x.flatten(0, 1))[:-1]
+
+    def counts(self, chosen: Tensor, n: int) -> Tensor:
+        """Returns how often each of `n` values occurs in `chosen` (batch, seq, m) in each conversation, (rows, n)."""
+        places = n * self._rows_of(self.here).unsqueeze(-1) + chosen
+        counts = chosen.new_zeros((self.rows + 1) * n)
+        return counts.scatter_add_(0, places.flatten(), torch.ones_like(chosen).flatten()).view(-1, n)[:-1]
+
+    def lengths(self) -> Tensor:
+        """Returns the tokens of the conversation at each position of the whole sequences, (batch, whole sequence); 0 at
+        padding."""
+        rows = self._rows_of(self.whole)
+        counts = rows.new_zeros(self.rows + 1).scatter_add_(0, rows.flatten(), (self.whole >= 0).long().flatten())
+        return counts[rows]
+
+    def begins(self) -> Tensor:
+        """Returns the position at which the conversation of each position begins, (batch, whole sequence)."""
+        places = torch.arange(self.whole.shape[1], device=self.whole.device).expand_as(self.whole)
+        return places.where(F.pad(self.whole.diff(dim=1) != 0, (1, 0), value=True), 0).cummax(1).values
+
+    def _rows_of(self, numbers: Tensor) -> Tensor:
+        """Returns the row of the conversation of each of `numbers` (batch, n); `rows` for padding."""
+        first = torch.arange(0, self.rows, self.most, device=numbers.device)
+        return (first.unsqueeze(1) + numbers).where(numbers >= 0, self.rows)

@@ -1,7 +1,8 @@
 """Mixture of experts: a router sends each token to a few of many experts and combines their outputs.
 
-Load balancing is here too: an auxiliary loss, a balancing bias, a capacity. Each is defined per token or per sequence,
-so that it does not depend on how a batch is split over ranks or micro-batches.
+Load balancing is here too: an auxiliary loss, a balancing bias, a capacity. Each is defined per token, or per sequence
+and, where sequences hold conversations, per conversation: so that it does not depend on how a batch is split over ranks
+or micro-batches, nor on packing. Padding counts nowhere.
 
 Shapes: batch, seq (tokens of a sequence on this rank), top_k (experts per token), rows (tokens routed to experts, in
 the order of experts), d_model.
@@ -13,13 +14,15 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.model import ModelConfig
+from phalanx.config.model import ModelConfig, MoE
+from phalanx.model.documents import Conversations
 from phalanx.model.experts import Experts, Sizes
 from phalanx.model.layers import MLP, Linear
 
@@ -62,15 +65,15 @@ class Routing:
     """The state that a model's routers share: inputs from the trainer, and statistics recorded by backward passes."""
 
     factor: float = 0.0
-    """The factor of a step's loss, summed over tokens. The trainer sets it before each backward pass; the penalties,
-    also sums over tokens, use the same factor."""
+    """The factor of the penalties, which are summed over tokens: the loss scale / the tokens of a step's whole batch,
+    without padding. The trainer sets it before each backward pass."""
     share: float = 1.0
     """This rank's fraction of the penalties' gradients: 1/n if n ranks all compute them and their gradients are
     summed."""
     sequences: Sequences = field(default_factory=WholeSequences)
     loads: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, the number of tokens that chose each expert, (n_experts,) of int64, in the backward passes since
-    `clear`."""
+    """By layer, the number of tokens that chose each expert, (n_experts,) of int64, without padding, in the backward
+    passes since `clear`."""
     penalties: dict[str, Tensor] = field(default_factory=dict)
     """"aux_loss" and "z_loss", coefficients included, summed over layers and tokens since `clear`, in fp64."""
 
@@ -142,11 +145,11 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(model)
         self.shared = MLP(model, moe.n_shared * model.expert_ff_size) if moe.n_shared else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Applies the layer, (batch, seq, d_model) to the same shape."""
-        routes, tokens = self.route(x), x.flatten(0, 1)
+    def forward(self, x: Tensor, conversations: Conversations | None = None) -> Tensor:
+        """Applies the layer, (batch, seq, d_model) to the same shape. Without `conversations` every sequence is one."""
+        routes, tokens = self.route(x, conversations), x.flatten(0, 1)
         top_k, gates = self.config.moe.top_k, routes.gates.flatten()
-        slots = self.slots(routes.chosen)
+        slots = self.slots(routes.chosen, conversations)
         padded = tokens
         if self.config.moe.capacity:
             # An empty row reads zeros, and its output goes to a token that does not exist.
@@ -162,7 +165,7 @@ class MixtureOfExperts(nn.Module):
         `tokens` (batch × seq, d_model): in one call, so that a layout can overlap both with communication."""
         return self.dispatch(self, rows, sizes, tokens)
 
-    def route(self, x: Tensor) -> Routes:
+    def route(self, x: Tensor, conversations: Conversations | None = None) -> Routes:
         """Returns the experts of each token of `x` (batch, seq, d_model), and their gates."""
         moe, bias = self.config.moe, self.router.bias
         logits = self.router(x)
@@ -174,7 +177,7 @@ class MixtureOfExperts(nn.Module):
             gates = _normalised(gates)
         gates = gates * moe.route_scale
         if torch.is_grad_enabled():
-            gates = self._record_loads(logits, scores, chosen, gates)
+            gates = self._record_loads(logits, scores, Routes(chosen, gates), conversations)
         return Routes(chosen, gates)
 
     def _choose(self, scores: Tensor) -> Tensor:
@@ -188,39 +191,58 @@ class MixtureOfExperts(nn.Module):
             scores = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores.topk(moe.top_k, -1).indices
 
-    def _record_loads(self, logits: Tensor, scores: Tensor, chosen: Tensor, gates: Tensor) -> Tensor:
+    def _record_loads(
+        self, logits: Tensor, scores: Tensor, routes: Routes, conversations: Conversations | None
+    ) -> Tensor:
         """Returns the gates; their backward pass adds the penalties' gradients and records penalties and loads."""
-        moe, counts = self.config.moe, _counts(chosen.flatten(1), self.config.moe.n_experts)
+        moe, (chosen, gates) = self.config.moe, routes
+        if conversations is None:
+            counts = _counts(chosen.flatten(1), moe.n_experts)
+        else:
+            counts = conversations.counts(chosen, moe.n_experts)
         penalties: dict[str, Tensor] = {}
         if moe.aux_loss:
-            of_sequence = self.routing.sequences.sum(counts).to(scores.dtype)
-            # How much more often than its even share each expert was chosen; all choices are top_k × whole sequence.
-            excess = moe.n_experts * of_sequence / of_sequence.sum(1, keepdim=True)
+            of_each = self.routing.sequences.sum(counts).to(scores.dtype)
+            # How much more often than its even share each expert was chosen; all choices are top_k × the tokens of a
+            # whole sequence or conversation.
+            excess = moe.n_experts * of_each / of_each.sum(1, keepdim=True).clamp_min(1)
             shares = _normalised(scores) if moe.router == "sigmoid" else scores
-            penalties["aux_loss"] = moe.aux_loss * (excess * shares.sum(1)).sum()
+            summed = shares.sum(1) if conversations is None else conversations.sums(shares)
+            penalties["aux_loss"] = moe.aux_loss * (excess * summed).sum()
         if moe.z_loss:
-            penalties["z_loss"] = moe.z_loss * logits.logsumexp(-1).square().sum()
+            squares = logits.logsumexp(-1).square()
+            penalties["z_loss"] = (
+                moe.z_loss * (squares if conversations is None else squares * conversations.real).sum()
+            )
         noted = {name: penalty.detach() for name, penalty in penalties.items()}
         penalty = sum(penalties.values(), start=gates.new_zeros(()))
         note = _LayerStatistics(self.routing, self.layer, counts.sum(0), noted)
         return _RecordLoads.apply(gates, penalty, self.router.bias, note)
 
-    def slots(self, chosen: Tensor) -> Slots:
+    def slots(self, chosen: Tensor, conversations: Conversations | None = None) -> Slots:
         """Returns the rows of the choices (batch, seq, top_k): all of them, or those within the experts' capacity."""
         if self.config.moe.capacity:
-            return self._within_capacity(chosen)
+            return self._within_capacity(chosen, conversations)
         flat = chosen.flatten()
         sizes = _counts(flat.unsqueeze(0), self.config.moe.n_experts)[0]
         return Slots(flat.argsort(stable=True), sizes)
 
-    def _within_capacity(self, chosen: Tensor) -> Slots:
+    def _within_capacity(self, chosen: Tensor, conversations: Conversations | None) -> Slots:
         """Returns equally many rows per expert and sequence, filled or not, so that no size depends on the data."""
         moe, sequences = self.config.moe, self.routing.sequences
         batch, seq, _ = chosen.shape
         whole = sequences.whole(chosen)
-        capacity = moe.most_tokens(whole.shape[1])
-        kept = sequences.mine(_places(whole, torch.ones_like(whole), moe.n_experts)) < capacity
-        rows = min(capacity, seq)
+        most = moe.most_tokens(whole.shape[1])
+        if conversations is None:
+            within = _places(whole, torch.ones_like(whole), moe.n_experts) < most
+        else:
+            # Padding lies behind all conversations, so that its choices need not be left out of the count.
+            before = _places(whole, torch.ones_like(whole), moe.n_experts, conversations.begins())
+            capacities = _capacities(moe, whole.shape[1], whole.device)[conversations.lengths()]
+            within = before < capacities.unsqueeze(-1)  # none of padding's
+            most += conversations.most - 1  # each conversation's capacity is rounded up
+        kept = sequences.mine(within)
+        rows = min(most, seq)
         sequence = torch.arange(batch, device=chosen.device)[:, None, None]
         row = (chosen * batch + sequence) * rows + _places(chosen, kept.long(), moe.n_experts)
         # Dropped choices go to an extra row, which is then cut off.
@@ -279,11 +301,20 @@ def _counts(chosen: Tensor, n: int) -> Tensor:
     return chosen.new_zeros(len(chosen), n).scatter_add_(1, chosen, torch.ones_like(chosen))
 
 
-def _places(chosen: Tensor, counted: Tensor, n: int) -> Tensor:
-    """Returns for each choice of `n` experts (batch, seq, top_k) how many earlier tokens of its sequence chose the same
-    expert, among the choices that are `counted` (1 or 0)."""
+def _places(chosen: Tensor, counted: Tensor, n: int, begins: Tensor | None = None) -> Tensor:
+    """Returns for each choice of `n` experts (batch, seq, top_k) how many earlier tokens of its sequence, or only those
+    from place `begins` (batch, seq) on, chose the same expert, among the choices that are `counted` (1 or 0)."""
     of_expert = chosen.new_zeros(*chosen.shape[:2], n).scatter_(2, chosen, counted)
-    return (of_expert.cumsum(1) - of_expert).gather(2, chosen)
+    earlier = of_expert.cumsum(1) - of_expert
+    if begins is not None:
+        earlier = earlier - earlier.gather(1, begins.unsqueeze(-1).expand_as(earlier))
+    return earlier.gather(2, chosen)
+
+
+@lru_cache
+def _capacities(moe: MoE, seq_len: int, device: torch.device) -> Tensor:
+    """Returns the most tokens that an expert takes of a conversation of 0 to `seq_len` tokens, (seq_len + 1,) int64."""
+    return torch.tensor([moe.most_tokens(tokens) for tokens in range(seq_len + 1)], device=device)
 
 
 def _add(sums: dict[_Key, Tensor], key: _Key, more: Tensor) -> None:

@@ -27,7 +27,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.model.attention import KeysAndValues
 from phalanx.model.cache import Cache
-from phalanx.model.documents import Documents
+from phalanx.model.documents import Conversations, Documents
 from phalanx.model.layers import Multiply, Run, make_norm, run, soft_cap
 from phalanx.model.moe import Routing
 from phalanx.model.noise import Noise, dropout
@@ -103,14 +103,16 @@ class Transformer(nn.Module):
         noise: Noise | None = None,
         cache: KeysAndValues | None = None,
         documents: Documents | None = None,
+        conversations: Conversations | None = None,
     ) -> Tensor:
-        """Applies the blocks of `layers` in order to `x` (batch, seq, d_model)."""
+        """Applies the blocks of `layers` in order to `x` (batch, seq, d_model). Routers count each of `conversations`
+        for itself; by default every sequence is one."""
         everywhere = windowed = self.rotary(positions, x.dtype)
         if self.config.window_rope_theta:
             windowed = self.rotary(positions, x.dtype, windowed=True)
         for layer in layers:
             rotary = windowed if self.config.window_of(int(layer)) else everywhere
-            x = self.blocks[layer](x, rotary, noise, cache, documents)
+            x = self.blocks[layer](x, rotary, noise, cache, documents, conversations)
         return x
 
     def normed(self, x: Tensor) -> Tensor:
@@ -194,9 +196,10 @@ class Block(nn.Module):
         noise: Noise | None,
         cache: KeysAndValues | None,
         documents: Documents | None = None,
+        conversations: Conversations | None = None,
     ) -> Tensor:
         """Runs `compute`."""
-        return self.run(self.compute, x, rotary, noise, cache, documents)
+        return self.run(self.compute, x, rotary, noise, cache, documents, conversations)
 
     def compute(
         self,
@@ -205,14 +208,15 @@ class Block(nn.Module):
         noise: Noise | None,
         cache: KeysAndValues | None,
         documents: Documents | None,
+        conversations: Conversations | None,
     ) -> Tensor:
         """Applies the block, (batch, seq, d_model) to the same shape."""
         if self.parallel:
-            both = self.run_halves(self.halves, x, rotary, noise, cache, documents)
+            both = self.run_halves(self.halves, x, rotary, noise, cache, documents, conversations)
             return x + dropout(both, self.dropout, noise, f"{self.site}.residual")
         attended = self.attn_post_norm(self.attn(self.attn_norm(x), rotary, noise, cache, documents))
         x = x + dropout(attended, self.dropout, noise, f"{self.site}.attn.residual")
-        widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x)))
+        widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x), conversations))
         return x + dropout(widened, self.dropout, noise, f"{self.site}.mlp.residual")
 
     def halves(
@@ -222,14 +226,18 @@ class Block(nn.Module):
         noise: Noise | None,
         cache: KeysAndValues | None,
         documents: Documents | None,
+        conversations: Conversations | None,
     ) -> Tensor:
         """Returns what a parallel block adds to the residual stream `x` (batch, seq, d_model), in the same shape: the
         sum of attention and MLP, each with a norm of its own (GPT-NeoX-20B, Black et al. 2022, section 2.1)."""
-        return self.attn(self.attn_norm(x), rotary, noise, cache, documents) + self.feed_forward(self.mlp_norm(x))
+        attended = self.attn(self.attn_norm(x), rotary, noise, cache, documents)
+        return attended + self.feed_forward(self.mlp_norm(x), conversations)
 
-    def feed_forward(self, x: Tensor) -> Tensor:
+    def feed_forward(self, x: Tensor, conversations: Conversations | None) -> Tensor:
         """Applies the feed-forward layer, (batch, seq, d_model) to the same shape."""
-        return getattr(self, self.kinds[1].name_in_block)(x)
+        kind = self.kinds[1]
+        layer = getattr(self, kind.name_in_block)
+        return layer(x, conversations) if kind.routed else layer(x)
 
 
 class Head(nn.Module):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from phalanx.model.documents import Documents
+from phalanx.model.documents import Conversations, Documents
 from phalanx.model.noise import Noise
 
 
@@ -28,6 +28,8 @@ class MicroTensors:
     reference: Tensor | None = None
     """(micro_batch,), float64: of preference pairs, the log-probability of each whole sequence's answer by the
     reference model; NaN for padding."""
+    conversations: Conversations | None = None
+    """What routers count; None if every sequence is one conversation without padding."""
 
     @property
     def positions(self) -> Tensor:
@@ -39,8 +41,16 @@ class MicroTensors:
         noise = self.noise and replace(self.noise, sample_ids=self.noise.sample_ids[chosen])
         documents = None if self.documents is None else self.documents.part(chosen)
         reference = None if self.reference is None else self.reference[chosen]
-        tokens, targets = self.tokens[chosen], self.targets[chosen]
-        return replace(self, tokens=tokens, targets=targets, noise=noise, documents=documents, reference=reference)
+        conversations = None if self.conversations is None else self.conversations.part(chosen)
+        return replace(
+            self,
+            tokens=self.tokens[chosen],
+            targets=self.targets[chosen],
+            noise=noise,
+            documents=documents,
+            reference=reference,
+            conversations=conversations,
+        )
 
     def slice(self, number: int, slices: int) -> MicroTensors:
         """Returns one of several equal parts of its sequences."""
@@ -50,4 +60,12 @@ class MicroTensors:
         chosen = slice(number * tokens, (number + 1) * tokens)
         places = self.positions[chosen]
         noise = self.noise and replace(self.noise, places=places, seq_len=self.noise.seq_len or self.tokens.shape[1])
-        return replace(self, tokens=self.tokens[:, chosen], targets=self.targets[:, chosen], noise=noise, places=places)
+        conversations = None if self.conversations is None else self.conversations.at(chosen)
+        return replace(
+            self,
+            tokens=self.tokens[:, chosen],
+            targets=self.targets[:, chosen],
+            noise=noise,
+            places=places,
+            conversations=conversations,
+        )

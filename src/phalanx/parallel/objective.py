@@ -40,7 +40,7 @@ class Objective(nn.Module):
         if x is None:
             x = model.embed_tokens(micro.tokens, positions, micro.noise)
         layers = model.blocks if stage is None else stage.layers
-        x = model.through(layers, x, positions, micro.noise, earlier, micro.documents)
+        x = model.through(layers, x, positions, micro.noise, earlier, micro.documents, micro.conversations)
         if stage is not None and not stage.last:
             return x
         loss = self.of_hidden(model.normed(x), micro.targets)

@@ -29,6 +29,7 @@ _ROWS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "tps": ("tps (per device)", lambda v: f"{v:,.0f}"),
     "tps_total": ("tps_total (all devices)", lambda v: f"{v:,.0f}"),
     "mfu": ("MFU", lambda v: f"{v:.1%}"),
+    "padding": ("padding", lambda v: f"{v:.1%}"),
     "memory_bytes": ("peak memory, rank 0", gib),
     "seconds": ("time in steps", as_time),
 }

@@ -56,7 +56,7 @@ def expected(record: RunRecord) -> Expected:
         if start.get("device") == "cpu":
             job = replace(job, cluster=replace(job.cluster, device="cpu"))
         spec = rank_spec(job, vocab)
-        found = Expected(memory=step_memory(spec), traffic=rank_traffic(job, spec), vocab=vocab)
+        found = Expected(memory=step_memory(spec), traffic=rank_traffic(job, spec, _conversations(record)), vocab=vocab)
     except PhalanxError as error:
         return Expected(reason=str(error))
     try:
@@ -73,6 +73,11 @@ def _vocabulary(record: RunRecord, job: Job) -> int:
     return found if isinstance(found, int) and 0 < found < 2**24 else vocabulary_size(job)
 
 
+def _conversations(record: RunRecord) -> int:
+    found: Any = (record.metrics.last("start") or {}).get("conversations")
+    return found if isinstance(found, int) and 0 < found < 2**24 else 1
+
+
 def _timeline(spec: StepSpec) -> Timeline | None:
     if 2 * spec.batch.accumulation * spec.layout.pp * max(1, spec.layout.pp_chunks) > MOST_PASSES:
         return None
@@ -82,9 +87,9 @@ def _timeline(spec: StepSpec) -> Timeline | None:
         return None
 
 
-def rank_traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:
-    """Returns the bytes that rank 0 sends per step: the rank whose figure `phalanx train` prints. Empty for sync=asp,
-    where they depend on timing."""
+def rank_traffic(job: Job, spec: StepSpec, conversations: int = 1) -> dict[str, dict[str, float]]:
+    """Returns the bytes that rank 0 sends per step: the rank whose figure `phalanx train` prints. At most so many
+    `conversations` are packed into a sequence. Empty for sync=asp, where they depend on timing."""
     if spec.layout.sync == "asp":
         return {}
     train, stages = job.train, spec.stages or None
@@ -97,4 +102,5 @@ def rank_traffic(job: Job, spec: StepSpec) -> dict[str, dict[str, float]]:
         stages=stages,
         optimizer=job.optimizer,
         pairs=has_pairs(job.data),
+        conversations=conversations,
     )

@@ -14,10 +14,10 @@ RECENT = 100
 
 def figures(record: RunRecord) -> dict[str, Any]:
     """Returns the measured figures, None where there are none. Throughput is the median of the newest steps; `tps`,
-    `tflops` and `mfu` are per device, `tps_total` is of all devices."""
+    `tflops` and `mfu` are per device, `tps_total` is of all devices; none counts `padding` (a share)."""
     metrics = record.metrics
     recent = {name: middle(metrics.values(name, RECENT)) for name in ("step_time_s", "data_wait_s", "tps", "tps_total")}
-    recent |= {name: middle(metrics.values(name, RECENT)) for name in ("tflops", "mfu")}
+    recent |= {name: middle(metrics.values(name, RECENT)) for name in ("tflops", "mfu", "padding")}
     start = metrics.last("start") or {}
     validations = [value for row in metrics.of("validation") if (value := number(row.get("val_loss"))) is not None]
     return {
@@ -39,18 +39,20 @@ def figures(record: RunRecord) -> dict[str, Any]:
 def _tokens(record: RunRecord) -> float | None:
     if record.loaded is None:
         return None
-    job = record.loaded.job
-    return record.metrics.last_step * job.train.global_batch * job.model.seq_len
+    job, padding = record.loaded.job, record.metrics.values("padding")
+    share = 1 - sum(padding) / len(padding) if padding else 1
+    return record.metrics.last_step * job.train.global_batch * job.model.seq_len * share
 
 
 def document(record: RunRecord, prediction: Expected) -> dict[str, Any]:
     """Returns the run as one JSON value."""
+    measured = figures(record)
     return {
         "run": str(record.path),
         "state": record.state,
         "layout": record.loaded.job.layout.line() if record.loaded else None,
-        "measured": figures(record),
-        "predicted": predicted_figures(prediction),
+        "measured": measured,
+        "predicted": predicted_figures(prediction, measured["padding"]),
         "not_predicted": prediction.reason,
         "traffic_bytes": traffic_of(record.metrics.last("traffic")),
         "predicted_traffic_bytes": prediction.traffic,
@@ -63,17 +65,18 @@ def document(record: RunRecord, prediction: Expected) -> dict[str, Any]:
     }
 
 
-def predicted_figures(prediction: Expected) -> dict[str, Any] | None:
-    """Returns the predicted figures under the names of the measured ones."""
-    found = prediction.prediction
+def predicted_figures(prediction: Expected, padding: float | None) -> dict[str, Any] | None:
+    """Returns the predicted figures under the names of the measured ones. A step takes as long with `padding` (a share,
+    None: there is none) as without, which throughput does not count."""
+    found, tokens = prediction.prediction, 1 - (padding or 0.0)
     if found is None:
         return None
     return {
         "step_time_s": found.step_time_s,
-        "tps": found.tokens_per_s_per_device,
-        "tps_total": found.tokens_per_s,
-        "tflops": found.tflops_per_device,
-        "mfu": found.mfu,
+        "tps": tokens * found.tokens_per_s_per_device,
+        "tps_total": tokens * found.tokens_per_s,
+        "tflops": tokens * found.tflops_per_device,
+        "mfu": None if found.mfu is None else tokens * found.mfu,
         "memory_bytes": found.fullest.peak,
         "bubble": found.bubble,
         "cluster": prediction.cluster,

@@ -18,7 +18,7 @@ from phalanx.trackers.rows import KEPT_ON_REWIND, ReadPosition, Row, read_rows
 
 COLUMNS = (
     *("loss", "grad_norm", "lr", "step_time_s", "data_wait_s", "tps", "tps_total", "tflops", "mfu", "memory"),
-    *("reward_margin", "reward_accuracy"),
+    *("padding", "reward_margin", "reward_accuracy"),
 )
 """The figures of a step that are kept."""
 HISTORY = KEPT_ON_REWIND | {"end", "slow_rank"}

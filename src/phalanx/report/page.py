@@ -112,6 +112,8 @@ def _cards(record: RunRecord) -> Iterator[tuple[str, str]]:
     if found["mfu"] is not None:
         peak = f" of {found['peak_flops'] / 1e12:,.3g} TFLOP/s" if found["peak_flops"] else ""
         yield f"{found['mfu']:.1%}", f"MFU{peak} per device"
+    if found["padding"]:
+        yield f"{found['padding']:.1%}", "padding, which throughput does not count"
     if found["step_time_s"] is not None:
         yield duration(found["step_time_s"]), "step, median"
     if found["memory_bytes"] is not None:

@@ -69,7 +69,8 @@ _FORMATS = {
 
 
 def _whole(record: RunRecord, prediction: Expected) -> Iterator[str]:
-    measured, predicted = figures(record), predicted_figures(prediction) or {}
+    measured = figures(record)
+    predicted = predicted_figures(prediction, measured["padding"]) or {}
     measured["bubble"] = _bubble(record.profile or {})
     rows = []
     for name, (label, shown) in _FORMATS.items():

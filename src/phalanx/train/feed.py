@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,7 +24,8 @@ _PATIENCE_S = 3.0  # for data that come after a request to stop: dropping a step
 class Feed:
     """This rank's micro-batches of a run that continues after `first_step` steps, from sample `first_sample` on.
 
-    A context manager: leaving it ends the reading ahead. Time spent waiting for data is added to `meter`.
+    A context manager: leaving it ends the reading ahead. Time spent waiting for data is added to `meter`, which learns
+    the tokens of each step from it.
     """
 
     def __init__(
@@ -33,6 +35,7 @@ class Feed:
         self.first_step, self.first_sample = first_step, first_sample
         self.batches: Batches | None = None
         self.next: list[MicroBatch] | None = None
+        meter.tokens_of = self._tokens_of if data.most_conversations else None
 
     def __enter__(self) -> Feed:
         return self
@@ -83,6 +86,8 @@ class Feed:
         documents = zeros if self.job.data.document_mask else None
         reference = np.full(shape[0], np.nan) if has_pairs(self.job.data) else None
         micro = MicroBatch(zeros, zeros, np.full(shape[0], -1), documents, reference)
+        if most := self.data.most_conversations:
+            micro = replace(micro, conversations=zeros, most_conversations=most)
         return [micro] * (self.batch.global_batch // (self.mesh.data_ranks * shape[0]))
 
     def peek(self) -> list[MicroBatch]:
@@ -113,6 +118,11 @@ class Feed:
         replicas = self.job.layout.dp_replicate
         samples = self.batch.global_batch // replicas
         return self.first_sample + (chunk - self.first_step * replicas) * samples, samples
+
+    def _tokens_of(self, step: int) -> int:
+        """Returns the positions of the global batch of `step`, counted from 1, that are no padding."""
+        samples = self.samples(step - 1)
+        return self.data.used_positions(samples.start, len(samples), self.job.train.seed)
 
     def _valid(self, first: int, samples: int) -> int:
         return self.data.valid_tokens(first, samples, self.job.train.seed)

@@ -185,6 +185,8 @@ class Trainer:
             peak = {"peak_flops": self.peak.flops, "peak_source": self.peak.source, "peak_spread": self.peak.spread}
             layout = self.job.layout
             facts = {"devices": layout.world, "device": self.device.type, "vocab_size": self.state.vocab_size}
+            if most := self.train_data.most_conversations:
+                facts["conversations"] = most
             recorder.rows.write("start", step=state.step, layout=layout.line(), **facts, **peak)
             self.saving.written = recorder.checkpoint
             self.guard = self._guard(recorder)
@@ -277,11 +279,10 @@ class Trainer:
     def _recorder(self) -> Recorder:
         """Returns the rank's recorder: it writes metrics.jsonl on rank 0, nothing on the others."""
         job = self.job
-        share = self.train_data.facts.efficiency if isinstance(self.train_data, ConversationData) else 1.0
-        flops = train_flops_per_step(job.model, self.batch.global_batch, self.state.vocab_size) * share
+        flops = train_flops_per_step(job.model, self.batch.global_batch, self.state.vocab_size)
         # A process is a device: the replicas of data_parallel=threads share one, and its peak.
-        tokens, devices = round(self.batch.global_batch * job.model.seq_len * share), job.layout.processes
-        meter = metrics.Meter(tokens, flops / devices, self.peak.flops, devices)
+        positions, devices = self.batch.global_batch * job.model.seq_len, job.layout.processes
+        meter = metrics.Meter(positions, flops / devices, self.peak.flops, devices)
         return Recorder(self.directory.metrics if self.ranks.rank == 0 else None, meter, self.milestones, self.device)
 
     def _feed(self, meter: metrics.Meter) -> Feed:

@@ -45,7 +45,7 @@ class Recorder:
 
     def step(self, number: int, values: dict[str, float]) -> None:
         """Records step `number`, which ends now: `values` has its loss, gradient norm and learning rate."""
-        row = {"step": number, **values, **self.meter.step(), "memory": devices.peak_memory(self.device)}
+        row = {"step": number, **values, **self.meter.step(number), "memory": devices.peak_memory(self.device)}
         self.newest = number
         heartbeat.memory(row["memory"])
         self.rows.write("step", **row)

@@ -18,7 +18,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
-from phalanx.model.documents import Documents
+from phalanx.model.documents import Conversations, Documents
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply, initialise
@@ -161,13 +161,15 @@ class Stepper:
         heartbeat.enter(Phase.FORWARD_BACKWARD)
         tensors = [self.tensors(micro, step) for micro in micro_batches]
         with self.memory.allocating("activations", "logits", "gradients"):
-            return self.replica.gradients(tensors, self.factor(global_tokens))
+            return self.replica.gradients(tensors, self.factor(global_tokens, micro_batches))
 
-    def factor(self, global_tokens: float) -> float:
-        """Returns the factor of a backward pass's loss, summed over tokens, and passes it to the routers' penalties.
-        Without a valid token there is no loss, and nothing to divide."""
-        self.routing.factor = self.loss_scale.value / (global_tokens or 1)
-        return self.routing.factor
+    def factor(self, global_tokens: float, micro_batches: Sequence[MicroBatch]) -> float:
+        """Returns the factor of a backward pass's loss, summed over valid tokens, and sets that of the routers'
+        penalties, which are summed over all tokens but padding. Without a valid token there is no loss, and nothing to
+        divide."""
+        factor = self.loss_scale.value / (global_tokens or 1)
+        self.routing.factor = factor * micro_batches[0].valid_share
+        return factor
 
     def step(
         self,
@@ -280,9 +282,15 @@ class Stepper:
         if micro.documents is not None:
             documents = Documents(torch.from_numpy(micro.documents)).to(self.device)
         reference = None if micro.reference is None else torch.from_numpy(micro.reference).to(self.device)
+        conversations = None
+        if self.job.model.moe.n_experts and micro.conversations is not None:
+            conversations = Conversations(
+                torch.from_numpy(micro.conversations).to(self.device, non_blocking=True), micro.most_conversations
+            )
         seq_len = tokens.shape[1]
         if places is not None:
             tokens, targets = tokens[:, places], targets[:, places]
+            conversations = conversations and conversations.at(places)
         noise = None
         if self.job.model.dropout:
             tp = self.mesh.axis("tp")
@@ -292,7 +300,7 @@ class Stepper:
             noise = Noise(
                 self.job.train.seed, step, samples, heads=part, tokens=tokens_here, places=places, seq_len=seq_len
             )
-        return MicroTensors(tokens, targets, noise, places, documents, reference)
+        return MicroTensors(tokens, targets, noise, places, documents, reference, conversations)
 
     def _places(self, slices: int) -> Tensor | None:
         """Returns the positions of this rank's tokens of every sequence; None if it has all."""

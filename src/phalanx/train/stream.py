@@ -68,7 +68,7 @@ class UnflushedSteps:
         heartbeat.enter(Phase.FORWARD_BACKWARD)
         loss = self.pipeline.run_batch(
             tensors(micro_batches, step),
-            stepper.factor(global_tokens),
+            stepper.factor(global_tokens, micro_batches),
             (lambda: tensors(more(), step + 1)) if more else None,
             self._due,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.comm.axis import Pending
-from phalanx.config.corpora import PAIR, has_answers, has_pairs
+from phalanx.config.corpora import CORPORA, PAIR, has_answers, has_pairs
 from phalanx.config.data import IGNORE
 from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
@@ -45,6 +45,8 @@ ROUNDING = 1e-7
 rounding of float64: some gradients (of a key's bias) are zero except for rounding, which differs with the layout."""
 DOCUMENT_ENDS = 0.15
 """The fraction of tokens that are the last of their document."""
+PACKED = 3
+"""The most conversations of a row."""
 ANSWER_BORDERS = 0.2
 """The fraction of tokens at which an answer begins or ends."""
 
@@ -137,31 +139,43 @@ def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
 def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[list[MicroBatch], int]:
     """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch; their number differs
     from row to row. With `data.document_mask` every row is cut into documents at different places, and where only
-    answers count, parts of every row do. Of preference pairs the answers are random, too, and it returns the number of
-    pairs."""
+    answers count, parts of every row do. Rows of conversations have padding behind the last target, and with
+    `data.packing` several conversations. Of preference pairs the answers are random, too, and it returns the number
+    of pairs."""
     equation = batch.solve(job.train.global_batch, job.layout)
     rows, seq_len = equation.global_batch, job.model.seq_len
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
     tokens = generator.integers(vocab_size, size=(rows, seq_len + 1))
     targets = tokens[:, 1:].copy()
-    targets[np.arange(seq_len) >= generator.integers(1, seq_len + 1, size=(rows, 1))] = IGNORE
+    behind = np.arange(seq_len) >= generator.integers(1, seq_len + 1, size=(rows, 1))
+    targets[behind] = IGNORE
     share = rows // mesh.data_ranks
     first, size = mesh.data_rank * share, equation.micro_batch
     ends = generator.random((rows, seq_len)) < DOCUMENT_ENDS
     documents = (ends.cumsum(axis=1) - ends).astype(np.int64) if job.data.document_mask else None
     if has_answers(job.data) and not has_pairs(job.data):
         targets[(generator.random((rows, seq_len)) < ANSWER_BORDERS).cumsum(axis=1) % 2 == 0] = IGNORE
+    conversations, most = None, PACKED if job.data.packing else 1
+    if CORPORA[job.data.corpus].rows is not None:
+        conversations = np.minimum(ends.cumsum(axis=1) - ends, most - 1)
+        conversations[behind] = -1
     valid = targets != IGNORE
     # About what a model with small random weights gives, so that no pair is decided.
     reference = generator.normal(-valid.sum(axis=1) * math.log(vocab_size)) if has_pairs(job.data) else None
+    counted = int(valid.sum()) if reference is None else rows // PAIR
     batches = []
     for a in range(first, first + share, size):
         part = slice(a, a + size)
         mask = None if documents is None else documents[part].copy()
         ids = step * rows + np.arange(a, a + size)
         known = None if reference is None else reference[part].copy()
-        batches.append(MicroBatch(tokens[part, :-1].copy(), targets[part].copy(), ids, mask, known))
-    return batches, int(valid.sum()) if reference is None else rows // PAIR
+        micro = MicroBatch(tokens[part, :-1].copy(), targets[part].copy(), ids, mask, known)
+        if conversations is not None:
+            per_token = counted / int((conversations >= 0).sum())
+            own = conversations[part].copy()
+            micro = replace(micro, conversations=own, most_conversations=most, valid_share=per_token)
+        batches.append(micro)
+    return batches, counted
 
 
 def _in_order(found: dict[str, float], names: Iterable[str]) -> dict[str, float]:

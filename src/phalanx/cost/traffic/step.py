@@ -49,6 +49,7 @@ def step_traffic(
     rows: float | None = None,
     optimizer: Optimizer = ADAMW,
     pairs: bool = False,
+    conversations: int = 1,
 ) -> Traffic:
     """Returns the bytes that `rank` (of all of `layout.world`) sends in one optimizer step, by mesh axis and
     collective, named as in the ledger. By default it is rank 0, whose ledger `phalanx train` reports.
@@ -59,7 +60,8 @@ def step_traffic(
     (phalanx.partition.cut.stages_of); None: those of `layout.pp_cut`. `rows` are those that this rank sent to other
     ranks' experts, or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, if
     known: each layer counts an equal share of them, which matters if layers recompute differently. An `optimizer` that
-    updates whole matrices sends pieces of them. `pairs`: the loss compares preference pairs.
+    updates whole matrices sends pieces of them. `pairs`: the loss compares preference pairs. `conversations`: the most
+    that are packed into a sequence, known once the data are read.
 
     Replicas that synchronize every sync_every steps (local_sgd, diloco) send a share of it per step. A pipeline without
     a flush sends the mean over a run of steps. Raises JobError for sync=asp, in which a step's shares go to whichever
@@ -79,7 +81,15 @@ def step_traffic(
     spread = Spread.of(layout, precision, gradients, rank, optimizer=optimizer)
     table = state_traffic(runs, spread, work, model)
     ring_rank, _ = cp_coordinates(layout, rank // layout.tp % layout.cp)
-    place = place_of(model, layout, batch.micro_batch, width=WIDTHS[precision], slices=plan.slices, ring_rank=ring_rank)
+    place = place_of(
+        model,
+        layout,
+        batch.micro_batch,
+        width=WIDTHS[precision],
+        slices=plan.slices,
+        ring_rank=ring_rank,
+        conversations=conversations,
+    )
     last, passed, routed = len(plan.cut) - 1, Table(), Counter[LayerKind]()
     for stage, passes in work.passes.items():
         here = around_traffic(place, first=stage == 0, last=stage == last)
