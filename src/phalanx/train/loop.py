@@ -185,8 +185,7 @@ class Trainer:
             peak = {"peak_flops": self.peak.flops, "peak_source": self.peak.source, "peak_spread": self.peak.spread}
             layout = self.job.layout
             facts = {"devices": layout.world, "device": self.device.type, "vocab_size": self.state.vocab_size}
-            if most := self.train_data.most_conversations:
-                facts["conversations"] = most
+            facts |= {"conversations": most} if (most := self.train_data.most_conversations) else {}
             recorder.rows.write("start", step=state.step, layout=layout.line(), **facts, **peak)
             self.saving.written = recorder.checkpoint
             self.guard = self._guard(recorder)
@@ -280,8 +279,8 @@ class Trainer:
         """Returns the rank's recorder: it writes metrics.jsonl on rank 0, nothing on the others."""
         job = self.job
         flops = train_flops_per_step(job.model, self.batch.global_batch, self.state.vocab_size)
-        # A process is a device: the replicas of data_parallel=threads share one, and its peak.
-        positions, devices = self.batch.global_batch * job.model.seq_len, job.layout.processes
+        positions = self.batch.global_batch * job.model.seq_len
+        devices = job.layout.processes  # replicas of data_parallel=threads share one, and its peak
         meter = metrics.Meter(positions, flops / devices, self.peak.flops, devices)
         return Recorder(self.directory.metrics if self.ranks.rank == 0 else None, meter, self.milestones, self.device)
 
