@@ -238,6 +238,16 @@ def test_the_command(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]
     assert "name the format first" in capsys.readouterr().err
 
 
+def test_a_field_of_config_json_may_be_left_out(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]):
+    write_folder(folder)
+    _config(folder, colour="blue", rope_parameters={"rope_theta": 1e4, "rope_type": "default", "shade": 3})
+    words = ["import", "hf", str(folder), "--out", str(out)]
+    assert main(words) == 4
+    assert "model.ignore_config=[colour]" in capsys.readouterr().err
+    assert main([*words, "--ignore-config", "colour,rope_parameters.shade"]) == 0
+    assert "colour is read as if it were absent" in capsys.readouterr().err
+
+
 GROWTH = """
 import sys
 from pathlib import Path

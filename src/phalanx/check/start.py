@@ -32,16 +32,20 @@ def is_hugging_face(path: Path) -> bool:
     return os.path.isfile(path / "config.json") and not os.path.isfile(path / CONFIG)
 
 
-def starting_point(text: str) -> StartingPoint:
-    """Returns the shape and the tokenizer at the path `text`. Raises JobError if there are none."""
+def starting_point(text: str, ignored: tuple[str, ...] = ()) -> StartingPoint:
+    """Returns the shape and the tokenizer at the path `text`, of a config.json without its `ignored` fields. Raises
+    JobError if there are none."""
     path = Path(text)
     if is_hugging_face(path):
-        model, folder = config_json.read_file(path / "config.json").model, path
+        model, folder = config_json.read_file(path / "config.json", ignored).model, path
     else:
         folder = run_of(path)
+        if ignored:
+            raise JobError(f"model.ignore_config is for fields of a config.json, and {folder} is a run: leave it out")
         model = _model_of(folder / CONFIG)
     tokenizer = folder / TOKENIZER
-    return StartingPoint(replaced(model, preset="", from_=text), str(tokenizer) if os.path.isfile(tokenizer) else "")
+    model = replaced(model, preset="", from_=text, ignore_config=ignored)
+    return StartingPoint(model, str(tokenizer) if os.path.isfile(tokenizer) else "")
 
 
 def run_of(path: Path) -> Path:

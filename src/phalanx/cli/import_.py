@@ -26,6 +26,11 @@ WHAT = {
     ),
     "layers": Option(int, 0, "the first N layers only: a smaller model, for trials", at_least=1),
 }
+_FOLDERS = {
+    "ignore_config": Option(
+        tuple[str, ...], (), "fields of config.json to leave out though they are refused: a,b", value="FIELDS"
+    )
+}
 VERB = CommandVerb(
     "import",
     "Makes a run of another program's weights: `phalanx generate RUN` continues a text with it, and a job with "
@@ -33,7 +38,8 @@ VERB = CommandVerb(
     {
         "hf": Command(
             ("SOURCE",),
-            {"out": Option(str, "", "the run's directory, which must not exist", value="RUN"), **WHAT},
+            {"out": Option(str, "", "the run's directory, which must not exist", value="RUN"), **WHAT, **_FOLDERS},
+            aliases={"model.ignore_config": "ignore_config"},
             more=True,
             about="a folder of Hugging Face or its files, a GGUF file, or a model of the hub",
         )
@@ -72,13 +78,15 @@ def _import_hf(words: CommandWords) -> int:
     paths = [hub.downloaded(each) if each.startswith(hub.PREFIX) else Path(each) for each in words.subjects]
     options = words.given(WHAT)
     gguf = [path for path in paths if path.suffix == ".gguf"]
+    if gguf and (given := words.given(_FOLDERS)):
+        raise JobError(f"--{next(iter(given)).replace('_', '-')}: {gguf[0]} has no config.json: leave it out")
     if gguf and len(paths) > 1:
         raise JobError(f"{gguf[0]} is a whole model: a GGUF file is imported by itself")
     with stderr_progress() as progress:
         if gguf:
             done = import_gguf(gguf[0], target, **options, progress=progress)
         else:
-            done = import_folder(paths, target, **options, progress=progress)
+            done = import_folder(paths, target, **options, **words.given(_FOLDERS), progress=progress)
     for note in done.notes:
         echo(note, file=sys.stderr, wrap=True)
     echo(json.dumps(_document(done), indent=1) if words.as_json else _text(done), wrap=not words.as_json)

@@ -46,9 +46,9 @@ class HuggingFaceFolder:
     """Files of BESIDE."""
 
 
-def open_folder(paths: Sequence[Path]) -> HuggingFaceFolder:
+def open_folder(paths: Sequence[Path], ignored: Sequence[str] = ()) -> HuggingFaceFolder:
     """Returns what lies at `paths`: one folder, or the files themselves (config.json and safetensors, others if there
-    are).
+    are). `ignored` fields of config.json are read as if they were absent.
 
     Raises CheckpointError, naming the file, if config.json is not understood, or if weights are missing, damaged or
     of a form that is not read."""
@@ -63,7 +63,7 @@ def open_folder(paths: Sequence[Path]) -> HuggingFaceFolder:
     if config is None:
         raise CheckpointError(f"{', '.join(map(str, paths))}: there is no {CONFIG}, which describes the model")
     try:
-        described = config_json.read_file(config)
+        described = config_json.read_file(config, ignored)
     except JobError as error:
         raise CheckpointError("\n".join(error.problems)) from None
     if described.quantised:

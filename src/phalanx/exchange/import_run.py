@@ -159,7 +159,13 @@ def torch_types() -> dict[str, torch.dtype]:
 
 
 def import_folder(
-    paths: Sequence[Path], target: Path, *, precision: str = "", layers: int = 0, progress: Progress = silent
+    paths: Sequence[Path],
+    target: Path,
+    *,
+    precision: str = "",
+    layers: int = 0,
+    ignore_config: Sequence[str] = (),
+    progress: Progress = silent,
 ) -> Imported:
     """Writes a new run at `target` from a Hugging Face folder, or from its files.
 
@@ -168,6 +174,7 @@ def import_folder(
         target: the run's directory, which must not exist.
         precision: fp64, fp32, bf16 or fp16; empty keeps each tensor's type.
         layers: the first layers only; 0 means all.
+        ignore_config: fields of config.json that are read as if they were absent.
         progress: gets the bytes done.
 
     Raises JobError if the target exists; CheckpointError, with file and tensor, for what is missing, damaged or does
@@ -176,7 +183,7 @@ def import_folder(
     """
     if problems := list(target_problems(target)):
         raise JobError(problems)
-    folder = open_folder(paths)
+    folder = open_folder(paths, ignore_config)
     whole, untied = _with_own_head(folder)
     model = first_layers(whole, layers, folder.config)
     left_out = range(model.n_layers, whole.n_layers)
