@@ -20,7 +20,6 @@ from phalanx.checkpoint.reader import Reader
 from phalanx.cli.main import main
 from phalanx.errors import CheckpointError, DataError, JobError, PhalanxError
 from phalanx.exchange import import_run
-from phalanx.exchange.folder import open_folder
 from phalanx.exchange.import_run import import_folder
 from phalanx.generate.load import find, load_run
 
@@ -272,9 +271,3 @@ def test_a_model_is_not_loaded_whole(folder: Path, out: Path):
     size, growth = map(int, child.stdout.split())
     assert size > 50e6
     assert growth < size / 2
-
-
-def test_an_adapter_is_told_as_such(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
-    with pytest.raises(CheckpointError, match="is a LoRA adapter of PEFT, not a model: merge it"):
-        open_folder([tmp_path])

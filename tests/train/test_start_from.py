@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from exchange.folders import LLAMA, write_folder
+from exchange.folders import LLAMA, write_folder, write_tensors
 from phalanx.check.load import load_words
 from phalanx.checkpoint.sources import open_source
 from phalanx.config import overrides
@@ -110,6 +110,17 @@ def test_a_field_of_config_json_is_left_out_on_purpose(tmp_path):
     }.items():
         with pytest.raises(JobError, match=message):
             load_words(overrides.parse([wrong, "model.ignore_config=[colour]"]))
+
+
+def test_a_tied_model_with_a_head_of_its_own_is_imported_first(tmp_path):
+    tied = dataclasses.replace(LLAMA, tied=True)
+    write_folder(tmp_path / "theirs", tied)
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    write_tensors(
+        tmp_path / "theirs", theirs | {"lm_head.weight": torch.ones_like(theirs["model.embed_tokens.weight"])}
+    )
+    with pytest.raises(CheckpointError, match="lm_head.weight differs from the embedding .* then model.from=RUN"):
+        open_start(dataclasses.replace(tied, from_=str(tmp_path / "theirs")))
 
 
 def test_what_fits_but_differs_is_told(tmp_path):

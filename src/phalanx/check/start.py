@@ -14,6 +14,8 @@ from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 
 CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"
+ADAPTER = "adapter_config.json"
+"""The file that describes an adapter of PEFT."""
 KEPT = "hugging_face"
 """The folder of a run with the small files of the folder that it was imported from, or of the run it started from."""
 
@@ -57,6 +59,11 @@ def run_of(path: Path) -> Path:
         raise JobError(
             f"{path} is a GGUF file, which is imported first: `phalanx import hf {path} --out runs/{path.stem}`, then "
             f"model.from=runs/{path.stem}"
+        )
+    if os.path.isfile(path / ADAPTER):
+        raise JobError(
+            f"{path} is an adapter of PEFT, which is merged into its base first: `phalanx import hf {path} --out RUN`, "
+            "then model.from=RUN"
         )
     what = "there is no such folder" if not os.path.exists(path) else f"it has neither {CONFIG} nor config.json"
     raise JobError(f"{path}: {what}; give a run's directory, one of its checkpoints, or a Hugging Face folder")

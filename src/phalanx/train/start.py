@@ -53,7 +53,12 @@ def open_start(model: ModelConfig) -> Reader:
     if not is_hugging_face(path):
         return open_source(path)
     folder = open_folder([path], model.ignore_config)
-    return LinkedTensors(folder.weights, folder.described.model, folder.described.family.model_type)
+    if head := folder.own_head:
+        raise CheckpointError(
+            f"{path}: {head} differs from the embedding though tie_word_embeddings is true: `phalanx import hf {path} "
+            "--out RUN` keeps both, then model.from=RUN"
+        )
+    return LinkedTensors(folder.files(folder.described.model), folder.described.model, folder.model_type)
 
 
 def with_adapters_of(source: Reader, job: Job) -> Reader:
