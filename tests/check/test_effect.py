@@ -65,6 +65,7 @@ SET = {
     "data.bpe_vocab": "300",
     "data.random_vocab": "300",
     "data.columns": "[a:b]",
+    "model.ignore_config": "[colour]",
 }
 
 

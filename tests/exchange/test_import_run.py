@@ -20,7 +20,6 @@ from phalanx.checkpoint.reader import Reader
 from phalanx.cli.main import main
 from phalanx.errors import CheckpointError, DataError, JobError, PhalanxError
 from phalanx.exchange import import_run
-from phalanx.exchange.folder import open_folder
 from phalanx.exchange.import_run import import_folder
 from phalanx.generate.load import find, load_run
 
@@ -238,6 +237,16 @@ def test_the_command(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]
     assert "name the format first" in capsys.readouterr().err
 
 
+def test_a_field_of_config_json_may_be_left_out(folder: Path, out: Path, capsys: pytest.CaptureFixture[str]):
+    write_folder(folder)
+    _config(folder, colour="blue", rope_parameters={"rope_theta": 1e4, "rope_type": "default", "shade": 3})
+    words = ["import", "hf", str(folder), "--out", str(out)]
+    assert main(words) == 4
+    assert "model.ignore_config=[colour]" in capsys.readouterr().err
+    assert main([*words, "--ignore-config", "colour,rope_parameters.shade"]) == 0
+    assert "colour is read as if it were absent" in capsys.readouterr().err
+
+
 GROWTH = """
 import sys
 from pathlib import Path
@@ -262,9 +271,3 @@ def test_a_model_is_not_loaded_whole(folder: Path, out: Path):
     size, growth = map(int, child.stdout.split())
     assert size > 50e6
     assert growth < size / 2
-
-
-def test_an_adapter_is_told_as_such(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 8}')
-    with pytest.raises(CheckpointError, match="is a LoRA adapter of PEFT, not a model: merge it"):
-        open_folder([tmp_path])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from exchange.folders import LLAMA, write_folder
+from exchange.folders import LLAMA, write_folder, write_tensors
 from phalanx.check.load import load_words
 from phalanx.checkpoint.sources import open_source
 from phalanx.config import overrides
@@ -87,7 +87,40 @@ def test_the_job_takes_shape_and_tokenizer(tmp_path):
         assert dataclasses.replace(job.model, from_="", seq_len=32) == LLAMA
         assert Path(job.data.tokenizer).name == "tokenizer.json"
         assert loaded.origins["model.d_model"] == f"model.from {source}"
-        assert open_start(Path(job.model.from_)).manifest.tensors.keys() > {"embed.weight"}
+        assert open_start(job.model).manifest.tensors.keys() > {"embed.weight"}
+
+
+def test_a_field_of_config_json_is_left_out_on_purpose(tmp_path):
+    write_folder(tmp_path / "theirs")
+    config = tmp_path / "theirs" / "config.json"
+    config.write_text(config.read_text().replace("{", '{"colour": "blue", ', 1))
+    words = [f"model.from={tmp_path / 'theirs'}", "tokenizer=byte"]
+    with pytest.raises(JobError, match=r"config.json:1: colour is not understood .*model.ignore_config=\[colour\]"):
+        load_words(overrides.parse(words))
+    job = load_words(overrides.parse([*words, "model.ignore_config=[colour]"])).job
+    assert job.model.ignore_config == ("colour",)
+    assert open_start(job.model).manifest.tensors.keys() > {"embed.weight"}
+    assert not list(notices(job, Tokenizer.load(tmp_path / "theirs")))
+    shape = load_words(overrides.parse([f"model=hf:{config}", "model.ignore_config=[colour]"])).job.model
+    assert shape.n_layers == job.model.n_layers
+    import_folder([tmp_path / "theirs"], tmp_path / "ours", ignore_config=("colour",))
+    for wrong, message in {
+        f"model.from={tmp_path / 'ours'}": "is a run: leave it out",
+        "model=gpt2": "it is for a config.json",
+    }.items():
+        with pytest.raises(JobError, match=message):
+            load_words(overrides.parse([wrong, "model.ignore_config=[colour]"]))
+
+
+def test_a_tied_model_with_a_head_of_its_own_is_imported_first(tmp_path):
+    tied = dataclasses.replace(LLAMA, tied=True)
+    write_folder(tmp_path / "theirs", tied)
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    write_tensors(
+        tmp_path / "theirs", theirs | {"lm_head.weight": torch.ones_like(theirs["model.embed_tokens.weight"])}
+    )
+    with pytest.raises(CheckpointError, match="lm_head.weight differs from the embedding .* then model.from=RUN"):
+        open_start(dataclasses.replace(tied, from_=str(tmp_path / "theirs")))
 
 
 def test_what_fits_but_differs_is_told(tmp_path):

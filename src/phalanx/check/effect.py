@@ -11,6 +11,7 @@ from phalanx.check.layout import Problem
 from phalanx.config.corpora import CORPORA
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
+from phalanx.config.presets import FROM_FILE
 from phalanx.config.tokenizers import TOKENIZERS
 
 Condition = tuple[Callable[[Job], object], str]
@@ -36,6 +37,10 @@ _RANDOM: Condition = (lambda job: CORPORA[job.data.corpus].tokens is not None, "
 _DECAYS: Condition = (lambda job: job.optimizer.schedule != "constant", "is for a schedule that decays: not constant")
 
 CONDITIONS: dict[str, Condition] = {
+    "model.ignore_config": (
+        lambda job: job.model.from_ or job.model.preset.startswith(FROM_FILE),
+        "is for a config.json: model.from a Hugging Face folder, or model=hf:FILE",
+    ),
     **{path: _EXPERTS for path in leaves() if path.startswith("model.moe.") and path != "model.moe.n_experts"},
     "model.moe.z_loss": (
         _EXPERTS[0],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -219,7 +221,8 @@ def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[
     job = default = Job()
     origins = dict.fromkeys(leaves(), "default")
     job = _started(job, settings, origins, problems)
-    for section, shape_of in (("model", _model_of), ("cluster", cluster_of)):
+    ignored = _ignored(settings)
+    for section, shape_of in (("model", partial(_model_of, ignored=ignored)), ("cluster", cluster_of)):
         path = f"{section}.preset"
         chosen = next((setting for setting in reversed(settings) if setting.path == path), None)
         if chosen is None or chosen.text == "":
@@ -244,7 +247,7 @@ def _started(job: Job, settings: Sequence[Setting], origins: dict[str, str], pro
     if chosen is None or chosen.text == "" or _states_all("model", settings):
         return job
     try:
-        start = starting_point(str(chosen.text))
+        start = starting_point(str(chosen.text), _ignored(settings))
     except JobError as error:
         problems += [f"{chosen.origin}: model.from: {problem}" for problem in error.problems]
         return job
@@ -259,9 +262,18 @@ def _states_all(section: str, settings: Sequence[Setting]) -> bool:
     return all(path in stated for path in leaves() if path.startswith(f"{section}."))
 
 
-def _model_of(preset: str) -> ModelConfig:
+def _model_of(preset: str, ignored: tuple[str, ...] = ()) -> ModelConfig:
     """Returns the model of `model.preset`. Raises JobError with the nearest name if it is unknown."""
-    return dataclasses.replace(preset_of(preset).model, preset=preset)
+    return dataclasses.replace(preset_of(preset, ignored).model, preset=preset, ignore_config=ignored)
+
+
+def _ignored(settings: Sequence[Setting]) -> tuple[str, ...]:
+    """Returns the last model.ignore_config, which presets and model.from need before the other settings."""
+    path = "model.ignore_config"
+    chosen = [setting.text for setting in settings if setting.path == path]
+    with suppress(ValueError):  # said where the other settings are converted
+        return values.convert(chosen[-1], leaves()[path]) if chosen else ()
+    return ()
 
 
 def _described(job: Job, problems: list[str], origins: dict[str, str], answers: list[str]) -> Job:

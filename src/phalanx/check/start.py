@@ -14,6 +14,8 @@ from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 
 CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"
+ADAPTER = "adapter_config.json"
+"""The file that describes an adapter of PEFT."""
 KEPT = "hugging_face"
 """The folder of a run with the small files of the folder that it was imported from, or of the run it started from."""
 
@@ -32,16 +34,20 @@ def is_hugging_face(path: Path) -> bool:
     return os.path.isfile(path / "config.json") and not os.path.isfile(path / CONFIG)
 
 
-def starting_point(text: str) -> StartingPoint:
-    """Returns the shape and the tokenizer at the path `text`. Raises JobError if there are none."""
+def starting_point(text: str, ignored: tuple[str, ...] = ()) -> StartingPoint:
+    """Returns the shape and the tokenizer at the path `text`, of a config.json without its `ignored` fields. Raises
+    JobError if there are none."""
     path = Path(text)
     if is_hugging_face(path):
-        model, folder = config_json.read_file(path / "config.json").model, path
+        model, folder = config_json.read_file(path / "config.json", ignored).model, path
     else:
         folder = run_of(path)
+        if ignored:
+            raise JobError(f"model.ignore_config is for fields of a config.json, and {folder} is a run: leave it out")
         model = _model_of(folder / CONFIG)
     tokenizer = folder / TOKENIZER
-    return StartingPoint(replaced(model, preset="", from_=text), str(tokenizer) if os.path.isfile(tokenizer) else "")
+    model = replaced(model, preset="", from_=text, ignore_config=ignored)
+    return StartingPoint(model, str(tokenizer) if os.path.isfile(tokenizer) else "")
 
 
 def run_of(path: Path) -> Path:
@@ -53,6 +59,11 @@ def run_of(path: Path) -> Path:
         raise JobError(
             f"{path} is a GGUF file, which is imported first: `phalanx import hf {path} --out runs/{path.stem}`, then "
             f"model.from=runs/{path.stem}"
+        )
+    if os.path.isfile(path / ADAPTER):
+        raise JobError(
+            f"{path} is an adapter of PEFT, which is merged into its base first: `phalanx import hf {path} --out RUN`, "
+            "then model.from=RUN"
         )
     what = "there is no such folder" if not os.path.exists(path) else f"it has neither {CONFIG} nor config.json"
     raise JobError(f"{path}: {what}; give a run's directory, one of its checkpoints, or a Hugging Face folder")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cli.commands import Command, CommandVerb, CommandWords
 from phalanx.cli.option import Option
+from phalanx.cli.page import flag_of
 from phalanx.config.families import kinds
 from phalanx.config.hugging_face.families import BY_TYPE
 from phalanx.data.progress import stderr_progress
@@ -26,6 +27,12 @@ WHAT = {
     ),
     "layers": Option(int, 0, "the first N layers only: a smaller model, for trials", at_least=1),
 }
+_FOLDERS = {
+    "ignore_config": Option(
+        tuple[str, ...], (), "fields of config.json to leave out though they are refused: a,b", value="FIELDS"
+    ),
+    "base": Option(str, "", "of a PEFT adapter: the folder of its base, or hub:OWNER/NAME", value="DIR"),
+}
 VERB = CommandVerb(
     "import",
     "Makes a run of another program's weights: `phalanx generate RUN` continues a text with it, and a job with "
@@ -33,7 +40,8 @@ VERB = CommandVerb(
     {
         "hf": Command(
             ("SOURCE",),
-            {"out": Option(str, "", "the run's directory, which must not exist", value="RUN"), **WHAT},
+            {"out": Option(str, "", "the run's directory, which must not exist", value="RUN"), **WHAT, **_FOLDERS},
+            aliases={"model.ignore_config": "ignore_config"},
             more=True,
             about="a folder of Hugging Face or its files, a GGUF file, or a model of the hub",
         )
@@ -43,9 +51,9 @@ VERB = CommandVerb(
         ("import hf hub:openai-community/gpt2 --out runs/gpt2", "a model of the hub"),
     ),
     (
-        "SOURCE is a Hugging Face folder (config.json, safetensors, tokenizer.json), its files, a GGUF file of "
-        "llama.cpp, which is dequantised, or hub:OWNER/NAME, which the hub's own library downloads. The run has one "
-        "checkpoint, at step 0. Nothing but `hub:` is downloaded, and no pickle is read.",
+        "SOURCE is a Hugging Face folder (config.json, safetensors, tokenizer.json), its files, a LoRA folder of PEFT, "
+        "which is merged into its base, a GGUF file, which is dequantised, or hub:OWNER/NAME, which the hub's library "
+        "downloads. The run has one checkpoint, at step 0. Nothing but `hub:` is downloaded, and no pickle is read.",
         f"Model types: {', '.join(BY_TYPE)}.",
     ),
     hint=lambda word: f"name the format first: `phalanx import hf {word}`" if Path(word).exists() else "",
@@ -70,15 +78,19 @@ def _import_hf(words: CommandWords) -> int:
     if any(subject.startswith(hub.PREFIX) for subject in words.subjects) and (wrong := list(target_problems(target))):
         raise JobError(wrong)  # before a long download
     paths = [hub.downloaded(each) if each.startswith(hub.PREFIX) else Path(each) for each in words.subjects]
-    options = words.given(WHAT)
+    options, more = words.given(WHAT), words.given(_FOLDERS)
     gguf = [path for path in paths if path.suffix == ".gguf"]
+    if gguf and more:
+        raise JobError(f"{flag_of(next(iter(more)))} is for folders of Hugging Face, and {gguf[0]} is a GGUF file")
+    if base := more.get("base"):
+        more["base"] = hub.downloaded(base) if base.startswith(hub.PREFIX) else Path(base)
     if gguf and len(paths) > 1:
         raise JobError(f"{gguf[0]} is a whole model: a GGUF file is imported by itself")
     with stderr_progress() as progress:
         if gguf:
             done = import_gguf(gguf[0], target, **options, progress=progress)
         else:
-            done = import_folder(paths, target, **options, progress=progress)
+            done = import_folder(paths, target, **options, **more, progress=progress)
     for note in done.notes:
         echo(note, file=sys.stderr, wrap=True)
     echo(json.dumps(_document(done), indent=1) if words.as_json else _text(done), wrap=not words.as_json)

@@ -139,6 +139,9 @@ class ModelConfig(Hashed):
     from_: Annotated[str, Printable()] = ""
     """Start from these weights with a new optimizer: a run's directory, one of its checkpoints, or a Hugging Face
     folder. Shape and data.tokenizer are theirs unless set. A run that resumes does not read them again."""
+    ignore_config: tuple[str, ...] = ()
+    """Fields of the config.json that model.from or model=hf: names which are read as if they were absent, though they
+    are refused; rope_scaling.factor is one in an object."""
     n_layers: Annotated[int, AtLeast(1)] = 4
     """Transformer blocks."""
     d_model: Annotated[int, AtLeast(1)] = 128

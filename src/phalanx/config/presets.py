@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,12 +36,13 @@ FROM_FILE = "hf:"
 """Begins the path of a Hugging Face config.json in place of a name, or of its folder."""
 
 
-def preset_of(name: str) -> Preset:
-    """Returns what is known of a preset, or of the model of a config.json: "hf:DIR/config.json", "hf:DIR". Raises
-    JobError with the nearest name if it is unknown, or with everything that is wrong with the file."""
+def preset_of(name: str, ignored: Sequence[str] = ()) -> Preset:
+    """Returns what is known of a preset, or of the model of a config.json without its `ignored` fields:
+    "hf:DIR/config.json", "hf:DIR". Raises JobError with the nearest name if it is unknown, or with everything that is
+    wrong with the file."""
     if name.startswith(FROM_FILE):
         path = Path(name.removeprefix(FROM_FILE))
-        described = config_json.read_file(path / "config.json" if os.path.isdir(path) else path)
+        described = config_json.read_file(path / "config.json" if os.path.isdir(path) else path, ignored)
         return Preset(described.model, f"{path}, model_type {described.family.model_type}", note=described.note)
     if name not in CATALOGUE:
         raise JobError(f"no model preset {name!r}{unknown(name)}")

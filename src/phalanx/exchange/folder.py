@@ -7,17 +7,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from phalanx.bounded import read_json
+from phalanx.check.start import ADAPTER
 from phalanx.checkpoint.consolidated import INDEX, SUFFIX, describe
 from phalanx.checkpoint.manifest import Manifest
+from phalanx.checkpoint.reader import Reader
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.config_json import HuggingFaceModel
+from phalanx.config.model import ModelConfig
 from phalanx.config.train import Precision
 from phalanx.data.tokenizer import FILE as TOKENIZER
 from phalanx.errors import CheckpointError, JobError
+from phalanx.exchange.hugging_face import WEIGHTS
+from phalanx.exchange.peft_adapter import WEIGHTS as ADAPTER_WEIGHTS
+from phalanx.exchange.peft_adapter import AdaptedFiles, PeftAdapter, open_adapter
 from phalanx.nearest import nearest
 
 CONFIG = "config.json"
@@ -27,10 +35,6 @@ BESIDE = (
 )
 """Small files that are kept with an imported run, for those who write the folder again."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-
-
-ADAPTER = "adapter_config.json"
-"""The file that describes adapters which PEFT saved."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +48,56 @@ class HuggingFaceFolder:
     tokenizer: Path | None
     beside: tuple[Path, ...]
     """Files of BESIDE."""
+    adapter: PeftAdapter | None = None
+    """The adapter to be merged into the weights."""
+
+    @property
+    def model_type(self) -> str:
+        return self.described.family.model_type
+
+    @property
+    def own_head(self) -> str:
+        """The name of a head that differs from the embedding though the model is tied; empty without one."""
+        family = WEIGHTS[self.model_type]
+        stored = {family.name_of(name): name for name in self.weights.tensors}
+        ends = [stored.get(name) for ours in ("head.weight", "embed.weight") for name in family.theirs_of(ours)]
+        if not self.described.model.tied or len(ends) < 2 or None in ends:
+            return ""
+        with Reader(self.weights) as files:
+            head, embedding = (files.read(name) for name in ends if name)
+            return "" if torch.equal(head, embedding) else str(ends[0])
+
+    def files(self, model: ModelConfig) -> Reader:
+        """Returns the tensors of the files of a model of this folder, with the adapter merged into them."""
+        family = WEIGHTS[self.model_type]
+        if self.adapter is None:
+            return Reader(self.weights)
+        return AdaptedFiles(self.weights, self.adapter, self.model_type, family, model)
 
 
-def open_folder(paths: Sequence[Path]) -> HuggingFaceFolder:
+def open_folder(paths: Sequence[Path], ignored: Sequence[str] = (), base: Path | None = None) -> HuggingFaceFolder:
     """Returns what lies at `paths`: one folder, or the files themselves (config.json and safetensors, others if there
-    are).
+    are). Of an adapter of PEFT it is its base, with the adapter.
+
+    Args:
+        paths: a folder, or files.
+        ignored: fields of config.json that are read as if they were absent.
+        base: the folder of an adapter's base; by default that which its settings name.
 
     Raises CheckpointError, naming the file, if config.json is not understood, or if weights are missing, damaged or
-    of a form that is not read."""
+    of a form that is not read; JobError for a base without an adapter."""
     files = _files(paths)
     config = next((file for file in files if file.name == CONFIG), None)
-    if config is None and (adapter := next((file for file in files if file.name == ADAPTER), None)):
-        raise CheckpointError(
-            f"{adapter.parent} is a LoRA adapter of PEFT, not a model: merge it into its base first "
-            f"(peft: PeftModel.from_pretrained(base, {str(adapter.parent)!r}).merge_and_unload()"
-            ".save_pretrained(DIR)), then import DIR"
-        )
+    settings = next((file for file in files if file.name == ADAPTER), None)
+    adapter = open_adapter(settings) if settings else None
+    if base and not adapter:
+        raise JobError(f"--base {base} is for an adapter of PEFT: {', '.join(map(str, paths))} has no {ADAPTER}")
+    if adapter and (base or config is None):
+        return _with_base(adapter, files, ignored, base or adapter.local_base)
     if config is None:
         raise CheckpointError(f"{', '.join(map(str, paths))}: there is no {CONFIG}, which describes the model")
     try:
-        described = config_json.read_file(config)
+        described = config_json.read_file(config, ignored)
     except JobError as error:
         raise CheckpointError("\n".join(error.problems)) from None
     if described.quantised:
@@ -74,7 +108,27 @@ def open_folder(paths: Sequence[Path]) -> HuggingFaceFolder:
     folder, names = _weights(files, paths)
     by_name = {file.name: file for file in files}
     beside = tuple(by_name[name] for name in BESIDE if name in by_name)
-    return HuggingFaceFolder(config, described, describe(folder, names), by_name.get(TOKENIZER), beside)
+    return HuggingFaceFolder(config, described, describe(folder, names), by_name.get(TOKENIZER), beside, adapter)
+
+
+def _with_base(
+    adapter: PeftAdapter, files: Sequence[Path], ignored: Sequence[str], base: Path | None
+) -> HuggingFaceFolder:
+    """Returns an adapter's base with it. The tokenizer and what belongs to it are the adapter's own if it has some."""
+    if base is None:
+        hub = adapter.base.count("/") == 1 and not adapter.base.startswith((".", "/"))
+        way = f"--base hub:{adapter.base} downloads it, " if hub else ""
+        raise CheckpointError(
+            f"{adapter.config}: base_model_name_or_path is {adapter.base!r}, which is no folder here: {way}--base DIR "
+            "names it"
+        )
+    found = open_folder([base], ignored)
+    if found.adapter:
+        raise CheckpointError(f"{base}, the base of {adapter.config.parent}, has an adapter itself: merge that first")
+    own = {file.name: file for file in files}
+    beside = {file.name: file for file in found.beside} | {name: own[name] for name in BESIDE if name in own}
+    tokenizer = own.get(TOKENIZER, found.tokenizer)
+    return replace(found, adapter=adapter, tokenizer=tokenizer, beside=tuple(beside.values()))
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
@@ -96,7 +150,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 def _weights(files: Sequence[Path], paths: Sequence[Path]) -> tuple[Path, list[str]]:
     """Returns the folder of the weights and the names of their files: those of the index, or model.safetensors, or all
     safetensors files."""
-    found = [file for file in files if file.name.endswith(SUFFIX)]
+    found = [file for file in files if file.name.endswith(SUFFIX) and file.name != ADAPTER_WEIGHTS]
     where = ", ".join(map(str, paths))
     if not found:
         pickles = [file.name for file in files if file.suffix in _PICKLES]

@@ -41,6 +41,7 @@ from phalanx.errors import CheckpointError, JobError
 from phalanx.exchange.folder import FLOATS, HuggingFaceFolder, open_folder, tensor_problems
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.links import WeightLink, links, shapes_of_theirs
+from phalanx.exchange.peft_adapter import AdaptedFiles
 from phalanx.exchange.slice import first_layers, layer_of
 
 _LINKS = 2
@@ -68,19 +69,19 @@ class LinkedTensors(Reader):
     """The parameters of ours, one at a time from files of theirs, read like those of a checkpoint."""
 
     def __init__(
-        self, weights: Manifest, model: ModelConfig, model_type: str, precision: str = "", left_out: range = range(0)
+        self, files: Reader, model: ModelConfig, model_type: str, precision: str = "", left_out: range = range(0)
     ):
         """Checks names, shapes and types. Raises CheckpointError with everything that does not fit.
 
         Args:
-            weights: the tensors of the files.
+            files: the tensors of the files.
             model: the shape by config.json.
             model_type: the key of WEIGHTS.
             precision: the type to which weights are converted: fp64, fp32, bf16 or fp16; empty keeps theirs.
             left_out: layers of the files that the model does not have.
         """
         family, shapes = WEIGHTS[model_type], parameter_shapes(model)
-        self._model, self._files = model, Reader(weights)
+        self._model, self._files, weights = model, files, files.manifest
         self._to = torch_types()[precision] if precision else None
         self._links: list[WeightLink] = list(links(model, family))
         expected = {
@@ -110,7 +111,7 @@ class LinkedTensors(Reader):
         super().__init__(Manifest(weights.path, 0, True, {"vocab_size": model.vocab_size}, {}, tensors))
 
     def __exit__(self, *_: object) -> None:
-        self._files.open.clear()
+        self._files.__exit__()
         self._ready.clear()
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
@@ -138,7 +139,8 @@ class LinkedTensors(Reader):
         whose = f"{self._files.manifest.path / stored.boxes[0][0]}: tensor {self._stored[name]}"
         if not is_finite(tensor):
             raise CheckpointError(f"{whose} holds NaN or infinity")
-        return tensor if self._to is None else as_type(tensor, DTYPES[self._to], whose)
+        kind = self._to or TORCH_DTYPES[stored.dtype]  # merged with an adapter, it is wider
+        return tensor if tensor.dtype == kind else as_type(tensor, DTYPES[kind], whose)
 
     def _dtype(self, link: WeightLink, position: int) -> str:
         """Returns the type of a parameter: that of its tensors after conversion."""
@@ -159,15 +161,25 @@ def torch_types() -> dict[str, torch.dtype]:
 
 
 def import_folder(
-    paths: Sequence[Path], target: Path, *, precision: str = "", layers: int = 0, progress: Progress = silent
+    paths: Sequence[Path],
+    target: Path,
+    *,
+    precision: str = "",
+    layers: int = 0,
+    ignore_config: Sequence[str] = (),
+    base: Path | None = None,
+    progress: Progress = silent,
 ) -> Imported:
-    """Writes a new run at `target` from a Hugging Face folder, or from its files.
+    """Writes a new run at `target` from a Hugging Face folder, or from its files, or from an adapter of PEFT, merged
+    into its base.
 
     Args:
         paths: the folder, or files (config.json and safetensors at least).
         target: the run's directory, which must not exist.
         precision: fp64, fp32, bf16 or fp16; empty keeps each tensor's type.
         layers: the first layers only; 0 means all.
+        ignore_config: fields of config.json that are read as if they were absent.
+        base: the folder of an adapter's base.
         progress: gets the bytes done.
 
     Raises JobError if the target exists; CheckpointError, with file and tensor, for what is missing, damaged or does
@@ -176,16 +188,17 @@ def import_folder(
     """
     if problems := list(target_problems(target)):
         raise JobError(problems)
-    folder = open_folder(paths)
+    folder = open_folder(paths, ignore_config, base)
     whole, untied = _with_own_head(folder)
     model = first_layers(whole, layers, folder.config)
     left_out = range(model.n_layers, whole.n_layers)
     found = [(path, problem) for path, problem in problems_of(Job(model=model)) if path.startswith("model.")]
     if found:
         raise CheckpointError("\n".join(f"{folder.config}: {path}: {problem}" for path, problem in found))
-    kind, notes = folder.described.family.model_type, [*folder.described.notes, *untied]
+    kind, files = folder.model_type, folder.files(whole)
+    notes = [*folder.described.notes, *untied, *([files.note] if isinstance(files, AdaptedFiles) else [])]
     tokenizer = Tokenizer.load(folder.tokenizer) if folder.tokenizer else None
-    with LinkedTensors(folder.weights, model, kind, precision, left_out) as linked:
+    with LinkedTensors(files, model, kind, precision, left_out) as linked:
         incoming = Incoming(
             folder.config,
             kind,
@@ -201,18 +214,10 @@ def import_folder(
 
 def _with_own_head(folder: HuggingFaceFolder) -> tuple[ModelConfig, list[str]]:
     """Returns the model, untied if the files have a head that differs from the embedding, and what to say of it."""
-    model, family = folder.described.model, WEIGHTS[folder.described.family.model_type]
-    stored = {family.name_of(name): name for name in folder.weights.tensors}
-    heads = [name for match in family.matches if match.ours == ("head.weight",) for name in match.theirs]
-    embeddings = [name for match in family.matches if match.ours == ("embed.weight",) for name in match.theirs]
-    if not (model.tied and heads and embeddings and heads[0] in stored and embeddings[0] in stored):
-        return model, []
-    with Reader(folder.weights) as files:
-        same = torch.equal(files.read(stored[heads[0]]), files.read(stored[embeddings[0]]))
-    if same:
-        return model, []
-    note = f"{stored[heads[0]]} differs from the embedding, so it is kept: the model is untied, whatever "
-    return replace(model, tied=False), [f"{note}tie_word_embeddings says in {folder.config}"]
+    if not (head := folder.own_head):
+        return folder.described.model, []
+    note = f"{head} differs from the embedding, so it is kept: the model is untied, whatever tie_word_embeddings "
+    return replace(folder.described.model, tied=False), [f"{note}says in {folder.config}"]
 
 
 @dataclass(frozen=True)

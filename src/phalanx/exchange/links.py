@@ -55,6 +55,10 @@ class WeightFamily:
             stored = re.sub(pattern, plain, stored)
         return stored
 
+    def theirs_of(self, ours: str) -> tuple[str, ...]:
+        """Returns the names in the table of the tensor that is equal to a parameter of ours; nothing without one."""
+        return next((match.theirs for match in self.matches if match.ours == (ours,)), ())
+
     def needs(self, name: str, model: ModelConfig) -> bool:
         """Returns whether a tensor that no link names is an error: it is not if it is known to be without use."""
         if any(re.search(pattern, name) for pattern in self.unused):

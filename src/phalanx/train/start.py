@@ -15,6 +15,7 @@ from phalanx.checkpoint.sources import open_source
 from phalanx.checkpoint.validity import newest_valid
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
+from phalanx.config.model import ModelConfig
 from phalanx.config.presets import FROM_FILE, PRESETS
 from phalanx.data.loader import ShardData
 from phalanx.data.template import own_template
@@ -37,7 +38,7 @@ def begin(job: Job, state: TrainState, tokenizer: Tokenizer, *, reports: bool) -
         if job.model.lora.rank:
             log.warning("adapters beside random weights, which stay as they are: model.from names trained ones")
         return
-    source = with_adapters_of(open_start(Path(job.model.from_)), job)
+    source = with_adapters_of(open_start(job.model), job)
     if reports:
         for notice in notices(job, tokenizer):
             log.warning("%s", notice)
@@ -45,13 +46,19 @@ def begin(job: Job, state: TrainState, tokenizer: Tokenizer, *, reports: bool) -
     log.info("started from %s: parameters only", source.manifest.path)
 
 
-def open_start(path: Path) -> Reader:
-    """Returns the parameters at `path`: a run, one of its checkpoints, consolidated safetensors of ours, or a Hugging
-    Face folder. Raises CheckpointError if there are none."""
+def open_start(model: ModelConfig) -> Reader:
+    """Returns the parameters that a model starts from: those of a run, of one of its checkpoints, of consolidated
+    safetensors of ours, or of a Hugging Face folder. Raises CheckpointError if there are none."""
+    path = Path(model.from_)
     if not is_hugging_face(path):
         return open_source(path)
-    folder = open_folder([path])
-    return LinkedTensors(folder.weights, folder.described.model, folder.described.family.model_type)
+    folder = open_folder([path], model.ignore_config)
+    if head := folder.own_head:
+        raise CheckpointError(
+            f"{path}: {head} differs from the embedding though tie_word_embeddings is true: `phalanx import hf {path} "
+            "--out RUN` keeps both, then model.from=RUN"
+        )
+    return LinkedTensors(folder.files(folder.described.model), folder.described.model, folder.model_type)
 
 
 def with_adapters_of(source: Reader, job: Job) -> Reader:
@@ -81,7 +88,7 @@ def keep_small_files(job: Job, tokenizer: Tokenizer, directory: Path) -> None:
         return
     there = start if is_hugging_face(start) else run_of(start) / KEPT
     files = [there / name for name in BESIDE if (there / name).is_file()]
-    if files and not _another_tokenizer(starting_point(job.model.from_), tokenizer):
+    if files and not _another_tokenizer(starting_point(job.model.from_, job.model.ignore_config), tokenizer):
         kept.mkdir()
         for file in files:
             shutil.copyfile(file, kept / file.name)
@@ -95,7 +102,7 @@ def vocabulary_of(job: Job, directory: RunDirectory, tokens: int) -> int:
     if not job.model.from_:
         return _padded(job, tokens)
     own = newest_valid(directory.checkpoints, verify=False, report=lambda _: None) if _exists(directory) else None
-    manifest = own or open_start(Path(job.model.from_)).manifest
+    manifest = own or open_start(job.model).manifest
     if EMBEDDING not in manifest.tensors:
         raise CheckpointError(f"{manifest.path} has no {EMBEDDING}: it holds no model of this kind")
     rows = manifest.tensors[EMBEDDING].shape[0]
@@ -123,7 +130,7 @@ def _padded(job: Job, tokens: int) -> int:
 
 def notices(job: Job, tokenizer: Tokenizer) -> Iterator[str]:
     """Yields what a run does otherwise than the weights that it starts from were trained for, though it fits them."""
-    there = starting_point(job.model.from_)
+    there = starting_point(job.model.from_, job.model.ignore_config)
     for path, here, before in config_json.differing(job.model, there.model):
         yield f"model.{path} is {before} in {there.model.from_}, {here} here: its weights were trained for the former"
     if _another_tokenizer(there, tokenizer):

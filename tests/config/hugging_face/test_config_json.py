@@ -235,8 +235,74 @@ def test_a_share_of_a_head_is_not_written_for_kinds_that_turn_whole_heads():
 
 
 def test_fields_that_transformers_ignores_are_known():
-    more = {"max_sequence_length": 2048, "unsloth_fixed": True, "unsloth_version": "2025.3.19"}
+    more = {"max_sequence_length": 2048, "unsloth_fixed": True, "unsloth_version": "2025.3.19", "unsloth_new": [1]}
     assert config_json.read(LLAMA_3_1_8B | more).model == config_json.read(LLAMA_3_1_8B).model
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "other"),
+    [
+        ("use_qk_norm", False, True),
+        ("qkv_bias", False, True),
+        ("num_local_experts", 0, 8),
+        ("use_sliding_window", False, True),
+        ("layer_types", ["full_attention"] * 32, ["sliding_attention"] * 32),
+    ],
+)
+def test_a_field_of_another_kind_must_have_this_kind_s_own_value(name: str, own: object, other: object):
+    assert config_json.read(LLAMA_3_1_8B | {name: own}).model == config_json.read(LLAMA_3_1_8B).model
+    with pytest.raises(JobError, match=f"^{name} is .*, supported for model_type llama: "):
+        config_json.read(LLAMA_3_1_8B | {name: other})
+
+
+def test_refused_fields_are_left_out_on_purpose():
+    ours = config_json.read(LLAMA_3_1_8B).model
+    stretched = LLAMA_3_1_8B["rope_scaling"]
+    assert isinstance(stretched, dict)
+    values = LLAMA_3_1_8B | {"colour": 1, "shade": 2, "rope_scaling": stretched | {"tint": 3}}
+    with pytest.raises(
+        JobError, match=r"(?s)rope_scaling.tint is .*\[rope_scaling.tint\].*colour is .*\[colour,shade\]"
+    ):
+        config_json.read(values)
+    found = config_json.read(values, ["colour", "rope_scaling.tint", "shade"])
+    assert found.model == ours
+    assert "colour is read as if it were absent" in found.note
+    with pytest.raises(JobError, match="shade is not understood"):
+        config_json.read(values, ["colour", "rope_scaling.tint"])
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("color", "names color, which the file does not have; did you mean colour"),
+        ("hidden_size", "names hidden_size, which is not refused: remove it"),
+        ("use_cache", "names use_cache, which is not refused: remove it"),
+        ("vocab_size.inner", "names vocab_size.inner, which the file does not have"),
+    ],
+)
+def test_only_refused_fields_are_left_out(name: str, message: str):
+    with pytest.raises(JobError, match=message):
+        config_json.read(LLAMA_3_1_8B | {"colour": 1}, ["colour", name])
+
+
+@pytest.mark.parametrize("place", ["partial_rotary_factor", "rope_parameters"])
+def test_a_share_of_a_head_is_read_as_transformers_reads_it(place: str):
+    """It turns whole heads in llama's kind, and fails where positions are stretched, too."""
+    values = config_json.write(replace(PRESETS["llama3-8b"], rope_theta=1e4))[1]
+    inner = values["rope_parameters"] | {"partial_rotary_factor": 0.5}
+    more = {place: 0.5 if place == "partial_rotary_factor" else inner}
+    found = config_json.read(values | more)
+    assert found.model.rotary_fraction == 1
+    assert "partial_rotary_factor 0.5 is ignored" in found.note
+    stretched = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(JobError, match="partial_rotary_factor is 0.5, with which transformers computes no linear"):
+        config_json.read(values | {"partial_rotary_factor": 0.5, "rope_parameters": stretched})
+
+
+def test_kinds_that_turn_a_share_of_a_head_state_it_even_if_it_is_whole():
+    for name, model_type in {"gpt-neox-20b": "gpt_neox", "glm-4.5": "glm4_moe"}.items():
+        values = config_json.write(replace(PRESETS[name], rotary_fraction=1.0), model_type)[1]
+        assert values["rope_parameters"]["partial_rotary_factor"] == 1
 
 
 def test_a_file_is_named(tmp_path):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import isclose
 from pathlib import Path
@@ -11,12 +11,13 @@ from typing import Any
 
 from phalanx import bounded
 from phalanx.config.hugging_face.families import BY_TYPE, FAMILIES, REFUSED
-from phalanx.config.hugging_face.kinds import HARMLESS, ConfigFamily
+from phalanx.config.hugging_face.ignored import read_without
+from phalanx.config.hugging_face.kinds import HARMLESS, OWN_VALUES, ConfigFamily
 from phalanx.config.hugging_face.lines import lines_of
-from phalanx.config.hugging_face.terms import ConfigReader, Fields, shown, unknown_names, value_of, written
+from phalanx.config.hugging_face.terms import ConfigReader, Fields, refuse_unknown, shown, value_of, written
 from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
 from phalanx.errors import JobError
-from phalanx.nearest import did_you_mean, nearest
+from phalanx.nearest import nearest
 
 MOST_BYTES = 4 * 2**20
 """Most bytes of a config.json; published ones have a few kB, with labels of classes some more."""
@@ -24,7 +25,17 @@ _TOP = frozenset({"text_config", "vision_config", "mm_tokens_per_image", "boi_to
     "image_token_index"
 }
 _QUANTISED = "quantization_config"
-_TRAINING_ONLY = ("preset", "from_", "seq_len", "dropout", "init_std", "attention", "feed_forward", "lora")
+_TRAINING_ONLY = (
+    "preset",
+    "from_",
+    "ignore_config",
+    "seq_len",
+    "dropout",
+    "init_std",
+    "attention",
+    "feed_forward",
+    "lora",
+)
 _MOE_TRAINING_ONLY = ("aux_loss", "z_loss", "bias_rate", "capacity")
 
 
@@ -47,8 +58,9 @@ class HuggingFaceModel:
         return "; ".join((*self.notes, *(("its weights are quantised",) if self.quantised else ())))
 
 
-def read_file(path: Path) -> HuggingFaceModel:
-    """Returns the model of a config.json. Raises JobError with every problem, each with file, line and field."""
+def read_file(path: Path, ignored: Sequence[str] = ()) -> HuggingFaceModel:
+    """Returns the model of a config.json, as `read` does. Raises JobError with every problem, each with file, line and
+    field."""
     try:
         text = bounded.read_text(path, MOST_BYTES)
         values = bounded.parse_json(text)
@@ -59,7 +71,7 @@ def read_file(path: Path) -> HuggingFaceModel:
     except ValueError as error:
         raise JobError(f"{path}: no JSON: {error}") from None
     try:
-        return read(values)
+        return read(values, ignored)
     except JobError as error:
         lines = lines_of(text)
         places = [lines.get(problem.partition(" ")[0]) for problem in error.problems]
@@ -71,10 +83,22 @@ def read_file(path: Path) -> HuggingFaceModel:
         ) from None
 
 
-def read(values: Any) -> HuggingFaceModel:
-    """Returns the model of a configuration. Raises JobError with every problem."""
+def read(values: Any, ignored: Sequence[str] = ()) -> HuggingFaceModel:
+    """Returns the model of a configuration. Raises JobError with every problem.
+
+    Args:
+        values: the content of a config.json.
+        ignored: dotted names of fields that are read as if they were absent. Each must be one that is refused."""
     if not isinstance(values, dict):
         raise JobError(f"expected an object with model_type, found {type(values).__name__}")
+    if not ignored:
+        return _read(values)
+    described = read_without(values, ignored, _read)
+    said = tuple(f"{name} is read as if it were absent (model.ignore_config)" for name in ignored)
+    return replace(described, notes=(*described.notes, *said))
+
+
+def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     family = _family(values)
     source = ConfigReader(values)
     outer, harmless = None, HARMLESS | family.harmless
@@ -88,14 +112,16 @@ def read(values: Any) -> HuggingFaceModel:
     ours: Fields = dict(family.kind)
     for term in family.terms:
         term.read(source, ours)
+    model = _model(ours)
     for part in [source, *([outer] if outer else [])]:
-        _refuse_unknown(part, family, harmless if part is source else HARMLESS | _TOP)
+        _refuse_other_values(part, family, model)
+        refuse_unknown(part, harmless if part is source else HARMLESS | _TOP, f" for model_type {family.model_type}")
     if source.problems:
         raise JobError(source.problems)
     notes = (*family.notes, *source.notes)
     if outer:
         notes += ("the language model, without the encoder of images",)
-    return HuggingFaceModel(family, _model(ours), notes, outer is not None, quantised)
+    return HuggingFaceModel(family, model, notes, outer is not None, quantised)
 
 
 def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Fields]:
@@ -206,11 +232,12 @@ def _slip(name: str) -> str:
     return f"; did you mean {meant}?" if meant else ""
 
 
-def _refuse_unknown(source: ConfigReader, family: ConfigFamily, harmless: frozenset[str]) -> None:
-    """Notes every field that is neither understood nor known to change nothing."""
-    known = [*source.seen, *harmless]
-    for name in unknown_names(source, harmless):
-        source.problem(name, f"is not understood for model_type {family.model_type}{did_you_mean(name, known)}")
+def _refuse_other_values(source: ConfigReader, family: ConfigFamily, model: ModelConfig) -> None:
+    """Notes fields of other kinds whose value is not that of this one. With that value they change nothing."""
+    for name in [name for name in source.left() if name in OWN_VALUES]:
+        own, value = OWN_VALUES[name](model), source.raw(name)
+        if value != own or isinstance(value, bool) != isinstance(own, bool):
+            source.problem(name, f"is {shown(value)}, supported for model_type {family.model_type}: {shown(own)}")
 
 
 def _model(ours: Fields) -> ModelConfig:

@@ -199,7 +199,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
             Field("layer_norm_eps", "norm_eps", float, 1e-5),
             Field("tie_word_embeddings", "tied", bool, default=False),
             Field("use_parallel_residual", "parallel_block", bool, default=True),
-            Rope(fraction=0.25, theta_name="rotary_emb_base", fraction_name="rotary_pct"),
+            Rope(fraction=0.25, theta_name="rotary_emb_base", fraction_name="rotary_pct", partial="used"),
             Choice(
                 "hidden_act",
                 "activation",
@@ -260,7 +260,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         (
             *sizes(kv_heads=8, context=131072, eps=1e-5),
             HeadDim(),
-            Rope(fraction=0.5),
+            Rope(fraction=0.5, partial="used"),
             SILU,
             Field("attention_bias", "qkv_bias", bool, default=False),
             Choice("use_qk_norm", "qk_norm", ((False, "none"), (True, "head")), default=False),
@@ -276,7 +276,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         (
             *sizes(kv_heads=8, context=131072, eps=1e-5, d_ff=10240),
             HeadDim(128),
-            Rope(theta=1e6),
+            Rope(theta=1e6, partial="refused"),
             SILU,
             NO_ATTENTION_BIAS,
             *many_experts(),

@@ -5,11 +5,11 @@ Defaults are those of transformers' configuration classes (release 5.23), since 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.config.hugging_face.positions import Context
+from phalanx.config.hugging_face.positions import Context, layer_types
 from phalanx.config.hugging_face.terms import REQUIRED, ConfigReader, Field, Fields, Fixed, Term, Written, shown
 from phalanx.config.model import ModelConfig
 
@@ -134,11 +134,20 @@ HARMLESS = frozenset(
             "head_type",
         ),
         *("do_sample", "temperature", "top_p", "top_k", "max_length", "max_new_tokens"),
-        # Written by the first conversions of Llama, and by Unsloth; transformers reads none of them.
-        *("max_sequence_length", "unsloth_fixed", "unsloth_version"),
+        "max_sequence_length",  # written by the first conversions of Llama; transformers does not read it
     )
 )
 """Fields that change neither shape nor numbers of a model in training mode without dropout."""
+OWN_VALUES: Mapping[str, Callable[[ModelConfig], Any]] = {
+    **dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), lambda model: model.qk_norm != "none"),
+    **dict.fromkeys(("use_bias", "attention_bias", "mlp_bias"), lambda model: model.bias),
+    **dict.fromkeys(("qkv_bias", "use_qkv_bias"), lambda model: model.bias or model.qkv_bias),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), lambda model: model.moe.n_experts),
+    "use_sliding_window": lambda model: model.window > 0,
+    "layer_types": layer_types,
+    "use_parallel_residual": lambda model: model.parallel_block,
+}
+"""Fields that only some kinds have, with what their value would be for a model: elsewhere they must have it."""
 
 LLAMA_KIND: dict[str, Any] = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False}
 SILU = Fixed("hidden_act", ("silu", "swish"), "silu")

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isclose, log
-from typing import Any
+from typing import Any, Literal
 
-from phalanx.config.hugging_face.terms import ConfigReader, Fields, shown
+from phalanx.config.hugging_face.terms import ConfigReader, Fields, refuse_unknown, shown
 from phalanx.config.model import ModelConfig, RopeScaling
 from phalanx.nearest import did_you_mean
 
@@ -26,6 +26,9 @@ class Rope:
     theta_name: str = "rope_theta"
     fraction_name: str = "partial_rotary_factor"
     """Older names of the two."""
+    partial: Literal["used", "ignored", "refused"] = "ignored"
+    """What transformers does with a share of a head below 1: kinds that ignore it turn whole heads, and fail if
+    positions are stretched, too."""
     latent: bool = False
     """Latent attention: mscale_all_dim enlarges the scores."""
     stretched: RopeScaling | None = None
@@ -42,18 +45,37 @@ class Rope:
         else:
             _refuse_second(source, rope)
         fields["rope_theta"] = rope.take("rope_theta", float, theta)
-        fields["rotary_fraction"] = rope.take("partial_rotary_factor", float, fraction)
+        fraction = rope.take("partial_rotary_factor", float, fraction)
         if not named and self.stretched:
             fields["rope_scaling"] = self.stretched
+        else:
+            fields["rope_scaling"] = scaling(rope, fields["seq_len"])
+        fields["rotary_fraction"] = self._share(
+            rope if rope.holds("partial_rotary_factor") else source, fraction, fields["rope_scaling"]
+        )
+        if not named and self.stretched:
             return
-        fields["rope_scaling"] = scaling(rope, fields["seq_len"])
         if self.latent and (growth := _growth_of_scores(rope, fields["rope_scaling"])) != 1:
             fields["attention_scale"] = growth / _latent_head(fields) ** 0.5
         refuse_unknown(rope)
 
+    def _share(self, source: ConfigReader, fraction: float, stretched: RopeScaling) -> float:
+        """Returns the share of a head that transformers turns."""
+        if self.partial == "used" or fraction == 1:
+            return fraction
+        if self.partial == "refused" or stretched != RopeScaling():
+            source.problem(
+                "partial_rotary_factor",
+                f"is {fraction:g}, with which transformers computes no {stretched.kind} positions of this kind",
+            )
+        source.notes.append(
+            f"partial_rotary_factor {fraction:g} is ignored, as by transformers: whole heads are turned"
+        )
+        return 1.0
+
     def write(self, model: ModelConfig) -> Fields:
         """Returns rope_parameters."""
-        values = rope_values(model, partial=self.fraction < 1)
+        values = rope_values(model, partial=self.partial == "used")
         stretched = model.rope_scaling
         if self.latent and stretched.kind == "yarn" and stretched.factor > 1 and model.attention_scale:
             # (0.1 m ln factor + 1)² is what multiplies the scores; mscale gives rotated parts the size they have.
@@ -139,10 +161,10 @@ def scaling(rope: ConfigReader, context: int) -> RopeScaling:
 
 
 def rope_values(model: ModelConfig, *, partial: bool = False) -> Fields:
-    """Returns the rope parameters of layers without a window of their own; the share of a head that turns only with
-    `partial`, since transformers turns whole heads in most kinds, whatever partial_rotary_factor says."""
+    """Returns the rope parameters of layers without a window of their own, with the share of a head that turns if
+    `partial`: most kinds of transformers turn whole heads, whatever partial_rotary_factor says."""
     stretched, values = model.rope_scaling, {"rope_theta": model.rope_theta, "rope_type": "default"}
-    if partial and model.rotary_fraction < 1:
+    if partial:
         values["partial_rotary_factor"] = model.rotary_fraction
     if stretched.factor == 1:
         return values
@@ -180,12 +202,6 @@ def _growth_of_scores(rope: ConfigReader, stretched: RopeScaling) -> float:
 
 def _latent_head(fields: Fields) -> int:
     return max(1, fields["mla.nope_head_dim"] + fields["mla.rope_head_dim"])
-
-
-def refuse_unknown(part: ConfigReader) -> None:
-    """Notes every field of an object within the configuration that nothing has read."""
-    for name in part.left():
-        part.problem(name, "is not understood")
 
 
 @dataclass(frozen=True)

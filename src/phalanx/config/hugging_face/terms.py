@@ -5,17 +5,20 @@ A term works in both directions, so that what is read and what is written cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Protocol
 
 from phalanx.config.model import ModelConfig
+from phalanx.nearest import did_you_mean
 
 REQUIRED: Any = object()
 """The default of a field without which a configuration says nothing."""
 LARGEST = 2**31 - 1
 """Largest size that is read."""
+HARMLESS_PREFIX = "unsloth_"
+"""Begins fields that Unsloth writes and transformers does not read."""
 _KINDS = {
     int: "a whole number",
     float: "a number",
@@ -35,7 +38,7 @@ class ConfigReader:
 
     def __init__(self, values: Mapping[str, Any], prefix: str = ""):
         self._values = values
-        self._prefix = prefix
+        self.prefix = prefix
         self.seen: set[str] = set()
         self.problems: list[str] = []
         self.notes: list[str] = []
@@ -65,11 +68,11 @@ class ConfigReader:
 
     def problem(self, name: str, message: str) -> None:
         """Notes what is wrong with a field."""
-        self.problems.append(f"{self._prefix}{name} {message}")
+        self.problems.append(f"{self.prefix}{name} {message}")
 
     def inside(self, name: str) -> ConfigReader:
         """Returns the reader of an object within this one, which shares problems and notes. Absent, it is empty."""
-        inner = ConfigReader(self.take(name, dict, {}), f"{self._prefix}{name}.")
+        inner = ConfigReader(self.take(name, dict, {}), f"{self.prefix}{name}.")
         inner.problems, inner.notes = self.problems, self.notes
         return inner
 
@@ -223,6 +226,15 @@ def written(terms: Iterable[Term], model: ModelConfig) -> Fields:
     return {name: value for term in terms for name, value in term.write(model).items()}
 
 
-def unknown_names(source: ConfigReader, harmless: frozenset[str]) -> Iterator[str]:
-    """Yields the fields that are neither understood nor known to change nothing."""
-    yield from (name for name in source.left() if name not in harmless)
+def refuse_unknown(source: ConfigReader, harmless: frozenset[str] = frozenset(), where: str = "") -> None:
+    """Notes every field that nothing has read and that is not known to change nothing; `where` says of what. The first
+    message says how to read the file without those that are no slip of the pen."""
+    unknown = [name for name in source.left() if name not in harmless and not name.startswith(HARMLESS_PREFIX)]
+    near = {name: did_you_mean(name, [*source.seen, *harmless]) for name in unknown}
+    foreign = [name for name in unknown if not near[name]]
+    listed = ",".join(f"{source.prefix}{name}" for name in foreign)
+    for name in unknown:
+        way = (
+            f" (what changes no number may be left out: model.ignore_config=[{listed}])" if name in foreign[:1] else ""
+        )
+        source.problem(name, f"is not understood{where}{near[name]}{way}")
