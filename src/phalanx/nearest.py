@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isqrt
 from pathlib import Path
 
@@ -39,6 +39,36 @@ def nearest_of(legal: Iterable[int], wanted: int, count: int = 3) -> str:
     """Returns the numbers that are nearest to `wanted`, as text."""
     near = sorted(sorted(legal, key=lambda d: (abs(d - wanted), d))[:count])
     return ", ".join(map(str, near))
+
+
+def multiples(n: int, near: int, count: int = 4) -> list[int]:
+    """Returns up to 2 × `count` positive multiples of n >= 1 around `near`."""
+    low = near // n
+    return [n * factor for factor in range(max(1, low - count + 1), low + count + 1)]
+
+
+class Misfit(str):
+    """A message about numbers that do not fit each other: their equation, and the nearest values of a field that fit
+    it. `check/causes.py` narrows the values to those that are legal in the whole job."""
+
+    equation: str
+    choices: dict[str, list[int]]
+    """Values by the dotted path of each field whose change alone makes the equation hold, the field at fault first."""
+    after: str
+    wanted: int
+
+    def __new__(cls, equation: str, wanted: int, choices: Mapping[str, Iterable[int]], after: str = "") -> Misfit:
+        """Returns the message. `wanted` is the value of the first field; `after` is said behind its nearest values."""
+        listed = {path: list(values) for path, values in choices.items()}
+        path, values = next(iter(listed.items()))
+        found = super().__new__(cls, misfit(equation, path, nearest_of(values, wanted)) + after)
+        found.equation, found.choices, found.after, found.wanted = equation, listed, after, wanted
+        return found
+
+
+def misfit(equation: str, path: str, values: str) -> str:
+    """Returns the words about an equation that does not hold, and values of the field at `path` with which it does."""
+    return f"{equation}; nearest {path.rpartition('.')[2]}: {values}"
 
 
 def near_file(path: Path) -> str:

@@ -30,7 +30,7 @@ def test_presets_are_legal(name: str):
 @pytest.mark.parametrize(
     ("moe", "path", "message"),
     [
-        ({"top_k": 9}, "top_k", "must lie between 1 and n_experts 8, is 9; nearest: 8"),
+        ({"top_k": 9}, "top_k", "must lie between 1 and n_experts 8, is 9; nearest top_k: 8"),
         ({"top_k": 0}, "top_k", "must be at least 1, is 0"),
         (
             {"top_k": 1},
@@ -38,9 +38,13 @@ def test_presets_are_legal(name: str):
             "with top_k 1 the gate is always 1 and the router gets no gradient from the loss; nearest legal: "
             "renormalise=false",
         ),
-        ({"n_groups": 3}, "n_groups", "must divide n_experts 8, is 3; nearest: 1, 2, 4"),
+        ({"n_groups": 3}, "n_groups", "n_experts 8 / n_groups 3 is not an integer; nearest n_groups: 1, 2, 4"),
         ({"n_groups": 0}, "n_groups", "must be at least 1, is 0"),
-        ({"n_groups": 4, "top_groups": 5}, "top_groups", "must lie between 1 and n_groups 4, is 5; nearest: 4"),
+        (
+            {"n_groups": 4, "top_groups": 5},
+            "top_groups",
+            "must lie between 1 and n_groups 4, is 5; nearest top_groups: 4",
+        ),
         ({"n_groups": 4, "top_groups": 0}, "top_groups", "must be at least 1, is 0"),
         (
             {"n_groups": 4, "top_groups": 1, "top_k": 3},
@@ -75,8 +79,16 @@ def test_experts_that_make_no_sense(moe: dict[str, float], path: str, message: s
         ({"q_rank": -1}, "q_rank", "must not be negative, is -1"),
         ({"kv_rank": -1}, "kv_rank", "must not be negative, is -1"),
         ({"rope_head_dim": 0}, "rope_head_dim", "must be at least 1, is 0"),
-        ({"rope_head_dim": 7}, "rope_head_dim", "rotary positions turn pairs: must be even, is 7; nearest: 6, 8"),
-        ({"rope_head_dim": 1}, "rope_head_dim", "rotary positions turn pairs: must be even, is 1; nearest: 2"),
+        (
+            {"rope_head_dim": 7},
+            "rope_head_dim",
+            "rotary positions turn pairs: must be even, is 7; nearest rope_head_dim: 6, 8",
+        ),
+        (
+            {"rope_head_dim": 1},
+            "rope_head_dim",
+            "rotary positions turn pairs: must be even, is 1; nearest rope_head_dim: 2",
+        ),
         ({"nope_head_dim": 0}, "nope_head_dim", "must be at least 1, is 0"),
         ({"v_head_dim": 0}, "v_head_dim", "must be at least 1, is 0"),
     ],
@@ -137,7 +149,11 @@ def test_what_is_legal_can_be_routed(n_experts: int, top_k: int, n_groups: int, 
             "qk_norm",
             "norms over all heads are RMS norms, norm is layernorm; nearest legal: norm=rmsnorm, or qk_norm=head",
         ),
-        ({"head_dim": 7}, "head_dim", "rotary positions turn pairs: head_size must be even, is 7; nearest: 6, 8"),
+        (
+            {"head_dim": 7},
+            "head_dim",
+            "rotary positions turn pairs: head_size must be even, is 7; nearest head_dim: 6, 8",
+        ),
         (
             {"rotary_fraction": 0.3},
             "rotary_fraction",

@@ -161,20 +161,23 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("layout: {tp: 3}", "layout.tp: n_heads 4 / tp 3 is not an integer; nearest tp: 1, 2, 4"),
+        (
+            "layout: {tp: 3}",
+            "layout.tp: n_heads 4 / tp 3 and MLP width 512 / tp 3 are not integers; nearest tp: 1, 2, 4",
+        ),
         ("cluster: {device: gpu}", "cluster.device: expected one of auto, cpu, cuda, found 'gpu'"),
         ("layout: {pp: 5}", "layout.pp: pp 5 stages need at least as many layers, the model has 4"),
         ("layout: {cp: 3}", "layout.cp: seq_len 256 / cp 3 is not an integer; nearest cp: 1, 2, 4"),
-        ("layout: {ep: 2}", "nearest ep: 1"),
+        ("layout: {ep: 2}", "nearest legal: ep=1"),
         (
             "layout: {tp: 4}\nmodel: {n_heads: 12, n_kv_heads: 6, d_model: 96}",
             "layout.tp: tp 4 neither divides the n_kv_heads 6 nor is a multiple of them; nearest tp: 2, 3, 6",
         ),
         (
             "layout: {tp: 4, sp: true}\nmodel: {seq_len: 30}",
-            "layout.sp: sequence parallel: seq_len 30 / tp 4 is not an integer",
+            "layout.tp: sequence parallel: seq_len 30 / tp 4 is not an integer",
         ),
-        ("layout: {tp: 4, sp: true}\nmodel: {seq_len: 30}", "nearest tp: 2, 3, 5, or sp=false"),
+        ("layout: {tp: 4, sp: true}\nmodel: {seq_len: 30}", "nearest tp: 1, 2, or sp=false"),
         (
             "layout: {tp: 2, sp_regather: true}",
             "layout.sp_regather: is a part of sequence parallelism; nearest legal: sp=true",
@@ -189,7 +192,7 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
         ),
         (
             "layout: {tp: 4}\nmodel: {d_ff: 510}",
-            "layout.tp: MLP width 510 / tp 4 is not an integer; nearest tp: 2, 3, 5",
+            "layout.tp: MLP width 510 / tp 4 is not an integer; nearest tp: 1, 2",
         ),
         ("model: {n_heads: 3}", "d_model 128 / n_heads 3 is not an integer; nearest n_heads: 1, 2, 4"),
         ("model: {n_kv_heads: 3}", "n_heads 4 / n_kv_heads 3 is not an integer; nearest n_kv_heads: 1, 2, 4"),
@@ -275,8 +278,8 @@ def test_an_open_layout_is_checked_as_far_as_it_is_fixed(tmp_path):
     text = "cluster: dgx-h100\ntrain: {global_batch: 7}\nlayout: {auto: true, dp_replicate: 2, pp: 3, sync: diloco}"
     assert load(tmp_path, text).job.layout.pp == 3
     assert problems(tmp_path, "layout: {auto: true, tp: 3}") == [
-        f"{tmp_path}/job.yaml:1: layout.tp: n_heads 4 / tp 3 is not an integer; nearest tp: 1, 2, 4",
-        f"{tmp_path}/job.yaml:1: layout.tp: MLP width 512 / tp 3 is not an integer; nearest tp: 1, 2, 4",
+        f"{tmp_path}/job.yaml:1: layout.tp: n_heads 4 / tp 3 and MLP width 512 / tp 3 are not integers; nearest tp: "
+        "1, 2, 4",
     ]
     assert "must be at least 1, is 0" in problems(tmp_path, "layout: {auto: true, pp: 0}")[0]
 

@@ -51,7 +51,7 @@ def test_the_main_example_under_many_techniques():
 @pytest.mark.parametrize(
     ("argv", "messages"),
     [
-        (["--steps", "0", "tp=3"], ["--steps: must be at least 1, is 0", "n_heads 4 / tp 3 is not an integer"]),
+        (["--steps", "0", "tp=3"], ["--steps: must be at least 1, is 0", "n_heads 4 / tp 3 and"]),
         (["--layouts", "tp=3", "tpp=2"], ["layout 'tp=3': layout.tp: n_heads 4", "did you mean tp?"]),
         (["--layot", "tp=2"], ["unknown option --layot; did you mean --layouts?"]),
         (["--full", "--layouts", "tp=2"], ["--full and --layouts exclude each other"]),

@@ -89,7 +89,7 @@ def test_blocks_that_tensor_ranks_would_cut_are_refused():
     found = [message for path, message in problems_of(job) if path == "layout.tp" and "adamw8bit" in message]
     assert found == [
         "adamw8bit has a scale per 256 elements of a row, and tp 16 cuts the rows of blocks.0.mlp.down.weight (14336) "
-        "into parts of 896; nearest legal tp: 7, 8, 14, or optimizer=adamw"
+        "into parts of 896; nearest tp: 7, 8, 14, or optimizer=adamw"
     ]
 
 

@@ -105,7 +105,10 @@ def test_all_mistakes_of_named_layouts_at_once():
     with pytest.raises(JobError) as caught:
         select(JOB, lines=["tp=3", "tpp=2", "dp_shard=16", "tp=0"])
     text = "\n".join(caught.value.problems)
-    assert "layout 'tp=3': layout.tp: n_heads 4 / tp 3 is not an integer; nearest tp: 1, 2, 4" in text
+    assert (
+        "layout 'tp=3': layout.tp: n_heads 4 / tp 3 and MLP width 128 / tp 3 are not integers; nearest tp: 1, 2, 4"
+        in text
+    )
     assert "layout 'tpp=2': unknown key tpp; did you mean tp?" in text
     assert "layout 'dp_shard=16': needs 16 processes, more than --max-ranks 8" in text
     assert "layout 'tp=0': layout.tp: must be at least 1, is 0" in text

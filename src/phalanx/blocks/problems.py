@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.nearest import nearest_divisors, nearest_of
+from phalanx.nearest import Misfit, divisors, multiples
 
 
 def expert_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -16,7 +16,8 @@ def expert_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
     moe, n_layers = model.moe, model.n_layers
     n = moe.n_experts
     if moe.top_k > n:
-        yield "model.moe.top_k", f"must lie between 1 and n_experts {n}, is {moe.top_k}; nearest: {n}"
+        choices = {"model.moe.top_k": [n], "model.moe.n_experts": range(moe.top_k, moe.top_k + 8)}
+        yield "model.moe.top_k", Misfit(f"must lie between 1 and n_experts {n}, is {moe.top_k}", moe.top_k, choices)
     elif moe.top_k == 1 and moe.renormalise:
         yield (
             "model.moe.renormalise",
@@ -35,13 +36,21 @@ def _groups(moe: MoE) -> Iterator[tuple[str, str]]:
     if n % groups:
         yield (
             "model.moe.n_groups",
-            f"must divide n_experts {n}, is {groups}; nearest: {nearest_divisors(n, groups)}",
+            Misfit(
+                f"n_experts {n} / n_groups {groups} is not an integer",
+                groups,
+                {"model.moe.n_groups": divisors(n), "model.moe.n_experts": multiples(groups, n)},
+            ),
         )
         return
     if moe.top_groups > groups:
         yield (
             "model.moe.top_groups",
-            f"must lie between 1 and n_groups {groups}, is {moe.top_groups}; nearest: {groups}",
+            Misfit(
+                f"must lie between 1 and n_groups {groups}, is {moe.top_groups}",
+                moe.top_groups,
+                {"model.moe.top_groups": [groups]},
+            ),
         )
         return
     within = n // groups * moe.top_groups
@@ -49,8 +58,12 @@ def _groups(moe: MoE) -> Iterator[tuple[str, str]]:
         legal = [count for count in range(1, groups + 1) if n // groups * count >= moe.top_k]
         yield (
             "model.moe.top_groups",
-            f"top_groups {moe.top_groups} × (n_experts {n} / n_groups {groups}) = {within} experts to choose from, "
-            f"fewer than top_k {moe.top_k}; nearest top_groups: {nearest_of(legal, moe.top_groups)}",
+            Misfit(
+                f"top_groups {moe.top_groups} × (n_experts {n} / n_groups {groups}) = {within} experts to choose from, "
+                f"fewer than top_k {moe.top_k}",
+                moe.top_groups,
+                {"model.moe.top_groups": legal, "model.moe.top_k": range(1, within + 1)},
+            ),
         )
 
 
@@ -58,10 +71,14 @@ def latent_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the problems of latent attention."""
     mla, positions = model.mla, model.positions
     if mla.rope_head_dim % 2:
-        even = nearest_of(range(max(2, mla.rope_head_dim - 1), mla.rope_head_dim + 2, 2), mla.rope_head_dim, 2)
+        even = range(max(2, mla.rope_head_dim - 1), mla.rope_head_dim + 2, 2)
         yield (
             "model.mla.rope_head_dim",
-            f"rotary positions turn pairs: must be even, is {mla.rope_head_dim}; nearest: {even}",
+            Misfit(
+                f"rotary positions turn pairs: must be even, is {mla.rope_head_dim}",
+                mla.rope_head_dim,
+                {"model.mla.rope_head_dim": even},
+            ),
         )
     if positions != "rope":
         yield "model.positions", f"latent attention needs rotary positions: rope, is {positions}"

@@ -24,7 +24,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.run import RunOptions
 from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.config.trackers import TRACKERS
-from phalanx.nearest import did_you_mean, nearest_divisors
+from phalanx.nearest import Misfit, did_you_mean, divisors, multiples, nearest_divisors
 
 
 def problems_of(job: Job) -> list[Problem]:
@@ -70,17 +70,28 @@ def _model(model: ModelConfig) -> Iterator[Problem]:
     if not model.head_dim and not model.mla.kv_rank and model.d_model % model.n_heads:
         yield (
             "model.n_heads",
-            f"d_model {model.d_model} / n_heads {model.n_heads} is not an integer; nearest n_heads: "
-            f"{nearest_divisors(model.d_model, model.n_heads)} (or set head_dim)",
+            Misfit(
+                f"d_model {model.d_model} / n_heads {model.n_heads} is not an integer",
+                model.n_heads,
+                {
+                    "model.n_heads": divisors(model.d_model),
+                    "model.d_model": multiples(model.n_heads, model.d_model),
+                },
+                " (or set head_dim)",
+            ),
         )
     if model.n_heads % model.kv_heads:
         yield (
             "model.n_kv_heads",
-            f"n_heads {model.n_heads} / n_kv_heads {model.kv_heads} is not an integer; nearest n_kv_heads: "
-            f"{nearest_divisors(model.n_heads, model.kv_heads)}",
+            Misfit(
+                f"n_heads {model.n_heads} / n_kv_heads {model.kv_heads} is not an integer",
+                model.kv_heads,
+                {
+                    "model.n_kv_heads": divisors(model.n_heads),
+                    "model.n_heads": multiples(model.kv_heads, model.n_heads),
+                },
+            ),
         )
-    if model.positions == "rope" and not model.mla.kv_rank and model.head_size % 2:
-        yield "model.head_dim", f"rotary positions turn pairs: head_dim must be even, is {model.head_size}"
     yield from model_problems(model)
 
 
@@ -167,9 +178,15 @@ def _checkpoint(job: Job) -> Iterator[Problem]:
     elif every and (not validated or every % validated):
         yield (
             "checkpoint.keep_best",
-            "a checkpoint can be the best only if the model is validated when it is saved: checkpoint.every "
-            f"{every} is not a multiple of train.eval_every {validated}; nearest eval_every: "
-            f"{nearest_divisors(every, validated or every)}",
+            Misfit(
+                "a checkpoint can be the best only if the model is validated when it is saved: checkpoint.every "
+                f"{every} is not a multiple of train.eval_every {validated}",
+                validated or every,
+                {
+                    "train.eval_every": divisors(every),
+                    "checkpoint.every": multiples(validated, every) if validated else [],
+                },
+            ),
         )
 
 

@@ -15,7 +15,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.nearest import divisors, nearest_divisors, nearest_of
+from phalanx.nearest import Misfit, divisors, multiples
 from phalanx.partition import batch, recompute
 from phalanx.partition.second_copy import legal_hpz
 
@@ -100,7 +100,9 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
         if not cp % changed.cp_ulysses and _evenly(tokens, changed, tp) and _exchanges(changed, job.model):
             legal.append(cp)
     both = " (and cp_ulysses the same)" if alone or not legal else ""
-    yield "layout.cp", f"{equation}; nearest cp: {nearest_of(legal or [1], layout.cp)}{both}{alternative}"
+    sizes = multiples(2 * slices * layout.cp * tp, job.model.seq_len)
+    choices = {"layout.cp": legal or [1], "model.seq_len": sizes}
+    yield "layout.cp", Misfit(equation, layout.cp, choices, f"{both}{alternative}")
 
 
 def _evenly(tokens: int, layout: Layout, tp: int) -> bool:
@@ -126,33 +128,35 @@ def tensor_problems(job: Job) -> Iterator[Problem]:
     found = list(_heads_and_widths(layout, model))
     yield from found or _weights(layout, model)
     if layout.sp and model.seq_len % layout.tp:
-        yield (
-            "layout.sp",
-            f"sequence parallel: seq_len {model.seq_len} / tp {layout.tp} is not an integer; nearest tp: "
-            f"{nearest_divisors(model.seq_len, layout.tp)}, or sp=false",
+        yield _divided_by_tp(
+            f"sequence parallel: seq_len {model.seq_len}", model.seq_len, layout.tp, "model.seq_len", ", or sp=false"
         )
+
+
+def _divided_by_tp(dividend: str, size: int, tp: int, path: str = "", after: str = "") -> Problem:
+    """Returns the problem of a size that tp does not divide; it is the field's at `path`, if any."""
+    other = {path: multiples(tp, size)} if path else {}
+    return "layout.tp" if not after else "layout.sp", Misfit(
+        f"{dividend} / tp {tp} is not an integer", tp, {"layout.tp": divisors(size), **other}, after
+    )
 
 
 def _heads_and_widths(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     if model.n_heads % layout.tp:
-        yield (
-            "layout.tp",
-            f"n_heads {model.n_heads} / tp {layout.tp} is not an integer; nearest tp: "
-            f"{nearest_divisors(model.n_heads, layout.tp)}",
-        )
+        yield _divided_by_tp(f"n_heads {model.n_heads}", model.n_heads, layout.tp, "model.n_heads")
     for width, name in _widths(model):
         if width % layout.tp:
-            yield (
-                "layout.tp",
-                f"{name} {width} / tp {layout.tp} is not an integer; nearest tp: {nearest_divisors(width, layout.tp)}",
-            )
+            yield _divided_by_tp(f"{name} {width}", width, layout.tp, "model.d_ff" if width == model.d_ff else "")
     kv_heads = model.n_heads if model.mla.kv_rank else model.kv_heads
     if model.n_heads % layout.tp == 0 and kv_heads % layout.tp and layout.tp % kv_heads:
         legal = [tp for tp in divisors(model.n_heads) if kv_heads % tp == 0 or tp % kv_heads == 0]
         yield (
             "layout.tp",
-            f"tp {layout.tp} neither divides the n_kv_heads {kv_heads} nor is a multiple of them; nearest tp: "
-            f"{nearest_of(legal, layout.tp)}",
+            Misfit(
+                f"tp {layout.tp} neither divides the n_kv_heads {kv_heads} nor is a multiple of them",
+                layout.tp,
+                {"layout.tp": legal, "model.n_kv_heads": divisors(model.n_heads)},
+            ),
         )
 
 
@@ -160,11 +164,7 @@ def _weights(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     """Yields the problems of other weights that tp cuts: of kinds that packages add."""
     for name, size in _cut_sizes(model):
         if size % layout.tp:
-            yield (
-                "layout.tp",
-                f"{name} has {size} rows or columns, and {size} / tp {layout.tp} is not an integer; nearest tp: "
-                f"{nearest_divisors(size, layout.tp)}",
-            )
+            yield _divided_by_tp(f"{name} has {size} rows or columns, and {size}", size, layout.tp)
 
 
 @lru_cache(maxsize=256)
@@ -211,7 +211,7 @@ def _second_copy(layout: Layout) -> Iterator[Problem]:
         equation = f"hpz {hpz} ranks are all of dp_shard {layout.dp_shard} × cp {layout.cp}, which hold a copy already"
     else:
         equation = f"hpz {hpz} / ep {layout.ep} is not an integer"
-    yield "layout.hpz", f"{equation}; nearest hpz: {nearest_of(legal, hpz)}"
+    yield "layout.hpz", Misfit(equation, hpz, {"layout.hpz": legal})
 
 
 def _quantised(layout: Layout) -> Iterator[Problem]:
@@ -248,27 +248,26 @@ def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
         for n in divisors(layout.cp)
         if n <= model.n_heads and _exchanges(dataclasses.replace(layout, cp_ulysses=n), model)
     ]
-    yield "layout.cp_ulysses", f"{equation}; nearest cp_ulysses: {nearest_of(legal, ranks)}"
+    yield "layout.cp_ulysses", Misfit(equation, ranks, {"layout.cp_ulysses": legal})
 
 
 def _experts(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     """Yields the problems of the ranks that experts are distributed over."""
     ranks, experts = layout.shard_ranks, model.moe.n_experts
-    legal = nearest_divisors(gcd(ranks, experts), layout.ep) if experts else "1"
+    legal = {"layout.ep": divisors(gcd(ranks, experts)) if experts else [1]}
     if layout.ep > 1 and not experts:
         yield (
             "layout.ep",
             f"ep {layout.ep} distributes experts, the model has none (n_experts 0); nearest legal: ep=1, or a model "
             "with experts",
         )
+        return
     if ranks % layout.ep:
-        yield (
-            "layout.ep",
-            f"ep is taken from dp_shard {layout.dp_shard} × cp {layout.cp} = {ranks}, which ep {layout.ep} does not "
-            f"divide; nearest ep: {legal}",
-        )
+        taken = f"ep is taken from dp_shard {layout.dp_shard} × cp {layout.cp} = {ranks}, which ep {layout.ep} does not"
+        yield "layout.ep", Misfit(f"{taken} divide", layout.ep, legal)
     if experts % layout.ep:
-        yield "layout.ep", f"n_experts {experts} / ep {layout.ep} is not an integer; nearest ep: {legal}"
+        more = {"model.moe.n_experts": multiples(layout.ep, experts)}
+        yield "layout.ep", Misfit(f"n_experts {experts} / ep {layout.ep} is not an integer", layout.ep, legal | more)
 
 
 def _recompute(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
@@ -317,4 +316,4 @@ def _batch(job: Job) -> Iterator[Problem]:
     try:
         batch.solve(job.train.global_batch, job.layout)
     except ValueError as error:
-        yield "train.global_batch" if job.train.global_batch else "layout", str(error)
+        yield "train.global_batch", str(error)

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from phalanx.check import derived as rules
+from phalanx.check.causes import by_cause
 from phalanx.check.effect import effect_problems
 from phalanx.check.job import problems_of
 from phalanx.check.start import starting_point
@@ -159,7 +160,7 @@ def resolve(
     job, more, wrong = rules.apply(job, derived, given, origins)
     answers += more
     found += wrong
-    problems_found = problems_of(job)
+    problems_found = by_cause(job, problems_of(job), {setting.path for setting in settings if not setting.implied})
     if presets and job.data.corpus in CORPORA:  # a run's own job was checked when it began
         whole = tuple(f"{name}." for name in vars(job) if _states_all(name, settings))
         given_here = {setting.path for setting in settings if not setting.path.startswith(whole)}

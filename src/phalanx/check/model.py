@@ -8,7 +8,7 @@ from phalanx.blocks.kinds import HALVES, TABLES, Half, chosen_kinds
 from phalanx.check.lora import adapter_problems
 from phalanx.config.fields import get
 from phalanx.config.model import ModelConfig
-from phalanx.nearest import did_you_mean, nearest_of
+from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
 
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -92,8 +92,15 @@ def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
         if model.rotary_fraction == 1:
             yield (
                 "model.head_dim",
-                f"rotary positions turn pairs: head_size must be even, is {head}; nearest: "
-                f"{nearest_of(range(max(2, head - 1), head + 2, 2), head, 2)}",
+                Misfit(
+                    f"rotary positions turn pairs: head_size must be even, is {head}",
+                    head,
+                    {
+                        "model.head_dim": range(max(2, head - 1), head + 2, 2),
+                        "model.n_heads": divisors(model.d_model),
+                        "model.d_model": multiples(2 * model.n_heads, model.d_model),
+                    },
+                ),
             )
         else:
             near = (number for number in (size // 2 * 2, size // 2 * 2 + 2) if 0 < number <= head)

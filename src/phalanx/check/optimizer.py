@@ -8,7 +8,7 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.nearest import divisors, nearest_of
+from phalanx.nearest import Misfit, divisors
 from phalanx.optimizers.blocks import block_of
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
 from phalanx.optimizers.facts import extra_options, unread
@@ -58,10 +58,15 @@ def block_problems(job: Job) -> Iterator[tuple[str, str]]:
             block = block_of(whole)
             if block and held.dim == len(whole) - 1 and held.size % block:
                 rest = whole[-1] // (layout.tp if field == "tiles" else 1)
-                legal = nearest_of((n for n in divisors(max(1, rest // block)) if n < parts), parts)
+                legal = [n for n in divisors(max(1, rest // block)) if n < parts]
                 yield (
                     f"layout.{field}",
-                    f"{name} has a scale per {block} elements of a row, and {field} {parts} cuts the rows of {weight} "
-                    f"({whole[-1]}) into parts of {held.size}; nearest legal {field}: {legal}, or optimizer=adamw",
+                    Misfit(
+                        f"{name} has a scale per {block} elements of a row, and {field} {parts} cuts the rows of "
+                        f"{weight} ({whole[-1]}) into parts of {held.size}",
+                        parts,
+                        {f"layout.{field}": legal},
+                        ", or optimizer=adamw",
+                    ),
                 )
                 break

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from phalanx.check.layout import Problem, context_problems
 from phalanx.config.job import Job
 from phalanx.errors import JobError
-from phalanx.nearest import nearest_divisors
+from phalanx.nearest import Misfit, divisors, multiples
 from phalanx.partition import batch
 from phalanx.partition.pipeline import is_file
 from phalanx.partition.stages import written_stages
@@ -136,8 +136,15 @@ def _slices(job: Job, slices: int) -> Iterator[Problem]:
     ranks = layout.tp if layout.sp else 1
     if tokens % (slices * ranks):
         tp = f" × tp {ranks} (sp)" if ranks > 1 else ""
-        legal = f"pp_slices: {nearest_divisors(tokens // ranks, slices)}" if tokens % ranks == 0 else "sp=false"
-        yield "layout.pp_slices", f"seq_len {tokens} / (slices {slices}{tp}) is not an integer; nearest {legal}"
+        equation = f"seq_len {tokens} / (slices {slices}{tp}) is not an integer"
+        legal = {
+            "layout.pp_slices": divisors(tokens // ranks),
+            "model.seq_len": multiples(slices * ranks, tokens),
+        }
+        yield (
+            "layout.pp_slices",
+            f"{equation}; nearest legal: sp=false" if tokens % ranks else Misfit(equation, slices, legal),
+        )
     if tokens % slices == 0 and not any(context_problems(job)):  # else the whole sequence has its own message
         yield from context_problems(job, slices)
     moe = job.model.moe

@@ -12,7 +12,7 @@ from phalanx.blocks.parameters import block_weights
 from phalanx.config.job import Job
 from phalanx.config.layout import TILED, Layout
 from phalanx.config.model import ModelConfig
-from phalanx.nearest import did_you_mean, nearest_divisors
+from phalanx.nearest import Misfit, did_you_mean, divisors
 from phalanx.partition.tiles import ENDS, is_tiled, layers_of, too_few_rows
 
 Problem = tuple[str, str]
@@ -69,14 +69,14 @@ def _tileable(model: ModelConfig) -> Iterator[Weight]:
 def _divided(layout: Layout, model: ModelConfig, tiled: list[Weight]) -> Iterator[Problem]:
     """Yields the first of each size that a tensor rank holds and that does not divide by the tiles."""
     sizes = {weight.part(layout.tp): weight for weight in tiled[::-1] if weight.is_matrix}
-    legal = nearest_divisors(gcd(*sizes), layout.tiles)
+    legal = {"layout.tiles": divisors(gcd(*sizes))}
     for size, weight in reversed(sizes.items()):
         assert weight.dim is not None, "a weight in tiles is cut"
         if size % layout.tiles:
             over = f"(tp {layout.tp} × tiles {layout.tiles})" if layout.tp > 1 else f"tiles {layout.tiles}"
             yield (
                 "layout.tiles",
-                f"{_size_of(weight, model)} / {over} is not an integer; nearest tiles: {legal}",
+                Misfit(f"{_size_of(weight, model)} / {over} is not an integer", layout.tiles, legal),
             )
 
 

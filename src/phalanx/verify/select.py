@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from phalanx.check.causes import by_cause
 from phalanx.check.job import out_of_range, problems_of
+from phalanx.check.layout import Problem
 from phalanx.check.load import spelled
 from phalanx.check.sizes import size_problems
 from phalanx.config import layout_line
@@ -107,7 +109,7 @@ def select(
             problems += [f"layout {line!r}: {path}: {message}" for path, message in wrong]
             continue
         fit = job if as_is else with_experts(job, layout)
-        if reasons := _reasons(fit, selection, layout, max_ranks):
+        if reasons := _reasons(fit, selection, layout, max_ranks, named.keys()):
             problems += [f"layout {line!r}: {reason}" for reason in reasons]
             continue
         _add(selection, layout)
@@ -242,23 +244,39 @@ def _add(selection: Selection, layout: Layout) -> None:
         selection.layouts.append(layout)
 
 
-def _reasons(job: Job, selection: Selection, layout: Layout, max_ranks: int) -> list[str]:
-    """Returns why a layout cannot be compared: it is illegal for the job's model, or too large."""
-    checked = replace(job, cluster=replace(job.cluster, nodes=1, devices_per_node=0))
-    problems = problems_of(_with(checked, layout))
-    if not problems:  # the small model may have fewer divisors than the job's own
-        problems = problems_of(selection.case(layout))
-    reasons = [f"{path}: {message}" for path, message in problems]
-    if not reasons and layout.processes > max_ranks:
-        reasons.append(f"needs {layout.processes} processes, more than --max-ranks {max_ranks}")
+def _reasons(
+    job: Job, selection: Selection, layout: Layout, max_ranks: int, named: Set[str] | None = None
+) -> list[str]:
+    """Returns why a layout cannot be compared: it is illegal for the job's model, or too large. For a layout that the
+    user named, with the fields `named`, a cause is said once, with values that can be compared."""
+
+    def check(job: Job) -> list[Problem]:
+        return _problems(job, selection, max_ranks)
+
+    asked = replace(job, layout=layout, cluster=replace(job.cluster, nodes=1, devices_per_node=0))
+    found = check(asked)
+    found = found if named is None else by_cause(asked, found, named, check)
+    return [f"{path}: {message}" if path else message for path, message in found]
+
+
+def _problems(job: Job, selection: Selection, max_ranks: int) -> list[Problem]:
+    """Returns the problems of a job's layout, with the paths of fields, for the comparison."""
+    layout = job.layout
+    # The small model may have fewer divisors than the job's own.
+    found = problems_of(_with(job, layout)) or problems_of(selection.case(layout))
+    if not found and layout.processes > max_ranks:
+        found.append(("", f"needs {layout.processes} processes, more than --max-ranks {max_ranks}"))
     if layout.sync != "bsp":
         why = _UNEQUAL.get(layout.sync, "its replicas differ between synchronisations")
-        reasons.append(f"layout.sync: {layout.sync} is not compared: {why}; nearest legal: sync=bsp")
+        found.append(("layout.sync", f"{layout.sync} is not compared: {why}; nearest legal: sync=bsp"))
     if layout.data_parallel == "threads" and selection.compared.job.cluster.device == "cuda":
-        reasons.append(
-            "layout.data_parallel: threads is for CPUs; nearest legal: data_parallel=ddp, or cluster.device=cpu"
+        found.append(
+            (
+                "layout.data_parallel",
+                "threads is for CPUs; nearest legal: data_parallel=ddp, or cluster.device=cpu",
+            )
         )
-    return reasons
+    return found
 
 
 def _with(job: Job, layout: Layout) -> Job:
