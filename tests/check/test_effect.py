@@ -25,7 +25,7 @@ ELSEWHERE = {
         data_parallel sync sync_every bucket_mb
     """,
     "data": """
-        corpus document_mask val_fraction limit_mb dir workers prefetch on_corruption skip_quota
+        corpus mix document_mask val_fraction limit_mb dir workers prefetch on_corruption skip_quota
     """,
     "optimizer": """
         name lr betas eps momentum nesterov newton_schulz options weight_decay clip schedule warmup_steps

@@ -15,9 +15,10 @@ import pytest
 from phalanx.config.data import Data
 from phalanx.data import prepare as module
 from phalanx.data.corpus import Segment
+from phalanx.data.index import read_index
 from phalanx.data.loader import TokenData
 from phalanx.data.prepare import prepare
-from phalanx.data.shards import open_shards, read_index
+from phalanx.data.shards import open_shards
 from phalanx.data.tokenizer import Tokenizer, train_bpe
 from phalanx.errors import DataError
 

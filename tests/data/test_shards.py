@@ -10,16 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.data.shards import (
-    CorpusRecord,
-    Index,
-    dtype_for,
-    map_shard,
-    open_shards,
-    read_index,
-    write_index,
-    write_shard,
-)
+from phalanx.data.index import CorpusRecord, Index, dtype_for, read_index, write_index
+from phalanx.data.shards import map_shard, open_shards, write_shard
 from phalanx.data.tokenizer import ByteTokenizer, NumberTokenizer
 from phalanx.errors import DataError
 
@@ -125,7 +117,7 @@ def test_unfinished_shards_are_not_opened(folder: Path) -> None:
     ("fields", "message"),
     [
         ({"format": "MMIDIDX"}, "expected format 'phalanx-tokens' version 2, found 'MMIDIDX' version 2"),
-        ({"version": 4}, "expected format 'phalanx-tokens' version 2, found 'phalanx-tokens' version 4"),
+        ({"version": 5}, "expected format 'phalanx-tokens' version 2, found 'phalanx-tokens' version 5"),
         ({"block_bytes": 24}, "block_bytes 24: expected a multiple of 16"),
         ({"block_bytes": 0}, "block_bytes 0"),
         ({"block_bytes": 2**30}, "block_bytes 1073741824"),

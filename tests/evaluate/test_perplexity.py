@@ -15,7 +15,7 @@ import torch
 from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.cli.main import main
-from phalanx.config.data import IGNORE, Data
+from phalanx.config.data import IGNORE, Data, MixSource
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.data.corpus import code_points
@@ -25,7 +25,7 @@ from phalanx.data.split import open_split
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from phalanx.errors import DataError
 from phalanx.evaluate.perplexity import Perplexity, ScoringOptions, score
-from phalanx.evaluate.text import ScoredConversations, ScoredText, read_text
+from phalanx.evaluate.text import ScoredConversations, ScoredText, other_corpus, read_text, read_texts
 from phalanx.model.transformer import Transformer
 
 BYTES = {name: dataclasses.replace(KINDS[name], vocab_size=256) for name in ("gpt2", "llama")}
@@ -35,9 +35,9 @@ TEXT = "the quick brown fox – jumps over the lazy dog, 42 times; and again."
 
 def scored(ranks: Any, run: Path, scoring: ScoringOptions) -> Perplexity:
     text = ByteTokenizer().encode(TEXT)
-    return score(
-        run, 0, scoring, torch.device("cpu"), lambda job, tokenizer: ScoredText("text", "all", text, len(TEXT.encode()))
-    )
+    whole = ScoredText("text", "all", text, len(TEXT.encode()))
+    (found,) = score(run, 0, scoring, torch.device("cpu"), lambda job, tokenizer: [whole])
+    return found
 
 
 def reference(model: Transformer, tokens: np.ndarray, context: int, stride: int) -> float:
@@ -88,10 +88,11 @@ def test_every_layout_gives_the_loss_of_one_process(ranks, tmp_path, layout):
 
 
 def conversations(ranks: Any, run: Path, data: Data) -> Perplexity:
-    def read(job: Job, tokenizer: Tokenizer) -> ScoredText | ScoredConversations:
-        return read_text(data, tokenizer, "val", job.model.seq_len)
+    def read(job: Job, tokenizer: Tokenizer) -> list[ScoredText | ScoredConversations]:
+        return read_texts(data, tokenizer, "val", job.model.seq_len)
 
-    return score(run, 0, ScoringOptions(Layout(dp_shard=ranks.world), 2), torch.device("cpu"), read)
+    (found,) = score(run, 0, ScoringOptions(Layout(dp_shard=ranks.world), 2), torch.device("cpu"), read)
+    return found
 
 
 def test_conversations_are_scored_as_they_are_trained_on_their_answers(ranks, tmp_path):
@@ -184,3 +185,14 @@ def test_every_mistake_is_told_at_once(run, capsys):
     assert "there is no such file or folder" in capsys.readouterr().err
     assert main(["evaluate", "run", "--files", "text.txt", "--layout", "tp=3"]) == 2
     assert "tp" in capsys.readouterr().err
+
+
+def test_every_source_of_a_mixture_is_scored_for_itself(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"text {name} " * 50)
+    sources = tuple(MixSource(str(tmp_path / f"{name}.txt"), 1) for name in "ab")
+    data = Data(corpus="mix", mix=sources, dir=str(tmp_path / "data"))
+    tokenizer = CharTokenizer.load(prepare(data))
+    found = read_texts(data, tokenizer, "val", 4)
+    assert [(text.name, text.bytes) for text in found] == [(source.path, 35) for source in sources]
+    assert other_corpus(data, "stdlib", None, "text") == Data(corpus="stdlib", dir=data.dir)

@@ -18,8 +18,8 @@ from phalanx.config.device_entry import DeviceEntry
 from phalanx.config.devices import DEVICES, device_reported_as
 from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry, vocabulary_of
 from phalanx.data.corpus import segments, sources
+from phalanx.data.index import read_index
 from phalanx.data.prepare import prepare
-from phalanx.data.shards import read_index
 from phalanx.data.tokenizer import Tokenizer, definition_of
 from phalanx.errors import DataError, ExtensionError
 from phalanx.schedule.catalogue import SCHEDULES, likely, problems

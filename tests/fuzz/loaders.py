@@ -34,7 +34,8 @@ from phalanx.config.presets import PRESETS
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.data.corpus import scan, segments
-from phalanx.data.shards import CorpusRecord, Index, map_shard, open_shards, write_index, write_shard
+from phalanx.data.index import CorpusRecord, Index, write_index
+from phalanx.data.shards import map_shard, open_shards, write_shard
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import JobError
 from phalanx.exchange.gguf_model import GgufModel

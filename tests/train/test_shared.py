@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from phalanx.data.shards import INDEX
+from phalanx.data.index import INDEX
 from phalanx.errors import RunError
 from phalanx.launch.ranks import Ranks
 from phalanx.train import shared

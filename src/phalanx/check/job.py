@@ -109,6 +109,11 @@ def _sources(data: Data) -> Iterator[Problem]:
             "data.corpus",
             f"no corpus {data.corpus!r}{hint} (known: {', '.join(CORPORA)}; your own: corpus text and path)",
         )
+    for number, source in enumerate(data.mix, start=1):
+        for name, problem in out_of_range(source):
+            yield "data.mix", f"item {number} ({source.path}): {name} {problem}"
+    if data.mix and entry is not None and data.corpus != "mix":
+        yield "data.mix", f"stands beside data.corpus={data.corpus}; leave one of the two out"
     for name in ("path", "dir", "tokenizer"):
         if "\0" in getattr(data, name):
             yield f"data.{name}", f"is {getattr(data, name)!r}: no file name holds a NUL byte"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ from phalanx.config.fields import get, leaves, replace
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import FROM_FILE, preset_of
+from phalanx.config.rows import row_of
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
@@ -147,12 +149,16 @@ def resolve(
         except ValueError as error:
             found.append(_placed(setting.origin, setting.path, str(error)))
             continue
+        if presets and not setting.resolved and value == () and row_of(kind):
+            found.append(_placed(setting.origin, setting.path, "is an empty list; name something, or leave it out"))
         if not presets or setting.path not in ("model.preset", "cluster.preset"):  # these two are already applied
             job = replace(job, setting.path, value)
         origins[setting.path] = setting.origin
     if not job.run.name:
         job = replace(job, "run.name", default_name)
         origins["run.name"] = "the job file's name"
+    if job.data.mix and origins["data.corpus"] == "default":
+        job, origins["data.corpus"] = replace(job, "data.corpus", "mix"), "resolved: data.mix is set"
     if presets and not _states_all("cluster", settings):
         job = _described(job, found, origins, answers)
     job = _fill_rest(job, found, origins)
@@ -357,4 +363,11 @@ def _flatten(values: Mapping[str, Any], prefix: str, origin: str) -> Iterator[Se
         elif path not in leaves():
             raise JobError(f"{origin}: unknown key {path}")
         else:
-            yield Setting(path, [str(item) for item in value] if isinstance(value, list) else str(value), origin)
+            yield Setting(path, _text_of(value), origin)
+
+
+def _text_of(value: Any) -> str | list[str]:
+    """Returns a plain value as the text of a setting; a list of mappings as JSON, which is YAML."""
+    if not isinstance(value, list):
+        return str(value)
+    return json.dumps(value) if any(isinstance(item, Mapping) for item in value) else [str(item) for item in value]

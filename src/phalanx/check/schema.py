@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import typing
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from phalanx.check.known_names import known_names
 from phalanx.config import reference
 from phalanx.config.constraints import Above, AtLeast, Below, Between, Constraint, FolderName, HalfOpen, Matches
-from phalanx.config.fields import NESTED_SECTIONS, SECTION_SHORTHAND
+from phalanx.config.fields import NESTED_SECTIONS, SECTION_SHORTHAND, constraints
 from phalanx.config.layout_line import SECTION
 from phalanx.config.reference import FieldReference
+from phalanx.config.rows import row_of
 from phalanx.config.yaml_file import SET_FIELDS
 
 TITLE = "Phalanx job"
@@ -79,6 +81,8 @@ def _of_kind(kind: Any) -> dict[str, Any]:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return {"enum": [*arguments]}
+    if row := row_of(kind):
+        return {"type": ["array", "string"], "items": _of_row(row)}
     if origin is tuple:
         count = {} if arguments[1:] == (...,) else {"minItems": len(arguments), "maxItems": len(arguments)}
         return {"type": ["array", "string"], "items": _of_kind(arguments[0]), **count}
@@ -89,6 +93,17 @@ def _of_kind(kind: Any) -> dict[str, Any]:
     if kind is str:
         return {"type": ["string", "number"]}
     return {"type": ["number", "string"], "pattern": _WRITTEN_NUMBER}
+
+
+def _of_row(row: type) -> dict[str, Any]:
+    """Returns the schema of one mapping of a list."""
+    texts, kinds = reference.texts_below(row), typing.get_type_hints(row)
+    found = {name: {"description": texts[name], **_of_kind(kind)} for name, kind in kinds.items()}
+    for name, ranges in constraints(row).items():
+        for each in ranges:
+            _limit(found[name], each)
+    needed = [each.name for each in dataclasses.fields(row) if each.default is dataclasses.MISSING]
+    return {"type": "object", "additionalProperties": False, "required": needed, "properties": found}
 
 
 def _limit(found: dict[str, Any], each: Constraint) -> None:

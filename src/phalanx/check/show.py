@@ -50,6 +50,10 @@ def _section(values: dict[str, Any], prefix: str, origins: dict[str, str], lines
             lines.append(f"{indent}{name}:")
             _section(value, f"{prefix}{name}.", origins, lines)
         else:
-            text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+            text = (
+                yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
+                .removesuffix("...\n")
+                .strip()
+            )
             origin = origins.get(f"{prefix}{name}", "default").replace("\n", " ")
             lines.append(f"{indent}{name}: {text}  # {origin}")

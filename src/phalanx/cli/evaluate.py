@@ -173,15 +173,15 @@ def _be_a_rank(options: Evaluate, ranks: Ranks, store: Store | None = None) -> i
     from phalanx.data.progress import silent, stderr_progress
     from phalanx.data.tokenizer import Tokenizer
     from phalanx.evaluate.perplexity import score
-    from phalanx.evaluate.text import ScoredConversations, ScoredText, other_corpus, read_text
+    from phalanx.evaluate.text import ScoredConversations, ScoredText, other_corpus, read_texts
     from phalanx.launch.process_group import process_group
     from phalanx.train import device as devices
 
-    def read(job: Job, tokenizer: Tokenizer) -> ScoredText | ScoredConversations:
+    def read(job: Job, tokenizer: Tokenizer) -> list[ScoredText | ScoredConversations]:
         data = other_corpus(job.data, options.corpus, options.files, options.text_field)
         is_own = data == job.data and data.val_fraction
         split = options.split if options.split != "auto" else "val" if is_own else "all"
-        return read_text(data, tokenizer, split, job.model.seq_len, options.limit_mb)
+        return read_texts(data, tokenizer, split, job.model.seq_len, options.limit_mb)
 
     if ranks is not SINGLE:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python's own handler would wait until a message has come
@@ -191,7 +191,8 @@ def _be_a_rank(options: Evaluate, ranks: Ranks, store: Store | None = None) -> i
         stderr_progress() as shown,
     ):
         progress = shown if ranks.rank == 0 else silent
-        found = [score(path, options.step, _scoring(options), device, read, progress) for path in options.runs]
+        runs = (score(path, options.step, _scoring(options), device, read, progress) for path in options.runs)
+        found = [each for run in runs for each in run]
     if ranks.rank == 0:
         text = json.dumps({"runs": [each.as_dict() for each in found]}, indent=1) if options.json else table(found)
         echo(text, wrap=not options.json)

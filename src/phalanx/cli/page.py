@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.cli.option import Option
+from phalanx.config.rows import row_of
 
 Example = tuple[str, str]
 """Words after `phalanx`, and what they do."""
@@ -99,6 +101,8 @@ def value_name(kind: Any) -> str:
     """Returns the name of a value: its choices, or N, X, TEXT."""
     if typing.get_origin(kind) is typing.Literal:
         return "|".join(str(choice) for choice in typing.get_args(kind) if choice != "")
+    if row := row_of(kind):
+        return f"[{{{', '.join(f'{field.name}: …' for field in dataclasses.fields(row))}}}]"
     if typing.get_origin(kind) is tuple:
         inner = value_name(typing.get_args(kind)[0])
         return f"{inner},{inner}" if ... not in typing.get_args(kind) else f"{inner},..."

@@ -103,8 +103,11 @@ def run(argv: Sequence[str]) -> int:
             return 0
         with stderr_progress() as progress:
             folder = prepare(job.data, progress=progress)
-        for split in ("train", "val") if job.train.eval_samples else ("train",):
-            open_split(folder, split, job.model.seq_len, job.data)  # says before ranks start that it is too short
+        train = open_split(folder, "train", job.model.seq_len, job.data)  # says before ranks start that it is too short
+        if problems := train.epoch_problems(job.train.steps * job.train.global_batch):
+            raise JobError(problems)
+        if job.train.eval_samples:
+            open_split(folder, "val", job.model.seq_len, job.data)
         directory.start(loaded)
         if job.layout.processes == 1 and not job.run.nnodes and loaded.origins["run.max_restarts"] == "default":
             return _be_a_rank(job, SINGLE, directory.next_log_dir() / "stderr.log", as_json)

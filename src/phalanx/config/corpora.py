@@ -11,6 +11,9 @@ from phalanx.facts import Lazy, stated
 from phalanx.nearest import did_you_mean
 from phalanx.registry import Registry, package_code
 
+MIX_ROUND = 1 << 18
+"""Samples of a mixture over which its weights hold exactly, to one part in this many."""
+
 Rules = Callable[[Data], Iterable[tuple[str, str]]]
 """Yields the problems of a job's data: the field by its dotted path ("data.path"), and the message."""
 
@@ -66,6 +69,30 @@ class CorpusEntry:
 def _path_problems(data: Data) -> Iterator[tuple[str, str]]:
     if not data.path:
         yield "data.path", "corpus text needs the path of a text or JSONL file, or a folder of them"
+
+
+def _mix_problems(data: Data) -> Iterator[tuple[str, str]]:
+    if not data.mix:
+        yield "data.mix", "corpus mix needs sources, such as [{path: books, weight: 3}, {path: code.jsonl, weight: 1}]"
+    if data.path:
+        yield "data.path", "stands beside data.mix, whose sources have their own paths; leave one of the two out"
+    smallest = sum(source.weight for source in data.mix) / MIX_ROUND
+    first: dict[str, int] = {}
+    for number, source in enumerate(data.mix, start=1):
+        if not source.path or "\0" in source.path:
+            yield (
+                "data.mix",
+                f"item {number}: path is {source.path!r}: expected a text or JSONL file, or a folder of them",
+            )
+        elif source.path in first:
+            yield "data.mix", f"item {number}: {source.path} is item {first[source.path]}, too; add their weights"
+        if 0 < source.weight < smallest:
+            yield (
+                "data.mix",
+                f"item {number}: weight {source.weight:g} is less than 1/{MIX_ROUND:,} of all weights; leave it out, "
+                f"or give at least {smallest:.2g}",
+            )
+        first.setdefault(source.path, number)
 
 
 def _chat_problems(data: Data) -> Iterator[tuple[str, str]]:
@@ -164,6 +191,16 @@ CORPORA = Registry(
             describe="phalanx.data.corpus:text_description",
             settings=("path", "text_field"),
             rules=_path_problems,
+        ),
+        "mix": CorpusEntry(
+            "several sources of text, drawn by weight: set data.mix",
+            "data.mix",
+            files="phalanx.data.corpus:mix_files",
+            describe="phalanx.data.corpus:mix_description",
+            identity="phalanx.data.corpus:mix_identity",
+            settings=("mix", "text_field"),
+            only_location=("mix",),
+            rules=_mix_problems,
         ),
         "chat": CorpusEntry(
             "your own conversations in JSONL files, for fine-tuning: set data.path",

@@ -5,10 +5,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from phalanx.config.constraints import AtLeast, Below, Between
+from phalanx.config.constraints import Above, AtLeast, Below, Between
 
 IGNORE = -100
 """A target that is not counted in the loss (torch's ignore_index)."""
+
+
+@dataclass(frozen=True, repr=False)
+class MixSource:
+    """One source of data.mix."""
+
+    path: str
+    """What data.path takes for corpus text."""
+    weight: Annotated[float, Above(0)]
+    """Its share of the samples, relative to the other sources' weights."""
+    epochs: Annotated[float, AtLeast(0)] = 0.0
+    """The most passes over it: a run that needs more is refused; 0: as many as it needs."""
+
+    def __repr__(self) -> str:
+        most = f", epochs: {self.epochs:g}" if self.epochs else ""
+        return f"{{path: {self.path}, weight: {self.weight:g}{most}}}"
 
 
 @dataclass(frozen=True)
@@ -21,6 +37,10 @@ class Data:
     measuring)."""
     path: str = ""
     """A text or JSONL file, or a folder of them (corpora text and chat); or a local copy of tiny Shakespeare."""
+    mix: tuple[MixSource, ...] = ()
+    """Instead of corpus and path: several sources of text, drawn by weight. Each has a path, a weight (its share of the
+    samples, relative to the others') and epochs (the most passes over it; a run that needs more is refused; 0: as many
+    as it needs)."""
     text_field: str = "text"
     """The field of each record (JSON, or a column of CSV, TSV, Parquet, Arrow) that holds the text of corpus text."""
     columns: tuple[str, ...] = ()
@@ -47,9 +67,9 @@ class Data:
     """What to do about a conversation of corpus chat that is longer than model.seq_len: keep its beginning, or leave it
     out."""
     val_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.1
-    """Share of the corpus, from its end, kept for validation."""
+    """Share of the corpus, or of each source of a mixture, from its end, kept for validation."""
     limit_mb: Annotated[float, AtLeast(0), Below(1e12)] = 0.0
-    """Use only this many megabytes of the corpus's text; 0 means all."""
+    """Use only this many megabytes of the text of the corpus, or of each source of a mixture; 0 means all."""
     dir: str = "data"
     """Folder of the prepared token shards."""
     random_tokens: Annotated[int, AtLeast(1)] = 1_000_000

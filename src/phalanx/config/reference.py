@@ -19,6 +19,7 @@ from typing import Any
 from phalanx.config.constraints import Constraint
 from phalanx.config.fields import constraints, get, leaves, name_of, short_names
 from phalanx.config.job import Job
+from phalanx.config.rows import row_of
 
 MEASURED = "cluster.calibration"
 """The section that `phalanx bench` writes: help leaves it out."""
@@ -74,6 +75,7 @@ EXAMPLES: dict[str, str] = {
     "layout.sync_every": "50",
     "data.corpus": "shakespeare_char",
     "data.path": "corpus.jsonl",
+    "data.mix": "[{path: books, weight: 3}, {path: code.jsonl, weight: 1}]",
     "data.text_field": "content",
     "data.tokenizer": "bpe",
     "data.template": "chatml",
@@ -227,6 +229,8 @@ def type_words(kind: Any) -> str:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return ", ".join(str(choice) for choice in arguments if choice != "")
+    if row := row_of(kind):
+        return f"list of mappings: {', '.join(field.name for field in dataclasses.fields(row))}"
     if origin is tuple:
         inner = type_words(arguments[0])
         return f"list of {inner}s" if arguments[1:] == (...,) else f"{len(arguments)} {inner}s"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import types
 import typing
 from typing import Any
 
+from phalanx.config.rows import read_rows, row_of
 from phalanx.nearest import did_you_mean
 
 TRUE = {"true", "yes", "on", "1"}
@@ -17,10 +19,13 @@ LONGEST_NUMBER = 100
 
 def convert(text: str | list[str], kind: Any) -> Any:
     """Converts text to `kind`: int, float, bool, str, a Literal, a tuple of those (of any length if its type says
-    so), or a union, whose first fitting kind is taken. `text` is a scalar's text, or a list of them for a tuple.
+    so), or a union, whose first fitting kind is taken. `text` is a scalar's text, or a list of them for a tuple; of a
+    tuple of dataclasses it is YAML (config/rows.py).
     Integers may be written 1e6 or 1_000_000. Raises ValueError with what was expected and what was found."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return _first(text, kind)
+    if row := row_of(kind):
+        return _rows(text, row)
     if typing.get_origin(kind) is tuple:
         return _tuple(text, typing.get_args(kind))
     if isinstance(text, list):
@@ -38,6 +43,8 @@ def name_of(kind: Any) -> str:
     """Returns a type in a user's words."""
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         return " or ".join(map(name_of, typing.get_args(kind))).replace("one of ", "")
+    if row := row_of(kind):
+        return f"a list of mappings of {_names(row)}"
     if typing.get_origin(kind) is tuple:
         kinds = typing.get_args(kind)
         if kinds[1:] == (...,):
@@ -66,6 +73,32 @@ def _tuple(text: str | list[str], kinds: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(items) != len(kinds):
         raise ValueError(f"expected {len(kinds)} values, found {len(items)}")
     return tuple(convert(item, kind) for item, kind in zip(items, kinds, strict=True))
+
+
+def _names(row: type) -> str:
+    *others, last = (field.name for field in dataclasses.fields(row))
+    return f"{', '.join(others)} and {last}"
+
+
+def _rows(text: str | list[str], row: type) -> tuple[Any, ...]:
+    """Returns the rows of YAML text as objects of the dataclass `row`."""
+    read = read_rows(text if isinstance(text, str) else str(text), _names(row))
+    return tuple(_object(fields, row, f"item {number}") for number, fields in enumerate(read, start=1))
+
+
+def _object(given: dict[str, str], row: type, where: str) -> Any:
+    kinds, found = typing.get_type_hints(row), {}
+    for name, text in given.items():
+        if name not in kinds:
+            raise ValueError(f"{where}: unknown key {name!r}{did_you_mean(name, kinds)} (keys: {', '.join(kinds)})")
+        try:
+            found[name] = convert(text, kinds[name])
+        except ValueError as error:
+            raise ValueError(f"{where}: {name}: {error}") from None
+    for field in dataclasses.fields(row):
+        if field.name not in found and field.default is dataclasses.MISSING:
+            raise ValueError(f"{where}: {field.name} is missing")
+    return row(**found)
 
 
 def _choice(text: str, choices: tuple[Any, ...]) -> Any:

@@ -11,6 +11,7 @@ import yaml
 from phalanx.bounded import read_text
 from phalanx.config import layout_line
 from phalanx.config.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion, within
+from phalanx.config.rows import LOADER, MOST_NESTING, row_of, too_deep
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import nearest
 
@@ -23,8 +24,6 @@ SET_FIELDS = "set_fields"
 of presets, which a later preset replaces."""
 MOST_BYTES = 2**18
 """Most bytes of a job file. A job with every field set and explained has a tenth of that."""
-MOST_NESTING = 20
-"""Most levels of sections and lists. A job has four, and libyaml composes nodes by recursion in C, without a bound."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +54,10 @@ def read(path: Path) -> tuple[list[Setting], list[str]]:
 
 def parse(text: str, name: str) -> tuple[list[Setting], list[str]]:
     """Returns the settings and problems of YAML text; `name` stands for the file in messages and origins."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        if line := _too_deep(text, loader):
+        if line := too_deep(text):
             return [], [f"{name}:{line}: nested deeper than {MOST_NESTING} levels"]
-        root = yaml.compose(text, Loader=loader)
+        root = yaml.compose(text, Loader=LOADER)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f":{mark.line + 1}" if mark else ""
@@ -90,20 +88,6 @@ def _taken_out(root: yaml.MappingNode, name: str) -> yaml.Node | None:
     return found[1] if found else None
 
 
-def _too_deep(text: str, loader: type) -> int:
-    """Returns the line on which the text exceeds MOST_NESTING, or 0. Events come one by one, so a deeper text is never
-    held as nodes."""
-    depth = 0
-    for event in yaml.parse(text, Loader=loader):
-        if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
-            if depth > MOST_NESTING:
-                return event.start_mark.line + 1
-        elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
-    return 0
-
-
 def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting], problems: list[str]) -> None:
     first_seen: dict[str, int] = {}
     for key_node, value in node.value:
@@ -117,9 +101,12 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
             problems.append(f"{origin}: {path} is set again (first on line {first_seen[path]})")
             continue
         first_seen[path] = key_node.start_mark.line + 1
-        foreign = next(_foreign_tags(value), None)
+        has_rows = row_of(leaves().get(path)) is not None
+        foreign = next(_foreign_tags(value, nested=has_rows), None)
         if foreign:
             problems.append(f"{origin}: {path}: the tag {foreign} is not allowed; plain values only")
+        elif has_rows and not value.tag.endswith(":null"):
+            settings.append(Setting(path, yaml.serialize(value), origin))
         elif isinstance(value, yaml.MappingNode):
             if any(leaf.startswith(f"{path}.") for leaf in leaves()):
                 _walk(value, f"{path}.", name, settings, problems)
@@ -171,11 +158,15 @@ def _texts(node: yaml.Node) -> list[str]:
     return [str(item.value) for item in node.value] if isinstance(node, yaml.SequenceNode) else [str(node.value)]
 
 
-def _foreign_tags(node: yaml.Node) -> Iterator[str]:
-    """Yields tags such as !!python/object at this node or, one level down, in a list."""
+def _foreign_tags(node: yaml.Node, *, nested: bool) -> Iterator[str]:
+    """Yields tags such as !!python/object at this node or, one level down, in a list; with `nested` at any depth."""
     if node.tag not in PLAIN_TAGS:
         yield node.tag
-    if isinstance(node, yaml.SequenceNode):
+    if nested and isinstance(node, yaml.CollectionNode):
+        for part in node.value:
+            for each in part if isinstance(part, tuple) else (part,):
+                yield from _foreign_tags(each, nested=True)
+    elif isinstance(node, yaml.SequenceNode):
         yield from (
             item.tag for item in node.value if not isinstance(item, yaml.ScalarNode) or item.tag not in PLAIN_TAGS
         )

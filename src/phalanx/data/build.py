@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from phalanx.data.index import SPLITS, Index, Shard, shard_file, write_index
 from phalanx.data.progress import Progress
-from phalanx.data.shards import SPLITS, Index, Shard, damage, shard_file, write_index, write_shard, write_table
+from phalanx.data.shards import damage, write_shard, write_table
 
 
 @dataclass(frozen=True)

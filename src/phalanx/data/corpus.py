@@ -13,7 +13,7 @@ import platform
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,21 @@ def text_files(data: Data) -> list[Path]:
         known = " ".join(sorted(chosen))
         raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}")
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
+
+
+def mix_files(data: Data) -> list[Path]:
+    """Returns the files of all sources of data.mix. Raises DataError if there are none."""
+    return [file for source in data.mix for file in text_files(replace(data, path=source.path))]
+
+
+def mix_description(data: Data) -> str:
+    """Returns the description of a mixture: its sources."""
+    return " + ".join(source.path for source in data.mix)
+
+
+def mix_identity(data: Data) -> dict[str, object]:
+    """Returns what determines the text of a mixture: its sources, but not how often they are drawn."""
+    return {"mix": [source.path for source in data.mix]}
 
 
 def walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:

@@ -17,9 +17,10 @@ import numpy as np
 
 from phalanx.config.data import IGNORE
 from phalanx.data.blocks import SplitReader
-from phalanx.data.order import sample_ids
+from phalanx.data.index import SPLITS, repair_command
+from phalanx.data.order import samples_of
 from phalanx.data.readahead import ReadAhead
-from phalanx.data.shards import SPLITS, check_tokenizer, open_shards, repair_command
+from phalanx.data.shards import check_tokenizer, open_shards
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
 
@@ -100,7 +101,30 @@ class ShardData(ABC):
 
     def order(self, first: int, count: int, seed: int) -> np.ndarray:
         """Returns the samples that the global sample numbers first .. first+count-1 stand for: (count,) int64."""
-        return self.readable(sample_ids(first, count, self.sample_count, seed))
+        return self.order_of(np.arange(first, first + count, dtype=np.int64), seed)
+
+    def order_of(self, numbers: np.ndarray, seed: int) -> np.ndarray:
+        """Returns the samples that global sample numbers stand for: (n,) int64."""
+        return self.readable(samples_of(numbers, self.sample_count, seed))
+
+    def parts(self, samples: int) -> list[tuple[str, float, ShardData, int]]:
+        """Returns what a validation over so many samples reads: name, weight, data and number of samples of each source
+        of a mixture, or all at once."""
+        return [("", 1.0, self, samples)]
+
+    def source_tokens(self, end: int) -> dict[str, int]:
+        """Returns the tokens of each source of a mixture, by path, in the global sample numbers below `end`; nothing of
+        other data."""
+        return {}
+
+    def source_facts(self) -> list[dict[str, float | str]]:
+        """Returns what each source of a mixture is: its path, its weight as a share of all, and its tokens in one
+        pass."""
+        return []
+
+    def epoch_problems(self, samples: int) -> list[str]:
+        """Returns the sources of a mixture that a run of so many samples reads more often than the job allows."""
+        return []
 
     def spread(self, ids: np.ndarray, samples: int) -> np.ndarray:
         """Returns the `ids`-th of `samples` samples that are spaced evenly over the split: (n,) int64."""

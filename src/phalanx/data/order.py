@@ -41,12 +41,16 @@ def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
 
 
 def sample_ids(first: int, count: int, n: int, seed: int) -> np.ndarray:
-    """Returns which of `n` samples the global sample numbers first .. first+count-1 stand for: (count,) int64.
+    """Returns which of `n` samples the global sample numbers first .. first+count-1 stand for, as `samples_of`."""
+    return samples_of(np.arange(first, first + count, dtype=np.int64), n, seed)
+
+
+def samples_of(numbers: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """Returns which of `n` samples global sample numbers stand for: (count,) int64.
 
     Global sample number g lies in epoch g // n; every epoch visits each of the n samples once, in its own order.
     """
-    numbers = np.arange(first, first + count, dtype=np.int64)
-    ids = np.empty(count, dtype=np.int64)
+    ids = np.empty(numbers.size, dtype=np.int64)
     epochs = numbers // n
     for epoch in np.unique(epochs):
         chosen = epochs == epoch

@@ -6,6 +6,7 @@ The contents of the shards depend on the corpus and the settings alone, not on t
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -26,22 +27,23 @@ from phalanx.data.build import BuildTask, ShardMaker
 from phalanx.data.corpus import Segment
 from phalanx.data.encode import Encoder
 from phalanx.data.files import TEMPORARY, locked
-from phalanx.data.prepared_otherwise import prepared_otherwise
-from phalanx.data.progress import Progress, silent
-from phalanx.data.row_text import RowText, encode_rows, row_texts, scan_rows
-from phalanx.data.settings import overrides, prepared_path, tokenizer_path
-from phalanx.data.shards import (
+from phalanx.data.index import (
     BLOCK_BYTES,
     INDEX,
     SPLITS,
-    TOKEN_SHARD_TOKENS,
     CorpusRecord,
     Index,
-    damage,
+    SourceRecord,
     dtype_for,
     read_index,
     repair_command,
+    write_index,
 )
+from phalanx.data.prepared_otherwise import prepared_otherwise
+from phalanx.data.progress import Progress, silent
+from phalanx.data.row_text import RowText, encode_rows, row_texts, scan_rows
+from phalanx.data.settings import is_made_of_text, overrides, prepared_path, source_settings, tokenizer_path
+from phalanx.data.shards import TOKEN_SHARD_TOKENS, damage
 from phalanx.data.template import find_template
 from phalanx.data.tokenizer import NumberTokenizer, Tokenizer, require_in_vocabulary
 from phalanx.data.tokenizer_check import check_tokenizer_class
@@ -78,7 +80,7 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
             if not _is_ready(folder, data):
                 if told := prepared_otherwise(folder, data):
                     show(told, 0, 0)
-                _build(folder, data, show)
+                _build(folder, data, show, force=force)
     except OSError as error:
         raise DataError(
             f"preparing {folder} stopped: {error.filename or 'writing'}: {error.strerror}. Finished shards are kept; "
@@ -100,11 +102,15 @@ def segments_of(data: Data, split: str) -> Iterator[Segment]:
     yield from (segment for name, segment in _split(corpus.segments(files, data), cut) if name == split)
 
 
-def _is_ready(folder: Path, data: Data) -> bool:
-    """Returns whether the folder holds all shards of `data`. Raises DataError if the corpus changed since then."""
+def _is_ready(folder: Path, data: Data, repair: str = "") -> bool:
+    """Returns whether the folder holds all shards of `data`. Raises DataError, with the command to `repair` it, if the
+    corpus changed since then."""
     if not os.path.exists(folder / INDEX):
         return False
     index = read_index(folder)
+    repair = repair or repair_command(folder, index)
+    if data.mix:
+        return index.complete and _sources_are_ready(folder, index, data, repair)
     shards = [shard for split in SPLITS for shard in index.splits[split]]
     if not index.complete or any(damage(folder, index, shard, verify=False) for shard in shards):
         return False
@@ -121,16 +127,28 @@ def _is_ready(folder: Path, data: Data) -> bool:
         raise DataError(
             f"{folder}: the corpus ({index.corpus.description}) changed since these shards were made: expected "
             f"{index.corpus.characters:,} characters with sha256 {index.corpus.sha256}, found {found.characters:,} "
-            f"with {found.sha256}. Restore the old corpus, or make new shards with: {repair_command(folder, index)}"
+            f"with {found.sha256}. Restore the old corpus, or make new shards with: {repair}"
         )
     return True
 
 
-def _build(folder: Path, data: Data, progress: Progress) -> None:
+def _sources_are_ready(folder: Path, index: Index, data: Data, repair: str) -> bool:
+    """Returns whether every source of a mixture is prepared, and is what it was when the mixture was."""
+    return all(
+        _is_ready(there, source, repair) and read_index(there).fingerprint == record.fingerprint
+        for there, source, record in zip(
+            index.folders(folder), source_settings(data, folder), index.sources, strict=True
+        )
+    )
+
+
+def _build(folder: Path, data: Data, progress: Progress, *, force: bool) -> None:
     for leftover in folder.glob(f".*{TEMPORARY}"):
         leftover.unlink()
     old = read_index(folder) if (folder / INDEX).exists() else None
-    if CORPORA[data.corpus].tokens is not None:
+    if data.mix:
+        _build_mix(folder, data, old, progress, force=force)
+    elif CORPORA[data.corpus].tokens is not None:
         _build_tokens(folder, data, old, progress)
     elif CORPORA[data.corpus].rows is not None:
         _build_rows(folder, data, old, progress)
@@ -160,6 +178,60 @@ def _tokens(data: Data, vocab: int, split: str, start: int, size: int) -> np.nda
         raise DataError(f"corpus {data.corpus} returned an array of shape {tokens.shape} for {size} tokens")
     require_in_vocabulary(tokens, vocab, f"corpus {data.corpus}")
     return tokens
+
+
+def _build_mix(folder: Path, data: Data, old: Index | None, progress: Progress, *, force: bool) -> None:
+    """Prepares every source of a mixture in a folder of its own, with one tokenizer for all."""
+    sources = source_settings(data, folder)
+    counts, cuts, digests = np.zeros(0x110000, dtype=np.int64), [], []
+    if is_made_of_text(data.tokenizer):
+        for source in sources:
+            files = corpus.sources(source)
+            scan = corpus.scan(_watched(corpus.segments(files, source), files, progress))
+            counts += scan.counts
+            cuts.append(_cut(scan, source))
+            digests.append(scan.sha256)
+
+    def parts() -> Iterator[tuple[str, Segment]]:
+        """Yields the training texts, as much of each source."""
+        for source, cut in zip(sources, cuts, strict=True):
+            left = BPE_CHARACTERS // len(sources)
+            for split, segment in _split(corpus.segments(corpus.sources(source), source), cut):
+                if split != SPLITS[0] or left <= 0:
+                    break
+                yield split, segment
+                left -= len(segment)
+
+    record = CorpusRecord(data.corpus, corpus.describe(data), 0, 0, 0, _digest_of(digests), "")
+    tokenizer = (_stored_tokenizer(folder, old, record) if digests else None) or _make_tokenizer(
+        data, counts, parts, progress
+    )
+    index = _begin(folder, data, record, tokenizer)
+    write_index(folder, index)
+    found: list[tuple[str, Index]] = []
+    for source in sources:
+        there = prepare(source, force=force, progress=partial(_of_source, progress, source.path))
+        found.append((there.name, read_index(there)))
+    of = [each.corpus for _, each in found]
+    record = replace(
+        record,
+        documents=sum(each.documents for each in of),
+        characters=sum(each.characters for each in of),
+        bytes=sum(each.bytes for each in of),
+        sha256=_digest_of([each.sha256 for each in of]),
+    )
+    records = tuple(
+        SourceRecord(name, each.fingerprint, {split: each.tokens(split) for split in SPLITS}) for name, each in found
+    )
+    write_index(folder, replace(index, corpus=record, sources=records, complete=True))
+
+
+def _digest_of(digests: Iterable[str]) -> str:
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def _of_source(progress: Progress, path: str, what: str, done: int, total: int) -> None:
+    progress(f"{path}: {what}", done, total)
 
 
 def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from phalanx.config.data import Data
+from phalanx.data.index import INDEX, read_index
 from phalanx.data.settings import overrides
-from phalanx.data.shards import INDEX, read_index
 from phalanx.errors import DataError
 
 TOKENIZER = ("data.tokenizer=", "data.bpe_vocab=")

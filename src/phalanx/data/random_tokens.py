@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from phalanx.config.data import Data
-from phalanx.data.shards import SPLITS, TOKEN_SHARD_TOKENS
+from phalanx.data.index import SPLITS
+from phalanx.data.shards import TOKEN_SHARD_TOKENS
 
 
 def random_tokens(data: Data, split: str, start: int, size: int) -> np.ndarray:

@@ -12,9 +12,10 @@ from typing import Any
 
 from phalanx.config.data import Data
 from phalanx.data.conversations import ConversationData, PackingFacts
+from phalanx.data.index import SPLITS, Index
 from phalanx.data.prepare import prepare
 from phalanx.data.progress import stderr_progress
-from phalanx.data.shards import SPLITS, Index, add_block_digests, map_shard, open_shards, token_ids
+from phalanx.data.shards import add_block_digests, map_shard, open_shards, token_ids
 from phalanx.data.split import open_split
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.echo import echo

@@ -6,14 +6,16 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from phalanx.check.job import data_problems
 from phalanx.config.corpora import CORPORA, number_of
 from phalanx.config.data import Data
+from phalanx.config.rows import written
 from phalanx.config.tokenizers import TOKENIZERS
-from phalanx.data.shards import TOKENS_VERSION
+from phalanx.data.index import TOKENS_VERSION
+from phalanx.data.tokenizer import FILE as TOKENIZER_FILE
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
 from phalanx.registry import OWN
@@ -58,7 +60,20 @@ def overrides(data: Data) -> list[str]:
         used |= {"tokenizer", "limit_mb"}
         used |= set(TOKENIZERS[data.tokenizer].settings) if data.tokenizer in TOKENIZERS else set()
     values = {field.name: getattr(data, field.name) for field in fields(data) if field.name in used}
+    values |= {"mix": written(data.mix)} if data.mix else {}
     return [f"data.{name}={value}" for name, value in values.items() if value not in ("", ())]
+
+
+def source_settings(data: Data, folder: Path) -> list[Data]:
+    """Returns the settings of every source of a mixture, prepared in `folder`. A tokenizer that is made of a text is
+    made of all of theirs, and lies there."""
+    tokenizer = str(folder / TOKENIZER_FILE) if is_made_of_text(data.tokenizer) else data.tokenizer
+    return [replace(data, corpus="text", path=source.path, mix=(), tokenizer=tokenizer) for source in data.mix]
+
+
+def is_made_of_text(tokenizer: str) -> bool:
+    """Returns whether data.tokenizer names a kind of tokenizer that each corpus gives its own vocabulary."""
+    return tokenizer in TOKENIZERS and not (isinstance(vocab := TOKENIZERS[tokenizer].vocab, int) and vocab)
 
 
 def _packages(data: Data) -> list[str]:

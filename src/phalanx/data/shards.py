@@ -1,126 +1,33 @@
-"""Token shards: the file format of prepared tokens, with its reader, writer and validation. See docs/data.md."""
+"""Token shards: the files of prepared tokens, with their reader, writer and validation. See docs/data.md."""
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
-import shlex
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from phalanx.bounded import field, read_bytes, read_json
+from phalanx.bounded import read_bytes
 from phalanx.data.files import write_atomic
-from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
+from phalanx.data.index import (
+    BLOCK_BYTES,
+    DTYPES,
+    SPLITS,
+    Index,
+    Shard,
+    read_index,
+    repair_command,
+    write_index,
+)
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
 
-INDEX = "index.json"
-FORMAT = "phalanx-tokens"
-VERSION = 2
-ROWS_VERSION = 3
-"""Version of an index whose shards hold conversations."""
-UNCHECKED_VERSION = 1
-"""Version of an index without digests of blocks; its shards are still read."""
-TOKENS_VERSION = 1
-"""Changes when the same settings give other tokens, and with it the name of the folder."""
 TOKEN_SHARD_TOKENS = 1 << 22
 """Tokens per shard of a corpus without text."""
-BLOCK_BYTES = 64 * 1024
-"""Bytes of a block: what one sha256 covers. A sample is a few kilobytes at a random place, whose block is read and
-hashed whole (0.04 ms) when it is first read."""
-MAX_BLOCK_BYTES = 64 * 1024 * 1024
 DIGEST_BYTES = 32
 ANSWER = 1 << 31
 """The bit of a stored token of a conversation that says that it is an answer's."""
-SPLITS: tuple[str, ...] = ("train", "val")
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
-
-
-@dataclass(frozen=True)
-class Shard:
-    """One file of tokens. `file` is its name without a folder."""
-
-    file: str
-    tokens: int
-    bytes: int
-    sha256: str
-    blocks: str = ""
-    """sha256 of the file with the digests of its blocks; empty if there is none."""
-    conversations: int = 0
-    """Conversations in the shard, in an index of conversations."""
-    answers: int = 0
-    """Tokens of answers that another token comes before: those that a model can learn."""
-    table: str = ""
-    """sha256 of the file with the lengths of its conversations; empty if it holds none."""
-
-    def block_count(self, block_bytes: int) -> int:
-        """Returns the number of blocks of `block_bytes` bytes; the last one may be shorter."""
-        return -(-self.bytes // block_bytes)
-
-
-@dataclass(frozen=True)
-class CorpusRecord:
-    """The corpus and settings that the shards were made from."""
-
-    name: str
-    description: str
-    documents: int
-    characters: int
-    bytes: int
-    sha256: str
-    stamp: str
-    """corpus.stamp of the source files; empty if the corpus is determined by its name."""
-
-
-@dataclass(frozen=True)
-class Index:
-    """The content of index.json: a full description of a folder of shards."""
-
-    settings: tuple[str, ...]
-    """The data.* overrides that produce these shards."""
-    corpus: CorpusRecord
-    tokenizer: str
-    """Fingerprint of the tokenizer.json beside the index."""
-    vocab_size: int
-    dtype: str
-    splits: dict[str, tuple[Shard, ...]]
-    complete: bool
-    """False until all shards are written."""
-    block_bytes: int = BLOCK_BYTES
-    """Bytes per block of a shard; 0 if blocks have no digests (version 1)."""
-    row_size: int = 0
-    """Conversations per row of the data set: 1, or 2 for preferences (version 3); 0 if the shards hold a text."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per token."""
-        return DTYPES[self.dtype].itemsize
-
-    @property
-    def fingerprint(self) -> str:
-        """sha256 (hex) over the tokenizer and the tokens of all splits: equal fingerprints mean equal training data."""
-        digests = [[shard.sha256 for shard in self.splits[split]] for split in SPLITS]
-        content: list[object] = [self.tokenizer, self.vocab_size, digests]
-        if self.row_size:
-            content.append([self.row_size, *(shard.table for split in SPLITS for shard in self.splits[split])])
-        return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-    def tokens(self, split: str) -> int:
-        """Returns the number of tokens in a split."""
-        return sum(shard.tokens for shard in self.splits[split])
-
-
-def dtype_for(vocab_size: int) -> str:
-    """Returns the smallest dtype that holds every id."""
-    return "uint16" if vocab_size <= 1 << 16 else "uint32"
-
-
-def shard_file(split: str, number: int) -> str:
-    """Returns the file name of a split's shard."""
-    return f"{split}-{number:05d}.bin"
 
 
 def blocks_file(file: str) -> str:
@@ -204,19 +111,9 @@ def add_block_digests(folder: Path, index: Index) -> Index:
     return checked
 
 
-def write_index(folder: Path, index: Index) -> None:
-    """Writes index.json."""
-    stored = {"format": FORMAT, "version": ROWS_VERSION if index.row_size else VERSION, **asdict(index)}
-    if not index.row_size:  # shards of a text are described as before there were others
-        del stored["row_size"]
-        for shard in (shard for shards in stored["splits"].values() for shard in shards):
-            del shard["conversations"], shard["answers"], shard["table"]
-    write_atomic(folder / INDEX, (json.dumps(stored, indent=1, ensure_ascii=False) + "\n").encode())
-
-
 def open_shards(folder: Path, *, verify: bool = False) -> Index:
     """Returns the index of a finished folder of shards, after checking the size of every shard; with `verify` also the
-    digests, the tokens' range and the tokenizer.
+    digests, the tokens' range and the tokenizer. Of a mixture also every source is opened.
 
     Raises DataError with the file, the expected and the actual value, and the command that repairs it.
     """
@@ -231,32 +128,15 @@ def open_shards(folder: Path, *, verify: bool = False) -> Index:
             raise DataError(f"{problem}. Make it again with: {repair_command(folder, index)}")
     if verify:
         check_tokenizer(folder, index)
+    for source in index.sources:
+        found = open_shards(folder.parent / source.folder, verify=verify)
+        if (found.fingerprint, found.tokenizer) != (source.fingerprint, index.tokenizer) or found.sources:
+            raise DataError(
+                f"{folder.parent / source.folder} is not as it was when the mixture {folder} was prepared: expected "
+                f"fingerprint {source.fingerprint[:16]}…, found {found.fingerprint[:16]}…. Prepare it again with: "
+                f"{repair_command(folder, index, switch='')}"
+            )
     return index
-
-
-def read_index(folder: Path) -> Index:
-    """Returns the index of `folder`, checked for consistency but not against the shards. Raises DataError."""
-    path = folder / INDEX
-    try:
-        stored = read_json(path)
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}. Make it with: {repair_command(folder, None)}"
-        ) from error
-    except ValueError as error:
-        raise DataError(f"{path} is not JSON: {error}. Make it again with: {repair_command(folder, None)}") from error
-    found = (stored.get("format"), stored.get("version")) if isinstance(stored, dict) else (type(stored).__name__, None)
-    if found not in [(FORMAT, version) for version in (VERSION, UNCHECKED_VERSION, ROWS_VERSION)]:
-        raise DataError(
-            f"{path}: expected format {FORMAT!r} version {VERSION}, found {found[0]!r} version {found[1]!r}. Make the "
-            f"shards again with: {repair_command(folder, None)}"
-        )
-    try:
-        return _parse(stored)
-    except ValueError as error:
-        raise DataError(
-            f"{path} is not a valid index: {error}. Make it again with: {repair_command(folder, None)}"
-        ) from error
 
 
 def damage(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | None:
@@ -319,78 +199,3 @@ def map_shard(folder: Path, index: Index, shard: Shard) -> np.ndarray:
 def token_ids(stored: np.ndarray, index: Index) -> np.ndarray:
     """Returns the ids of stored tokens, which in conversations also say whether they are an answer's."""
     return stored & (ANSWER - 1) if index.row_size else stored
-
-
-def repair_command(folder: Path, index: Index | None, *, switch: str = "--force") -> str:
-    """Returns the command that builds the shards of `folder` again, or with another switch completes or checks them."""
-    settings = [*index.settings, f"data.dir={folder.parent}"] if index else ["JOB.yaml"]
-    return shlex.join(["phalanx", "data", "prepare", *([switch] if switch else []), *settings])
-
-
-def _parse(stored: dict[str, Any]) -> Index:
-    """Returns the index of parsed JSON. Raises ValueError with a readable message."""
-    vocab_size, dtype = field(stored, "vocab_size", int), field(stored, "dtype", str)
-    if dtype not in DTYPES or not 1 <= vocab_size <= LARGEST_VOCABULARY:
-        raise ValueError(
-            f"dtype {dtype!r}, vocab_size {vocab_size}: expected one of {list(DTYPES)}, and 1 to {LARGEST_VOCABULARY}"
-        )
-    corpus = field(stored, "corpus", dict)
-    splits = field(stored, "splits", dict)
-    checked = stored["version"] != UNCHECKED_VERSION
-    block_bytes = field(stored, "block_bytes", int) if checked else 0
-    if checked and (block_bytes % 16 or not 0 < block_bytes <= MAX_BLOCK_BYTES):
-        raise ValueError(f"block_bytes {block_bytes}: expected a multiple of 16, at most {MAX_BLOCK_BYTES}")
-    row_size = field(stored, "row_size", int) if stored["version"] == ROWS_VERSION else 0
-    if stored["version"] == ROWS_VERSION and not (row_size in (1, 2) and dtype == "uint32"):
-        raise ValueError(f"row_size {row_size}, dtype {dtype!r}: expected 1 or 2, and 'uint32'")
-    return Index(
-        settings=tuple(str(setting) for setting in field(stored, "settings", list)),
-        corpus=CorpusRecord(
-            name=field(corpus, "name", str),
-            description=field(corpus, "description", str),
-            documents=field(corpus, "documents", int),
-            characters=field(corpus, "characters", int),
-            bytes=field(corpus, "bytes", int),
-            sha256=field(corpus, "sha256", str),
-            stamp=field(corpus, "stamp", str),
-        ),
-        tokenizer=field(stored, "tokenizer", str),
-        vocab_size=vocab_size,
-        dtype=dtype,
-        splits={
-            split: tuple(
-                _shard(split, number, entry, DTYPES[dtype].itemsize, block_bytes, row_size)
-                for number, entry in enumerate(field(splits, split, list))
-            )
-            for split in SPLITS
-        },
-        complete=field(stored, "complete", bool),
-        block_bytes=block_bytes,
-        row_size=row_size,
-    )
-
-
-def _shard(split: str, number: int, entry: Any, itemsize: int, block_bytes: int, row_size: int) -> Shard:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{split} shard {number} is {type(entry).__name__}, expected an object")
-    shard = Shard(
-        file=field(entry, "file", str),
-        tokens=field(entry, "tokens", int),
-        bytes=field(entry, "bytes", int),
-        sha256=field(entry, "sha256", str),
-        blocks=field(entry, "blocks", str) if block_bytes else "",
-        conversations=field(entry, "conversations", int) if row_size else 0,
-        answers=field(entry, "answers", int) if row_size else 0,
-        table=field(entry, "table", str) if row_size else "",
-    )
-    # The name is derived, so that no index can lead a reader out of its folder.
-    if shard.file != shard_file(split, number):
-        raise ValueError(f"{split} shard {number} is called {shard.file!r}, expected {shard_file(split, number)!r}")
-    if shard.tokens < 0 or shard.bytes != shard.tokens * itemsize:
-        raise ValueError(f"{shard.file}: {shard.bytes} bytes are not {shard.tokens} tokens of {itemsize} bytes")
-    if row_size and not 0 <= shard.conversations * row_size <= shard.tokens:
-        raise ValueError(f"{shard.file}: {shard.conversations} conversations in {shard.tokens} tokens")
-    for digest in (shard.sha256, *([shard.blocks] if block_bytes else []), *([shard.table] if row_size else [])):
-        if not re.fullmatch("[0-9a-f]{64}", digest):
-            raise ValueError(f"{shard.file}: {digest!r} is not a sha256")
-    return shard

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from phalanx.config.corpora import PAIR
 from phalanx.config.data import Data
 from phalanx.data.conversations import ConversationData
+from phalanx.data.index import read_index
 from phalanx.data.loader import ShardData, TokenData
+from phalanx.data.mixture import MixedData
 from phalanx.data.preferences import PreferenceData
-from phalanx.data.shards import read_index
+
+NONE: Mapping[Path, Collection[int]] = MappingProxyType({})
 
 
-def open_split(folder: Path, split: str, seq_len: int, data: Data, damaged: Collection[int] = ()) -> ShardData:
-    """Returns the samples of one split of a job's prepared folder. Raises DataError as their class does."""
-    row_size = read_index(folder).row_size
-    if row_size:
-        kind = PreferenceData if row_size == PAIR else ConversationData
+def open_split(
+    folder: Path, split: str, seq_len: int, data: Data, damaged: Mapping[Path, Collection[int]] = NONE
+) -> ShardData:
+    """Returns the samples of one split of a job's prepared folder; `damaged` are those of each folder of shards that
+    are not read. Raises DataError as their class does."""
+    index = read_index(folder)
+    if index.row_size:
+        kind = PreferenceData if index.row_size == PAIR else ConversationData
         return kind(folder, split, seq_len, data)
-    return TokenData(folder, split, seq_len, document_mask=data.document_mask, damaged=damaged)
+    texts = [
+        TokenData(each, split, seq_len, document_mask=data.document_mask, damaged=damaged.get(each, ()))
+        for each in index.folders(folder)
+    ]
+    return MixedData(folder, split, seq_len, data.mix, texts) if index.sources else texts[0]

@@ -17,8 +17,8 @@ def vocabulary_size(job: Job) -> int:
     if stated := vocabulary_of(data):
         return stated
     # A prediction that knows the vocabulary need not wait for numpy.
+    from phalanx.data.index import read_index
     from phalanx.data.settings import prepared_path
-    from phalanx.data.shards import read_index
 
     try:
         return read_index(prepared_path(data)).vocab_size

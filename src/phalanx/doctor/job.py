@@ -73,8 +73,9 @@ def layout_here(machine: CheckedMachine) -> Iterator[CheckResult]:
 
 def data_here(machine: CheckedMachine) -> Iterator[CheckResult]:
     """Yields whether the token shards are there and whole, or can be made here."""
+    from phalanx.data.index import INDEX
     from phalanx.data.settings import prepared_path, tokenizer_path
-    from phalanx.data.shards import INDEX, open_shards
+    from phalanx.data.shards import open_shards
 
     data = machine.job.data
     prepare = "prepare the data: phalanx data prepare JOB, with the same settings"

@@ -136,29 +136,35 @@ def score(
     step: int,
     scoring: ScoringOptions,
     device: torch.device,
-    read: Callable[[Job, Tokenizer], ScoredText | ScoredConversations],
+    read: Callable[[Job, Tokenizer], Sequence[ScoredText | ScoredConversations]],
     progress: Progress = silent,
-) -> Perplexity:
+) -> list[Perplexity]:
     """Scores a run's checkpoint of `step` (0: the newest), together with the other ranks of the process group.
 
-    `read` returns the text, given the run's job and tokenizer; it is called on every rank. Raises the errors of
+    `read` returns the texts, given the run's job and tokenizer; it is called on every rank. Raises the errors of
     `generate.load.find`, JobError, and DataError."""
     manifest = check(Path(on_rank_zero(lambda: str(find(run, step).path))), verify=False)
     job = scoring_job(manifest, scoring, device.type)
     tokenizer = Tokenizer.load(run)
-    text = on_every_rank(lambda: read(job_of(manifest), tokenizer))
+    texts = on_every_rank(lambda: read(job_of(manifest), tokenizer))
     mesh = meshes.build(job.layout, device.type)
     stepper = Stepper(job, mesh, device, vocabulary_of(manifest))
     on_every_rank(lambda: _load(stepper, manifest))
     stepper.reload()
     separator = tokenizer.separator if job.data.document_mask else ()
-    samples = _samples(text, scoring, job, mesh, separator)
     rows = mesh.data_ranks * job.layout.micro_batch
-    shown = partial(progress, f"scoring {run}")
-    loss = validation_loss(stepper.replica, mesh, _tensors(stepper, samples, -(-samples.count // rows), shown), device)
-    assert loss is not None, "nothing stops it"
-    window = samples.context, samples.stride
-    return Perplexity(str(run), manifest.step, text.name, text.split, *window, samples.scored, text.bytes, loss)
+    found = []
+    for text in texts:
+        samples = _samples(text, scoring, job, mesh, separator)
+        shown = partial(progress, f"scoring {run}" + (f" on {text.name}" if len(texts) > 1 else ""))
+        tensors = _tensors(stepper, samples, -(-samples.count // rows), shown)
+        loss = validation_loss(stepper.replica, mesh, tensors, device)
+        assert loss is not None, "nothing stops it"
+        window = samples.context, samples.stride
+        found.append(
+            Perplexity(str(run), manifest.step, text.name, text.split, *window, samples.scored, text.bytes, loss)
+        )
+    return found
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from phalanx.data.corpus import Segment
 from phalanx.data.encode import encode_segments
 from phalanx.data.loader import ShardData, TokenData
 from phalanx.data.prepare import prepare, segments_of
+from phalanx.data.settings import prepared_path, source_settings
 from phalanx.data.split import open_split
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
@@ -41,6 +42,14 @@ class ScoredConversations:
     samples: ShardData
     bytes: None = None
     """Only some tokens of the text are scored."""
+
+
+def read_texts(
+    data: Data, tokenizer: Tokenizer, split: str, seq_len: int, limit_mb: float = 0.0
+) -> list[ScoredText | ScoredConversations]:
+    """Reads the text of `data` as `read_text` does; of a mixture the text of every source."""
+    each = source_settings(data, prepared_path(data)) if data.mix else [data]
+    return [read_text(one, tokenizer, split, seq_len, limit_mb) for one in each]
 
 
 def read_text(
@@ -80,7 +89,9 @@ def other_corpus(own: Data, corpus_name: str, files: Path | None, text_field: st
     its whole text is read unless a split is given."""
     if files is not None:
         return Data(corpus="text", path=str(files), text_field=text_field, dir=own.dir)
-    return replace(own, corpus=corpus_name) if corpus_name else own
+    if not corpus_name:
+        return own
+    return replace(own, corpus=corpus_name, mix=own.mix if corpus_name == "mix" else ())
 
 
 def _limited(segments: Iterator[Segment], limit_mb: float) -> Iterator[Segment]:

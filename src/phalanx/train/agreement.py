@@ -20,8 +20,9 @@ from phalanx.comm.agree import on_every_rank
 from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
 from phalanx.config.data import Data
 from phalanx.config.job import Job
+from phalanx.data.index import Index, read_index, repair_command
 from phalanx.data.prepare import prepare
-from phalanx.data.shards import Index, open_shards, repair_command
+from phalanx.data.shards import open_shards
 from phalanx.errors import DataError, JobError, RunError
 from phalanx.train.facts import extension_facts, job_facts, source_digest
 
@@ -68,7 +69,7 @@ def agree(chosen: Facts, device: torch.device) -> None:
 def find_shards(data: Data) -> Path:
     """Returns the folder of a job's token shards, built if missing, with their digests checked. Raises DataError."""
     shards = prepare(data)
-    size = sum(file.stat().st_size for file in shards.glob("*.bin"))
+    size = sum(file.stat().st_size for each in read_index(shards).folders(shards) for file in each.glob("*.bin"))
     open_shards(shards, verify=size <= VERIFIED_BYTES and data.on_corruption == "stop")
     return shards
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from phalanx.comm.agree import gather_json, on_every_rank
 from phalanx.config.job import Job
 from phalanx.data.blocks import SplitReader, split_blocks
-from phalanx.data.shards import Index, repair_command
+from phalanx.data.index import Index, read_index, repair_command
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
 
@@ -29,14 +29,15 @@ _Found = tuple[str, int, int, str]
 """Split, shard, block, and what is wrong with it."""
 
 
-def damaged_samples(job: Job, folder: Path, index: Index) -> dict[str, frozenset[int]]:
-    """Returns the damaged samples of each split; nothing unless the job skips them.
+def damaged_samples(job: Job, folder: Path) -> dict[str, frozenset[int]]:
+    """Returns the damaged samples of each split of a folder of shards; nothing unless the job skips them.
 
     A collective; each block is read once per host. Raises DataError on every rank if the shards have no block digests,
     if there are more damaged samples than data.skip_quota, or if a shard cannot be read.
     """
     if job.data.on_corruption == "stop":
         return {}
+    index = read_index(folder)
     if not index.block_bytes:
         raise DataError(
             f"{folder}: data.on_corruption=skip needs digests of blocks, which version 1 has not. "

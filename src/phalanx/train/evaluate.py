@@ -3,15 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from phalanx.data.loader import ShardData, evaluation_batches
 from phalanx.launch.watchdog import heartbeat
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.preferences import PairFacts
+from phalanx.partition import batch
+from phalanx.train.step import Stepper
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What a validation found."""
+
+    loss: float
+    """Mean per valid token, in nats, or per preference pair; over the sources of a mixture by their weights."""
+    sources: dict[str, float]
+    """The loss of each source of a mixture, by path."""
+    pairs: PairFacts | None
+
+
+def validate(stepper: Stepper, data: ShardData, step: int, stops: Callable[[], bool]) -> Validation | None:
+    """Validates on the samples of `data`, source by source. A collective; returns None as `validation_loss` does."""
+    mesh, replica, job = stepper.mesh, stepper.replica, stepper.job
+    micro_batch = batch.solve(job.train.global_batch, job.layout).micro_batch
+    parts, losses = data.parts(job.train.eval_samples), []
+    for _, _, part, samples in parts:
+        batches = evaluation_batches(
+            part, samples=samples, micro_batch=micro_batch, rank=mesh.data_rank, ranks=mesh.data_ranks
+        )
+        tensors = (stepper.tensors(micro, step, validates=True) for micro in batches)
+        loss = validation_loss(replica, mesh, tensors, stepper.device, stops)
+        if loss is None:
+            return None
+        losses.append(loss)
+    mean = sum(weight * loss for (_, weight, _, _), loss in zip(parts, losses, strict=True))
+    sources = {name: loss for (name, _, _, _), loss in zip(parts, losses, strict=True) if name}
+    return Validation(mean, sources, pair_facts(replica, mesh, stepper.device))
 
 
 def validation_loss(

@@ -19,8 +19,6 @@ from phalanx.check.guard import unguarded
 from phalanx.comm.agree import on_rank_zero
 from phalanx.config.job import Job
 from phalanx.data.conversations import ConversationData
-from phalanx.data.loader import ShardData, evaluation_batches
-from phalanx.data.split import open_split
 from phalanx.errors import NotFiniteError, PhalanxError, StoppedError
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
@@ -34,14 +32,14 @@ from phalanx.partition import batch as batch_equation
 from phalanx.trackers.processes import Trackers
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, metrics, start
-from phalanx.train.agreement import agree_on_job, find_shards, open_same_shards
-from phalanx.train.damaged_samples import damaged_samples
+from phalanx.train.agreement import agree_on_job
 from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
-from phalanx.train.evaluate import pair_facts, validation_loss
+from phalanx.train.evaluate import validate
 from phalanx.train.expert_load import ExpertLoads
 from phalanx.train.feed import Feed
 from phalanx.train.guard.guard import Guard, Rewind
 from phalanx.train.milestones import Milestones
+from phalanx.train.open_data import open_data
 from phalanx.train.peak import peak_flops
 from phalanx.train.profile.window import StepProfile
 from phalanx.train.recorder import Recorder
@@ -52,7 +50,6 @@ from phalanx.train.restarted import report_restart
 from phalanx.train.resume import Resume
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.saving import Saving
-from phalanx.train.shared import require_shared
 from phalanx.train.state import TrainState
 from phalanx.train.step import Step, Stepper
 from phalanx.train.stop import StopRequest
@@ -143,16 +140,8 @@ class Trainer:
         self.directory = RunDirectory.of(job)
         self.batch = batch_equation.solve(job.train.global_batch, job.layout)
         self.mesh: Mesh = meshes.build(job.layout, device.type)
-        shards = Path(on_rank_zero(lambda: str(find_shards(job.data))))
-        require_shared(self.directory, shards, ranks)
-        index = open_same_shards(shards)
-        damaged = damaged_samples(job, shards, index)
-
-        def data(split: str) -> ShardData:
-            return open_split(shards, split, job.model.seq_len, job.data, damaged.get(split, ()))
-
-        self.train_data = data("train")
-        self.val_data = data("val") if job.train.eval_samples else None
+        self.train_data, self.val_data = open_data(job, self.directory, ranks)
+        index = self.train_data.index
         on_rank_zero(lambda: start.keep_tokenizer(job, self.train_data, self.directory))
         vocab_size = on_rank_zero(lambda: start.vocabulary_of(job, self.directory, index.vocab_size))
         self._log_start(vocab_size)
@@ -184,8 +173,10 @@ class Trainer:
         with self._recorder() as recorder, self.saving:
             peak = {"peak_flops": self.peak.flops, "peak_source": self.peak.source, "peak_spread": self.peak.spread}
             layout = self.job.layout
-            facts = {"devices": layout.world, "device": self.device.type, "vocab_size": self.state.vocab_size}
+            facts: dict[str, Any] = {"devices": layout.world, "device": self.device.type}
+            facts |= {"vocab_size": self.state.vocab_size}
             facts |= {"conversations": most} if (most := self.train_data.most_conversations) else {}
+            facts |= {"sources": sources} if (sources := self.train_data.source_facts()) else {}
             recorder.rows.write("start", step=state.step, layout=layout.line(), **facts, **peak)
             self.saving.written = recorder.checkpoint
             self.guard = self._guard(recorder)
@@ -282,7 +273,13 @@ class Trainer:
         positions = self.batch.global_batch * job.model.seq_len
         devices = job.layout.processes  # replicas of data_parallel=threads share one, and its peak
         meter = metrics.Meter(positions, flops / devices, self.peak.flops, devices)
-        return Recorder(self.directory.metrics if self.ranks.rank == 0 else None, meter, self.milestones, self.device)
+        path = self.directory.metrics if self.ranks.rank == 0 else None
+        return Recorder(path, meter, self.milestones, self.device, self._source_tokens)
+
+    def _source_tokens(self, step: int) -> dict[str, int]:
+        """Returns the tokens of each source of a mixture that `step` steps have read."""
+        later = (step - self.state.step) * self.batch.global_batch
+        return self.train_data.source_tokens(self.state.samples + later)
 
     def _feed(self, meter: metrics.Meter) -> Feed:
         first_step, first_sample = self.state.step, self.state.samples
@@ -342,21 +339,12 @@ class Trainer:
         if self.val_data is None:
             return False
         began = time.perf_counter()
-        batches = evaluation_batches(
-            self.val_data,
-            samples=self.job.train.eval_samples,
-            micro_batch=self.batch.micro_batch,
-            rank=self.mesh.data_rank,
-            ranks=self.mesh.data_ranks,
-        )
-        tensors = (self.stepper.tensors(micro, self.state.step, validates=True) for micro in batches)
         with self.mesh.ledger.untracked():
-            loss = validation_loss(self.stepper.replica, self.mesh, tensors, self.device, lambda: self.stop.requested)
-            pairs = pair_facts(self.stepper.replica, self.mesh, self.device)
-        if loss is None:
+            found = validate(self.stepper, self.val_data, self.state.step, lambda: self.stop.requested)
+        if found is None:
             return True
-        self.state.validated(loss)
-        recorder.validation(self.state.step, loss, time.perf_counter() - began, pairs)
+        self.state.validated(found.loss)
+        recorder.validation(self.state.step, found, time.perf_counter() - began)
         return False
 
     def _save(self, recorder: Recorder, last: bool) -> bool:

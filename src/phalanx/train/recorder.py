@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +14,8 @@ import torch
 from phalanx.comm.ledger import Ledger
 from phalanx.echo import shortened
 from phalanx.launch.watchdog import heartbeat
-from phalanx.parallel.preferences import PairFacts
 from phalanx.train import device as devices
+from phalanx.train.evaluate import Validation
 from phalanx.train.metrics import Meter, MetricsFile, line
 from phalanx.train.milestones import Milestones
 from phalanx.units import gib
@@ -27,7 +28,15 @@ class Recorder:
     """Records one rank's results. A context manager; without a path (every rank but the first) the rows of
     metrics.jsonl are discarded."""
 
-    def __init__(self, path: Path | None, meter: Meter, milestones: Milestones, device: torch.device):
+    def __init__(
+        self,
+        path: Path | None,
+        meter: Meter,
+        milestones: Milestones,
+        device: torch.device,
+        source_tokens: Callable[[int], dict[str, int]] = lambda step: {},
+    ):
+        self.source_tokens = source_tokens
         self.rows, self.meter, self.milestones = MetricsFile(path), meter, milestones
         self.device = device
         self.newest = 0
@@ -48,18 +57,21 @@ class Recorder:
         row = {"step": number, **values, **self.meter.step(number), "memory": devices.peak_memory(self.device)}
         self.newest = number
         heartbeat.memory(row["memory"])
-        self.rows.write("step", **row)
+        sources = self.source_tokens(number)
+        self.rows.write("step", **row, **({"source_tokens": sources} if sources else {}))
         if self.milestones.shows(number):
             log.info("%s", line({**row, **self.meter.since_shown()}, devices.peak_memory(self.device)))
 
-    def validation(self, step: int, loss: float, seconds: float, pairs: PairFacts | None = None) -> None:
-        """Records a validation after step `step`: its mean loss per token, in nats, or per preference pair, with the
-        facts of these. Its time is not training."""
+    def validation(self, step: int, found: Validation, seconds: float) -> None:
+        """Records a validation after step `step`. Its time is not training."""
         self.meter.pause(seconds)
-        facts = {f"val_{name}": value for name, value in asdict(pairs).items()} if pairs else {}
-        self.rows.write("validation", step=step, val_loss=loss, **facts, seconds=seconds)
+        pairs = found.pairs
+        facts: dict[str, Any] = {f"val_{name}": value for name, value in asdict(pairs).items()} if pairs else {}
+        facts |= {"source_losses": found.sources} if found.sources else {}
+        self.rows.write("validation", step=step, val_loss=found.loss, **facts, seconds=seconds)
         shown = f"margin: {pairs.reward_margin:.3f}  accuracy: {pairs.reward_accuracy:.1%}  " if pairs else ""
-        log.info("step: %d  val_loss: %.4f  %s(%s)", step, loss, shown, as_time(seconds))
+        shown += "".join(f"{path}: {loss:.4f}  " for path, loss in found.sources.items())
+        log.info("step: %d  val_loss: %.4f  %s(%s)", step, found.loss, shown, as_time(seconds))
 
     def guard(self, step: int, text: str, values: dict[str, Any]) -> None:
         """Records what the guard found in step `step`, and what it did."""

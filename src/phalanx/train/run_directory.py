@@ -194,6 +194,8 @@ def require_same_job(manifest: Manifest, job: Job, where: str) -> Job:
     CheckpointError if this version cannot read it."""
     then = job_of(manifest)
     fatal = [path for path in STRUCTURE if get(then, path) != get(job, path)]
+    # Which sample comes next depends on the weights; paths may be others for the same tokens, which have a fingerprint.
+    fatal += ["data.mix"] if _weights(then) != _weights(job) else []
     if fatal:
         differences = "".join(f"\n  {path}: {get(then, path)!r} there, {get(job, path)!r} here" for path in fatal)
         raise JobError(
@@ -201,6 +203,10 @@ def require_same_job(manifest: Manifest, job: Job, where: str) -> Job:
             f"renames the existing run, run.name=OTHER starts another:{differences}"
         )
     return then
+
+
+def _weights(job: Job) -> list[float]:
+    return [source.weight for source in job.data.mix]
 
 
 def _environment() -> dict[str, object]:

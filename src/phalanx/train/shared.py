@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.comm.agree import gather_json, on_rank_zero
-from phalanx.data.shards import INDEX
+from phalanx.data.index import INDEX
 from phalanx.errors import RunError
 from phalanx.launch.ranks import Ranks
 from phalanx.train.run_directory import RunDirectory

@@ -1,0 +1,135 @@
+"""A mixture: samples of several prepared folders, drawn by weight.
+
+Global sample numbers are taken in rounds of MIX_ROUND. Each source has a fixed number of places in a round, in
+proportion to its weight and as evenly spaced as they can be, so every batch has nearly the weights. The source of a
+number, and how many samples of that source came before, follow from the number alone: resuming needs one number, and
+the number of ranks does not matter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from phalanx.config.corpora import MIX_ROUND
+from phalanx.config.data import MixSource
+from phalanx.data.loader import MicroBatch, ShardData, TokenData
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The sources of the places of a round, which repeats for ever."""
+
+    places: np.ndarray
+    """(sources,) int64: the places of each, of sum MIX_ROUND."""
+
+    @classmethod
+    def of(cls, weights: Sequence[float]) -> Rounds:
+        """Returns the round of positive weights, by largest remainder: they hold to one part in MIX_ROUND."""
+        exact = np.array(weights, dtype=np.float64) / max(weights)
+        exact *= MIX_ROUND / exact.sum()
+        places = np.maximum(np.floor(exact).astype(np.int64), 1)
+        places[np.argsort(places - exact, kind="stable")[: MIX_ROUND - places.sum()]] += 1
+        while places.sum() > MIX_ROUND:  # tiny weights were rounded up to one place
+            places[places.argmax()] -= 1
+        return cls(places)
+
+    @cached_property
+    def _order(self) -> tuple[np.ndarray, np.ndarray]:
+        """The source of each place of a round, and its number among that source's places: (MIX_ROUND,) int64 each."""
+        source = np.repeat(np.arange(self.places.size), self.places)
+        number = np.concatenate([np.arange(count) for count in self.places])
+        # Place j of n lies at (2j + 1) / 2n of the round: whole numbers, so that every machine sorts alike.
+        when = (2 * number + 1) * MIX_ROUND // (2 * self.places[source])
+        order = np.lexsort((source, when))
+        return source[order], number[order]
+
+    def draw(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the source of global sample numbers, and the number among that source's samples: (n,) int64 each.
+        Every number of a source occurs once."""
+        source, number = (table[numbers % MIX_ROUND] for table in self._order)
+        return source, numbers // MIX_ROUND * self.places[source] + number
+
+    def drawn(self, end: int) -> np.ndarray:
+        """Returns how many of the global sample numbers below `end` are of each source: (sources,) int64."""
+        rounds, rest = divmod(end, MIX_ROUND)
+        return rounds * self.places + np.bincount(self._order[0][:rest], minlength=self.places.size)
+
+
+class MixedData(ShardData):
+    """The samples of several sources, by weight. The samples of a source follow those of the source before in number.
+    A source is read in its own order, and again in another order when all its samples were read."""
+
+    def __init__(self, folder: Path, split: str, seq_len: int, mix: Sequence[MixSource], sources: Sequence[TokenData]):
+        super().__init__(folder, split, seq_len)
+        self.mix, self.sources = mix, sources
+        self.rounds = Rounds.of([source.weight for source in mix])
+        self.document_mask = sources[0].document_mask
+        self._ends = np.cumsum([source.sample_count for source in sources])
+        self.sample_count = int(self._ends[-1])
+
+    def order(self, first: int, count: int, seed: int) -> np.ndarray:
+        chosen, numbers = self.rounds.draw(np.arange(first, first + count))
+        ids = np.empty(count, dtype=np.int64)
+        for which, source in enumerate(self.sources):
+            of_source = chosen == which
+            ids[of_source] = self._start(which) + source.order_of(numbers[of_source], seed)
+        return ids
+
+    def valid_tokens(self, first: int, count: int, seed: int) -> int:
+        return count * self.seq_len  # as of each source
+
+    def source_tokens(self, end: int) -> dict[str, int]:
+        counts = (self.rounds.drawn(end) * self.seq_len).tolist()
+        return {source.path: count for source, count in zip(self.mix, counts, strict=True)}
+
+    def source_facts(self) -> list[dict[str, float | str]]:
+        total = sum(source.weight for source in self.mix)
+        return [
+            {"path": source.path, "weight": source.weight / total, "tokens": data.sample_count * self.seq_len}
+            for source, data in zip(self.mix, self.sources, strict=True)
+        ]
+
+    def parts(self, samples: int) -> list[tuple[str, float, ShardData, int]]:
+        weights = self.rounds.places / MIX_ROUND
+        return [
+            (source.path, float(weight), data, min(data.sample_count, max(1, round(samples * float(weight)))))
+            for source, weight, data in zip(self.mix, weights, self.sources, strict=True)
+        ]
+
+    def epoch_problems(self, samples: int) -> list[str]:
+        found = []
+        for number, (source, data, drawn) in enumerate(
+            zip(self.mix, self.sources, self.rounds.drawn(samples).tolist(), strict=True), start=1
+        ):
+            most = source.epochs * data.sample_count
+            if source.epochs and drawn > most:
+                found.append(
+                    f"data.mix: item {number} ({source.path}): the run draws {drawn:,} of its samples, which is "
+                    f"{drawn / data.sample_count:.2f} passes over its {data.sample_count:,}, and epochs is "
+                    f"{source.epochs:g}; nearest legal: epochs={math.ceil(100 * drawn / data.sample_count) / 100:g}, "
+                    f"or {most / drawn:.3g} of its share or of train.steps"
+                )
+        return found
+
+    def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
+        chosen = np.searchsorted(self._ends, ids, side="right")
+        rows: list[MicroBatch] = []
+        for row, which in enumerate(chosen.tolist()):
+            one = slice(row, row + 1)
+            rows.append(self.sources[which].micro_batch(ids[one] - self._start(which), numbers[one]))
+        documents = [row.documents for row in rows if row.documents is not None]
+        return MicroBatch(
+            np.concatenate([row.tokens for row in rows]),
+            np.concatenate([row.targets for row in rows]),
+            numbers,
+            np.concatenate(documents) if documents else None,
+        )
+
+    def _start(self, which: int) -> int:
+        return int(self._ends[which]) - self.sources[which].sample_count
