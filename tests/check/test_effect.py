@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.check.effect import CONDITIONS
-from phalanx.check.load import from_dict, load_words
+from phalanx.check.load import from_dict, load_file, load_words
 from phalanx.check.show import as_dict
 from phalanx.config.fields import leaves
 from phalanx.config.overrides import parse
@@ -19,10 +19,10 @@ ELSEWHERE = {
         init_std moe.n_experts mla.kv_rank lora.rank
     """,
     "layout": """
-        auto dp_replicate dp_shard cp cp_ulysses cp_inner tp pp ep zero reshard hpz quantise_weights
-        quantise_gradients prefetch accumulate tiles tile sp sp_regather schedule pp_chunks pp_slices pp_cut
-        micro_batch accumulation recompute recompute_cut loss_chunk offload offload_blocks offload_to
-        data_parallel sync sync_every bucket_mb
+        auto dp_replicate dp_shard cp cp_ulysses tp pp ep zero hpz quantise_weights
+        quantise_gradients accumulate tiles sp_regather
+        micro_batch accumulation recompute recompute_cut loss_chunk offload
+        data_parallel sync bucket_mb
     """,
     "data": """
         corpus mix document_mask val_fraction limit_mb dir workers prefetch on_corruption skip_quota
@@ -39,11 +39,11 @@ ELSEWHERE = {
         every every_minutes keep keep_every keep_best verify background on_failure timeout_s remote
     """,
     "guard": """
-        every repeat_every on_corruption on_spike on_nan spike_norm spike_loss spike_window spike_warmup limit
+        every repeat_every on_corruption on_spike on_nan limit
     """,
     "run": """
-        name dir threads device_budget_mib timeout_s hang_s grace_s max_restarts restart_window_s nnodes
-        rdzv_endpoint node_lost_s trackers trackers_wait_s report live log_level all_ranks sample_tokens
+        name dir threads device_budget_mib timeout_s hang_s grace_s max_restarts nnodes
+        trackers report live log_level all_ranks sample_tokens
     """,
 }
 """Fields by section that have an effect in every job, or whose condition another rule of check/ states. A new field
@@ -55,6 +55,15 @@ SET = {
     "model.mla.q_rank": "8",
     "model.lora.alpha": "8",
     "model.rope_scaling.kind": "yarn",
+    "layout.sp": "true",
+    "layout.schedule": "zb_h1",
+    "layout.pp_cut": "1+3",
+    "layout.reshard": "false",
+    "layout.tile": "head",
+    "layout.offload_to": "/tmp",
+    "layout.sync_every": "3",
+    "guard.spike_norm": "9",
+    "run.node_lost_s": "5",
     "optimizer.outer_lr": "0.5",
     "optimizer.decay_fraction": "0.5",
     "optimizer.base_batch": "8",
@@ -87,3 +96,13 @@ def test_every_field_is_in_one_of_the_two_tables() -> None:
     fields = {path for path in leaves() if not path.startswith("cluster.")}
     assert elsewhere | CONDITIONS.keys() == fields
     assert not elsewhere & CONDITIONS.keys()
+
+
+def test_layout_options_of_a_file_rest_where_the_command_line_changes_the_layout(tmp_path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("layout: {tp: 2, sp: true}\n")
+    assert load_file(path, ["layout.tp=2"]).answers == load_file(path).answers
+    (told,) = (each for each in load_file(path, ["layout.tp=1"]).answers if "layout.sp" in each)
+    assert told.endswith("layout.tp above 1; the command line changes the layout")
+    with pytest.raises(JobError, match="layout.sp=true: has no effect here"):
+        load_file(path, ["layout.tp=1", "layout.sp=true"])

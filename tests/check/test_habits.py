@@ -10,6 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from phalanx.check.effect import effect_problems
 from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob, load_words
 from phalanx.cli import main
@@ -53,8 +54,8 @@ def problems(*argv: str) -> list[str]:
             ["--ac=selective: taken as layout.recompute=selective"],
         ),
         (
-            ["--reshard-after-forward", "never", "--tp", "2"],
-            {"layout.reshard": False, "layout.tp": 2},
+            ["--reshard-after-forward", "never", "--dp-shard", "2"],
+            {"layout.reshard": False, "layout.dp_shard": 2},
             ["--reshard-after-forward never: taken as layout.reshard=false"],
         ),
         (
@@ -63,7 +64,7 @@ def problems(*argv: str) -> list[str]:
             ["--reshard-after-forward: taken as layout.reshard=true"],
         ),
         (
-            ["--no-reshard-after-forward"],
+            ["--no-reshard-after-forward", "dp_shard=2"],
             {"layout.reshard": False},
             ["--no-reshard-after-forward: taken as layout.reshard=false"],
         ),
@@ -140,7 +141,7 @@ def problems(*argv: str) -> list[str]:
             {"optimizer.schedule": "cosine"},
             ["schedule=Cosine: taken as optimizer.schedule=cosine"],
         ),
-        (["schedule=pipedream"], {"layout.schedule": "pipedream"}, []),
+        (["schedule=pipedream", "pp=2"], {"layout.schedule": "pipedream"}, []),
         (["pp=2", "schedule=GPipe"], {"layout.schedule": "gpipe"}, None),
         (["pp=2,schedule=Interleaved1F1B,recompute=Full"], {"layout.recompute": "full"}, None),
         (["model=gpt2_medium"], {"model.preset": "gpt2-medium", "model.d_model": 1024}, None),
@@ -318,7 +319,8 @@ MODEL = ["model.n_layers=16", "n_heads=8", "d_model=128", "eval_samples=0", "glo
 @given(layouts())
 def test_a_shown_layout_is_read_back_in_every_form(layout: Layout) -> None:
     job = replace(load(*MODEL).job, "layout", layout)
-    legal = not problems_of(job)
+    every = {f"layout.{field.name}" for field in fields(Layout)}
+    legal = not problems_of(job) and not [*effect_problems(job, every)]
     event(f"legal: {legal}")
     line = layout.line()
     spaced = line.replace(",", " ")

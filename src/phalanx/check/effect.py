@@ -1,7 +1,7 @@
 """Conditions under which a field has an effect: what a user sets where it has none is an error that names them.
 
 Fields whose conditions are part of another rule are refused there: optimizer options by check/optimizer.py, kinds of
-layers by check/model.py, offloading and tiles by their own files."""
+layers by check/model.py, parts of offloading and tiles by their own files."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.presets import FROM_FILE
 from phalanx.config.tokenizers import TOKENIZERS
+from phalanx.partition.tiers import is_offloaded, named
 
 Condition = tuple[Callable[[Job], object], str]
 """Whether a field has an effect in a job, and when it has one, in words."""
@@ -33,6 +34,13 @@ _ROWS: Condition = (
     lambda job: CORPORA[job.data.corpus].rows is not None,
     "is for conversations: data.corpus=chat or preferences",
 )
+_PIPELINE: Condition = (lambda job: job.layout.pp > 1 or job.layout.auto, "is for a pipeline: layout.pp above 1")
+_GATHERED: Condition = (
+    lambda job: (job.layout.zero == 3 and job.layout.shard_ranks > 1) or job.layout.auto,
+    "is for parameters that are gathered: layout.zero=3, and layout.dp_shard or layout.cp above 1",
+)
+_SPIKES: Condition = (lambda job: job.guard.on_spike != "off", "is for guard.on_spike other than off")
+_NODES: Condition = (lambda job: job.run.nnodes, "is for nodes that each have a launcher of ours: run.nnodes")
 _RANDOM: Condition = (lambda job: CORPORA[job.data.corpus].tokens is not None, "is for data.corpus=random")
 _DECAYS: Condition = (lambda job: job.optimizer.schedule != "constant", "is for a schedule that decays: not constant")
 
@@ -64,6 +72,31 @@ CONDITIONS: dict[str, Condition] = {
     "model.rope_scaling.factor": _ROTARY,
     "model.rope_theta": _ROTARY,
     "model.rotary_fraction": _ROTARY,
+    "layout.sp": (lambda job: job.layout.tp > 1 or job.layout.auto, "is for tensor parallelism: layout.tp above 1"),
+    "layout.cp_inner": (
+        lambda job: 1 < job.layout.cp_ulysses < job.layout.cp or job.layout.auto,
+        "is for a ring of Ulysses groups: layout.cp_ulysses above 1 and below layout.cp",
+    ),
+    "layout.tile": (lambda job: job.layout.tiles > 1, "is for layout.tiles above 1"),
+    **{f"layout.{name}": _PIPELINE for name in ("schedule", "pp_chunks", "pp_slices", "pp_cut")},
+    **{f"layout.{name}": _GATHERED for name in ("reshard", "prefetch")},
+    "layout.offload_blocks": (
+        lambda job: is_offloaded(job.layout, "activations") or job.layout.auto,
+        "is for layout.offload=activations",
+    ),
+    "layout.offload_to": (
+        lambda job: "optimizer" in named(job.layout) or job.layout.auto,
+        "is for layout.offload=optimizer",
+    ),
+    "layout.sync_every": (
+        lambda job: job.layout.sync in ("local_sgd", "diloco"),
+        "is for layout.sync=local_sgd or diloco",
+    ),
+    **{f"guard.{name}": _SPIKES for name in ("spike_norm", "spike_loss", "spike_window", "spike_warmup")},
+    "run.restart_window_s": (lambda job: job.run.max_restarts, "is for run.max_restarts above 0"),
+    "run.rdzv_endpoint": _NODES,
+    "run.node_lost_s": _NODES,
+    "run.trackers_wait_s": (lambda job: job.run.trackers, "is for run.trackers"),
     "optimizer.outer_lr": _DILOCO,
     "optimizer.outer_momentum": _DILOCO,
     "optimizer.decay_fraction": (lambda job: job.optimizer.schedule == "wsd", "is for optimizer.schedule=wsd"),

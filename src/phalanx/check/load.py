@@ -171,7 +171,12 @@ def resolve(
         whole = tuple(f"{name}." for name in vars(job) if _states_all(name, settings))
         given_here = {setting.path for setting in settings if not setting.path.startswith(whole)}
         named = {path for path, _ in problems_found}
-        problems_found += [each for each in effect_problems(job, given_here) if each[0] not in named]
+        changed = any(path.startswith("layout.") for path in given)
+        for path, message in effect_problems(job, given_here):
+            if changed and path.startswith("layout.") and path not in given:
+                answers.append(f"{_at(path, message, origins)}; the command line changes the layout")
+            elif path not in named:
+                problems_found.append((path, message))
     found += [_at(path, message, origins) for path, message in problems_found]
     if found:
         raise JobError(found)
