@@ -48,3 +48,22 @@ def test_rows_that_cannot_be_used_are_listed_with_the_exit_code_of_prepare(tmp_p
     assert "2 rows cannot be used" in out
     assert "'label' is that of KTO" in out
     assert "ignore_keys" not in out  # it would train the answers that are marked as bad
+
+
+def test_a_job_file_shows_what_it_draws_of_each_source(tmp_path: Path, capsys) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"text {name} " * 300)
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        f"model: {{seq_len: 16}}\ndata:\n  dir: {tmp_path}/data\n  mix:\n    - {{path: {tmp_path}/a.txt, weight: 3}}\n"
+        f"    - {{path: {tmp_path}/b.txt, weight: 1, epochs: 1}}\ntrain: {{steps: 40, global_batch: 20}}\n"
+    )
+    assert main(["data", "inspect", str(job)]) == 0
+    assert "a.txt (text): 75.00% of the samples: 600, not prepared yet" in " ".join(capsys.readouterr().out.split())
+    assert main(["data", "prepare", str(job)]) == 0
+    capsys.readouterr()
+    assert main(["data", "inspect", str(job), "--json"]) == 4
+    found = json.loads(capsys.readouterr().out)
+    assert [source["samples"] for source in found["sources"]] == [600, 200]
+    assert found["sources"][1]["epochs"] == pytest.approx(200 / 118)
+    assert "epochs is 1" in found["problems"][0]

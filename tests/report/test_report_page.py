@@ -14,6 +14,7 @@ from phalanx.pictures import curves, page_style
 from phalanx.pictures.elements import PAGE
 from phalanx.report import comparison, page
 from phalanx.report.expected import expected
+from phalanx.report.figures import document
 from phalanx.report.run import history, read_run
 from phalanx.report.write import write_report
 from pictures.contrast import contrast, rgb
@@ -138,3 +139,23 @@ def test_text_has_enough_contrast_in_both_modes():
     alone = dict(re.findall(r"var\(--(\w+), (#\w+)\)", curves.STYLE))
     assert contrast(rgb(alone["text"]), rgb(PAGE)) >= 4.5
     assert contrast(rgb(alone["soft"]), rgb(PAGE)) >= 4.5
+
+
+def test_sources_of_a_mixture_have_their_own_table(tmp_path):
+    known = [{"path": "<a>", "weight": 0.75, "tokens": 1000.0}, {"path": "b", "weight": 0.25, "tokens": 4000.0}]
+    lines = [
+        {**START, "sources": known},
+        step(1, source_tokens={"<a>": 1500, "b": 500}),
+        step(2, source_tokens={"<a>": 3000, "b": 1000, "c": "no number"}),
+        {"event": "validation", "step": 2, "val_loss": 3.0, "source_losses": {"<a>": 2.5, "b": 4.5}},
+    ]
+    record = read_run(run(tmp_path / "run", lines))
+    first, second = document(record, expected(record))["sources"]
+    assert first == {"path": "<a>", "weight": 0.75, "tokens": 3000, "share": 0.75, "epochs": 3.0, "val_loss": 2.5}
+    assert (second["epochs"], second["val_loss"]) == (0.25, 4.5)
+    text = page.html(record, expected(record))
+    assert "<h2>Sources</h2>" in text
+    assert "&lt;a&gt;" in text
+    assert "<a>" not in text
+    damaged = read_run(run(tmp_path / "other", [{**START, "sources": [7, {}]}, step(1, source_tokens=[3])]))
+    assert "<h2>Sources</h2>" not in page.html(damaged, expected(damaged))

@@ -33,15 +33,16 @@ VERB = JobVerb(
 INSPECT = CommandVerb(
     "data inspect",
     "Says what a data file holds and how it would be read: its form, its fields, its roles, and the first sample with "
-    "what is trained on marked «so». Nothing is written.",
+    "what is trained on marked «so». Of a job file: the sources of its mixture, and how much of each it draws. Nothing "
+    "is written.",
     {
         WHOLE: Command(
             ("FILE",), {"template": Option(str, "chatml", "chat template that renders the sample", value="NAME|FILE")}
         )
     },
     (
-        ("data inspect rows.jsonl", "conversations, pairs or text"),
-        ("data inspect rows.json --template alpaca", "with another template"),
+        ("data inspect rows.json --template alpaca", "conversations, pairs or text, with a template"),
+        ("data inspect job.yaml", "the sources of a mixture"),
     ),
     exits={4: "rows cannot be used"},
 )
@@ -80,10 +81,15 @@ def _inspect(words: CommandWords) -> int:
         echo(json.dumps(found, indent=1, ensure_ascii=False))
         return 4 if "problems" in found else 0
     sample = found.pop("sample", None)
+    sources = found.pop("sources", [])
     for name, value in found.items():
         between = "\n  " if name == "problems" else ", "
         text = between.join(map(str, value)) if isinstance(value, list) else value
         echo(f"{name.replace('_', ' ') + ':':<10} {text}", wrap=True)
+    for source in sources:
+        drawn = f"{source['weight']:.2%} of the samples: {source['samples']:,}"
+        passes = f", {source['epochs']:.2f} epochs of {source['tokens']:,} tokens" if "epochs" in source else ""
+        echo(f"source:    {source['path']} ({source['form']}): {drawn}{passes or ', not prepared yet'}", wrap=True)
     if sample:
         echo("sample:")
         echo("".join(f"«{part['text']}»" if part["trained"] else part["text"] for part in sample).rstrip("\n"))

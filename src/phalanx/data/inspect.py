@@ -8,12 +8,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from phalanx.check.load import load_file
 from phalanx.config.data import Data
 from phalanx.data.corpus import documents
 from phalanx.data.formats import IN_WORDS, compression_of, form_of, missing, records
+from phalanx.data.index import INDEX
+from phalanx.data.mixture import Rounds
 from phalanx.data.preferences import preference_rows
 from phalanx.data.row_text import row_texts
 from phalanx.data.rows import Row, chat_rows, row_files
+from phalanx.data.settings import prepared_path
+from phalanx.data.split import open_split
 from phalanx.errors import DataError
 
 LOOKED_AT = 1000
@@ -25,8 +30,10 @@ SHOWN = 2000
 def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
     """Returns what a file is: `form`, `corpus` (the value of data.corpus that reads it), `records` and `fields` of the
     first LOOKED_AT, `roles` with their messages, `problems` of the rows that cannot be used, and `sample`: the parts of
-    the first usable text, each with whether it is trained on. Raises NotFoundError if there is no such file, DataError
-    if it cannot be read."""
+    the first usable text, each with whether it is trained on. Of a job file with data.mix: `sources`, each with what
+    the run draws of it. Raises NotFoundError if there is no such file, DataError if it cannot be read, and JobError."""
+    if file.suffix in (".yaml", ".yml"):
+        return _of_job(file)
     if os.path.isdir(file):
         file = row_files(Data(corpus="chat", path=str(file)))[0]  # the others are read in the same way
     elif not os.path.isfile(file):
@@ -52,6 +59,32 @@ def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
     data = Data(corpus=corpus, path=str(file), template=template)
     rows = list(islice(read([file], data), LOOKED_AT))
     return found | {"corpus": corpus, **_of_rows(rows, data, file)}
+
+
+def _of_job(file: Path) -> dict[str, Any]:
+    """Returns what a job's data is: of a mixture its sources, otherwise the file that it names."""
+    job = load_file(file).job
+    data = job.data
+    if not data.mix:
+        if not data.path:
+            raise DataError(f"{file}: this job's corpus is {data.corpus}, which has no file; name a data file")
+        return inspected(Path(data.path).expanduser(), data.template if data.corpus != "text" else "chatml")
+    total, samples = sum(source.weight for source in data.mix), job.train.steps * job.train.global_batch
+    drawn = Rounds.of([source.weight for source in data.mix]).drawn(samples).tolist()
+    sources: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for source, count in zip(data.mix, drawn, strict=True):
+        path = Path(source.path).expanduser()
+        form = inspected(path)["form"]
+        sources.append({"path": source.path, "form": form, "weight": source.weight / total, "samples": count})
+    folder = prepared_path(data)
+    if os.path.exists(folder / INDEX):
+        mixed = open_split(folder, "train", job.model.seq_len, data)
+        for found, fact in zip(sources, mixed.source_facts(), strict=True):
+            found |= {"tokens": fact["tokens"], "epochs": found["samples"] * job.model.seq_len / float(fact["tokens"])}
+        problems = mixed.epoch_problems(samples)
+    found = {"file": str(file), "form": f"a job of {samples:,} samples", "corpus": "mix", "sources": sources}
+    return found | ({"problems": problems} if problems else {})
 
 
 def _of_text(file: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.config.data import Data
 from phalanx.data.conversations import ConversationData, PackingFacts
-from phalanx.data.index import SPLITS, Index
+from phalanx.data.index import SPLITS, Index, Shard, read_index
 from phalanx.data.prepare import prepare
 from phalanx.data.progress import stderr_progress
 from phalanx.data.shards import add_block_digests, map_shard, open_shards, token_ids
@@ -73,12 +73,13 @@ def _summary(folder: Path, index: Index, *, verified: bool, seconds: float) -> d
         "splits": {
             split: {
                 "tokens": index.tokens(split),
-                "shards": len(index.splits[split]),
-                "bytes": sum(shard.bytes for shard in index.splits[split]),
+                "shards": len(_shards(folder, index, split)),
+                "bytes": sum(shard.bytes for shard in _shards(folder, index, split)),
             }
             for split in SPLITS
         },
         "begins": _beginning(folder, index),
+        "sources": [{"path": str(folder.parent / source.folder), "tokens": source.tokens} for source in index.sources],
         "fingerprint": index.fingerprint,
         "verified": verified,
         "seconds": round(seconds, 3),
@@ -92,16 +93,27 @@ def _print(folder: Path, index: Index, facts: Mapping[str, PackingFacts], *, ver
     echo(f"corpus: {corpus.description}  {unit}: {corpus.documents:,}  characters: {corpus.characters:,}", wrap=True)
     echo(f"vocabulary: {index.vocab_size:,}  dtype: {index.dtype}")
     for split in SPLITS:
-        shards = index.splits[split]
+        shards = _shards(folder, index, split)
         size = sum(shard.bytes for shard in shards)
         echo(f"{split}: {index.tokens(split):,} tokens  shards: {len(shards)}  bytes: {size:,}")
         if split in facts:
             echo(f"  {facts[split].line()}", wrap=True)
+    for source in index.sources:
+        there = read_index(folder.parent / source.folder)
+        tokens = "  ".join(f"{split}: {source.tokens[split]:,}" for split in SPLITS)
+        echo(f"source: {there.corpus.description}  {tokens} tokens  in {source.folder}", wrap=True)
     echo(f"begins: {_beginning(folder, index)!r}")
     echo(f"verified: {'every digest' if verified else 'sizes only'}  seconds: {seconds:.1f}")
 
 
+def _shards(folder: Path, index: Index, split: str) -> list[Shard]:
+    return [shard for each in index.folders(folder) for shard in read_index(each).splits[split]]
+
+
 def _beginning(folder: Path, index: Index) -> str:
+    if index.sources:
+        folder = folder.parent / index.sources[0].folder
+        index = read_index(folder)
     shards = (shard for split in SPLITS for shard in index.splits[split] if shard.tokens)
     tokens = token_ids(map_shard(folder, index, next(shards))[:SAMPLE_CHARACTERS], index)
     return Tokenizer.load(folder).decode(tokens)[:SAMPLE_CHARACTERS]

@@ -92,9 +92,10 @@ def data_here(machine: CheckedMachine) -> Iterator[CheckResult]:
         text, _, advice = str(problem).partition(". ")
         yield error(text, advice or prepare)
         return
-    uses_path = data.path and "path" in CORPORA[data.corpus].settings
-    if uses_path and not os.access(Path(data.path).expanduser(), os.R_OK):
-        yield error(f"data.path={data.path} cannot be read", "correct the path")
+    own = {"data.path": data.path} if data.path and "path" in CORPORA[data.corpus].settings else {}
+    paths = own | {f"data.mix: {source.path}": source.path for source in data.mix}
+    if unread := [name for name, path in paths.items() if not os.access(Path(path).expanduser(), os.R_OK)]:
+        yield error(f"{', '.join(unread)}{f'={data.path}' if own else ''} cannot be read", "correct the path")
     elif not os.access(nearest_folder(Path(data.dir).expanduser()), os.W_OK):
         yield error(f"{folder} is not prepared, and {data.dir} cannot be written", "set data.dir to another folder")
     elif machine.several_nodes:

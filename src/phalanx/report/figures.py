@@ -7,6 +7,7 @@ from typing import Any
 from phalanx.report.expected import Expected
 from phalanx.report.metrics import middle, number, traffic_of
 from phalanx.report.run import RunRecord, history
+from phalanx.report.sources import sources_of
 
 RECENT = 100
 """Newest steps whose median is the measured figure."""
@@ -54,6 +55,7 @@ def document(record: RunRecord, prediction: Expected) -> dict[str, Any]:
         "measured": measured,
         "predicted": predicted_figures(prediction, measured["padding"]),
         "not_predicted": prediction.reason,
+        "sources": sources_of(record),
         "traffic_bytes": traffic_of(record.metrics.last("traffic")),
         "predicted_traffic_bytes": prediction.traffic,
         "checkpoints": [each.step for each in record.checkpoints],

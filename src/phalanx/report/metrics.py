@@ -39,6 +39,8 @@ class Metrics:
     """When each was done, in seconds since the epoch."""
     columns: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in COLUMNS})
     """A value per step, NaN where its row has none."""
+    source_tokens: dict[str, float] = field(default_factory=dict)
+    """Tokens of each source of a mixture up to the newest step, by path."""
     events: list[Row] = field(default_factory=list)
     """All other rows, in order; each has an `event`, and `step` and `time` as numbers."""
     place: ReadPosition = field(default_factory=ReadPosition)
@@ -77,6 +79,7 @@ class Metrics:
     def _add_step(self, row: Row) -> None:
         if "tps_per_device" in row:  # of an older version, whose tps is of the whole job
             row = {**row, "tps": row["tps_per_device"], "tps_total": row.get("tps")}
+        self.source_tokens = numbers_of(row.get("source_tokens")) or self.source_tokens
         self.steps.append(row["step"])
         self.times.append(row["time"])
         for name, column in self.columns.items():
@@ -124,6 +127,12 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if math.isfinite(value) and abs(value) < _LARGEST else None
+
+
+def numbers_of(value: Any) -> dict[str, float]:
+    """Returns the finite numbers of an object by name; nothing of what is none."""
+    pairs = value.items() if isinstance(value, dict) else ()
+    return {str(name): found for name, each in pairs if (found := number(each)) is not None}
 
 
 def traffic_of(row: Mapping[str, Any] | None) -> dict[str, dict[str, float]]:

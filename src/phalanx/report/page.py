@@ -19,6 +19,7 @@ from phalanx.report.expected import Expected
 from phalanx.report.figures import figures as measured_figures
 from phalanx.report.metrics import traffic_of
 from phalanx.report.run import RunRecord, history
+from phalanx.report.sources import source_table, sources_of
 from phalanx.report.step import step_section
 from phalanx.units import counted, gib
 from phalanx.units import seconds as as_time
@@ -68,6 +69,8 @@ def body(record: RunRecord, prediction: Expected, prefix: str = "") -> Iterator[
     yield from figures(_cards(record))
     if pictures := list(charts.charts([record])):
         yield from section(f"{prefix}curves", "Curves", chart_grid(pictures))
+    if sources := sources_of(record):
+        yield from section(f"{prefix}sources", "Sources", source_table(sources))
     yield from section(f"{prefix}step", "The step: predicted beside measured", step_section(record, prediction))
     yield from section(f"{prefix}memory", "Memory", _memory(record, prediction))
     yield from section(f"{prefix}traffic", "Traffic", _traffic(record, prediction))
