@@ -2,20 +2,86 @@
 
 from __future__ import annotations
 
-import difflib
 import os
+import re
 from collections.abc import Iterable, Mapping
 from math import isqrt
 from pathlib import Path
 
 _MOST_RUNS = 8
 """Most runs that a message lists."""
+_FEWEST_LETTERS = 3
+"""Shorter names are no slips of others."""
+_FEWEST_STRICTLY = 4
+"""A name has more letters for a slip in it to be sure."""
+_ENDING = 3
+"""Most letters of an ending (`training` is `train`)."""
+_SURE_LETTERS = 8
+"""Shorter names have the first letter of what they mean."""
 
 
-def nearest(name: str, choices: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the choice that a mistyped name most likely means, or None if no similarity reaches `cutoff` (0 to 1)."""
-    close = difflib.get_close_matches(name, list(choices), n=1, cutoff=cutoff)
-    return close[0] if close else None
+def nearest(name: str, choices: Iterable[str], *, strictly: bool = False) -> str | None:
+    """Returns the choice that a mistyped name means, or None if none is close: one with the same numbers (`h100` is no
+    slip of `h800`) and few slips of the pen, one per four letters, or, unless `strictly`, one of which it is a part at
+    a word's boundary (`qwen3-30b` of `qwen3-30b-a3b`). Strictly, one slip is allowed."""
+    ranked = [(rank, choice) for choice in choices if (rank := _rank(name, choice, strictly)) is not None]
+    return min(ranked, key=lambda each: each[0])[1] if ranked else None
+
+
+def _rank(name: str, choice: str, strictly: bool) -> tuple[int, int] | None:
+    """Returns the order among the choices that a name may mean, or None if it does not mean this one."""
+    typed, known = _letters(name), _letters(choice)
+    if typed == known:
+        return 0, 0
+    (words, numbers), (known_words, known_numbers) = _parts(name), _parts(choice)
+    if not typed or not known or any(a != b for a, b in zip(numbers, known_numbers, strict=False)):
+        return None
+    most = max(1, len(typed) // 4) if len(words) >= _FEWEST_LETTERS else 0
+    most = int(len(typed) > _FEWEST_STRICTLY) if strictly else most
+    comparable = len(numbers) == len(known_numbers) or words == known_words
+    first = len(typed) >= _SURE_LETTERS or typed[0] == known[0]
+    if comparable and first and abs(len(typed) - len(known)) <= most and (slips := _slips(typed, known)) <= most:
+        return 0, slips
+    return None if strictly or not _is_part(name, choice) else (1, abs(len(known) - len(typed)))
+
+
+def _parts(name: str) -> tuple[str, list[str]]:
+    """Returns the letters of a name without its digits, and its numbers."""
+    return re.sub("[^a-z]", "", name.lower()), re.findall(r"[0-9]+(?:[.][0-9]+)?", name)
+
+
+def _is_part(name: str, choice: str) -> bool:
+    """Returns whether a choice begins with a name, has its words in a row, or is it without numbers at the end."""
+    words, known = re.findall(r"[a-z0-9.]+", name.lower()), re.findall(r"[a-z0-9.]+", choice.lower())
+    typed, meant = _letters(name), _letters(choice)
+    if min(len(typed), len(meant)) < _FEWEST_LETTERS:
+        return meant.startswith(typed) and len(meant) == len(typed) + 1 > 2
+    rows = (known[start : start + len(words)] for start in range(len(known)))
+    rest = words[len(known) :]
+    return (
+        meant.startswith(typed)
+        or (typed.startswith(meant) and len(meant) > _FEWEST_STRICTLY and len(typed) - len(meant) <= _ENDING)
+        or (len(name) > 3 and words in rows)
+        or (words[: len(known)] == known and all(any(map(str.isdigit, word)) for word in rest))
+    )
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
+
+
+def _slips(one: str, other: str) -> int:
+    """Returns the letters that are wrong, missing, too many or exchanged with the next one (the distance of Damerau and
+    Levenshtein)."""
+    before, last = list[int](), list(range(len(other) + 1))
+    for i, letter in enumerate(one, 1):
+        row = [i]
+        for j, known in enumerate(other, 1):
+            row.append(min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (letter != known)))
+            if i > 1 and j > 1 and letter == other[j - 2] and known == one[i - 2]:
+                row[j] = min(row[j], before[j - 2] + 1)
+        before, last = last, row
+    return last[-1]
 
 
 def did_you_mean(name: str, choices: Iterable[str]) -> str:

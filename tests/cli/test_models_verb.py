@@ -104,7 +104,7 @@ def test_every_preset_has_details(capsys, name: str):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["qwen9"], "no model preset has 'qwen9' in its name, kinds or source; did you mean qwen"),
+        (["qwen9"], "no model preset has 'qwen9' in its name, kinds or source; `phalanx models` lists all"),
         (["zzz"], "`phalanx models` lists all"),
         (["--yaml"], "unknown option --yaml"),
     ],

@@ -14,7 +14,7 @@ from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.config.families import kinds
 from phalanx.config.families.preset import Preset
 from phalanx.config.model import ModelConfig
-from phalanx.config.presets import CATALOGUE, FROM_FILE, likely, named, preset_of
+from phalanx.config.presets import CATALOGUE, FROM_FILE, named, preset_of, unknown
 from phalanx.echo import echo, terminal_columns
 from phalanx.errors import JobError
 
@@ -176,9 +176,9 @@ def _matching(words: Sequence[str]) -> list[str]:
     if names:
         return names
     asked = " ".join(words)
-    meant = likely(asked)
-    hint = f"did you mean {meant}?" if meant else "`phalanx models` lists all"
-    raise JobError(f"no model preset has {asked!r} in its name, kinds or source; {hint}")
+    if (meant := named(asked)) in CATALOGUE:
+        return [meant]
+    raise JobError(f"no model preset has {asked!r} in its name, kinds or source{unknown(asked)}")
 
 
 def _searched(name: str) -> str:

@@ -32,10 +32,6 @@ LAUNCHER_NAMES = {"nproc_per_node": "cluster.devices_per_node", "nnodes": "clust
 SHARED_NAMES = {"name": "run.name"}
 """Field that a name means without its section, though others have it too."""
 
-FIELD_CUTOFF, RARE_FIELD_CUTOFF = 0.7, 0.9
-"""Least similarity (difflib, 0 to 1) of a mistyped name to a field that users set, and to a rarely set field or another
-framework's name."""
-
 
 @functools.cache
 def leaves(cls: type = Job) -> dict[str, Any]:
@@ -127,7 +123,8 @@ def _by_last_name() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in leaves():
         section, _, name = path.rpartition(".")
-        if section not in NESTED_SECTIONS.values():  # `rank` alone is hardly that of adapters
+        # `rank` alone is hardly that of adapters, `label_smoothing` that of the cross-entropy.
+        if section not in NESTED_SECTIONS.values() and name not in foreign_names.ADVICE:
             found.setdefault(name, []).append(path)
     return found
 
@@ -175,16 +172,16 @@ def suggestion(name: str) -> str:
 def _mistyped(section: str, name: str) -> str | None:
     """Returns the field that a wrong section, a mistyped name or both most likely meant: a field of the section that is
     named, any field with exactly that name, or, if the section is unknown too, a field with a similar name."""
-    home = section if section in sections() else nearest(section, sections(), FIELD_CUTOFF)
-    if home and (found := _alike(name, [path for path in leaves() if path.startswith(f"{home}.")], FIELD_CUTOFF)):
+    home = section if section in sections() else nearest(section, sections())
+    if home and (found := _alike(name, [path for path in leaves() if path.startswith(f"{home}.")])):
         return found
     exact = _namesakes(name)
     if section in sections() or exact:
         return exact[0] if len(exact) == 1 else None
     shallow = [path for path in leaves() if path.count(".") == 1]
-    if found := _alike(name, shallow, FIELD_CUTOFF) or _alike(name, _every_name(), RARE_FIELD_CUTOFF):
+    if found := _alike(name, shallow) or _alike(name, _every_name(), strictly=True):
         return found
-    foreign = nearest(name, _foreign_fields(), RARE_FIELD_CUTOFF)
+    foreign = nearest(name, _foreign_fields(), strictly=True)
     return _foreign_fields()[foreign] if foreign else None
 
 
@@ -195,10 +192,10 @@ def _foreign_fields() -> dict[str, str]:
     return {**foreign_names.FIELDS, **{name: alias.path for name, alias in aliases.ALIASES.items() if alias.path}}
 
 
-def _alike(name: str, paths: Sequence[str], cutoff: float) -> str | None:
+def _alike(name: str, paths: Sequence[str], *, strictly: bool = False) -> str | None:
     """Returns the path whose last name is most similar."""
     by_name = {path.rsplit(".", 1)[-1]: path for path in reversed(paths)}
-    found = nearest(name, by_name, cutoff)
+    found = nearest(name, by_name, strictly=strictly)
     return by_name[found] if found else None
 
 

@@ -13,10 +13,10 @@ _NAMES = {
         "pipeline_parallel_microbatch_size train_micro_batch_size_per_gpu"
     ),
     "layout.accumulation": "accumulate_grad_batches",
-    "train.global_batch": "global_batch_size train_batch_size",
+    "train.global_batch": "batch global_batch_size train_batch_size",
     "train.steps": "max_steps",
     # the model
-    "model.seq_len": "max_position_embeddings max_seq_len",
+    "model.seq_len": "max_length max_position_embeddings max_seq_len max_seq_length n_ctx n_positions",
     "model.window": "sliding_window window_size",
     "model.full_every": "sliding_window_pattern",
     "model.qk_norm": "qk_layernorm use_qk_norm",
@@ -27,17 +27,21 @@ _NAMES = {
     "model.n_layers": "layers num_hidden_layers num_layers",
     "model.n_heads": "heads num_attention_heads",
     "model.n_kv_heads": "num_key_value_heads num_query_groups",
-    "model.head_dim": "kv_channels",
+    "model.head_dim": "d_head d_kv kv_channels",
     "model.d_ff": "ffn_hidden_size intermediate_size",
     "model.vocab_size": "vocab",
     "model.preset": "flavor model_name",
-    "model.dropout": "attention_dropout hidden_dropout",
+    "model.dropout": (
+        "attention_dropout attn_dropout attn_pdrop embd_pdrop hidden_dropout hidden_dropout_prob resid_pdrop"
+    ),
     "model.bias": "bias_linear",
+    "model.tied": "tie_weights tie_word_embeddings weight_tying",
     "model.activation": "swiglu",
     "model.norm": "normalization",
     "model.norm_eps": "norm_epsilon",
     "model.positions": "position_embedding_type",
-    "model.rope_theta": "rotary_base",
+    "model.rope_theta": "rope_base rotary_base",
+    "model.rope_scaling.kind": "rope_type",
     "model.init_std": "init_method_std",
     "model.moe.n_experts": "num_experts",
     "model.moe.aux_loss": "moe_aux_loss_coeff",
@@ -47,14 +51,14 @@ _NAMES = {
     # the layout
     "layout.dp_replicate": "data_parallel_replicate_degree dp_replicate_size",
     "layout.dp_shard": "data_parallel_shard_degree dp_shard_size shard",
-    "layout.tp": "autotp_size tensor_model_parallel_size tensor_parallel_degree tp_size",
+    "layout.tp": "autotp_size tensor_model_parallel_size tensor_parallel tensor_parallel_degree tp_size",
     "layout.sp": "sequence_parallel",
-    "layout.pp": "pipeline_model_parallel_size pipeline_parallel_degree pp_size",
+    "layout.pp": "pipeline_model_parallel_size pipeline_parallel pipeline_parallel_degree pp_size",
     "layout.schedule": "pipeline_parallel_schedule",
     "layout.pp_chunks": "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size",
-    "layout.cp": "context_parallel_degree context_parallel_size cp_size",
+    "layout.cp": "context_parallel context_parallel_degree context_parallel_size cp_size",
     "layout.cp_ulysses": "sequence_parallel_size ulysses_degree",
-    "layout.ep": "expert_model_parallel_size expert_parallel_degree",
+    "layout.ep": "expert_parallel expert_model_parallel_size expert_parallel_degree",
     "layout.zero": "zero_optimization zero_stage",
     "layout.reshard": "fsdp_reshard_after_forward",
     "layout.hpz": "zero_hpz_partition_size",
@@ -66,19 +70,21 @@ _NAMES = {
     ),
     "layout.bucket_mb": "reduce_bucket_size",
     # optimizer
-    "optimizer.betas": "adam_beta1 adam_beta2",
+    "optimizer.betas": "adam_beta adam_beta1 adam_beta2",
     "optimizer.eps": "adam_eps",
-    "optimizer.clip": "clip_grad gradient_clip_val gradient_clipping max_norm",
-    "optimizer.schedule": "decay_type lr_decay_style lr_scheduler_type",
+    "optimizer.clip": "clip_grad gradient_clip gradient_clip_val gradient_clipping max_norm",
+    "optimizer.schedule": "decay_type lr_scheduler scheduler lr_decay_style lr_scheduler_type",
     "optimizer.decay_fraction": "decay_ratio",
     "optimizer.warmup_steps": "lr_warmup_iters",
     "optimizer.min_lr_ratio": "min_lr_factor",
     # precision, metrics, checkpoints, data, machine
     "train.precision": "bf16 fp16 mixed_precision mixed_precision_param",
+    "train.compile": "torch_compile",
+    "train.seed": "seed_everything",
     "train.gradients": "mixed_precision_reduce",
     "train.log_every": "logging_steps steps_per_print",
     "train.eval_every": "eval_steps",
-    "checkpoint.every": "save_steps",
+    "checkpoint.every": "save_every save_steps",
     "checkpoint.keep": "keep_latest_k save_total_limit",
     "guard.every": "check_weight_hash_across_dp_replicas_interval",
     "guard.on_nan": "check_for_nan_in_loss_and_grad",
@@ -86,7 +92,8 @@ _NAMES = {
     "data.path": "data_path dataset_path",
     "data.tokenizer": "tokenizer_model tokenizer_type",
     "run.dir": "dump_folder folder output_dir",
-    "run.timeout_s": "init_timeout_seconds train_timeout_seconds",
+    "run.trackers": "report_to wandb",
+    "run.timeout_s": "ddp_timeout nccl_timeout init_timeout_seconds train_timeout_seconds",
     "cluster.nodes": "num_machines num_nodes",
     "cluster.devices_per_node": "gpus gpus_per_node ngpus",
 }
@@ -96,6 +103,7 @@ FIELDS = {name: field for field, names in _NAMES.items() for name in names.split
 
 _DATA_PARALLEL = "dp_replicate=N for DDP, dp_shard=N with zero=1, 2 or 3 for ZeRO and FSDP"
 _NOTHING = "there is nothing to set"
+_SAMPLING = "that is an option of `phalanx generate`: --temperature, --top-p, --top-k, --max-new-tokens"
 _PROFILE = "train.profile.steps=[10, 12] profiles these steps, train.profile.python=true also with pyinstrument"
 _HABITS = {
     "framework": "PyTorch is the only framework",
@@ -153,16 +161,36 @@ ADVICE = {
         "the number of processes is the product of the layout's axes, or -1 in dp_replicate or dp_shard takes the rest",
     ),
     **dict.fromkeys(("overlap_comm", "overlap_grad_reduce", "overlap_param_gather"), f"{_NOTHING}: it always overlaps"),
+    "label_smoothing": "label smoothing of the cross-entropy is not implemented",
+    **dict.fromkeys(("temperature", "top_p", "max_new_tokens"), _SAMPLING),
+    **dict.fromkeys(("ema", "ema_decay", "swa"), "averages of the weights over steps are not implemented"),
+    **dict.fromkeys(("shuffle", "shuffle_seed"), f"{_NOTHING}: samples come in an order drawn from train.seed"),
+    **dict.fromkeys(
+        ("load_in_4bit", "load_in_8bit", "quantization", "quantization_config"),
+        "models are trained from whole weights: train.precision",
+    ),
+    **dict.fromkeys(
+        ("mtp", "mtp_num_layers", "num_nextn_predict_layers"), "prediction of several tokens is not implemented"
+    ),
     "init_from": "a run resumes from its own newest checkpoint; to start from others, `phalanx import hf "
     "hub:openai-community/gpt2 --out runs/gpt2` and model.from=runs/gpt2",
     **dict.fromkeys(("load", "resume", "resume_from_checkpoint"), "a run resumes by itself; --fresh starts over"),
-    **dict.fromkeys(("epochs", "num_train_epochs"), "a run is as long as train.steps"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "a run is as long as train.steps"),
     "disable_bias_linear": "that is model.bias=false",
     "untie_embeddings_and_output_weights": "that is model.tied=false",
     "group_query_attention": "model.n_kv_heads says it: fewer of them than n_heads",
-    "wandb_project": "that is the variable WANDB_PROJECT; run.trackers=wandb sends metrics to W&B",
     **dict.fromkeys(
-        ("flash_attention", "use_flash_attn", "use_flash_attention", "attn_implementation", "use_flash_attention_2"),
+        ("project", "wandb_project"), "that is the variable WANDB_PROJECT; run.trackers=wandb sends metrics to W&B"
+    ),
+    **dict.fromkeys(
+        (
+            "flash_attention",
+            "flash_attn",
+            "use_flash_attn",
+            "use_flash_attention",
+            "attn_implementation",
+            "use_flash_attention_2",
+        ),
         f"{_NOTHING}: attention never stores its scores where torch has a kernel for it (docs/memory.md)",
     ),
     **_HABITS,

@@ -21,6 +21,7 @@ from phalanx.config.families.preset import Preset
 from phalanx.config.families.qwen import QWEN
 from phalanx.config.families.small import SMALL
 from phalanx.config.hugging_face import config_json
+from phalanx.config.hugging_face.families import REFUSED
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
@@ -74,6 +75,18 @@ def likely(text: str) -> str | None:
 
 
 def unknown(text: str) -> str:
-    """Returns the end of a message about a wrong name: the likely preset, and the command that lists all."""
-    meant = likely(text)
-    return f"{f'; did you mean {meant}?' if meant else ';'} `phalanx models` lists all"
+    """Returns the end of a message about a wrong name: the likely preset, why there is no such kind, or the others of
+    its family; and the command that lists all."""
+    name = text.lower().rpartition("/")[2]
+    if meant := likely(text):
+        found = f"did you mean {meant}?"
+    elif kind := next((kind for kind in REFUSED if _words(kind) == _words(name)[: len(_words(kind))]), None):
+        found = f"{kind}: {REFUSED[kind]};"
+    else:
+        same = [known for known in CATALOGUE if _words(known)[0] == _words(name)[0]]
+        found = f"there are {', '.join(same)};" if same else ""
+    return f"; {found} `phalanx models` lists all" if found else "; `phalanx models` lists all"
+
+
+def _words(name: str) -> list[str]:
+    return re.split("[-_ ]", name)

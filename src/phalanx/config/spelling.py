@@ -13,7 +13,13 @@ from phalanx.config.corpora import CORPORA
 VALUES: Mapping[str, Mapping[str, str]] = {
     "train.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float64": "fp64"},
     "layout.zero": {"fsdp": "3"},
-    "model.preset": {"shakespeare": "baby"},  # wordplay's conf/model/shakespeare.yaml
+    "model.preset": {
+        "shakespeare": "baby",  # wordplay's conf/model/shakespeare.yaml
+        **dict.fromkeys(("gpt2124m", "gpt2117m", "gpt2small"), "gpt2"),  # by their parameters, as in many papers
+        **dict.fromkeys(("gpt2355m", "gpt2345m", "gpt2350m"), "gpt2-medium"),
+        **dict.fromkeys(("gpt2774m", "gpt2762m"), "gpt2-large"),
+        **dict.fromkeys(("gpt21558m", "gpt21542m", "gpt215b", "gpt216b"), "gpt2-xl"),
+    },
 }
 """Other words for values, by field, as `plain` gives them."""
 
@@ -22,20 +28,31 @@ _SIZES = (
     "gpt2-medium (355M), gpt2-xl (1.6B), llama2-7b, llama2-13b, or the fields themselves (model.d_model, n_layers, ...)"
 )
 _IMAGES = "are images, and the models here are language models; nearest: random, or shakespeare_char"
-_REFUSED: Mapping[str, Mapping[str, str]] = {
-    "model.preset": dict.fromkeys(("debug", "s", "m", "l", "xl", "xxl", "xxxl", "agpt2b", "agpt20b"), _SIZES),
-    "data.corpus": dict.fromkeys(("mnist", "cifar10", "cifar100"), _IMAGES),
-}
-"""Values that other programs have, with the reason why there are none here."""
 _HUB = (
     "is a name on the Hugging Face hub, from which nothing is downloaded; nearest: data.corpus=text with data.path of "
     "text or JSONL files, or random"
 )
+_ON_HUB = "c4 fineweb fineweb-edu openwebtext wikitext redpajama slimpajama dolma dclm pile tinystories lm1b enwik8"
+_CHATS_ON_HUB = "alpaca ultrachat sharegpt openassistant oasst dolly slimorca tulu openhermes"
+_CHAT = "is a set of conversations, which is not downloaded; nearest: data.corpus=chat with data.path of its file"
+_FORMAT = "is a format of files; nearest: data.corpus=text, or chat for conversations, with data.path of the file"
 
 
 def plain(text: str) -> str:
     """Returns the lower-case letters and digits of a word."""
     return "".join(letter for letter in text.lower() if letter.isalnum())
+
+
+_REFUSED: Mapping[str, Mapping[str, str]] = {
+    "model.preset": dict.fromkeys(("debug", "s", "m", "l", "xl", "xxl", "xxxl", "agpt2b", "agpt20b"), _SIZES),
+    "data.corpus": {
+        **dict.fromkeys(("mnist", "cifar10", "cifar100"), _IMAGES),
+        **dict.fromkeys(map(plain, _ON_HUB.split()), _HUB),
+        **dict.fromkeys(map(plain, _CHATS_ON_HUB.split()), _CHAT),
+        **dict.fromkeys(("json", "jsonl", "csv", "tsv", "parquet", "arrow"), _FORMAT),
+    },
+}
+"""Values that other programs have, with the reason why there are none here."""
 
 
 def value(path: str, text: str, kind: Any) -> str:

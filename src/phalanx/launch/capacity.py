@@ -73,8 +73,7 @@ def problems(ranks: int, device: str, machine: Machine, *, oversubscribe: bool) 
     if ranks > most:
         yield (
             f"the layout starts {ranks} ranks on this machine, whose {machine.cores} cores bear {most} "
-            f"({RANKS_PER_CORE} per core, at least {FEW_RANKS}); use a smaller layout, or insist with {FLAG}. "
-            "`phalanx dryrun` runs any number of ranks without starting them"
+            f"({RANKS_PER_CORE} per core, at least {FEW_RANKS}); use a smaller layout, or insist with {FLAG}"
         )
     elif ranks > FEW_RANKS // 4 and ranks * RANK_BYTES > machine.free_bytes:
         yield (

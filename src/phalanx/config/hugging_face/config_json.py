@@ -228,7 +228,7 @@ def _family(values: Mapping[str, Any]) -> ConfigFamily:
 
 
 def _slip(name: str) -> str:
-    meant = nearest(name, BY_TYPE, 0.85)
+    meant = nearest(name, BY_TYPE)
     return f"; did you mean {meant}?" if meant else ""
 
 
