@@ -18,7 +18,7 @@ from phalanx.config import layout_line
 from phalanx.config.data import Data
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.config.model import RopeScaling
+from phalanx.config.model import MLA, RopeScaling
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.traffic.step import step_traffic
@@ -54,6 +54,12 @@ MODELS = {
     "layernorm": dataclasses.replace(
         PLAIN, norm="layernorm", bias=True, qk_norm="head", sinks=True, attention_softcap=2.0, n_kv_heads=1
     ),
+    # Layers of latent attention, whose value heads are smaller, between layers with key/value heads.
+    "mixed": dataclasses.replace(
+        PLAIN,
+        attention="latent,heads",
+        mla=MLA(q_rank=12, kv_rank=8, rope_head_dim=4, nope_head_dim=6, v_head_dim=7),
+    ),
 }
 CASES = [
     ("capped", "tp=2,sp=true,recompute=full,accumulation=2"),
@@ -70,6 +76,9 @@ CASES = [
     ("dropout", "tp=2,sp=true,cp=2"),
     ("layernorm", "tp=4,accumulation=2"),
     ("layernorm", "cp=4,cp_ulysses=2,zero=2"),
+    ("mixed", "tp=2,sp=true,pp=2,accumulation=2"),
+    ("mixed", "cp=4,cp_ulysses=2,zero=3"),
+    ("mixed", "dp_shard=2,tp=2,zero=1,recompute=full"),
 ]
 DOCUMENTS = ("sinks", "dropout")
 """Kinds whose attention does not cross documents."""
