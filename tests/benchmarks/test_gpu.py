@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_skipped_with_its_size():
 
 def test_a_run_that_ends_too_early_or_late_says_why():
     words = shapes.training(find("cpu", quick=True), shapes.TINY, "layout.micro_batch=2", "layout.tp=3")
-    with pytest.raises(commands.CaseError, match="tp 3 is not an integer"):
+    with pytest.raises(commands.CaseError, match="MLP width 128 / tp 3 are not integers"):
         commands.train(words, steps=2, limit_s=60)
     with pytest.raises(commands.CaseError, match=r"0 of 2 steps done"):
         commands.train(words[:-1], steps=2, limit_s=0.1)

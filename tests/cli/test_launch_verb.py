@@ -116,7 +116,7 @@ ALLOC = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
     [
         (["-n", "3"], {}, "nearest legal: --nproc 2"),
         (["--nnodes", "2"], {}, "--hostfile FILE"),
-        (["--nodess", "2"], {}, "did you mean --nnodes?"),
+        (["--nnodess", "2"], {}, "did you mean --nnodes?"),
         (["--submit", "slrm"], {}, "did you mean slurm?"),
         (["--launcher", "slurm"], {}, "did you mean srun?"),
         (["--launcher=torchrun"], {}, "--ranks-by torchrun"),

@@ -107,7 +107,7 @@ def test_where_nothing_fits_it_ends_with_three_and_says_what_is_missing(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cluster=dgx-h10:1"], "did you mean dgx-h100:1?"),
+        (["cluster=dxg-h100:1"], "did you mean dgx-h100:1?"),
         (["--framework", "megatron-cor"], "did you mean megatron-core?"),
         (["--top", "0"], "--top: must be at least 1, is 0"),
         (["--html", "no/such/folder/plan.html"], "folder no/such/folder does not exist"),

@@ -74,7 +74,7 @@ def test_what_does_not_fit_ends_with_three_and_says_what_would(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cluster=dgx-h10:1"], "did you mean dgx-h100:1?"),
+        (["cluster=dxg-h100:1"], "did you mean dgx-h100:1?"),
         (["cluster=dgx-h100:two"], "after the colon comes the number of nodes"),
         (["cluster=dgx-h100:2"], "16"),
         (["--framework", "megatron-cor"], "did you mean megatron-core?"),

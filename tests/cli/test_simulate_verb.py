@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_simulated_all_the_same(capsys):
         (["--checkpoint-s", "soon"], "expected a number"),
         (["--svg", "no/such/folder/x.svg", "--trace", "."], "folder no/such/folder does not exist"),
         (["--framework", "megatron-cor"], "did you mean megatron-core?"),
-        (["cluster=dgx-h10:1"], "did you mean dgx-h100:1?"),
+        (["cluster=dxg-h100:1"], "did you mean dgx-h100:1?"),
         (["layout=dp_replicate=8,sync=diloco"], "sync=bsp"),
     ],
 )
