@@ -20,7 +20,7 @@ from phalanx.config.presets import FROM_FILE, named, preset_of
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 
-FILES = ("text", "mix", "megatron", "chat", "preferences")
+FILES = ("text", "mix", "chat", "preferences")
 """Corpora that are files of the user."""
 VERB = CommandVerb(
     "init",
