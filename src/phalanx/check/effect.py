@@ -41,10 +41,7 @@ _GATHERED: Condition = (
 )
 _SPIKES: Condition = (lambda job: job.guard.on_spike != "off", "is for guard.on_spike other than off")
 _NODES: Condition = (lambda job: job.run.nnodes, "is for nodes that each have a launcher of ours: run.nnodes")
-_RANDOM: Condition = (
-    lambda job: "random_tokens" in CORPORA[job.data.corpus].settings,
-    "is for data.corpus=random",
-)
+_RANDOM: Condition = (lambda job: CORPORA[job.data.corpus].tokens is not None, "is for data.corpus=random")
 _DECAYS: Condition = (lambda job: job.optimizer.schedule != "constant", "is for a schedule that decays: not constant")
 
 CONDITIONS: dict[str, Condition] = {
@@ -122,10 +119,6 @@ CONDITIONS: dict[str, Condition] = {
     "data.ignore_keys": _ROWS,
     "data.random_tokens": _RANDOM,
     "data.random_vocab": _RANDOM,
-    "data.megatron_vocab": (
-        lambda job: "megatron_vocab" in CORPORA[job.data.corpus].settings,
-        "is for data.corpus=megatron",
-    ),
     "data.tokenizer": (
         lambda job: CORPORA[job.data.corpus].tokens is None,
         "is for a corpus of text; that of this job is made of tokens",

@@ -42,8 +42,7 @@ class CorpusEntry:
     """Instead of a text: `tokens(data, split, start, size)` returns the token ids start to start + size of a split
     ("train", "val"): (size,) integers below `vocab`."""
     count: int | str = 0
-    """Number of tokens, or the field of `data` that states it, or the place of code, `count(data)`; only with
-    `tokens`."""
+    """Number of tokens, or the field of `data` that states it; only with `tokens`."""
     vocab: int | str = 0
     """Vocabulary size, or the field of `data` that states it; only with `tokens`."""
     rows: Lazy | None = None
@@ -127,16 +126,6 @@ def _preference_problems(data: Data) -> Iterator[tuple[str, str]]:
             )
 
 
-def _megatron_problems(data: Data) -> Iterator[tuple[str, str]]:
-    if not data.path:
-        yield "data.path", "corpus megatron needs the path of a .bin or .idx file, or their common name without either"
-    if not data.megatron_vocab:
-        yield (
-            "data.megatron_vocab",
-            "corpus megatron needs the vocabulary size of the tokenizer that made the tokens, such as 50257",
-        )
-
-
 def setting_problems(settings: Iterable[str], *stated: object) -> Iterator[str]:
     """Yields names, in `settings` or among the `stated` facts, that are no fields of `data`."""
     known = {field.name for field in fields(Data)}
@@ -155,8 +144,7 @@ def rules_problems(rules: Rules) -> Iterator[str]:
 
 def _entry_problems(name: str, entry: CorpusEntry) -> Iterator[str]:
     """Yields the problems of an entry that is added."""
-    computes = isinstance(entry.count, str) and ":" in entry.count
-    yield from setting_problems(entry.settings, *([] if computes else [entry.count]), entry.vocab)
+    yield from setting_problems(entry.settings, entry.count, entry.vocab)
     computed = entry.documents != CorpusEntry.documents
     if entry.tokens is None and entry.files is None and entry.rows is None and not computed:
         yield "states too little; missing: files, documents, rows, or tokens"
@@ -235,17 +223,6 @@ CORPORA = Registry(
             settings=("path", "template", "columns", "ignore_keys"),
             rules=_preference_problems,
         ),
-        "megatron": CorpusEntry(
-            "tokens of Megatron-LM's indexed data sets, .bin and .idx: set data.path and data.megatron_vocab",
-            "data.path",
-            tokens="phalanx.data.megatron:tokens",
-            count="phalanx.data.megatron:count",
-            vocab="megatron_vocab",
-            settings=("path", "megatron_vocab"),
-            identity="phalanx.data.megatron:identity",
-            describe="phalanx.data.megatron:describe",
-            rules=_megatron_problems,
-        ),
         "random": CorpusEntry(
             "random tokens",
             "a generator with a fixed seed, for measuring",
@@ -272,11 +249,6 @@ def has_pairs(data: Data) -> bool:
 def number_of(stated: int | str, data: Data) -> int:
     """Returns a number that an entry states itself or through a field of `data`."""
     return getattr(data, stated) if isinstance(stated, str) else stated
-
-
-def training_tokens(data: Data, total: int) -> int:
-    """Returns how many of the `total` tokens of a corpus without text are for training: its first ones."""
-    return int(total * (1 - data.val_fraction))
 
 
 def has_answers(data: Data) -> bool:

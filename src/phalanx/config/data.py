@@ -76,8 +76,6 @@ class Data:
     """Corpus random: number of tokens."""
     random_vocab: Annotated[int, Between(1, 2**24)] = 256
     """Corpus random: vocabulary size."""
-    megatron_vocab: Annotated[int, Between(0, 2**24)] = 0
-    """Corpus megatron: vocabulary size of the tokenizer that made the tokens."""
     workers: Annotated[int, AtLeast(0)] = 0
     """Processes that tokenize in `phalanx data prepare`; 0: one per core."""
     prefetch: Annotated[int, AtLeast(0)] = 4

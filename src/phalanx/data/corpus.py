@@ -35,7 +35,6 @@ from phalanx.data.formats import (
     records,
     suffix_of,
 )
-from phalanx.data.megatron import is_megatron
 from phalanx.data.shakespeare import find_shakespeare
 from phalanx.errors import DataError, ExtensionError
 from phalanx.units import gib
@@ -199,11 +198,6 @@ def text_description(data: Data) -> str:
 def text_files(data: Data) -> list[Path]:
     """Returns the files of corpus text: data.path, or those in it that are text. Raises DataError if there are none."""
     path = Path(data.path).expanduser()
-    if is_megatron(path):
-        raise DataError(
-            f"data.path={path} is an indexed data set of Megatron-LM, tokens and no text: read it with "
-            "data.corpus=megatron data.megatron_vocab=N, the vocabulary size of its tokenizer"
-        )
     if os.path.isfile(path):  # unlike Path.is_file also for a name that is too long for a file
         return [path]
     if not os.path.isdir(path):

@@ -13,7 +13,6 @@ from phalanx.config.data import Data
 from phalanx.data.corpus import documents
 from phalanx.data.formats import IN_WORDS, compression_of, form_of, missing, records
 from phalanx.data.index import INDEX
-from phalanx.data.megatron import is_megatron, open_megatron
 from phalanx.data.mixture import Rounds
 from phalanx.data.preferences import preference_rows
 from phalanx.data.row_text import row_texts
@@ -24,8 +23,6 @@ from phalanx.errors import DataError
 
 LOOKED_AT = 1000
 """Most records that are looked at."""
-PART = 1 << 24
-"""Tokens that are looked at at once."""
 SHOWN = 2000
 """Most characters of the sample."""
 
@@ -37,8 +34,6 @@ def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
     the run draws of it. Raises NotFoundError if there is no such file, DataError if it cannot be read, and JobError."""
     if file.suffix in (".yaml", ".yml"):
         return _of_job(file)
-    if is_megatron(file):
-        return _of_megatron(file)
     if os.path.isdir(file):
         file = row_files(Data(corpus="chat", path=str(file)))[0]  # the others are read in the same way
     elif not os.path.isfile(file):
@@ -90,22 +85,6 @@ def _of_job(file: Path) -> dict[str, Any]:
         problems = mixed.epoch_problems(samples)
     found = {"file": str(file), "form": f"a job of {samples:,} samples", "corpus": "mix", "sources": sources}
     return found | ({"problems": problems} if problems else {})
-
-
-def _of_megatron(file: Path) -> dict[str, Any]:
-    found = open_megatron(file)
-    largest = max(int(found.tokens[start : start + PART].max()) for start in range(0, len(found.tokens), PART))
-    return {
-        "file": str(file),
-        "form": "an indexed data set of Megatron-LM",
-        "corpus": "megatron",
-        "records": f"{found.sequences:,}",
-        "documents": found.documents,
-        "tokens": len(found.tokens),
-        "dtype": str(found.tokens.dtype),
-        "largest_token": largest,
-        "sample": [{"text": " ".join(map(str, found.tokens[:32].tolist())), "trained": True}],
-    }
 
 
 def _of_text(file: Path) -> dict[str, Any]:

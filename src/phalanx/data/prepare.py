@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 
 from phalanx.check.job import data_problems
-from phalanx.config.corpora import CORPORA, number_of, training_tokens
+from phalanx.config.corpora import CORPORA, number_of
 from phalanx.config.data import Data
 from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.data import corpus
@@ -158,12 +158,10 @@ def _build(folder: Path, data: Data, progress: Progress, *, force: bool) -> None
 
 def _build_tokens(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
     entry = CORPORA[data.corpus]
-    vocab, count = number_of(entry.vocab, data), entry.count
-    computed = isinstance(count, str) and ":" in count
-    total = CORPORA.code(data.corpus, "count")(data) if computed else number_of(count, data)
+    vocab, total = number_of(entry.vocab, data), number_of(entry.count, data)
     record = CorpusRecord(data.corpus, corpus.describe(data), 0, 0, 0, "", "")
     index = _begin(folder, data, record, NumberTokenizer(vocab))
-    cut = training_tokens(data, total)
+    cut = int(total * (1 - data.val_fraction))
     with ThreadPoolExecutor(1) as thread:
         work = (
             BuildTask(split, size, partial(thread.submit, partial(_tokens, data, vocab, split, start, size)))
