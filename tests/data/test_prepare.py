@@ -19,6 +19,7 @@ from phalanx.data.index import read_index
 from phalanx.data.loader import TokenData
 from phalanx.data.prepare import prepare
 from phalanx.data.shards import open_shards
+from phalanx.data.splits import split_segments
 from phalanx.data.tokenizer import Tokenizer, train_bpe
 from phalanx.errors import DataError
 
@@ -79,7 +80,7 @@ def test_split_cuts_at_the_character(cut: int) -> None:
     parts = [Segment("abc", False), Segment("de", False), Segment("fghi", True)]
     whole = "abcde\nfghi"
     texts = {"train": "", "val": ""}
-    for split, segment in module._split(parts, cut):
+    for split, segment in split_segments(parts, cut):
         texts[split] += "\n" * segment.separated + segment.text
     assert (texts["train"], texts["val"]) == (whole[:cut], whole[cut:])
 
@@ -212,7 +213,7 @@ def test_a_corpus_changed_between_stop_and_start_is_begun_anew(data: Data, poems
 
 def test_bpe_is_trained_on_the_training_part_alone(data: Data, poems: Path) -> None:
     folder = prepare(replace(data, tokenizer="bpe", bpe_vocab=300, val_fraction=0.5))
-    texts = [text.text for split, text in module._split(read_segments(poems), half(poems)) if split == "train"]
+    texts = [text.text for split, text in split_segments(read_segments(poems), half(poems)) if split == "train"]
     assert Tokenizer.load(folder).fingerprint == train_bpe(texts, 300).fingerprint
 
 

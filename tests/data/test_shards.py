@@ -117,7 +117,7 @@ def test_unfinished_shards_are_not_opened(folder: Path) -> None:
     ("fields", "message"),
     [
         ({"format": "MMIDIDX"}, "expected format 'phalanx-tokens' version 2, found 'MMIDIDX' version 2"),
-        ({"version": 5}, "expected format 'phalanx-tokens' version 2, found 'phalanx-tokens' version 5"),
+        ({"version": 6}, "expected format 'phalanx-tokens' version 2, found 'phalanx-tokens' version 6"),
         ({"block_bytes": 24}, "block_bytes 24: expected a multiple of 16"),
         ({"block_bytes": 0}, "block_bytes 0"),
         ({"block_bytes": 2**30}, "block_bytes 1073741824"),

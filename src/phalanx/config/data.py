@@ -36,7 +36,8 @@ class Data:
     data.path), chat (your own conversations, for fine-tuning: set data.path), or random (tokens without text, for
     measuring)."""
     path: str = ""
-    """A text or JSONL file, or a folder of them (corpora text and chat); or a local copy of tiny Shakespeare."""
+    """A text or JSONL file, or a folder of them (corpora text and chat); a Megatron data set (corpus text): its .bin,
+    .idx or the name without either; or a local copy of tiny Shakespeare."""
     mix: tuple[MixSource, ...] = ()
     """Instead of corpus and path: several sources of text, drawn by weight. Each has a path, a weight (its share of the
     samples, relative to the others') and epochs (the most passes over it; a run that needs more is refused; 0: as many

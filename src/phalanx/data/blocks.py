@@ -116,13 +116,16 @@ class SplitReader:
             self._checked.pop(shard, None)
         self._states[shard] = state
 
+    def _place(self, shard: int) -> tuple[Path, int]:
+        return self.index.place_of(self.folder, self.shards[shard])
+
     def _file(self, shard: int) -> int:
         """Returns the descriptor of a shard, which is opened if it is not. Raises OSError."""
         file = self._files.get(shard)
         if file is None:
             if len(self._files) >= MAX_OPEN_FILES:
                 os.close(self._files.pop(next(iter(self._files))))
-            file = self._files[shard] = os.open(self.folder / self.shards[shard].file, os.O_RDONLY | os.O_CLOEXEC)
+            file = self._files[shard] = os.open(self._place(shard)[0], os.O_RDONLY | os.O_CLOEXEC)
         return file
 
     def _mismatch(self, shard: int, block: int, content: bytes | memoryview) -> str:
@@ -136,7 +139,8 @@ class SplitReader:
         return f"expected sha256 {expected.hex()[:16]}…, found {found.hex()[:16]}…{self._origin(shard, block, found)}"
 
     def _pread(self, shard: int, offset: int, size: int) -> bytes:
-        path = self.folder / self.shards[shard].file
+        path, start = self._place(shard)
+        offset += start
         try:
             file = self._file(shard)
             content = os.pread(file, size, offset)
@@ -149,7 +153,8 @@ class SplitReader:
             raise DataError(f"{path}: cannot read {size:,} bytes from byte {offset:,} on: {error.strerror}") from error
         if len(content) < size:
             raise DataError(
-                f"{path}: the shard ends after {offset + len(content):,} bytes, expected {self.shards[shard].bytes:,}. "
+                f"{path}: the shard ends after {offset + len(content):,} bytes, expected "
+                f"{start + self.shards[shard].bytes:,}. "
                 f"Make it again with: {repair_command(self.folder, self.index)}"
             )
         return content
@@ -163,10 +168,10 @@ class SplitReader:
         first, end = self._tokens_of(shard, block)
         samples, begin = self.samples_of(shard, block), block * self.index.block_bytes
         within = "" if self.index.row_size else f", in samples {samples.start:,} to {samples.stop - 1:,}"
-        path = self.folder / self.shards[shard].file
+        path, start = self._place(shard)
         return (
-            f"{path}: block {block} (from byte {begin:,} on) is damaged: {problem}. It holds tokens {first:,} to "
-            f"{end - 1:,} of split {self.split}{within}. Restore the "
+            f"{path}: block {block} (from byte {start + begin:,} on) is damaged: {problem}. It holds tokens "
+            f"{first:,} to {end - 1:,} of split {self.split}{within}. Restore the "
             f"file, or make it again with: {repair_command(self.folder, self.index)}"
         )
 

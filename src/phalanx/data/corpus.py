@@ -31,6 +31,7 @@ from phalanx.data.formats import (
     missing,
     not_utf8,
     open_data,
+    pair_of,
     read_some,
     records,
     suffix_of,
@@ -197,6 +198,8 @@ def text_description(data: Data) -> str:
 
 def text_files(data: Data) -> list[Path]:
     """Returns the files of corpus text: data.path, or those in it that are text. Raises DataError if there are none."""
+    if pair := pair_of(data.path):
+        return [*pair]
     path = Path(data.path).expanduser()
     if os.path.isfile(path):  # unlike Path.is_file also for a name that is too long for a file
         return [path]
@@ -207,7 +210,9 @@ def text_files(data: Data) -> list[Path]:
     files = [file for file in found if suffix_of(file) in chosen]
     if not files:
         known = " ".join(sorted(chosen))
-        raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}")
+        sets = [file for file in found if file.suffix == ".idx"]
+        hint = f"; a Megatron data set is named by itself, such as {sets[0]}, several in data.mix" if sets else ""
+        raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}{hint}")
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 
 

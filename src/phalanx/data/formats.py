@@ -8,6 +8,7 @@ import gzip
 import importlib
 import io
 import lzma
+import os
 import sys
 import zlib
 from collections.abc import Iterator
@@ -51,6 +52,20 @@ def suffix_of(file: Path) -> str:
 def missing(path: Path, corpus: str) -> NotFoundError:
     """Returns the error about a data.path that does not exist."""
     return NotFoundError(f"data.path={path}: there is no such file or folder (corpus {corpus}){near_file(path)}")
+
+
+def pair_of(path: str) -> tuple[Path, Path] | None:
+    """Returns the .bin and the .idx of a Megatron data set that a path names: either of them, or the name without an
+    ending. None if it names none."""
+    place = Path(os.path.abspath(Path(path).expanduser()))
+    if place.suffix in (".bin", ".idx"):
+        stem = place.with_suffix("")
+    elif os.path.exists(place):
+        return None
+    else:
+        stem = place
+    pair = stem.with_name(f"{stem.name}.bin"), stem.with_name(f"{stem.name}.idx")
+    return pair if place.suffix == ".idx" or os.path.exists(pair[1]) else None
 
 
 def compression_of(file: Path) -> str:

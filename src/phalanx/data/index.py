@@ -24,6 +24,8 @@ ROWS_VERSION = 3
 """Version of an index whose shards hold conversations."""
 MIX_VERSION = 4
 """Version of an index of a mixture, whose sources are folders of their own."""
+ELSEWHERE_VERSION = 5
+"""Version of an index whose tokens lie in a file of another program's data set."""
 UNCHECKED_VERSION = 1
 """Version of an index without digests of blocks; its shards are still read."""
 TOKENS_VERSION = 1
@@ -33,7 +35,8 @@ BLOCK_BYTES = 64 * 1024
 hashed whole (0.04 ms) when it is first read."""
 MAX_BLOCK_BYTES = 64 * 1024 * 1024
 SPLITS: tuple[str, ...] = ("train", "val")
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4"), "uint8": np.dtype("u1"), "uint64": np.dtype("<u8")}
+"""Those of shards that are written are the first two."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,9 @@ class Index:
     """Conversations per row of the data set: 1, or 2 for preferences (version 3); 0 if the shards hold a text."""
     sources: tuple[SourceRecord, ...] = ()
     """The sources of a mixture, which has no shards of its own (version 4)."""
+    elsewhere: str = ""
+    """The absolute path of the file that holds the tokens of all splits one after the other, which is read as it is
+    (version 5); empty: each shard is a file of the folder."""
 
     @property
     def itemsize(self) -> int:
@@ -129,7 +135,21 @@ class Index:
     @property
     def version(self) -> int:
         """The version of the format that the index needs."""
-        return MIX_VERSION if self.sources else ROWS_VERSION if self.row_size else VERSION
+        if self.sources or self.elsewhere:
+            return MIX_VERSION if self.sources else ELSEWHERE_VERSION
+        return ROWS_VERSION if self.row_size else VERSION
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards of all splits, in order."""
+        return [shard for split in SPLITS for shard in self.splits[split]]
+
+    def place_of(self, folder: Path, shard: Shard) -> tuple[Path, int]:
+        """Returns the file that holds the tokens of a shard, and the byte at which they begin."""
+        if not self.elsewhere:
+            return folder / shard.file, 0
+        before = self.shards[: [each.file for each in self.shards].index(shard.file)]
+        return Path(self.elsewhere), sum(each.bytes for each in before)
 
     def folders(self, folder: Path) -> list[Path]:
         """Returns the folders of the shards: those of the sources of a mixture, otherwise the index's own `folder`."""
@@ -151,6 +171,8 @@ def write_index(folder: Path, index: Index) -> None:
     stored = {"format": FORMAT, "version": index.version, **asdict(index)}
     if not index.sources:
         del stored["sources"]
+    if not index.elsewhere:
+        del stored["elsewhere"]
     if not index.row_size:  # shards of a text are described as before there were others
         del stored["row_size"]
         for shard in (shard for shards in stored["splits"].values() for shard in shards):
@@ -170,7 +192,7 @@ def read_index(folder: Path) -> Index:
     except ValueError as error:
         raise DataError(f"{path} is not JSON: {error}. Make it again with: {repair_command(folder, None)}") from error
     found = (stored.get("format"), stored.get("version")) if isinstance(stored, dict) else (type(stored).__name__, None)
-    if found not in [(FORMAT, version) for version in (VERSION, UNCHECKED_VERSION, ROWS_VERSION, MIX_VERSION)]:
+    if found not in [(FORMAT, version) for version in range(UNCHECKED_VERSION, ELSEWHERE_VERSION + 1)]:
         raise DataError(
             f"{path}: expected format {FORMAT!r} version {VERSION}, found {found[0]!r} version {found[1]!r}. Make the "
             f"shards again with: {repair_command(folder, None)}"
@@ -229,6 +251,7 @@ def _parse(stored: dict[str, Any]) -> Index:
         complete=field(stored, "complete", bool),
         block_bytes=block_bytes,
         row_size=row_size,
+        elsewhere=field(stored, "elsewhere", str) if stored["version"] == ELSEWHERE_VERSION else "",
         sources=tuple(map(_source, field(stored, "sources", list))) if stored["version"] == MIX_VERSION else (),
     )
 

@@ -8,11 +8,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from phalanx.check.load import load_file
 from phalanx.config.data import Data
 from phalanx.data.corpus import documents
-from phalanx.data.formats import IN_WORDS, compression_of, form_of, missing, records
-from phalanx.data.index import INDEX
+from phalanx.data.formats import IN_WORDS, compression_of, form_of, missing, pair_of, records
+from phalanx.data.index import DTYPES, INDEX
+from phalanx.data.megatron import open_megatron
 from phalanx.data.mixture import Rounds
 from phalanx.data.preferences import preference_rows
 from phalanx.data.row_text import row_texts
@@ -34,6 +37,8 @@ def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
     the run draws of it. Raises NotFoundError if there is no such file, DataError if it cannot be read, and JobError."""
     if file.suffix in (".yaml", ".yml"):
         return _of_job(file)
+    if pair_of(str(file)):
+        return _of_megatron(file)
     if os.path.isdir(file):
         file = row_files(Data(corpus="chat", path=str(file)))[0]  # the others are read in the same way
     elif not os.path.isfile(file):
@@ -85,6 +90,21 @@ def _of_job(file: Path) -> dict[str, Any]:
         problems = mixed.epoch_problems(samples)
     found = {"file": str(file), "form": f"a job of {samples:,} samples", "corpus": "mix", "sources": sources}
     return found | ({"problems": problems} if problems else {})
+
+
+def _of_megatron(file: Path) -> dict[str, Any]:
+    found = open_megatron(str(file))
+    tokens = np.memmap(found.bin, DTYPES[found.dtype], mode="r")[: LOOKED_AT * LOOKED_AT]
+    return {
+        "file": str(found.bin),
+        "form": f"Megatron indexed data set, version {found.version}, {found.dtype}",
+        "corpus": "text",
+        "tokens": f"{found.tokens:,}",
+        "sequences": f"{found.sequences:,}",
+        "documents": f"{found.documents.size:,}",
+        "largest_id": f"{int(tokens.max()):,} of the first {tokens.size:,} tokens",
+        "needs": "data.tokenizer: the tokenizer.json that made these tokens",
+    }
 
 
 def _of_text(file: Path) -> dict[str, Any]:

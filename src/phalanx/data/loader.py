@@ -160,6 +160,9 @@ class TokenData(ShardData):
     separator between documents.
     """
 
+    knows_documents = False
+    """Whether something else than the tokenizer's separator tells where documents begin."""
+
     def __init__(
         self,
         folder: Path,
@@ -180,7 +183,7 @@ class TokenData(ShardData):
             )
         self.replacements = _replacements(damaged, self.sample_count)
         self.document_mask = document_mask
-        if document_mask and not self.tokenizer.separator:
+        if document_mask and not self.knows_documents and not self.tokenizer.separator:
             raise DataError(
                 f"data.document_mask: the tokenizer in {folder} puts no separator between documents; nearest legal: "
                 "data.document_mask=false, or a tokenizer with an end-of-text token, such as data.tokenizer=bpe"

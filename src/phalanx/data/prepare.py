@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from phalanx.data.build import BuildTask, ShardMaker
 from phalanx.data.corpus import Segment
 from phalanx.data.encode import Encoder
 from phalanx.data.files import TEMPORARY, locked
+from phalanx.data.formats import pair_of
 from phalanx.data.index import (
     BLOCK_BYTES,
     INDEX,
@@ -39,25 +39,31 @@ from phalanx.data.index import (
     repair_command,
     write_index,
 )
+from phalanx.data.megatron import index_splits, open_megatron
 from phalanx.data.prepared_otherwise import prepared_otherwise
 from phalanx.data.progress import Progress, silent
 from phalanx.data.row_text import RowText, encode_rows, row_texts, scan_rows
 from phalanx.data.settings import is_made_of_text, overrides, prepared_path, source_settings, tokenizer_path
-from phalanx.data.shards import TOKEN_SHARD_TOKENS, damage
+from phalanx.data.shards import TOKEN_SHARD_TOKENS, blocks_file, damage
+from phalanx.data.splits import (
+    BPE_CHARACTERS,
+    chunks,
+    cut_of,
+    grouped,
+    split_segments,
+    training_texts,
+    watched,
+)
 from phalanx.data.template import find_template
 from phalanx.data.tokenizer import NumberTokenizer, Tokenizer, require_in_vocabulary
 from phalanx.data.tokenizer_check import check_tokenizer_class
 from phalanx.echo import echo
 from phalanx.errors import DataError, JobError
 
-T = TypeVar("T", Segment, RowText)
-
 SHARD_CHARACTERS = 1 << 21
 """Minimum number of characters per shard …"""
 MAX_SHARDS = 4096
 """… or at least this fraction of the corpus, which limits the number of files."""
-BPE_CHARACTERS = 100_000_000
-"""Characters of training text for BPE: more would take hours and hardly change the merges."""
 
 
 def prepare(data: Data, *, force: bool = False, progress: Progress | None = None) -> Path:
@@ -98,8 +104,8 @@ def segments_of(data: Data, split: str) -> Iterator[Segment]:
     if split == "all":
         yield from corpus.segments(files, data)
         return
-    cut = _cut(corpus.scan(corpus.segments(files, data)), data)
-    yield from (segment for name, segment in _split(corpus.segments(files, data), cut) if name == split)
+    cut = cut_of(corpus.scan(corpus.segments(files, data)), data)
+    yield from (segment for name, segment in split_segments(corpus.segments(files, data), cut) if name == split)
 
 
 def _is_ready(folder: Path, data: Data, repair: str = "") -> bool:
@@ -112,6 +118,8 @@ def _is_ready(folder: Path, data: Data, repair: str = "") -> bool:
     if data.mix:
         return index.complete and _sources_are_ready(folder, index, data, repair)
     shards = [shard for split in SPLITS for shard in index.splits[split]]
+    if index.elsewhere:
+        return index.complete and _is_as_indexed(folder, index, data, repair)
     if not index.complete or any(damage(folder, index, shard, verify=False) for shard in shards):
         return False
     if not index.corpus.stamp:
@@ -132,6 +140,19 @@ def _is_ready(folder: Path, data: Data, repair: str = "") -> bool:
     return True
 
 
+def _is_as_indexed(folder: Path, index: Index, data: Data, repair: str) -> bool:
+    """Returns whether the tokens of another program's data set are those that were indexed. Raises DataError if they
+    changed since then."""
+    files = corpus.sources(data)
+    if str(files[0]) != index.elsewhere:
+        return False
+    blocks = [each for each in index.shards if not (folder / blocks_file(each.file)).is_file()]
+    wrong = (damage(folder, index, each, verify=True) for each in index.shards)
+    if not blocks and corpus.stamp(files) != index.corpus.stamp and (problem := next(filter(None, wrong), None)):
+        raise DataError(f"{problem}: it changed since it was indexed. Restore it, or index it again with: {repair}")
+    return not blocks
+
+
 def _sources_are_ready(folder: Path, index: Index, data: Data, repair: str) -> bool:
     """Returns whether every source of a mixture is prepared, and is what it was when the mixture was."""
     return all(
@@ -150,6 +171,8 @@ def _build(folder: Path, data: Data, progress: Progress, *, force: bool) -> None
         _build_mix(folder, data, old, progress, force=force)
     elif CORPORA[data.corpus].tokens is not None:
         _build_tokens(folder, data, old, progress)
+    elif data.corpus == "text" and pair_of(data.path):
+        _build_index(folder, data, progress)
     elif CORPORA[data.corpus].rows is not None:
         _build_rows(folder, data, old, progress)
     else:
@@ -166,9 +189,40 @@ def _build_tokens(folder: Path, data: Data, old: Index | None, progress: Progres
         work = (
             BuildTask(split, size, partial(thread.submit, partial(_tokens, data, vocab, split, start, size)))
             for split, tokens in zip(SPLITS, (cut, total - cut), strict=True)
-            for start, size in _chunks(tokens, TOKEN_SHARD_TOKENS)
+            for start, size in chunks(tokens, TOKEN_SHARD_TOKENS)
         )
         ShardMaker(folder, index, old, progress).run(work, total, ahead=1)
+
+
+def _build_index(folder: Path, data: Data, progress: Progress) -> None:
+    """Indexes the tokens of a Megatron data set, which stay where they are."""
+    _require_ready_tokens(data)
+    found = open_megatron(data.path)
+    tokenizer = _make_tokenizer(data, np.zeros(0x110000, dtype=np.int64), lambda: iter(()), progress)
+    splits = index_splits(folder, found, data.val_fraction, tokenizer.vocab_size, progress)
+    digest = _digest_of(shard.sha256 for shards in splits.values() for shard in shards)
+    record = CorpusRecord(
+        data.corpus, corpus.describe(data), found.documents.size, 0, 0, digest, corpus.stamp([found.bin, found.idx])
+    )
+    index = _begin(folder, data, record, tokenizer)
+    elsewhere = str(found.bin)
+    write_index(folder, replace(index, dtype=found.dtype, splits=splits, elsewhere=elsewhere, complete=True))
+
+
+def _require_ready_tokens(data: Data) -> None:
+    """Raises JobError for settings that make tokens of a text, where there are tokens already."""
+    problems = []
+    if is_made_of_text(data.tokenizer):
+        problems.append(
+            f"data.tokenizer={data.tokenizer} is made of a text, and {data.path} holds tokens of another tokenizer: "
+            "set data.tokenizer to its tokenizer.json"
+        )
+    if data.limit_mb:
+        problems.append(f"data.limit_mb={data.limit_mb:g} limits text, and {data.path} holds tokens; leave it out")
+    if data.text_field != Data.text_field:
+        problems.append(f"data.text_field={data.text_field} is for records, and {data.path} holds tokens; leave it out")
+    if problems:
+        raise JobError(problems)
 
 
 def _tokens(data: Data, vocab: int, split: str, start: int, size: int) -> np.ndarray:
@@ -184,19 +238,22 @@ def _build_mix(folder: Path, data: Data, old: Index | None, progress: Progress, 
     """Prepares every source of a mixture in a folder of its own, with one tokenizer for all."""
     sources = source_settings(data, folder)
     counts, cuts, digests = np.zeros(0x110000, dtype=np.int64), [], []
+    for source in sources:
+        if pair_of(source.path):
+            _require_ready_tokens(replace(source, tokenizer=data.tokenizer, text_field=Data.text_field))
     if is_made_of_text(data.tokenizer):
         for source in sources:
             files = corpus.sources(source)
-            scan = corpus.scan(_watched(corpus.segments(files, source), files, progress))
+            scan = corpus.scan(watched(corpus.segments(files, source), files, progress))
             counts += scan.counts
-            cuts.append(_cut(scan, source))
+            cuts.append(cut_of(scan, source))
             digests.append(scan.sha256)
 
     def parts() -> Iterator[tuple[str, Segment]]:
         """Yields the training texts, as much of each source."""
         for source, cut in zip(sources, cuts, strict=True):
             left = BPE_CHARACTERS // len(sources)
-            for split, segment in _split(corpus.segments(corpus.sources(source), source), cut):
+            for split, segment in split_segments(corpus.segments(corpus.sources(source), source), cut):
                 if split != SPLITS[0] or left <= 0:
                     break
                 yield split, segment
@@ -237,17 +294,17 @@ def _of_source(progress: Progress, path: str, what: str, done: int, total: int) 
 def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
     files = corpus.sources(data)
     stamp = corpus.stamp(files) if files and not CORPORA[data.corpus].verified else ""
-    scan = corpus.scan(_watched(corpus.segments(files, data), files, progress))
+    scan = corpus.scan(watched(corpus.segments(files, data), files, progress))
     if not scan.characters:
         held = f"{len(files)} files of {corpus.describe(data)} hold" if files else f"{corpus.describe(data)} has"
         raise DataError(f"the corpus is empty: {held} no text")
     record = CorpusRecord(
         data.corpus, corpus.describe(data), scan.documents, scan.characters, scan.bytes, scan.sha256, stamp
     )
-    cut = _cut(scan, data)
+    cut = cut_of(scan, data)
 
     def parts() -> Iterator[tuple[str, Segment]]:
-        return _split(corpus.segments(files, data), cut)
+        return split_segments(corpus.segments(files, data), cut)
 
     tokenizer = _stored_tokenizer(folder, old, record) or _make_tokenizer(data, scan.counts, parts, progress)
     index = _begin(folder, data, record, tokenizer)
@@ -256,7 +313,7 @@ def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress)
     with Encoder(tokenizer, folder, workers if tokenizer.slow and workers > 1 else 0) as encoder:
         work = (
             BuildTask(split, sum(map(len, group)), partial(encoder.submit, group))
-            for split, group in _group(parts(), size)
+            for split, group in grouped(parts(), size)
         )
         ShardMaker(folder, index, old, progress).run(work, scan.characters, ahead=2 * workers)
 
@@ -288,7 +345,7 @@ def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress)
     with ThreadPoolExecutor(1) as thread:
         work = (
             BuildTask(split, sum(map(len, group)), partial(thread.submit, partial(encode_rows, tokenizer, group)))
-            for split, group in _group(parts(), size)
+            for split, group in grouped(parts(), size)
         )
         ShardMaker(folder, index, old, progress).run(work, scan.characters, ahead=1)
 
@@ -312,7 +369,7 @@ def _make_tokenizer(
     vocab = TOKENIZERS[data.tokenizer].vocab
     if isinstance(vocab, str):  # of a size that the user has chosen
         progress(f"training {data.tokenizer} of {number_of(vocab, data)} tokens", 0, 0)
-    tokenizer = TOKENIZERS.code(data.tokenizer, "make")(data, counts, lambda: _training_texts(parts()))
+    tokenizer = TOKENIZERS.code(data.tokenizer, "make")(data, counts, lambda: training_texts(parts()))
     check_tokenizer_class(data.tokenizer, tokenizer)
     return tokenizer
 
@@ -329,66 +386,3 @@ def _begin(folder: Path, data: Data, record: CorpusRecord, tokenizer: Tokenizer)
         complete=False,
         block_bytes=BLOCK_BYTES,
     )
-
-
-def _cut(scan: corpus.Scan, data: Data) -> int:
-    """Returns the number of characters of the training split."""
-    return int(scan.characters * (1 - data.val_fraction))
-
-
-def _split(segments: Iterable[Segment], cut: int) -> Iterator[tuple[str, Segment]]:
-    """Yields the segments with their split: the first `cut` characters of the corpus for training, the rest for val."""
-    train, val = SPLITS
-    left = cut
-    for segment in segments:
-        if len(segment) <= left:
-            yield train, segment
-        elif left == 0:
-            yield val, segment
-        else:
-            place = left - segment.separated
-            yield train, Segment(segment.text[:place], segment.separated)
-            yield val, Segment(segment.text[place:], False)
-        left = max(0, left - len(segment))
-
-
-def _group(parts: Iterable[tuple[str, T]], size: int) -> Iterator[tuple[str, list[T]]]:
-    """Yields the contents of each shard: consecutive segments or rows of one split, up to `size` characters."""
-    group: list[T] = []
-    held, of_split = 0, ""
-    for split, segment in parts:
-        if group and (split != of_split or held >= size):
-            yield of_split, group
-            group, held = [], 0
-        of_split = split
-        group.append(segment)
-        held += len(segment)
-    if group:
-        yield of_split, group
-
-
-def _training_texts(parts: Iterable[tuple[str, Segment]]) -> Iterator[str]:
-    left = BPE_CHARACTERS
-    for split, segment in parts:
-        if split != SPLITS[0] or left <= 0:
-            return
-        yield segment.text[:left]
-        left -= len(segment)
-
-
-def _watched(segments: Iterable[Segment], files: list[Path], progress: Progress) -> Iterator[Segment]:
-    """Yields the segments while showing the progress of reading, in bytes of the files, taken as characters."""
-    total = sum(file.stat().st_size for file in files)
-    done = 0
-    for segment in segments:
-        yield segment
-        done += len(segment)
-        if total:
-            progress("reading", min(done, total - 1), total)
-    if total:
-        progress("reading", total, total)
-
-
-def _chunks(total: int, size: int) -> list[tuple[int, int]]:
-    """Returns the start and the size of each part of at most `size`."""
-    return [(start, min(size, total - start)) for start in range(0, total, size)]

@@ -14,6 +14,7 @@ from phalanx.config.corpora import CORPORA, number_of
 from phalanx.config.data import Data
 from phalanx.config.rows import written
 from phalanx.config.tokenizers import TOKENIZERS
+from phalanx.data.formats import pair_of
 from phalanx.data.index import TOKENS_VERSION
 from phalanx.data.tokenizer import FILE as TOKENIZER_FILE
 from phalanx.data.tokenizer import Tokenizer
@@ -68,7 +69,9 @@ def source_settings(data: Data, folder: Path) -> list[Data]:
     """Returns the settings of every source of a mixture, prepared in `folder`. A tokenizer that is made of a text is
     made of all of theirs, and lies there."""
     tokenizer = str(folder / TOKENIZER_FILE) if is_made_of_text(data.tokenizer) else data.tokenizer
-    return [replace(data, corpus="text", path=source.path, mix=(), tokenizer=tokenizer) for source in data.mix]
+    plain = replace(data, corpus="text", mix=(), tokenizer=tokenizer)
+    sources = [replace(plain, path=source.path) for source in data.mix]
+    return [replace(each, text_field=Data.text_field) if pair_of(each.path) else each for each in sources]
 
 
 def is_made_of_text(tokenizer: str) -> bool:

@@ -141,12 +141,13 @@ def open_shards(folder: Path, *, verify: bool = False) -> Index:
 
 def damage(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | None:
     """Returns a description of the damage to a shard's file, or None."""
-    path = folder / shard.file
+    path, start = index.place_of(folder, shard)
+    expected = sum(each.bytes for each in index.shards) if index.elsewhere else shard.bytes
     if not path.is_file():
-        return f"{path}: the shard is missing (expected {shard.bytes:,} bytes)"
+        return f"{path}: the shard is missing (expected {expected:,} bytes)"
     size = path.stat().st_size
-    if size != shard.bytes:
-        return f"{path}: expected {shard.bytes:,} bytes, found {size:,}"
+    if size != expected:
+        return f"{path}: expected {expected:,} bytes, found {size:,}"
     if index.block_bytes and (problem := _damaged_blocks(folder, index, shard, verify=verify)):
         return problem
     if index.row_size:
@@ -156,14 +157,24 @@ def damage(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | N
             return str(error)
     if not verify:
         return None
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = _range_digest(path, start, shard.bytes)
     if digest != shard.sha256:
         return f"{path}: expected sha256 {shard.sha256}, found {digest}"
     largest = int(token_ids(map_shard(folder, index, shard), index).max(initial=0))
     if largest >= index.vocab_size:
         return f"{path}: expected tokens below the vocabulary size {index.vocab_size}, found {largest}"
     return None
+
+
+def _range_digest(path: Path, start: int, size: int) -> str:
+    """Returns the sha256 of `size` bytes of a file from byte `start` on."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(start)
+        while size and (content := file.read(min(size, 1 << 24))):
+            digest.update(content)
+            size -= len(content)
+    return digest.hexdigest()
 
 
 def _damaged_blocks(folder: Path, index: Index, shard: Shard, *, verify: bool) -> str | None:
@@ -193,7 +204,8 @@ def map_shard(folder: Path, index: Index, shard: Shard) -> np.ndarray:
     dtype = DTYPES[index.dtype]
     if not shard.tokens:  # an empty file cannot be mapped
         return np.empty(0, dtype)
-    return np.memmap(folder / shard.file, dtype=dtype, mode="r", shape=(shard.tokens,))
+    path, start = index.place_of(folder, shard)
+    return np.memmap(path, dtype=dtype, mode="r", offset=start, shape=(shard.tokens,))
 
 
 def token_ids(stored: np.ndarray, index: Index) -> np.ndarray:

@@ -11,6 +11,7 @@ from phalanx.config.data import Data
 from phalanx.data.conversations import ConversationData
 from phalanx.data.index import read_index
 from phalanx.data.loader import ShardData, TokenData
+from phalanx.data.megatron import MegatronData
 from phalanx.data.mixture import MixedData
 from phalanx.data.preferences import PreferenceData
 
@@ -26,8 +27,8 @@ def open_split(
     if index.row_size:
         kind = PreferenceData if index.row_size == PAIR else ConversationData
         return kind(folder, split, seq_len, data)
-    texts = [
-        TokenData(each, split, seq_len, document_mask=data.document_mask, damaged=damaged.get(each, ()))
-        for each in index.folders(folder)
-    ]
+    texts: list[TokenData] = []
+    for each in index.folders(folder):
+        text = MegatronData if read_index(each).elsewhere else TokenData
+        texts.append(text(each, split, seq_len, document_mask=data.document_mask, damaged=damaged.get(each, ())))
     return MixedData(folder, split, seq_len, data.mix, texts) if index.sources else texts[0]

@@ -73,6 +73,7 @@ def layout_here(machine: CheckedMachine) -> Iterator[CheckResult]:
 
 def data_here(machine: CheckedMachine) -> Iterator[CheckResult]:
     """Yields whether the token shards are there and whole, or can be made here."""
+    from phalanx.data.formats import pair_of
     from phalanx.data.index import INDEX
     from phalanx.data.settings import prepared_path, tokenizer_path
     from phalanx.data.shards import open_shards
@@ -94,7 +95,8 @@ def data_here(machine: CheckedMachine) -> Iterator[CheckResult]:
         return
     own = {"data.path": data.path} if data.path and "path" in CORPORA[data.corpus].settings else {}
     paths = own | {f"data.mix: {source.path}": source.path for source in data.mix}
-    if unread := [name for name, path in paths.items() if not os.access(Path(path).expanduser(), os.R_OK)]:
+    files = {name: (pair_of(path) or (Path(path).expanduser(),))[0] for name, path in paths.items()}
+    if unread := [name for name, file in files.items() if not os.access(file, os.R_OK)]:
         yield error(f"{', '.join(unread)}{f'={data.path}' if own else ''} cannot be read", "correct the path")
     elif not os.access(nearest_folder(Path(data.dir).expanduser()), os.W_OK):
         yield error(f"{folder} is not prepared, and {data.dir} cannot be written", "set data.dir to another folder")

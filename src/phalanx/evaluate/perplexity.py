@@ -201,6 +201,7 @@ def _samples(
         rank=mesh.data_rank,
         ranks=mesh.data_ranks,
         separator=separator,
+        documents=text.documents if job.data.document_mask else None,
     )
     return _Samples(own, len(found), sum(window.scored for window in found), context, stride)
 

@@ -13,11 +13,14 @@ from phalanx.config.data import Data
 from phalanx.data import corpus
 from phalanx.data.corpus import Segment
 from phalanx.data.encode import encode_segments
+from phalanx.data.formats import pair_of
+from phalanx.data.index import DTYPES
 from phalanx.data.loader import ShardData, TokenData
+from phalanx.data.megatron import open_megatron
 from phalanx.data.prepare import prepare, segments_of
 from phalanx.data.settings import prepared_path, source_settings
 from phalanx.data.split import open_split
-from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
 from phalanx.errors import DataError
 
 
@@ -31,6 +34,8 @@ class ScoredText:
     """(n,) int64."""
     bytes: int | None
     """Bytes of the documents in UTF-8, without the separators between them; None for tokens without text."""
+    documents: np.ndarray | None = None
+    """(n,) int64: the number of each token's document, where something else than a separator tells it."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ def read_text(
         shards = TokenData(prepare(data), split, 1)
         tokens = shards.read(0, shards.tokens).astype(np.int64)
         return ScoredText(data.corpus, split, tokens[: round(limit_mb * 1e6) or None], None)
+    if data.corpus == "text" and pair_of(data.path):
+        return _ready_tokens(data, tokenizer, split, limit_mb)
     size = 0
 
     def counted() -> Iterator[Segment]:
@@ -82,6 +89,18 @@ def read_text(
     if len(tokens) < 2:
         raise DataError(f"{name}, split {split}: {len(tokens)} tokens; at least 2 are needed to score one")
     return ScoredText(name, split, tokens, size)
+
+
+def _ready_tokens(data: Data, tokenizer: Tokenizer, split: str, limit_mb: float) -> ScoredText:
+    """Reads the tokens of a Megatron data set."""
+    found = open_megatron(data.path)
+    cut = int(found.tokens * (1 - data.val_fraction))
+    first, end = {"train": (0, cut), "val": (cut, found.tokens)}.get(split, (0, found.tokens))
+    tokens = np.memmap(found.bin, DTYPES[found.dtype], mode="r")[first:end]
+    tokens = tokens[: round(limit_mb * 1e6) // tokens.itemsize or None]
+    require_in_vocabulary(tokens, tokenizer.vocab_size, f"{found.bin}, read with the run's tokenizer,")
+    documents = np.searchsorted(found.documents, first + np.arange(tokens.size), side="right")
+    return ScoredText(data.path, split, tokens.astype(np.int64), None, documents)
 
 
 def other_corpus(own: Data, corpus_name: str, files: Path | None, text_field: str) -> Data:

@@ -71,13 +71,15 @@ def batches(
     rank: int = 0,
     ranks: int = 1,
     separator: Sequence[int] = (),
+    documents: np.ndarray | None = None,
 ) -> Iterator[MicroBatch]:
     """Yields the micro-batches of one of `ranks` over the windows of `tokens` (n,).
 
     Every rank gets the same number of micro-batches, as collectives require. Rows and ends of windows that are padded,
-    and predictions that an earlier window scored, have IGNORE as their target. With a `separator`, each token has the
-    number of its document (data.document_mask)."""
-    documents = _documents(tokens, separator) if separator else None
+    and predictions that an earlier window scored, have IGNORE as their target. With a `separator`, or the number of
+    each token's document in `documents` (n,), micro-batches contain the documents (data.document_mask)."""
+    if documents is None and separator:
+        documents = _documents(tokens, separator)
     for first in range(0, len(found), ranks * micro_batch):
         own = list(islice(found, first + rank * micro_batch, first + (rank + 1) * micro_batch))
         inputs = np.zeros((micro_batch, context), dtype=np.int64)

@@ -69,7 +69,8 @@ def agree(chosen: Facts, device: torch.device) -> None:
 def find_shards(data: Data) -> Path:
     """Returns the folder of a job's token shards, built if missing, with their digests checked. Raises DataError."""
     shards = prepare(data)
-    size = sum(file.stat().st_size for each in read_index(shards).folders(shards) for file in each.glob("*.bin"))
+    folders = read_index(shards).folders(shards)
+    size = sum(shard.bytes for folder in folders for shard in read_index(folder).shards)
     open_shards(shards, verify=size <= VERIFIED_BYTES and data.on_corruption == "stop")
     return shards
 
