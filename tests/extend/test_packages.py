@@ -148,10 +148,10 @@ def test_an_optimizer_trains_resumes_in_another_layout_and_is_predicted(phalanx,
 
 
 def test_wrong_options_of_an_optimizer_are_refused_together(phalanx):
-    words = ("small.yaml", "optimizer=ademamix", "optimizer.options=alfa=2,beta3=1", "optimizer.momentum=0.5")
+    words = ("small.yaml", "optimizer=ademamix", "optimizer.options=alpa=2,beta3=1", "optimizer.momentum=0.5")
     said = phalanx("train", *words, code=2, streams="err")
     assert (
-        "ademamix has no option alfa; did you mean alpha? (known: alpha, beta3); beta3 must lie in [0, 1), is 1.0"
+        "ademamix has no option alpa; did you mean alpha? (known: alpha, beta3); beta3 must lie in [0, 1), is 1.0"
         in said
     )
     assert "optimizer.momentum=0.5: ademamix does not read it" in said

@@ -234,7 +234,7 @@ def _slip(name: str) -> str:
 
 def _refuse_other_values(source: ConfigReader, family: ConfigFamily, model: ModelConfig) -> None:
     """Notes fields of other kinds whose value is not that of this one. With that value they change nothing."""
-    for name in [name for name in source.left() if name in OWN_VALUES]:
+    for name in [name for name in source.left() if name in OWN_VALUES and name not in family.harmless]:
         own, value = OWN_VALUES[name](model), source.raw(name)
         if value != own or isinstance(value, bool) != isinstance(own, bool):
             source.problem(name, f"is {shown(value)}, supported for model_type {family.model_type}: {shown(own)}")
