@@ -46,7 +46,7 @@ def test_rows_that_cannot_be_used_are_listed_with_the_exit_code_of_prepare(tmp_p
     assert main(["data", "inspect", str(tmp_path / "a.jsonl")]) == 4
     out = capsys.readouterr().out
     assert "2 rows cannot be used" in out
-    assert "'label' is that of KTO" in out
+    assert "its prompt has only answers with label false" in out
     assert "ignore_keys" not in out  # it would train the answers that are marked as bad
 
 

@@ -169,7 +169,8 @@ def _kind_of(path: str) -> str:
         except ValueError:
             return "text"
         if isinstance(row, dict) and {"messages", "conversations", "prompt"} & row.keys():
-            return "preferences" if {"chosen", "rejected"} <= row.keys() else "chat"
+            pairs = ({"chosen", "rejected"}, {"completion", "label"}, {"responses"})
+            return "preferences" if any(each <= row.keys() for each in pairs) else "chat"
     return "text"
 
 

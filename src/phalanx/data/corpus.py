@@ -34,6 +34,8 @@ from phalanx.data.formats import (
     pair_of,
     read_some,
     records,
+    refuse_one_object,
+    rows_in_text,
     suffix_of,
 )
 from phalanx.data.shakespeare import find_shakespeare
@@ -250,9 +252,16 @@ def documents(files: Iterable[Path], data: Data) -> Iterator[Iterable[str]]:
 def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
     form = form_of(file)
     if form == "text":
+        if suffix_of(file) in ("", ".txt", ".text") and (names := rows_in_text(file)):
+            raise DataError(
+                f"{file}: its lines are JSON objects (fields: {', '.join(map(repr, names[:NAMES_SHOWN]))}), which "
+                f"would be trained on as they stand: name it {file.stem}.jsonl to read a field "
+                f"(data.text_field={field}) or conversations (data.corpus=chat), or {file.stem}.md to train on the JSON"
+            )
         yield _read_text(file)
         return
     if form == "lines":  # of a line only one field is used, so the rest of it is read leniently
+        refuse_one_object(file)
         with open_data(file) as lines:
             for number, line in enumerate(
                 iter(lambda: read_some(file, lines, LINE_BYTES + 1, line=True), b""), start=1

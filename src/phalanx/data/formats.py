@@ -125,7 +125,35 @@ def records(file: Path, form: Form | None = None) -> Iterator[tuple[str, dict[st
     elif form in ("parquet", "arrow"):
         yield from _table(file, form)
     else:
+        refuse_one_object(file)
         yield from _lines(file)
+
+
+def refuse_one_object(file: Path) -> None:
+    """Raises DataError if a .json file holds one object over several lines, which is no list of records."""
+    if suffix_of(file) != ".json":
+        return
+    with _readable(file) as stream:
+        first = read_some(file, stream, LINE_BYTES, line=True)
+        if isinstance(record_of(first), dict):
+            return
+        content = first + read_some(file, stream, LINE_BYTES)
+    found = record_of(content)
+    if not isinstance(found, dict):
+        return
+    lists = [name for name, value in found.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    names = ", ".join(map(repr, [*found][:20])) or "none"
+    advice = f"; take the records out of it: jq -c '.[\"{lists[0]}\"][]' {file} > {file.stem}.jsonl" if lists else ""
+    raise DataError(f"{file}: is one JSON object (its fields: {names}), not a list of records{advice}")
+
+
+def rows_in_text(file: Path) -> list[str]:
+    """Returns the fields of the first record of a text file whose first lines are JSON objects; nothing of others."""
+    with _readable(file) as stream:
+        head = [read_some(file, stream, 1 << 20, line=True) for _ in range(2)]
+    found = [record_of(line) for line in head if line.strip()]
+    objects = [each for each in found if isinstance(each, dict)]
+    return [*objects[0]] if objects and len(objects) == len(found) else []
 
 
 def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:

@@ -19,7 +19,7 @@ from phalanx.data.megatron import open_megatron
 from phalanx.data.mixture import Rounds
 from phalanx.data.preferences import preference_rows
 from phalanx.data.row_text import row_texts
-from phalanx.data.rows import Row, chat_rows, row_files
+from phalanx.data.rows import Causes, Row, chat_rows, row_files
 from phalanx.data.settings import prepared_path
 from phalanx.data.split import open_split
 from phalanx.errors import DataError
@@ -55,7 +55,8 @@ def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
             objects += 1
             names.update(map(str, record))
     found |= {"records": f"{objects:,}{'+' if objects >= LOOKED_AT else ''}", "fields": list(names)}
-    if "chosen" in names and "rejected" in names:
+    pairs = ({"chosen", "rejected"}, {"completion", "label"}, {"responses"})
+    if any(each <= names.keys() for each in pairs):
         corpus, read = "preferences", preference_rows
     elif "text" in names and not names.keys() & {"messages", "conversations", "prompt", "instruction"}:
         return found | _of_text(file)
@@ -114,10 +115,13 @@ def _of_text(file: Path) -> dict[str, Any]:
 
 def _of_rows(rows: list[Row], data: Data, file: Path) -> dict[str, Any]:
     roles = Counter(message["role"] for row in rows for messages in row.conversations for message in messages)
-    problems = [f"{row.where}: {row.problem}" for row in rows if row.problem]
+    problems = Causes()
+    for row in rows:
+        if row.problem:
+            problems.add(row.where, row.problem)
     found: dict[str, Any] = {"roles": [f"{role} {count:,}" for role, count in roles.items()]}
-    if problems:
-        found["problems"] = [f"{len(problems):,} rows cannot be used", *problems[:5]]
+    if problems.rows:
+        found["problems"] = [problems.head(), *problems.lines(most=5)]
     sample: list[dict[str, Any]] = []
     try:
         first = next(row_texts([file], data))
@@ -127,6 +131,6 @@ def _of_rows(rows: list[Row], data: Data, file: Path) -> dict[str, Any]:
                 sample.append({"text": text[:left], "trained": trained})
             left -= len(text)
     except (StopIteration, DataError) as error:
-        if not problems:
+        if not problems.rows:
             found["problems"] = [str(error)]
     return found | {"sample": sample}

@@ -18,30 +18,46 @@ from phalanx.config.data import Data
 from phalanx.data.conversations import ConversationData
 from phalanx.data.loader import MicroBatch
 from phalanx.data.order import sample_ids
-from phalanx.data.row_fields import ANSWERS, Message, checked, messages_of, require_known, trained, with_context
+from phalanx.data.ranked import pair_rows
+from phalanx.data.row_fields import (
+    ANSWERS,
+    Message,
+    checked,
+    messages_of,
+    require_known,
+    role_of,
+    trained,
+    with_context,
+)
 from phalanx.data.rows import Row, rows_of
+
+_CONTEXT = ("prompt", "messages", "conversations")
 
 
 def preference_rows(files: Iterable[Path], data: Data) -> Iterator[Row]:
     """Yields the rows of corpus preferences, two conversations each."""
-    return rows_of(files, data, lambda record: tuple(pair_of(record)), only_last=True)
+    return rows_of(files, data, lambda record: tuple(pair_of(record)), only_last=True, arrange=pair_rows)
 
 
 def pair_of(record: dict[str, Any]) -> list[list[Message]]:
     """Returns the chosen and the rejected conversation of a row with `chosen` and `rejected`, each a text or a list of
-    messages, and what comes before them: `prompt`, a text or messages, or `messages`. Whole conversations in `chosen`
-    and `rejected` need none. Raises ValueError with everything that is wrong."""
+    messages, and what comes before them: `prompt`, a text or messages, or `messages`, or `conversations`. Whole
+    conversations in `chosen` and `rejected` need none. Raises ValueError with everything that is wrong."""
     if missing := [name for name in ("chosen", "rejected") if name not in record]:
         raise ValueError(
             f"no {' and no '.join(missing)}: expected chosen and rejected, each a text or messages, and prompt or "
-            "messages before them unless they are whole conversations; make pairs of KTO labels and ranked responses"
+            "messages before them unless they are whole conversations; or prompt, completion and label (KTO); or "
+            "prompt and responses with scores or ranks"
         )
-    require_known(record, ("prompt", "messages", "chosen", "rejected", "history"))
-    context = with_context(messages_of(record.get("prompt", record.get("messages", [])), "user"), record)
+    require_known(record, (*_CONTEXT, "chosen", "rejected", "history"))
+    given = [name for name in _CONTEXT if record.get(name) not in (None, "", [])]
+    if len(given) > 1 and "conversations" in given:
+        raise ValueError(f"{' and '.join(given)} stand beside each other: leave one out with data.ignore_keys")
+    context = with_context(messages_of(record[given[0]], "user") if given else [], record)
     problems, pair = [], []
     for name in ("chosen", "rejected"):
         answer = messages_of(record[name], ANSWERS)
-        whole = bool(answer) and isinstance(answer[0], dict) and answer[0].get("role") != ANSWERS
+        whole = bool(answer) and isinstance(answer[0], dict) and role_of(answer[0]) != ANSWERS
         try:
             pair.append(checked(answer if whole else [*context, *answer], answered=True))
             if pair[-1][-1]["role"] != ANSWERS:

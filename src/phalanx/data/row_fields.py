@@ -70,8 +70,8 @@ def require_known(record: Mapping[str, Any], known: Collection[str]) -> None:
     unknown = [name for name, value in record.items() if name not in every | METADATA and value not in (None, "", [])]
     if "label" in unknown and "completion" in known:
         raise ValueError(
-            "'label' is that of KTO, which marks an answer as good or bad and is not implemented: keep only rows whose "
-            "label is true, without it, or make pairs of chosen and rejected (data.corpus=preferences)"
+            "'label' is that of KTO, which marks an answer as good or bad: keep only rows whose label is true, without "
+            "it, or set data.corpus=preferences, which makes pairs where a prompt has answers of both labels"
         )
     if unknown:
         hint = did_you_mean(unknown[0], sorted(every)) if len(unknown) == 1 else ""
@@ -148,8 +148,16 @@ def tools_of(record: Mapping[str, Any]) -> list[Any]:
 
 
 def messages_of(value: Any, role: str) -> list[Any]:
-    """Returns the messages of a field that holds a list of them, or the text of one of `role`."""
+    """Returns the messages of a field that holds a list of them, one of them, or the text of one of `role`."""
+    if isinstance(value, dict):
+        return [value]
     return value if isinstance(value, list) else [{"role": role, "content": value}]
+
+
+def role_of(message: Any) -> Any:
+    """Returns the role of a message, also of one of ShareGPT's."""
+    plain = _plain(message)
+    return plain.get("role") if isinstance(plain, dict) else None
 
 
 def checked(messages: Any, *, answered: bool) -> list[Message]:

@@ -17,7 +17,7 @@ from phalanx.data.answers import Part
 from phalanx.data.build import EncodedRows
 from phalanx.data.corpus import Scan, code_points, describe
 from phalanx.data.row_fields import Message, unwritten
-from phalanx.data.rows import SHOWN_PROBLEMS, Row
+from phalanx.data.rows import Causes, Row
 from phalanx.data.shards import ANSWER
 from phalanx.data.template import Renderer, find_template
 from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
@@ -46,30 +46,26 @@ def row_texts(files: Sequence[Path], data: Data, warn: Callable[[str], object] |
 
     Raises DataError, after the last row, with the first problems of rows that cannot be used: of their form, and those
     that the template has with them."""
-    problems, count, left = [], 0, round(data.limit_mb * 1e6) or sys.maxsize
+    causes, left = Causes(), round(data.limit_mb * 1e6) or sys.maxsize
     with Renderer(find_template(data)) as renderer:
         for row in CORPORA.code(data.corpus, "rows")(files, data):
             try:
                 found = _rendered(row, renderer)
             except ValueError as error:
-                count += 1
-                if count <= SHOWN_PROBLEMS:
-                    problems.append(f"{row.where}: {error}")
+                causes.add(row.where, str(error))
                 continue
             left -= len(found.text.encode())
             if left < 0:
                 break
-            if not count:
+            if not causes.rows:
                 yield found
-        if warn is not None and not problems:
+        if warn is not None and not causes.rows:
             if renderer.warning:
                 warn(renderer.warning)
             if renderer.template.writes_date:
                 warn(f"{renderer.template.origin} writes a date: {renderer.template.date} in every conversation")
-    if problems:
-        more = f"\n  ... and {count - len(problems):,} more" if count > len(problems) else ""
-        rows = f"{count:,} row{'s' if count > 1 else ''}"
-        raise DataError(f"{describe(data)}: {rows} cannot be used:\n  " + "\n  ".join(problems) + more)
+    if causes.rows:
+        raise DataError("\n  ".join([f"{describe(data)}: {causes.head()}:", *causes.lines()]))
 
 
 def _rendered(row: Row, renderer: Renderer) -> RowText:

@@ -21,6 +21,10 @@ from phalanx.errors import DataError
 SHOWN_PROBLEMS = 10
 
 
+Placed = tuple[str, dict[str, Any] | ValueError]
+"""A record with its file and line, or what is wrong with it."""
+
+
 @dataclass(frozen=True)
 class Row:
     """A row of a data set, as read."""
@@ -35,6 +39,35 @@ class Row:
     """Why the row cannot be used; empty if it can."""
     tools: tuple[Any, ...] = ()
     """The tools that the template describes to the model."""
+
+
+class Causes:
+    """Why rows cannot be used, each cause once with its first row and the number of rows."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._found: dict[str, list[Any]] = {}
+
+    def add(self, where: str, cause: str) -> None:
+        self.rows += 1
+        if cause in self._found:
+            self._found[cause][1] += 1
+        elif len(self._found) < SHOWN_PROBLEMS:
+            self._found[cause] = [where, 1]
+
+    def head(self) -> str:
+        """Returns how many rows cannot be used."""
+        return f"{self.rows:,} row{'s' if self.rows > 1 else ''} cannot be used"
+
+    def lines(self, most: int = SHOWN_PROBLEMS) -> list[str]:
+        """Returns a line for each of the first `most` causes, and one for the number of rows that have others."""
+        shown = [*self._found.items()][:most]
+        found = [
+            f"{where}: {cause}" + (f" (and {same - 1:,} more row{'s' if same > 2 else ''})" if same > 1 else "")
+            for cause, (where, same) in shown
+        ]
+        left = self.rows - sum(same for _, (_, same) in shown)
+        return [*found, f"... and {left:,} more"] if left else found
 
 
 def row_files(data: Data) -> list[Path]:
@@ -63,16 +96,25 @@ def rows_of(
     read: Callable[[dict[str, Any]], tuple[list[Message], ...]],
     *,
     only_last: bool = False,
+    arrange: Callable[[Iterator[Placed]], Iterator[Placed]] = iter,
 ) -> Iterator[Row]:
-    """Yields the rows of files, whose conversations `read` makes of their objects; its ValueErrors are the rows'
-    problems."""
-    for where, record in (each for file in files for each in records(file)):
+    """Yields the rows of files, whose conversations `read` makes of their objects, which `arrange` may join or split
+    before; its ValueErrors are the rows' problems."""
+    for where, row in arrange(_renamed(files, data)):
         try:
-            if isinstance(record, ValueError):
-                raise record
-            row = renamed(record, data)
+            if isinstance(row, ValueError):
+                raise row
             conversations = read(row)
             plain = tuple(for_template(messages, marked=not only_last) for messages in conversations)
             yield Row(where, plain, only_last, tools=tuple(tools_of(row)))
         except ValueError as error:
             yield Row(where, problem=str(error))
+
+
+def _renamed(files: Iterable[Path], data: Data) -> Iterator[Placed]:
+    """Yields the records of files with the names of data.columns."""
+    for where, record in (each for file in files for each in records(file)):
+        try:
+            yield where, record if isinstance(record, ValueError) else renamed(record, data)
+        except ValueError as error:
+            yield where, error
