@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from phalanx.check.known_names import known_names
@@ -9,7 +11,8 @@ from phalanx.cli.verbs import VERBS
 from phalanx.config.fields import suggestion
 from phalanx.config.presets import named, unknown
 from phalanx.config.spelling import refusal, value
-from phalanx.nearest import nearest
+from phalanx.errors import JobError
+from phalanx.nearest import Misfit, nearest
 
 
 @pytest.mark.parametrize(
@@ -96,3 +99,12 @@ def test_models_and_corpora_of_other_programs_are_known() -> None:
     assert "nothing is downloaded" in refusal("data.corpus", "openwebtext")
     assert "data.corpus=chat" in refusal("data.corpus", "ShareGPT")
     assert "data.path of the file" in refusal("data.corpus", "jsonl")
+
+
+def test_a_misfit_travels_between_processes_as_its_text() -> None:
+    error = JobError([Misfit("n_heads 4 / tp 3 is not an integer", 3, {"layout.tp": [1, 2, 4]})])
+    assert (
+        str(pickle.loads(pickle.dumps(error)))
+        == str(error)
+        == "n_heads 4 / tp 3 is not an integer; nearest tp: 1, 2, 4"
+    )

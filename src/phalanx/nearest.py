@@ -132,6 +132,10 @@ class Misfit(str):
         found.equation, found.choices, found.after, found.wanted = equation, listed, after, wanted
         return found
 
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Travels between processes, in an error, as its text."""
+        return str, (str(self),)
+
 
 def misfit(equation: str, path: str, values: str) -> str:
     """Returns the words about an equation that does not hold, and values of the field at `path` with which it does."""

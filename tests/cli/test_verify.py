@@ -53,7 +53,7 @@ def test_the_main_example_under_many_techniques():
     [
         (["--steps", "0", "tp=3"], ["--steps: must be at least 1, is 0", "n_heads 4 / tp 3 and"]),
         (["--layouts", "tp=3", "tpp=2"], ["layout 'tp=3': layout.tp: n_heads 4", "did you mean tp?"]),
-        (["--layot", "tp=2"], ["unknown option --layot; did you mean --layouts?"]),
+        (["--layots", "tp=2"], ["unknown option --layots; did you mean --layouts?"]),
         (["--full", "--layouts", "tp=2"], ["--full and --layouts exclude each other"]),
         (["--schedules", "--full"], ["--schedules excludes --full, which includes it, and --layouts"]),
         (["--schedules", "--layouts", "tp=2"], ["--schedules excludes --full"]),
