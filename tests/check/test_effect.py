@@ -20,9 +20,9 @@ ELSEWHERE = {
     """,
     "layout": """
         auto dp_replicate dp_shard cp cp_ulysses cp_inner tp pp ep zero reshard hpz quantise_weights
-        quantise_gradients prefetch accumulate tiles tile sp sp_regather schedule pp_chunks pp_slices pp_cut
+        quantise_gradients prefetch accumulate tiles sp_regather schedule
         micro_batch accumulation recompute recompute_cut loss_chunk offload offload_blocks offload_to
-        data_parallel sync sync_every bucket_mb
+        data_parallel sync bucket_mb
     """,
     "data": """
         corpus document_mask val_fraction limit_mb dir workers prefetch on_corruption skip_quota
@@ -39,11 +39,11 @@ ELSEWHERE = {
         every every_minutes keep keep_every keep_best verify background on_failure timeout_s remote
     """,
     "guard": """
-        every repeat_every on_corruption on_spike on_nan spike_norm spike_loss spike_window spike_warmup limit
+        every repeat_every on_corruption on_spike on_nan limit
     """,
     "run": """
-        name dir threads device_budget_mib timeout_s hang_s grace_s max_restarts restart_window_s nnodes
-        rdzv_endpoint node_lost_s trackers trackers_wait_s report live log_level all_ranks sample_tokens
+        name dir threads device_budget_mib timeout_s hang_s grace_s max_restarts nnodes
+        rdzv_endpoint node_lost_s trackers report live log_level all_ranks sample_tokens
     """,
 }
 """Fields by section that have an effect in every job, or whose condition another rule of check/ states. A new field
@@ -52,6 +52,12 @@ SET = {
     "model.moe.z_loss": "10",
     "model.moe.aux_loss": "0.1",
     "model.moe.capacity": "2",
+    "layout.sp": "true",
+    "layout.sync_every": "7",
+    "layout.tile": "attention",
+    "layout.pp_cut": "1+1",
+    "guard.spike_norm": "9",
+    "run.trackers_wait_s": "3",
     "model.mla.q_rank": "8",
     "model.lora.alpha": "8",
     "model.rope_scaling.kind": "yarn",

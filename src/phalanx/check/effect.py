@@ -34,6 +34,8 @@ _ROWS: Condition = (
 )
 _RANDOM: Condition = (lambda job: CORPORA[job.data.corpus].tokens is not None, "is for data.corpus=random")
 _DECAYS: Condition = (lambda job: job.optimizer.schedule != "constant", "is for a schedule that decays: not constant")
+_PIPELINE: Condition = (lambda job: job.layout.auto or job.layout.pp > 1, "is for pipelines: layout.pp above 1")
+_SPIKES: Condition = (lambda job: job.guard.on_spike != "off", "is for guard.on_spike=skip, rewind or stop")
 
 CONDITIONS: dict[str, Condition] = {
     **{path: _EXPERTS for path in leaves() if path.startswith("model.moe.") and path != "model.moe.n_experts"},
@@ -59,6 +61,24 @@ CONDITIONS: dict[str, Condition] = {
     "model.rope_scaling.factor": _ROTARY,
     "model.rope_theta": _ROTARY,
     "model.rotary_fraction": _ROTARY,
+    "layout.sp": (
+        lambda job: job.layout.auto or job.layout.tp > 1,
+        "shards activations over tensor-parallel ranks: layout.tp above 1",
+    ),
+    "layout.sync_every": (
+        lambda job: job.layout.sync in ("local_sgd", "diloco"),
+        "is for layout.sync=local_sgd or diloco",
+    ),
+    "layout.tile": (lambda job: job.layout.auto or job.layout.tiles > 1, "is for layout.tiles above 1"),
+    "layout.pp_chunks": _PIPELINE,
+    "layout.pp_slices": _PIPELINE,
+    "layout.pp_cut": _PIPELINE,
+    "guard.spike_norm": _SPIKES,
+    "guard.spike_loss": _SPIKES,
+    "guard.spike_window": _SPIKES,
+    "guard.spike_warmup": _SPIKES,
+    "run.restart_window_s": (lambda job: job.run.max_restarts, "is for run.max_restarts above 0"),
+    "run.trackers_wait_s": (lambda job: job.run.trackers, "is for runs with run.trackers"),
     "optimizer.outer_lr": _DILOCO,
     "optimizer.outer_momentum": _DILOCO,
     "optimizer.decay_fraction": (lambda job: job.optimizer.schedule == "wsd", "is for optimizer.schedule=wsd"),
