@@ -135,13 +135,16 @@ def test_in_flight_is_what_the_schedule_says_however_many_micro_batches(name, pp
     peak = max(sum(n * weights[stage] for n, stage in zip(most, found.held, strict=True)) for most in found.most)
     assert found.held == tuple(whole.stages_on(rank % pp))
     assert peak == pytest.approx(whole.peak_live_activations(rank % pp, weights) / whole.slices)
-    # Peaks before backward passes, counted anew: with I and W apart, and with gradients of an earlier micro-batch.
+    # Peaks before backward and after forward passes, counted anew: with I and W apart, and with gradients of an earlier
+    # micro-batch.
     now, waiting, back, split = dict.fromkeys(found.held, 0), dict.fromkeys(found.held, 0), set[int](), 0.0
-    later = 0.0
+    later, before = 0.0, ""
     for kind, stage, _, _ in whole.programs[rank % pp]:
-        if kind in ("B", "I"):
-            size = sum(weights[each] * (now[each] + 2 * waiting[each]) for each in found.held)
+        size = sum(weights[each] * (now[each] + 2 * waiting[each]) for each in found.held)
+        if kind in ("B", "I") or before == "F":
             split = max(split, size / whole.slices)
+        before = kind
+        if kind in ("B", "I"):
             later = max(later, size / whole.slices) if back == set(found.held) else later
             back.add(stage)
         now[stage] += (kind == "F") - (kind in ("B", "I"))

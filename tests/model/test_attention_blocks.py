@@ -101,7 +101,7 @@ def test_a_block_gives_what_the_formula_gives(case, dtype, tolerance):
 @pytest.mark.parametrize("case", CASES)
 def test_so_it_does_step_by_step_and_in_runs_of_queries(case, dtype, tolerance, monkeypatch):
     monkeypatch.setattr(attention_blocks, "_fused", lambda *_: False)
-    monkeypatch.setattr(attention_blocks, "_SCORES", BATCH * HEADS * 20)
+    monkeypatch.setattr(attention_blocks, "MOST_SCORES", BATCH * HEADS * 20)
     check(case, dtype, tolerance)
 
 

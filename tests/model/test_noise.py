@@ -32,9 +32,9 @@ def test_every_kind_of_site_drops():
     sites: list[str] = []
 
     class Recorder(Noise):
-        def _keep(self, site: str, *rest):
+        def _keep(self, site: str, *rest, **more):
             sites.append(site)
-            return super()._keep(site, *rest)
+            return super()._keep(site, *rest, **more)
 
     transformer(inputs, noise=Recorder(1, 2, (3,)))
     block = ("attn.probabilities", "attn.residual", "mlp.residual")

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from phalanx.blocks.attention_runs import CAPPED_TENSORS, capped_scores, largest_run
+from phalanx.blocks.attention_runs import CAPPED_TENSORS, DRAWN, MOST_SCORES, capped_scores, largest_run
 from phalanx.blocks.lora import saved_input
 from phalanx.blocks.operator import PLAIN, AttentionCore, MemoryBound, Message, Operator, SavedTensor
 from phalanx.blocks.place import WIDE, Place
-from phalanx.blocks.residual import enter, leave, linear_weights, norm_kernels, norm_weights
+from phalanx.blocks.residual import enter, leave, linear_weights, norm_kernels, norm_saved, norm_weights
 from phalanx.blocks.ring import ring_keys
 
 ROWS = PLAIN._replace(cut="rows")
@@ -57,13 +57,8 @@ def attention(place: Place) -> Iterator[Operator]:
         saved=(
             SavedTensor("wq, wk, wv", model.d_model * read, "gathered"),
             SavedTensor("queries", queries * width, "width"),
-            SavedTensor("keys, values", 2 * spread * width, "width"),
-            # Without the fused kernel every head has keys and values of its own.
-            *(
-                [SavedTensor("keys, values of each head", 2 * (queries - spread) * width, "width", inside=True)]
-                if saves_scores(place)
-                else []
-            ),
+            SavedTensor("keys, values", 2 * spread * width, "width", across=True),
+            *_of_all_slices(place, 2 * spread * width, 2 * queries * width),
         ),
         results=(SavedTensor("wq, wv", (queries + model.kv_heads * model.v_head_size) * width, "width"),),
         messages=tuple(enter(place, regather=bool(read))),
@@ -100,7 +95,9 @@ def latent_attention(place: Place) -> Iterator[Operator]:
             tokens,
             saved=(
                 SavedTensor(
-                    "q_norm, wq_b", mla.q_rank * (width + saved_input(place, "attention", "attn.wq_b")), spread
+                    "q_norm, wq_b",
+                    norm_saved(place, mla.q_rank) + mla.q_rank * saved_input(place, "attention", "attn.wq_b"),
+                    spread,
                 ),
             ),
         )
@@ -117,7 +114,7 @@ def latent_attention(place: Place) -> Iterator[Operator]:
         "wkv_a",
         linear_weights("attn.wkv_a", rank + mla.rope_head_dim, model.d_model, bias, PARTIAL),
         tokens,
-        saved=(SavedTensor("kv_norm", (rank + mla.rope_head_dim) * width, spread),),
+        saved=(SavedTensor("kv_norm", norm_saved(place, rank, read=rank + mla.rope_head_dim), spread),),
     )
     yield _compressed_norm(place, "kv_norm", rank)
     values = mla.v_head_dim + (0 if profile.values_apart else mla.nope_head_dim)
@@ -127,8 +124,10 @@ def latent_attention(place: Place) -> Iterator[Operator]:
         tokens,
         saved=(
             SavedTensor("wkv_b", rank * saved_input(place, "attention", "attn.wkv_b"), spread),
-            SavedTensor("queries, keys", 2 * heads * width, "width"),
-            SavedTensor("values", model.n_heads * width * values, "width"),
+            SavedTensor("queries", heads * width, "width"),
+            SavedTensor("keys", heads * width, "width", across=True),
+            SavedTensor("values", model.n_heads * width * values, "width", across=True),
+            *_of_all_slices(place, *2 * [(heads + model.n_heads * mla.v_head_dim) * width]),
         ),
         results=(SavedTensor("wq, wv", (heads + model.kv_heads * model.v_head_size) * width, "width"),),
     )
@@ -136,6 +135,19 @@ def latent_attention(place: Place) -> Iterator[Operator]:
     # Keys join a part with positions, the same for all heads, and a part without.
     yield _core(place, model.n_heads // place.tp, MemoryBound("heads", joined, joined, HEADS_KERNELS))
     yield _output(place)
+
+
+def _of_all_slices(place: Place, own: int, of_heads: int) -> Iterator[SavedTensor]:
+    """Yields the keys and values that attention saves beside a slice's `own` bytes per token, which later slices read:
+    from the second slice of a sequence on, those of all slices up to it in one tensor; and without the fused kernel
+    those of each head, `of_heads`, where heads share keys."""
+    n, apart = place.slices, of_heads > own
+    joined = (n + 1) / 2 - 1 / n
+    if saves_scores(place):
+        copies = of_heads * (n + 1) / 2 if apart else own / n
+        yield SavedTensor("keys, values of each head", copies - (own if n == 1 else 0), "width", inside=True)
+    if n > 1 and not (apart and saves_scores(place)):
+        yield SavedTensor("keys, values of all slices", own * joined, "width")
 
 
 def visible_pairs(queries: range, window: int = 0) -> int:
@@ -158,6 +170,11 @@ def saves_scores(place: Place) -> bool:
     return scores == "always" or (scores == "dropout" and place.model.dropout > 0)
 
 
+def drops(place: Place) -> bool:
+    """Returns whether attention draws a mask over its probabilities, step by step without a fused kernel."""
+    return place.model.dropout > 0 and place.profile.scores == "dropout"
+
+
 def caps_in_runs(place: Place) -> bool:
     """Returns whether attention has capped scores in memory run by run. Flash attention caps them inside its kernel;
     unfused attention saves them all."""
@@ -165,22 +182,41 @@ def caps_in_runs(place: Place) -> bool:
 
 
 def _workspace(place: Place, heads: int, kv_heads: int) -> float:
-    """Returns the bytes in the backward pass of a run's capped scores, or of its mask, of the gradients of queries,
-    keys, values and output, and of a run's parts of these; 0 where a fused kernel computes all runs at once."""
+    """Returns the bytes in the backward pass of a run's capped or dropped scores, or of its mask, of the gradients of
+    queries, keys, values and output, and of a run's parts of these; 0 where a fused kernel computes all runs at once.
+
+    With dropout, random numbers for a sequence of all heads may take more. Where the scores are saved, their gradient
+    comes beside them; on a ring the probabilities and their gradient, or what meets the values, beside the mask of all
+    keys and its part for one place's."""
     model, width, wide = place.model, place.width, max(place.width, WIDE)
     heads, kv_heads = heads // place.ulysses, max(kv_heads, place.ulysses) // place.ulysses
-    if caps_in_runs(place):
+    keys = model.seq_len // place.ring
+    tokens, pairs = keys // place.slices, heads * keys // place.slices * keys
+    drawn = DRAWN * model.n_heads * model.seq_len**2
+    if saves_scores(place) and drops(place):
+        scores = place.sequences * pairs * width
+        return max(scores + place.sequences * 2 * tokens * heads * model.v_head_size * width, drawn - scores)
+    masked = place.documents or place.slices > 1
+    masks, arriving = 0, 0
+    if place.ring > 1 and drops(place):
+        rows = max(1, min(tokens, MOST_SCORES // (place.sequences * heads * keys)))
+        masks, arriving = (
+            pairs * (1 + place.ring) * MASK,
+            2 * keys * kv_heads * (model.head_size + model.v_head_size) * width,
+        )
+        made = heads * rows * keys * (2 * wide + (width if width < wide else 0)) + masks
+    elif caps_in_runs(place):
         rows, scores = capped_scores(heads, model.seq_len, place.ring, place.window)
         made = CAPPED_TENSORS * scores * wide
-    elif place.documents and place.profile.masks == "runs" and place.ring == 1 and not saves_scores(place):
-        rows, seen = largest_run(model.seq_len, place.ring, place.window)
+    elif masked and place.profile.masks == "runs" and place.ring == 1 and not saves_scores(place):
+        rows, seen = largest_run(model.seq_len, place.ring, place.window, place.slices)
         made = rows * seen * (MASK + width)
     else:
         return 0.0
-    tokens = model.seq_len // place.ring
-    queries = heads * (model.head_size + model.v_head_size) * width
-    keys = kv_heads * (model.head_size + model.v_head_size) * wide
-    return place.sequences * (made + (tokens + 2 * rows) * queries + 2 * tokens * keys)
+    of_queries = heads * (model.head_size + model.v_head_size) * width
+    of_keys = kv_heads * (model.head_size + model.v_head_size) * wide
+    inside = made + arriving + (tokens + 2 * rows) * of_queries + 2 * keys * of_keys
+    return max(place.sequences * inside, masks and place.sequences * masks + drawn)
 
 
 def _compressed_norm(place: Place, name: str, rank: int) -> Operator:
@@ -207,12 +243,14 @@ def _query_key_norm(place: Place) -> Operator:
             for weight in norm_weights(model, name, model.head_size, PARTIAL)
         )
     numbers, kernels = place.tokens * (queries + spread) // place.tp, 2 * norm_kernels(model)
+    # Tensor ranks that sum squares have a norm of their own, which saves what it reads (parallel/head_norm.py).
+    saved = (queries + spread) * place.width if wide and place.tp > 1 else norm_saved(place, queries + spread)
     sums = Message("tp", "all_reduce", SQUARES * place.tokens, "wide", forward=1, full=1, backward=1)
     return Operator(
         "qk_norm",
         weights,
         memory_bound=(MemoryBound("qk_norm", 2 * numbers, 3 * numbers, kernels, 2),),
-        saved=(SavedTensor("qk_norm", (queries + spread) * place.width, "width"),),
+        saved=(SavedTensor("qk_norm", saved, "width"),),
         messages=(sums,) if wide else (),
     )
 
@@ -229,7 +267,8 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
         # With dropout also the mask and the masked probabilities; capped scores next to their probabilities.
         each = 2 * place.width + 1 if model.dropout else place.width
         each += place.width if model.attention_softcap else 0
-        saved.append(SavedTensor("softmax", model.n_heads * model.seq_len * each, "width", inside=True))
+        keys = model.seq_len * (place.slices + 1) / (2 * place.slices)
+        saved.append(SavedTensor("softmax", model.n_heads * keys * each, "width", inside=True))
     work = list(memory_bound)
     if model.positions == "rope":
         turned = 2 * place.tokens * (heads + kv_heads) * model.rotary_size

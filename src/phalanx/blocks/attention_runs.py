@@ -11,6 +11,10 @@ MOST_CAPPED_SCORES = 2**24
 """Most capped scores per sequence, of all heads on a rank, that are in memory at once; longer runs are divided."""
 MOST_MASKED = 2**25
 """Most elements per sequence of the mask of a run without a window; longer runs are divided."""
+MOST_SCORES = 2**26
+"""Most scores of a micro-batch that are in memory at once where they are computed step by step."""
+DRAWN = 2
+"""Random bytes per element of a dropout mask, which are there for one sequence at a time (model/noise.py)."""
 CAPPED_TENSORS = 3
 """Tensors of capped scores at once in the backward pass: probabilities, their gradient, and the slope of the cap."""
 
@@ -26,14 +30,15 @@ def whole_run(queries: int, keys: int, least: int = LEAST_RUN) -> int:
     return max(1, min(max(least, -(-queries // CAPPED_RUNS)), MOST_MASKED // keys))
 
 
-def largest_run(seq_len: int, ring: int, window: int) -> tuple[int, int]:
-    """Returns the queries and the keys of the largest run on a rank, of sequences that a ring cuts (1: no ring)."""
+def largest_run(seq_len: int, ring: int, window: int, slices: int = 1) -> tuple[int, int]:
+    """Returns the queries and the keys of the largest run on a rank, of sequences that a ring cuts (1: no ring) and
+    that pass in slices."""
     if window:
         chunk = seq_len if ring == 1 else seq_len // (2 * ring)
         rows = chunk if chunk <= window else min(chunk, window_run(window))
         return rows, min(chunk, rows + window - 1)
-    keys = seq_len // ring
-    return min(keys, whole_run(keys, keys)) if ring == 1 else keys, keys
+    keys, queries = seq_len // ring, seq_len // ring // slices
+    return min(queries, whole_run(queries, keys)) if ring == 1 else queries, keys
 
 
 def capped_scores(heads: int, seq_len: int, ring: int, window: int) -> tuple[int, int]:

@@ -42,6 +42,9 @@ class MemoryProfile(Hashed):
     masks: Literal["none", "runs"] = "none"
     """The masks that attention within documents makes: `none`, if its kernel gets documents as runs of tokens; `runs`,
     one of some queries at a time. None is kept for a backward pass."""
+    rms_copies: bool = False
+    """Whether an RMS norm saves its normalised input for its weight's gradient and, in half precision, its input in
+    fp32 in place of the input itself: torch's on CPUs, which has no kernel for it."""
     swiglu_kept: int = 4
     """Tensors of the MLP's hidden size that SwiGLU saves: both inputs, the SiLU's output and the product. A fused
     kernel recomputes the SiLU (3), a compiler may recompute the product, too (2)."""

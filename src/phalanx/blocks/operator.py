@@ -164,6 +164,8 @@ class SavedTensor(NamedTuple):
     gathered again in the backward pass, otherwise all. width: a part of the heads or of the hidden size."""
     inside: bool = False
     """Whether it lies inside the attention core, which selective recomputation repeats."""
+    across: bool = False
+    """Whether later slices of a sequence read it, so that it stays where a block is recomputed in slices."""
 
 
 class Message(NamedTuple):

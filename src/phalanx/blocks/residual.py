@@ -10,8 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.blocks.operator import PLAIN, MemoryBound, Message, Operator, SavedTensor, Weight
-from phalanx.blocks.place import Place
+from phalanx.blocks.place import WIDE, Place
 from phalanx.config.model import ModelConfig
+
+RMS_TENSORS = 6
+"""Tensors, in at least fp32, that the backward pass of torch's RMS norm has at once without a kernel of its own: the
+input, the gradient of the normalised input, the input's by that, and three factors of the gradient by the mean
+square."""
 
 
 def norm(place: Place, name: str, *, first: bool = False) -> Operator:
@@ -20,14 +25,13 @@ def norm(place: Place, name: str, *, first: bool = False) -> Operator:
     input, of all tokens."""
     model, together = place.model, place.model.parallel_block
     numbers = place.hidden / (1 if together else place.token_share)
-    stream = model.d_model * place.width
-    saved = SavedTensor(name, stream, "whole" if together else "tokens")
+    saved = norm_saved(place, model.d_model, shared=together and not first)
     return Operator(
         name,
         norm_weights(model, name, model.d_model),
         memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, norm_kernels(model)),),
-        saved=(saved,) if first or not together else (),
-        results=(SavedTensor("block input", stream, "tokens"),) if first else (),
+        saved=(SavedTensor(name, saved, "whole" if together else "tokens"),) if saved else (),
+        results=(SavedTensor("block input", model.d_model * place.width, "tokens"),) if first else (),
     )
 
 
@@ -92,6 +96,26 @@ def linear_weights(
         return (whole,)
     shape = whole._replace(name=f"{name}.bias", shape=(outputs,))
     return whole, shape if cuts_bias else shape._replace(cut="whole", tiled=False)
+
+
+def norm_saved(place: Place, numbers: int, *, read: int = 0, shared: bool = False) -> int:
+    """Returns the bytes per token that a norm over `numbers` elements saves: its input, with the rest of the tensor of
+    `read` elements that it is a part of (0: of nothing more), unless that is `shared` with another norm, which counts
+    it; and what `MemoryProfile.rms_copies` says."""
+    model, width, wide = place.model, place.width, max(place.width, WIDE)
+    own = 0 if shared else (read or numbers) * width
+    if not place.profile.rms_copies or model.norm != "rmsnorm":
+        return own
+    normed = 0 if model.lora.rank else numbers * wide
+    return (own if width == wide else numbers * wide) + normed
+
+
+def norm_backward(place: Place, numbers: int) -> int:
+    """Returns the bytes per token of a norm over `numbers` elements in the fullest moment of its backward pass, with
+    what it has saved; 0 where one kernel computes it."""
+    if not place.profile.rms_copies or place.model.norm != "rmsnorm":
+        return 0
+    return RMS_TENSORS * numbers * max(place.width, WIDE)
 
 
 def norm_kernels(model: ModelConfig) -> int:

@@ -168,13 +168,15 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         """Computes the same without a fused kernel: torch's fused kernels draw dropout masks of their own."""
         queries_per_key = q.shape[1] // k.shape[1]
-        k, v = k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
+        if queries_per_key > 1:  # otherwise a copy would be made all the same
+            k, v = k.repeat_interleave(queries_per_key, dim=1), v.repeat_interleave(queries_per_key, dim=1)
         scores = capped((q * self.scoring.scale_of(q)) @ k.transpose(-2, -1), self.scoring.softcap)
         scores.add_(bias(self._visible(q, k, documents), scores.dtype))  # masked_fill would keep the mask
         if sinks is not None:
             scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)), dim=-1)
         # In half precision the softmax adds in fp32 by itself; asked to return fp32 it would keep twice the memory.
         probabilities = scores.softmax(dim=-1)[..., : k.shape[2]]
+        del scores
         return noise.dropout_heads(probabilities, self.dropout, self.site, self.n_heads) @ v
 
     def _visible(self, q: Tensor, k: Tensor, documents: Documents | None) -> Tensor:

@@ -20,11 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.blocks.attention_runs import MOST_CAPPED_SCORES
+from phalanx.blocks.attention_runs import MOST_CAPPED_SCORES, MOST_SCORES
 from phalanx.model.documents import Documents
-
-_SCORES = 2**26
-"""Scores that the step by step form has at once: it goes through the queries in runs."""
 
 _aten = torch.ops.aten
 
@@ -116,9 +113,12 @@ def gradients(
         # Of c tanh(s / c), before unseen keys get -inf.
         slope = (scores / scoring.softcap).square_().neg_().add_(1) if scoring.softcap else None
         probabilities = _probabilities(_masked(scores, seen, rows), lse[:, :, rows])
+        used = _dropped(probabilities, seen, rows).to(v.dtype)
+        of_v += _fold(used, kv_heads).transpose(-2, -1) @ _fold(given, kv_heads)
+        del used
         passed = (_fold(given, kv_heads) @ v.transpose(-2, -1)).view_as(probabilities).to(wide)
-        used, passed = _dropped(probabilities, seen, rows), _dropped(passed, seen, rows)
-        of_v += _fold(used.to(v.dtype), kv_heads).transpose(-2, -1) @ _fold(given, kv_heads)
+        if seen.keep is not None:
+            passed.mul_(seen.keep[:, :, rows]).mul_(seen.keep_scale)
         # The sum over all keys of p dp, which makes the rows of the softmax's gradient sum to nothing.
         delta = (given.to(wide) * o[:, :, rows].to(wide)).sum(dim=-1, keepdim=True)
         of_scores = passed.sub_(delta).mul_(probabilities).mul_(scale)
@@ -232,7 +232,7 @@ def _widened(x: Tensor, size: int) -> Tensor:
 
 def _runs(q: Tensor, k: Tensor, scoring: Scoring) -> Iterator[slice]:
     """Yields runs of queries whose scores fit."""
-    most = MOST_CAPPED_SCORES if scoring.softcap else _SCORES // q.shape[0]
+    most = MOST_CAPPED_SCORES if scoring.softcap else MOST_SCORES // q.shape[0]
     length = max(1, most // (q.shape[1] * k.shape[2]))
     return (slice(start, start + length) for start in range(0, q.shape[2], length))
 

@@ -23,7 +23,9 @@ PHALANX_CPU = replace(
     slowdown=1.0,
     interference=1.5,
     sum_passes=3.0,
-    memory_profile=replace(profiles.PHALANX, masks="runs", context_mib=380, communicator_mib=0, reserve=1.0),
+    memory_profile=replace(
+        profiles.PHALANX, masks="runs", rms_copies=True, context_mib=380, communicator_mib=0, reserve=1.0
+    ),
 )
 """Phalanx on CPUs: their rates are measured on the machine itself, and the context is the memory of the process beside
 its tensors (a Python with torch and gloo: 380 MiB). Gloo moves bytes with the cores that compute: half of the time of

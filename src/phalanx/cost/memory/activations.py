@@ -8,10 +8,12 @@ deviation (two bytes each) and attention's log-sum-exp (four bytes per head) are
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 from phalanx.blocks.kinds import BlockKind, block, half_block
 from phalanx.blocks.memory_profile import MemoryProfile
+from phalanx.blocks.operator import Operator
 from phalanx.blocks.place import Place, place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -26,35 +28,49 @@ def workspace(
     profile: MemoryProfile,
     narrow: bool = False,
     documents: bool = False,
+    sequences: int = 1,
+    slices: int = 1,
+    splits: bool = False,
 ) -> float:
-    """Returns the bytes per sequence that the backward pass of attention needs for a moment, less those that the second
-    half of the block has saved and released by then; 0 where fused kernels need none."""
-    place = place_of(model, layout, width=width, narrow=narrow, profile=profile, documents=documents)
+    """Returns the bytes that the backward pass of attention needs for a moment, of a micro-batch of so many sequences,
+    or of the last of its slices, less those that the second half of the block has saved and released by then, all or
+    with deferred weight gradients (`splits`) all but what these need; 0 where fused kernels need none."""
+    place = place_of(
+        model, layout, sequences, width=width, narrow=narrow, profile=profile, documents=documents, slices=slices
+    )
     needed = sum(operator.workspace for operator in half_block(place, kind, "attention"))
     if not needed:
         return 0.0
     tensors = (tensor for operator in half_block(place, kind, "feed_forward") for tensor in operator.saved)
     released = sum(tensor.size / _shares(place)[tensor.cut] for tensor in tensors)
-    return max(0.0, needed - place.tokens * released)
+    released -= _deferred(place, half_block(place, kind, "feed_forward")) if splits else 0.0
+    return max(0.0, needed - place.tokens / slices * released)
 
 
 @lru_cache(maxsize=4096)
 def saved(
-    model: ModelConfig, layout: Layout, width: int, kind: BlockKind, profile: MemoryProfile, narrow: bool = False
+    model: ModelConfig,
+    layout: Layout,
+    width: int,
+    kind: BlockKind,
+    profile: MemoryProfile,
+    narrow: bool = False,
+    slices: int = 1,
 ) -> tuple[tuple[str, float], ...]:
     """Returns the operators of a block and the bytes per token that each saves on a rank, in elements of `width` bytes.
-    The block recomputes as `layout.recompute` says.
+    The block recomputes as `layout.recompute` says; sequences pass in `slices`.
 
     Without `layout.sp_regather` the inputs of the matrices are saved whole; without dropout there are no masks, and
-    torch's fused attention saves no scores. An RMS norm counts as a layer norm; torch's on CPUs saves one more fp32
-    copy, in half precisions two. Tokens are balanced over experts, times `profile.imbalance`. `narrow`: products are in
-    8 bits, which matters to frameworks that save their operands so.
+    torch's fused attention saves no scores. Of RMS norms see `profile.rms_copies`. Tokens are balanced over experts,
+    times `profile.imbalance`. `narrow`: products are in 8 bits, which matters to frameworks that save their operands
+    so.
     """
-    place = place_of(model, layout, width=width, narrow=narrow, profile=profile)
+    place = place_of(model, layout, width=width, narrow=narrow, profile=profile, slices=slices)
     shares = _shares(place)
     alone = (("block input", model.d_model * width / place.token_share),)
     if layout.recompute == "full":
-        return alone
+        every = (tensor for operator in block(place, kind) for tensor in operator.saved if slices > 1 and tensor.across)
+        return alone + tuple((each.operator, each.size / shares[each.cut]) for each in every)
     selective = profile.selective if layout.recompute == "selective" else ""
     tensors = (
         tensor
@@ -65,6 +81,21 @@ def saved(
         (each.operator, each.size / shares[each.cut]) for each in tensors if not (selective == "core" and each.inside)
     )
     return tuple((name, size / 2) for name, size in (*alone, *found)) if selective == "layers" else tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def deferred(model: ModelConfig, layout: Layout, width: int, kind: BlockKind) -> float:
+    """Returns the bytes per token that a block keeps on a rank after the gradients of its inputs, until those of its
+    weights are computed: the input of every trained matrix and the gradient of its output. All else is released then,
+    scores and what norms and activations have saved among it. Inputs that tensor ranks gather are whole here."""
+    place = place_of(model, layout, width=width)
+    return _deferred(place, block(place, kind))
+
+
+def _deferred(place: Place, operators: Iterable[Operator]) -> float:
+    products = (operator.product(place.tp, place.ep) for operator in operators)
+    numbers = sum(each.m * each.number * (each.n + each.k) for each in products if each and not each.frozen)
+    return numbers * place.width / place.tokens
 
 
 def _shares(place: Place) -> dict[str, int]:

@@ -8,9 +8,11 @@ from typing import NamedTuple
 from phalanx.blocks.kinds import FEED_FORWARD
 from phalanx.blocks.lora import saved_input
 from phalanx.blocks.place import place_of
+from phalanx.blocks.residual import norm_backward, norm_saved
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters
-from phalanx.cost.memory.activations import saved, workspace
+from phalanx.cost.memory.activations import deferred, saved, workspace
 from phalanx.cost.spec import StepSpec
+from phalanx.partition.pipeline import slices_of, splits_backward
 from phalanx.partition.recompute import Mode, uniform_recompute
 
 TRANSIT = 2
@@ -28,8 +30,18 @@ class StepSizes:
             self.memory_profile = replace(self.memory_profile, scores="always")
         layout = spec.layout
         self.tokens = spec.batch.micro_batch * spec.model.seq_len / layout.cp
+        self.slices = slices_of(layout)
+        self.splits = splits_backward(layout)
+        self.pass_tokens = self.tokens / self.slices
+        """Tokens of a micro-batch that pass a stage at a time."""
         self.share = layout.tp if layout.sp else 1
-        self.stream = self.tokens * spec.model.d_model * spec.width
+        self.stream = self.pass_tokens * spec.model.d_model * spec.width
+        place = place_of(spec.model, layout, width=spec.width, profile=self.memory_profile)
+        inputs = norm_saved(place, spec.model.d_model) + spec.model.d_model * spec.width
+        self.head_reads = self.pass_tokens * inputs / self.share
+        """Bytes that the final norm and the head save."""
+        self.final_norm = self.pass_tokens * norm_backward(place, spec.model.d_model) / self.share
+        """Bytes in the backward pass of the final norm, with its input."""
         self.under_way = TRANSIT * self.stream / self.share
         """Bytes of messages between stages."""
 
@@ -44,15 +56,20 @@ class BlockBytes:
         alone = replace(layout, recompute="none")
         self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
         self.kept = step.tokens * sum(
-            size for _, size in saved(model, layout, width, kind.block, memory_profile, narrow)
+            size for _, size in saved(model, layout, width, kind.block, memory_profile, narrow, step.slices)
         )
-        whole = step.tokens * sum(size for _, size in saved(model, alone, width, kind.block, memory_profile, narrow))
-        self.again = max(0.0, whole - self.kept)
+        whole = step.tokens * sum(
+            size for _, size in saved(model, alone, width, kind.block, memory_profile, narrow, step.slices)
+        )
+        self.again = max(0.0, whole - self.kept) / step.slices
+        self.deferred = step.tokens * deferred(model, layout, width, kind.block)
+        """Bytes that wait for the weights' gradients where these are put off."""
         # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
         # wrote, which the last matrix does not need any longer, if it has saved it. Of experts also those of rows.
         last = "moe.experts.down" if kind.block.routed else "mlp.down"
         reads = saved_input(place_of(model, layout), "feed_forward", last) > 0
-        tensors = (2 if model.gated else 1) + (0 if reads else 1)
+        # With deferred weight gradients it needs it still.
+        tensors = (2 if model.gated else 1) + (0 if reads and not step.splits else 1)
         wide = FEED_FORWARD[kind.block.feed_forward].width(model) * tensors / layout.tp
         if kind.block.routed:
             rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
@@ -60,10 +77,19 @@ class BlockBytes:
             wide = rows * (wide + model.d_model / spread)
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
-        attention = step.spec.batch.micro_batch * workspace(
-            model, alone, width, kind.block, memory_profile, narrow, step.spec.document_mask
+        attention = workspace(
+            model,
+            alone,
+            width,
+            kind.block,
+            memory_profile,
+            narrow,
+            step.spec.document_mask,
+            step.spec.batch.micro_batch,
+            step.slices,
+            step.splits,
         )
-        self.backward = self.again + max(step.tokens * wide * width, attention), outputs * step.stream / step.share
+        self.backward = self.again + max(step.pass_tokens * wide * width, attention), outputs * step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 
 

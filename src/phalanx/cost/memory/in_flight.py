@@ -13,8 +13,8 @@ from phalanx.schedule.schedule import Schedule
 
 
 class Deferring(NamedTuple):
-    """Micro-batches of one pipeline rank just before a backward pass, per stage of the rank, where some wait for their
-    weight gradients."""
+    """Micro-batches of one pipeline rank just before a backward pass or after a forward one, per stage of the rank,
+    where some wait for their weight gradients."""
 
     in_flight: tuple[float, ...]
     """Those whose gradients of inputs are not computed yet."""
@@ -124,13 +124,16 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
     now, waiting, most_waiting = [0] * len(held), [0] * len(held), [0] * len(held)
     later, deferring, back = set[tuple[int, ...]](), set[tuple[int, ...]](), set[int]()
     logits = most_logits = later_logits = 0
+    before = ""
     for kind, stage, _, _ in schedule.programs[rank]:
         if kind in ("B", "I"):
             if len(back) == len(held):
                 later.add(tuple(now))
                 later_logits = max(later_logits, logits)
-            deferring.add((*(n - left for n, left in zip(now, waiting, strict=True)), *waiting))
             back.add(stage)
+        if kind in ("B", "I") or before == "F":
+            deferring.add((*(n - left for n, left in zip(now, waiting, strict=True)), *waiting))
+        before = kind
         if stage == schedule.stages - 1:
             logits += (kind == "F") - (kind in ("B", "I"))
             most_logits = max(most_logits, logits)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
-from operator import add, mul
+from operator import mul
 
 from phalanx.blocks.kinds import BlockKind
 from phalanx.cost.held import (
@@ -160,29 +160,29 @@ class RankParts:
         these."""
         bytes_of = {counts: sum(map(mul, counts, self._kept)) for counts in self.flight.most}
         most = max(bytes_of, key=bytes_of.__getitem__)
-        return max(bytes_of[most] + self._back, self._deferred), sum(most) / len(most)
+        return self._deferred if self.flight.deferring else bytes_of[most], sum(most) / len(most)
 
     def kept_later(self) -> float:
         """Returns the same bytes when all stages have gradients of an earlier micro-batch."""
-        later = (sum(map(mul, counts, self._kept)) + self._back for counts in self.flight.later)
-        return max(self._deferred, *later)
-
-    @cached_property
-    def _back(self) -> float:
-        """The bytes of activations from the host that are here again, of micro-batches that wait for their weight
-        gradients."""
-        return sum(map(mul, self.flight.deferred, self._moved))
+        if self.flight.deferring:
+            return self._deferred
+        return max(sum(map(mul, counts, self._kept)) for counts in self.flight.later)
 
     @cached_property
     def _deferred(self) -> float:
-        """The most bytes of all micro-batches in flight where some have been computed again and wait for their weight
-        gradients. These keep the inputs of matrices, and gradients of outputs instead of all else, which is about as
-        much as without recomputation."""
-        again = [sum(many * self.step.kinds[kind].again for kind, many in held) for held in self.blocks]
-        if not any(again):
+        """The most bytes of all micro-batches in flight where some wait for their weight gradients alone."""
+        waiting = [sum(run.many * run.block.deferred for run in runs) for runs in self.runs]
+        if self.last:
+            waiting[self.flight.held.index(self.flight.stages - 1)] += self._deferred_head()
+        return max(sum(map(mul, counts, (*self._kept, *waiting))) for counts in self.flight.joined)
+
+    def _deferred_head(self) -> float:
+        """Returns the bytes of a micro-batch's input of the head and gradient of the logits, unless these come in
+        chunks or the head is frozen."""
+        step, layout = self.step, self.layout
+        if layout.loss_chunk or head_tiles(self.model, layout) > 1 or self.model.lora.rank:
             return 0.0
-        sizes = (*self._kept, *map(add, map(add, self._kept, self._moved), again))
-        return max((sum(map(mul, counts, sizes)) for counts in self.flight.joined), default=0.0)
+        return step.tokens * (table(self.model, layout.tp) // self.model.d_model + self.model.d_model) * self.width
 
     @cached_property
     def _kept(self) -> list[float]:
@@ -225,9 +225,11 @@ class RankParts:
         of the one before it are here."""
         moved = max((run.block.kept for run in held if run.leaves), default=0.0)
         if self.flight.deferring:  # what every block has computed again waits for its weight gradients
-            inside = max((sum(run.block.backward) - run.block.again for run in held), default=0.0)
-            again = sum(run.many * run.block.again for run in held)
-            return inside + again + moved or self.step.stream / self.step.share
+            inside = max((sum(run.block.backward) for run in held), default=0.0)
+            grown = [
+                run.block.deferred - (0 if run.leaves else run.block.kept) for run in held for _ in range(run.many)
+            ]
+            return inside + max(0.0, sum(grown[1:])) + moved or self.step.stream / self.step.share
         most = given_up = arrived = 0.0
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
@@ -262,29 +264,30 @@ class RankParts:
         return each
 
     def logits(self) -> tuple[float, float]:
-        """Returns the bytes of the logits at the peak of the loss, and of the inputs of head and final norm."""
+        """Returns the bytes of the logits at the peak of the loss, or of what the final norm's backward pass adds if
+        that is more, and of the inputs of head and final norm."""
         if not self.last:
             return 0, 0
         step, layout = self.step, self.layout
         tiles = head_tiles(self.model, layout)
         rows = -(-table(self.model, layout.tp) // self.model.d_model // tiles)
-        tokens = min(layout.loss_chunk or step.tokens, step.tokens)
+        tokens = min(layout.loss_chunk or step.pass_tokens, step.pass_tokens)
         wide, narrow = TILE_LOSS_TENSORS if tiles > 1 else self._loss_tensors()
         # What is in fp32 anyway needs no second form.
         each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
         each += self._capped()
-        read = 2 * step.stream / step.share + (step.stream if layout.sp and layout.tp > 1 else 0)
+        read = step.head_reads + (step.stream if layout.sp and layout.tp > 1 else 0)
         if tiles > 1:  # gradients of what this tile read and of what the others did, and of the tile
             read += 2 * step.stream + rows * self.model.d_model * self.width
         elif layout.loss_chunk:  # of chunks before this one: gradients of what they read, and of the head
             read += step.stream + self._head_gradient() * self.width
-        return tokens * rows * each, read
+        return max(tokens * rows * each, step.final_norm - step.head_reads), read
 
     def waiting_logits(self, *, later: bool = False) -> float:
         """Returns the bytes of what the loss saves (log-probabilities in fp32, or the logits as they are) and of what
         the head read, of micro-batches in flight other than the one that the moment is about. `later`: when all stages
         have gradients of an earlier one."""
-        others = (self.flight.later_losses if later else self.flight.losses) - 1
+        others = (self.flight.later_losses if later else self.flight.losses) - 1 / self.step.slices
         if not self.last or others <= 0:
             return 0
         step, layout = self.step, self.layout
@@ -292,7 +295,7 @@ class RankParts:
         rows = 0 if chunked else table(self.model, layout.tp) // self.model.d_model
         wide, _ = self._loss_tensors()
         each = (max(4, self.width) if wide else self.width) + self._capped()
-        return others * (step.tokens * rows * each + 2 * step.stream / step.share)
+        return others * step.slices * (step.pass_tokens * rows * each + step.head_reads)
 
     def _loss_tensors(self) -> tuple[int, int]:
         """Returns the tensors as large as the logits at the peak of the loss: in fp32, and in the width of the

@@ -3,6 +3,7 @@ cost/memory/formulas.py, with the fewest activations that a schedule can have in
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 from math import inf
 
@@ -11,6 +12,7 @@ import numpy as np
 from phalanx.blocks.kinds import BlockKind
 from phalanx.cost.held import GatheredParameters
 from phalanx.cost.memory.formulas import fullest
+from phalanx.partition.pipeline import slices_of, splits_backward
 from phalanx.partition.tiers import is_offloaded
 from phalanx.plan.search.space import STATES, Scheduled
 from phalanx.plan.search.tables import Floats, Pipelines
@@ -40,17 +42,24 @@ class StepBytes:
         self.whole: dict[bool, Floats] = {}
 
     def _activations(self) -> Floats:
-        group = self.group
+        group, base = self.group, self.tables.space.base
+        layout = replace(base, pp=self.pp, schedule=group.scheduled.schedule)
+        slices = slices_of(layout)
         several, which = np.unique(self.m, return_inverse=True)
         found = []
         for share, rank in zip(group.shares, group.first, strict=True):
             most = [least_in_flight(group.scheduled, self.pp, n, rank) for n in several.tolist()]
             # What one block needs is there whichever comes first: the least of the kinds.
             least = np.minimum.reduce([self.kinds[kind] for kind, _ in share.blocks])
-            stays = 0 if is_offloaded(self.tables.space.base, "activations") else least[:, 0]
+            stays = 0 if is_offloaded(base, "activations") else least[:, 0]
+            if splits_backward(layout):
+                stays = np.minimum(stays, least[:, 3])
+            if slices > 1 and self.tables.request.model.dropout:
+                stays = stays / 2  # earlier slices see, and save scores of, fewer keys: half of all
             kept = np.array(most)[which] * share.least * stays
             moving = least[:, 1] + least[:, 2] if self.pp > 1 else least[:, 1]
-            found.append(kept + (np.maximum(moving, self.tables.loss(group.inner)) if share.head else moving))
+            moving = np.maximum(moving, self.tables.loss(group.inner)) if share.head else moving
+            found.append(kept + moving / slices)
         return np.array(found)
 
     def bytes(self, state: int) -> Floats:

@@ -204,14 +204,15 @@ class Tables:
 
     def activations(self, block: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
         """Returns bytes for inner combinations: those that a block saves per micro-batch, those that its backward pass
-        needs besides, and messages in flight between stages."""
+        needs besides, messages in flight between stages, and what a block saves for its weight gradients alone. All
+        are of whole sequences."""
         kind = LayerKind(block, RECOMPUTE[mode])
 
-        def ask(spec: StepSpec) -> tuple[float, float, float]:
+        def ask(spec: StepSpec) -> tuple[float, float, float, float]:
             step = StepParts(replace(spec, layout=replace(spec.layout, recompute=RECOMPUTE[mode])))
             found = step.kinds[kind]
             gathered = RankParts(step, step.flights[0]).backward(True)[1]
-            return found.kept, sum(found.backward) + gathered, step.under_way
+            return found.kept, sum(found.backward) + gathered, step.under_way, found.deferred
 
         on = (TP, SP, CP, ULYSSES, EP) if block.routed else (TP, SP, CP, ULYSSES)
         return self._figures(("activations", kind), on, ask)[inner] * self.inner[inner, MICRO, None]
