@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
 
 from phalanx.blocks.attention_runs import CAPPED_TENSORS, DRAWN, MOST_SCORES, capped_scores, largest_run
 from phalanx.blocks.lora import saved_input
@@ -32,11 +31,7 @@ SQUARES = 2
 
 
 def attention(place: Place) -> Iterator[Operator]:
-    """Yields the operators of multi-head, grouped-query or multi-query attention. Its value heads are as large as its
-    query heads, also beside layers of latent attention, whose value heads have a size of their own."""
-    if place.model.mla.kv_rank:
-        own = replace(place.model.mla, v_head_dim=place.model.head_size)
-        place = place._replace(model=replace(place.model, mla=own))
+    """Yields the operators of multi-head, grouped-query or multi-query attention."""
     model, width = place.model, place.width
     bias = model.bias or model.qkv_bias
     queries, keys = model.n_heads * model.head_size, model.kv_heads * model.head_size
