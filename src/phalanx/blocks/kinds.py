@@ -19,7 +19,7 @@ from phalanx.blocks.probe import kind_problems
 from phalanx.blocks.problems import expert_problems, latent_problems
 from phalanx.blocks.residual import norm, residual, sum_of_halves
 from phalanx.blocks.shrink import fewer_experts, smaller_latents
-from phalanx.config.model import ModelConfig, window_within
+from phalanx.config.model import MLA, ModelConfig, window_within
 from phalanx.registry import Registry
 
 
@@ -116,6 +116,22 @@ def chosen_kinds(model: ModelConfig, half: Half) -> tuple[str, ...]:
     return ("experts",) if model.moe.n_experts else ("dense",)
 
 
+@lru_cache(maxsize=1024)
+def model_for(model: ModelConfig, attention: str) -> ModelConfig:
+    """Returns the model as layers of a kind of attention see it. The sizes of heads belong to the kind: those of latent
+    attention count in layers alone whose kind needs them."""
+    if not model.mla.kv_rank or "mla.kv_rank" in ATTENTION[attention].needs:
+        return model
+    return replace(model, mla=MLA())
+
+
+def attention_models(model: ModelConfig) -> tuple[ModelConfig, ...]:
+    """Returns what `model_for` returns for the model's kinds of attention, each once; those in no table are left
+    out."""
+    names = (name for name in chosen_kinds(model, "attention") if name in ATTENTION)
+    return tuple(dict.fromkeys(model_for(model, name) for name in names))
+
+
 def model_kinds(model: ModelConfig) -> tuple[SublayerKind, ...]:
     """Returns the kinds of a model's sub-layers, each once. Raises KeyError for one that is in no table."""
     return tuple(TABLES[half][name] for half in HALVES for name in dict.fromkeys(chosen_kinds(model, half)))
@@ -153,7 +169,8 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
 
 @lru_cache(maxsize=20_000)
 def _attention_half(place: Place, attention: str) -> tuple[Operator, ...]:
-    half = _between_norms(place, "attn", ATTENTION[attention].operators(place), first=True)
+    operators = ATTENTION[attention].operators(place._replace(model=model_for(place.model, attention)))
+    half = _between_norms(place, "attn", operators, first=True)
     return tuple(adapted(place, "attention", half))
 
 

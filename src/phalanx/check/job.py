@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from phalanx.blocks.kinds import attention_models
 from phalanx.check.guard import guard_problems
 from phalanx.check.layout import Problem, layout_problems, tensor_problems
 from phalanx.check.lora import lora_problems
@@ -67,7 +68,8 @@ def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:
-    if not model.head_dim and not model.mla.kv_rank and model.d_model % model.n_heads:
+    of_heads = [own for own in attention_models(model) if not own.mla.kv_rank]
+    if of_heads and not model.head_dim and model.d_model % model.n_heads:
         yield (
             "model.n_heads",
             Misfit(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.blocks.kinds import HALVES, TABLES, Half, chosen_kinds
+from phalanx.blocks.kinds import HALVES, TABLES, Half, attention_models, chosen_kinds
 from phalanx.check.lora import adapter_problems
 from phalanx.config.fields import get
 from phalanx.config.model import ModelConfig
@@ -87,7 +87,24 @@ def _kinds(model: ModelConfig, half: Half) -> Iterator[tuple[str, str]]:
 
 def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """Yields the problems of rotary positions, except those of latent attention's own size."""
-    size, head, scaling = model.rotary_size, model.head_size, model.rope_scaling
+    for own in attention_models(model):
+        yield from _rotary_size(own)
+    scaling = model.rope_scaling
+    if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast < scaling.beta_slow:
+        yield (
+            "model.rope_scaling.beta_fast",
+            f"must be at least beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
+            "beta_fast=32, beta_slow=1",
+        )
+    if scaling.kind == "yarn" and scaling.factor > 1 and model.rope_theta <= 1:
+        yield (
+            "model.rope_theta",
+            f"yarn needs frequencies that fall from pair to pair: must be above 1, is {model.rope_theta:g}",
+        )
+
+
+def _rotary_size(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    size, head = model.rotary_size, model.head_size
     if not model.mla.kv_rank and (size % 2 or not size):
         if model.rotary_fraction == 1:
             yield (
@@ -109,17 +126,6 @@ def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
                 f"rotary positions turn pairs: head_size {head} × {model.rotary_fraction:g} = {size} must be even and "
                 f"above 0; nearest: {', '.join(f'{number / head:g}' for number in near)}",
             )
-    if scaling.kind == "yarn" and scaling.factor > 1 and scaling.beta_fast < scaling.beta_slow:
-        yield (
-            "model.rope_scaling.beta_fast",
-            f"must be at least beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
-            "beta_fast=32, beta_slow=1",
-        )
-    if scaling.kind == "yarn" and scaling.factor > 1 and model.rope_theta <= 1:
-        yield (
-            "model.rope_theta",
-            f"yarn needs frequencies that fall from pair to pair: must be above 1, is {model.rope_theta:g}",
-        )
 
 
 def _beside_latent_attention(model: ModelConfig) -> Iterator[tuple[str, str]]:

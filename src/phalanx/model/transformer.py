@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.blocks.kind import SublayerKind
-from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
+from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, attention_models, block_kinds, model_for
 from phalanx.blocks.parameters import vocabulary, weight_of
 from phalanx.check.model import model_problems
 from phalanx.config.model import ModelConfig
@@ -48,6 +48,9 @@ class Transformer(nn.Module):
             raise JobError(problems)
         vocab = vocabulary(model, vocab_size)
         self.config = model
+        kinds = block_kinds(model)
+        self.rotary_sizes = [model_for(model, kind.attention).rotary_size for kind in kinds]
+        """Elements of each layer's heads that rotary positions turn."""
         self.embed = nn.Embedding(vocab, model.d_model)
         self.positions = PositionEmbedding(model.seq_len, model.d_model) if model.positions == "learned" else None
         self.routing = Routing()
@@ -107,11 +110,15 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Applies the blocks of `layers` in order to `x` (batch, seq, d_model). Routers count each of `conversations`
         for itself; by default every sequence is one."""
-        everywhere = windowed = self.rotary(positions, x.dtype)
-        if self.config.window_rope_theta:
-            windowed = self.rotary(positions, x.dtype, windowed=True)
+        every = (False, True) if self.config.window_rope_theta else (False,)
+        tables = {
+            (config.rotary_size, windowed): self.rotary(positions, x.dtype, windowed=windowed, config=config)
+            for config in attention_models(self.config)
+            for windowed in every
+        }
         for layer in layers:
-            rotary = windowed if self.config.window_of(int(layer)) else everywhere
+            size, windowed = self.rotary_sizes[int(layer)], self.config.window_of(int(layer)) > 0
+            rotary = tables[size, windowed and len(every) > 1]
             x = self.blocks[layer](x, rotary, noise, cache, documents, conversations)
         return x
 
@@ -137,12 +144,14 @@ class Transformer(nn.Module):
         # that all blocks compute and send the same.
         return x.requires_grad_() if self.config.lora.rank and torch.is_grad_enabled() else x
 
-    def rotary(self, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False) -> Tensor | None:
+    def rotary(
+        self, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False, config: ModelConfig | None = None
+    ) -> Tensor | None:
         """Returns the table that rotates queries and keys at `positions` (seq,) or (batch, seq), `windowed` in layers
-        with a window; None for learned positions."""
+        with a window, and of the heads of `config`, by default the model's; None for learned positions."""
         if self.config.positions != "rope":
             return None
-        return rotary_table(self.config, positions, dtype, windowed=windowed)
+        return rotary_table(config or self.config, positions, dtype, windowed=windowed)
 
     def logits(self, x: Tensor) -> Tensor:
         """Returns (..., vocab) from the output of `normed`, (..., d_model)."""
@@ -176,7 +185,7 @@ class Block(nn.Module):
         kind = block_kinds(model)[layer]
         self.kinds = ATTENTION[kind.attention], FEED_FORWARD[kind.feed_forward]
         self.attn_norm = make_norm(model) if model.norms_inputs else nn.Identity()
-        self.attn = make_sublayer(ATTENTION, kind.attention, model, layer)
+        self.attn = make_sublayer(ATTENTION, kind.attention, model_for(model, kind.attention), layer)
         self.attn_post_norm = make_norm(model) if model.norms_outputs else nn.Identity()
         self.mlp_norm = make_norm(model) if model.norms_inputs else nn.Identity()
         self.add_module(
