@@ -55,7 +55,7 @@ def _is_part(name: str, choice: str) -> bool:
     words, known = re.findall(r"[a-z0-9.]+", name.lower()), re.findall(r"[a-z0-9.]+", choice.lower())
     typed, meant = _letters(name), _letters(choice)
     if min(len(typed), len(meant)) < _FEWEST_LETTERS:
-        return meant.startswith(typed) and len(meant) == len(typed) + 1 > 2
+        return len(meant) == len(typed) + 1 > 2 and meant[0] == typed[0] and _slips(typed, meant) == 1
     rows = (known[start : start + len(words)] for start in range(len(known)))
     rest = words[len(known) :]
     return (
