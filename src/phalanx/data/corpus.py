@@ -36,7 +36,7 @@ from phalanx.data.formats import (
     suffix_of,
 )
 from phalanx.data.shakespeare import find_shakespeare
-from phalanx.errors import DataError, ExtensionError
+from phalanx.errors import DataError, ExtensionError, NotFoundError
 from phalanx.units import gib
 
 SEGMENT_CHARACTERS = 1 << 20
@@ -207,6 +207,8 @@ def text_files(data: Data) -> list[Path]:
     files = [file for file in found if suffix_of(file) in chosen]
     if not files:
         known = " ".join(sorted(chosen))
+        if not found:
+            raise NotFoundError(f"data.path={path}: the folder has no files; it needs files that end in {known}")
         raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}")
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 

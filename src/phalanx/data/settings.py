@@ -15,7 +15,7 @@ from phalanx.config.data import Data
 from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.data.shards import TOKENS_VERSION
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.errors import DataError, JobError
+from phalanx.errors import JobError, NotFoundError
 from phalanx.registry import OWN
 
 
@@ -73,7 +73,7 @@ def tokenizer_path(data: Data) -> Path:
     """Returns the file that data.tokenizer names. Raises DataError if there is none."""
     path = Path(data.tokenizer).expanduser()
     if not os.path.exists(path):  # unlike Path.exists also for a name that is too long for a file
-        raise DataError(
+        raise NotFoundError(
             f"data.tokenizer={data.tokenizer}: expected {', '.join(TOKENIZERS)}, or the path of a tokenizer.json, and "
             "there is no such file"
         )
