@@ -28,21 +28,24 @@ def nearest(name: str, choices: Iterable[str], *, strictly: bool = False) -> str
     return min(ranked, key=lambda each: each[0])[1] if ranked else None
 
 
-def _rank(name: str, choice: str, strictly: bool) -> tuple[int, int, int] | None:
+def _rank(name: str, choice: str, strictly: bool) -> tuple[int, int, bool] | None:
     """Returns the order among the choices that a name may mean, or None if it does not mean this one."""
     typed, known = _letters(name), _letters(choice)
     if typed == known:
-        return 0, 0, _slips(name, choice)
+        return 0, 0, False
     (words, numbers), (known_words, known_numbers) = _parts(name), _parts(choice)
-    if not typed or not known or any(a != b for a, b in zip(numbers, known_numbers, strict=False)):
+    same = all(a == b for a, b in zip(numbers, known_numbers, strict=False)) or (
+        known.startswith(typed) and len(typed) > _FEWEST_STRICTLY
+    )
+    if not typed or not known or not same:
         return None
     most = max(1, len(typed) // 4) if len(words) >= _FEWEST_LETTERS else 0
     most = int(len(typed) > _FEWEST_STRICTLY) if strictly else most
     comparable = len(numbers) == len(known_numbers) or words == known_words
     first = len(typed) >= _SURE_LETTERS or typed[0] == known[0]
     if comparable and first and abs(len(typed) - len(known)) <= most and (slips := _slips(typed, known)) <= most:
-        return 0, slips, _slips(name, choice)
-    return None if strictly or not _is_part(name, choice) else (1, abs(len(known) - len(typed)), 0)
+        return 0, slips, not choice.startswith(name)
+    return None if strictly or not _is_part(name, choice) else (1, abs(len(known) - len(typed)), False)
 
 
 def _parts(name: str) -> tuple[str, list[str]]:
@@ -55,8 +58,7 @@ def _is_part(name: str, choice: str) -> bool:
     words, known = re.findall(r"[a-z0-9.]+", name.lower()), re.findall(r"[a-z0-9.]+", choice.lower())
     typed, meant = _letters(name), _letters(choice)
     if min(len(typed), len(meant)) < _FEWEST_LETTERS:
-        left_out = len(typed) == len(meant) - 1 and typed[0] == meant[0] and _slips(typed, meant) == 1
-        return left_out and len(meant) > 2
+        return len(meant) == len(typed) + 1 > 2 and meant[0] == typed[0] and _slips(typed, meant) == 1
     rows = (known[start : start + len(words)] for start in range(len(known)))
     rest = words[len(known) :]
     return (

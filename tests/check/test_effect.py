@@ -106,3 +106,28 @@ def test_layout_options_of_a_file_rest_where_the_command_line_changes_the_layout
     assert told.endswith("layout.tp above 1; the command line changes the layout")
     with pytest.raises(JobError, match="layout.sp=true: has no effect here"):
         load_file(path, ["layout.tp=1", "layout.sp=true"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ("data.tokenizer=byte model.vocab_size=100", "is 100, and data.tokenizer=byte has 256 tokens"),
+        ("data.tokenizer=bpe bpe_vocab=300 model.vocab_size=280", "set at least 300; more rows are padding"),
+        (
+            "model=gpt2 data.tokenizer=byte model.vocab_size=50257",
+            "has no effect here: it is that of the preset's own tokenizer, and the embedding gets the rows of "
+            "data.tokenizer; another number of rows, such as 50304, pads it",
+        ),
+    ],
+)
+def test_a_vocabulary_that_the_tokenizer_excludes_is_refused(argv: str, said: str) -> None:
+    with pytest.raises(JobError) as caught:
+        load_words(parse(argv.split()))
+    assert said in str(caught.value)
+
+
+def test_rows_for_padding_have_their_effect_but_not_beside_weights(tmp_path) -> None:
+    assert load_words(parse(["data.tokenizer=byte", "model.vocab_size=512"])).job.model.vocab_size == 512
+    (tmp_path / "config.yaml").write_text("model: {n_layers: 2}\n")
+    with pytest.raises(JobError, match="with model.from the embedding has the rows of those weights"):
+        load_words(parse([f"model.from={tmp_path}", "model.vocab_size=512"]))

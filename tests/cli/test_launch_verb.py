@@ -100,6 +100,13 @@ def test_a_dry_run_in_an_allocation_as_json(shell):
     assert words[-4:] == ["train.steps=5", "--json", "run.nnodes=2", "run.rdzv_endpoint=n1:12345"]
 
 
+def test_everything_that_a_submission_lacks_is_said_at_once(shell):
+    done = shell("job.yaml", "--submit", "pbs", "--site", "polaris", "--time", "x")
+    assert done.returncode == 2
+    for missing in ("--account is missing", "--time 'x': expected a time limit", "qsub is not installed here"):
+        assert missing in done.stderr
+
+
 def test_other_launchers_names_of_options(shell):
     plain = shell.document(
         "job.yaml", "--nnodes", "2", "--nproc-per-node=1", "--launcher", "srun", "--dry-run", **ALLOC
@@ -123,6 +130,7 @@ ALLOC = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
         (["--site", "polarys"], {}, "did you mean polaris?"),
         (["--submit", "slurm", "--site", "polaris", "--account", "x"], {}, "--submit slurm: polaris has pbs"),
         (["--submit", "pbs", "--site", "polaris"], {}, "--account is missing"),
+        (["--submit", "pbs", "--site", "polaris", "--time", "x"], {}, "--time 'x': expected a time limit"),
         (["--submit", "slurm", "--time", "90"], {}, "expected a time limit"),
         (["--submit", "slurm", "--time", "1m", "--signal", "60"], {}, "not less than the time limit"),
         (["--submit", "slurm", "--fresh"], {}, "would start over whenever"),

@@ -96,7 +96,9 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert [row.text for row in row_texts(row_files(data), data)] == ["aa\n", "bb\n"]
 
 
-@pytest.mark.parametrize(("name", "reason"), [("absent", "no such file or folder"), ("empty", "none of its 0 files")])
+@pytest.mark.parametrize(
+    ("name", "reason"), [("absent", "no such file or folder"), ("empty", "the folder has no files")]
+)
 def test_data_that_is_not_there_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=reason):

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from phalanx.launch.capacity import Machine, problems
+from phalanx.check.load import load_words
+from phalanx.cli.train import _require_cores
+from phalanx.config.overrides import parse
+from phalanx.errors import JobError
+from phalanx.launch.capacity import Machine, problems, tasks_per_node
+from phalanx.launch.ranks import Ranks
 
 LAPTOP = Machine(cores=8, free_bytes=12 * 2**30, devices=0)
 SERVER = Machine(cores=64, free_bytes=400 * 2**30, devices=8)
@@ -31,6 +38,22 @@ def test_too_many_ranks_are_refused_unless_the_user_insists(ranks: int) -> None:
 def test_memory_counts_as_well_as_cores() -> None:
     assert "0.5 GiB are free" in said(8, "cpu", Machine(8, 2**29, 0))
     assert not said(2, "cpu", Machine(8, 2**29, 0))
+
+
+def test_the_ranks_that_other_launchers_started_on_a_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tasks_per_node({"SLURM_STEP_TASKS_PER_NODE": "64(x2)", "SLURM_TASKS_PER_NODE": "1"}) == 64
+    assert tasks_per_node({"SLURM_TASKS_PER_NODE": "4,3"}) == tasks_per_node({}) == 0
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    job = load_words(parse(["cluster.device=cpu", "dp_shard=64", "global_batch=64"])).job
+    torchrun = Ranks(rank=3, world=64, local_rank=3, local_world=64, node_rank=0, source="torchrun")
+    with pytest.raises(JobError, match="64 ranks on this machine, whose 2 cores bear 16"):
+        _require_cores(job, torchrun, oversubscribe=False)
+    _require_cores(job, torchrun, oversubscribe=True)
+    slurm = replace(torchrun, local_world=None, source="slurm")
+    _require_cores(job, slurm, oversubscribe=False)  # unknown: they may be on 64 nodes
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "64")
+    with pytest.raises(JobError, match="insist with --oversubscribe"):
+        _require_cores(job, slurm, oversubscribe=False)
 
 
 def test_an_accelerator_has_one_rank_and_cuda_needs_one() -> None:

@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from phalanx.cli.main import main
 from phalanx.config.layout import Layout
 from phalanx.errors import DataError
 from phalanx.pictures import curves, page_style
@@ -73,6 +74,19 @@ def test_damaged_and_missing_files(tmp_path, missing):
     made(folder)
     (folder / missing).unlink()
     made(folder)
+
+
+def test_lines_that_are_no_rows_are_said_by_number_and_left_out(tmp_path, capsys):
+    folder = run(tmp_path / "main")
+    metrics = folder / "metrics.jsonl"
+    lines = metrics.read_text().splitlines()
+    metrics.write_text("\n".join([lines[0], "not json", "", *lines[1:]]) + "\n")
+    [note] = read_run(folder).notes
+    assert note == "metrics.jsonl: line 2 is no row of metrics and is left out"
+    metrics.write_text("\n".join([*lines, "[1]", '{"event": "step", "step": "x"}']) + "\n")
+    assert main(["report", str(folder)]) == 0
+    first = len(lines) + 1
+    assert f"2 lines are no rows of metrics, the first is line {first}; they are left out" in capsys.readouterr().err
 
 
 def test_what_is_no_run(tmp_path):

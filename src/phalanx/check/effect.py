@@ -11,8 +11,8 @@ from phalanx.check.layout import Problem
 from phalanx.config.corpora import CORPORA
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
-from phalanx.config.presets import FROM_FILE
-from phalanx.config.tokenizers import TOKENIZERS
+from phalanx.config.presets import FROM_FILE, states_no_rows
+from phalanx.config.tokenizers import TOKENIZERS, vocabulary_of
 from phalanx.partition.tiers import is_offloaded, named
 
 Condition = tuple[Callable[[Job], object], str]
@@ -42,6 +42,23 @@ _GATHERED: Condition = (
 _SPIKES: Condition = (lambda job: job.guard.on_spike != "off", "is for guard.on_spike other than off")
 _NODES: Condition = (lambda job: job.run.nnodes, "is for nodes that each have a launcher of ours: run.nnodes")
 _RANDOM: Condition = (lambda job: CORPORA[job.data.corpus].tokens is not None, "is for data.corpus=random")
+_ROWS_OF_WEIGHTS = "is for new weights: with model.from the embedding has the rows of those weights"
+_ROWS_OF_TOKENIZER = (
+    "is that of the preset's own tokenizer, and the embedding gets the rows of data.tokenizer; another number of rows, "
+    "such as {rows}, pads it"
+)
+
+
+def _vocabulary(job: Job) -> str:
+    """Returns why model.vocab_size has no effect, or nothing."""
+    if job.model.from_:
+        return _ROWS_OF_WEIGHTS
+    rows, stated = job.model.vocab_size, vocabulary_of(job.data)
+    if stated and stated != rows and states_no_rows(job.model):
+        return _ROWS_OF_TOKENIZER.format(rows=-(-(rows + 1) // 64) * 64)
+    return ""
+
+
 _DECAYS: Condition = (lambda job: job.optimizer.schedule != "constant", "is for a schedule that decays: not constant")
 
 CONDITIONS: dict[str, Condition] = {
@@ -139,3 +156,5 @@ def effect_problems(job: Job, given: Set[str]) -> Iterator[Problem]:
     for path, (holds, when) in CONDITIONS.items():
         if path in given and get(job, path) != get(default, path) and not holds(job):
             yield path, f"has no effect here: it {when}"
+    if "model.vocab_size" in given and job.model.vocab_size and (why := _vocabulary(job)):
+        yield "model.vocab_size", f"has no effect here: it {why}"

@@ -22,8 +22,9 @@ from phalanx.config.data import Data
 from phalanx.config.fields import constraints, get
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
+from phalanx.config.presets import states_no_rows
 from phalanx.config.run import RunOptions
-from phalanx.config.tokenizers import TOKENIZERS
+from phalanx.config.tokenizers import TOKENIZERS, vocabulary_of
 from phalanx.config.trackers import TRACKERS
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples, nearest_divisors
 
@@ -39,6 +40,7 @@ def problems_of(job: Job) -> list[Problem]:
         *(tensor_problems(job) if job.layout.auto else _whole_layout(job)),
         *offload_problems(job),
         *_data(job),
+        *_vocabulary(job),
         *_train(job),
         *profile_problems(job),
         *_checkpoint(job),
@@ -152,6 +154,17 @@ def _data(job: Job) -> Iterator[Problem]:
         yield (
             f"data.{corpus.vocab if isinstance(corpus.vocab, str) else 'corpus'}",
             f"is {vocab}, but the model's vocabulary has {job.model.vocab_size}",
+        )
+
+
+def _vocabulary(job: Job) -> Iterator[Problem]:
+    """Yields the problem of an embedding with fewer rows than the tokenizer has tokens, where its settings tell."""
+    rows, stated = job.model.vocab_size, vocabulary_of(job.data)
+    if rows < stated and not states_no_rows(job.model) and CORPORA[job.data.corpus].tokens is None:
+        yield (
+            "model.vocab_size",
+            f"is {rows:,}, and data.tokenizer={job.data.tokenizer} has {stated:,} tokens: leave it out, or set at "
+            f"least {stated:,}; more rows are padding",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -186,10 +187,16 @@ class LaunchPlan:
             for option in options["batch_option"]
             if not option.isprintable() or not option.startswith("-")
         ]
-        time_s = parse_time(options["time"] or site.time)
-        signal_s = options["signal"]
-        if signal_s >= time_s:
+        time_s, signal_s = 0, options["signal"]
+        try:
+            time_s = parse_time(options["time"] or site.time)
+        except JobError as error:
+            problems += error.problems
+        if time_s and signal_s >= time_s:
             problems.append(f"--signal {signal_s} s is not less than the time limit of {time_s} s")
+        program = "sbatch" if site.scheduler == "slurm" else "qsub"
+        if problems and "dry_run" not in self.words.switches and not shutil.which(program):
+            problems.append(f"{program} is not installed here, which submits the job: --dry-run prints the text")
         if problems:
             raise JobError(problems)
         stated = self.words.loaded.origins["run.grace_s"] != "default"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def run(argv: Sequence[str]) -> int:
     from phalanx.report.expected import expected
     from phalanx.report.figures import document
     from phalanx.report.run import read_run
-    from phalanx.report.write import REPORT, write_report
+    from phalanx.report.write import REPORT, write_record
 
     compare = "compare" in words.switches
     if compare and len(words.subjects) < 2:
@@ -63,10 +64,13 @@ def run(argv: Sequence[str]) -> int:
     out = words.options.get("out", "")
     check_folders({"out": out}, "out")
     paths = [Path(subject) for subject in words.subjects]
-    if len(paths) == 1 and not out and not words.as_json:
-        echo(f"written: {write_report(paths[0])}")
-        return 0
     records = [read_run(path) for path in paths]
+    for record in records:
+        for note in record.notes:
+            echo(f"{record.path}: {note}", file=sys.stderr)
+    if len(paths) == 1 and not out and not words.as_json:
+        echo(f"written: {write_record(records[0])}")
+        return 0
     predictions = [expected(record) for record in records]
     if words.as_json:
         runs = [document(record, prediction) for record, prediction in zip(records, predictions, strict=True)]

@@ -129,6 +129,19 @@ def _require_machine(job: Job, *, oversubscribe: bool) -> None:
         raise JobError(found)
 
 
+def _require_cores(job: Job, ranks: Ranks, *, oversubscribe: bool) -> None:
+    """Raises JobError if another launcher started more ranks on this host than its cores and memory bear. A rank may
+    see only its own share of cores and accelerators: all cores of the host count, and accelerators are not counted."""
+    from phalanx.launch import capacity
+
+    if job.cluster.device == "cuda" or (job.cluster.device == "auto" and capacity.has_driver()):
+        return
+    machine = replace(capacity.this_machine(0), cores=os.cpu_count() or 1)
+    here = ranks.local_world or capacity.tasks_per_node(os.environ)
+    if found := [*capacity.problems(here, "cpu", machine, oversubscribe=oversubscribe)]:
+        raise JobError(found)
+
+
 def _is_host(job: Job) -> bool:
     from phalanx.launch.nodes.addresses import is_this_machine
 
@@ -226,6 +239,7 @@ def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
         if "fresh" in words.switches:
             raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
         _require_world(words.job, ranks)
+        _require_cores(words.job, ranks, oversubscribe="oversubscribe" in words.switches)
         if ranks.rank == 0:
             _require_trackers(words.job)
         ranks = meeting.join(words.job.run.timeout_s)

@@ -88,5 +88,12 @@ def unknown(text: str) -> str:
     return f"; {found} `phalanx models` lists all" if found else "; `phalanx models` lists all"
 
 
+def states_no_rows(model: ModelConfig) -> bool:
+    """Returns whether a model's vocab_size is that of its preset's own tokenizer, or open, and so says nothing of the
+    rows of an embedding for another tokenizer."""
+    rows, preset = model.vocab_size, model.preset
+    return not rows or preset.startswith(FROM_FILE) or (preset in PRESETS and PRESETS[preset].vocab_size == rows)
+
+
 def _words(name: str) -> list[str]:
     return re.split("[-_ ]", name)

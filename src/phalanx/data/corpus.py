@@ -39,7 +39,7 @@ from phalanx.data.formats import (
     suffix_of,
 )
 from phalanx.data.shakespeare import find_shakespeare
-from phalanx.errors import DataError, ExtensionError
+from phalanx.errors import DataError, ExtensionError, NotFoundError
 from phalanx.units import gib
 
 SEGMENT_CHARACTERS = 1 << 20
@@ -212,6 +212,8 @@ def text_files(data: Data) -> list[Path]:
     files = [file for file in found if suffix_of(file) in chosen]
     if not files:
         known = " ".join(sorted(chosen))
+        if not found:
+            raise NotFoundError(f"data.path={path}: the folder has no files; it needs files that end in {known}")
         sets = [file for file in found if file.suffix == ".idx"]
         hint = f"; a Megatron data set is named by itself, such as {sets[0]}, several in data.mix" if sets else ""
         raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}{hint}")

@@ -16,7 +16,7 @@ from phalanx.config.data import Data
 from phalanx.data.corpus import SAVED_FACTS, walk
 from phalanx.data.formats import ROW_SUFFIXES, missing, records, suffix_of
 from phalanx.data.row_fields import Message, conversation_of, for_template, renamed, tools_of
-from phalanx.errors import DataError
+from phalanx.errors import DataError, NotFoundError
 
 SHOWN_PROBLEMS = 10
 
@@ -81,6 +81,8 @@ def row_files(data: Data) -> list[Path]:
     files = [file for file in found if suffix_of(file) in ROW_SUFFIXES and file.name not in SAVED_FACTS]
     if not files:
         known = " ".join(sorted(ROW_SUFFIXES))
+        if not found:
+            raise NotFoundError(f"data.path={path}: the folder has no files; it needs files that end in {known}")
         raise DataError(f"data.path={path}: none of its {len(found)} files holds rows; files are chosen by {known}")
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 

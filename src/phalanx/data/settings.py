@@ -18,7 +18,7 @@ from phalanx.data.formats import pair_of
 from phalanx.data.index import TOKENS_VERSION
 from phalanx.data.tokenizer import FILE as TOKENIZER_FILE
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.errors import DataError, JobError
+from phalanx.errors import JobError, NotFoundError
 from phalanx.registry import OWN
 
 
@@ -91,7 +91,7 @@ def tokenizer_path(data: Data) -> Path:
     """Returns the file that data.tokenizer names. Raises DataError if there is none."""
     path = Path(data.tokenizer).expanduser()
     if not os.path.exists(path):  # unlike Path.exists also for a name that is too long for a file
-        raise DataError(
+        raise NotFoundError(
             f"data.tokenizer={data.tokenizer}: expected {', '.join(TOKENIZERS)}, or the path of a tokenizer.json, and "
             "there is no such file"
         )

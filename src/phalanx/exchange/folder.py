@@ -22,7 +22,7 @@ from phalanx.config.hugging_face.config_json import HuggingFaceModel
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Precision
 from phalanx.data.tokenizer import FILE as TOKENIZER
-from phalanx.errors import CheckpointError, JobError
+from phalanx.errors import CheckpointError, JobError, NotFoundError
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.peft_adapter import WEIGHTS as ADAPTER_WEIGHTS
 from phalanx.exchange.peft_adapter import AdaptedFiles, PeftAdapter, open_adapter
@@ -139,7 +139,9 @@ def _files(paths: Sequence[Path]) -> list[Path]:
         except OSError as error:
             raise CheckpointError(f"{paths[0]} cannot be read: {error.strerror}") from None
     if missing := [str(path) for path in paths if not os.path.isfile(path)]:
-        raise CheckpointError(f"{', '.join(missing)}: no such file; give one folder, or files")
+        hub = len(paths) == 1 and missing[0].count("/") == 1 and not os.path.exists(paths[0].parent)
+        hint = f"; a model on the Hugging Face hub is hub:{missing[0]}" if hub else "; give one folder, or files"
+        raise NotFoundError(f"{', '.join(missing)}: no such file{hint}")
     files = list(paths)
     config = files[0].parent / CONFIG
     if os.path.isfile(config) and all(file.name != CONFIG for file in files):

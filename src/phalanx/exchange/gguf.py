@@ -61,7 +61,7 @@ class GgufFile:
             with open_regular(path) as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file
-            raise DamagedCheckpointError(f"{path} cannot be read: {error}") from None
+            raise DamagedCheckpointError(f"{path} cannot be read: {_reason(error)}") from None
         try:
             self.metadata, self.tensors = _Header(self._bytes).read()
         except (ValueError, struct.error) as error:
@@ -215,3 +215,7 @@ def _library(whose: str) -> Any:
             f"{whose} is quantised, and dequantising needs the gguf package: pip install 'phalanx[gguf]'"
         ) from None
     return gguf
+
+
+def _reason(error: OSError | ValueError) -> str:
+    return str(error) if isinstance(error, OSError) else "the file is empty"

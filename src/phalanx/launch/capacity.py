@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def _left_in_group() -> Iterator[int]:
         return
     if most != "max":
         yield int(most) - used + int(cache.split()[1])
+
+
+def tasks_per_node(env: Mapping[str, str]) -> int:
+    """Returns the processes that Slurm started on each node, 0 if they are unknown or differ: "64", "8(x4)"."""
+    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
+    match = re.fullmatch(r"([1-9][0-9]{0,5})([(]x[0-9]+[)])?", text)
+    return int(match[1]) if match else 0
 
 
 def problems(ranks: int, device: str, machine: Machine, *, oversubscribe: bool) -> Iterator[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.trackers.rows import KEPT_ON_REWIND, ReadPosition, Row, read_rows
+from phalanx.trackers.rows import KEPT_ON_REWIND, ReadPosition, Row, read_lines, row_of
 
 COLUMNS = (
     *("loss", "grad_norm", "lr", "step_time_s", "data_wait_s", "tps", "tps_total", "tflops", "mfu", "memory"),
@@ -44,6 +44,12 @@ class Metrics:
     events: list[Row] = field(default_factory=list)
     """All other rows, in order; each has an `event`, and `step` and `time` as numbers."""
     place: ReadPosition = field(default_factory=ReadPosition)
+    lines: int = 0
+    """Lines so far."""
+    no_rows: int = 0
+    """Lines that are no rows, which are left out."""
+    first_no_row: int = 0
+    """The number of the first of them, from 1."""
 
     def read(self, path: Path) -> bool:
         """Reads what has been added to a file, which may be missing or damaged: lines that are no rows are skipped.
@@ -54,18 +60,23 @@ class Metrics:
         found = False
         while True:
             before = self.place.offset
-            for row in read_rows(path, self.place):
-                self._add(row)
+            for line in read_lines(path, self.place):
+                self.lines += 1
+                if not line.strip() or ((row := row_of(line)) is not None and self._add(row)):
+                    continue
+                self.no_rows += 1
+                self.first_no_row = self.first_no_row or self.lines
             if self.place.offset == before:
                 return found
             found = True
 
-    def _add(self, row: Row) -> None:
+    def _add(self, row: Row) -> bool:
+        """Adds a row. Returns whether it is one: a step has a number."""
         step = row.get("step")
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _MOST_STEP:
             step = self.steps[-1] if self.steps else 0
             if row["event"] == "step":
-                return
+                return False
         row = {**row, "step": step, "time": number(row.get("time")) or 0.0}
         if row["event"] in ("step", "start"):
             self._take_back(step - (row["event"] == "step"))
@@ -75,6 +86,7 @@ class Metrics:
             self.events.append(row)
             if len(self.events) > MOST_EVENTS:
                 del self.events[: MOST_EVENTS // 2]
+        return True
 
     def _add_step(self, row: Row) -> None:
         if "tps_per_device" in row:  # of an older version, whose tps is of the whole job

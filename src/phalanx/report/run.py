@@ -130,6 +130,11 @@ def _read_metrics(record: RunRecord) -> None:
         record.metrics.read(record.path / "metrics.jsonl")
     except OSError as error:
         record.notes.append(f"metrics.jsonl cannot be read: {error.strerror or error}")
+    if count := record.metrics.no_rows:
+        which = f"line {record.metrics.first_no_row} is no row of metrics and is"
+        if count > 1:
+            which = f"{count} lines are no rows of metrics, the first is line {record.metrics.first_no_row}; they are"
+        record.notes.append(f"metrics.jsonl: {which} left out")
 
 
 def read_job(record: RunRecord) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from phalanx.data.files import write_atomic
 from phalanx.report import charts, page
 from phalanx.report.expected import expected
-from phalanx.report.run import read_run
+from phalanx.report.run import RunRecord, read_run
 
 REPORT, LOSS = "report.html", "loss.svg"
 _LEAST_IMPORTANT = 19  # of the kernel's priorities
@@ -24,7 +24,12 @@ _LEAST_IMPORTANT = 19  # of the kernel's priorities
 def write_report(run: Path) -> Path:
     """Writes the report of a run into its directory and returns its path. Raises DataError if it is no run, OSError if
     it cannot be written."""
-    record = read_run(run)
+    return write_record(read_run(run))
+
+
+def write_record(record: RunRecord) -> Path:
+    """Writes the report of a run that was read into its directory and returns its path. Raises OSError."""
+    run = record.path
     write_atomic(run / REPORT, page.html(record, expected(record)).encode(errors="backslashreplace"))
     for picture in charts.loss([record], alone=True):
         write_atomic(run / LOSS, picture.encode(errors="backslashreplace"))

@@ -75,6 +75,11 @@ def is_behind(directory: Path, tracker: str) -> bool:
 def read_rows(path: Path, place: ReadPosition) -> list[Row]:
     """Returns the rows of metrics.jsonl after `place`, at most BATCH_BYTES of whole lines, and moves the place. Lines
     that are no rows are skipped."""
+    return [row for line in read_lines(path, place) if (row := row_of(line)) is not None]
+
+
+def read_lines(path: Path, place: ReadPosition) -> list[bytes]:
+    """Returns the lines of metrics.jsonl after `place`, at most BATCH_BYTES of whole ones, and moves the place."""
     try:
         with open_regular(path) as file:
             if place.offset > os.fstat(file.fileno()).st_size:
@@ -87,10 +92,11 @@ def read_rows(path: Path, place: ReadPosition) -> list[Row]:
     if not end and len(content) == BATCH_BYTES:
         end = len(content)  # no row is so long: the lines of its parts are skipped
     place.offset += end
-    return [row for line in content[:end].splitlines() if (row := _row(line)) is not None]
+    return content[:end].splitlines()
 
 
-def _row(line: bytes) -> Row | None:
+def row_of(line: bytes) -> Row | None:
+    """Returns the row of a line, or None if it is none."""
     with suppress(ValueError):
         row = parse_json(line)
         if isinstance(row, dict) and isinstance(row.get("event"), str):

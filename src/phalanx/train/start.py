@@ -16,7 +16,7 @@ from phalanx.checkpoint.validity import newest_valid
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
-from phalanx.config.presets import FROM_FILE, PRESETS
+from phalanx.config.presets import states_no_rows
 from phalanx.data.loader import ShardData
 from phalanx.data.template import own_template
 from phalanx.data.tokenizer import Tokenizer
@@ -117,8 +117,8 @@ def vocabulary_of(job: Job, directory: RunDirectory, tokens: int) -> int:
 def _padded(job: Job, tokens: int) -> int:
     """Returns model.vocab_size where the job states one: an embedding with rows for padding beyond the tokens. The size
     of a preset's own tokenizer is no such statement. Raises JobError if the tokenizer has more tokens."""
-    rows, preset = job.model.vocab_size, job.model.preset
-    if not rows or preset.startswith(FROM_FILE) or (preset in PRESETS and PRESETS[preset].vocab_size == rows):
+    rows = job.model.vocab_size
+    if states_no_rows(job.model):
         return tokens
     if rows < tokens:
         raise JobError(
