@@ -29,7 +29,8 @@ class Data:
     """Fields of rows of corpora chat and preferences that are left out on purpose; others that no reader knows are
     errors."""
     tokenizer: str = "char"
-    """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json."""
+    """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json, tekken.json, tokenizer.model or .tiktoken
+    file."""
     bpe_vocab: Annotated[int, AtLeast(1)] = 4096
     """Vocabulary size to train for tokenizer bpe."""
     document_mask: bool = False
