@@ -14,7 +14,7 @@ BESIDE := $(addprefix tests/,blocks check comm config cost evaluate examples exc
 	test_lora_memory test_offload test_offload_all)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify verify-families test faults fuzz lora offload tiles zero-plus-plus test-smollm2 test-families \
+.PHONY: help setup train verify verify-families test memory faults fuzz lora offload tiles zero-plus-plus test-smollm2 test-families \
 	reference lint format wheel docs pictures docs-check course bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
@@ -50,6 +50,9 @@ fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 
 faults: setup ## make every fault that the watchdog finds, and try every launcher, also on two nodes (as root): minutes
 	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/doctor/test_doctor_two_nodes.py tests/launch/test_every_launcher.py tests/benchmarks/test_chaos.py $(ARGS)
+
+memory: setup ## compare the predicted memory of models of every kind with the measured one, also in half precision: minutes
+	PHALANX_MEMORY=1 $(BIN)/python -m pytest tests/train/test_model_memory.py $(ARGS)
 
 zero-plus-plus: setup ## try ZeRO++ in all its layouts: a minute
 	PHALANX_ZERO_PLUS_PLUS=1 $(BIN)/python -m pytest tests/parallel/test_second_copy.py tests/parallel/test_quantised.py $(ARGS)

@@ -11,7 +11,7 @@ from phalanx.config.templates import BUILT_IN
 from phalanx.data.render import TemplateRenderer
 from phalanx.data.template import ChatTemplate, Renderer, find_template, own_template
 from phalanx.data.tokenizer import Tokenizer, train_bpe
-from phalanx.errors import DataError
+from phalanx.errors import DataError, JobError
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 CHAT = [
@@ -300,3 +300,21 @@ def test_damaged_template_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"x" * (1 << 20) + b"y")
     with pytest.raises(DataError, match="larger than"):
         own_template(tmp_path)
+
+
+def test_a_job_states_the_day_that_its_template_writes(tmp_path: Path) -> None:
+    file = tmp_path / "dated.jinja"
+    file.write_text("{{ strftime_now('%d %b %Y') }}")
+    data = Data(corpus="chat", tokenizer="byte", template=str(file))
+    dated = replace(data, template_date="2026-01-31")
+    assert find_template(data).date == "2024-07-26"
+    assert find_template(dated).date == "2026-01-31"
+    assert find_template(dated).fingerprint != find_template(data).fingerprint
+    find_template(dated).save(tmp_path)
+    recorded = own_template(tmp_path)  # beside the shards
+    assert recorded is not None
+    assert recorded.date == "2026-01-31"
+    with pytest.raises(JobError, match="template_date is 'today', not a day"):
+        find_template(replace(data, template_date="today"))
+    with pytest.raises(JobError, match="template_date has no effect: template chatml calls no strftime_now"):
+        find_template(replace(dated, template="chatml"))

@@ -129,6 +129,7 @@ CONDITIONS: dict[str, Condition] = {
     ),
     "data.text_field": (lambda job: "text_field" in CORPORA[job.data.corpus].settings, "is for data.corpus=text"),
     "data.template": _ROWS,
+    "data.template_date": _ROWS,
     "data.loss_on": _ROWS,
     "data.packing": _ROWS,
     "data.too_long": _ROWS,

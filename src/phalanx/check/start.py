@@ -11,9 +11,10 @@ from phalanx.config import values, yaml_file
 from phalanx.config.fields import leaves, replace
 from phalanx.config.hugging_face import config_json
 from phalanx.config.model import ModelConfig
+from phalanx.config.tokenizers import tokenizer_in
 from phalanx.errors import JobError
 
-CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"
+CONFIG = "config.yaml"
 ADAPTER = "adapter_config.json"
 """The file that describes an adapter of PEFT."""
 KEPT = "hugging_face"
@@ -26,7 +27,7 @@ class StartingPoint:
 
     model: ModelConfig
     tokenizer: str
-    """Path of its tokenizer.json; empty if it has none."""
+    """Path of its tokenizer; empty if it has none."""
 
 
 def is_hugging_face(path: Path) -> bool:
@@ -45,9 +46,9 @@ def starting_point(text: str, ignored: tuple[str, ...] = ()) -> StartingPoint:
         if ignored:
             raise JobError(f"model.ignore_config is for fields of a config.json, and {folder} is a run: leave it out")
         model = _model_of(folder / CONFIG)
-    tokenizer = folder / TOKENIZER
+    tokenizer = tokenizer_in(folder)
     model = replaced(model, preset="", from_=text, ignore_config=ignored)
-    return StartingPoint(model, str(tokenizer) if os.path.isfile(tokenizer) else "")
+    return StartingPoint(model, str(tokenizer or ""))
 
 
 def run_of(path: Path) -> Path:

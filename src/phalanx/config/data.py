@@ -50,7 +50,8 @@ class Data:
     """Fields of rows of corpora chat and preferences that are left out on purpose; others that no reader knows are
     errors."""
     tokenizer: str = "char"
-    """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json."""
+    """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json, tekken.json, tokenizer.model or
+    *.tiktoken."""
     bpe_vocab: Annotated[int, AtLeast(1)] = 4096
     """Vocabulary size to train for tokenizer bpe."""
     document_mask: bool = False
@@ -59,6 +60,9 @@ class Data:
     template: str = "tokenizer"
     """How corpus chat makes a text of a conversation: tokenizer (by the chat template that comes with data.tokenizer),
     chatml, llama3, alpaca, raw (contents alone), or the path of a Jinja file."""
+    template_date: str = ""
+    """The day that a template's strftime_now writes, such as 2026-01-31; empty: the one that is recorded beside the
+    tokenizer, or 2024-07-26."""
     loss_on: Literal["answers", "all"] = "answers"
     """Tokens of corpus chat that count in the loss: those of the answers, or all."""
     packing: bool = False

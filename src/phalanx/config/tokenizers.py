@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from phalanx.config.corpora import CORPORA, Rules, no_rules, number_of, rules_problems, setting_problems
 from phalanx.config.data import Data
@@ -14,6 +16,8 @@ MIN_BPE_VOCAB = 257
 """The 256 bytes and the end-of-text token."""
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>")
 """End-of-document tokens of known tokenizers, in order of preference."""
+TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "tokenizer.model", "*.tiktoken", "tiktoken.model")
+"""Patterns of the files in a folder that may hold its tokenizer, the first that is there first."""
 END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>", "<|return|>")
 """Tokens with which chat models end an answer: ChatML, Llama 3, Gemma, Phi, gpt-oss."""
 
@@ -88,6 +92,12 @@ TOKENIZERS = Registry(
     _entry_problems,
 )
 """Tokenizers by name."""
+
+
+def tokenizer_in(folder: Path) -> Path | None:
+    """Returns the file of a folder that holds its tokenizer; None without one."""
+    found = (path for pattern in TOKENIZER_FILES for path in sorted(folder.glob(pattern)) if os.path.isfile(path))
+    return next(found, None)
 
 
 def vocabulary_of(data: Data) -> int:

@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -79,7 +79,21 @@ class ChatTemplate:
 
 
 def find_template(data: Data) -> ChatTemplate:
-    """Returns the template of a job's data. Raises DataError if there is none, or if a file is not one."""
+    """Returns the template of a job's data, with its day. Raises DataError if there is none, or if a file is not one;
+    JobError for a day that is none, or that the template does not write."""
+    found = _template_of(data)
+    if not data.template_date:
+        return found
+    if not found.writes_date:
+        raise JobError(f"data.template_date has no effect: {found.origin} calls no strftime_now")
+    try:
+        datetime.fromisoformat(data.template_date)
+    except ValueError:
+        raise JobError(f"data.template_date is {data.template_date!r}, not a day such as {TEMPLATE_DATE}") from None
+    return replace(found, date=data.template_date)
+
+
+def _template_of(data: Data) -> ChatTemplate:
     variables = _special_tokens(data)
     if data.template in BUILT_IN:
         return ChatTemplate(BUILT_IN[data.template].jinja, variables, f"template {data.template}", trusted=True)

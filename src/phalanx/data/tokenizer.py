@@ -22,7 +22,7 @@ import numpy as np
 from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.sizes import BOUNDS
 from phalanx.config.data import Data
-from phalanx.config.tokenizers import END_OF_TEXT, END_OF_TURN, TOKENIZERS
+from phalanx.config.tokenizers import END_OF_TEXT, END_OF_TURN, TOKENIZERS, tokenizer_in
 from phalanx.data.corpus import code_points
 from phalanx.data.files import write_atomic
 from phalanx.errors import DataError, ExtensionError, NotFoundError, PhalanxError
@@ -87,11 +87,16 @@ class Tokenizer(ABC):
 
     @staticmethod
     def load(path: Path) -> Tokenizer:
-        """Reads a tokenizer.json, in this project's or the `tokenizers` library's format; `path` may be its folder.
+        """Reads a tokenizer.json, in this project's or the `tokenizers` library's format, or a file of another program
+        (tokenizer_files.py); `path` may be its folder.
 
         Raises DataError if it is missing or is no tokenizer.
         """
-        file = path / FILE if os.path.isdir(path) else path
+        file = tokenizer_in(path) or path / FILE if os.path.isdir(path) else path
+        if os.path.isfile(file) and (file.name == "tekken.json" or file.suffix in (".model", ".tiktoken")):
+            from phalanx.data.tokenizer_files import definition_at  # few need it
+
+            return LibraryTokenizer(definition_at(file), str(file))
         try:
             text = read_bytes(file).decode()
             stored = parse_json(text)

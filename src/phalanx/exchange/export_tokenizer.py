@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.data.token_table import alphabet
 from phalanx.data.tokenizer import END_OF_TEXT, ByteTokenizer, CharTokenizer, LibraryTokenizer, Tokenizer
 
 UNKNOWN = "<unk>"
@@ -62,16 +63,8 @@ def _of_characters(tokenizer: CharTokenizer) -> str:
 
 def _of_bytes() -> str:
     """Byte-level BPE without merges: its alphabet has a printable character per byte."""
-    model = {"type": "BPE", "vocab": {character: byte for byte, character in _alphabet().items()}, "merges": []}
+    model = {"type": "BPE", "vocab": {character: byte for byte, character in alphabet().items()}, "merges": []}
     return _definition(model, _BYTES, _BYTES)
-
-
-def _alphabet() -> dict[int, str]:
-    """Returns the character that stands for each byte in byte-level BPE (bytes_to_unicode of GPT-2's encoder.py):
-    printable ones for themselves, the others from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
 
 
 def _definition(model: Mapping[str, Any], pre_tokenizer: Mapping[str, Any], decoder: Mapping[str, Any]) -> str:

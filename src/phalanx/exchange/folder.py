@@ -20,8 +20,8 @@ from phalanx.checkpoint.reader import Reader
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.config_json import HuggingFaceModel
 from phalanx.config.model import ModelConfig
+from phalanx.config.tokenizers import TOKENIZER_FILES
 from phalanx.config.train import Precision
-from phalanx.data.tokenizer import FILE as TOKENIZER
 from phalanx.errors import CheckpointError, JobError, NotFoundError
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.peft_adapter import WEIGHTS as ADAPTER_WEIGHTS
@@ -108,7 +108,7 @@ def open_folder(paths: Sequence[Path], ignored: Sequence[str] = (), base: Path |
     folder, names = _weights(files, paths)
     by_name = {file.name: file for file in files}
     beside = tuple(by_name[name] for name in BESIDE if name in by_name)
-    return HuggingFaceFolder(config, described, describe(folder, names), by_name.get(TOKENIZER), beside, adapter)
+    return HuggingFaceFolder(config, described, describe(folder, names), _tokenizer(files), beside, adapter)
 
 
 def _with_base(
@@ -127,8 +127,13 @@ def _with_base(
         raise CheckpointError(f"{base}, the base of {adapter.config.parent}, has an adapter itself: merge that first")
     own = {file.name: file for file in files}
     beside = {file.name: file for file in found.beside} | {name: own[name] for name in BESIDE if name in own}
-    tokenizer = own.get(TOKENIZER, found.tokenizer)
+    tokenizer = _tokenizer(files) or found.tokenizer
     return replace(found, adapter=adapter, tokenizer=tokenizer, beside=tuple(beside.values()))
+
+
+def _tokenizer(files: Sequence[Path]) -> Path | None:
+    """Returns the file with the tokenizer; None without one."""
+    return next((file for pattern in TOKENIZER_FILES for file in files if file.match(pattern)), None)
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 from phalanx.check.start import ADAPTER
-from phalanx.data.tokenizer import FILE as TOKENIZER
+from phalanx.config.tokenizers import TOKENIZER_FILES
 from phalanx.errors import CheckpointError, JobError, RunError
 from phalanx.exchange.folder import BESIDE
 
 PREFIX = "hub:"
 """Begins the name of a model on the hub, so that no path is ever taken for one: nothing is downloaded unasked."""
-PATTERNS = ("*.safetensors", "*.safetensors.index.json", TOKENIZER, ADAPTER, *BESIDE)
+PATTERNS = ("*.safetensors", "*.safetensors.index.json", *TOKENIZER_FILES, ADAPTER, *BESIDE)
 """The files that are downloaded: no pickle, no code."""
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w./-]+)?")
 

@@ -13,10 +13,10 @@ from phalanx.checkpoint.manifest import StoredTensor
 from phalanx.checkpoint.new_target import target_problems
 from phalanx.config.hugging_face import config_json
 from phalanx.data.progress import Progress, silent
+from phalanx.data.token_table import definition_of, settings_of, token_ids_of
 from phalanx.data.tokenizer import LibraryTokenizer, Tokenizer
 from phalanx.errors import DataError, JobError
 from phalanx.exchange.gguf_model import GgufModel
-from phalanx.exchange.gguf_tokenizer import definition_of, settings_of, token_ids_of
 from phalanx.exchange.import_run import Imported, Incoming, write_import
 
 

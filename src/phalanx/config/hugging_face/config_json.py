@@ -114,8 +114,9 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
         term.read(source, ours)
     model = _model(ours)
     for part in [source, *([outer] if outer else [])]:
-        _refuse_other_values(part, family, model)
-        refuse_unknown(part, harmless if part is source else HARMLESS | _TOP, f" for model_type {family.model_type}")
+        without_effect = harmless if part is source else HARMLESS | _TOP
+        _refuse_other_values(part, without_effect, family, model)
+        refuse_unknown(part, without_effect, f" for model_type {family.model_type}")
     if source.problems:
         raise JobError(source.problems)
     notes = (*family.notes, *source.notes)
@@ -232,9 +233,11 @@ def _slip(name: str) -> str:
     return f"; did you mean {meant}?" if meant else ""
 
 
-def _refuse_other_values(source: ConfigReader, family: ConfigFamily, model: ModelConfig) -> None:
+def _refuse_other_values(
+    source: ConfigReader, harmless: frozenset[str], family: ConfigFamily, model: ModelConfig
+) -> None:
     """Notes fields of other kinds whose value is not that of this one. With that value they change nothing."""
-    for name in [name for name in source.left() if name in OWN_VALUES and name not in family.harmless]:
+    for name in [name for name in source.left() if name in OWN_VALUES and name not in harmless]:
         own, value = OWN_VALUES[name](model), source.raw(name)
         if value != own or isinstance(value, bool) != isinstance(own, bool):
             source.problem(name, f"is {shown(value)}, supported for model_type {family.model_type}: {shown(own)}")

@@ -1,8 +1,9 @@
-"""The tokenizer in a GGUF file's metadata, as a tokenizer.json of the `tokenizers` library.
+"""A tokenizer as a table of tokens, kinds, scores and merges, as a tokenizer.json of the `tokenizers` library.
 
-Byte-level BPE (tokenizer.ggml.model = gpt2): `tokenizer.ggml.pre` names how text is split before merging; the
-expressions are those of the published tokenizer.json of each family, as in src/llama-vocab.cpp of
-github.com/ggml-org/llama.cpp. SentencePiece's BPE (llama): gguf_sentencepiece.py.
+The names are those of GGUF's metadata; other files (tokenizer_files.py) are brought to them. Byte-level BPE
+(tokenizer.ggml.model = gpt2): `tokenizer.ggml.pre` names how text is split before merging; the expressions are those of
+the published tokenizer.json of each family, as in src/llama-vocab.cpp of github.com/ggml-org/llama.cpp. SentencePiece's
+BPE (llama): sentencepiece_merges.py.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from phalanx.data import sentencepiece_merges
 from phalanx.errors import DataError
-from phalanx.exchange import gguf_sentencepiece
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""Kinds of tokens (llama_token_type) that are no pieces of text."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
+"""Kinds of tokens, as SentencePiece and llama.cpp (llama_token_type) number them."""
 _BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
 """Values of tokenizer.ggml.model."""
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -90,16 +91,16 @@ def definition_of(metadata: Mapping[str, Any], path: Path) -> str:
         if len(set(tokens)) != len(tokens) or not isinstance(types, list) or len(types) not in (0, len(tokens)):
             raise ValueError(f"some of its {len(tokens):,} tokens occur twice, or not all have a kind")
         if model == _SENTENCEPIECE:
-            parts = gguf_sentencepiece.parts_of(metadata, tokens, types)
+            parts = sentencepiece_merges.parts_of(metadata, tokens, types)
         else:
             parts = _byte_level(metadata, tokens)
     except ValueError as error:
         raise DataError(f"{path}: {error}; {instead}") from None
-    special = (_UNKNOWN, _CONTROL) if model == _SENTENCEPIECE else (_CONTROL,)
+    special = (UNKNOWN, CONTROL) if model == _SENTENCEPIECE else (CONTROL,)
     added = [
         _added(number, tokens[number], kind in special)
         for number, kind in enumerate(types)
-        if kind in (*special, _USER_DEFINED)
+        if kind in (*special, USER_DEFINED)
     ]
     begin = _begin(metadata, tokens) or (None if model == _SENTENCEPIECE else _bytes(regex=True))
     around = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "post_processor": begin}
@@ -109,14 +110,15 @@ def definition_of(metadata: Mapping[str, Any], path: Path) -> str:
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
     """Returns normalizer, pre_tokenizer, decoder and model. Raises ValueError, saying what is wrong."""
     pre = metadata.get("tokenizer.ggml.pre", "gpt-2")
-    if pre not in KINDS:
+    pattern = metadata.get("tokenizer.ggml.pattern")  # of a tekken.json
+    if pattern is None and pre not in KINDS:
         raise ValueError(f"tokenizer.ggml.pre is {pre!r}; known: {', '.join(KINDS)}")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [merge.split(" ") for merge in _texts(metadata, "merges")]
     for pair in merges:
         if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
             raise ValueError(f"the merge {' '.join(pair)!r} is not of two tokens that make a third")
-    kind = KINDS[pre]
+    kind = {"pre_tokenizer": _split(pattern), "ignore_merges": True} if isinstance(pattern, str) else KINDS[pre]
     return {
         "normalizer": kind.get("normalizer"),
         "pre_tokenizer": kind["pre_tokenizer"],
@@ -188,3 +190,11 @@ def _begin(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any] | N
         "pair": begin + text + begin + [{"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {first: {"id": first, "ids": [number], "tokens": [first]}},
     }
+
+
+def alphabet() -> dict[int, str]:
+    """Returns the character that stands for each byte in byte-level BPE (bytes_to_unicode of GPT-2's encoder.py):
+    printable ones for themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
