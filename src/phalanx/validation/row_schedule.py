@@ -44,7 +44,11 @@ def _name(cells: Cells, chunks: int) -> str:
     """Returns the schedule's name; empty with a recorded problem if it is unknown."""
     text = re.sub(r"\(.*\)", "", cells.text("schedule").lower()).strip()
     text = text or Layout.schedule
-    found = text if text in catalogue.SCHEDULES else catalogue.likely(re.sub("[^a-z0-9_]", "", text))
+    plain = re.sub("[^a-z0-9_]", "", text)
+    found = text if text in catalogue.SCHEDULES else catalogue.likely(plain)
+    if found is None:  # as in "modified interleaved 1F1B"
+        within = [name for name in catalogue.SCHEDULES if name.replace("_", "") in plain]
+        found = max(within, key=len, default=None)
     if found is None:
         cells.problem(f"schedule: {text!r} is unknown; known: {', '.join(catalogue.SCHEDULES)}")
         return ""
