@@ -105,6 +105,21 @@ def test_every_rank_knows_the_valid_tokens_of_a_step_without_reading_it(
         assert samples.valid_tokens(6 * step, 6, 3) == sum(counts)
 
 
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ranks_that_update_together_know_their_valid_targets_per_token(data: Data, replicas: int) -> None:
+    samples, found = whole(data, seq_len=64), []
+    for rank in range(4):
+        with Batches(
+            samples, global_batch=8, micro_batch=1, rank=rank, ranks=4, seed=3, prefetch=0, replicas=replicas
+        ) as batches:
+            found.append(next(batches))
+    for start in range(0, 4, 4 // replicas):
+        together = [micro for own in found[start : start + 4 // replicas] for micro in own]
+        valid = sum(int((micro.targets != IGNORE).sum()) for micro in together)
+        tokens = sum(int((micro.conversations >= 0).sum()) for micro in together)
+        assert {micro.valid_share for micro in together} == {valid / tokens}
+
+
 def test_what_is_too_long_is_cut_or_left_out_and_counted(data: Data) -> None:
     full = whole(data)
     lengths = full._positions

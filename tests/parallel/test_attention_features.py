@@ -12,6 +12,7 @@ import pytest
 
 from parallel import steps as parallel_steps
 from parallel.test_composition import LLAMA, VOCAB, compare
+from phalanx.blocks.kinds import block_kinds, model_for
 from phalanx.check.job import problems_of
 from phalanx.comm.ledger import Ledger
 from phalanx.config import layout_line
@@ -23,6 +24,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.traffic.step import step_traffic
 from phalanx.cost.traffic.table import Traffic
+from phalanx.model.transformer import Transformer
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.parameter_shards import wholes
@@ -32,6 +34,15 @@ from phalanx.partition.pipeline import schedule_of
 
 BATCH, COUNT = 4, 2
 PLAIN = dataclasses.replace(LLAMA, seq_len=16, dropout=0.0)
+MIXED = dataclasses.replace(
+    PLAIN,
+    d_model=48,
+    n_heads=4,
+    n_kv_heads=2,
+    attention="latent,heads",
+    mla=MLA(q_rank=16, kv_rank=8, rope_head_dim=4, nope_head_dim=8, v_head_dim=10),
+)
+"""Layers of latent attention and of plain heads, each with the head sizes of its kind."""
 YARN = RopeScaling(kind="yarn", factor=4.0, original_seq_len=16, beta_fast=2.0, truncate=False)
 MODELS = {
     # Gemma's and Qwen 3's parts together.
@@ -54,12 +65,7 @@ MODELS = {
     "layernorm": dataclasses.replace(
         PLAIN, norm="layernorm", bias=True, qk_norm="head", sinks=True, attention_softcap=2.0, n_kv_heads=1
     ),
-    # Layers of latent attention, whose value heads are smaller, between layers with key/value heads.
-    "mixed": dataclasses.replace(
-        PLAIN,
-        attention="latent,heads",
-        mla=MLA(q_rank=12, kv_rank=8, rope_head_dim=4, nope_head_dim=6, v_head_dim=7),
-    ),
+    "mixed": MIXED,
 }
 CASES = [
     ("capped", "tp=2,sp=true,recompute=full,accumulation=2"),
@@ -77,6 +83,8 @@ CASES = [
     ("layernorm", "tp=4,accumulation=2"),
     ("layernorm", "cp=4,cp_ulysses=2,zero=2"),
     ("mixed", "tp=2,sp=true,pp=2,accumulation=2"),
+    ("mixed", "tp=2,pp=2,accumulation=2,schedule=zb_h1,recompute=full"),
+    ("mixed", "cp=2,zero=1"),
     ("mixed", "cp=4,cp_ulysses=2,zero=3"),
     ("mixed", "dp_shard=2,tp=2,zero=1,recompute=full"),
 ]
@@ -138,3 +146,11 @@ def check_bytes(job: Job, found: list[Traffic]) -> None:
     for rank, sent in enumerate(found):
         expected = step_traffic(job.model, layout, equation, precision="fp64", vocab=VOCAB, stages=stages, rank=rank)
         assert sent == {axis: pytest.approx(by, 1e-13) for axis, by in expected.items()}, f"rank {rank}"
+
+
+def test_head_sizes_belong_to_the_kind_of_a_layer():
+    of_kinds = [model_for(MIXED, kind.attention) for kind in block_kinds(MIXED)]
+    sizes = [(own.head_size, own.v_head_size, own.rotary_size) for own in of_kinds]
+    assert sizes[:2] == [(12, 10, 4), (8, 8, 8)]
+    shapes = {name: tuple(weight.shape) for name, weight in Transformer(MIXED, VOCAB).named_parameters()}
+    assert (shapes["blocks.0.attn.wo.weight"], shapes["blocks.1.attn.wo.weight"]) == ((48, 40), (48, 32))

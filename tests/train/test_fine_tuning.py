@@ -86,17 +86,24 @@ def chat(ranks, tmp_path_factory) -> Job:
 
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_any_layout_makes_the_curve_of_one_process(ranks, chat, line):
+    trained_like(ranks, chat, line)
+
+
+def trained_like(ranks, one: Job, line: str) -> Job:
+    """Returns a job after a run in a layout that is as that of `one` process, and sends what is predicted."""
     layout = parse(line)
-    other = change(dataclasses.replace(chat, layout=layout), "run", name=f"run-{line}")
+    other = change(dataclasses.replace(one, layout=layout), "run", name=f"run-{line}")
     sent = ranks(train, layout.processes, other, timeout=200)[0]["traffic_bytes"]
-    assert {axis: by for axis, by in sent.items() if any(by.values())} == predicted_traffic(other)
-    assert curve(other) == pytest.approx(curve(chat), rel=1e-9)
+    most = rows(other, "start")[0]["conversations"]
+    assert {axis: by for axis, by in sent.items() if any(by.values())} == predicted_traffic(other, most)
+    assert curve(other) == pytest.approx(curve(one), rel=1e-9)
     found = weights(other)
-    for name, tensor in weights(chat).items():
+    for name, tensor in weights(one).items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
+    return other
 
 
-def predicted_traffic(job, conversations: int = 1) -> dict:
+def predicted_traffic(job, conversations: int) -> dict:
     """Returns the bytes per step that the cost model predicts for rank 0; it knows nothing of answers."""
     equation = batch.solve(job.train.global_batch, job.layout)
     stages = None
@@ -180,16 +187,8 @@ def chat_with_experts(ranks, tmp_path_factory) -> Job:
 
 @pytest.mark.parametrize("line", WITH_EXPERTS)
 def test_experts_count_no_padding_under_any_layout(ranks, chat_with_experts, line):
-    layout = parse(line)
-    other = change(dataclasses.replace(chat_with_experts, layout=layout), "run", name=f"run-{line}")
-    sent = ranks(train, layout.processes, other, timeout=200)[0]["traffic_bytes"]
-    most = rows(other, "start")[0]["conversations"]
-    assert {axis: by for axis, by in sent.items() if any(by.values())} == predicted_traffic(other, most)
-    assert curve(other) == pytest.approx(curve(chat_with_experts), rel=1e-9)
+    other = trained_like(ranks, chat_with_experts, line)
     assert balance(other) == pytest.approx(balance(chat_with_experts), rel=1e-9)
-    found = weights(other)
-    for name, tensor in weights(chat_with_experts).items():
-        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10, msg=name)
 
 
 def balance(job) -> list[float]:

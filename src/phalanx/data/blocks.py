@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
@@ -116,8 +117,10 @@ class SplitReader:
             self._checked.pop(shard, None)
         self._states[shard] = state
 
-    def _place(self, shard: int) -> tuple[Path, int]:
-        return self.index.place_of(self.folder, self.shards[shard])
+    @cached_property
+    def _places(self) -> list[tuple[Path, int]]:
+        """The file of each shard, and the byte at which it begins."""
+        return [self.index.place_of(self.folder, shard) for shard in self.shards]
 
     def _file(self, shard: int) -> int:
         """Returns the descriptor of a shard, which is opened if it is not. Raises OSError."""
@@ -125,7 +128,7 @@ class SplitReader:
         if file is None:
             if len(self._files) >= MAX_OPEN_FILES:
                 os.close(self._files.pop(next(iter(self._files))))
-            file = self._files[shard] = os.open(self._place(shard)[0], os.O_RDONLY | os.O_CLOEXEC)
+            file = self._files[shard] = os.open(self._places[shard][0], os.O_RDONLY | os.O_CLOEXEC)
         return file
 
     def _mismatch(self, shard: int, block: int, content: bytes | memoryview) -> str:
@@ -139,7 +142,7 @@ class SplitReader:
         return f"expected sha256 {expected.hex()[:16]}…, found {found.hex()[:16]}…{self._origin(shard, block, found)}"
 
     def _pread(self, shard: int, offset: int, size: int) -> bytes:
-        path, start = self._place(shard)
+        path, start = self._places[shard]
         offset += start
         try:
             file = self._file(shard)
@@ -168,7 +171,7 @@ class SplitReader:
         first, end = self._tokens_of(shard, block)
         samples, begin = self.samples_of(shard, block), block * self.index.block_bytes
         within = "" if self.index.row_size else f", in samples {samples.start:,} to {samples.stop - 1:,}"
-        path, start = self._place(shard)
+        path, start = self._places[shard]
         return (
             f"{path}: block {block} (from byte {start + begin:,} on) is damaged: {problem}. It holds tokens "
             f"{first:,} to {end - 1:,} of split {self.split}{within}. Restore the "

@@ -47,7 +47,7 @@ class MicroBatch:
     most_conversations: int = 1
     """The most conversations of any sample of the split, the same on all ranks."""
     valid_share: float = 1.0
-    """Valid targets / positions that are no padding, of the whole batch of the step: the same on all ranks."""
+    """Valid targets / positions that are no padding, of all that one update covers: the same on all its ranks."""
 
 
 class ShardData(ABC):
@@ -229,7 +229,8 @@ class Batches:
 
     Step s takes the global samples first_sample + s × global_batch and the global_batch - 1 after it; rank r takes the
     r-th of `ranks` equal parts of them, in order, as global_batch / (ranks × micro_batch) micro-batches. `prefetch`
-    steps are read ahead; 0 reads in the caller's thread. Use it in a `with` block, or close it.
+    steps are read ahead; 0 reads in the caller's thread. Independent `replicas` each update with one of so many equal
+    parts of a step. Use it in a `with` block, or close it.
 
     Raises JobError if global_batch is not a multiple of ranks × micro_batch.
     """
@@ -245,6 +246,7 @@ class Batches:
         seed: int,
         first_sample: int = 0,
         prefetch: int = 4,
+        replicas: int = 1,
     ):
         if micro_batch < 1 or global_batch < 1 or global_batch % (ranks * micro_batch):
             raise JobError(
@@ -263,6 +265,7 @@ class Batches:
             ranks=ranks,
             seed=seed,
             first_sample=first_sample,
+            replicas=replicas,
         )
         self._steps = ReadAhead(steps, prefetch) if prefetch > 0 else steps
 
@@ -326,7 +329,15 @@ def _replacements(damaged: Collection[int], count: int) -> dict[int, int]:
 
 
 def _steps(
-    data: ShardData, *, global_batch: int, micro_batch: int, rank: int, ranks: int, seed: int, first_sample: int
+    data: ShardData,
+    *,
+    global_batch: int,
+    micro_batch: int,
+    rank: int,
+    ranks: int,
+    seed: int,
+    first_sample: int,
+    replicas: int,
 ) -> Generator[list[MicroBatch]]:
     share = global_batch // ranks
     first = first_sample + rank * share
@@ -336,8 +347,9 @@ def _steps(
         parts = [slice(start, start + micro_batch) for start in range(0, share, micro_batch)]
         micro_batches = [data.micro_batch(ids[part], numbers[part]) for part in parts]
         if data.most_conversations:
-            whole = first - rank * share, global_batch, seed
-            valid_share = data.valid_tokens(*whole) / data.used_positions(*whole)
+            together = ranks // replicas  # ranks that update with the same samples
+            update = first - rank % together * share, together * share, seed
+            valid_share = data.valid_tokens(*update) / data.used_positions(*update)
             micro_batches = [replace(micro, valid_share=valid_share) for micro in micro_batches]
         yield micro_batches
         first += global_batch

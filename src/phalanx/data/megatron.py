@@ -21,6 +21,7 @@ from phalanx.data.index import BLOCK_BYTES, DTYPES, SPLITS, Shard, shard_file
 from phalanx.data.loader import TokenData
 from phalanx.data.progress import Progress
 from phalanx.data.shards import blocks_file
+from phalanx.data.splits import cut_of
 from phalanx.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -98,10 +99,9 @@ def open_megatron(path: str) -> MegatronTokens:
 def index_splits(
     folder: Path, found: MegatronTokens, val_fraction: float, vocab_size: int, progress: Progress
 ) -> dict[str, tuple[Shard, ...]]:
-    """Reads all tokens once, writes the digests of their blocks to `folder`, and returns the two splits, a shard each:
-    the first int(tokens × (1 - val_fraction)) are for training. Raises DataError for an id that is not below
-    `vocab_size`."""
-    cut = int(found.tokens * (1 - val_fraction))
+    """Reads all tokens once, writes the digests of their blocks to `folder`, and returns the two splits, a shard each.
+    Raises DataError for an id that is not below `vocab_size`."""
+    cut = cut_of(found.tokens, val_fraction)
     splits: dict[str, tuple[Shard, ...]] = {}
     for split, first, end in zip(SPLITS, (0, cut), (cut, found.tokens), strict=True):
         whole, blocks = hashlib.sha256(), []

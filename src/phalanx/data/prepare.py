@@ -104,7 +104,7 @@ def segments_of(data: Data, split: str) -> Iterator[Segment]:
     if split == "all":
         yield from corpus.segments(files, data)
         return
-    cut = cut_of(corpus.scan(corpus.segments(files, data)), data)
+    cut = cut_of(corpus.scan(corpus.segments(files, data)).characters, data.val_fraction)
     yield from (segment for name, segment in split_segments(corpus.segments(files, data), cut) if name == split)
 
 
@@ -184,7 +184,7 @@ def _build_tokens(folder: Path, data: Data, old: Index | None, progress: Progres
     vocab, total = number_of(entry.vocab, data), number_of(entry.count, data)
     record = CorpusRecord(data.corpus, corpus.describe(data), 0, 0, 0, "", "")
     index = _begin(folder, data, record, NumberTokenizer(vocab))
-    cut = int(total * (1 - data.val_fraction))
+    cut = cut_of(total, data.val_fraction)
     with ThreadPoolExecutor(1) as thread:
         work = (
             BuildTask(split, size, partial(thread.submit, partial(_tokens, data, vocab, split, start, size)))
@@ -246,7 +246,7 @@ def _build_mix(folder: Path, data: Data, old: Index | None, progress: Progress, 
             files = corpus.sources(source)
             scan = corpus.scan(watched(corpus.segments(files, source), files, progress))
             counts += scan.counts
-            cuts.append(cut_of(scan, source))
+            cuts.append(cut_of(scan.characters, source.val_fraction))
             digests.append(scan.sha256)
 
     def parts() -> Iterator[tuple[str, Segment]]:
@@ -301,7 +301,7 @@ def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress)
     record = CorpusRecord(
         data.corpus, corpus.describe(data), scan.documents, scan.characters, scan.bytes, scan.sha256, stamp
     )
-    cut = cut_of(scan, data)
+    cut = cut_of(scan.characters, data.val_fraction)
 
     def parts() -> Iterator[tuple[str, Segment]]:
         return split_segments(corpus.segments(files, data), cut)
@@ -319,7 +319,7 @@ def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress)
 
 
 def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
-    """Builds shards of conversations. The first int(rows × (1 - val_fraction)) rows are for training."""
+    """Builds shards of conversations."""
     files = corpus.sources(data)
     progress("reading and checking rows", 0, 0)
     scan = scan_rows(row_texts(files, data, warn=partial(echo, file=sys.stderr)))
@@ -329,7 +329,7 @@ def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress)
     record = CorpusRecord(
         data.corpus, corpus.describe(data), scan.documents, scan.characters, scan.bytes, scan.sha256, stamp
     )
-    cut = int(scan.documents * (1 - data.val_fraction))
+    cut = cut_of(scan.documents, data.val_fraction)
 
     def parts() -> Iterator[tuple[str, RowText]]:
         return ((SPLITS[n >= cut], row) for n, row in enumerate(row_texts(files, data)))

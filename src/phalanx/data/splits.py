@@ -6,8 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from phalanx.config.data import Data
-from phalanx.data.corpus import Scan, Segment
+from phalanx.data.corpus import Segment
 from phalanx.data.index import SPLITS
 from phalanx.data.progress import Progress
 from phalanx.data.row_text import RowText
@@ -18,9 +17,9 @@ BPE_CHARACTERS = 100_000_000
 """Characters of training text for BPE: more would take hours and hardly change the merges."""
 
 
-def cut_of(scan: Scan, data: Data) -> int:
-    """Returns the number of characters of the training split."""
-    return int(scan.characters * (1 - data.val_fraction))
+def cut_of(total: int, val_fraction: float) -> int:
+    """Returns how many of a corpus's characters or tokens are of the training split."""
+    return int(total * (1 - val_fraction))
 
 
 def split_segments(segments: Iterable[Segment], cut: int) -> Iterator[tuple[str, Segment]]:

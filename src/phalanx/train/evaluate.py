@@ -20,7 +20,7 @@ from phalanx.train.step import Stepper
 
 @dataclass(frozen=True)
 class Validation:
-    """What a validation found."""
+    """The result of a validation."""
 
     loss: float
     """Mean per valid token, in nats, or per preference pair; over the sources of a mixture by their weights."""

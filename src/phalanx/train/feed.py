@@ -130,13 +130,19 @@ class Feed:
     def _opened(self) -> Batches:
         """Returns the stream of this rank's steps, opened at the first call."""
         if self.batches is None:
-            place = self.mesh.data_rank, self.mesh.data_ranks
-            prefetch = self.job.data.prefetch
-            self.batches = self._open(self.first_sample, self.batch.global_batch, *place, prefetch=prefetch)
+            self.batches = self._open(
+                self.first_sample,
+                self.batch.global_batch,
+                self.mesh.data_rank,
+                self.mesh.data_ranks,
+                prefetch=self.job.data.prefetch,
+                replicas=self.job.layout.independent_replicas,
+            )
         return self.batches
 
-    def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int) -> Batches:
-        """Opens the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on."""
+    def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int, replicas: int = 1) -> Batches:
+        """Opens the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on, of which
+        independent `replicas` take a part each."""
         return Batches(
             self.data,
             global_batch=samples,
@@ -146,4 +152,5 @@ class Feed:
             seed=self.job.train.seed,
             first_sample=first,
             prefetch=prefetch,
+            replicas=replicas,
         )
