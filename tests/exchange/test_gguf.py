@@ -14,7 +14,7 @@ gguf = pytest.importorskip("gguf")
 from exchange import gguf_files  # noqa: E402
 from phalanx.data.token_table import KINDS, definition_of, settings_of  # noqa: E402
 from phalanx.data.tokenizer import LibraryTokenizer  # noqa: E402
-from phalanx.errors import CheckpointError, DamagedCheckpointError, DataError  # noqa: E402
+from phalanx.errors import CheckpointError, DamagedCheckpointError, DataError, NotFoundError  # noqa: E402, NotFoundError
 from phalanx.exchange.gguf import GgufFile, exact_decimal  # noqa: E402
 from phalanx.exchange.gguf_model import GgufModel  # noqa: E402
 from phalanx.model.transformer import Transformer  # noqa: E402
@@ -183,9 +183,11 @@ def test_hostile_headers_are_refused(content, message, tmp_path):
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):
-    for path in (tmp_path / "absent.gguf", tmp_path):
-        with pytest.raises(DamagedCheckpointError, match="cannot be read"):
-            GgufFile(path)
+    with pytest.raises(DamagedCheckpointError, match="cannot be read"):
+        GgufFile(tmp_path)
+    (tmp_path / "model-q4.gguf").write_bytes(b"GGUF")
+    with pytest.raises(NotFoundError, match=r"there is no such file; did you mean .*model-q4\.gguf"):
+        GgufFile(tmp_path / "modle-q4.gguf")
 
 
 def test_the_tokenizer_is_that_of_the_metadata(tmp_path):

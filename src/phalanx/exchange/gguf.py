@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from phalanx.bounded import open_regular
-from phalanx.errors import CheckpointError, DamagedCheckpointError
+from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFoundError
+from phalanx.nearest import near_file
 
 SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
@@ -52,14 +53,16 @@ class GgufTensor:
 class GgufFile:
     """An open GGUF file. Strings of its metadata are str, numbers int and float, arrays lists.
 
-    Raises DamagedCheckpointError, naming the file, if it is not GGUF or incomplete; CheckpointError for versions and
-    types that are not read."""
+    Raises NotFoundError if there is no such file; DamagedCheckpointError, naming the file, if it is not GGUF or
+    incomplete; CheckpointError for versions and types that are not read."""
 
     def __init__(self, path: Path):
         self.path = path
         try:
             with open_regular(path) as file:
                 self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise NotFoundError(f"{path}: there is no such file{near_file(path)}") from None
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise DamagedCheckpointError(f"{path} cannot be read: {_reason(error)}") from None
         try:
