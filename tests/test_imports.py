@@ -105,5 +105,5 @@ def test_no_class_name_stands_for_two_things():
 
 
 def test_files_are_short():
-    long = {path.name: count for path in ROOT.rglob("*.py") if (count := len(path.read_text().splitlines())) > 400}
+    long = {path.name: count for path in ROOT.rglob("*.py") if (count := len(path.read_text().splitlines())) > 800}
     assert not long
