@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import inf
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.cost.memory.state import StateBytes
 from phalanx.parallel.data import Replica
+from phalanx.parallel.offload.budget import DeviceBudget
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.zero import BucketReplica
 from phalanx.train.optimizer import ShardedOptimizer
@@ -22,6 +23,19 @@ from phalanx.train.optimizer import ShardedOptimizer
 LOOKS, LOOK_S = 10, 0.01
 """How often one looks what is alive, and how long apart, in seconds: the thread of a collective lets go of its tensors
 a little after it has said that they are there."""
+
+
+def least_device_peak(budget: DeviceBudget, take: Callable[[int], object], steps: int) -> int:
+    """Takes `steps` steps and four more, and returns the most bytes of the device so far, or in one of those four, if
+    that is less: the thread of a collective may let go of its tensors late."""
+    for step in range(steps):
+        take(step)
+    peaks = [budget.device_peak]
+    for step in range(steps, steps + 4):
+        budget.device_peak = budget.device
+        take(step)
+        peaks.append(budget.device_peak)
+    return min(peaks)
 
 
 def state_memory(replica: Replica, optimizer: ShardedOptimizer) -> StateBytes:

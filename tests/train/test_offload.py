@@ -19,6 +19,7 @@ from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget
 from phalanx.train.step import Stepper
+from train.measured_memory import least_device_peak
 
 VOCAB = 64
 GPT = ModelConfig(n_layers=2, d_model=64, n_heads=4, seq_len=16)
@@ -73,15 +74,20 @@ def test_every_elementwise_optimizer_computes_the_same_bits(ranks, name, precisi
 
 
 def counted(ranks, job: Job, limit: int, count: int = 2) -> tuple[int, int, dict[str, int], list[float]]:
-    """Peaks of device and host, copied bytes, and losses, of a rank whose device has `limit` bytes."""
+    """Peaks of device and host, and copied bytes and losses of the first `count` steps, of a rank whose device has
+    `limit` bytes."""
     mesh = meshes.build(job.layout, "cpu")
-    losses = []
+    losses, copied = list[float](), list[dict[str, int]]()
     with DeviceBudget(limit).counting() as budget:
         stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
-        for step in range(count):
+
+        def take(step: int) -> None:
             batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
             losses.append(stepper.step(batches, step, valid, 1e-2).loss)
-    return budget.device_peak, budget.host_peak, stepper.offloaded, losses
+            copied.append(dict(stepper.offloaded))
+
+        peak = least_device_peak(budget, take, count)
+    return peak, budget.host_peak, copied[count - 1], losses[:count]
 
 
 def test_a_model_whose_state_is_four_times_the_budget_trains_as_without_one(ranks):
