@@ -1,6 +1,8 @@
 """The structure that the design prescribes: imports go downwards only, and what plans never imports torch."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -88,6 +90,11 @@ def test_no_modules_import_each_other_in_a_circle():
 def test_what_plans_never_imports_torch(room):
     for path in (ROOT / room).rglob("*.py"):
         assert not {"torch", "safetensors.torch"} & {name.split(".")[0] for name in imported(path)}, path
+
+
+def test_what_starts_ranks_needs_no_torch():
+    program = "import sys, phalanx.launch.local; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_the_door_for_packages_imports_only_rooms_without_torch():

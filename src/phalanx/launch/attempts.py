@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-
-from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from phalanx.bounded import read_tail
 from phalanx.echo import echo, shortened
@@ -16,6 +15,7 @@ from phalanx.errors import StoppedError
 from phalanx.launch import generation
 from phalanx.launch.environment import GENERATION, RESTARTED
 from phalanx.launch.logs import AttemptLogs
+from phalanx.launch.processes import NodePart, ranks
 from phalanx.launch.restart import Failure, RestartPolicy, Restarts, memory_kills
 from phalanx.launch.standby import Standby
 from phalanx.launch.supervisor import Exit, StopSignals, Supervisor
@@ -23,6 +23,7 @@ from phalanx.launch.verdict import WATCHDOG_CODE, End, first_failure, verdict
 from phalanx.launch.watchdog.watchdog import write
 
 _LAST_LINES, _LAST_BYTES = 10, 1 << 14
+_POLL_S = 0.1
 
 
 class Attempts:
@@ -51,10 +52,24 @@ class Attempts:
         self.world: int | None = None
         """Ranks of the attempt, on all nodes; None if all are on this one."""
 
-    @property
-    def rendezvous(self) -> RendezvousHandler | None:
-        """Brings this node together with others; None for a lone node."""
-        return None
+    def run(self, command: Sequence[str], processes: int) -> int:
+        """Runs `python -m COMMAND` as this many ranks, again and again while they fail and the policy says so. Returns
+        the exit code of the latest attempt."""
+        while (part := self.part()) is not None:
+            common = self.begin()
+            variables = part.variables(processes, self.count - 1, self.policy.most)
+            common |= self.logs.begin(list(variables))
+            environments = {rank: own | common for rank, own in variables.items()}
+            with ranks([*command, *self.words], environments, self.logs, self.standby()) as pids:
+                while self.watch(pids):
+                    time.sleep(_POLL_S)
+            if not self.finish():
+                break
+        return self.code
+
+    def part(self) -> NodePart | None:
+        """Returns this node's part in the next attempt; None if none follows."""
+        return NodePart()
 
     @property
     def words(self) -> Sequence[str]:

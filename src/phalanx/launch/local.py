@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from phalanx.echo import echo
 from phalanx.errors import RunError
-from phalanx.launch.agent import RankAgent
 from phalanx.launch.attempts import Attempts, say
 from phalanx.launch.environment import LAUNCHER_PID, LOOPBACK, thread_environment
 from phalanx.launch.logs import AttemptLogs
@@ -86,10 +82,9 @@ def launch_local(
 
         try:
             how = (logs, new_supervisor, stopped, restarts)
-            with NodeAttempts(*how, nodes.join) if nodes else Attempts(*how) as attempts:
-                agent = RankAgent([module, *argv], processes, logs, attempts)
-                with _quiet_agent(), attempts.signals.handled():
-                    agent.run()
+            attempts = NodeAttempts(*how, nodes.join) if nodes else Attempts(*how)
+            with attempts, attempts.signals.handled():
+                attempts.run([module, *argv], processes)
         except OSError as error:
             raise RunError(f"Cannot start {processes} ranks with logs in {log_dir}: {error}.") from error
     return attempts.code
@@ -99,20 +94,3 @@ def _say_whose_threads(threads: int) -> None:
     theirs = os.environ.get("OMP_NUM_THREADS")
     if theirs not in (None, str(threads)):
         echo(f"phalanx: OMP_NUM_THREADS={theirs} is set and overrides {threads} threads per rank", file=sys.stderr)
-
-
-@contextmanager
-def _quiet_agent() -> Iterator[None]:
-    """Keeps the agent from logging: the verdict is printed once."""
-    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torchelastic-events-null")]
-    propagate = [logger.propagate for logger in loggers]
-    silence = logging.NullHandler()
-    for logger in loggers:
-        logger.addHandler(silence)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, value in zip(loggers, propagate, strict=True):
-            logger.removeHandler(silence)
-            logger.propagate = value

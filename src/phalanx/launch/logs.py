@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
-
-from phalanx.launch.environment import HEARTBEATS, LOG_DIR, STORE
+from phalanx.launch.environment import HEARTBEATS, STORE
 from phalanx.launch.outcome import Outcome, spare_name
 
-_TERMINAL = ""  # means "inherit the launcher's stream" to the agent
 
-
-class AttemptLogs(LogsSpecs):
-    """Creates the directories of an attempt when the agent starts one, and sets the ranks' environment.
+class AttemptLogs:
+    """Creates the directories of an attempt when it starts, and sets the ranks' environment.
 
     Rank 0 keeps the terminal for its live view; the others write to files.
 
@@ -26,21 +22,16 @@ class AttemptLogs(LogsSpecs):
     """
 
     def __init__(self, log_dir: Path, store_dir: Path, environment: Mapping[str, str], all_ranks: bool):
-        super().__init__(str(log_dir))
+        self._log_dir = log_dir
         self._store_dir = store_dir
         self.environment = environment
         """Further variables of every rank."""
-        self._all_ranks = all_ranks
+        self.all_ranks = all_ranks
         self.attempt_dir = log_dir
         """Directory of the latest attempt."""
         self.shared_attempt = ""
         """Name of the next attempt's directory if all nodes share it, whose ranks do not meet through a file; empty for
         the next that is free."""
-
-    @property
-    def root_log_dir(self) -> str:
-        """The parent directory of the attempts."""
-        return str(self._root_log_dir)
 
     def rank_dir(self, rank: int) -> Path:
         """Returns the directory of one rank in the latest attempt."""
@@ -55,28 +46,15 @@ class AttemptLogs(LogsSpecs):
         """The folder of the heartbeat files of the latest attempt; private, in memory if it has room."""
         return self._store_dir / f"{self.attempt_dir.name}.heartbeats"
 
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Creates an attempt's directories. The agent passes the variables of each local rank, to which it may add."""
+    def begin(self, ranks: Sequence[int]) -> dict[str, str]:
+        """Creates the directories of an attempt with these ranks. Returns the variables of all of them."""
         shared = self.shared_attempt
-        self.attempt_dir = Path(self.root_log_dir, shared) if shared else next_attempt(Path(self.root_log_dir))
+        self.attempt_dir = self._log_dir / shared if shared else next_attempt(self._log_dir)
         self.heartbeats.mkdir()
-        destination = LogsDest()
-        for local_rank, env in envs.items():
-            directory = self.rank_dir(int(env["RANK"]))
-            directory.mkdir(parents=True)
-            env.update(self.environment)
-            env[LOG_DIR] = str(directory)
-            env[HEARTBEATS] = str(self.heartbeats)
-            if not shared:
-                env[STORE] = str(self._store_dir / self.attempt_dir.name)
-            to_file = int(env["RANK"]) > 0
-            destination.stdouts[local_rank] = str(directory / "stdout.log") if to_file else _TERMINAL
-            destination.stderrs[local_rank] = str(directory / "stderr.log") if to_file else _TERMINAL
-            destination.error_files[local_rank] = str(directory / "error.json")
-            if to_file and self._all_ranks:
-                destination.tee_stdouts[local_rank] = destination.stdouts[local_rank]
-                destination.tee_stderrs[local_rank] = destination.stderrs[local_rank]
-        return destination
+        for rank in ranks:
+            self.rank_dir(rank).mkdir(parents=True)
+        meeting = {} if shared else {STORE: str(self._store_dir / self.attempt_dir.name)}
+        return {**self.environment, HEARTBEATS: str(self.heartbeats), **meeting}
 
 
 def next_attempt(log_dir: Path) -> Path:

@@ -5,66 +5,102 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
-from torch.distributed.elastic.multiprocessing import LogsDest
-from torch.distributed.elastic.multiprocessing.tail_log import TailLog
-
+from phalanx.launch.environment import LOG_DIR
+from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.standby import Standby
 
+_POLL_S = 0.1
+_STREAMS = ("stdout", "stderr")
 
-class RankProcesses:
-    """Every rank leads a session and a process group of its own.
 
-    Args:
-        command: the words after `python -m`.
-        environments: the variables of each local rank, beside those of this process.
-        logs: where each one's output goes.
-        standby: a process that has imported what ranks import, and is ready; None starts Python anew for every rank.
-    """
+class NodePart(NamedTuple):
+    """This node's part in an attempt, and where rank 0 is."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        environments: Mapping[int, Mapping[str, str]],
-        logs: LogsDest,
-        standby: Standby | None,
-    ):
-        self.pids: dict[int, int] = {}
-        """Process ids by local rank; the processes are children of this one."""
-        self._tails = [
-            TailLog(
-                name, files, stream, {local_rank: f"[rank {env['RANK']}] " for local_rank, env in environments.items()}
-            )
-            for name, files, stream in (
-                ("stdout", logs.tee_stdouts, sys.stdout),
-                ("stderr", logs.tee_stderrs, sys.stderr),
-            )
-        ]
-        try:
-            for local_rank, variables in environments.items():
-                start = standby.start if standby else _start
-                env = {**os.environ, **variables}
-                self.pids[local_rank] = start(command, env, logs.stdouts[local_rank], logs.stderrs[local_rank])
-        except OSError:
-            self.end()
-            raise
-        for tail in self._tails:
+    node: int = 0
+    nodes: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    """Of the ranks' store; 0 for a lone node, whose ranks meet through a file."""
+
+    def variables(self, processes: int, restarts: int, most: int) -> dict[int, dict[str, str]]:
+        """Returns the variables of this node's ranks by rank, as torchrun has them; nodes have equally many ranks."""
+        world, first = self.nodes * processes, self.node * processes
+        common = {
+            "GROUP_RANK": self.node,
+            "GROUP_WORLD_SIZE": self.nodes,
+            "WORLD_SIZE": world,
+            "ROLE_WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": processes,
+            "ROLE_NAME": "rank",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+            "TORCHELASTIC_RESTART_COUNT": restarts,
+            "TORCHELASTIC_MAX_RESTARTS": most,
+            "TORCHELASTIC_RUN_ID": "phalanx",
+            "TORCHELASTIC_USE_AGENT_STORE": False,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        of_each = {first + i: {"RANK": first + i, "ROLE_RANK": first + i, "LOCAL_RANK": i} for i in range(processes)}
+        return {rank: {name: str(v) for name, v in (common | own).items()} for rank, own in of_each.items()}
+
+
+@contextmanager
+def ranks(
+    command: Sequence[str], environments: Mapping[int, Mapping[str, str]], logs: AttemptLogs, standby: Standby | None
+) -> Iterator[dict[int, int]]:
+    """Runs `python -m COMMAND` once per rank inside the `with` block; gives the process ids by rank, which are children
+    of this process. Every rank leads a session and a process group of its own. What is left is killed at the end.
+
+    Rank 0 keeps the terminal for its live view; the others write to files."""
+    pids: dict[int, int] = {}
+    over, tails = threading.Event(), []
+    start = standby.start if standby else _start
+    try:
+        for rank, variables in environments.items():
+            directory = logs.rank_dir(rank)
+            files = [str(directory / f"{stream}.log") if rank else "" for stream in _STREAMS]
+            pids[rank] = start(command, {**os.environ, **variables, LOG_DIR: str(directory)}, *files)
+            if rank and logs.all_ranks:
+                shown = zip(files, _STREAMS, strict=True)
+                tails += [threading.Thread(target=_tail, args=(rank, *each, over)) for each in shown]
+        for tail in tails:
             tail.start()
-
-    def end(self) -> None:
-        """Kills what is left of the ranks, with their children, and reaps them."""
-        for pid in self.pids.values():
+        yield pids
+    finally:
+        for pid in pids.values():
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
-        for pid in self.pids.values():
+        for pid in pids.values():
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-        self.pids = {}
-        for tail in self._tails:
-            tail.stop()
-        self._tails = []
+        over.set()
+        for tail in tails:
+            if tail.ident:
+                tail.join()
+
+
+def _tail(rank: int, name: str, stream: str, over: threading.Event) -> None:
+    """Shows the lines that a rank writes to a file, until it has ended."""
+    begun = ""
+    with open(name, "a+", errors="replace") as file:
+        file.seek(0)
+        while True:
+            last = over.is_set()  # read first: what is written until then is shown
+            while more := file.readline():
+                begun += more
+                if begun.endswith("\n"):
+                    getattr(sys, stream).write(f"[rank {rank}] {begun}")
+                    begun = ""
+            if last:
+                if begun:
+                    getattr(sys, stream).write(f"[rank {rank}] {begun}\n")
+                return
+            over.wait(_POLL_S)
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> int:

@@ -1,8 +1,7 @@
 """Watches the ranks of one machine: forwards signals, records how each rank ends, kills those that cannot continue.
 
-It does not depend on torch. The elastic agent asks it at every poll (see agent.py), before the agent itself checks: the
-agent would answer any non-zero exit with SIGTERM to all, even while the peers still write the checkpoint that they and
-the rank had agreed on.
+It does not depend on torch. `Attempts.run` asks it at every poll. torch's own agent would answer any non-zero exit with
+SIGTERM to all, even while the peers still write the checkpoint that they and the rank had agreed on.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ class Supervisor:
 
     def _note_exits(self, pids: Mapping[int, int]) -> None:
         for rank in pids.keys() - self.exits.keys():
-            # WNOWAIT leaves the process for the agent to reap
+            # WNOWAIT leaves the process for `processes.ranks` to reap
             status = os.waitid(os.P_PID, pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is None:
                 continue
@@ -180,7 +179,7 @@ class Supervisor:
                 os.kill(pid, number)
 
     def _leave(self, running: Mapping[int, int]) -> NoReturn:
-        """Ends the launcher although ranks are left, which the agent would wait for in vain."""
+        """Ends the launcher although ranks are left, which it would wait for in vain."""
         left = ", ".join(f"rank {rank} (process {pid})" for rank, pid in running.items())
         if self.finding:
             echo(f"phalanx: {self.finding.message}", file=sys.stderr)

@@ -10,6 +10,7 @@ from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.lost_peer import TEXTS
 from phalanx.launch.nodes.messages import Ending, NodeFailure
 from phalanx.launch.nodes.node import NodeRendezvous
+from phalanx.launch.processes import NodePart
 from phalanx.launch.restart import Failure, Restarts
 from phalanx.launch.supervisor import StopSignals, Supervisor
 
@@ -43,9 +44,8 @@ class NodeAttempts(Attempts):
                 say(message)
         self.node.link.close(self.code, message or f"the host has ended with exit code {self.code}")
 
-    @property
-    def rendezvous(self) -> NodeRendezvous:
-        return self.node
+    def part(self) -> NodePart | None:
+        return self.node.next_round()
 
     @property
     def words(self) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""This node's part in the rounds of a run: torch's rendezvous handler, and what the launcher asks between polls."""
+"""This node's part in the rounds of a run, and what the launcher asks between polls."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torch._C._distributed_c10d import HashStore  # torch.distributed.HashStore, which the type stubs do not know
-from torch.distributed.elastic.rendezvous import (
-    RendezvousGracefulExitError,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
-
 from phalanx.errors import StoppedError
 from phalanx.launch.environment import GENERATION
-from phalanx.launch.handler import QuietHandler
 from phalanx.launch.nodes.link import POLL_S, NodeLink
 from phalanx.launch.nodes.messages import Ending, NodeFailure, Round
+from phalanx.launch.processes import NodePart
 
 _ELSEWHERE = Ending("the host goes on without this node")
 
@@ -30,7 +23,7 @@ class Over:
     message: str
 
 
-class NodeRendezvous(QuietHandler):
+class NodeRendezvous:
     """Lets a node's launcher take part in one round after the other.
 
     Args:
@@ -86,39 +79,37 @@ class NodeRendezvous(QuietHandler):
         """Tells the host that this node's ranks have ended well."""
         self.link.exchange(done=True)
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Waits for the next round of this node.
-
-        Raises RendezvousGracefulExitError, with `over` set, if none follows: the run has ended elsewhere, the host is
-        away for too long, or this launcher was asked to stop."""
+    def next_round(self) -> NodePart | None:
+        """Waits for the next round of this node. Returns None, with `over` set, if none follows: the run has ended
+        elsewhere, the host is away for too long, or this launcher was asked to stop."""
         last = self.round
         self.link.exchange(waits=True)
         while True:
             notice = self.link.notice
             if number := self.stops():
-                self._end(128 + number, "stopped while it waited for other nodes")
+                return self._end(128 + number, "stopped while it waited for other nodes")
             if notice.refusal:
-                self._end(2, notice.refusal)
+                return self._end(2, notice.refusal)
             if notice.ending and notice.ending.code is not None:
-                self._end(notice.ending.code, notice.ending.reason)
+                return self._end(notice.ending.code, notice.ending.reason)
             if self.link.silent_s > self.patience_s:
                 why = notice.ending.reason if notice.ending else "the host is silent"
-                self._end(1, f"{why}: it was not heard for {self.patience_s:g} s (run.rdzv_endpoint, run.timeout_s)")
+                return self._end(
+                    1, f"{why}: it was not heard for {self.patience_s:g} s (run.rdzv_endpoint, run.timeout_s)"
+                )
             begins = notice.round is not None and notice.ending is None and notice.slot in notice.round.members
             if begins and notice.round and (last is None or notice.round.generation != last.generation):
                 return self._take_part(notice.round, notice.slot)
             time.sleep(POLL_S / 4)
 
-    def _take_part(self, current: Round, slot: int) -> RendezvousInfo:
+    def _take_part(self, current: Round, slot: int) -> NodePart:
         self.round = current
         self.link.exchange(waits=False, round=current.number, failure=None)
         place = current.members.index(slot)
         nodes = f"{len(current.members)} node{'s' if len(current.members) > 1 else ''}"
         adapted = f", {' '.join(current.words)}" if current.words else ""
         self.say(f"round {current.number} on {nodes}, this is node {place}{adapted}")
-        store = RendezvousStoreInfo(current.address, current.port)
-        return RendezvousInfo(HashStore(), place, len(current.members), store)
+        return NodePart(place, len(current.members), current.address, current.port)
 
     def _end(self, code: int, message: str) -> None:
         self.over = Over(code, message)
-        raise RendezvousGracefulExitError(message)
