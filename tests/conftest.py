@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-# The first example of a test may load a library; pytest-timeout watches over the whole.
-settings.register_profile("phalanx", deadline=None)
+# The first example of a test may load a library; pytest-timeout watches over the whole. The same examples in every run,
+# so that what failed fails again; PHALANX_RANDOM=1 tries others, and twice as many.
+CHANCE = "PHALANX_RANDOM" in os.environ
+settings.register_profile("phalanx", deadline=None, derandomize=not CHANCE, max_examples=100 if CHANCE else 50)
 settings.load_profile("phalanx")
 
 # A shell without job control starts background commands with Ctrl-C ignored, nohup with SIGHUP ignored, and programs

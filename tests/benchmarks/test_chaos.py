@@ -1,4 +1,5 @@
-"""The fault bench: its judgement, its view of processes, its page, and two faults injected for real."""
+"""The fault bench: its judgement, its view of processes, its page, and, with PHALANX_FAULTS=1 (make faults), faults
+injected for real."""
 
 from __future__ import annotations
 
@@ -167,7 +168,8 @@ def test_the_list_has_every_class(capsys):
 
 
 @pytest.mark.timeout(230)
-@pytest.mark.parametrize("key", ["1/at-step", pytest.param("22/term", marks=MORE)])
+@MORE
+@pytest.mark.parametrize("key", ["1/at-step", "22/term"])
 def test_the_short_subset_of_the_bench(bench, key):
     """Faults injected for real: what is lost here is lost for users."""
     (fault,) = chaos.choose(key, quick=False)

@@ -241,7 +241,7 @@ def test_the_same_value_by_two_names_is_no_contradiction() -> None:
 VALUES = ["", "0", "-1", "1", "4", "1e300", "9" * 90, "0.5", "nan", "x", "true", "DDP", "random", "chunked", "a,b", "é"]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.lists(st.tuples(st.sampled_from(sorted(ALIASES)), st.sampled_from(VALUES)), max_size=5), st.sampled_from(VALUES)
 )
@@ -315,7 +315,7 @@ def layouts() -> st.SearchStrategy[Layout]:
 MODEL = ["model.n_layers=16", "n_heads=8", "d_model=128", "eval_samples=0", "global_batch=0"]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(layouts())
 def test_a_shown_layout_is_read_back_in_every_form(layout: Layout) -> None:
     job = replace(load(*MODEL).job, "layout", layout)

@@ -37,7 +37,7 @@ def all_reduce_plans(ranks: int, n: int) -> list[CollectiveProgram]:
 def compare_all_reduces(ranks, dtypes: list[torch.dtype]) -> None:
     for n in SIZES:
         for dtype in dtypes:
-            for reduction in REDUCTIONS:
+            for reduction in REDUCTIONS if ranks.world <= 4 else REDUCTIONS[:1]:
                 if reduction == "avg" and not dtype.is_floating_point:
                     continue
                 expected = own(ranks.rank, n, dtype)

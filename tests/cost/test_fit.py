@@ -64,7 +64,7 @@ def transfers(machine: Cluster, group: link.RankGroup) -> list[Transfer]:
     ]
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(
     peak=st.floats(0.05, 1.5),
     launch=st.floats(0.5, 20),
@@ -125,7 +125,7 @@ def test_without_attention_its_rate_stays():
     assert fit_device(Accelerator(ceiling=1.0, older=0.7), "fp32", products, [], streams).older == 0.7
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(
     ranks=st.sampled_from([2, 3, 4, 8]),
     latency=st.floats(5, 2000),
@@ -140,7 +140,7 @@ def test_a_link_is_found_again(ranks, latency, gbs):
     assert median_error(link_rows(again, transfers(machine, link.RankGroup(ranks)))) < 0.02
 
 
-@settings(max_examples=30)
+@settings(max_examples=10)
 @given(nodes=st.integers(2, 8), latency=st.floats(5, 200), gbs=st.floats(0.2, 50))
 def test_links_between_nodes_are_found_from_groups_with_one_rank_on_each(nodes, latency, gbs):
     machine = Cluster(devices_per_node=4, intra=Link(1e6, 1e-3), inter=Link(gbs, latency, 1.0))
