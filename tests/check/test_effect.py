@@ -19,10 +19,10 @@ ELSEWHERE = {
         init_std moe.n_experts mla.kv_rank lora.rank
     """,
     "layout": """
-        auto dp_replicate dp_shard cp cp_ulysses tp pp ep zero hpz quantise_weights
+        auto dp_replicate dp_shard cp cp_ulysses tp pp ep hpz quantise_weights
         quantise_gradients accumulate tiles sp_regather
         micro_batch accumulation recompute recompute_cut loss_chunk offload
-        data_parallel sync bucket_mb
+        sync
     """,
     "data": """
         corpus mix document_mask val_fraction limit_mb dir workers prefetch on_corruption skip_quota
@@ -36,7 +36,7 @@ ELSEWHERE = {
         eval_samples dpo.beta dpo.label_smoothing profile.steps profile.ranks profile.memory profile.python
     """,
     "checkpoint": """
-        every every_minutes keep keep_every keep_best verify background on_failure timeout_s remote
+        every every_minutes verify background on_failure timeout_s remote
     """,
     "guard": """
         every repeat_every on_corruption on_spike on_nan limit
@@ -55,6 +55,11 @@ SET = {
     "model.mla.q_rank": "8",
     "model.lora.alpha": "8",
     "model.rope_scaling.kind": "yarn",
+    "layout.zero": "1",
+    "layout.bucket_mb": "50",
+    "layout.data_parallel": "threads",
+    "checkpoint.keep_every": "100",
+    "checkpoint.keep_best": "true",
     "layout.sp": "true",
     "layout.schedule": "zb_h1",
     "layout.pp_cut": "1+3",

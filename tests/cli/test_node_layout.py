@@ -20,7 +20,7 @@ def words(nodes: int, *more: str) -> list[str]:
         ("dp_replicate=4", 3, "dp_replicate=3"),
         ("dp_replicate=4,tp=2", 1, "tp=2"),
         ("dp_shard=8,tp=2", 2, "dp_shard=4,tp=2"),
-        ("dp_shard=4,zero=2,accumulation=2", 1, "zero=2"),
+        ("dp_shard=4,zero=2,accumulation=2", 1, "dp_replicate=1"),
         ("pp=2,dp_replicate=2,dp_shard=2,accumulation=3", 2, "dp_shard=2,pp=2"),
     ],
 )

@@ -6,14 +6,16 @@ layers by check/model.py, parts of offloading and tiles by their own files."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Set
+from dataclasses import replace
 
 from phalanx.check.layout import Problem
 from phalanx.config.corpora import CORPORA
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.config.presets import FROM_FILE, states_no_rows
 from phalanx.config.tokenizers import TOKENIZERS, vocabulary_of
-from phalanx.partition.tiers import is_offloaded, named
+from phalanx.partition.tiers import has_buckets, is_offloaded, named
 
 Condition = tuple[Callable[[Job], object], str]
 """Whether a field has an effect in a job, and when it has one, in words."""
@@ -38,6 +40,15 @@ _PIPELINE: Condition = (lambda job: job.layout.pp > 1 or job.layout.auto, "is fo
 _GATHERED: Condition = (
     lambda job: (job.layout.zero == 3 and job.layout.shard_ranks > 1) or job.layout.auto,
     "is for parameters that are gathered: layout.zero=3, and layout.dp_shard or layout.cp above 1",
+)
+_BUCKETS: Condition = (
+    lambda job: job.layout.auto or has_buckets(job.layout),
+    "is for gradients that several processes sum in buckets: layout.dp_replicate above 1, or layout.dp_shard or "
+    "layout.cp above 1 with layout.zero=1 or 2",
+)
+_SAVES: Condition = (
+    lambda job: job.checkpoint.every and job.checkpoint.keep,
+    "is for checkpoint.every above 0, and checkpoint.keep above 0 (0 keeps all)",
 )
 _SPIKES: Condition = (lambda job: job.guard.on_spike != "off", "is for guard.on_spike other than off")
 _NODES: Condition = (lambda job: job.run.nnodes, "is for nodes that each have a launcher of ours: run.nnodes")
@@ -89,6 +100,15 @@ CONDITIONS: dict[str, Condition] = {
     "model.rope_scaling.factor": _ROTARY,
     "model.rope_theta": _ROTARY,
     "model.rotary_fraction": _ROTARY,
+    "layout.zero": (
+        lambda job: job.layout.shard_ranks > 1 or job.layout.auto,
+        "is for state that ranks share: layout.dp_shard or layout.cp above 1",
+    ),
+    "layout.bucket_mb": _BUCKETS,
+    "layout.data_parallel": (
+        lambda job: job.layout.dp_replicate > 1 or job.layout.auto,
+        "is for replicas: layout.dp_replicate above 1",
+    ),
     "layout.sp": (lambda job: job.layout.tp > 1 or job.layout.auto, "is for tensor parallelism: layout.tp above 1"),
     "layout.cp_inner": (
         lambda job: 1 < job.layout.cp_ulysses < job.layout.cp or job.layout.auto,
@@ -110,6 +130,12 @@ CONDITIONS: dict[str, Condition] = {
         "is for layout.sync=local_sgd or diloco",
     ),
     **{f"guard.{name}": _SPIKES for name in ("spike_norm", "spike_loss", "spike_window", "spike_warmup")},
+    "checkpoint.keep": (
+        lambda job: job.checkpoint.every or job.checkpoint.every_minutes,
+        "is for checkpoints before the end: checkpoint.every or checkpoint.every_minutes above 0",
+    ),
+    "checkpoint.keep_every": _SAVES,
+    "checkpoint.keep_best": _SAVES,
     "run.restart_window_s": (lambda job: job.run.max_restarts, "is for run.max_restarts above 0"),
     "run.rdzv_endpoint": _NODES,
     "run.node_lost_s": _NODES,
@@ -159,3 +185,10 @@ def effect_problems(job: Job, given: Set[str]) -> Iterator[Problem]:
             yield path, f"has no effect here: it {when}"
     if "model.vocab_size" in given and job.model.vocab_size and (why := _vocabulary(job)):
         yield "model.vocab_size", f"has no effect here: it {why}"
+
+
+def without_idle(job: Job) -> Layout:
+    """Returns the layout with the defaults of fields that have no effect in the job: a line that may be given again."""
+    idle = {path for path, (holds, _) in CONDITIONS.items() if path.startswith("layout.") and not holds(job)}
+    names = {path.rpartition(".")[2] for path in idle}
+    return replace(job.layout, **{name: getattr(Layout(), name) for name in names})

@@ -171,7 +171,8 @@ def resolve(
         whole = tuple(f"{name}." for name in vars(job) if _states_all(name, settings))
         given_here = {setting.path for setting in settings if not setting.path.startswith(whole)}
         named = {path for path, _ in problems_found}
-        changed = any(path.startswith("layout.") for path in given)
+        sets = {path for path, origin in origins.items() if origin in {each.origin for each in derived}}
+        changed = any(path.startswith("layout.") for path in sets | given.keys())
         for path, message in effect_problems(job, given_here):
             if changed and path.startswith("layout.") and path not in given:
                 answers.append(f"{_at(path, message, origins)}; the command line changes the layout")

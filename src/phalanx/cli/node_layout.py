@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from phalanx.check.effect import without_idle
 from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob
 from phalanx.cli import auto_layout
@@ -31,6 +32,7 @@ def words_for(loaded: LoadedJob, nodes: int) -> tuple[str, ...]:
     smaller = replace(job, cluster=cluster, train=train, run=run)
     fewer = None if auto_layout.was_planned(loaded) else _with_fewer_data_ranks(smaller, nodes, most)
     layout = fewer or _planned(LoadedJob(smaller, loaded.origins), per_node)
+    layout = without_idle(replace(smaller, layout=layout))
     words += [f"train.global_batch={batch}", f"layout={layout.line()}"]
     if layout.bucket_mb != Layout().bucket_mb:
         words.append(f"layout.bucket_mb={layout.bucket_mb}")

@@ -55,6 +55,12 @@ def gathers_parameters(layout: Layout) -> bool:
     return layout.zero == 3 and (layout.shard_ranks > 1 or is_offloaded(layout, "parameters"))
 
 
+def has_buckets(layout: Layout) -> bool:
+    """Returns whether several processes sum their gradients in buckets, as DDP, ZeRO-1 and ZeRO-2 do."""
+    replicas = 1 if layout.data_parallel == "threads" else layout.dp_replicate // layout.independent_replicas
+    return layout.shard_ranks * replicas > 1 and not gathers_parameters(layout)
+
+
 def offloaded_layers(layout: Layout, stage: range) -> range:
     """Returns the layers of a stage whose activations leave the device: its first ones, which keep them longest. By
     default all but the last, whose backward pass comes first, or the only one."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from phalanx.check.causes import by_cause
+from phalanx.check.effect import effect_problems
 from phalanx.check.job import out_of_range, problems_of
 from phalanx.check.layout import Problem
 from phalanx.check.load import spelled
@@ -251,7 +252,7 @@ def _reasons(
     user named, with the fields `named`, a cause is said once, with values that can be compared."""
 
     def check(job: Job) -> list[Problem]:
-        return _problems(job, selection, max_ranks)
+        return _problems(job, selection, max_ranks) or [*effect_problems(job, named or set())]
 
     asked = replace(job, layout=layout, cluster=replace(job.cluster, nodes=1, devices_per_node=0))
     found = check(asked)
