@@ -5,7 +5,9 @@ Training is then killed: a run that ended by itself would write a checkpoint, 10
 
 from __future__ import annotations
 
+import gzip
 import json
+import math
 import os
 import re
 import shlex
@@ -13,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,33 @@ class CaseError(Exception):
     """Raised when a case could not be measured; the message says why."""
 
 
+class TimeUpError(Exception):
+    """Raised when the time for the whole benchmark is over."""
+
+
 class OutOfMemoryError(CaseError):
     """Raised when the device had no memory left."""
+
+
+_ends = math.inf
+
+
+def end_after(seconds: float) -> None:
+    """Lets every command from now on end within `seconds` from now, with TimeUpError."""
+    global _ends  # noqa: PLW0603
+    _ends = time.monotonic() + seconds
+
+
+def _within(limit_s: float) -> float:
+    """Returns the seconds that a command may take. Raises TimeUpError if there are none."""
+    left = _ends - time.monotonic()
+    if left <= 0:
+        raise TimeUpError
+    return min(limit_s, left)
+
+
+def _late(message: str) -> Exception:
+    return TimeUpError() if time.monotonic() >= _ends else CaseError(message)
 
 
 def phalanx(*words: str) -> list[str]:
@@ -59,6 +86,7 @@ def answer(
     Raises:
         CaseError: another exit code, or the limit; with the error that it printed.
     """
+    limit_s = _within(limit_s)
     try:
         done = subprocess.run(
             argv,
@@ -70,7 +98,7 @@ def answer(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise CaseError(f"not done after {limit_s:.0f} s") from None
+        raise _late(f"not done after {limit_s:.0f} s") from None
     # Libraries may print lines before it.
     document = re.search(r"^\{.*", done.stdout, re.DOTALL | re.MULTILINE)
     if done.returncode not in codes or document is None:
@@ -82,36 +110,56 @@ def train(words: Sequence[str], *, steps: int, limit_s: float, env: Environment 
     """Returns the rows of the first `steps` steps of `phalanx train` with `words`, from its metrics.jsonl.
 
     Raises CaseError if training ends before, or takes longer than `limit_s` seconds."""
+
+    def look(folder: Path) -> list[dict[str, Any]] | None:
+        rows = _rows(folder)
+        return rows[:steps] if len(rows) >= steps else None
+
+    return _train([*words, f"train.steps={steps + 1}"], look, limit_s, env)
+
+
+def traced(words: Sequence[str], *, limit_s: float) -> list[dict[str, Any]]:
+    """Returns the events of the trace of a training whose `words` ask for a profile. Raises CaseError as `train`."""
+
+    def look(folder: Path) -> list[dict[str, Any]] | None:
+        done = [*folder.glob("*/traces/profile.json")]  # written last
+        return (
+            json.loads(gzip.decompress((done[0].parent / "rank_0.json.gz").read_bytes()))["traceEvents"]
+            if done
+            else None
+        )
+
+    return _train([*words, "train.steps=1000"], look, limit_s, None)
+
+
+def _train(
+    words: Sequence[str],
+    look: Callable[[Path], list[dict[str, Any]] | None],
+    limit_s: float,
+    env: Environment | None,
+) -> list[dict[str, Any]]:
+    """Trains until `look` finds something in the folder of runs."""
     with tempfile.TemporaryDirectory(prefix="phalanx_gpu_") as folder:
-        argv = phalanx("train", *words, f"train.steps={steps + 1}", f"run.dir={folder}", f"data.dir={folder}/data")
+        argv = phalanx("train", *words, f"run.dir={folder}", f"data.dir={folder}/data")
         with (Path(folder) / "stderr").open("w+") as errors:
             process = subprocess.Popen(
                 argv, cwd=ROOT, env={**os.environ, **(env or {})}, stdout=subprocess.DEVNULL, stderr=errors
             )
+            limit_s = _within(limit_s)
+            deadline = time.monotonic() + limit_s
             try:
-                return _watched(process, Path(folder), steps, time.monotonic() + limit_s)
-            except _EndedError:
-                errors.seek(0)
-                raise _error(errors.read(), process.returncode) from None
+                while time.monotonic() < deadline:
+                    ended = process.poll() is not None
+                    if (found := look(Path(folder))) is not None:
+                        return found
+                    if ended:
+                        errors.seek(0)
+                        raise _error(errors.read(), process.returncode)
+                    time.sleep(POLL_S)
+                raise _late(f"{len(_rows(Path(folder)))} steps done after {limit_s:.0f} s")
             finally:
                 process.kill()
                 process.wait()
-
-
-class _EndedError(Exception):
-    """Raised when training ended too early."""
-
-
-def _watched(process: subprocess.Popen[Any], folder: Path, steps: int, deadline: float) -> list[dict[str, Any]]:
-    while time.monotonic() < deadline:
-        ended = process.poll() is not None
-        rows = _rows(folder)
-        if len(rows) >= steps:
-            return rows[:steps]
-        if ended:
-            raise _EndedError
-        time.sleep(POLL_S)
-    raise CaseError(f"{len(_rows(folder))} of {steps} steps done when the time was up")
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Tokens per second and MFU of training GPT shapes, with and without compile, beside a plain torch loop and peers.
+"""Tokens per second and MFU of training, with and without compile, beside a plain torch loop and peers.
 
 All contenders of a shape process the same micro-batches of random tokens. MFU is model FLOPs (forward and backward,
 without recomputation: PaLM, appendix B) per second over the device's peak that `phalanx train` looks up.
@@ -6,13 +6,13 @@ without recomputation: PaLM, appendix B) per second over the device's peak that 
 
 from __future__ import annotations
 
-import importlib.metadata
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks.gpu import commands, nanogpt, shapes
+from benchmarks.gpu import commands, nanogpt, shapes, torchtitan_llama
+from benchmarks.gpu.commands import CaseError
 from benchmarks.gpu.part import Case, Part, SkippedError
 from benchmarks.gpu.results import Outcome, Row, reason
 from benchmarks.gpu.setting import Setting
@@ -29,21 +29,29 @@ CPU_ENVIRONMENT = {"TORCHDYNAMO_DISABLE": "1"}
 
 def cases(setting: Setting) -> list[Case]:
     found = []
-    for shape in [shapes.TINY] if setting.quick else shapes.GPT:
+    chosen = [shapes.TINY, *shapes.TINY_OTHERS] if setting.quick else [*shapes.OTHERS, *shapes.GPT]
+    for shape in chosen:
         for compiled in (False, True):
-            name = f"{shape.name}, {{}}{', compiled' if compiled else ''}"
-            found.append(Case(name.format("phalanx"), partial(ours, setting, shape, compiled)))
-            found.append(Case(name.format("plain loop"), partial(loop, setting, shape, compiled, "plain_gpt")))
-            found.append(Case(name.format("nanoGPT"), partial(with_nanogpt, setting, shape, compiled)))
-    found.append(Case("torchtitan", with_torchtitan))
+            measures = {"phalanx": partial(ours, setting, shape, compiled)}
+            for name, (kind, module, missing) in CONTENDERS.items():
+                if shape.kind == kind:
+                    measures[name] = partial(loop, setting, shape, compiled, module, missing)
+            end = ", compiled" if compiled else ""
+            found += [Case(f"{shape.name}, {name}{end}", measure) for name, measure in measures.items()]
     return found
 
 
 def ours(setting: Setting, shape: Shape, compiled: bool) -> dict[str, Any]:
-    """Runs `phalanx train` on one device. Raises SkippedError if the shape does not fit, or as training."""
+    """Runs `phalanx train` on one device. Raises SkippedError if the shape does not fit or cannot be
+    compiled, or as training."""
     layout, prediction = _room(setting, shape)
     words = shapes.training(setting, shape, *layout, f"train.compile={str(compiled).lower()}")
-    rows = commands.train(words, steps=_steps(setting), limit_s=LIMIT_S, env=_environment(setting))
+    try:
+        rows = commands.train(words, steps=_steps(setting), limit_s=LIMIT_S, env=_environment(setting))
+    except CaseError as error:
+        if "train.compile=true: " not in str(error):
+            raise
+        raise SkippedError(str(error)) from None  # what cannot be compiled is refused
     last = rows[-1]
     figures = _figures([row["step_time_s"] for row in rows], setting, shape, prediction, layout, last["memory"])
     predicted = prediction["step_time_s"] if shapes.known(setting.name) and not compiled else None
@@ -52,8 +60,10 @@ def ours(setting: Setting, shape: Shape, compiled: bool) -> dict[str, Any]:
     return {**figures, "predicted_step_s": predicted, "peak_tflops": peak, "command": command}
 
 
-def loop(setting: Setting, shape: Shape, compiled: bool, module: str) -> dict[str, Any]:
+def loop(setting: Setting, shape: Shape, compiled: bool, module: str, missing: Callable[[], str]) -> dict[str, Any]:
     """Runs a program of benchmarks/gpu that trains the shape in the plain loop."""
+    if why := missing():
+        raise SkippedError(why)
     layout, prediction = _room(setting, shape)
     if "layout.recompute=full" in layout:
         raise SkippedError("fits with recomputation alone, which the loop does not have")
@@ -64,22 +74,12 @@ def loop(setting: Setting, shape: Shape, compiled: bool, module: str) -> dict[st
     return {**figures, "command": commands.shown(argv)}
 
 
-def with_nanogpt(setting: Setting, shape: Shape, compiled: bool) -> dict[str, Any]:
-    if why := nanogpt.missing():
-        raise SkippedError(why)
-    return loop(setting, shape, compiled, "nanogpt")
-
-
-def with_torchtitan() -> dict[str, Any]:
-    """Raises SkippedError: torchtitan trains its own shapes on its own data, which are not here."""
-    try:
-        version = importlib.metadata.version("torchtitan")
-    except importlib.metadata.PackageNotFoundError:
-        raise SkippedError("not installed") from None
-    raise SkippedError(
-        f"{version} is installed, but trains only from its repository's tokenizer, data and Llama shapes: run its "
-        "run_train.sh there and `phalanx train model=llama3-8b` here, and compare `tps`"
-    )
+CONTENDERS: Mapping[str, tuple[str, str, Callable[[], str]]] = {
+    "plain loop": ("GPT", "plain_gpt", str),
+    "nanoGPT": ("GPT", "nanogpt", nanogpt.missing),
+    "torchtitan's parts": ("llama3-8b", "torchtitan_llama", torchtitan_llama.missing),
+}
+"""By name, the kind of model that each trains, its program, and why it cannot be measured, empty if it can."""
 
 
 def _room(setting: Setting, shape: Shape) -> tuple[list[str], dict[str, Any]]:

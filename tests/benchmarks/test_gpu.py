@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -13,8 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import commands, compute, memory, nanogpt, parity, plain_gpt, shapes, throughput
-from benchmarks.gpu.part import SkippedError
+from benchmarks.gpu import (
+    commands,
+    compute,
+    kernels,
+    memory,
+    nanogpt,
+    parity,
+    plain_gpt,
+    shapes,
+    throughput,
+    torchtitan_llama,
+)
+from benchmarks.gpu.part import Case, Part, SkippedError
 from benchmarks.gpu.results import Results, markdown
 from benchmarks.gpu.setting import Setting, find, slug
 
@@ -83,7 +95,10 @@ def test_throughput_beside_the_plain_loop(tmp_path, monkeypatch):
         assert case["tflops"] > 0
     assert "train.compile=true" in cases["tiny, phalanx, compiled"]["command"]
     assert cases["tiny, nanoGPT"]["skipped"].startswith("not installed: NANOGPT names no folder")
-    assert "skipped" in cases["torchtitan"]
+    assert cases["tiny Llama, phalanx"]["tokens_per_s"] > 0
+    assert cases["tiny mixture, phalanx"]["tokens_per_s"] > 0
+    theirs = cases["tiny Llama, torchtitan's parts"]
+    assert theirs["skipped"] == torchtitan_llama.missing() if torchtitan_llama.missing() else theirs["tokens_per_s"] > 0
     page = (tmp_path / "gpu-cpu-quick.md").read_text()
     assert "| tiny, nanoGPT, compiled | skipped: not installed" in page
 
@@ -101,7 +116,7 @@ def test_no_gpu_is_one_message(capsys):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--only", "parity,speed"], "--only: no part speed; there are parity, memory, throughput, compute"),
+        (["--only", "parity,speed"], "--only: no part speed; there are parity, memory, throughput, kernels, compute"),
         (["--device", "cpu"], "--device cpu rehearses tiny sizes: add --quick"),
     ],
 )
@@ -181,6 +196,70 @@ def test_every_case_for_a_gpu_has_its_own_name():
             assert len(set(names)) == len(names) > 0
 
 
+def test_where_time_is_short_the_worthiest_come_first_and_the_rest_waits(tmp_path, capsys, monkeypatch):
+    clock = iter(range(0, 10_000, 30))
+    monkeypatch.setattr(commands.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(commands, "_ends", math.inf)
+
+    def case(name):
+        def measure():
+            commands.answer([sys.executable, "-c", "print('{}')"], limit_s=20)
+            return {"name": name}
+
+        return Case(name, measure)
+
+    names = ["125M, phalanx", "Llama 3 8B, 6 layers, phalanx, compiled", "350M, phalanx, compiled"]
+    part = Part("throughput", "x", lambda setting: [*map(case, names)], throughput.PART.table)
+    monkeypatch.setattr(gpu, "PARTS", {"throughput": part})
+    monkeypatch.setattr(gpu, "write_page", lambda results: tmp_path)
+    results = Results(tmp_path / "gpu-x", FACTS)
+    assert gpu.run(["throughput"], H100, results, 1.0)
+    assert [*results.parts["throughput"]] == [names[1]]
+    assert "the 1 minutes are over: the same command goes on with 2 cases" in capsys.readouterr().err
+
+
+def test_every_pattern_of_worth_is_of_a_case():
+    cases = [(part, case) for part in gpu.PARTS.values() for case in part.cases(H100)]
+    assert {gpu.worth(*each) for each in cases} == {*range(len(gpu.WORTH) + 1)}
+
+
+def test_kernels_are_counted_by_kind():
+    names = ["nvjet_tst_128x256", "triton_poi_fused_mul", "cudnn_generated_fort_native_sdpa_flash_fprop", "nvjet_x"]
+    names += ["void at::native::multi_tensor_apply_kernel", "vectorized_elementwise_kernel", "Memcpy DtoD", "?"]
+    times = [(at * 100.0, 90.0) for at in range(len(names))]
+    events = [
+        {"cat": "kernel", "name": name, "ts": at, "dur": took} for name, (at, took) in zip(names, times, strict=True)
+    ]
+    found = kernels.by_kind([*events, {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 5.0}])
+    assert found["step_ms"] == pytest.approx(0.79 / 2)
+    assert found["idle_ms"] == pytest.approx(0.07 / 2)
+    assert found["kinds_ms"]["products"] == pytest.approx(2 * 0.09 / 2)
+    assert found["launches"]["products"] == 1
+    assert [*found["kinds_ms"]][1:] == ["compiled", "attention", "optimizer", "elementwise", "copies", "others"]
+    assert kernels.by_kind([]) == {}
+    rows = kernels.PART.table({"a": found, "b": {"skipped": "no"}})
+    assert rows[1][:4] == ("a", "0.4", "0.0", "")
+    assert rows[2] == ("b", "skipped: no")
+
+
+def test_a_profile_of_a_cpu_has_no_kernels(tmp_path):
+    cases = rehearse(tmp_path, "--only", "kernels")["parts"]["kernels"]
+    assert cases["tiny"]["skipped"] == "a CPU's profile has no kernels"
+
+
+def test_what_torchtitan_needs_only_for_data_may_be_absent():
+    absent = torchtitan_llama.AbsentFinder(["torchdata"])
+    assert absent.find_spec("torchdata.stateful_dataloader")
+    assert absent.find_spec("torch") is None
+    module = torchtitan_llama.Absent("torchdata")
+
+    @module.conf.configure(module.conf.Name)
+    class Loader(module.StatefulDataLoader):
+        kind: module.Literal[0] | None = None
+
+    assert Loader.__bases__ == (object,)
+
+
 @pytest.mark.usefixtures("_predicts_here")
 def test_what_does_not_fit_is_skipped_with_its_size():
     layout, prediction = shapes.fitting(H100, shapes.GPT[0])
@@ -197,7 +276,7 @@ def test_a_run_that_ends_too_early_or_late_says_why():
     words = shapes.training(find("cpu", quick=True), shapes.TINY, "layout.micro_batch=2", "layout.tp=3")
     with pytest.raises(commands.CaseError, match="MLP width 128 / tp 3 are not integers"):
         commands.train(words, steps=2, limit_s=60)
-    with pytest.raises(commands.CaseError, match=r"0 of 2 steps done"):
+    with pytest.raises(commands.CaseError, match=r"0 steps done after 0 s"):
         commands.train(words[:-1], steps=2, limit_s=0.1)
 
 

@@ -1,0 +1,104 @@
+"""Where a step's time goes on the device, by kind of kernel: a profile of two steps, compiled where they can be."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from benchmarks.gpu import commands, shapes
+from benchmarks.gpu.commands import CaseError
+from benchmarks.gpu.part import Case, Part, SkippedError
+from benchmarks.gpu.results import Outcome, Row, reason
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.throughput import LIMIT_S, WARM_UP
+
+STEPS = 2
+KINDS = {
+    "communication": r"^nccl",
+    "attention": r"flash|fmha|sdpa|attention",
+    "optimizer": r"multi_tensor_apply|fused_?adam|optimizer",
+    "products": r"gemm|cutlass|nvjet|cublas|matmul|grouped_mm|^sm\d+_xmma",
+    "compiled": r"^triton_",
+    "reductions": r"reduce|norm|softmax|scan|sort|index|scatter|gather",
+    "copies": r"^mem(cpy|set)",
+    "elementwise": r"elementwise",
+}
+"""Kinds by what kernels' names contain, in lower case; the first that does. What none does is "others"."""
+
+
+def cases(setting: Setting) -> list[Case]:
+    several = [*shapes.OTHERS, *(shape for shape in shapes.GPT if shape.name in ("350M", "1.3B"))]
+    chosen = [shapes.TINY] if setting.quick else several
+    return [Case(shape.name, partial(measure, setting, shape)) for shape in chosen]
+
+
+def measure(setting: Setting, shape: Shape) -> dict[str, Any]:
+    """Returns milliseconds per step and launches by kind. Raises SkippedError if the shape does not fit, or on a CPU,
+    whose profiles have no kernels; or as training."""
+    fit = shapes.fitting(setting, shape)
+    if isinstance(fit, str):
+        raise SkippedError(fit)
+    first = 2 if setting.quick else WARM_UP
+    profiled = f"train.profile.steps={first},{first + STEPS - 1}"
+    words = shapes.training(setting, shape, *fit[0], profiled)
+    try:
+        events = commands.traced([*words, "train.compile=true"], limit_s=LIMIT_S)
+    except CaseError as error:
+        if "train.compile=true: " not in str(error):
+            raise
+        events = commands.traced(words, limit_s=LIMIT_S)  # what cannot be compiled
+    found = by_kind(events)
+    if not found:
+        raise SkippedError("a CPU's profile has no kernels")
+    return {**found, "command": commands.shown(commands.phalanx("train", *words))}
+
+
+def by_kind(events: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns, from a trace of STEPS steps, milliseconds per step from the first kernel to the last, of them idle, and
+    milliseconds and launches by kind; empty if there are no kernels."""
+    spans = [
+        (float(event["ts"]), float(event["ts"]) + float(event["dur"]), kind_of(str(event["name"])))
+        for event in events
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in event
+    ]
+    if not spans:
+        return {}
+    times, launches, busy, reached = defaultdict[str, float](float), defaultdict[str, int](int), 0.0, 0.0
+    for start, end, kind in sorted(spans):
+        times[kind] += (end - start) / 1000 / STEPS
+        launches[kind] += 1
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    whole = reached - min(start for start, _, _ in spans)
+    return {
+        "step_ms": whole / 1000 / STEPS,
+        "idle_ms": (whole - busy) / 1000 / STEPS,
+        "kinds_ms": dict(sorted(times.items(), key=lambda item: -item[1])),
+        "launches": {kind: round(count / STEPS) for kind, count in launches.items()},
+    }
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name.lower())), "others")
+
+
+def table(outcomes: Mapping[str, Outcome]) -> list[Row]:
+    kinds = [*KINDS, "others"]
+    rows: list[Row] = [("shape, ms per step (launches)", "step", "idle", *kinds)]
+    for name, found in outcomes.items():
+        if why := reason(found):
+            rows.append((name, why))
+            continue
+        cells = [
+            f"{found['kinds_ms'][kind]:.1f} ({found['launches'][kind]})" if kind in found["kinds_ms"] else ""
+            for kind in kinds
+        ]
+        rows.append((name, f"{found['step_ms']:.1f}", f"{found['idle_ms']:.1f}", *cells))
+    return rows
+
+
+PART = Part("kernels", "Kernels of a step, by kind", cases, table)
