@@ -17,7 +17,7 @@ from phalanx.check import derived as rules
 from phalanx.check.causes import by_cause
 from phalanx.check.effect import effect_problems
 from phalanx.check.job import problems_of
-from phalanx.check.start import starting_point
+from phalanx.check.start import start_problems, starting_point
 from phalanx.config import overrides, spelling, values, yaml_file
 from phalanx.config.aliases import Derived
 from phalanx.config.clusters import CLUSTERS, cluster_of
@@ -27,8 +27,9 @@ from phalanx.config.devices import ACCELERATORS
 from phalanx.config.fields import get, leaves, replace
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
-from phalanx.config.presets import FROM_FILE, preset_of
+from phalanx.config.presets import FROM_FILE, preset_of, states_no_rows
 from phalanx.config.rows import row_of
+from phalanx.config.tokenizers import vocabulary_of
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
@@ -173,6 +174,7 @@ def resolve(
         named = {path for path, _ in problems_found}
         sets = {path for path, origin in origins.items() if origin in {each.origin for each in derived}}
         changed = any(path.startswith("layout.") for path in sets | given.keys())
+        problems_found += start_problems(job, given_here) if not problems_found else []
         for path, message in effect_problems(job, given_here):
             if changed and path.startswith("layout.") and path not in given:
                 answers.append(f"{_at(path, message, origins)}; the command line changes the layout")
@@ -181,6 +183,8 @@ def resolve(
     found += [_at(path, message, origins) for path, message in problems_found]
     if found:
         raise JobError(found)
+    if presets and not _states_all("model", settings) and (rows := _rows_that_give_way(job)):
+        answers.append(rows)
     if equation := rules.equation(job, derived):
         answers.append(equation)
     for setting in settings:
@@ -188,6 +192,15 @@ def resolve(
             is_default = get(job, setting.path) == get(Job(), setting.path)
             origins[setting.path] = "default" if is_default else f"resolved in {setting.origin}"
     return LoadedJob(job, origins, answers)
+
+
+def _rows_that_give_way(job: Job) -> str:
+    """Returns a word on a preset whose vocabulary is not that of the job's data, or nothing."""
+    model, data, tokens = job.model, job.data, vocabulary_of(job.data)
+    if model.vocab_size in (0, tokens) or not tokens or not states_no_rows(model):
+        return ""
+    what = f"tokenizer={data.tokenizer}" if CORPORA[data.corpus].tokens is None else f"corpus={data.corpus}"
+    return f"model.vocab_size: {model.vocab_size:,} rows of {model.preset} give way to the {tokens:,} of data.{what}"
 
 
 def origins_of(job: Job, origin: str) -> dict[str, str]:
