@@ -81,8 +81,8 @@ def load_words(words: overrides.CommandLine, opens: str = "") -> LoadedJob:
 
 
 def _contradictions(settings: Sequence[Setting]) -> Iterator[str]:
-    """Yields fields that an alias and another name on the command line set to different values. The same name given
-    twice is none: the later one wins."""
+    """Yields fields that an alias and another name on the command line set to different values. For programs the same
+    name given twice is none: the later one wins; `repeated` refuses it on command lines."""
     seen: dict[str, Setting] = {}
     for setting in settings:
         if setting.implied:
@@ -91,6 +91,23 @@ def _contradictions(settings: Sequence[Setting]) -> Iterator[str]:
         if first.alias != setting.alias and _meant(first) != _meant(setting):
             word = setting.origin.removeprefix("command line: ")
             yield f"{first.origin} and {word} both set {setting.path}; give one of them"
+
+
+def repeated(settings: Sequence[Setting]) -> Iterator[str]:
+    """Yields fields that two words of a command line, under the same name, set to different values: the first would
+    have no effect."""
+    seen: dict[str, Setting] = {}
+    for setting in settings:
+        if setting.implied:
+            continue
+        first = seen.get(setting.path, setting)
+        if not setting.replaces and first.alias == setting.alias and _meant(first) != _meant(setting):
+            word = setting.origin.removeprefix("command line: ")
+            yield (
+                f"{first.origin} and {word} both set {setting.path}; give one of them, or ++{setting.path}=VALUE, "
+                "which replaces what stands before it"
+            )
+        seen[setting.path] = setting
 
 
 def _meant(setting: Setting) -> Any:

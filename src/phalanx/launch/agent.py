@@ -59,7 +59,7 @@ class RankAgent(SimpleElasticAgent):
         common = self._attempts.begin()
         environments = {w.local_rank: {**self._variables(worker_group, w), **common} for w in worker_group.workers}
         destination = self._logs.reify(environments)
-        command = [*self._command, *self._attempts.words]
+        command = [*self._command, *(f"++{word}" for word in self._attempts.words)]
         self._processes = RankProcesses(command, environments, destination, self._attempts.standby())
         return dict(self._processes.pids)
 
