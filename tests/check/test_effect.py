@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from phalanx.check.effect import CONDITIONS
@@ -9,7 +12,12 @@ from phalanx.check.load import from_dict, load_file, load_words
 from phalanx.check.show import as_dict
 from phalanx.config.fields import leaves
 from phalanx.config.overrides import parse
+from phalanx.config.tokenizers import vocabulary_of
+from phalanx.data.tokenizer import ByteTokenizer
+from phalanx.data.vocabulary import vocabulary_size
 from phalanx.errors import JobError
+from phalanx.train.run_directory import RunDirectory
+from phalanx.train.start import vocabulary_of as vocabulary_of_run
 
 ELSEWHERE = {
     "model": """
@@ -131,8 +139,83 @@ def test_a_vocabulary_that_the_tokenizer_excludes_is_refused(argv: str, said: st
     assert said in str(caught.value)
 
 
-def test_rows_for_padding_have_their_effect_but_not_beside_weights(tmp_path) -> None:
+def test_rows_for_padding_have_their_effect() -> None:
     assert load_words(parse(["data.tokenizer=byte", "model.vocab_size=512"])).job.model.vocab_size == 512
-    (tmp_path / "config.yaml").write_text("model: {n_layers: 2}\n")
-    with pytest.raises(JobError, match="with model.from the embedding has the rows of those weights"):
-        load_words(parse([f"model.from={tmp_path}", "model.vocab_size=512"]))
+
+
+@pytest.mark.parametrize(
+    ("content", "tokens"),
+    [
+        ({"model": {"vocab": {"a": 0, "b": 300}}, "added_tokens": [{"id": 311, "content": "<eos>"}]}, 312),
+        ({"model": {"vocab": [["a", 0.0], ["b", -1.0]]}, "added_tokens": None}, 2),
+        ({"format": "phalanx-tokenizer", "version": 1, "kind": "char", "characters": "abc", "unknown": True}, 4),
+        ({"format": "phalanx-tokenizer", "version": 1, "kind": "byte"}, 256),
+        ({"model": {"vocab": "abc"}}, 0),
+        ([1, 2], 0),
+    ],
+)
+def test_the_vocabulary_of_a_tokenizer_file_is_known_without_a_corpus(content: object, tokens: int, tmp_path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    words = ["data.corpus=text", f"data.path={tmp_path}", f"data.tokenizer={path}"]
+    assert vocabulary_of(load_words(parse(words)).job.data) == tokens
+    if tokens > 1:
+        with pytest.raises(JobError, match=f"is {tokens - 1:,}, and data.tokenizer={path} has {tokens:,} tokens"):
+            load_words(parse([*words, f"model.vocab_size={tokens - 1}"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "rows"),
+    [
+        ("model=gpt2", 50257),
+        ("model=gpt2 data.tokenizer=byte", 256),
+        ("model=gpt2 data.tokenizer=bpe", 4096),
+        ("model=gpt2 data=random random_vocab=300", 300),
+        ("model=gpt2 data.tokenizer=byte model.vocab_size=50304", 50304),
+        ("data.tokenizer=byte", 256),
+    ],
+)
+def test_predictions_have_the_rows_of_training(words: str, rows: int) -> None:
+    job = load_words(parse(words.split())).job
+    assert vocabulary_size(job) == rows
+    if tokens := vocabulary_of(job.data):
+        assert vocabulary_of_run(job, RunDirectory(job), tokens) == rows
+
+
+def test_rows_of_a_preset_that_give_way_are_said() -> None:
+    assert not load_words(parse(["model=gpt2"])).answers
+    [said] = load_words(parse(["model=gpt2", "data.tokenizer=byte"])).answers
+    assert said == "model.vocab_size: 50,257 rows of gpt2 give way to the 256 of data.tokenizer=byte"
+
+
+def run_of(folder: Path) -> Path:
+    """Writes what a job reads of a finished run of bytes."""
+    (folder / "config.yaml").write_text("model: {preset: gpt2, n_layers: 2, vocab_size: 50257}\n")
+    (folder / "tokenizer.json").write_text(ByteTokenizer().definition())
+    return folder
+
+
+def test_weights_bring_their_rows(tmp_path) -> None:
+    run = run_of(tmp_path)
+    assert vocabulary_size(load_words(parse([f"model.from={run}"])).job) == 256
+    assert load_words(parse([f"model.from={run}", "model.vocab_size=256"])).job.model.vocab_size == 256
+    with pytest.raises(JobError, match=f"is 512, and the embedding of {run} has 256 rows: leave it out"):
+        load_words(parse([f"model.from={run}", "model.vocab_size=512"]))
+    with pytest.raises(
+        JobError, match="data.tokenizer=bpe: bpe has 4,096 tokens, and the embedding of .* has 256 rows"
+    ):
+        load_words(parse([f"model.from={run}", "data.tokenizer=bpe"]))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["model.n_layers=3"], "command line: model.n_layers=3: the model has other parameters than .* n_layers 3 "),
+        (["model.tied=false", "model.bias=false"], r"bias=false: .*: bias False \(there True\), tied False"),
+        (["model=llama3-8b"], "model=llama3-8b: model.preset: the model has other parameters"),
+    ],
+)
+def test_a_shape_that_the_weights_do_not_have_is_refused_before_ranks_start(words, said, tmp_path) -> None:
+    with pytest.raises(JobError, match=said):
+        load_words(parse([f"model.from={run_of(tmp_path)}", *words]))
+    assert load_words(parse([f"model.from={tmp_path}", "model.lora.rank=4", "model.dropout=0.1"])).job

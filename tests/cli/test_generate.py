@@ -90,7 +90,8 @@ def test_an_assistant_leaves_greedy_text_as_it_is_and_reports_its_part(run, tmp_
         (
             ["--temperature", "-1", "--prompt", ""],
             2,
-            "--prompt: needs a value\n  temperature=-1.0: it must be 0 (the likeliest token) or more",
+            "--prompt: is empty: a text needs a token to begin with; without the option it is a newline\n"
+            "  temperature=-1.0: it must be 0 (the likeliest token) or more",
         ),
         (["--tempreature", "0"], 2, "did you mean --temperature"),
     ],

@@ -39,7 +39,7 @@ def test_defaults():
     [
         (["--steps", "3"], {"steps": 3, "names": ()}),
         (["--steps=3", "--quick"], {"steps": 3, "names": ()}),
-        (["--steps", "3", "--steps", "1e1"], {"steps": 10, "names": ()}),
+        (["--steps", "10", "--steps", "1e1"], {"steps": 10, "names": ()}),
         (["--names", "a=1", "b", "--quick"], {"steps": 2, "names": ("a=1", "b")}),
         (["--names", "a", "--names=b=2"], {"steps": 2, "names": ("a", "b=2")}),
     ],
@@ -107,3 +107,23 @@ def test_help_has_the_width_of_the_terminal(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
     longest = max(map(len, page(capsys, "--help", "all").splitlines()))
     assert longest <= min(columns, 120)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--tp", "2", "--tp", "3"], "command line: --tp 2 and --tp 3 both set layout.tp; give one of them, or "),
+        (["tp=2,pp=2", "layout.tp=4"], "tp=2,pp=2 and layout.tp=4 both set layout.tp"),
+        (["lr=1e-3", "lr=2e-3"], "++optimizer.lr=VALUE, which replaces what stands before it"),
+        (["--steps", "2", "--steps=3"], "--steps 2 and --steps 3: give one of them"),
+    ],
+)
+def test_two_values_for_one_thing_are_refused_with_both(argv: list[str], said: str) -> None:
+    [problem] = problems("layout.dp_replicate=1", *argv)
+    assert said in problem
+
+
+def test_the_same_value_twice_is_one_and_plus_plus_replaces() -> None:
+    assert parse("lr=1e-3", "--lr", "0.001", "--steps", "3", "--steps=3").job.optimizer.lr == 0.001
+    words = parse("layout.tp=2", "layout.sp=true", "++layout=pp=2", "train.global_batch=8", "++train.global_batch=16")
+    assert (words.job.layout.line(), words.job.train.global_batch) == ("pp=2", 16)

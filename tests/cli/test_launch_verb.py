@@ -222,6 +222,20 @@ def test_without_the_schedulers_program_a_dry_run_is_suggested(shell):
     assert not (shell.folder / "runs").exists()
 
 
+def test_files_that_are_not_there_are_named_before_anything_is_written(shell):
+    text = shell.folder / "text.yaml"
+    text.write_text("data: {corpus: text, path: bok.txt, tokenizer: t.json}\n")
+    words = ("text.yaml", "--submit", "slurm")
+    (shell.folder / "book.txt").write_text("a")
+    done = shell(*words)
+    assert done.returncode == 2
+    assert "data.path=bok.txt: there is no such file or folder (corpus text); did you mean book.txt?" in done.stderr
+    assert "data.tokenizer=t.json" in done.stderr
+    assert "sbatch is not installed here" in done.stderr
+    assert not (shell.folder / "runs").exists()
+    assert shell(*words, "--dry-run").returncode == 0  # its text may be for another machine
+
+
 def test_the_script_is_the_text_that_is_submitted(shell):
     shell.program("sbatch", 'echo "41;cluster"')
     words = ("job.yaml", "--submit", "slurm", "--nnodes", "2", "--requeue", "--time", "90m")

@@ -295,11 +295,11 @@ def test_two_launchers_run_a_round_and_one_goes_on_alone(tmp_path: Path) -> None
             soon(lambda: all(facts(rank).get("WORLD_SIZE") == "2" for rank in (0, 1)), 90)
             assert [facts(rank)["GROUP_RANK"] for rank in (0, 1)] == ["0", "1"]
             assert facts(0)["PHALANX_GENERATION"] == facts(1)["PHALANX_GENERATION"]
-            assert facts(1)["words"] == ["cluster.nodes=2"]
+            assert facts(1)["words"] == ["++cluster.nodes=2"]
             assert facts(1)["PHALANX_STORE"] is None, "ranks of several nodes do not meet in a file"
             guest.kill()
             soon(lambda: facts(0)["WORLD_SIZE"] == "1", 60)
-            assert facts(0)["words"] == ["cluster.nodes=1"]
+            assert facts(0)["words"] == ["++cluster.nodes=1"]
             (tmp_path / "go").touch()
             _, shown = host.communicate(timeout=60)
         finally:

@@ -53,21 +53,17 @@ _SAVES: Condition = (
 _SPIKES: Condition = (lambda job: job.guard.on_spike != "off", "is for guard.on_spike other than off")
 _NODES: Condition = (lambda job: job.run.nnodes, "is for nodes that each have a launcher of ours: run.nnodes")
 _RANDOM: Condition = (lambda job: CORPORA[job.data.corpus].tokens is not None, "is for data.corpus=random")
-_ROWS_OF_WEIGHTS = "is for new weights: with model.from the embedding has the rows of those weights"
-_ROWS_OF_TOKENIZER = (
-    "is that of the preset's own tokenizer, and the embedding gets the rows of data.tokenizer; another number of rows, "
-    "such as {rows}, pads it"
-)
 
 
 def _vocabulary(job: Job) -> str:
-    """Returns why model.vocab_size has no effect, or nothing."""
-    if job.model.from_:
-        return _ROWS_OF_WEIGHTS
-    rows, stated = job.model.vocab_size, vocabulary_of(job.data)
-    if stated and stated != rows and states_no_rows(job.model):
-        return _ROWS_OF_TOKENIZER.format(rows=-(-(rows + 1) // 64) * 64)
-    return ""
+    """Returns why model.vocab_size has no effect, or nothing; rows beside weights are a matter of check/start.py."""
+    rows = job.model.vocab_size
+    if job.model.from_ or not states_no_rows(job.model) or vocabulary_of(job.data) in (0, rows):
+        return ""
+    return (
+        "is that of the preset's own tokenizer, and the embedding gets the rows of data.tokenizer; another number of "
+        f"rows, such as {-(-(rows + 1) // 64) * 64}, pads it"
+    )
 
 
 _DECAYS: Condition = (lambda job: job.optimizer.schedule != "constant", "is for a schedule that decays: not constant")

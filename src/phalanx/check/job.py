@@ -159,8 +159,16 @@ def _data(job: Job) -> Iterator[Problem]:
 
 def _vocabulary(job: Job) -> Iterator[Problem]:
     """Yields the problem of an embedding with fewer rows than the tokenizer has tokens, where its settings tell."""
+    if states_no_rows(job.model) or CORPORA[job.data.corpus].tokens is not None:
+        return
     rows, stated = job.model.vocab_size, vocabulary_of(job.data)
-    if rows < stated and not states_no_rows(job.model) and CORPORA[job.data.corpus].tokens is None:
+    if rows < stated and job.model.from_:
+        yield (
+            "data.tokenizer",
+            f"{job.data.tokenizer} has {stated:,} tokens, and the embedding of model.from={job.model.from_} has "
+            f"{rows:,} rows: set it to the tokenizer.json of those weights, or leave it out",
+        )
+    elif rows < stated:
         yield (
             "model.vocab_size",
             f"is {rows:,}, and data.tokenizer={job.data.tokenizer} has {stated:,} tokens: leave it out, or set at "

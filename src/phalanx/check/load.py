@@ -17,7 +17,7 @@ from phalanx.check import derived as rules
 from phalanx.check.causes import by_cause
 from phalanx.check.effect import effect_problems
 from phalanx.check.job import problems_of
-from phalanx.check.start import starting_point
+from phalanx.check.start import start_problems, starting_point
 from phalanx.config import overrides, spelling, values, yaml_file
 from phalanx.config.aliases import Derived
 from phalanx.config.clusters import CLUSTERS, cluster_of
@@ -27,8 +27,9 @@ from phalanx.config.devices import ACCELERATORS
 from phalanx.config.fields import get, leaves, replace
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
-from phalanx.config.presets import FROM_FILE, preset_of
+from phalanx.config.presets import FROM_FILE, preset_of, states_no_rows
 from phalanx.config.rows import row_of
+from phalanx.config.tokenizers import vocabulary_of
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
@@ -80,8 +81,8 @@ def load_words(words: overrides.CommandLine, opens: str = "") -> LoadedJob:
 
 
 def _contradictions(settings: Sequence[Setting]) -> Iterator[str]:
-    """Yields fields that an alias and another name on the command line set to different values. The same name given
-    twice is none: the later one wins."""
+    """Yields fields that an alias and another name on the command line set to different values. For programs the same
+    name given twice is none: the later one wins; `repeated` refuses it on command lines."""
     seen: dict[str, Setting] = {}
     for setting in settings:
         if setting.implied:
@@ -90,6 +91,23 @@ def _contradictions(settings: Sequence[Setting]) -> Iterator[str]:
         if first.alias != setting.alias and _meant(first) != _meant(setting):
             word = setting.origin.removeprefix("command line: ")
             yield f"{first.origin} and {word} both set {setting.path}; give one of them"
+
+
+def repeated(settings: Sequence[Setting]) -> Iterator[str]:
+    """Yields fields that two words of a command line, under the same name, set to different values: the first would
+    have no effect."""
+    seen: dict[str, Setting] = {}
+    for setting in settings:
+        if setting.implied:
+            continue
+        first = seen.get(setting.path, setting)
+        if not setting.replaces and first.alias == setting.alias and _meant(first) != _meant(setting):
+            word = setting.origin.removeprefix("command line: ")
+            yield (
+                f"{first.origin} and {word} both set {setting.path}; give one of them, or ++{setting.path}=VALUE, "
+                "which replaces what stands before it"
+            )
+        seen[setting.path] = setting
 
 
 def _meant(setting: Setting) -> Any:
@@ -173,6 +191,7 @@ def resolve(
         named = {path for path, _ in problems_found}
         sets = {path for path, origin in origins.items() if origin in {each.origin for each in derived}}
         changed = any(path.startswith("layout.") for path in sets | given.keys())
+        problems_found += start_problems(job, given_here) if not problems_found else []
         for path, message in effect_problems(job, given_here):
             if changed and path.startswith("layout.") and path not in given:
                 answers.append(f"{_at(path, message, origins)}; the command line changes the layout")
@@ -181,6 +200,8 @@ def resolve(
     found += [_at(path, message, origins) for path, message in problems_found]
     if found:
         raise JobError(found)
+    if presets and not _states_all("model", settings) and (rows := _rows_that_give_way(job)):
+        answers.append(rows)
     if equation := rules.equation(job, derived):
         answers.append(equation)
     for setting in settings:
@@ -188,6 +209,15 @@ def resolve(
             is_default = get(job, setting.path) == get(Job(), setting.path)
             origins[setting.path] = "default" if is_default else f"resolved in {setting.origin}"
     return LoadedJob(job, origins, answers)
+
+
+def _rows_that_give_way(job: Job) -> str:
+    """Returns a word on a preset whose vocabulary is not that of the job's data, or nothing."""
+    model, data, tokens = job.model, job.data, vocabulary_of(job.data)
+    if model.vocab_size in (0, tokens) or not tokens or not states_no_rows(model):
+        return ""
+    what = f"tokenizer={data.tokenizer}" if CORPORA[data.corpus].tokens is None else f"corpus={data.corpus}"
+    return f"model.vocab_size: {model.vocab_size:,} rows of {model.preset} give way to the {tokens:,} of data.{what}"
 
 
 def origins_of(job: Job, origin: str) -> dict[str, str]:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from pathlib import Path
 
+from phalanx.blocks.parameters import parameter_shapes
+from phalanx.check.layout import Problem
 from phalanx.config import values, yaml_file
-from phalanx.config.fields import leaves, replace
+from phalanx.config.fields import get, leaves, replace
 from phalanx.config.hugging_face import config_json
-from phalanx.config.model import ModelConfig
-from phalanx.config.tokenizers import tokenizer_in
+from phalanx.config.job import Job
+from phalanx.config.model import LoRA, ModelConfig
+from phalanx.config.presets import states_no_rows
+from phalanx.config.tokenizers import tokenizer_in, tokens_at
 from phalanx.errors import JobError
 
 CONFIG = "config.yaml"
@@ -47,6 +53,8 @@ def starting_point(text: str, ignored: tuple[str, ...] = ()) -> StartingPoint:
             raise JobError(f"model.ignore_config is for fields of a config.json, and {folder} is a run: leave it out")
         model = _model_of(folder / CONFIG)
     tokenizer = tokenizer_in(folder)
+    if tokenizer and not model.from_ and states_no_rows(model) and not is_hugging_face(path):
+        model = replaced(model, vocab_size=tokens_at(tokenizer) or model.vocab_size)  # the rows that training gave it
     model = replaced(model, preset="", from_=text, ignore_config=ignored)
     return StartingPoint(model, str(tokenizer or ""))
 
@@ -85,3 +93,35 @@ def _model_of(file: Path) -> ModelConfig:
     if problems:
         raise JobError(problems)
     return model
+
+
+def start_problems(job: Job, given: Set[str]) -> Iterator[Problem]:
+    """Yields each field of `given` (dotted paths) with which a model has other parameters than the weights that it
+    starts from."""
+    if not job.model.from_:
+        return
+    with suppress(JobError):  # what is wrong with the start itself is said where its shape is taken over
+        there = starting_point(job.model.from_, job.model.ignore_config).model
+        rows = job.model.vocab_size
+        if "model.vocab_size" in given and rows not in (0, there.vocab_size):
+            has = f"{there.vocab_size:,}" if there.vocab_size else "its own"
+            yield (
+                "model.vocab_size",
+                f"is {rows:,}, and the embedding of {there.from_} has {has} rows: leave it out, or use new weights",
+            )
+        if _shapes(job.model) == _shapes(there):
+            return
+        names = [path for path, _, _ in config_json.differing(job.model, there)]
+        others = [name for name in names if _shapes(replace(there, name, get(job.model, name))) != _shapes(there)]
+        here = ", ".join(f"{name} {get(job.model, name)} (there {get(there, name)})" for name in others or names)
+        at = next((path for name in others if (path := f"model.{name}") in given), "model.preset")
+        yield (
+            at if at in given else "model.from",
+            f"the model has other parameters than the weights of {there.from_}: {here}; leave that out, or start from "
+            "weights of this shape",
+        )
+
+
+def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a model's parameters, without its rows and its adapters, which may begin with a run."""
+    return parameter_shapes(replaced(model, lora=LoRA()), 1)

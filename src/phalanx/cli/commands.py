@@ -10,7 +10,7 @@ from math import inf
 from typing import Any
 
 from phalanx.cli.help_page import FLAGS, print_page, topics
-from phalanx.cli.option import Option
+from phalanx.cli.option import Option, repeated_option
 from phalanx.cli.page import Example, PageOption, VerbPage, flag_of
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import nearest
@@ -198,9 +198,11 @@ def _read(command: Command, name: str, argv: Sequence[str]) -> tuple[CommandWord
                 equals, value = "=", left.popleft()
             taken = command.options[option]
             try:
-                converted = taken.convert([value] if equals and value else [])
+                converted = taken.convert([value] if equals else [])
             except ValueError as error:
                 problems.append(f"{flag}: {error}")
             else:
+                if option in options and not taken.many:
+                    problems += repeated_option(flag, options[option], converted[0])
                 options[option] = (*options.get(option, ()), *converted) if taken.many else converted[0]
     return CommandWords(name, tuple(subjects), options, frozenset(switches)), problems

@@ -33,7 +33,7 @@ class Generate:
 
     run: Path
     """The run's directory, such as runs/main."""
-    prompt: str = "\n"
+    prompt: Annotated[str, {"empty": "a text needs a token to begin with; without the option it is a newline"}] = "\n"
     """Beginning of the text; by default a newline."""
     prompts: Annotated[Path | None, {"value": "FILE"}] = None
     """A file of prompts, one per line, or .jsonl with a string or {"prompt": ...} per line."""

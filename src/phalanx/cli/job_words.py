@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from phalanx.check.load import LoadedJob, load_words
+from phalanx.check.load import LoadedJob, load_words, repeated
 from phalanx.check.show import as_dict, as_yaml
 from phalanx.cli.calibration import check_calibration
-from phalanx.cli.option import Option
+from phalanx.cli.option import Option, repeated_option
 from phalanx.cli.page import Example, PageOption, VerbPage
 from phalanx.config import overrides
 from phalanx.config.job import Job
@@ -76,6 +76,8 @@ class JobVerb:
             self._print_help(argv)
             return None
         words, options, rest = self._words(argv)
+        if twice := [*repeated(words.settings)]:
+            raise JobError([*words.problems, *twice])
         given = load_words(words, opens=self.opens)
         tell(given.answers)
         loaded = self._planned(given, fresh="fresh" in words.switches)
@@ -112,6 +114,7 @@ class JobVerb:
         found = {name: option.default for name, option in self.options.items()}
         problems: list[str] = []
         rest: list[str] = []
+        seen: set[str] = set()
         left = deque(argv)
         while left:
             word = left.popleft()
@@ -126,7 +129,9 @@ class JobVerb:
             except ValueError as error:
                 problems.append(f"{flag}: {error}")
             else:
+                problems += repeated_option(flag, found[name], converted[0]) if name in seen and not option.many else ()
                 found[name] = (*found[name], *converted) if option.many else converted[0]
+                seen.add(name)
         words = overrides.parse(rest, {*self.switches, *COMMON_SWITCHES, *self.options})
         words.problems[:0] = problems
         return words, found, rest

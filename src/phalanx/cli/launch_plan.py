@@ -152,7 +152,7 @@ class LaunchPlan:
         # The planner chooses an open layout for the devices of all nodes.
         job, nodes = self.words.job, self.grid.nodes
         planned = job.layout.auto and nodes > 1 and job.cluster.nodes != nodes
-        return (*self.words.given, *([f"cluster.nodes={nodes}"] if planned else []), *switches)
+        return (*self.words.given, *([f"++cluster.nodes={nodes}"] if planned else []), *switches)
 
     def _endpoint(self, hosts: tuple[str, ...]) -> tuple[str, int]:
         if not hosts:
@@ -195,6 +195,10 @@ class LaunchPlan:
         if time_s and signal_s >= time_s:
             problems.append(f"--signal {signal_s} s is not less than the time limit of {time_s} s")
         program = "sbatch" if site.scheduler == "slurm" else "qsub"
+        if "dry_run" not in self.words.switches:  # whose text may be for another machine
+            from phalanx.data.prepare import absent  # numpy: for this alone
+
+            problems += absent(job.data)
         if problems and "dry_run" not in self.words.switches and not shutil.which(program):
             problems.append(f"{program} is not installed here, which submits the job: --dry-run prints the text")
         if problems:

@@ -22,6 +22,8 @@ class Option:
     that begins with `--` or names a YAML file; elsewhere the option is repeated."""
     like: str = ""
     """With `many`: a regular expression for the beginning of later words; any word if it is empty."""
+    empty: str = ""
+    """What to say where the value is the empty text."""
     value: str = ""
     """The name of the value on help pages, such as FILE; that of its kind if it is empty."""
     rare: bool = False
@@ -29,9 +31,14 @@ class Option:
 
     def convert(self, texts: Sequence[str]) -> tuple[Any, ...]:
         """Converts the given texts. Raises ValueError that says what was expected."""
-        if not texts:
-            raise ValueError("needs a value")
+        if not any(texts):
+            raise ValueError(f"is empty: {self.empty}" if texts and self.empty else "needs a value")
         converted = tuple(values.convert(text, self.kind) for text in texts)
         if self.at_least is not None and min(converted) < self.at_least:
             raise ValueError(f"must be at least {self.at_least}, is {min(converted)}")
         return converted
+
+
+def repeated_option(flag: str, first: Any, second: Any) -> list[str]:
+    """Returns the problem of an option that is given twice with two values."""
+    return [f"{flag} {first} and {flag} {second}: give one of them"] if first != second else []

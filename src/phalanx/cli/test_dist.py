@@ -55,7 +55,6 @@ VERB = JobVerb(
     },
 )
 STOPPED = "before everything was tested; nothing was written."
-TINY = ("model=tiny", "data.corpus=random")
 WATCHDOG_REPORT, MOST_BYTES = "hang.json", 2**24
 
 
@@ -83,7 +82,8 @@ def _parse(argv: Sequence[str], processes: int | None) -> JobWords | None:
         return words
     check_folders(words.options, "html")
     given = {path for path, origin in words.loaded.origins.items() if origin != "default"}
-    more: list[str] = [] if any(path.startswith("model.") for path in given) else [*TINY]
+    more: list[str] = [] if any(path.startswith("model.") for path in given) else ["model=tiny"]
+    more += ["data.corpus=random"] if more and "data.corpus" not in given else []
     wanted = processes or words.options["nproc_per_node"]
     if not any(path.startswith("layout.") for path in given):
         more.append(f"layout.dp_replicate={wanted or _devices(words.job)}")

@@ -7,7 +7,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from phalanx.config import aliases, foreign_names, layout_line, values
@@ -19,6 +19,10 @@ from phalanx.config.values import not_unicode
 from phalanx.config.yaml_file import Setting, layout_settings
 from phalanx.errors import MOST_PROBLEMS
 from phalanx.nearest import nearest
+
+REPLACES = "++"
+"""Before key=value: an earlier word of the command line for that field gives way, as in hydra. Otherwise two words with
+different values are an error."""
 
 
 @dataclass
@@ -61,7 +65,10 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
             _set(SECTION, word, word, words)
         elif "=" in word and not word.startswith(("-", ".", "/")) and not _is_job_file(word):
             name, _, text = word.partition("=")
-            _set(name, text, word, words)
+            before = len(words.settings)
+            _set(name.removeprefix(REPLACES), text, word, words)
+            if name.startswith(REPLACES):
+                words.settings[before:] = [replace(each, replaces=True) for each in words.settings[before:]]
         elif word.endswith((".yaml", ".yml")) or os.path.isfile(word):
             words.files.append(Path(word))
         else:

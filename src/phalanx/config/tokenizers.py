@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
+from phalanx.bounded import read_json
 from phalanx.config.corpora import CORPORA, Rules, no_rules, number_of, rules_problems, setting_problems
 from phalanx.config.data import Data
 from phalanx.facts import Lazy, stated
@@ -101,8 +103,45 @@ def tokenizer_in(folder: Path) -> Path | None:
 
 
 def vocabulary_of(data: Data) -> int:
-    """Returns the vocabulary size that the settings of `data` state; 0 if only reading the corpus tells."""
+    """Returns the vocabulary size that the settings of `data` or its tokenizer.json state; 0 if only reading the corpus
+    tells."""
     corpus = CORPORA[data.corpus]
     if corpus.tokens is not None:
         return number_of(corpus.vocab, data)
-    return number_of(TOKENIZERS[data.tokenizer].vocab, data) if data.tokenizer in TOKENIZERS else 0
+    if data.tokenizer in TOKENIZERS:
+        return number_of(TOKENIZERS[data.tokenizer].vocab, data)
+    return tokens_at(Path(data.tokenizer))
+
+
+def tokens_at(path: Path) -> int:
+    """Returns the vocabulary size of a tokenizer.json, or of that of a folder; 0 for what is none, and for files of
+    other programs, which take seconds to read. Only reading it for training says what is wrong with it."""
+    file = (tokenizer_in(path) or path) if os.path.isdir(path) else path
+    try:
+        stat = os.stat(file)
+        return _tokens_in(file, stat.st_mtime_ns, stat.st_size) if file.suffix == ".json" else 0
+    except (OSError, ValueError):  # the latter: a NUL byte in its name, or no JSON
+        return 0
+
+
+@lru_cache(maxsize=16)
+def _tokens_in(file: Path, mtime_ns: int, size: int) -> int:
+    match read_json(file):
+        case {"kind": "number", "vocab_size": int(tokens)}:
+            return tokens
+        case {"kind": "char", "characters": str(characters), "unknown": unknown}:
+            return len(characters) + bool(unknown)
+        case {"kind": str(kind)} if kind in TOKENIZERS and isinstance(vocab := TOKENIZERS[kind].vocab, int):
+            return vocab
+        case {"model": {"vocab": dict() as ids}, **rest}:
+            last = max((id for id in ids.values() if isinstance(id, int)), default=-1)
+        case {"model": {"vocab": list() as pieces}, **rest}:
+            last = len(pieces) - 1
+        case _:
+            return 0
+    added = rest.get("added_tokens")
+    for token in added if isinstance(added, list) else ():
+        match token:
+            case {"id": int(id)}:
+                last = max(last, id)
+    return last + 1

@@ -37,6 +37,8 @@ class Setting:
     """The name that was given, if it is another program's (config/aliases.py)."""
     implied: bool = False
     """Whether the field itself was not named: a layout's line sets every field."""
+    replaces: bool = False
+    """Whether it is meant to replace an earlier setting of the same command line: `++key=value`."""
     resolved: bool = False
     """Whether nobody set it: a run's config.yaml also holds every default and every value of a preset."""
 

@@ -26,7 +26,7 @@ from phalanx.data.build import BuildTask, ShardMaker
 from phalanx.data.corpus import Segment
 from phalanx.data.encode import Encoder
 from phalanx.data.files import TEMPORARY, locked
-from phalanx.data.formats import pair_of
+from phalanx.data.formats import missing, pair_of
 from phalanx.data.index import (
     BLOCK_BYTES,
     INDEX,
@@ -58,7 +58,7 @@ from phalanx.data.template import find_template
 from phalanx.data.tokenizer import NumberTokenizer, Tokenizer, require_in_vocabulary
 from phalanx.data.tokenizer_check import check_tokenizer_class
 from phalanx.echo import echo
-from phalanx.errors import DataError, JobError
+from phalanx.errors import DataError, JobError, PhalanxError
 
 SHARD_CHARACTERS = 1 << 21
 """Minimum number of characters per shard …"""
@@ -93,6 +93,26 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
             "fix the cause, then run the same command again"
         ) from error
     return folder
+
+
+def absent(data: Data) -> Iterator[str]:
+    """Yields what preparing the data on this machine's files would find missing: paths, the tokenizer, the template.
+    Nothing if the shards are there."""
+    wrong: list[PhalanxError] = []
+    try:
+        folder = prepared_path(data)
+        if os.path.exists(folder / INDEX) and read_index(folder).complete:
+            return
+        if CORPORA[data.corpus].rows is not None:
+            find_template(data)
+    except (DataError, JobError) as error:
+        wrong.append(error)
+    entry = CORPORA[data.corpus]
+    paths = [source.path for source in data.mix] or [data.path] * ("path" in entry.settings and bool(data.path))
+    for path in paths:
+        if not pair_of(path) and not os.path.exists(Path(path).expanduser()):
+            yield str(missing(Path(path), data.corpus))
+    yield from map(str, wrong)
 
 
 def segments_of(data: Data, split: str) -> Iterator[Segment]:

@@ -60,7 +60,9 @@ class Attempts:
             variables = part.variables(processes, self.count - 1, self.policy.most)
             common |= self.logs.begin(list(variables))
             environments = {rank: own | common for rank, own in variables.items()}
-            with ranks([*command, *self.words], environments, self.logs, self.standby()) as pids:
+            with ranks(
+                [*command, *(f"++{word}" for word in self.words)], environments, self.logs, self.standby()
+            ) as pids:
                 while self.watch(pids):
                     time.sleep(_POLL_S)
             if not self.finish():
