@@ -109,7 +109,11 @@ def test_modules_have_ranks_and_alphas_of_their_own(home: Path) -> None:
         "rank_pattern": {"proj": 9, "layers.0.self_attn.q_proj": 2, "q_proj": 4},
         "alpha_pattern": {r"layers\.\d.mlp\..*": 7, "down_proj": 8, "k_proj": 0.5},
     }
-    modules = {Q.format(0): (2, 5), Q.format(1): (4, 5), "model.layers.1.mlp.down_proj": (3, 7)}
+    modules: dict[str, tuple[int, float]] = {
+        Q.format(0): (2, 5),
+        Q.format(1): (4, 5),
+        "model.layers.1.mlp.down_proj": (3, 7),
+    }
     modules["model.layers.0.self_attn.k_proj"] = (3, 0.5)
     ranks = {name: rank for name, (rank, _) in modules.items()}
     tensors = write_adapter(home, str(home / "base"), [*modules], ranks=ranks, **patterns)
