@@ -116,3 +116,15 @@ def test_mistakes_are_one_message(capsys, argv: list[str], message: str):
 
 def test_the_page_shows_the_usage(capsys):
     assert "phalanx models [NAME|WORD ...]" in output(capsys, "--help")
+
+
+@pytest.mark.parametrize("words", [["--ignore-config", "colour"], ["model.ignore_config=[colour]"]])
+def test_a_field_of_a_config_is_left_out(tmp_path, capsys, words: list[str]):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    config = {"model_type": "llama", "vocab_size": 100, **sizes, "colour": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["models", f"hf:{tmp_path}"]) == 2
+    assert "model.ignore_config=[colour]" in capsys.readouterr().err
+    assert "colour is read as if it were absent" in output(capsys, f"hf:{tmp_path}", *words)
+    assert main(["models", "gpt2", *words]) == 2
+    assert "is for fields of a config.json" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,33 @@ def test_conversations_of_sharegpt_with_one_message_each_are_a_pair() -> None:
     }
     asked = {"role": "user", "content": "2+2?"}
     assert pair_of(row) == [[asked, {"role": "assistant", "content": answer}] for answer in ("4", "5")]
-    with pytest.raises(ValueError, match="prompt and conversations stand beside each other"):
-        pair_of({**row, "prompt": "p"})
+    assert pair_of({**row, "prompt": "2+2?", "messages": [asked]}) == pair_of(row)
+
+
+QUESTION = {"role": "user", "content": "q"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in "ab")
+WHOLE = {"chosen": [QUESTION, GOOD], "rejected": [QUESTION, BAD]}
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"prompt": "p", "messages": [QUESTION], "chosen": "a", "rejected": "b"}, "prompt and messages stand beside"),
+        (
+            {"prompt": "p", "conversations": [QUESTION], "chosen": "a", "rejected": "b"},
+            "prompt and conversations stand",
+        ),
+        ({"prompt": "p", **WHOLE}, "prompt is neither the beginning of the chosen conversation nor all of it"),
+        ({"messages": [QUESTION, BAD], **WHOLE}, "messages is neither the beginning .*data.ignore_keys=.messages."),
+        ({"messages": ["q"], **WHOLE}, "messages is neither the beginning"),
+        ({"prompt": "q", "messages": [QUESTION, GOOD], **WHOLE}, ""),  # UltraFeedback
+        ({"prompt": "q", **{k: [{"role": "system", "content": "s"}, *v] for k, v in WHOLE.items()}}, ""),
+    ],
+    ids=str,
+)
+def test_what_stands_twice_in_a_row_is_the_same(tmp_path: Path, row: dict[str, Any], reason: str) -> None:
+    (found,) = pairs(tmp_path, [row])
+    assert re.search(reason, found[0]) if reason else found == ("a", "b")
 
 
 def test_rows_of_json_in_a_text_file_are_not_trained_on_as_text(tmp_path: Path) -> None:

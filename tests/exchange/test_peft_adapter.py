@@ -32,7 +32,14 @@ PLAIN = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "bias": "none", "init_lor
 Q = "model.layers.{}.self_attn.q_proj"
 
 
-def write_adapter(folder: Path, base: str, modules: list[str], more: dict[str, Tensor] | None = None, **settings: Any):
+def write_adapter(
+    folder: Path,
+    base: str,
+    modules: list[str],
+    more: dict[str, Tensor] | None = None,
+    ranks: dict[str, int] | None = None,
+    **settings: Any,
+):
     """Writes an adapter of random matrices beside the modules of a base in `folder`/base. Returns its tensors."""
     sizes = {name: tensor.shape for name, tensor in load_file(folder / "base" / "model.safetensors").items()}
     generator = torch.Generator().manual_seed(3)
@@ -40,7 +47,8 @@ def write_adapter(folder: Path, base: str, modules: list[str], more: dict[str, T
     transposed = settings.get("fan_in_fan_out", False)
     for module in modules:
         rows, columns = sizes[f"{module}.weight"][::-1] if transposed else sizes[f"{module}.weight"]
-        for part, shape in {"A": (3, columns), "B": (rows, 3)}.items():
+        rank = (ranks or {}).get(module, 3)
+        for part, shape in {"A": (rank, columns), "B": (rows, rank)}.items():
             matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
             tensors[f"base_model.model.{module}.lora_{part}.weight"] = matrix
     (folder / "adapter").mkdir()
@@ -93,6 +101,29 @@ def test_an_adapter_is_merged_into_its_base(home: Path, rs: bool) -> None:
     changed = {name for name, tensor in found.items() if not torch.equal(tensor, before[name])}
     assert changed == {f"blocks.{n}.attn.wq.weight" for n in (0, 1)} | {"blocks.1.mlp.down.weight", "head.weight"}
     assert equal(found, merged_by_hand(home, tensors, 5 / sqrt(3) if rs else 5 / 3))
+
+
+def test_modules_have_ranks_and_alphas_of_their_own(home: Path) -> None:
+    """The first expression that matches counts, at a dot only: proj is the end of no name here."""
+    patterns = {
+        "rank_pattern": {"proj": 9, "layers.0.self_attn.q_proj": 2, "q_proj": 4},
+        "alpha_pattern": {r"layers\.\d.mlp\..*": 7, "down_proj": 8, "k_proj": 0.5},
+    }
+    modules: dict[str, tuple[int, float]] = {
+        Q.format(0): (2, 5),
+        Q.format(1): (4, 5),
+        "model.layers.1.mlp.down_proj": (3, 7),
+    }
+    modules["model.layers.0.self_attn.k_proj"] = (3, 0.5)
+    ranks = {name: rank for name, (rank, _) in modules.items()}
+    tensors = write_adapter(home, str(home / "base"), [*modules], ranks=ranks, **patterns)
+    found = merge(home)
+    scaled = {
+        name: tensor * (modules[module][1] / modules[module][0] if name.endswith("B.weight") else 1)
+        for name, tensor in tensors.items()
+        for module in [name.removeprefix("base_model.model.").rpartition(".lora_")[0]]
+    }
+    assert equal(found, merged_by_hand(home, scaled, 1))
 
 
 def test_gpt2_s_matrices_are_transposed(tmp_path: Path) -> None:
@@ -171,8 +202,11 @@ def test_a_job_that_starts_from_an_adapter_is_told_to_import_it(home: Path) -> N
         ({"peft_type": "IA3"}, "peft_type is 'IA3', supported: 'LORA'"),
         ({"bias": "all"}, "bias is 'all', supported: 'none'"),
         ({"use_dora": True}, "use_dora is true, which is not plain LoRA"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern is "),
-        ({"alpha_pattern": {"q_proj": 4}}, "alpha_pattern is "),
+        ({"rank_pattern": {"o_proj": 4}}, "has rank 3, r and rank_pattern say 4"),
+        ({"rank_pattern": {"o_proj": 0}}, "rank_pattern.o_proj is 0"),
+        ({"rank_pattern": ["o_proj"]}, "rank_pattern is .*, expected an object"),
+        ({"alpha_pattern": {"o_proj": "4"}}, "alpha_pattern.o_proj is '4', expected a number"),
+        ({"alpha_pattern": {"(o_proj": 4}}, r"alpha_pattern.\(o_proj is no regular expression"),
         ({"layer_replication": [[0, 1]]}, "layer_replication is "),
         ({"lora_bias": True}, "lora_bias is true"),
         ({"of_the_future": 1}, "of_the_future is 1, which is not plain LoRA"),

@@ -107,10 +107,10 @@ COUNTERPARTS: dict[str, Counterpart] = {
     ),
     "glm-4.5": Counterpart("glm4_moe", {"moe": _SMALL_EXPERTS | {"n_dense_layers": 1}}),
     "solar-open-100b": Counterpart("solar_open", {"moe": _SMALL_EXPERTS}),
-    # With as many selected keys as there are, its sparse attention is full. Its inner norms have an eps of their own.
+    # With as many selected keys as there are, its sparse attention is full.
     "glm-5": Counterpart(
         "glm_moe_dsa",
-        {"moe": _SMALL_EXPERTS | {"n_dense_layers": 1}, "mla": _SMALL_LATENT, "norm_eps": 1e-6},
+        {"moe": _SMALL_EXPERTS | {"n_dense_layers": 1}, "mla": _SMALL_LATENT | {"norm_eps": 1e-6}},
         extra={"index_topk": 8192},
     ),
 }

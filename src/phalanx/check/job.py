@@ -9,7 +9,7 @@ from phalanx.blocks.kinds import attention_models
 from phalanx.check.guard import guard_problems
 from phalanx.check.layout import Problem, layout_problems, tensor_problems
 from phalanx.check.lora import lora_problems
-from phalanx.check.model import model_problems, unknown_kinds
+from phalanx.check.model import model_problems, unusable_kinds
 from phalanx.check.offload import offload_problems
 from phalanx.check.optimizer import optimizer_problems
 from phalanx.check.pipeline import pipeline_problems
@@ -32,7 +32,7 @@ from phalanx.nearest import Misfit, did_you_mean, divisors, multiples, nearest_d
 def problems_of(job: Job) -> list[Problem]:
     """Returns every problem of a job; empty if it is legal. If the layout is left to the planner (layout.auto), only
     problems that no choice of the other fields could solve."""
-    found = [*out_of_range(job), *size_problems(job), *_sources(job.data), *unknown_kinds(job.model)]
+    found = [*out_of_range(job), *size_problems(job), *_sources(job.data), *unusable_kinds(job.model)]
     if found:
         return found  # the equations below would only repeat them, or never end
     return [

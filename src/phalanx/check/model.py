@@ -26,7 +26,7 @@ def _shape_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
             f"be normalised by itself: must be before, is {model.norm_place}; nearest legal: before, or "
             "parallel_block=false",
         )
-    if unknown := list(unknown_kinds(model)):
+    if unknown := list(unusable_kinds(model)):
         yield from unknown
         return
     for half in HALVES:
@@ -54,24 +54,24 @@ def _shape_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
         )
 
 
-def unknown_kinds(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """Yields the path and the message of each kind of layer that is in no table."""
+def unusable_kinds(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the path and the message of each kind of layer that is in no table, or without the sizes that it needs."""
     for half, table in TABLES.items():
         for name in dict.fromkeys(chosen_kinds(model, half)):
             if name not in table:
                 known = ", ".join(table)
                 yield f"model.{half}", f"no {table.kind} {name!r}{did_you_mean(name, table)} (known: {known})"
+                continue
+            for path in table[name].needs:
+                if not get(model, path):
+                    yield f"model.{path}", f"{table.kind} {name} needs it above 0, is {get(model, path)}"
 
 
 def _kinds(model: ModelConfig, half: Half) -> Iterator[tuple[str, str]]:
     """Yields the problems of the kinds of one half of the blocks."""
     table, names = TABLES[half], tuple(dict.fromkeys(chosen_kinds(model, half)))
     for name in names:
-        missing = [path for path in table[name].needs if not get(model, path)]
-        for path in missing:
-            yield f"model.{path}", f"{table.kind} {name} needs it above 0, is {get(model, path)}"
-        if not missing:
-            yield from table[name].problems(model)
+        yield from table[name].problems(model)
     if not getattr(model, half):
         return  # chosen by the very fields that they need
     needed = {path for name in names for path in table[name].needs}

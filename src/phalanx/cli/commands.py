@@ -181,6 +181,8 @@ def _read(command: Command, name: str, argv: Sequence[str]) -> tuple[CommandWord
     while left:
         word = left.popleft()
         flag, equals, value = word.partition("=")
+        if equals and flag in command.aliases:  # as a job has it
+            word = flag = f"--{flag}"
         option = flag[2:].replace("-", "_")
         option = command.aliases.get(option, option)
         if word.startswith("--") and option in command.switches and not equals:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cli.commands import Command, CommandVerb, CommandWords
+from phalanx.cli.models import IGNORE_CONFIG, IGNORE_CONFIG_ALIAS
 from phalanx.cli.option import Option
 from phalanx.cli.page import flag_of
 from phalanx.config.families import kinds
@@ -28,9 +29,7 @@ WHAT = {
     "layers": Option(int, 0, "the first N layers only: a smaller model, for trials", at_least=1),
 }
 _FOLDERS = {
-    "ignore_config": Option(
-        tuple[str, ...], (), "fields of config.json to leave out though they are refused: a,b", value="FIELDS"
-    ),
+    **IGNORE_CONFIG,
     "base": Option(str, "", "of a PEFT adapter: the folder of its base, or hub:OWNER/NAME", value="DIR"),
 }
 VERB = CommandVerb(
@@ -41,7 +40,7 @@ VERB = CommandVerb(
         "hf": Command(
             ("SOURCE",),
             {"out": Option(str, "", "the run's directory, which must not exist", value="RUN"), **WHAT, **_FOLDERS},
-            aliases={"model.ignore_config": "ignore_config"},
+            aliases=IGNORE_CONFIG_ALIAS,
             more=True,
             about="a folder of Hugging Face or its files, a GGUF file, or a model of the hub",
         )

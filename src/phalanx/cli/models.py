@@ -11,8 +11,8 @@ from phalanx.blocks.flops import train_flops_per_token
 from phalanx.blocks.parameters import count, count_active
 from phalanx.cli.columns import filled
 from phalanx.cli.commands import WHOLE, Command, CommandVerb
+from phalanx.cli.option import Option
 from phalanx.config.families import kinds
-from phalanx.config.families.preset import Preset
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import CATALOGUE, FROM_FILE, named, preset_of, unknown
 from phalanx.echo import echo, terminal_columns
@@ -21,10 +21,16 @@ from phalanx.errors import JobError
 _FIGURES = 5
 """Columns of a row before its kinds and its source: the name, and figures."""
 
+IGNORE_CONFIG = {
+    "ignore_config": Option(
+        tuple[str, ...], (), "fields of config.json to leave out though they are refused: a,b", value="FIELDS"
+    )
+}
+IGNORE_CONFIG_ALIAS = {"model.ignore_config": "ignore_config"}
 VERB = CommandVerb(
     "models",
     "Lists known models, for `model=NAME` of any job.",
-    {WHOLE: Command(("[NAME|WORD]",), more=True)},
+    {WHOLE: Command(("[NAME|WORD]",), IGNORE_CONFIG, aliases=IGNORE_CONFIG_ALIAS, more=True)},
     (
         ("models experts window", "those with both words in name, kinds or source"),
         ("models meta-llama/Llama-3.1-8B", "one in detail, here by its name on the hub"),
@@ -42,8 +48,12 @@ def run(argv: Sequence[str]) -> int:
     if words is None:
         return 0
     name = named(" ".join(words.subjects))
+    ignored = words.options.get("ignore_config", ())
+    if ignored and not name.startswith(FROM_FILE):
+        raise JobError(f"--ignore-config is for fields of a config.json: name it, as in {FROM_FILE}DIR/config.json")
     if name in CATALOGUE or name.startswith(FROM_FILE):
-        echo(json.dumps(entry(name), indent=1) if words.as_json else details(name), wrap=not words.as_json)
+        shown = json.dumps(entry(name, ignored), indent=1) if words.as_json else details(name, ignored)
+        echo(shown, wrap=not words.as_json)
         return 0
     names = _matching(words.subjects)
     if words.as_json:
@@ -53,14 +63,11 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _found(name: str) -> tuple[Preset, ModelConfig]:
-    preset = preset_of(name)
-    return preset, preset.model
-
-
-def entry(name: str) -> dict[str, Any]:
-    """Returns the document of one preset. Counts are null where the vocabulary is the tokenizer's."""
-    preset, model = _found(name)
+def entry(name: str, ignored: Sequence[str] = ()) -> dict[str, Any]:
+    """Returns the document of one preset, or of a config.json without its `ignored` fields. Counts are null where the
+    vocabulary is the tokenizer's."""
+    preset = preset_of(name, ignored)
+    model = preset.model
     known = bool(model.vocab_size)
     return {
         "name": name,
@@ -105,9 +112,10 @@ def _stacked(row: Sequence[str], widths: Sequence[int], width: int) -> str:
     return f"{_aligned(row[:_FIGURES], widths)}\n{below}"
 
 
-def details(name: str) -> str:
-    """Returns everything known of a preset."""
-    preset, model = _found(name)
+def details(name: str, ignored: Sequence[str] = ()) -> str:
+    """Returns everything known of a preset, or of a config.json without its `ignored` fields."""
+    preset = preset_of(name, ignored)
+    model = preset.model
     facts = {
         "parameters": _counts(model),
         "FLOPs": _flops(model),
@@ -129,7 +137,8 @@ def details(name: str) -> str:
 
 
 def _row(name: str) -> list[str]:
-    preset, model = _found(name)
+    preset = preset_of(name)
+    model = preset.model
     known = bool(model.vocab_size)
     total, active = (count(model), count_active(model)) if known else (0, 0)
     return [
@@ -182,7 +191,8 @@ def _matching(words: Sequence[str]) -> list[str]:
 
 
 def _searched(name: str) -> str:
-    preset, model = _found(name)
+    preset = preset_of(name)
+    model = preset.model
     return " ".join([name, _kinds(model), kinds.positions(model), *preset.hub, preset.source]).lower()
 
 

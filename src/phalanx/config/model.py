@@ -101,6 +101,9 @@ class MLA:
     """Size of the part of a head without position."""
     v_head_dim: Annotated[int, AtLeast(1)] = 128
     """Size of a value head."""
+    norm_eps: Annotated[float, AtLeast(0)] = 0.0
+    """Added to the variance in the norms of the compressed queries, keys and values; 0 means model.norm_eps
+    (transformers: 1e-6 whatever that is)."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from phalanx.data.row_fields import (
     Message,
     checked,
     messages_of,
+    plain,
     require_known,
     role_of,
     trained,
@@ -41,8 +42,9 @@ def preference_rows(files: Iterable[Path], data: Data) -> Iterator[Row]:
 
 def pair_of(record: dict[str, Any]) -> list[list[Message]]:
     """Returns the chosen and the rejected conversation of a row with `chosen` and `rejected`, each a text or a list of
-    messages, and what comes before them: `prompt`, a text or messages, or `messages`, or `conversations`. Whole
-    conversations in `chosen` and `rejected` need none. Raises ValueError with everything that is wrong."""
+    messages, and what comes before them: `prompt`, a text or messages, or `messages`, or `conversations`. Several of
+    these must be the same. Whole conversations in `chosen` and `rejected` need none: one that is there must be their
+    beginning, or all of the chosen one. Raises ValueError with everything that is wrong."""
     if missing := [name for name in ("chosen", "rejected") if name not in record]:
         raise ValueError(
             f"no {' and no '.join(missing)}: expected chosen and rejected, each a text or messages, and prompt or "
@@ -51,13 +53,13 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
         )
     require_known(record, (*_CONTEXT, "chosen", "rejected", "history"))
     given = [name for name in _CONTEXT if record.get(name) not in (None, "", [])]
-    if len(given) > 1 and "conversations" in given:
-        raise ValueError(f"{' and '.join(given)} stand beside each other: leave one out with data.ignore_keys")
+    contexts = {name: [*map(plain, messages_of(record[name], "user"))] for name in given}
     context = with_context(messages_of(record[given[0]], "user") if given else [], record)
-    problems, pair = [], []
+    problems, pair, in_answers = [], [], False
     for name in ("chosen", "rejected"):
         answer = messages_of(record[name], ANSWERS)
         whole = bool(answer) and isinstance(answer[0], dict) and role_of(answer[0]) != ANSWERS
+        in_answers |= whole
         try:
             pair.append(checked(answer if whole else [*context, *answer], answered=True))
             if pair[-1][-1]["role"] != ANSWERS:
@@ -68,11 +70,33 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
                 problems.append(f"{name}: no prompt: neither in prompt, nor in messages, nor before the answer")
         except ValueError as error:
             problems.append(f"{name}: {error}")
+    if not problems and in_answers:
+        problems += [
+            f"{name} is neither the beginning of the chosen conversation nor all of it: leave it out with "
+            f"data.ignore_keys=[{name}]"
+            for name, before in contexts.items()
+            if not _begins(pair[0], before)
+        ]
+    elif any(contexts[name] != contexts[given[0]] for name in given):
+        problems.append(
+            f"{' and '.join(given)} stand beside each other and differ: leave one out with data.ignore_keys"
+        )
     if not problems and pair[0] == pair[1]:
         problems.append("chosen and rejected are the same")
     if problems:
         raise ValueError("; ".join(problems))
     return pair
+
+
+def _begins(conversation: list[Message], before: list[Any]) -> bool:
+    """Returns whether a conversation begins with messages, with or without its system message, whatever else these
+    have."""
+    told, asked = (
+        [(each.get("role"), each.get("content")) if isinstance(each, dict) else (None, each) for each in some]
+        for some in (conversation, before)
+    )
+    spoken = [each for each in told if each[0] not in ("system", "developer")]
+    return asked in (told[: len(asked)], spoken[: len(asked)])
 
 
 class PreferenceData(ConversationData):

@@ -156,8 +156,8 @@ def messages_of(value: Any, role: str) -> list[Any]:
 
 def role_of(message: Any) -> Any:
     """Returns the role of a message, also of one of ShareGPT's."""
-    plain = _plain(message)
-    return plain.get("role") if isinstance(plain, dict) else None
+    usual = plain(message)
+    return usual.get("role") if isinstance(usual, dict) else None
 
 
 def checked(messages: Any, *, answered: bool) -> list[Message]:
@@ -170,9 +170,9 @@ def checked(messages: Any, *, answered: bool) -> list[Message]:
     problems: list[str] = []
     found: list[Message] = []
     for number, message in enumerate(messages, start=1):
-        plain = _plain(message)
-        found.append(plain if isinstance(plain, dict) else {})
-        problems += [f"message {number}: {each}" for each in _message_problems(plain)]
+        usual = plain(message)
+        found.append(usual if isinstance(usual, dict) else {})
+        problems += [f"message {number}: {each}" for each in _message_problems(usual)]
     roles = [message.get("role") for message in found]
     if answered and ANSWERS not in roles:
         problems.append(f"no answer: no message has the role {ANSWERS}")
@@ -183,7 +183,7 @@ def checked(messages: Any, *, answered: bool) -> list[Message]:
     return found
 
 
-def _plain(message: Any) -> Any:
+def plain(message: Any) -> Any:
     """Returns a message with role and content instead of ShareGPT's from and value, and a text for a list of parts that
     are texts. Fields that are None are left out, as tables have them."""
     if not isinstance(message, dict):

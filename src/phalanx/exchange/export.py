@@ -133,13 +133,14 @@ def export(
     work = _Export(source, run, model, _tokenizer_in(run), [])
     weights = _Weights(source, model, list(links(model, WEIGHTS[family.model_type])), dtype)
     total = sum(tensor.nbytes for tensor in weights.tensors.values())
+    config = _config(work, values, weights)
     with written_beside(target, total) as new:
         folder = new.directory
         planned = plan(weights.tensors, most_file_bytes, numbered("model"))
         consolidated.write(folder, planned, weights.read, None, meter(progress, "writing", total))
         if len(planned) > 1:
             _write_json(folder / f"model{consolidated.INDEX}", consolidated.index(planned))
-        _write_json(folder / CONFIG, _config(work, values, weights))
+        _write_json(folder / CONFIG, config)
         _write_json(folder / GENERATION, _token_ids(work) | work.side(GENERATION))
         _write_tokenizer(work, folder)
         write_atomic(folder / "README.md", _card(work, family.architecture, weights).encode())
@@ -230,11 +231,15 @@ def _tokenizer_in(run: Path) -> Tokenizer | None:
 
 
 def _config(work: _Export, values: dict[str, Any], weights: _Weights) -> dict[str, Any]:
-    """Returns config.json: what the model determines, over fields of the imported one that change no number."""
+    """Returns config.json: what the model determines, over fields of the imported one that change no number. It is read
+    back: raises JobError, naming the fields, if it says another model."""
     kept = {name: value for name, value in work.side(CONFIG).items() if name in HARMLESS - _NOT_KEPT}
     longest = {_CONTEXT: work.context} if _CONTEXT in values else {}
     own = {"dtype": _TORCH_NAMES[weights.dtype], "use_cache": True}
-    return dict.fromkeys(_TOKEN_IDS) | kept | values | longest | own | _token_ids(work)
+    config = dict.fromkeys(_TOKEN_IDS) | kept | values | longest | own | _token_ids(work)
+    if wrong := config_json.differences(config_json.read(json.loads(json.dumps(config))).model, work.model):
+        raise JobError(f"the config.json of the export would be read as another model: {'; '.join(wrong)}")
+    return config
 
 
 def _token_ids(work: _Export) -> dict[str, Any]:

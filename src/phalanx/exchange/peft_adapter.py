@@ -1,16 +1,19 @@
 """LoRA adapters as PEFT saves them: adapter_config.json beside adapter_model.safetensors.
 
 They are merged into the weights of their base as these are read, W + scale · B A with scale alpha / r, or alpha / √r
-with use_rslora (Kalajdzievski 2023). What PEFT computes otherwise is refused by the name of its field.
+with use_rslora (Kalajdzievski 2023); rank_pattern and alpha_pattern name modules with their own r and alpha. What PEFT
+computes otherwise is refused by the name of its field.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,10 +51,26 @@ class PeftAdapter:
     config: Path
     base: str
     """base_model_name_or_path: a folder, or a name on the hub."""
-    scale: float
+    rank: int
+    alpha: float
+    ranks: Mapping[str, int]
+    """rank_pattern: the rank of modules whose names match an expression."""
+    alphas: Mapping[str, float]
+    """alpha_pattern, likewise."""
+    stabilised: bool
+    """use_rslora."""
     transposed: bool
     """fan_in_fan_out."""
     weights: Manifest
+
+    def scale_and_rank(self, module: str) -> tuple[float, int]:
+        """Returns the scale and the rank of a module. PEFT takes the first expression that matches the whole name, or
+        its end from a dot on (peft/utils/other.py, get_pattern_key)."""
+        [rank, alpha] = (
+            next((value for key, value in each.items() if re.match(rf"(.*\.)?({key})$", module)), usual)
+            for each, usual in ((self.ranks, self.rank), (self.alphas, self.alpha))
+        )
+        return alpha / rank ** (0.5 if self.stabilised else 1), int(rank)
 
     @property
     def local_base(self) -> Path | None:
@@ -74,6 +93,7 @@ def open_adapter(config: Path) -> PeftAdapter:
     if (kind := reader.take("peft_type", str)) != "LORA" and not reader.problems:
         reader.problem("peft_type", f"is {shown(kind)}, supported: 'LORA'")
     rank, alpha = reader.take("r", int, 8), reader.take("lora_alpha", float, 8.0)
+    ranks, alphas = (_pattern(reader, name, kind) for name, kind in (("rank_pattern", int), ("alpha_pattern", float)))
     if rank < 1:
         reader.problem("r", f"is {rank}, expected at least 1")
     if (biases := reader.take("bias", str, "none")) != "none":
@@ -82,7 +102,7 @@ def open_adapter(config: Path) -> PeftAdapter:
     if not isinstance(initial, bool | None) and initial not in _INITIAL:
         reader.problem("init_lora_weights", f"is {shown(initial)}, which changes the base's weights, too")
     reader.take("modules_to_save", list, [])
-    scale = alpha / max(1, rank) ** (0.5 if reader.take("use_rslora", bool, False) else 1)
+    stabilised = reader.take("use_rslora", bool, False)
     base, transposed = reader.take("base_model_name_or_path", str, ""), reader.take("fan_in_fan_out", bool, False)
     reader.seen |= {*_WITHOUT_EFFECT}
     for name in reader.left():
@@ -91,7 +111,20 @@ def open_adapter(config: Path) -> PeftAdapter:
     if reader.problems:
         way = "merge it into its base with peft, merge_and_unload() and save_pretrained(DIR), and import DIR"
         raise CheckpointError("\n".join([*(f"{config}: {each}" for each in reader.problems), way]))
-    return PeftAdapter(config, base, scale, transposed, _weights(config.parent))
+    return PeftAdapter(config, base, rank, alpha, ranks, alphas, stabilised, transposed, _weights(config.parent))
+
+
+def _pattern(reader: ConfigReader, name: str, kind: type) -> Mapping[str, Any]:
+    """Returns an object of expressions with numbers, each of which is noted if it is wrong."""
+    pattern = reader.inside(name)
+    found: dict[str, Any] = {}
+    for key in pattern.left():
+        found[key] = pattern.take(key, kind, 1, least=1)
+        try:
+            re.compile(key)
+        except re.error as error:
+            pattern.problem(key, f"is no regular expression: {error}")
+    return found
 
 
 def _weights(folder: Path) -> Manifest:
@@ -134,9 +167,10 @@ class AdaptedFiles(Reader):
         """What was merged, for the user."""
         whole = f", {len(self._whole)} tensors replaced" if self._whole else ""
         unused = f", {len(self.unused)} tensors belong to what is not imported" if self.unused else ""
+        scales = ", ".join(f"{each:g}" for each in dict.fromkeys(self._scale(pair)[0] for pair in self._pairs.values()))
         return (
             f"merged the LoRA adapter {self.adapter.config.parent} into {len(self._pairs)} matrices of "
-            f"{self.manifest.path} (scale {self.adapter.scale:g}{whole}{unused})"
+            f"{self.manifest.path} (scale {scales}{whole}{unused})"
         )
 
     def __exit__(self, *error: object) -> None:
@@ -152,8 +186,12 @@ class AdaptedFiles(Reader):
             a, b = self._own.read(pair[_A]), self._own.read(pair[_B])
             wide = reduce(torch.promote_types, (tensor.dtype, a.dtype, b.dtype, torch.float32))
             product = b.to(wide) @ a.to(wide)
-            tensor = tensor.to(wide) + self.adapter.scale * (product.mT if self._transposed else product)
+            tensor = tensor.to(wide) + self._scale(pair)[0] * (product.mT if self._transposed else product)
         return tensor if box is None else tensor[box.within(Box.of(tensor.shape))]
+
+    def _scale(self, pair: Mapping[str, str]) -> tuple[float, int]:
+        """Returns the scale and the rank that the settings give to the module of two matrices."""
+        return self.adapter.scale_and_rank(next(iter(pair.values())).removeprefix(_PREFIX).rpartition(".lora_")[0])
 
     @property
     def _file(self) -> Path:
@@ -195,6 +233,8 @@ class AdaptedFiles(Reader):
             wanted = (a[1], b[0]) if self._transposed else (b[0], a[1])
             if not fits or wanted != self.manifest.tensors[name].shape:
                 yield f"{self._file}: {pair[_A]} {a} and {pair[_B]} {b} do not fit {self._shape(name)}"
+            elif a[0] != (rank := self._scale(pair)[1]):
+                yield f"{self._file}: {pair[_A]} has rank {a[0]}, r and rank_pattern say {rank}"
 
     def _shape(self, name: str) -> str:
         return f"{name} {self.manifest.tensors[name].shape} of {self.manifest.path}"

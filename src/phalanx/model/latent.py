@@ -35,12 +35,12 @@ class LatentAttention(nn.Module):
         self.compresses_queries = mla.q_rank > 0
         if self.compresses_queries:
             self.wq_a = Linear(model.d_model, mla.q_rank, bias=bias)
-            self.q_norm = make_norm(model, mla.q_rank)
+            self.q_norm = make_norm(model, mla.q_rank, mla.norm_eps)
             self.wq_b = Linear(mla.q_rank, queries, bias=bias)
         else:
             self.wq = Linear(model.d_model, queries, bias=bias)
         self.wkv_a = Linear(model.d_model, mla.kv_rank + mla.rope_head_dim, bias=bias)
-        self.kv_norm = make_norm(model, mla.kv_rank)
+        self.kv_norm = make_norm(model, mla.kv_rank, mla.norm_eps)
         self.wkv_b = Linear(mla.kv_rank, model.n_heads * sum(self.kv_parts), bias=bias)
         self.core = CoreAttention(model, layer)
         self.wo = Linear(model.n_heads * mla.v_head_dim, model.d_model, bias=model.bias)

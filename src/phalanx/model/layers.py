@@ -166,9 +166,9 @@ def dense(model: ModelConfig, *_: object) -> MLP:
     return MLP(model)
 
 
-def make_norm(model: ModelConfig, width: int | None = None) -> nn.Module:
-    """Returns the model's normalisation over `width` elements, by default d_model."""
-    width = width or model.d_model
+def make_norm(model: ModelConfig, width: int = 0, eps: float = 0.0) -> nn.Module:
+    """Returns the model's normalisation over `width` elements, by default d_model, with its own `eps` if given."""
+    width, eps = width or model.d_model, eps or model.norm_eps
     if model.norm == "rmsnorm":
-        return nn.RMSNorm(width, eps=model.norm_eps)
-    return nn.LayerNorm(width, eps=model.norm_eps, bias=model.bias)
+        return nn.RMSNorm(width, eps=eps)
+    return nn.LayerNorm(width, eps=eps, bias=model.bias)

@@ -142,7 +142,7 @@ DEEPSEEK: dict[str, Preset] = {
             seq_len=4096,
             rope_theta=1000000.0,
             moe=_experts(256, 2048, dense=3, route_scale=2.5),
-            mla=MLA(q_rank=2048, kv_rank=512, rope_head_dim=64, nope_head_dim=192, v_head_dim=256),
+            mla=MLA(q_rank=2048, kv_rank=512, rope_head_dim=64, nope_head_dim=192, v_head_dim=256, norm_eps=1e-6),
         ),
         "GLM-5 Team 2026, architecture table of the report; transformers' GlmMoeDsaConfig, scripts/models/"
         "glm5-744B-A40B.sh of github.com/THUDM/slime (624b824)",

@@ -47,7 +47,7 @@ SMALL: dict[str, Preset] = {
                 aux_loss=0.0001,
                 bias_balanced=True,
             ),
-            mla=MLA(q_rank=32, kv_rank=16, rope_head_dim=8, nope_head_dim=16, v_head_dim=16),
+            mla=MLA(q_rank=32, kv_rank=16, rope_head_dim=8, nope_head_dim=16, v_head_dim=16, norm_eps=1e-6),
         ),
         f"{_HERE}, of DeepSeek-V3's kind",
     ),

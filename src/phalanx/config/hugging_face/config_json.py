@@ -139,8 +139,6 @@ def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Field
             wrong = differences(read(json.loads(json.dumps(values))).model, model)
         except JobError as error:  # its first problems only, which say less than how shapes differ
             wrong, refused = error.problems, True
-        if not model.moe.n_experts and "n_routed_experts" in values:  # its layers would route to no expert
-            wrong, refused = [*wrong, "moe.n_experts 0: every layer of this kind has experts"], True
         if not wrong:
             return family, values
         if nearest is None or (refused, len(wrong)) < (nearest[0], len(nearest[1])):
@@ -172,7 +170,7 @@ def plain(model: ModelConfig) -> ModelConfig:
     only_experts = model.moe.n_experts > 0 and not moe.n_dense_layers
     windows = [model.window_of(layer) for layer in range(model.n_layers)]
     rope = model.positions == "rope"
-    mla = model.mla if model.mla.kv_rank else MLA()
+    mla = replace(model.mla, norm_eps=model.mla.norm_eps or model.norm_eps) if model.mla.kv_rank else MLA()
     return replace(
         model,
         n_kv_heads=model.n_heads if mla.kv_rank else model.kv_heads,

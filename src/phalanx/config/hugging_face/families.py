@@ -11,7 +11,7 @@ from phalanx.config.hugging_face.kinds import (
     BALANCED,
     GEMMA_KIND,
     GEMMA_TERMS,
-    LATENT,
+    LATENT_KIND,
     LLAMA_KIND,
     MOST_LAYERS,
     NO_ATTENTION_BIAS,
@@ -22,8 +22,10 @@ from phalanx.config.hugging_face.kinds import (
     Biases,
     ConfigFamily,
     HeadDim,
-    capped,
+    QueryScale,
+    SoftCap,
     experts,
+    latent,
     many_experts,
     sizes,
 )
@@ -59,7 +61,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
             *sizes(kv_heads=8, context=131072, eps=1e-5, experts=True),
             HeadDim(),
             Windows(layers=False),
-            Rope(),
+            Rope(theta=1e6),
             SILU,
             *experts("num_local_experts", width=False, chosen=2),
             Fixed("router_jitter_noise", (0.0,), 0.0),
@@ -69,7 +71,13 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         "qwen2",
         "Qwen2ForCausalLM",
         LLAMA_KIND | {"qkv_bias": True},
-        (*sizes(context=32768), HeadDim(), Windows(default=4096, switch="use_sliding_window"), Rope(), SILU),
+        (
+            *sizes(context=32768, absent_kv_heads=32),
+            HeadDim(),
+            Windows(default=4096, switch="use_sliding_window"),
+            Rope(),
+            SILU,
+        ),
         harmless=frozenset({"use_mrope"}),
     ),
     ConfigFamily(
@@ -77,7 +85,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         "Qwen3ForCausalLM",
         LLAMA_KIND | {"qk_norm": "head"},
         (
-            *sizes(context=32768),
+            *sizes(context=32768, absent_kv_heads=32),
             HeadDim(128),
             Windows(default=4096, switch="use_sliding_window"),
             Rope(),
@@ -126,7 +134,9 @@ FAMILIES: tuple[ConfigFamily, ...] = (
             Rope(),
             Fixed("hidden_activation", TANH, "gelu_pytorch_tanh"),
             *GEMMA_TERMS,
-            *capped(attention=50.0, logits=30.0),
+            QueryScale(),
+            SoftCap("attn_logit_softcapping", "attention_softcap", 50.0),
+            SoftCap("final_logit_softcapping", "logit_softcap", 30.0),
         ),
         harmless=frozenset({"hidden_act"}),
     ),
@@ -149,7 +159,9 @@ FAMILIES: tuple[ConfigFamily, ...] = (
             RopeWithWindows(),
             Fixed("hidden_activation", TANH, "gelu_pytorch_tanh"),
             *GEMMA_TERMS,
-            *capped(),
+            QueryScale(),
+            Fixed("attn_logit_softcapping", (None,), None, "transformers reads it and caps nothing"),
+            SoftCap("final_logit_softcapping", "logit_softcap", 0.0),
         ),
         harmless=frozenset({"hidden_act", "_sliding_window_pattern"}),  # layer_types stand beside it
         inside="text_config",
@@ -240,14 +252,18 @@ FAMILIES: tuple[ConfigFamily, ...] = (
     ConfigFamily(
         "deepseek_v3",
         "DeepseekV3ForCausalLM",
-        LLAMA_KIND | BALANCED,
+        LLAMA_KIND | BALANCED | LATENT_KIND,
         (
             *sizes(context=4096),
-            *LATENT,
+            *latent(
+                query_rank=Field(
+                    "q_lora_rank", "mla.q_rank", int, 0, lambda model: model.mla.q_rank or None, absent=1536
+                )
+            ),
             Rope(latent=True),
             SILU,
             NO_ATTENTION_BIAS,
-            *many_experts(groups=8, dense=3, scale=2.5),
+            *many_experts(groups=8, chosen_groups=4, dense=3, scale=2.5),
         ),
         harmless=UNUSED_BALANCING,
         also=("kimi_k2",),
@@ -286,10 +302,10 @@ FAMILIES: tuple[ConfigFamily, ...] = (
     ConfigFamily(
         "glm_moe_dsa",
         "GlmMoeDsaForCausalLM",
-        LLAMA_KIND | BALANCED,
+        LLAMA_KIND | BALANCED | LATENT_KIND,
         (
             *sizes(context=202752, eps=1e-5),
-            *LATENT,
+            *latent(query_rank=Field("q_lora_rank", "mla.q_rank", int, 2048, least=1), nope=192, value=256),
             Rope(latent=True),
             SILU,
             NO_ATTENTION_BIAS,

@@ -87,8 +87,7 @@ class QueryScale:
     def write(self, model: ModelConfig) -> Fields:
         """Returns query_pre_attn_scalar."""
         scalar = model.attention_scale**-2 if model.attention_scale else model.head_size
-        whole = round(scalar)
-        return {"query_pre_attn_scalar": whole if abs(scalar - whole) < 1e-6 * scalar else scalar}
+        return {"query_pre_attn_scalar": round(scalar)}  # transformers takes whole ones only
 
 
 @dataclass(frozen=True)
@@ -157,6 +156,7 @@ NO_ATTENTION_BIAS = Fixed("attention_bias", (False,), False, "without biases of 
 def sizes(
     *,
     kv_heads: int = 0,
+    absent_kv_heads: int | None = None,
     tied: bool = False,
     context: int = 2048,
     eps: float = 1e-6,
@@ -171,11 +171,15 @@ def sizes(
         Field("intermediate_size", "d_ff", int, d_ff, lambda model: model.expert_ff_size if experts else model.ff_size),
         Field("num_hidden_layers", "n_layers", int, most=MOST_LAYERS),
         Field("num_attention_heads", "n_heads", int),
-        Field("num_key_value_heads", "n_kv_heads", int, kv_heads, lambda model: model.kv_heads),
+        Field("num_key_value_heads", "n_kv_heads", int, kv_heads, _kv_heads, absent=absent_kv_heads),
         Context(default=context),
         Field("rms_norm_eps", "norm_eps", float, eps),
         Field("tie_word_embeddings", "tied", bool, tied),
     )
+
+
+def _kv_heads(model: ModelConfig) -> int:
+    return model.n_heads if model.mla.kv_rank else model.kv_heads
 
 
 def experts(count: str, *, renormalised: bool | None = None, width: bool = True, chosen: Any = REQUIRED):
@@ -183,7 +187,7 @@ def experts(count: str, *, renormalised: bool | None = None, width: bool = True,
     ff = (Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, lambda model: model.expert_ff_size),)
     gates = (Field("norm_topk_prob", "moe.renormalise", bool, renormalised),)
     return (
-        Field(count, "moe.n_experts", int, most=MOST_EXPERTS, also=("num_experts", "num_local_experts")),
+        Field(count, "moe.n_experts", int, most=MOST_EXPERTS, least=1, also=("num_experts", "num_local_experts")),
         Field("num_experts_per_tok", "moe.top_k", int, chosen),
         Field("router_aux_loss_coef", "moe.aux_loss", float, 0.0),
         *(ff if width else ()),
@@ -191,7 +195,9 @@ def experts(count: str, *, renormalised: bool | None = None, width: bool = True,
     )
 
 
-def many_experts(*, groups: int = 1, dense: int = 0, scale: float = 1.0, shared: int = 1):
+def many_experts(
+    *, groups: int = 1, chosen_groups: int = 1, dense: int | None = None, scale: float = 1.0, shared: int = 1
+):
     """Returns the experts of DeepSeek-V3 and what follows it."""
     return (
         Field(
@@ -199,14 +205,17 @@ def many_experts(*, groups: int = 1, dense: int = 0, scale: float = 1.0, shared:
             "moe.n_experts",
             int,
             most=MOST_EXPERTS,
+            least=1,  # layers of these kinds would route to no expert
             also=("num_experts", "num_local_experts"),
         ),
         Field("num_experts_per_tok", "moe.top_k", int, 8),
         Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, lambda model: model.expert_ff_size),
         Field("n_shared_experts", "moe.n_shared", int, shared),
-        Field("first_k_dense_replace", "moe.n_dense_layers", int, dense, most=MOST_LAYERS),
+        Fixed("first_k_dense_replace", (0,), 0, "every layer of this kind has experts")
+        if dense is None
+        else Field("first_k_dense_replace", "moe.n_dense_layers", int, dense, most=MOST_LAYERS),
         Field("n_group", "moe.n_groups", int, groups),
-        Field("topk_group", "moe.top_groups", int, groups),
+        Field("topk_group", "moe.top_groups", int, chosen_groups),
         Field("routed_scaling_factor", "moe.route_scale", float, scale),
         Field("norm_topk_prob", "moe.renormalise", bool, True),
         Fixed("scoring_func", ("sigmoid",), "sigmoid"),
@@ -217,14 +226,21 @@ def many_experts(*, groups: int = 1, dense: int = 0, scale: float = 1.0, shared:
 
 
 BALANCED: dict[str, Any] = {"moe.router": "sigmoid", "moe.bias_balanced": True}
-LATENT = (
-    Field("q_lora_rank", "mla.q_rank", int, 0, lambda model: model.mla.q_rank or None),
-    Field("kv_lora_rank", "mla.kv_rank", int),
-    Field("qk_rope_head_dim", "mla.rope_head_dim", int, 64),
-    Field("qk_nope_head_dim", "mla.nope_head_dim", int, 128),
-    Field("v_head_dim", "mla.v_head_dim", int, 128),
-    Fixed("rope_interleave", (True,), True),
-)
+LATENT_KIND: dict[str, Any] = {"mla.norm_eps": 1e-6}
+"""The compressions have norms with transformers' default, whatever rms_norm_eps is."""
+
+
+def latent(*, query_rank: Field, nope: int = 128, value: int = 128):
+    return (
+        query_rank,
+        Field("kv_lora_rank", "mla.kv_rank", int, 512, least=1),
+        Field("qk_rope_head_dim", "mla.rope_head_dim", int, 64),
+        Field("qk_nope_head_dim", "mla.nope_head_dim", int, nope),
+        Field("v_head_dim", "mla.v_head_dim", int, value),
+        Fixed("rope_interleave", (True,), True),
+    )
+
+
 UNUSED_BALANCING = frozenset(
     (
         *("aux_loss_alpha", "seq_aux", "ep_size", "num_mtp_layers", "qk_head_dim"),
@@ -239,11 +255,3 @@ GEMMA_TERMS = (
     NO_ATTENTION_BIAS,
 )
 TANH = ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")
-
-
-def capped(*, attention: float = 0.0, logits: float = 0.0):
-    return (
-        QueryScale(),
-        SoftCap("attn_logit_softcapping", "attention_softcap", attention),
-        SoftCap("final_logit_softcapping", "logit_softcap", logits),
-    )

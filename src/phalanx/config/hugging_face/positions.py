@@ -105,7 +105,8 @@ class RopeWithWindows:
         else:
             full = source.inside("rope_scaling")
         fields["rope_theta"] = full.take("rope_theta", float, theta)
-        fields["window_rope_theta"] = window.take("rope_theta", float, local) if fields["window"] else 0.0
+        base = window.take("rope_theta", float, local)
+        fields["window_rope_theta"] = base if fields["window"] else 0.0
         fields["rope_scaling"] = scaling(full, fields["seq_len"])
         if scaling(window, fields["seq_len"]).factor > 1:
             window.problem("factor", "stretches layers with a window, which keep their positions here")

@@ -43,7 +43,7 @@ class ConfigReader:
         self.problems: list[str] = []
         self.notes: list[str] = []
 
-    def take(self, name: str, kind: type, default: Any = REQUIRED, most: int = LARGEST) -> Any:
+    def take(self, name: str, kind: type, default: Any = REQUIRED, most: int = LARGEST, least: int = 0) -> Any:
         """Returns the value of a field, or its default where it is absent or null. A wrong value becomes a problem, and
         a stand-in is returned."""
         self.seen.add(name)
@@ -61,8 +61,8 @@ class ConfigReader:
         if kind is float and not isfinite(value):
             self.problem(name, f"is {value}, expected a finite number")
             return stand_in
-        if kind is int and not 0 <= value <= most:
-            self.problem(name, f"is {value:,}, expected at most {most:,} and at least 0")
+        if kind is int and not least <= value <= most:
+            self.problem(name, f"is {value:,}, expected at most {most:,} and at least {least}")
             return stand_in
         return value
 
@@ -120,14 +120,18 @@ class Field:
     write_as: Callable[[ModelConfig], Any] | None = None
     """The value to write where ours may stand for a default, such as 0 key/value heads."""
     most: int = LARGEST
+    least: int = 0
     also: tuple[str, ...] = ()
     """Other names of theirs, which are read only."""
+    absent: Any = None
+    """The value of a field that is absent where it is another than that of null, which is the default."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
         """Takes the value over."""
         names = (self.theirs, *self.also)
         chosen = next((name for name in names if source.holds(name)), self.theirs)
-        fields[self.ours] = value = source.take(chosen, self.kind, self.default, self.most)
+        default = self.default if self.absent is None or source.names(chosen) else self.absent
+        fields[self.ours] = value = source.take(chosen, self.kind, default, self.most, self.least)
         for name in names:
             if source.holds(name) and source.raw(name) != value and name != chosen:
                 source.problem(name, f"is {shown(source.raw(name))}, {chosen} is {shown(value)}: they are the same")

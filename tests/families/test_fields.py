@@ -1,0 +1,187 @@
+"""Every field of a model, in every family, with odd values: transformers computes the same logits from the config.json
+that is written, or the field is refused by name. A field that is absent has the value that transformers takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from families.counterparts import COUNTERPARTS, InFloat64, small_model
+from families.test_transformers import close, weights
+from model.kinds import build
+from phalanx.check.job import problems_of
+from phalanx.config.hugging_face import config_json
+from phalanx.config.job import Job
+from phalanx.config.model import ModelConfig
+from phalanx.config.presets import PRESETS
+from phalanx.errors import JobError
+
+NO_SHAPE = {"preset", "from_", "ignore_config", "lora.rank", "lora.alpha", "lora.targets"}
+"""Where a model comes from, and adapters, which an export merges."""
+SWITCHES = (False, True)
+VALUES: dict[str, tuple[Any, ...]] = {
+    "n_layers": (1, 5),
+    "d_model": (40,),
+    "n_heads": (2, 8),
+    "n_kv_heads": (0, 1, 4),
+    "head_dim": (0, 6, 10),
+    "d_ff": (0, 37),
+    "vocab_size": (53,),
+    "seq_len": (19,),
+    "window": (0, 5),
+    "full_every": (0, 1, 2, 3),
+    "attention": ("heads", "latent"),
+    "feed_forward": ("dense", "experts"),
+    "norm": ("layernorm", "rmsnorm"),
+    "norm_place": ("before", "after", "both"),
+    "parallel_block": SWITCHES,
+    "positions": ("learned", "rope"),
+    "activation": ("gelu", "gelu_tanh", "swiglu", "geglu", "swiglu_clamped"),
+    "bias": SWITCHES,
+    "qkv_bias": SWITCHES,
+    "qk_norm": ("none", "head", "width"),
+    "sinks": SWITCHES,
+    "attention_scale": (0.0, 0.3),
+    "attention_softcap": (0.0, 1.5),
+    "logit_softcap": (0.0, 1.7),
+    "scaled_embedding": SWITCHES,
+    "tied": SWITCHES,
+    "dropout": (0.1,),
+    "norm_eps": (0.013,),
+    "rope_theta": (777.0,),
+    "window_rope_theta": (0.0, 555.0),
+    "rotary_fraction": (0.5, 0.75, 1.0),
+    "init_std": (0.1,),
+    **{
+        f"rope_scaling.{name}": values
+        for name, values in {
+            "kind": ("linear", "llama3", "yarn"),
+            "factor": (1.0, 3.0),
+            "low_freq_factor": (2.0,),
+            "high_freq_factor": (3.0,),
+            "original_seq_len": (13,),
+            "beta_fast": (5.0,),
+            "beta_slow": (0.3,),
+            "truncate": SWITCHES,
+            "magnitude": (1.3,),
+        }.items()
+    },
+    **{
+        f"moe.{name}": values
+        for name, values in {
+            "n_experts": (0, 4, 6),
+            "top_k": (1, 2),
+            "d_ff": (0, 20),
+            "n_shared": (0, 1, 2),
+            "n_dense_layers": (0, 1, 2),
+            "router": ("softmax", "sigmoid"),
+            "renormalise": SWITCHES,
+            "route_scale": (1.9,),
+            "n_groups": (1, 2),
+            "top_groups": (1, 2),
+            "aux_loss": (0.1,),
+            "z_loss": (0.1,),
+            "router_bias": SWITCHES,
+            "bias_balanced": SWITCHES,
+            "bias_rate": (0.1,),
+            "capacity": (1.5,),
+        }.items()
+    },
+    "mla.q_rank": (0, 5),
+    "mla.kv_rank": (0, 6),
+    "mla.rope_head_dim": (4,),
+    "mla.nope_head_dim": (6,),
+    "mla.v_head_dim": (5,),
+    "mla.norm_eps": (0.0, 0.02),
+}
+TOLD = {"moe.capacity"}
+"""Dropped tokens belong to training: an export says that transformers drops none."""
+
+NAMED_BY = {
+    **dict.fromkeys((path for path in VALUES if path.startswith("rope_scaling.")), "attention_scale"),
+    "moe.n_experts": "experts is 0",
+    "mla.kv_rank": "kv_lora_rank is 0",
+    "mla.q_rank": "q_lora_rank is 0",
+    "n_heads": "n_kv_heads",
+}
+"""The field that a refusal may name for another: one that depends on it, or theirs."""
+
+
+def with_value(model: ModelConfig, path: str, value: Any) -> ModelConfig:
+    part, _, name = path.rpartition(".")
+    return replace(model, **{part: replace(getattr(model, part), **{name: value})} if part else {name: value})
+
+
+def odd(model: ModelConfig) -> Iterator[tuple[str, ModelConfig]]:
+    """Yields models that differ in one field, by its path, and stretched positions of every kind with it."""
+    for path, values in VALUES.items():
+        for value in values:
+            changed = with_value(model, path, value)
+            if changed != model:
+                yield path, changed
+                if path.startswith("rope_scaling.") or path in ("rotary_fraction", "attention_scale"):
+                    for kind in ("linear", "llama3", "yarn"):
+                        scaling = replace(changed.rope_scaling, factor=2.5, original_seq_len=11)
+                        yield path, replace(changed, rope_scaling=replace(scaling, kind=kind))
+
+
+def test_every_field_has_values() -> None:
+    assert VALUES.keys() | NO_SHAPE == set(config_json._paths(ModelConfig()))
+
+
+@pytest.mark.parametrize("name", COUNTERPARTS)
+def test_a_field_is_computed_by_transformers_or_refused_by_name(name: str) -> None:
+    counterpart = COUNTERPARTS[name]
+    equal = 0
+    for path, model in odd(small_model(PRESETS[name], counterpart.small)):
+        if problems_of(Job(model=model)) or path in TOLD:
+            continue
+        try:
+            config_json.write(model, counterpart.model_type)
+        except JobError as error:
+            assert any(each in str(error) for each in (path, NAMED_BY.get(path, path))), (path, str(error))
+            continue
+        compare(counterpart, model, path)
+        equal += 1
+    assert equal > 30
+
+
+def compare(counterpart: Any, model: ModelConfig, what: str) -> None:
+    """Compares the logits of both implementations with the same random weights."""
+    with InFloat64():
+        torch.set_default_dtype(torch.float64)
+        try:
+            theirs = counterpart.build(model).double()
+        finally:
+            torch.set_default_dtype(torch.float32)
+    values = counterpart.take(counterpart.stored(theirs, weights(theirs)), model)
+    ours = build(model).eval()
+    with InFloat64(), torch.no_grad():
+        for key, parameter in ours.named_parameters():
+            parameter.copy_(values[key])
+        tokens = torch.randint(model.vocab_size, (2, model.seq_len), generator=torch.Generator().manual_seed(1))
+        expected = theirs(input_ids=tokens).logits
+    with torch.no_grad():
+        close(ours(tokens), expected, what)
+
+
+@pytest.mark.parametrize("name", COUNTERPARTS)
+def test_a_field_that_is_absent_is_what_transformers_takes(name: str) -> None:
+    from transformers import AutoConfig
+
+    counterpart = COUNTERPARTS[name]
+    for model in (PRESETS[name], small_model(PRESETS[name], counterpart.small)):
+        values = config_json.write(model, counterpart.model_type)[1]
+        for key in values.keys() - {"model_type", "architectures"}:
+            less = {field: value for field, value in values.items() if field != key}
+            try:
+                ours = config_json.read(less).model
+            except JobError:
+                continue
+            filled = json.loads(json.dumps(AutoConfig.for_model(**less).to_dict()))
+            assert not config_json.differences(config_json.read(filled).model, ours), key
