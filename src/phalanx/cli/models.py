@@ -9,6 +9,7 @@ from typing import Any
 
 from phalanx.blocks.flops import train_flops_per_token
 from phalanx.blocks.parameters import count, count_active
+from phalanx.check.job import shape_problems
 from phalanx.cli.columns import filled
 from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.config.families import kinds
@@ -55,6 +56,8 @@ def run(argv: Sequence[str]) -> int:
 
 def _found(name: str) -> tuple[Preset, ModelConfig]:
     preset = preset_of(name)
+    if problems := shape_problems(preset.model):
+        raise JobError([f"{name}: {path}: {message}" for path, message in problems])
     return preset, preset.model
 
 
