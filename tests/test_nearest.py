@@ -95,6 +95,8 @@ def test_models_and_corpora_of_other_programs_are_known() -> None:
     assert named("mamba") == "mamba"
     for name in ("mamba", "mamba2-2.7b", "llama4", "llama4-scout"):
         assert "layers that are not implemented" in unknown(name)
+    for name in ("qwen3-vl-8b", "llava-7b"):
+        assert "with an encoder of images" in unknown(name)
     assert "there are llama3-8b, llama3-70b, llama3-405b" in unknown("llama3-7b")
     assert "nothing is downloaded" in refusal("data.corpus", "openwebtext")
     assert "data.corpus=chat" in refusal("data.corpus", "ShareGPT")

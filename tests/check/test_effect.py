@@ -21,8 +21,8 @@ from phalanx.train.start import vocabulary_of as vocabulary_of_run
 
 ELSEWHERE = {
     "model": """
-        preset from n_layers d_model n_heads n_kv_heads head_dim d_ff vocab_size seq_len window full_every
-        attention feed_forward norm norm_place parallel_block positions activation bias qkv_bias qk_norm sinks
+        preset from n_layers d_model n_heads n_kv_heads head_dim vocab_size seq_len window full_every
+        attention feed_forward norm norm_place parallel_block positions activation bias qk_norm sinks
         attention_scale attention_softcap logit_softcap scaled_embedding tied dropout norm_eps window_rope_theta
         init_std moe.n_experts mla.kv_rank lora.rank
     """,
@@ -33,14 +33,14 @@ ELSEWHERE = {
         sync
     """,
     "data": """
-        corpus mix document_mask val_fraction limit_mb dir workers prefetch on_corruption skip_quota
+        corpus mix document_mask val_fraction dir prefetch on_corruption
     """,
     "optimizer": """
         name lr betas eps momentum nesterov newton_schulz options weight_decay clip schedule warmup_steps
         batch_scaling
     """,
     "train": """
-        steps global_batch precision gradients seed compile cpu_linear deterministic log_every eval_every
+        steps global_batch precision gradients seed compile cpu_linear deterministic log_every
         eval_samples dpo.beta dpo.label_smoothing profile.steps profile.ranks profile.memory profile.python
     """,
     "checkpoint": """
@@ -63,6 +63,7 @@ SET = {
     "model.mla.q_rank": "8",
     "model.lora.alpha": "8",
     "model.rope_scaling.kind": "yarn",
+    "data.skip_quota": "5",
     "layout.zero": "1",
     "layout.bucket_mb": "50",
     "layout.data_parallel": "threads",
@@ -99,6 +100,33 @@ def test_a_field_without_effect_is_refused_with_its_condition(path: str, value: 
     assert CONDITIONS[path][1] in str(caught.value) or "nearest legal" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("model.positions=rope model.rope_scaling.factor=2 beta_fast=3", "and model.rope_scaling.kind=yarn"),
+        (
+            "model.positions=rope model.rope_scaling.factor=2 model.rope_scaling.kind=linear original_seq_len=64",
+            "=llama3 or yarn",
+        ),
+        (
+            "model.moe.n_experts=4 model.moe.d_ff=32 model.d_ff=64",
+            "model.d_ff=64: has no effect here: it is for dense MLPs",
+        ),
+        (
+            "model.bias=true qkv_bias=true",
+            "qkv_bias=true: model.qkv_bias: has no effect here: it is for model.bias=false",
+        ),
+        ("eval_samples=0 eval_every=10", "it is for train.eval_samples above 0"),
+        ("data=random limit_mb=3", "limit_mb=3: data.limit_mb: has no effect here: it is for a corpus of text"),
+        ("train.dpo.beta=0.5", "command line: train.dpo.beta=0.5: is for pairs"),
+    ],
+)
+def test_a_field_whose_kind_does_not_use_it_is_refused(words: str, said: str) -> None:
+    with pytest.raises(JobError) as caught:
+        load_words(parse(words.split()))
+    assert said in str(caught.value)
+
+
 def test_a_default_that_is_spelled_out_is_none() -> None:
     job = load_words(parse(["model.moe.z_loss=0", "data.packing=false", "optimizer.decay_fraction=0.2"])).job
     assert from_dict(as_dict(job), "itself") == job
@@ -116,9 +144,19 @@ def test_layout_options_of_a_file_rest_where_the_command_line_changes_the_layout
     path.write_text("layout: {tp: 2, sp: true}\n")
     assert load_file(path, ["layout.tp=2"]).answers == load_file(path).answers
     (told,) = (each for each in load_file(path, ["layout.tp=1"]).answers if "layout.sp" in each)
-    assert told.endswith("layout.tp above 1; the command line changes the layout")
+    assert told.endswith("layout.tp above 1; the command line changes that")
     with pytest.raises(JobError, match="layout.sp=true: has no effect here"):
         load_file(path, ["layout.tp=1", "layout.sp=true"])
+
+
+def test_what_the_command_line_makes_idle_is_said_and_what_was_idle_before_is_refused(tmp_path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("data: {limit_mb: 1}\ntrain: {eval_every: 10}\n")
+    said = load_file(path, ["eval_samples=0", "data=random"]).answers
+    assert [each.partition(": has")[0] for each in said] == [f"{path}:1: data.limit_mb", f"{path}:2: train.eval_every"]
+    path.write_text("layout: {zero: 1}\n")
+    with pytest.raises(JobError, match="layout.zero: has no effect here"):
+        load_file(path, ["train.steps=5", "layout.tp=2"])
 
 
 @pytest.mark.parametrize(

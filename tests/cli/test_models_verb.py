@@ -32,6 +32,16 @@ def names(text: str) -> list[str]:
     return [line.split()[0] for line in text.splitlines()]
 
 
+def test_a_shape_that_is_no_model_is_refused(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8, "vocab_size": 9}
+    cases = {"num_key_value_heads": (3, "nearest n_kv_heads: 1, 2, 4"), "num_hidden_layers": (0, "at least 1, is 0")}
+    for name, (value, said) in cases.items():
+        config = {"model_type": "llama", "num_hidden_layers": 1, **sizes, name: value}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["models", f"hf:{tmp_path}"]) == 2
+        assert said in capsys.readouterr().err
+
+
 def test_on_a_narrow_terminal_kinds_and_source_are_below():
     lines = table(list(CATALOGUE), 80).splitlines()
     assert all(len(line) <= 80 for line in lines)

@@ -75,9 +75,11 @@ def test_token_data_knows_its_tokenizer(folder: Path) -> None:
     assert data.index == TokenData(folder, "train", 5).index
 
 
-def test_too_few_tokens_shows_the_equation(folder: Path) -> None:
+def test_too_few_tokens_shows_what_fits(folder: Path) -> None:
     assert TokenData(folder, "val", 50).sample_count == 1
-    with pytest.raises(DataError, match=r"samples = \(tokens - 1\) // seq_len = \(51 - 1\) // 51 = 0"):
+    with pytest.raises(
+        DataError, match=r"has 51 tokens, and a sample needs seq_len \+ 1 = 52: .* model.seq_len=50 or less"
+    ):
         TokenData(folder, "val", 51)
     with pytest.raises(DataError, match="split 'test': expected one of train, val"):
         TokenData(folder, "test", 5)

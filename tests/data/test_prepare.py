@@ -251,7 +251,10 @@ def test_random_tokens(tmp_path: Path, small_shards: None) -> None:
 def test_no_validation_part(data: Data) -> None:
     folder = prepare(replace(data, val_fraction=0.0))
     assert open_shards(folder).tokens("val") == 0
-    with pytest.raises(DataError, match="split val has 0 tokens"):
+    with pytest.raises(
+        DataError,
+        match="split val of the corpus has 0 tokens, and a sample needs seq_len . 1 = 5: use a longer corpus, or",
+    ):
         TokenData(folder, "val", 4)
 
 

@@ -74,7 +74,11 @@ def test_answers_can_be_kept_out_of_the_loss(name: str, value: object) -> None:
             "message 1: its content is a list of parts of type image_url",
         ),
         ({"messages": [USER, ANSWER], "conversations": [ANSWER]}, "both messages and conversations"),
-        ({"question": "q", "answer": "a"}, "data.columns names others"),
+        ({"question": "q", "answer": "a"}, "such as [question:prompt,answer:completion]"),
+        ({"prompt": "q", "response": "a"}, "such as [response:completion]"),
+        ({"instruction": "i", "context": "c", "response": "r"}, "such as [response:output,context:input]"),
+        ({"a": "q", "b": "a"}, "such as [question:prompt,answer:completion]"),
+        ({"messages": [USER, {**ANSWER, "refusal": "no"}]}, "allow it with data.ignore_keys=[messages.refusal]"),
     ],
     ids=lambda value: str(value)[:60],
 )
@@ -92,6 +96,14 @@ def test_columns_are_renamed_and_keys_ignored() -> None:
         renamed({"q": 1}, data)
     with pytest.raises(ValueError, match="has a field 'prompt', too"):
         renamed({"question": "q", "prompt": "p", "answer": "a"}, data)
+
+
+def test_a_key_of_messages_is_ignored_by_its_own_name_and_says_nothing_if_it_is_empty() -> None:
+    row = {"messages": [USER, {**ANSWER, "refusal": "no", "weight": 1}], "weight": 0}
+    found = renamed(row, Data(ignore_keys=("messages.refusal", "weight")))
+    assert conversation_of(found) == [USER, {**ANSWER, "weight": 1}]
+    empty = {**ANSWER, "function_call": None, "annotations": [], "refusal": ""}
+    assert pairs({"messages": [USER, empty]}) == pairs({"messages": [USER, ANSWER]})
 
 
 def test_tools_and_calls_need_a_template_that_writes_them() -> None:

@@ -27,6 +27,13 @@ _SCALED: Condition = (
     lambda job: job.model.rope_scaling.factor > 1,
     "is for stretched rotary positions: model.rope_scaling.factor above 1",
 )
+_STRETCHED = {
+    "low_freq_factor": ("llama3",),
+    "high_freq_factor": ("llama3",),
+    "original_seq_len": ("llama3", "yarn"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "magnitude"), ("yarn",)),
+}
+"""Fields of model.rope_scaling with the kinds that use them."""
 _ROTARY: Condition = (
     lambda job: job.model.positions == "rope" or job.model.mla.kv_rank,
     "is for rotary positions: model.positions=rope",
@@ -52,6 +59,10 @@ _SAVES: Condition = (
 )
 _SPIKES: Condition = (lambda job: job.guard.on_spike != "off", "is for guard.on_spike other than off")
 _NODES: Condition = (lambda job: job.run.nnodes, "is for nodes that each have a launcher of ours: run.nnodes")
+_TEXT: Condition = (
+    lambda job: CORPORA[job.data.corpus].tokens is None,
+    "is for a corpus of text; that of this job is made of tokens",
+)
 _RANDOM: Condition = (lambda job: CORPORA[job.data.corpus].tokens is not None, "is for data.corpus=random")
 
 
@@ -88,11 +99,23 @@ CONDITIONS: dict[str, Condition] = {
     ),
     **{path: _LATENT for path in leaves() if path.startswith("model.mla.") and path != "model.mla.kv_rank"},
     **{path: _LORA for path in leaves() if path.startswith("model.lora.") and path != "model.lora.rank"},
+    "model.rope_scaling.kind": _SCALED,
     **{
-        path: _SCALED
-        for path in leaves()
-        if path.startswith("model.rope_scaling.") and path != "model.rope_scaling.factor"
+        f"model.rope_scaling.{name}": (
+            lambda job, kinds=kinds: _SCALED[0](job) and job.model.rope_scaling.kind in kinds,
+            f"{_SCALED[1]}, and model.rope_scaling.kind={' or '.join(kinds)}",
+        )
+        for name, kinds in _STRETCHED.items()
     },
+    "model.d_ff": (
+        lambda job: (
+            not (job.model.moe.n_experts and job.model.moe.d_ff)
+            or job.model.moe.n_dense_layers
+            or job.model.feed_forward
+        ),
+        "is for dense MLPs, of which model.moe.n_dense_layers=0 leaves none; model.moe.d_ff is that of an expert",
+    ),
+    "model.qkv_bias": (lambda job: not job.model.bias, "is for model.bias=false; model.bias gives biases to all"),
     "model.rope_scaling.factor": _ROTARY,
     "model.rope_theta": _ROTARY,
     "model.rotary_fraction": _ROTARY,
@@ -159,10 +182,10 @@ CONDITIONS: dict[str, Condition] = {
     "data.ignore_keys": _ROWS,
     "data.random_tokens": _RANDOM,
     "data.random_vocab": _RANDOM,
-    "data.tokenizer": (
-        lambda job: CORPORA[job.data.corpus].tokens is None,
-        "is for a corpus of text; that of this job is made of tokens",
-    ),
+    "data.tokenizer": _TEXT,
+    **{f"data.{name}": _TEXT for name in ("workers", "limit_mb")},
+    "data.skip_quota": (lambda job: job.data.on_corruption == "skip", "is for data.on_corruption=skip"),
+    "train.eval_every": (lambda job: job.train.eval_samples, "is for train.eval_samples above 0"),
     "data.bpe_vocab": (
         lambda job: job.data.tokenizer in TOKENIZERS and "bpe_vocab" in TOKENIZERS[job.data.tokenizer].settings,
         "is for data.tokenizer=bpe",

@@ -69,6 +69,11 @@ def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
         yield from ((f"{prefix}{path}", problem) for each in ranges if (problem := each.problem(value)))
 
 
+def shape_problems(model: ModelConfig) -> list[Problem]:
+    """Returns the problems of a model alone."""
+    return [*out_of_range(model, "model."), *unknown_kinds(model)] or [*_model(model)]
+
+
 def _model(model: ModelConfig) -> Iterator[Problem]:
     of_heads = [own for own in attention_models(model) if not own.mla.kv_rank]
     if of_heads and not model.head_dim and model.d_model % model.n_heads:

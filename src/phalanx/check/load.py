@@ -160,7 +160,10 @@ def resolve(
     found = list(problems)
     settings, answers = _taken(settings, found)
     job, origins = _start(settings, found) if presets else (Job(), dict.fromkeys(leaves(), "default"))
+    filed: Job | None = None
     for setting in settings:
+        if filed is None and setting.origin in given.values():
+            filed = job  # as the files have it
         kind = leaves()[setting.path]
         try:
             value = values.convert(setting.text, kind)
@@ -172,6 +175,7 @@ def resolve(
         if not presets or setting.path not in ("model.preset", "cluster.preset"):  # these two are already applied
             job = replace(job, setting.path, value)
         origins[setting.path] = setting.origin
+    before = job
     if not job.run.name:
         job = replace(job, "run.name", default_name)
         origins["run.name"] = "the job file's name"
@@ -189,12 +193,14 @@ def resolve(
         whole = tuple(f"{name}." for name in vars(job) if _states_all(name, settings))
         given_here = {setting.path for setting in settings if not setting.path.startswith(whole)}
         named = {path for path, _ in problems_found}
-        sets = {path for path, origin in origins.items() if origin in {each.origin for each in derived}}
-        changed = any(path.startswith("layout.") for path in sets | given.keys())
+        filed = _fill_rest(filed or before, [], dict(origins))
+        idle_before = (
+            {path for path, _ in effect_problems(filed, given_here)} if filed.data.corpus in CORPORA else set()
+        )
         problems_found += start_problems(job, given_here) if not problems_found else []
         for path, message in effect_problems(job, given_here):
-            if changed and path.startswith("layout.") and path not in given:
-                answers.append(f"{_at(path, message, origins)}; the command line changes the layout")
+            if (given or derived) and path not in given.keys() | idle_before:
+                answers.append(f"{_at(path, message, origins)}; the command line changes that")
             elif path not in named:
                 problems_found.append((path, message))
     found += [_at(path, message, origins) for path, message in problems_found]

@@ -23,7 +23,9 @@ def preference_problems(job: Job) -> Iterator[Problem]:
                 "cross-entropy is not implemented",
             )
         elif job.train.dpo != DpoOptions():
-            yield "train.dpo", f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences"
+            changed = next(name for name, value in vars(job.train.dpo).items() if value != getattr(DpoOptions(), name))
+            where = f"train.dpo.{changed}"
+            yield where, f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences"
         return
     layout = job.layout
     if layout.sync != "bsp":

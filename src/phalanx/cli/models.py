@@ -9,10 +9,12 @@ from typing import Any
 
 from phalanx.blocks.flops import train_flops_per_token
 from phalanx.blocks.parameters import count, count_active
+from phalanx.check.job import shape_problems
 from phalanx.cli.columns import filled
 from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.cli.option import Option
 from phalanx.config.families import kinds
+from phalanx.config.families.preset import Preset
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import CATALOGUE, FROM_FILE, named, preset_of, unknown
 from phalanx.echo import echo, terminal_columns
@@ -63,11 +65,17 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _found(name: str, ignored: Sequence[str] = ()) -> tuple[Preset, ModelConfig]:
+    preset = preset_of(name, ignored)
+    if problems := shape_problems(preset.model):
+        raise JobError([f"{name}: {path}: {message}" for path, message in problems])
+    return preset, preset.model
+
+
 def entry(name: str, ignored: Sequence[str] = ()) -> dict[str, Any]:
     """Returns the document of one preset, or of a config.json without its `ignored` fields. Counts are null where the
     vocabulary is the tokenizer's."""
-    preset = preset_of(name, ignored)
-    model = preset.model
+    preset, model = _found(name, ignored)
     known = bool(model.vocab_size)
     return {
         "name": name,
@@ -114,8 +122,7 @@ def _stacked(row: Sequence[str], widths: Sequence[int], width: int) -> str:
 
 def details(name: str, ignored: Sequence[str] = ()) -> str:
     """Returns everything known of a preset, or of a config.json without its `ignored` fields."""
-    preset = preset_of(name, ignored)
-    model = preset.model
+    preset, model = _found(name, ignored)
     facts = {
         "parameters": _counts(model),
         "FLOPs": _flops(model),
@@ -137,8 +144,7 @@ def details(name: str, ignored: Sequence[str] = ()) -> str:
 
 
 def _row(name: str) -> list[str]:
-    preset = preset_of(name)
-    model = preset.model
+    preset, model = _found(name)
     known = bool(model.vocab_size)
     total, active = (count(model), count_active(model)) if known else (0, 0)
     return [
@@ -191,8 +197,7 @@ def _matching(words: Sequence[str]) -> list[str]:
 
 
 def _searched(name: str) -> str:
-    preset = preset_of(name)
-    model = preset.model
+    preset, model = _found(name)
     return " ".join([name, _kinds(model), kinds.positions(model), *preset.hub, preset.source]).lower()
 
 

@@ -47,8 +47,8 @@ class Data:
     columns: tuple[str, ...] = ()
     """Names of columns of corpora chat and preferences by the names here: [question:prompt,answer:completion]."""
     ignore_keys: tuple[str, ...] = ()
-    """Fields of rows of corpora chat and preferences that are left out on purpose; others that no reader knows are
-    errors."""
+    """Fields of rows of corpora chat and preferences that are left out on purpose, those of messages as messages.NAME;
+    others that no reader knows are errors."""
     tokenizer: str = "char"
     """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json, tekken.json, tokenizer.model or
     *.tiktoken."""

@@ -78,9 +78,11 @@ def unknown(text: str) -> str:
     """Returns the end of a message about a wrong name: the likely preset, why there is no such kind, or the others of
     its family; and the command that lists all."""
     name = text.lower().rpartition("/")[2]
-    if meant := likely(text):
+    kinds = [kind for kind in REFUSED if _words(kind) == _words(name)[: len(_words(kind))]]
+    kind = max(kinds, key=len, default="")  # of several words it is sure: qwen3-vl-8b is no slip of qwen3-8b
+    if len(_words(kind)) < 2 and (meant := likely(text)):
         found = f"did you mean {meant}?"
-    elif kind := next((kind for kind in REFUSED if _words(kind) == _words(name)[: len(_words(kind))]), None):
+    elif kind:
         found = f"{kind}: {REFUSED[kind]};"
     else:
         same = [known for known in CATALOGUE if _words(known)[0] == _words(name)[0]]

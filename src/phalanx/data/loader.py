@@ -176,10 +176,10 @@ class TokenData(ShardData):
         super().__init__(folder, split, seq_len, verify=verify)
         self.sample_count = (self.tokens - 1) // seq_len
         if self.sample_count < 1:
+            shorter = f"model.seq_len={self.tokens - 1} or less, or " if self.tokens > 1 else "or "
             raise DataError(
-                f"{folder}: split {split} has {self.tokens:,} tokens: samples = (tokens - 1) // seq_len = "
-                f"({self.tokens:,} - 1) // {seq_len:,} = 0. Use a longer corpus, a shorter sequence or another "
-                "data.val_fraction"
+                f"{folder}: split {split} of the corpus has {self.tokens:,} tokens, and a sample needs "
+                f"seq_len + 1 = {seq_len + 1:,}: use a longer corpus, {shorter}another data.val_fraction"
             )
         self.replacements = _replacements(damaged, self.sample_count)
         self.document_mask = document_mask

@@ -45,6 +45,13 @@ rating ratings quality difficulty redacted toxic meta metadata extra info annota
 """
 METADATA = frozenset(_METADATA.split())
 """Fields of a row that describe it and train nothing, in published data sets."""
+_SAYS_NOTHING = (None, "", [])
+"""Values of a field that are no reason to refuse it."""
+_OF_MESSAGES = "messages."
+"""Begins a name of data.ignore_keys that is a field of messages, not of rows."""
+_QUESTIONS = ("prompt", "question", "query", "problem", "user")
+_REPLIES = ("completion", "output", "answer", "response", "solution", "reply", "assistant")
+"""Names of columns that published data sets have for what `prompt` and `completion`, or Alpaca's `output`, are here."""
 _EXTRA = ("tools", "system")
 """Fields that may stand beside any conversation."""
 
@@ -60,14 +67,22 @@ def renamed(record: Mapping[str, Any], data: Data) -> dict[str, Any]:
         if ours != theirs and ours in found:
             raise ValueError(f"data.columns={pair}: the row has a field {ours!r}, too")
         found[ours] = found.pop(theirs)
+    if ignored := {name.removeprefix(_OF_MESSAGES) for name in data.ignore_keys if name.startswith(_OF_MESSAGES)}:
+        for name, value in found.items():
+            if isinstance(value, list):
+                found[name] = [_without(ignored, item) if isinstance(item, dict) else item for item in value]
     return found
+
+
+def _without(ignored: Collection[str], message: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in message.items() if name not in ignored}
 
 
 def require_known(record: Mapping[str, Any], known: Collection[str]) -> None:
     """Raises ValueError with every field that is neither of the row's format nor known metadata. None and an empty list
     or text say nothing, so they are no reason."""
     every = {*known, *_EXTRA}
-    unknown = [name for name, value in record.items() if name not in every | METADATA and value not in (None, "", [])]
+    unknown = [name for name, value in record.items() if name not in every | METADATA and value not in _SAYS_NOTHING]
     if "label" in unknown and "completion" in known:
         raise ValueError(
             "'label' is that of KTO, which marks an answer as good or bad: keep only rows whose label is true, without "
@@ -103,10 +118,21 @@ def conversation_of(record: Mapping[str, Any]) -> list[Message]:
     else:
         raise ValueError(
             "no messages, no prompt with completion, and no instruction with output (its fields: "
-            f"{', '.join(map(repr, [*record][:20])) or 'none'}); data.columns names others, such as "
-            "[question:prompt,answer:completion]"
+            f"{', '.join(map(repr, [*record][:20])) or 'none'}); data.columns names others, such as {_columns(record)}"
         )
     return checked(with_context(messages, record), answered=True)
+
+
+def _columns(record: Mapping[str, Any]) -> str:
+    """Returns the data.columns that a row most likely needs, or an example."""
+    question = next((name for name in _QUESTIONS if name in record), "")
+    reply = next((name for name in _REPLIES if name in record), "")
+    pairs = {question: "prompt", reply: "completion"}
+    if "instruction" in record:
+        pairs = {reply: "output"} | ({"context": "input"} if "context" in record and "input" not in record else {})
+    if not reply or "" in pairs:
+        return "[question:prompt,answer:completion]"
+    return f"[{','.join(f'{theirs}:{ours}' for theirs, ours in pairs.items() if theirs != ours)}]"
 
 
 def with_context(messages: Any, record: Mapping[str, Any]) -> Any:
@@ -215,7 +241,11 @@ def _message_problems(message: Any) -> Iterator[str]:
         yield f"unknown role {role[:40]!r}{did_you_mean(role[:40], ROLES)} (known: {', '.join(ROLES)})"
     known = ("role", "content", *_FOR_TEMPLATES, *_TRAINED)
     for name in (name for name in message if name not in known and name not in METADATA):
-        yield f"{name!r} is not understood{did_you_mean(name, known)} (known: {', '.join(known)})"
+        if message[name] in _SAYS_NOTHING:
+            continue
+        hint = did_you_mean(name, known)
+        allowed = f"allow it with data.ignore_keys=[{_OF_MESSAGES}{name}]"
+        yield f"{name!r} is not understood{hint} (known: {', '.join(known)}); {allowed}"
     yield from _trained_problems(message)
     if message.get("tool_calls") and role == ANSWERS and content in (None, ""):
         return
@@ -274,5 +304,8 @@ def unwritten(messages: list[Message], tools: list[Any], source: str) -> str:
     for number, message in enumerate(messages, start=1):
         for name in _FOR_TEMPLATES:
             if message.get(name) and name not in source:
-                return f"message {number}: its {name} is not written by the template; use one that writes it"
+                return (
+                    f"message {number}: its {name} is not written by the template; use one that writes it, or "
+                    f"data.ignore_keys=[{_OF_MESSAGES}{name}]"
+                )
     return ""

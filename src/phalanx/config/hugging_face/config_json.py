@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import isclose
@@ -101,6 +102,10 @@ def read(values: Any, ignored: Sequence[str] = ()) -> HuggingFaceModel:
 def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     family = _family(values)
     source = ConfigReader(values)
+    classes = values.get("architectures")
+    for name in classes if isinstance(classes, list) else ():
+        if isinstance(name, str) and re.search("For(?!CausalLM|ConditionalGeneration)[A-Z]|RewardModel", name):
+            source.problem("architectures", f"names {shown(name)}, whose head is not that of a language model")
     outer, harmless = None, HARMLESS | family.harmless
     quantised = source.holds(_QUANTISED)
     source.seen.add(_QUANTISED)

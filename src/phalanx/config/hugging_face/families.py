@@ -331,10 +331,23 @@ mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv nemotron
 lfm2 lfm2_moe qwen3_next kimi_linear minimax minimax_m2 llama4 llama4_text gemma gemma3n phi phi3 phimoe falcon
 mpt bloom opt gptj gpt_neo codegen stablelm starcoder2 persimmon cohere cohere2 command_r olmoe dbrx arctic
 jetmoe granite granitemoe nemotron exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe dots1 glm glm4
-seed_oss smollm3 deepseek_v32 bert roberta deberta t5 mt5 bart xlm-roberta electra whisper clip siglip vit
+seed_oss smollm3 deepseek_v32 olmo olmo3 qwen3_5 ministral ministral3 baichuan chatglm internlm internlm2 minicpm
+minicpm3 gpt_bigcode apertus arcee bitnet xglm exaone modernbert xlnet
+bert roberta deberta t5 mt5 bart xlm-roberta electra whisper clip siglip vit
 """
 """Kinds of transformers that are no slip of the pen of a supported one."""
+_IMAGES = """
+llava llava_next mllama mistral3 pixtral paligemma idefics idefics2 idefics3 internvl qwen2_vl qwen2_5_vl qwen3_vl
+qwen3_vl_moe qwen3_5_moe glm4v glm4v_moe kimi_vl kimi_k25 gemma3_vl aya_vision smolvlm
+"""
+"""Kinds whose language model lies beside an encoder of images."""
+_BESIDE_IMAGES = (
+    "a language model with an encoder of images, of which only gemma3 is read; give the config.json of the language "
+    "model alone"
+)
+
 REFUSED: Mapping[str, str] = {
+    **dict.fromkeys(_IMAGES.split(), _BESIDE_IMAGES),
     **{name: _OTHER_LAYERS for name in _OTHERS.split() if name not in BY_TYPE},
     "qwen2_moe": "its shared expert has a gate of its own, which is not implemented; qwen3_moe is",
     "deepseek_v2": "its routers choose groups by softmax scores, which is not implemented; deepseek_v3 is",
