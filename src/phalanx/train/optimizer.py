@@ -19,7 +19,7 @@ from phalanx.optimizers.facts import state_tensors
 from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
-from phalanx.train.optimizers.rule import CHUNK, Groups, MatrixRule, one_pass_of
+from phalanx.train.optimizers.rule import CHUNK, ElementwiseRule, Groups, MatrixRule, one_pass_of
 from phalanx.train.optimizers.shapes import state_shapes
 from phalanx.train.residence import OnDevice
 
@@ -73,6 +73,11 @@ class ShardedOptimizer:
             "weight_decay": weight_decay,
         }
 
+    @property
+    def skips(self) -> bool:
+        """Whether a flag on the device can keep a step from changing anything: one pass does all of it."""
+        return isinstance(self.rule, ElementwiseRule) and type(self.residence) is OnDevice and not self.biases
+
     def square_norm(self, loss_scale: float = 1.0) -> Tensor:
         """Returns the sum of squares, in fp64, of the gradients that this rank counts: over all ranks that hold
         different shards these add up to the square of the global 2-norm. The update divides by `loss_scale`."""
@@ -99,8 +104,9 @@ class ShardedOptimizer:
                 shard.gradient = None  # the memory of what was converted is no longer needed
 
     @torch.no_grad()
-    def step(self, lr: float, norm: Tensor) -> None:
-        """Clips to the configured norm, updates, and clears the gradients. `norm` is the global norm."""
+    def step(self, lr: float, norm: Tensor, bad: Tensor | None = None) -> None:
+        """Clips to the configured norm, updates, and clears the gradients. `norm` is the global norm. If the optimizer
+        `skips`, nothing changes where `bad`, a flag on the device, is set."""
         self.before_write()
         # Experts with more than the mean load become less likely to be chosen (DeepSeek-V3, section 2.1.2).
         with self.residence.memory():
@@ -113,6 +119,8 @@ class ShardedOptimizer:
                 for master in self.masters.values():
                     if master.grad is not None and master not in self.in_one_pass:
                         master.grad.mul_(scale)
+        if isinstance(self.one_pass, ElementwiseRule):
+            self.one_pass.bad = bad
         if self.one_pass is not None:
             self.one_pass.scale, self.one_pass.count = scale, self.updates + 1
         for group in self.rule.param_groups:
