@@ -77,7 +77,7 @@ def points() -> tuple[SpacePoint, ...]:
 @cache
 def hopeless() -> Plan:
     """A model that no layout fits on one node."""
-    least = candidate(Layout(dp_shard=8, recompute="full", micro_batch=1), 8, "llama3-405b", "dgx-a100:1")
+    least = candidate(Layout(dp_shard=8, recompute="full", micro_batch=1), 8, "llama3-405b", "dgx-a100-40gb:1")
     peak = least.prediction.fullest.peak
     point = SpacePoint("FSDP", least.seconds, peak, False, least.layout.line())
     return Plan(least.spec, (), least, (), (point,), {"does not fit": 120}, 120, 0.2, ())

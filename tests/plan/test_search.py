@@ -14,6 +14,7 @@ from phalanx.check.job import problems_of
 from phalanx.config.clusters import cluster_of
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
+from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.cost.predict import predict
@@ -180,9 +181,11 @@ def test_numbers_of_devices_without_a_layout_do_not_stop_the_others() -> None:
 
 
 def test_the_leanest_of_layouts_with_the_same_memory_is_the_fastest():
-    """All are fullest in the optimizer's step."""
+    """All are fullest in the step of Muon, which makes gradients of matrices in fp32."""
     one = replace(
-        request("llama3-8b", "dgx-h100:2", 64, dp_replicate=16, recompute="none"), model=model("llama3-8b", seq_len=512)
+        request("llama3-8b", "dgx-h100:2", 64, dp_replicate=16, recompute="none"),
+        model=model("llama3-8b", seq_len=512),
+        optimizer=Optimizer(name="muon"),
     )
     search = Search(one)
     rows = search.space.rows(np.arange(len(search.space.options)))

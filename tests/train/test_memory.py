@@ -64,12 +64,11 @@ def test_bf16_state_is_the_table_of_zero(ranks, layout, per_parameter, n):
     job = Job(model=GPT, layout=layout(n), train=Train(global_batch=4, precision="bf16"))
     found, during = max(ranks(held, n, job), key=lambda states: states[0].total)
     table = per_parameter(n) * PARAMETERS
-    row = [*vars(found).values(), found.total, during.total]
+    row = [*vars(found).values(), found.total]
     print(layout(n).line(), f"{per_parameter(n):.1f} {table:,.0f}", *(f"{size:,}" for size in row), sep="  ")
     assert found.total == pytest.approx(table, rel=0.02)
     assert found == state_bytes(GPT, layout(n), "bf16", vocab=VOCAB)
-    in_fp32 = found.optimizer // 3
-    assert during == replace(found, gradients=found.gradients + in_fp32), "the gradients that it updates with"
+    assert during == found, "it reads gradients in their own type"
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,10 @@ class MemoryProfile(Hashed):
     passing_gradient_bytes: int = 0
     """Bytes per parameter of the whole stage for the gradients of one micro-batch before they are added to those of
     `gradient_bytes` (DeepSpeed's BF16_Optimizer: 2)."""
-    step_gradient_bytes: int = 4
+    step_gradient_bytes: int = 0
     """Bytes per parameter that a rank updates for the copy of the gradient in the optimizer's precision, which exists
-    during the optimizer step; counts only if the gradient itself is narrower."""
+    during the optimizer step, besides that of the optimizer (OptimizerCosts.widened); counts only if the gradient
+    itself is narrower."""
     step_is_flat: bool = False
     """Whether that copy is one tensor, which does not fit into the blocks that activations have freed: the allocator
     takes more from the device, as long as there is more."""

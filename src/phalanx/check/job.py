@@ -71,7 +71,7 @@ def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
 
 def shape_problems(model: ModelConfig) -> list[Problem]:
     """Returns the problems of a model alone."""
-    return [*out_of_range(model, "model."), *unknown_kinds(model)] or [*_model(model)]
+    return [*out_of_range(model, "model."), *unusable_kinds(model)] or [*_model(model)]
 
 
 def _model(model: ModelConfig) -> Iterator[Problem]:

@@ -18,7 +18,8 @@ def _adamw_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind,
 
 
 def _adamw_moved(config: Optimizer, name: str, shape: Shape) -> float:
-    """Returns 28: it reads the fp32 weight, two moments and the gradient, and writes the first three."""
+    """Returns 28: it reads the weight, two moments and the gradient, and writes the first three, all in one pass. In
+    bf16 the gradient has two bytes less, and the weight's copy in bf16 is written."""
     return 28
 
 
@@ -36,9 +37,8 @@ def _lion_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind, 
 
 
 def _lion_moved(config: Optimizer, name: str, shape: Shape) -> float:
-    """Returns the bytes of its six kernels: the interpolation of momentum and gradient (12), its sign where it is large
-    enough (16), decay (8) and step (12) of the weight, and the momentum's own interpolation (12)."""
-    return 60
+    """Returns the bytes of reading weight, momentum and gradient, and writing the first two."""
+    return 20
 
 
 def _adamw8bit_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind, ...]:
@@ -75,6 +75,11 @@ def _muon_moved(config: Optimizer, name: str, shape: Shape) -> float:
     """Returns 60 for a matrix: weight, momentum and update are read and written, the gradient and later the update
     read; pieces are copied before and after messages, both ways."""
     return 60 if is_hidden_matrix(name, shape) else _adamw_moved(config, name, shape)
+
+
+def _muon_widened(config: Optimizer, name: str, shape: Shape) -> float:
+    """Returns 4 for a matrix, whose direction takes the gradient's memory in fp32."""
+    return 4 if is_hidden_matrix(name, shape) else 0
 
 
 def _muon_flops(config: Optimizer, name: str, shape: Shape) -> float:
@@ -120,6 +125,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             state=_muon_state,
             moved=_muon_moved,
             flops=_muon_flops,
+            widened=_muon_widened,
             options=("momentum", "nesterov", "newton_schulz", "betas", "eps"),
             defaults={"momentum": 0.95, "nesterov": True},
             granularity="matrix",

@@ -70,7 +70,8 @@ class OptimizerEntry:
     state: Callable[[Optimizer, str, Shape], tuple[StateKind, ...]]
     """The state tensors of a parameter. The fp32 copy of a half-precision parameter is not among them."""
     moved: Callable[[Optimizer, str, Shape], float]
-    """Bytes read and written per parameter in a step, with everything in fp32."""
+    """Bytes read and written per parameter in a step, with everything in fp32. In half precision a gradient and the
+    parameter's own copy together have the bytes of a gradient in fp32."""
     options: tuple[str, ...] = ()
     """Fields of `optimizer` that it reads, besides those of every optimizer."""
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -81,6 +82,9 @@ class OptimizerEntry:
     """FLOPs of matrix products per parameter in a step."""
     transient: Callable[[Optimizer, str, Shape], float] = nothing
     """Bytes per parameter of temporary tensors during the step; 0 if it updates a few elements at a time."""
+    widened: Callable[[Optimizer, str, Shape], float] = nothing
+    """Bytes per parameter of a gradient's copy in fp32 that a step makes of gradients in half precision; 0 if the rule
+    is an UpdateRule (train/optimizers/rule.py), which reads them as they are, 4 if it is a torch optimizer."""
     granularity: Granularity = "element"
     """Where shards may be cut: between any elements; between blocks of BLOCK elements (phalanx.optimizers.blocks),
     whose elements are updated together; or between parameters, if the update needs whole matrices."""
@@ -108,7 +112,7 @@ def _wrong_facts(entry: OptimizerEntry) -> Iterator[str]:
     arguments = Optimizer(), "blocks.0.mlp.up.weight" if entry.by_shape else "", (512, 512) if entry.by_shape else ()
     with package_code("its facts cannot be computed"):
         tensors = entry.state(*arguments)
-        numbers = {fact: getattr(entry, fact)(*arguments) for fact in ("moved", "flops", "transient")}
+        numbers = {fact: getattr(entry, fact)(*arguments) for fact in ("moved", "flops", "transient", "widened")}
     kinds = [tensor.kind for tensor in tensors]
     if len(set(kinds)) < len(kinds) or MASTER in kinds or not all(map(_KIND.fullmatch, kinds)):
         yield f"kinds of state need names of their own, other than {MASTER}, are: {', '.join(kinds)}"

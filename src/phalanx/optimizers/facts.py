@@ -72,6 +72,8 @@ class OptimizerCosts:
     """FLOPs of matrix products in a step."""
     transient: float
     """Bytes of temporary tensors during the step."""
+    widened: float
+    """Bytes of a copy in fp32 of a gradient in half precision."""
 
 
 @lru_cache(256)
@@ -93,7 +95,7 @@ def _costs_of_one(config: Optimizer, name: str, whole: Shape, width: int) -> Opt
     """Returns the costs per element of one parameter; with "" and () of any."""
     entry, size = entry_of(config.name), prod(whole)
     state = state_bytes_of(config, name, whole, size, width)
-    facts = (fact(config, name, whole) for fact in (entry.moved, entry.flops, entry.transient))
+    facts = (fact(config, name, whole) for fact in (entry.moved, entry.flops, entry.transient, entry.widened))
     return OptimizerCosts(state if size == 1 else state / size, *facts)
 
 

@@ -64,7 +64,7 @@ class StepDriver(ABC):
 
 
 class SynchronousDriver(StepDriver):
-    """Finishes each step before the next one begins."""
+    """Finishes each step before the next one begins; where the guard defers, its result is known one step later."""
 
     def steps(self) -> Iterator[tuple[int, Step]]:
         for done in range(self.first, self.milestones.last):
@@ -75,12 +75,17 @@ class SynchronousDriver(StepDriver):
             if micro_batches is None:
                 micro_batches, requests = self.feed.blank(), replace(requests, void=True)
             batch = micro_batches, done, self.feed.tokens(done), self.lr(done), requests
-            step = self.stepper.step(*batch) if self.guard is None else self.guard.step(*batch, samples=samples)
-            if step.requests.void:
-                yield done, step
-                return
-            self.record_step(done + 1, step)
-            yield done + 1, step
+            if self.guard is None:
+                known = [(done + 1, self.stepper.step(*batch))]
+            else:
+                settles = self.milestones.needs_weights(done + 1)
+                known = self.guard.submit(*batch, samples=samples, settles=settles)
+            for number, step in known:
+                if step.requests.void:
+                    yield number - 1, step
+                    return
+                self.record_step(number, step)
+                yield number, step
 
     def _stops(self) -> bool:
         return self.requests().stop

@@ -29,7 +29,7 @@ from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tiers import BUFFER_BYTES, BUFFERS
 from phalanx.train.offload_space import require_space
 from phalanx.train.optimizers.shapes import state_shapes
-from phalanx.train.residence import OnHost
+from phalanx.train.residence import OnHost, step
 from phalanx.units import counted, gib
 from phalanx.units import seconds as as_time
 
@@ -230,7 +230,8 @@ class InFiles(OnHost):
                 if state:
                     counters = {kind: value.clone() for kind, value in state.items() if kind not in own}
                     rule.state[master] = {kind: own.get(kind, counters.get(kind)) for kind in state}
-            rule.step()
+            copies = {m: c for piece, m, _ in bound if (c := self._copy(piece, m)) is not None}
+            step(rule, copies)
         for (piece, master, own), state in zip(bound, before, strict=True):
             after, shard, master.grad = rule.state.pop(master), piece.shard, None
             self._up(piece, own[MASTER])
@@ -243,16 +244,16 @@ class InFiles(OnHost):
             elif state:
                 rule.state[master] = state  # counters advance with the last piece
 
-    def _up(self, piece: FilePiece, source: Tensor) -> None:
-        """Starts copying a piece's parameters to the device, in their own type."""
-        into = piece.shard.value.detach()
-        into = into if piece.is_whole else into.view(-1)[piece.start : piece.stop]
-        if self.beside:
-            into.copy_(source)
-            return
-        if source.dtype != into.dtype:
-            source = piece.of(self._outgoing(piece.shard)).copy_(source)
-        self.host.up(source, into)
+    def _copy(self, piece: FilePiece, master: Tensor) -> Tensor | None:
+        """Returns the place of a piece's updated parameters in their own type; None if it is the buffer."""
+        copy = self.copy_of(piece.shard, master)
+        return None if copy is None else piece.of(copy)
+
+    def _up(self, piece: FilePiece, master: Tensor) -> None:
+        """Starts copying a piece's parameters, which the update has written, to the device."""
+        if not self.beside:
+            copy = self._copy(piece, master)
+            self.host.up(master.detach() if copy is None else copy, piece.of(piece.shard.value.detach()))
 
     def _read_after(self, part: FilePart, buffer: Tensor, write: Future[None] | None = None) -> None:
         if write is not None:

@@ -10,7 +10,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from phalanx.comm.axis import Axis
 from phalanx.config.optimizer import Optimizer
@@ -20,7 +19,7 @@ from phalanx.optimizers.facts import state_tensors
 from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
-from phalanx.train.optimizers.rule import Groups, MatrixRule
+from phalanx.train.optimizers.rule import CHUNK, ElementwiseRule, Groups, MatrixRule, one_pass_of
 from phalanx.train.optimizers.shapes import state_shapes
 from phalanx.train.residence import OnDevice
 
@@ -60,6 +59,12 @@ class ShardedOptimizer:
         """The update rule."""
         if isinstance(self.rule, MatrixRule):
             self.rule.connect(MatrixUpdates(shards, tp or Axis("tp")), self.masters)
+        self.one_pass = one_pass_of(self.rule)
+        """The part of the rule that reads gradients in their own type and scales them."""
+        reads = [p for group in self.one_pass.param_groups for p in group["params"]] if self.one_pass else []
+        self.in_one_pass = set(reads)
+        self.unscale = 1.0
+        """The factor that takes fp16's loss scale out of this step's gradients."""
 
     def _group(self, shards: Sequence[ParameterShard], weight_decay: float) -> dict[str, object]:
         return {
@@ -68,32 +73,40 @@ class ShardedOptimizer:
             "weight_decay": weight_decay,
         }
 
+    @property
+    def skips(self) -> bool:
+        """Whether a flag on the device can keep a step from changing anything: one pass does all of it."""
+        return isinstance(self.rule, ElementwiseRule) and type(self.residence) is OnDevice and not self.biases
+
     def square_norm(self, loss_scale: float = 1.0) -> Tensor:
         """Returns the sum of squares, in fp64, of the gradients that this rank counts: over all ranks that hold
-        different shards these add up to the square of the global 2-norm. Leaves the gradients unscaled and in the
-        optimizer's precision."""
+        different shards these add up to the square of the global 2-norm. The update divides by `loss_scale`."""
         self.take()
+        self.unscale = 1 / loss_scale
         with self.residence.memory():
-            if loss_scale != 1:
-                for gradient in self._gradients():
-                    gradient.mul_(1 / loss_scale)
             masters = (self.masters[f.name].grad for f in counted(self.shards))
-            return get_total_norm([gradient for gradient in masters if gradient is not None]).double() ** 2
+            return square_sum([gradient for gradient in masters if gradient is not None]) * self.unscale**2
 
     def take(self) -> None:
-        """Takes the shards' gradients, in the optimizer's precision."""
+        """Takes the shards' gradients: in their own type where the rule reads that, else in the optimizer's."""
         self.residence.settle()
+        self.unscale = 1.0
         for shard in self.shards:
-            master = self.masters[shard.name]
-            gradient = shard.gradient
+            master, gradient = self.masters[shard.name], shard.gradient
             with self.residence.memory():
-                master.grad = None if gradient is None else gradient.to(master.dtype)
+                if gradient is not None and master in self.in_one_pass:
+                    if gradient.dtype != master.dtype:
+                        master.grad_dtype = None  # any
+                elif gradient is not None:
+                    gradient = gradient.to(master.dtype)
+            master.grad = gradient
             if master is not shard.value:
-                shard.gradient = None  # its half-precision memory is no longer needed
+                shard.gradient = None  # the memory of what was converted is no longer needed
 
     @torch.no_grad()
-    def step(self, lr: float, norm: Tensor) -> None:
-        """Clips to the configured norm, updates, and clears the gradients. `norm` is the global norm."""
+    def step(self, lr: float, norm: Tensor, bad: Tensor | None = None) -> None:
+        """Clips to the configured norm, updates, and clears the gradients. `norm` is the global norm. If the optimizer
+        `skips`, nothing changes where `bad`, a flag on the device, is set."""
         self.before_write()
         # Experts with more than the mean load become less likely to be chosen (DeepSeek-V3, section 2.1.2).
         with self.residence.memory():
@@ -101,14 +114,28 @@ class ShardedOptimizer:
                 if bias.grad is not None:
                     bias.add_(bias.grad.sign(), alpha=-self.bias_rate)
                     bias.grad = None  # it takes no part in clipping
-            # Without clipping torch would multiply every gradient by one.
-            if self.config.clip and norm + 1e-6 > self.config.clip:
-                clip_grads_with_norm_(self.masters.values(), self.config.clip, norm)
+            scale = self._scale(norm)
+            if scale is not None:
+                for master in self.masters.values():
+                    if master.grad is not None and master not in self.in_one_pass:
+                        master.grad.mul_(scale)
+        if isinstance(self.one_pass, ElementwiseRule):
+            self.one_pass.bad = bad
+        if self.one_pass is not None:
+            self.one_pass.scale, self.one_pass.count = scale, self.updates + 1
         for group in self.rule.param_groups:
             group["lr"] = lr
         self.residence.update(self.rule, self._pairs())
         self.updates += 1
         self.clear()
+
+    def _scale(self, norm: Tensor) -> Tensor | None:
+        """Returns the factor of this step's gradients in the optimizer's precision, where its state is: clipping and
+        the loss scale; None if there is neither. The host does not wait for it."""
+        master = next(iter(self.masters.values()), norm)
+        if self.config.clip:
+            return ((self.config.clip / (norm + 1e-6)).clamp(max=1.0) * self.unscale).to(master.device, master.dtype)
+        return None if self.unscale == 1 else torch.full((), self.unscale, dtype=master.dtype, device=master.device)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -206,5 +233,16 @@ class ShardedOptimizer:
         shape, dtype, _ = state_shapes(self.config, shard, master.dtype)[kind]
         return torch.zeros(shape, dtype=dtype, device=master.device)
 
-    def _gradients(self) -> list[Tensor]:
-        return [master.grad for master in self.masters.values() if master.grad is not None]
+
+def square_sum(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the sum of the squares of all elements, () in fp64, accumulated in fp32 at least: a norm rounded to bf16
+    would be wrong in the third digit. On a CPU half precisions are converted part by part, in the cache."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64)
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    if tensors[0].is_cuda:
+        norms = torch.ops.aten._foreach_norm.Scalar(list(tensors), 2, dtype=wide)
+    else:
+        split = [t.split(CHUNK["cpu"]) if t.dtype != wide else [t] for t in (t.detach().reshape(-1) for t in tensors)]
+        norms = [torch.linalg.vector_norm(part.to(wide)) for parts in split for part in parts]
+    return torch.stack(norms).double().square().sum()

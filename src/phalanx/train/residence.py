@@ -16,6 +16,7 @@ from torch import Tensor
 from phalanx.parallel.offload.host import Host, on_host
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.precision import needs_master_weights
+from phalanx.train.optimizers.rule import one_pass_of
 
 PART_BYTES = 64 * 2**20
 """Bytes of master weights that the host updates before their parameters go up: small enough that the last part's copy,
@@ -49,8 +50,7 @@ class OnDevice:
 
     def update(self, rule: torch.optim.Optimizer, pairs: Sequence[tuple[ParameterShard, Tensor]]) -> None:
         """Updates the masters of shards that have gradients, and then the shards."""
-        rule.step()
-        self.write(pairs)
+        step(rule, {master: shard.value.detach() for shard, master in pairs if master is not shard.value})
 
     def write(self, pairs: Sequence[tuple[ParameterShard, Tensor]]) -> None:
         """Copies masters to their shards, where they are copies."""
@@ -101,22 +101,36 @@ class OnHost(OnDevice):
         for part in parts([master.nbytes for _, master in pairs]):
             for number in part:
                 pairs[number][1].grad = gradients[number]
+            updated = [pairs[number] for number in part]
             with on_host():
-                rule.step()
-            self.write([pairs[number] for number in part])
+                step(
+                    rule,
+                    {master: copy for shard, master in updated if (copy := self.copy_of(shard, master)) is not None},
+                )
+            self.send(updated)
             for number in part:
                 pairs[number][1].grad = None  # the rule leaves masters without a gradient as they are
         self.host.join()
 
-    def write(self, pairs: Sequence[tuple[ParameterShard, Tensor]]) -> None:
+    def copy_of(self, shard: ParameterShard, master: Tensor) -> Tensor | None:
+        """Returns the host memory for a shard's updated parameters in their own type; None if it is the master's."""
         if self.beside:
-            super().write(pairs)
+            return None if master is shard.value else shard.value.detach()
+        return None if master.dtype == shard.value.dtype else self._outgoing(shard)
+
+    def write(self, pairs: Sequence[tuple[ParameterShard, Tensor]]) -> None:
+        for shard, master in pairs:
+            if (copy := self.copy_of(shard, master)) is not None:
+                copy.copy_(master.detach())
+        self.send(pairs)
+
+    def send(self, pairs: Sequence[tuple[ParameterShard, Tensor]]) -> None:
+        """Starts copying updated parameters to the device."""
+        if self.beside:
             return
         for shard, master in pairs:
-            source = master.detach()
-            if master.dtype != shard.value.dtype:
-                source = self._outgoing(shard).copy_(source)
-            self.host.up(source, shard.value.detach())
+            copy = self.copy_of(shard, master)
+            self.host.up(master.detach() if copy is None else copy, shard.value.detach())
 
     def _outgoing(self, shard: ParameterShard) -> Tensor:
         """Returns host memory for a shard's parameters: its gradient's, which the update has read, if the type fits."""
@@ -126,6 +140,18 @@ class OnHost(OnDevice):
         if shard.name not in self.outgoing:
             self.outgoing[shard.name] = self.host.empty(shard.value)
         return self.outgoing[shard.name]
+
+
+@torch.no_grad()
+def step(rule: torch.optim.Optimizer, copies: dict[Tensor, Tensor]) -> None:
+    """Runs a rule, and writes masters to their `copies`: in the same pass over memory where the rule can."""
+    one_pass = one_pass_of(rule)
+    if one_pass is not None:
+        one_pass.copies = copies
+    rule.step()
+    while copies:
+        master, copy = copies.popitem()
+        copy.copy_(master)
 
 
 def parts(sizes: Sequence[int]) -> Iterator[range]:

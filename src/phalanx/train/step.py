@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,11 +71,24 @@ class Computed:
     """Loss, squared norm and requests, (3,) in fp64, and with preference pairs the sums of these, (7,): over all ranks
     once `everywhere` has arrived."""
     everywhere: Pending
+    arrived: Any = None
+    """The arrival of `status` on the host, if it was fetched from a GPU."""
 
     def settle(self) -> None:
-        """Waits for the sums, which are the same on all ranks."""
+        """Waits for the sums, which are the same on all ranks: on a GPU the device waits, not the host."""
         self.everywhere.wait()
         self.square = self.status[1]
+
+    def fetch(self) -> None:
+        """Starts copying `status` to the host, where `wait` makes it readable while the device goes on."""
+        there, self.status = self.status, torch.empty_like(self.status, device="cpu", pin_memory=self.status.is_cuda)
+        self.status.copy_(there, non_blocking=True)
+        self.arrived = torch.cuda.current_stream(there.device).record_event() if there.is_cuda else None
+
+    def wait(self) -> None:
+        """Waits for a `status` that was fetched."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
 
     @property
     def loss(self) -> float:
@@ -126,6 +140,8 @@ class Stepper:
         if isinstance(residence, OnHost):
             self.replica.offload(residence.move)
         self.loss_scale = LossScale(dtype)
+        self.bad = torch.zeros((), dtype=torch.bool, device=device)
+        """Set on the device from the first launched step on that is not finite, until it is reverted."""
         runner = self.replica.runner
         self.places = self._places(runner.schedule.slices if isinstance(runner, Pipeline) else 1)
         self.places_of_whole = self._places(1)
@@ -227,6 +243,32 @@ class Stepper:
         return Step(mean, grad_norm, requests, computed.pairs)
 
     @property
+    def launches(self) -> bool:
+        """Whether `launch` can take the steps: what the host decides in a step (fp16's scale, an update on the host, an
+        optimizer of several kernels, experts' loads) is not in them."""
+        whole = self.optimizer.skips and not self.loss_scale.dynamic and self.sync is None
+        return whole and not self.job.model.moe.n_experts
+
+    def launch(self, computed: Computed, lr: float) -> None:
+        """Updates the parameters with a step's gradients as `finish` does, but the host waits for nothing, and the
+        device decides: from a step on whose loss or norm is not finite nothing changes until `revert`."""
+        computed.settle()
+        heartbeat.enter(Phase.OPTIMIZER)
+        self.bad |= ~computed.status[:2].isfinite().all()
+        with self.memory.allocating("optimizer"):
+            self.optimizer.step(lr, computed.square.sqrt(), self.bad)
+        heartbeat.enter(Phase.EXCHANGE)
+        self.replica.publish()
+        self.discard()
+        computed.fetch()
+        heartbeat.enter(Phase.RECORD)
+
+    def revert(self, steps: int) -> None:
+        """Forgets the last steps, which were launched and which the device has not applied."""
+        self.optimizer.updates -= steps
+        self.bad.zero_()
+
+    @property
     def offloaded(self) -> dict[str, int]:
         """Bytes copied between the tiers of memory so far, by direction; empty if nothing is offloaded."""
         return {**vars(self.host.copied), **self.optimizer.residence.moved} if named(self.job.layout) else {}
@@ -248,7 +290,7 @@ class Stepper:
         # those that hold it.
         first_replica = self.independent_replicas > 1 or self.mesh.coordinates["dp_replicate"] == 0
         counted = square * (math.nan if requests.void else first_replica)
-        status = torch.stack((loss * self.mesh.owns_loss, counted, loss.new_tensor(requests.encode())))
+        status = torch.stack((loss * self.mesh.owns_loss, counted, torch.full_like(loss, requests.encode())))
         if pairs := self.replica.objective.pairs:
             status = torch.cat((status, pairs.take(status) * self.mesh.owns_loss))
         return square, status, self._reduce(status)

@@ -18,19 +18,19 @@ def rule(groups, config):
     """Makes the torch optimizer when a run begins: torch is not imported before."""
     import torch
 
-    from phalanx.train.optimizers.rule import UpdateRule, chunks
+    from phalanx.train.optimizers.rule import UpdateRule
 
     own = extend.optimizer_options(config)
 
     class AdEMAMix(UpdateRule):
-        def update(self, parameter, gradient, shard, group):
+        def update(self, parameter, shard, group):
             state = self.state[parameter]
             if not state:
                 state |= {kind.kind: torch.zeros_like(parameter) for kind in STATE} | {"step": torch.tensor(0.0)}
             state["step"] += 1
             (beta1, beta2), step, lr = config.betas, state["step"].item(), group["lr"]
             bias1, bias2 = 1 - beta1**step, sqrt(1 - beta2**step)
-            for w, g, *momenta in chunks(1, parameter, gradient, *(state[kind.kind] for kind in STATE)):
+            for w, g, *momenta in self.chunks(1, parameter, *(state[kind.kind] for kind in STATE)):
                 fast, slow, square = momenta
                 fast.lerp_(g, 1 - beta1)
                 slow.lerp_(g, 1 - own["beta3"])

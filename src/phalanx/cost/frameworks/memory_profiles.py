@@ -9,6 +9,7 @@ from phalanx.blocks.memory_profile import PHALANX, MemoryProfile
 __all__ = ["PHALANX"]
 
 _MEGATRON_FP16 = MemoryProfile(
+    step_gradient_bytes=4,
     gradients_stay=True,
     scores="always",
     regathers=True,
@@ -65,7 +66,7 @@ MEGATRON_CORE = MemoryProfile(
 """Megatron Core with Transformer Engine: bf16, fp32 main gradients in flat buffers, fused kernels, the loss among them
 (cross_entropy_loss_fusion)."""
 
-NEMO = replace(MEGATRON_CORE, gradient_bytes=0)
+NEMO = replace(MEGATRON_CORE, gradient_bytes=0, step_gradient_bytes=4)
 """NVIDIA's recipes for speed (NeMo, Megatron-Bridge, MLPerf): gradients are accumulated and reduced in bf16
 (grad_reduce_in_fp32=False)."""
 

@@ -45,6 +45,8 @@ class MemoryFormulas:
         """Bytes of optimizer state per parameter, in whatever tier."""
         self.offloads = optimizer_tier != "device"
         self.optimizer, self.transient = (0.0, 0.0) if self.offloads else (costs.state, costs.transient)
+        self.widened = profile.step_gradient_bytes + costs.widened
+        """Bytes per parameter of the copy in fp32 that the step makes of gradients in half precision."""
 
     def per_parameter(self, zero: int, ranks: Any, data_ranks: Any) -> tuple[Any, Any, Any]:
         """Returns the bytes of a parameter, its gradient and its optimizer state on each of `ranks` ranks."""
@@ -86,22 +88,23 @@ class MemoryFormulas:
 
     def beside(self, shards: Shards) -> tuple[Any, Any]:
         """Returns the bytes in host memory and on disk of an offloaded optimizer: its state with its own parameters,
-        of which files have buffers in host memory; gradients in its precision, and what is copied to and from the
-        device where that has another type; and of parameters that are not on the device."""
+        of which files have buffers in host memory; gradients, and those that it copies to its precision; parameters
+        on their way to the device, in the memory of their gradients if the type is the same; and of parameters that are
+        not on the device."""
         if not self.offloads:
             return 0.0, 0.0
         own = max(4, self.parameter)
         state = offloaded_bytes(self.kept, self.parameter)
         if self.tier == "host" and self.parameter >= own and not self.resident:
             state -= own  # the optimizer updates the parameters themselves
-        copied = min(self.gradient, self.parameter)
-        copied = copied if copied < own else 0
+        arriving = self.gradient + (self.gradient < own) * self.widened
+        arriving += self.parameter * (self.parameter != self.gradient and self.parameter < own)
         updated = sum(trained / ranks for _, trained, ranks in shards)
         parameters = sum(numbers / ranks for numbers, _, ranks in shards) * (self.parameter - self.resident)
         if self.tier == "host":
-            return parameters + updated * (state + own + copied), 0.0
+            return parameters + updated * (state + arriving), 0.0
         buffers = smaller(updated * state, BUFFERS * BUFFER_BYTES)
-        return parameters + updated * (own + copied) + buffers, updated * state
+        return parameters + updated * arriving + buffers, updated * state
 
     def stays(self, passes: Any, in_flight: Any) -> Any:
         """Returns whether gradients are there while the most forward passes are in flight: some of all `passes` of a
@@ -113,7 +116,7 @@ class MemoryFormulas:
         tensors."""
         if self.offloads:
             return 0.0
-        each = (self._gradient(data_ranks > 1) < 4) * self.profile.step_gradient_bytes + self.transient
+        each = (self._gradient(data_ranks > 1) < 4) * self.widened + self.transient
         return sum(trained / ranks for _, trained, ranks in shards) * each
 
     def buffer(self, data_ranks: Any) -> Any:

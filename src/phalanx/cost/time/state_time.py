@@ -28,8 +28,6 @@ GATHERS = ("gather", "regather")
 ENCODED_BYTES, DECODED_BYTES = 37, 21
 """Bytes that move in memory per element: for its code (magnitudes, their maximum, division, rounding, each a pass over
 fp32, and the code), and for its number (the code, a product in fp32, the copy)."""
-CLIP_BYTES = 8
-"""Bytes that clipping moves per gradient: the norm reads it, and it is set to zero after the step."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,8 @@ def optimizer_seconds(spec: StepSpec, held: ParameterCounts) -> float:
     """Returns the seconds of the optimizer over the parameters that a rank updates, and of clipping."""
     layout, updated = spec.layout, updated_parameters(spec, held)
     clipped = updated if layout.zero > 1 and layout.shard_ranks > 1 else held.trained
-    return update_seconds(spec.cluster, layout, costs_of(spec), updated, clipped)
+    clips = clip_bytes(spec.framework, spec.width)
+    return update_seconds(spec.cluster, layout, costs_of(spec), updated, clipped, clips)
 
 
 def updated_parameters(spec: StepSpec, held: ParameterCounts) -> float:
@@ -202,13 +201,20 @@ def costs_of(spec: StepSpec) -> OptimizerCosts:
     return replace(costs, flops=0.0) if entry_of(spec.optimizer.name).needs_whole_matrices else costs
 
 
-def update_seconds(cluster: Cluster, layout: Layout, costs: OptimizerCosts, updated: Any, clipped: Any) -> Any:
-    """Returns the seconds of updating `updated` parameters, and of clipping `clipped` gradients: numbers or arrays. An
-    offloaded optimizer clips what it updates."""
+def clip_bytes(framework: Framework, width: int) -> int:
+    """Returns the bytes that clipping moves per gradient, of parameters of `width` bytes."""
+    return framework.clip_bytes or 2 * state_widths(framework, "", width)["gradient"]
+
+
+def update_seconds(
+    cluster: Cluster, layout: Layout, costs: OptimizerCosts, updated: Any, clipped: Any, clips: int
+) -> Any:
+    """Returns the seconds of updating `updated` parameters, and of clipping `clipped` gradients of `clips` bytes each:
+    numbers or arrays. An offloaded optimizer clips what it updates."""
     device = cluster.accelerator
     if is_offloaded(layout, "optimizer"):
-        return host_update_seconds(cluster.host, costs, updated, updated * CLIP_BYTES)
-    moving = stream_seconds(device, updated * costs.moved + clipped * CLIP_BYTES, 10)
+        return host_update_seconds(cluster.host, costs, updated, updated * clips)
+    moving = stream_seconds(device, updated * costs.moved + clipped * clips, 10)
     return moving + updated * costs.flops / rate(device, "fp32") if costs.flops else moving
 
 

@@ -24,7 +24,7 @@ from phalanx.cost.time.exposed import (
 from phalanx.cost.time.link import occupancy
 from phalanx.cost.time.pipeline import GRID, idle
 from phalanx.cost.time.rank_time import HOST_OPS, handling_seconds, starts_again
-from phalanx.cost.time.state_time import summing_seconds, update_seconds
+from phalanx.cost.time.state_time import clip_bytes, summing_seconds, update_seconds
 from phalanx.plan.search.space import RECOMPUTE, STATES
 from phalanx.plan.search.tables import Floats, Pipelines, RankContents
 from phalanx.schedule import catalogue
@@ -165,9 +165,8 @@ class StepSeconds:
         _, trained = self._fullest
         updated, every = (trained / self.group.ranks).sum(0), trained.sum(0)
         clipped = np.where(self.group.shared, updated, every) if STATES[state].zero > 1 else every
-        return update_seconds(
-            self.tables.request.cluster, self.tables.space.base, self.tables.optimizer, updated, clipped
-        )
+        cluster, clips = self.request.cluster, clip_bytes(self.framework, self.request.width)
+        return update_seconds(cluster, self.tables.space.base, self.tables.optimizer, updated, clipped, clips)
 
     def _messages(self) -> Floats:
         """Returns the seconds of messages between stages."""

@@ -5,6 +5,9 @@ jumps; by `guard.repeat_every`, further steps are treated alike. It is then comp
 two results agree. Another result shows a transient fault of the hardware, which is named, and the result that came
 twice is used; the same result shows that data or model are the cause (the idea of Megatron-LM's RerunStateMachine). All
 decisions follow from sums over all ranks: the ranks agree.
+
+On a GPU the host judges a step while the device computes the next one. The device itself applies no step from one on
+that is not finite, so that a step in doubt is computed again from the weights before it, and then the next one.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import math
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -44,6 +48,18 @@ class Rewind(Exception):  # noqa: N818 (a request, not an error)
         """The sample to continue with; None for the checkpoint's own position, to take the same steps again."""
 
 
+@dataclass
+class Launched:
+    """A step that the device takes, and that the host has not judged."""
+
+    computed: Computed
+    result: torch.Tensor
+    """As Attempt.result."""
+    batch: tuple[Sequence[MicroBatch], int, int, float, Requests]
+    """The arguments of Guard.step."""
+    samples: range
+
+
 class Guard:
     """One rank's part in guarding a run whose ranks take every step together."""
 
@@ -55,6 +71,75 @@ class Guard:
         self.exact = repeats_exactly(stepper.device)
         self.replicas = Replicas(stepper, exact=self.exact)
         self.own_gradients = OwnGradients(stepper.replica, stepper.device, exact=self.exact)
+        # Comparing bits needs the gradients of a step in doubt, and spikes the medians of all steps before it.
+        self.defers = stepper.launches and not self.exact and self.options.on_spike == "off"
+        """Whether the host judges steps one step later, and the device keeps bad ones from being applied."""
+        self.pending: Launched | None = None
+        """The launched step that has not been judged."""
+
+    def submit(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        global_tokens: int,
+        lr: float,
+        requests: Requests = NO_REQUESTS,
+        *,
+        samples: range,
+        settles: bool,
+    ) -> list[tuple[int, Step]]:
+        """Takes optimizer step `step` as `step` does. Returns the steps, by their numbers from 1, that are known by
+        now: not this one, where the guard `defers`, unless it `settles` or an earlier one asks for a checkpoint. If an
+        earlier one was void, it is the last. Raises as `step` does."""
+        batch = micro_batches, step, global_tokens, lr, requests
+        pending, launched, self.pending = self.pending, None, None
+        due = _is_due(self.options.every, step + 1) or _is_due(self.options.repeat_every, step + 1)
+        if self.defers and not settles and not due:
+            launched = self._launch(batch, samples)
+        before, applied = self._conclude(pending, launched) if pending else (None, True)
+        if before is None or before.requests == NO_REQUESTS:
+            known, asked = [(step, before)] if before else [], NO_REQUESTS
+        elif before.requests.void:
+            return [(step, before)]
+        else:  # met after this step, which the weights already have
+            known, asked = [(step, replace(before, requests=NO_REQUESTS))], before.requests
+        if launched is None:
+            last = self.step(*batch, samples=samples)
+        elif not applied:
+            with self.stepper.mesh.ledger.untracked():  # it was sent once
+                last = self.step(*batch, samples=samples)
+        elif asked.pauses:
+            last, _ = self._conclude(launched, None)
+        else:
+            self.pending = launched
+            return known
+        return [*known, (step + 1, replace(last, requests=last.requests | asked))]
+
+    def _launch(self, batch: tuple[Sequence[MicroBatch], int, int, float, Requests], samples: range) -> Launched:
+        """Takes a step without waiting for it."""
+        self.own_gradients.clear()
+        micro_batches, step, global_tokens, lr, requests = batch
+        computed = self.stepper.compute(micro_batches, step, global_tokens, requests)
+        self.stepper.launch(computed, lr)
+        result = torch.stack((computed.own_loss, self.own_gradients.total, computed.square))
+        return Launched(computed, result, batch, samples)
+
+    def _conclude(self, launched: Launched, following: Launched | None) -> tuple[Step, bool]:
+        """Returns a launched step, and whether the device has applied it. If it is in doubt it is answered now:
+        neither it nor the `following` one has changed anything."""
+        computed = launched.computed
+        heartbeat.enter(Phase.EXCHANGE)
+        computed.wait()
+        judged = self._judge(computed)
+        if not judged.kind and not computed.requests.void:
+            self.stepper.loss_scale.fine()
+            self.history.take(computed.loss, computed.grad_norm)
+            return Step(computed.loss, computed.grad_norm, computed.requests, computed.pairs), True
+        self.stepper.revert(1 if following is None else 2)
+        if computed.requests.void:
+            return Step(computed.loss, computed.grad_norm, computed.requests, computed.pairs), False
+        judged.result = launched.result
+        return self.step(*launched.batch, samples=launched.samples, first=judged), False
 
     def step(
         self,
@@ -65,8 +150,10 @@ class Guard:
         requests: Requests = NO_REQUESTS,
         *,
         samples: range,
+        first: Attempt | None = None,
     ) -> Step:
-        """Takes optimizer step `step` as Stepper.step does; `samples` are those of the global batch.
+        """Takes optimizer step `step` as Stepper.step does; `samples` are those of the global batch, `first` an attempt
+        that was made and is in doubt.
 
         Raises, on every rank and before the optimizer writes: NotFiniteError, SpikeError or CorruptionError where the
         policy is to stop or its limit is reached; Rewind where the policy is to go back."""
@@ -77,7 +164,7 @@ class Guard:
             computed.settle()
             return self._judge(computed)
 
-        last = attempt()
+        last = first or attempt()
         if last.computed.requests.void:
             return self.stepper.finish(last.computed, step, lr)
         repeats = _is_due(self.options.repeat_every, step + 1)

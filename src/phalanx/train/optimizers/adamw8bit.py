@@ -13,7 +13,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.optimizers.blocks import block_of
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train.optimizers.quantise import table
-from phalanx.train.optimizers.rule import Groups, UpdateRule, chunks
+from phalanx.train.optimizers.rule import Groups, UpdateRule
 
 
 def adamw8bit(groups: Groups, config: Optimizer) -> torch.optim.Optimizer:
@@ -26,25 +26,24 @@ class AdamW8bit(UpdateRule):
     shape), with a scale for each block of phalanx.optimizers.blocks; where a parameter has no blocks, they are the
     moments themselves."""
 
-    def update(self, parameter: Tensor, gradient: Tensor, shard: ParameterShard, group: dict[str, Any]) -> None:
+    def update(self, parameter: Tensor, shard: ParameterShard, group: dict[str, Any]) -> None:
         """Updates a shard's parameter and its moments."""
         block, state = block_of(shard.tensor_slice.whole), self.state[parameter]
-        if "step" not in state:
+        if not state:
             state |= _initial(parameter, block)
-        state["step"] += 1
-        step = _AdamStep(group, state["step"].item())
+        step = _AdamStep(group, self.count)
         if block:
-            self._quantised(step, block, parameter, gradient)
+            self._quantised(step, block, parameter)
             return
-        for part in chunks(1, parameter, gradient, state["exp_avg"], state["exp_avg_sq"]):
+        for part in self.chunks(1, parameter, state["exp_avg"], state["exp_avg_sq"]):
             step(*part)
 
-    def _quantised(self, step: _AdamStep, block: int, parameter: Tensor, gradient: Tensor) -> None:
+    def _quantised(self, step: _AdamStep, block: int, parameter: Tensor) -> None:
         state, device = self.state[parameter], parameter.device
         signed, positive = (table(device, parameter.dtype, signed=sign) for sign in (True, False))
         codes = state["exp_avg"], state["exp_avg_sq"]
         first = 0
-        for w, g, *parts in chunks(block, parameter, gradient, *codes):
+        for w, g, *parts in self.chunks(block, parameter, *codes):
             m_codes, v_codes = (part.view(-1, block) for part in parts)
             scales = slice(first, first + len(m_codes))
             m_scales, v_scales = state["exp_avg_scale"][scales], state["exp_avg_sq_scale"][scales]
@@ -58,7 +57,7 @@ class AdamW8bit(UpdateRule):
 class _AdamStep:
     """One step of AdamW on flat tensors."""
 
-    def __init__(self, group: dict[str, Any], count: float):
+    def __init__(self, group: dict[str, Any], count: int):
         """`count` is the step's number, from 1."""
         self.lr, self.eps, self.beta1, self.beta2 = group["lr"], group["eps"], *group["betas"]
         self.kept = 1 - group["lr"] * group["weight_decay"]
@@ -80,4 +79,4 @@ def _initial(parameter: Tensor, block: int) -> dict[str, Tensor]:
     if block:
         blocks = parameter.numel() // block
         state |= {f"{moment}_scale": parameter.new_zeros(blocks).detach() for moment in moments}
-    return {"step": torch.tensor(0.0), **state}
+    return state

@@ -42,8 +42,8 @@ class Muon(MatrixRule):
             for group in self.param_groups
             if (others := [pair for pair in _pairs(group) if not _is_matrix(pair[1])])
         ]
-        self.rest = adamw(rest, config) if rest else None
-        if self.rest is not None:
+        if rest:
+            self.rest = adamw(rest, config)
             self.rest.state = self.state  # one place for all state
 
     @torch.no_grad()

@@ -1,13 +1,19 @@
-"""Update rules that torch does not have: their common loop over parameter groups."""
+"""Update rules that torch does not have, or not in one pass over memory: their common loop over parameter groups.
+
+A rule reads each gradient in the type in which it was summed, scales it while it is in the cache or in registers, and
+writes the parameter's copy in its own type beside the update. No fp32 gradients exist.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard
@@ -16,14 +22,28 @@ Groups = list[dict[str, Any]]
 """torch's parameter groups. `params` are tensors in the optimizer's precision, `shards` the parameter shard of each
 (its name and its place in the whole parameter), `weight_decay` the group's decay."""
 CHUNK = {"cpu": 2**17}
-"""Elements that a rule with several kernels updates at a time: on a CPU they stay in the cache between kernels. With a
-quarter as many, starting the kernels takes a quarter of the time of 8-bit AdamW."""
+"""Elements that are updated at a time where no compiler makes one kernel of the update: on a CPU they stay in the cache
+between kernels. With a quarter as many, starting the kernels takes a quarter of the time of 8-bit AdamW."""
 LARGE_CHUNK = 2**22
 """The same on other devices: it bounds the memory of temporary tensors."""
+Numbers = Sequence[Any] | Tensor
+"""What a formula reads besides tensors: floats, or for a compiled kernel a tensor of them."""
+Formula = Callable[..., tuple[Tensor, ...]]
+"""A function of weights, gradients, state, all (n,), and numbers that returns new weights and state."""
 
 
 class UpdateRule(torch.optim.Optimizer):
     """A torch optimizer that updates one parameter shard after the other."""
+
+    scale: Tensor | None = None
+    """The factor of this step's gradients: clipping and fp16's loss scale; None for 1."""
+    count = 1
+    """The number of this step, from 1."""
+
+    def __init__(self, groups: Groups, defaults: dict[str, Any]):
+        super().__init__(groups, defaults)
+        self.copies: dict[Tensor, Tensor] = {}
+        """By parameter, the copy in another type that this step writes, too: the update takes out what it writes."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -31,12 +51,137 @@ class UpdateRule(torch.optim.Optimizer):
         for group in self.param_groups:
             for parameter, shard in zip(group["params"], group["shards"], strict=True):
                 if parameter.grad is not None:
-                    self.update(parameter, parameter.grad.contiguous(), shard, group)
+                    self.update(parameter, shard, group)
 
     @abstractmethod
-    def update(self, parameter: Tensor, gradient: Tensor, shard: ParameterShard, group: dict[str, Any]) -> None:
-        """Updates a shard's parameter, of any shape, and self.state[parameter]. `group` has the options and the rate
-        of this step."""
+    def update(self, parameter: Tensor, shard: ParameterShard, group: dict[str, Any]) -> None:
+        """Updates a shard's parameter, of any shape, and self.state[parameter], chunk by chunk of `chunks`. `group` has
+        the options and the rate of this step."""
+
+    def chunks(self, unit: int, parameter: Tensor, *state: Tensor) -> Iterator[list[Tensor]]:
+        """Yields flat parts of a parameter, its gradient and its state, of equally many elements, a multiple of `unit`:
+        views of the same places, but the gradient scaled and in the parameter's type. When the next part is asked for,
+        this one's copy in another type is written."""
+        gradient = parameter.grad
+        assert gradient is not None, "only such parameters are updated"
+        copy = self.copies.pop(parameter, None)
+        flat = [tensor.detach().view(-1) for tensor in (parameter, gradient.contiguous(), *state)]
+        count, size = flat[0].numel(), CHUNK.get(parameter.device.type, LARGE_CHUNK) // unit * unit
+        converts = gradient.dtype != parameter.dtype or self.scale is not None
+        wide = flat[0].new_empty(min(count, size) if converts else 0)
+        for start in range(0, count, size):
+            w, g, *rest = (each[start : start + size] for each in flat)
+            if converts:
+                g = wide[: len(g)].copy_(g)
+                if self.scale is not None:
+                    g.mul_(self.scale)
+            yield [w, g, *rest]
+            if copy is not None:
+                copy.view(-1)[start : start + size].copy_(w)
+
+
+class ElementwiseRule(UpdateRule):
+    """A rule whose elements do not depend on each other: one formula, which on a GPU is compiled to one kernel."""
+
+    kinds: tuple[str, ...] = ()
+    """The kinds of its state, each of the parameter's shape."""
+    formula: ClassVar[Formula]
+    has_fused: ClassVar[bool] = False
+    """Whether torch has a kernel of the formula for gradients in the parameter's type, which `fused` calls."""
+    bad: Tensor | None = None
+    """A flag on the device, (): where it is set, nothing changes. None if the host has seen that the step is good."""
+
+    @abstractmethod
+    def numbers(self, group: dict[str, Any]) -> list[float]:
+        """Returns what the formula reads in this step besides tensors."""
+
+    def fused(self, weights: list[Tensor], gradients: list[Tensor], state: list[list[Tensor]], **options: Any) -> None:
+        """Calls torch's kernel on the weights, gradients and state (by kind) of parameters that share `options`: group,
+        and grad_scale and found_inf as torch's kernels have them."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient."""
+        for group in self.param_groups:
+            together: list[tuple[Tensor, Tensor, list[Tensor]]] = []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if self.has_fused and parameter not in self.copies and self._is_ready(parameter):
+                    together.append((parameter.detach(), parameter.grad, self._state(parameter)))
+                else:
+                    self.update(parameter, None, group)
+            if together:
+                weights, gradients, state = zip(*together, strict=True)
+                by_kind = [list(each) for each in zip(*state, strict=True)]
+                inverse = None if self.scale is None else self.scale.reciprocal()
+                self.fused(list(weights), list(gradients), by_kind, group=group, grad_scale=inverse, **self._found())
+
+    def update(self, parameter: Tensor, shard: ParameterShard | None, group: dict[str, Any]) -> None:
+        """Updates a parameter in one pass over memory."""
+        state = self._state(parameter)
+        if parameter.is_cuda and has_triton():
+            assert parameter.grad is not None, "only such parameters are updated"
+            tensors = [parameter, parameter.grad.contiguous(), self.copies.pop(parameter, None), *state]
+            w, g, copy, *flat = (None if t is None else t.detach().view(-1) for t in tensors)
+            numbers = torch.tensor(self.numbers(group), dtype=parameter.dtype, pin_memory=True).to(
+                parameter.device, non_blocking=True
+            )
+            compiled()(type(self).formula, w, g, copy, flat, self.scale, self.bad, numbers)
+            return
+        for w, g, *part in self.chunks(1, parameter, *state):
+            self.update_chunk(w, g, part, group)
+
+    def update_chunk(self, w: Tensor, g: Tensor, state: list[Tensor], group: dict[str, Any]) -> None:
+        """Updates weights and state (n,), which are in the cache, with gradients in the weights' type."""
+        if self.has_fused:
+            self.fused([w], [g], [[each] for each in state], group=group, grad_scale=None, **self._found())
+        else:
+            one_pass(type(self).formula, w, g, None, state, None, self.bad, self.numbers(group))
+
+    def _is_ready(self, parameter: Tensor) -> bool:
+        """Returns whether a fused kernel reads the gradient at once. It takes a factor in fp32 alone, and writes the
+        gradients that it has scaled: on a CPU, where it is faster than chunks all the same, but not on a GPU."""
+        assert parameter.grad is not None
+        scales = parameter.dtype == torch.float32 and not parameter.is_cuda
+        return parameter.grad.dtype == parameter.dtype and (self.scale is None or scales)
+
+    def _found(self) -> dict[str, Tensor | None]:
+        return {"found_inf": None if self.bad is None else self.bad.float()}
+
+    def _state(self, parameter: Tensor) -> list[Tensor]:
+        state = self.state[parameter]
+        for kind in self.kinds:
+            if kind not in state:
+                state[kind] = torch.zeros_like(parameter).detach()
+        return [state[kind] for kind in self.kinds]
+
+
+def one_pass(
+    formula: Formula,
+    w: Tensor,
+    g: Tensor,
+    copy: Tensor | None,
+    state: Sequence[Tensor],
+    scale: Tensor | None,
+    bad: Tensor | None,
+    numbers: Numbers,
+) -> None:
+    """Updates weights w and their state in place with gradients g times `scale`, all (n,), unless `bad` is set, and
+    writes the weights to `copy`. Compiled, it reads and writes each tensor once."""
+    wide = g.to(w.dtype)
+    wide = wide if scale is None else wide * scale
+    for old, new in zip((w, *state), formula(w, wide, *state, numbers), strict=True):
+        old.copy_(new if bad is None else torch.where(bad, old, new))
+    if copy is not None:
+        copy.copy_(w)
+
+
+@cache
+def compiled() -> Callable[..., None]:
+    """Returns `one_pass`, compiled once for all sizes of tensors of as many dimensions."""
+    return torch.compile(one_pass, dynamic=True, fullgraph=True)
 
 
 class MatrixRule(torch.optim.Optimizer):
@@ -46,16 +191,15 @@ class MatrixRule(torch.optim.Optimizer):
     """Computes with whole matrices, each on one rank."""
     parameters: Mapping[str, Tensor]
     """The parameters of all shards, also of empty ones, by the shards' names."""
+    rest: UpdateRule | None = None
+    """Updates the other parameters."""
 
     def connect(self, matrices: MatrixUpdates, parameters: Mapping[str, Tensor]) -> None:
         """Takes both, before the first step."""
         self.matrices, self.parameters = matrices, parameters
 
 
-def chunks(unit: int, *tensors: Tensor) -> Iterator[Sequence[Tensor]]:
-    """Yields parts of contiguous tensors of equally many elements, as flat views of the same places: a multiple of
-    `unit` elements at a time."""
-    flat = [tensor.detach().view(-1) for tensor in tensors]
-    size = CHUNK.get(tensors[0].device.type, LARGE_CHUNK) // unit * unit
-    for start in range(0, flat[0].numel(), size):
-        yield [each[start : start + size] for each in flat]
+def one_pass_of(rule: torch.optim.Optimizer) -> UpdateRule | None:
+    """Returns what reads gradients in their own type: the rule or a part of it; None if it is torch's own."""
+    part = rule.rest if isinstance(rule, MatrixRule) else rule
+    return part if isinstance(part, UpdateRule) else None

@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel.parameter_shards import ParameterShard, counted
+from phalanx.train.optimizer import square_sum
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Stepper
 from phalanx.train.sync.flat import join, spread
@@ -89,9 +89,7 @@ class Asynchronous:
         loss = stepper.gradients(micro_batches, step, tokens)
         gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.shards]
         of = {shard.name: gradient for shard, gradient in zip(self.shards, gradients, strict=True)}
-        # A norm rounded to bf16 would be wrong in the third digit.
-        kind = torch.promote_types(self.values[0].dtype, torch.float32)
-        square = get_total_norm([of[f.name].to(kind) for f in counted(self.shards)]).double() ** 2
+        square = square_sum([of[f.name] for f in counted(self.shards)])
         status = torch.stack((loss * self.mesh.owns_loss, square.to(loss.device), loss.new_tensor(requests.encode())))
         self.mesh.reduce_replica(status).wait()
         total, square_norm, encoded = status.tolist()
