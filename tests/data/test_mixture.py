@@ -202,3 +202,14 @@ def test_preparing_goes_on_where_it_stopped(mix: Data, monkeypatch: pytest.Monke
         open_shards(prepared_path(mix))
     prepare(mix)
     assert calls == [*(source.path for source in mix.mix), mix.mix[2].path]
+
+
+@pytest.mark.parametrize(
+    ("row", "corpus"),
+    [('{"messages": []}', "chat"), ('{"prompt": "q", "completion": "a"}', "chat"), ('{"chosen": "a"}', "preferences")],
+)
+def test_rows_that_end_with_answers_are_no_source(mix: Data, tmp_path: Path, row: str, corpus: str) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{row}\n")
+    with pytest.raises(DataError, match=f"rows.jsonl:1: .* data.corpus={corpus} with data.path, and are no source"):
+        prepare(replace(mix, mix=(*mix.mix, MixSource(str(rows), 1))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import json
+import lzma
 import struct
 from pathlib import Path
 
@@ -82,6 +83,22 @@ def test_a_model_of_sentencepiece_gives_its_ids(tmp_path: Path) -> None:
     assert (tokenizer.vocab_size, tokenizer.separator) == (len(PIECES), (2,))
 
 
+@pytest.mark.parametrize("name", ["identity", "nmt_nfkc"])
+def test_unigram_gives_the_ids_of_sentencepiece(tmp_path: Path, name: str) -> None:
+    """Recorded with sentencepiece 0.2.3, which trained both models on texts of docs/: byte_fallback without
+    normalisation, and nmt_nfkc."""
+    folder = Path(__file__).parent / "unigram"
+    (tmp_path / "tokenizer.model").write_bytes(lzma.decompress((folder / f"{name}.model.xz").read_bytes()))
+    tokenizer = Tokenizer.load(tmp_path)
+    recorded = json.loads((folder / "ids.json").read_text())
+    for text, ids, decoded in zip(recorded["texts"], recorded[name], recorded[f"{name} decoded"], strict=True):
+        assert tokenizer.encode(text).tolist() == ids, text
+        if 0 not in ids and not text.startswith("\u2581"):  # sentencepiece writes \u2047, and leaves several spaces out
+            assert tokenizer.decode(ids) == decoded, text
+    [(ids, _)] = tokenizer.encode_marked([[("the</s>", True)]])
+    assert (ids[-1], tokenizer.separator) == (2, (2,))
+
+
 RANKS = [bytes([byte]) for byte in range(256)] + [b"th", b"he", b"the", b" t", b" the", b"at", b"cat", b"\xc3\xa9"]
 
 
@@ -132,12 +149,19 @@ def test_known_files_of_tiktoken_are_read_by_their_number_of_ranks(tmp_path: Pat
 
 USER = (("<x>", 0.0, 4),)
 BAD = {
-    "unigram": (
-        sentencepiece([(3, 1)], [(4, 0)]),
-        "a unigram model, not BPE is not read with the same ids; convert it",
+    "words": (
+        sentencepiece([(3, 3)], [(4, 0)]),
+        "a model of words or characters is not read with the same ids; convert it",
     ),
-    "charsmap": (sentencepiece([(3, 2)], [(2, b"abc"), (4, 0)]), "precompiled_charsmap"),
-    "spaces": (sentencepiece([(3, 2)], []), "remove_extra_whitespaces"),
+    "charsmap": (sentencepiece([(3, 2)], [(2, b"abc"), (4, 0)]), "precompiled_charsmap is damaged"),
+    "runs": (
+        sentencepiece([(3, 1)], [(4, 0)], (("\u2581\u2581", -3.0, 1),)),
+        "pieces of several spaces, which are cut by rounding errors",
+    ),
+    "characters": (
+        sentencepiece([(3, 1)], [(4, 0)], (("zth", -3.0, 1),)),
+        "the character 'z' of its pieces is no piece",
+    ),
     "user": (sentencepiece([(3, 2)], [(4, 0)], USER), "symbols of the user beside add_dummy_prefix"),
     "cut": (sentencepiece(**LLAMA)[:-3], "is damaged"),
     "varint": (b"\xff" * 20, "no model of SentencePiece"),

@@ -47,6 +47,11 @@ SEGMENT_CHARACTERS = 1 << 20
 tokens)."""
 READ_BYTES = 1 << 20
 NAMES_SHOWN = 20
+_OTHER_ROWS = {
+    "preferences": {"chosen", "rejected"},
+    "chat": {"messages", "conversations", "completion", "instruction"},
+}
+"""Fields of rows that are no text, by the corpus that reads them."""
 SAVED_FACTS = {"state.json", "dataset_info.json", "dataset_dict.json"}
 """Files beside the data in a folder that Hugging Face datasets saved."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".py", ".c", ".h", ".cc", ".cpp"}
@@ -312,7 +317,13 @@ def _field_text(record: dict[str, Any], field: str, where: str) -> str:
     if field not in record:
         names = ", ".join(map(repr, islice(record, NAMES_SHOWN))) or "none"
         names += f" and {len(record) - NAMES_SHOWN:,} more" if len(record) > NAMES_SHOWN else ""
-        raise DataError(f"{where}: no field {field!r} (its fields: {names}); set data.text_field")
+        found = f"{where}: no field {field!r} (its fields: {names})"
+        if corpus := next((name for name, keys in _OTHER_ROWS.items() if keys & record.keys()), ""):
+            raise DataError(
+                f"{found}; such rows are read by data.corpus={corpus} with data.path, and are no source of data.mix: "
+                "they end with their answers, the samples of a mixture after seq_len tokens"
+            )
+        raise DataError(f"{found}; set data.text_field")
     text = record[field]
     if not isinstance(text, str):
         raise DataError(f"{where}: the field {field!r} holds {type(text).__name__}, not text")

@@ -3,7 +3,7 @@
 The names are those of GGUF's metadata; other files (tokenizer_files.py) are brought to them. Byte-level BPE
 (tokenizer.ggml.model = gpt2): `tokenizer.ggml.pre` names how text is split before merging; the expressions are those of
 the published tokenizer.json of each family, as in src/llama-vocab.cpp of github.com/ggml-org/llama.cpp. SentencePiece's
-BPE (llama): sentencepiece_merges.py.
+BPE (llama) and Unigram: sentencepiece_parts.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from phalanx.data import sentencepiece_merges
+from phalanx.data import sentencepiece_parts
 from phalanx.errors import DataError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 """Kinds of tokens, as SentencePiece and llama.cpp (llama_token_type) number them."""
-_BYTE_LEVEL, _SENTENCEPIECE = "gpt2", "llama"
-"""Values of tokenizer.ggml.model."""
+_BYTE_LEVEL, _SENTENCEPIECE, UNIGRAM = "gpt2", "llama", "unigram"
+"""Values of tokenizer.ggml.model; of a GGUF file the first two."""
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -73,15 +73,19 @@ KINDS: Mapping[str, Mapping[str, Any]] = {
 """How text is split and normalised, by the value of tokenizer.ggml.pre."""
 
 
-def definition_of(metadata: Mapping[str, Any], path: Path) -> str:
-    """Returns the tokenizer.json of a file's metadata.
+def definition_of(
+    metadata: Mapping[str, Any],
+    path: Path,
+    instead: str = "put the published tokenizer.json into the run's directory",
+) -> str:
+    """Returns the tokenizer.json of a file's metadata; `instead` is what to do where there is none.
 
     Raises DataError, naming `path`, if there is no tokenizer, one of another kind, or one that is not consistent."""
     model = metadata.get("tokenizer.ggml.model")
-    instead = "put the published tokenizer.json into the run's directory"
     if model is None:
         raise DataError(f"{path} has no tokenizer; {instead}")
-    if model not in (_BYTE_LEVEL, _SENTENCEPIECE):
+    pieces = model in (_SENTENCEPIECE, UNIGRAM)
+    if model != _BYTE_LEVEL and not pieces:
         raise DataError(
             f"{path}: a tokenizer of kind {model!r} is not read, only {_BYTE_LEVEL!r} (byte-level BPE) and "
             f"{_SENTENCEPIECE!r} (SentencePiece's BPE); {instead}"
@@ -90,19 +94,19 @@ def definition_of(metadata: Mapping[str, Any], path: Path) -> str:
         tokens, types = _texts(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type", [])
         if len(set(tokens)) != len(tokens) or not isinstance(types, list) or len(types) not in (0, len(tokens)):
             raise ValueError(f"some of its {len(tokens):,} tokens occur twice, or not all have a kind")
-        if model == _SENTENCEPIECE:
-            parts = sentencepiece_merges.parts_of(metadata, tokens, types)
+        if pieces:
+            parts = sentencepiece_parts.parts_of(metadata, tokens, types, unigram=model == UNIGRAM)
         else:
             parts = _byte_level(metadata, tokens)
     except ValueError as error:
         raise DataError(f"{path}: {error}; {instead}") from None
-    special = (UNKNOWN, CONTROL) if model == _SENTENCEPIECE else (CONTROL,)
+    special = (UNKNOWN, CONTROL) if pieces else (CONTROL,)
     added = [
         _added(number, tokens[number], kind in special)
         for number, kind in enumerate(types)
         if kind in (*special, USER_DEFINED)
     ]
-    begin = _begin(metadata, tokens) or (None if model == _SENTENCEPIECE else _bytes(regex=True))
+    begin = _begin(metadata, tokens) or (None if pieces else _bytes(regex=True))
     around = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": added, "post_processor": begin}
     return json.dumps(around | parts, ensure_ascii=False)
 

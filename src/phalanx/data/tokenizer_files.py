@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bounded import read_bytes
-from phalanx.data.token_table import CONTROL, NORMAL, USER_DEFINED, alphabet, definition_of
+from phalanx.data.token_table import CONTROL, NORMAL, UNIGRAM, USER_DEFINED, alphabet, definition_of
 from phalanx.errors import DataError
 
-_BPE = 2
-"""trainer_spec.model_type of byte-pair encoding; 1 is unigram."""
+_KINDS = {1: UNIGRAM, 2: "llama"}
+"""trainer_spec.model_type, with tokenizer.ggml.model; others are words and characters."""
 _TABLE = "tokenizer.ggml."
 _TEKKEN_SPECIAL = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
@@ -54,7 +54,7 @@ def definition_at(file: Path) -> str:
         raise DataError(f"cannot read the tokenizer {file}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
         raise DataError(f"{file}: {error}; {_remedy(file)}") from None
-    return definition_of(table, file)
+    return definition_of(table, file, _remedy(file))
 
 
 def _remedy(file: Path) -> str:
@@ -78,15 +78,13 @@ def _sentencepiece(content: bytes) -> dict[str, Any]:
             (trainer if field == 2 else normalizer).update(_fields(value))
     if not pieces:
         raise ValueError("holds no pieces: neither a model of SentencePiece nor ranks of tiktoken")
-    prefix = bool(normalizer.get(3, 1))
+    prefix, trimmed, charsmap = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1)), normalizer.get(2, b"")
     users = [text for text, _, kind in pieces if kind == USER_DEFINED]
     for what, holds in {
-        "a unigram model, not BPE": trainer.get(3, 1) != _BPE,
-        "text is normalised (precompiled_charsmap)": bool(normalizer.get(2)),
-        "spaces are removed (remove_extra_whitespaces)": bool(normalizer.get(4, 1)),
+        "a model of words or characters": trainer.get(3, 1) not in _KINDS,
         "spaces end words (treat_whitespace_as_suffix)": bool(trainer.get(24)),
         "spaces are kept (escape_whitespaces)": not normalizer.get(5, 1),
-        "symbols of the user beside add_dummy_prefix": bool(users) and prefix,
+        "symbols of the user beside add_dummy_prefix or remove_extra_whitespaces": bool(users) and (prefix or trimmed),
         "symbols of the user with spaces": any("\u2581" in text for text in users),
     }.items():
         if holds:
@@ -94,7 +92,9 @@ def _sentencepiece(content: bytes) -> dict[str, Any]:
     ids = {"unknown": trainer.get(40, 0), "bos": trainer.get(41, 1), "eos": trainer.get(42, 2)}
     named = {f"{_TABLE}{name}_token_id": number for name, number in ids.items() if number < len(pieces)}
     return named | {
-        f"{_TABLE}model": "llama",
+        f"{_TABLE}model": _KINDS[trainer.get(3, 1)],
+        f"{_TABLE}precompiled_charsmap": charsmap,
+        f"{_TABLE}remove_extra_whitespaces": trimmed,
         f"{_TABLE}tokens": [text for text, _, _ in pieces],
         f"{_TABLE}scores": [score for _, score, _ in pieces],
         f"{_TABLE}token_type": [kind for _, _, kind in pieces],
