@@ -51,6 +51,7 @@ def test_a_layout_in_one_word_is_auto_or_a_line():
         ("train:\n  steps: 3\n  steps: 4\n", "j:3: train.steps is set again (first on line 2)"),
         ("train: {steps: 3}\ntrain: {steps: 4}\n", "j:2: train is set again (first on line 1)"),
         ("train:\n  steps:\n    a: 1\n", "j:2: train.steps is one value, not a section"),
+        ("cluster:\n  intra: 450\n", "j:2: cluster.intra is a section, not one value; its fields: gbs, latency_us"),
         ("train:\n  steps:\n", "j:2: train.steps has no value"),
         ("- a\n", "j:1: a job file is a mapping of sections"),
         ("train: [\n", "j:2: not valid YAML"),

@@ -329,7 +329,8 @@ def _described(job: Job, problems: list[str], origins: dict[str, str], answers: 
     """Returns the job with every figure of a machine that the user describes (config/described.py)."""
     given = {path for path in leaves() if not origins[path].startswith(RESOLVED)}
     machine = describe(job.cluster, {path.removeprefix("cluster.") for path in given if path.startswith("cluster.")})
-    problems += [_at(f"cluster.{path}", message, origins) for path, message in machine.problems]
+    if not any("cluster.accelerator." in problem for problem in problems):  # a figure that could not be read
+        problems += [_at(f"cluster.{path}", message, origins) for path, message in machine.problems]
     origins.update({f"cluster.{path}": origin for path, origin in machine.filled.items()})
     answers += [machine.note] if machine.note else []
     return dataclasses.replace(job, cluster=machine.cluster)
