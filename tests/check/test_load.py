@@ -138,7 +138,7 @@ def test_the_promised_short_names_exist(alias):
             ["layout=auto,tpp=2"],
             "command line: layout=auto,tpp=2: layout 'auto,tpp=2': unknown key tpp; did you mean tp?",
         ),
-        (["none.yaml"], "none.yaml: cannot be read: No such file or directory"),
+        (["none.yaml"], "none.yaml: there is no such file"),
     ],
 )
 def test_what_is_wrong_with_a_command_line(argv, message):

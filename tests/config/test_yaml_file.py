@@ -74,7 +74,7 @@ def test_all_problems_of_a_file_are_found():
 
 
 def test_an_unreadable_file_is_a_problem(tmp_path):
-    assert "cannot be read" in read(tmp_path / "none.yaml")[1][0]
+    assert "there is no such file" in read(tmp_path / "none.yaml")[1][0]
     (tmp_path / "bytes.yaml").write_bytes(b"a: \xff\xfe")
     assert "not UTF-8" in read(tmp_path / "bytes.yaml")[1][0]
 

@@ -13,7 +13,7 @@ from phalanx.config import layout_line
 from phalanx.config.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion, within
 from phalanx.config.rows import LOADER, MOST_NESTING, row_of, too_deep
 from phalanx.errors import MOST_PROBLEMS, JobError
-from phalanx.nearest import nearest
+from phalanx.nearest import near_file, nearest
 from phalanx.units import listed
 
 PLAIN_TAGS = {
@@ -48,6 +48,8 @@ def read(path: Path) -> tuple[list[Setting], list[str]]:
     """Returns the settings of a job file and its problems: unknown or repeated keys, YAML errors, tags."""
     try:
         text = read_text(path, MOST_BYTES)
+    except FileNotFoundError:
+        return [], [f"{path}: there is no such file{near_file(path)}"]
     except OSError as error:
         return [], [f"{path}: cannot be read: {error.strerror or error}"]
     except UnicodeDecodeError as error:
