@@ -60,6 +60,11 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
         whole = bool(answer) and isinstance(answer[0], dict) and role_of(answer[0]) != ANSWERS
         try:
             pair.append(checked(answer if whole else [*context, *answer], answered=True))
+            if whole and given and not _begins_with(pair[-1], context):
+                problems.append(
+                    f"{name} is a whole conversation that does not begin with the row's {given[0]}: leave it out by "
+                    f"data.ignore_keys=[{given[0]}]"
+                )
             if pair[-1][-1]["role"] != ANSWERS:
                 problems.append(f"{name}: its last message is no answer")
             elif not trained(pair[-1])[-1]:
@@ -70,9 +75,27 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
             problems.append(f"{name}: {error}")
     if not problems and pair[0] == pair[1]:
         problems.append("chosen and rejected are the same")
+    elif not problems:
+        both = enumerate(zip(*pair, strict=False), start=1)
+        number, first = next(((n, each) for n, each in both if each[0] != each[1]), (0, ()))
+        if any(message["role"] != ANSWERS for message in first):
+            problems.append(
+                f"chosen and rejected differ at message {number}, which is no answer: a pair has one prompt"
+            )
     if problems:
         raise ValueError("; ".join(problems))
     return pair
+
+
+def _begins_with(messages: list[Message], context: list[Message]) -> bool:
+    """Returns whether a conversation has the texts of a context, in order, before its last answer."""
+    texts = [message["content"] for message in messages[:-1]]
+    there = [_content(message) for message in context]
+    return any(texts[start : start + len(there)] == there for start in range(len(texts)))
+
+
+def _content(message: Any) -> Any:
+    return checked([message], answered=False)[0]["content"]
 
 
 class PreferenceData(ConversationData):
