@@ -341,3 +341,10 @@ def test_the_best_checkpoint_needs_a_validation_at_every_save(tmp_path, argv, me
     [problem] = problems(tmp_path, argv=["checkpoint.keep_best=true", *argv])
     assert message in problem
     assert not problems_of(load(tmp_path, argv=["keep_best=true", "checkpoint.every=100", "eval_every=50"]).job)
+
+
+def test_home_is_replaced_in_paths_and_variables_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_words(overrides.parse(["run.dir=~/runs"])).job.run.dir == f"{tmp_path}/runs"
+    with pytest.raises(JobError, match=r"run.dir=\$HOME/x: .*variables are not replaced here; write it out"):
+        load_words(overrides.parse(["run.dir=$HOME/x"]))

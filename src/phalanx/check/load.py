@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -158,7 +159,7 @@ def resolve(
     the fields that the command line sets itself, with their origins), then checks the result. Without `presets`, the
     names of presets are plain values. Raises JobError with all problems."""
     found = list(problems)
-    settings, answers = _taken(settings, found)
+    settings, answers = _taken(settings, found, written=presets)
     job, origins = _start(settings, found) if presets else (Job(), dict.fromkeys(leaves(), "default"))
     filed: Job | None = None
     for setting in settings:
@@ -237,9 +238,9 @@ def origins_of(job: Job, origin: str) -> dict[str, str]:
     return {path: origins[path] if path in same else origin for path in leaves()}
 
 
-def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setting], list[str]]:
+def _taken(settings: Sequence[Setting], problems: list[str], *, written: bool) -> tuple[list[Setting], list[str]]:
     """Returns the settings with their fields' own values, and an answer for every alias and every value that another
-    word named."""
+    word named. `written`: by a user, not by a run."""
     taken: list[Setting] = []
     answers: list[str] = []
     for setting in settings:
@@ -247,7 +248,16 @@ def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setti
             taken.append(setting)
             continue
         text = spelled(setting.path, setting.text)
-        if reason := _machine_for_type(setting.path, text) or spelling.refusal(setting.path, text):
+        if setting.path in ("run.dir", "model.from") and text.startswith(
+            "~/"
+        ):  # data's are replaced where they are read
+            taken.append(dataclasses.replace(setting, text=os.path.expanduser(text)))
+            continue
+        if reason := (
+            _machine_for_type(setting.path, text)
+            or (written and _variable_in(setting.path, text))
+            or spelling.refusal(setting.path, text)
+        ):
             problems.append(_placed(setting.origin, setting.path, reason))
             continue
         if setting.alias or text != setting.text:
@@ -255,6 +265,14 @@ def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setti
             answers.append(f"{word}: taken as {setting.path}={overrides.shown(text)}")
         taken.append(dataclasses.replace(setting, text=text))
     return taken, answers
+
+
+def _variable_in(path: str, text: str) -> str:
+    """Returns why a path with a shell's variable is refused, or nothing: a folder of that name would be made."""
+    is_path = path in ("run.dir", "model.from", "data.path", "data.dir", "data.tokenizer", "layout.offload_to")
+    if not is_path or not re.match(r"(.*/)?[$][{]?[A-Za-z_]", text) or os.path.exists(text):
+        return ""
+    return f"{text}: variables are not replaced here; write it out"
 
 
 def _machine_for_type(path: str, text: str) -> str:
