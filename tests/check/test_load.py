@@ -348,3 +348,8 @@ def test_home_is_replaced_in_paths_and_variables_are_refused(tmp_path, monkeypat
     assert load_words(overrides.parse(["run.dir=~/runs"])).job.run.dir == f"{tmp_path}/runs"
     with pytest.raises(JobError, match=r"run.dir=\$HOME/x: .*variables are not replaced here; write it out"):
         load_words(overrides.parse(["run.dir=$HOME/x"]))
+
+
+def test_a_size_that_cannot_be_read_is_one_problem(tmp_path):
+    text = "cluster: {preset: dgx-h100, nodes: 2.5}\nlayout: {dp_shard: 16}\n"
+    assert problems(tmp_path, text) == [f"{tmp_path}/job.yaml:1: cluster.nodes: expected a whole number, found '2.5'"]

@@ -162,6 +162,7 @@ def resolve(
     settings, answers = _taken(settings, found, written=presets)
     job, origins = _start(settings, found) if presets else (Job(), dict.fromkeys(leaves(), "default"))
     filed: Job | None = None
+    is_size_unread = False
     for setting in settings:
         if filed is None and setting.origin in given.values():
             filed = job  # as the files have it
@@ -170,6 +171,7 @@ def resolve(
             value = values.convert(setting.text, kind)
         except ValueError as error:
             found.append(_placed(setting.origin, setting.path, str(error)))
+            is_size_unread |= setting.path.startswith(("cluster.", "layout."))
             continue
         if presets and not setting.resolved and value == () and row_of(kind):
             found.append(_placed(setting.origin, setting.path, "is an empty list; name something, or leave it out"))
@@ -190,6 +192,8 @@ def resolve(
     answers += more
     found += wrong
     problems_found = by_cause(job, problems_of(job), {setting.path for setting in settings if not setting.implied})
+    if is_size_unread:  # the devices would be compared with another number than was meant
+        problems_found = [(path, message) for path, message in problems_found if path != "layout"]
     if presets and job.data.corpus in CORPORA:  # a run's own job was checked when it began
         whole = tuple(f"{name}." for name in vars(job) if _states_all(name, settings))
         given_here = {setting.path for setting in settings if not setting.path.startswith(whole)}
