@@ -45,7 +45,7 @@ MODEL = (
     *("model.n_layers=4", "model.d_model=256", "model.n_heads=4", "model.norm=rmsnorm", "model.positions=rope"),
     *("model.activation=swiglu", "model.tied=false", "layout.micro_batch=4", "train.cpu_linear=mkl"),
 )
-QUICK = ("model.n_layers=2", "model.seq_len=64")
+QUICK = ("++model.n_layers=2", "++model.seq_len=64")
 EXPERTS = ("model.moe.n_experts=8", "model.moe.top_k=2", "model.moe.n_shared=1", "model.moe.d_ff=256")
 DENSE, DROPLESS = "dense", "experts, dropless"
 MODELS = {

@@ -48,7 +48,7 @@ MICRO_BATCHES = 8
 MODEL = ("model.n_layers=8", "model.d_model=256", "model.n_heads=4", "model.tied=false", "train.cpu_linear=mkl")
 """Four processes with two stages each need eight layers. Where the head is tied, torch leaves it to its user to add up
 the two gradients of the embedding."""
-QUICK = ("model.d_model=64", "model.seq_len=64")
+QUICK = ("++model.d_model=64", "++model.seq_len=64")
 TOLERANCE = 1e-5
 """Allowed relative difference of losses and gradient norms of the same step."""
 LARGE = {"ranks": 64, "micro_batches": 512, "chunks": 4}

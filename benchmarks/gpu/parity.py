@@ -27,7 +27,9 @@ KINDS = {
     "mixture of experts, up to 4 ranks": ["model=tiny-moe", "--max-ranks", "4"],
 }
 """Words of `phalanx verify` for each kind of model; examples/main.yaml is of the Llama kind."""
-QUICK = {"GPT, two layouts": [*GPT, "model.n_layers=2", "model.d_model=16", "--layouts", "tp=2", "dp_shard=2,zero=3"]}
+QUICK = {
+    "GPT, two layouts": [*GPT, "++model.n_layers=2", "++model.d_model=16", "--layouts", "tp=2", "dp_shard=2,zero=3"]
+}
 SAME_LOSS = 1e-4
 """Largest relative difference of a loss in fp32 between devices: sums of another order, over some steps."""
 

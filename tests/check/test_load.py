@@ -138,7 +138,7 @@ def test_the_promised_short_names_exist(alias):
             ["layout=auto,tpp=2"],
             "command line: layout=auto,tpp=2: layout 'auto,tpp=2': unknown key tpp; did you mean tp?",
         ),
-        (["none.yaml"], "none.yaml: cannot be read: No such file or directory"),
+        (["none.yaml"], "none.yaml: there is no such file"),
     ],
 )
 def test_what_is_wrong_with_a_command_line(argv, message):
@@ -341,3 +341,15 @@ def test_the_best_checkpoint_needs_a_validation_at_every_save(tmp_path, argv, me
     [problem] = problems(tmp_path, argv=["checkpoint.keep_best=true", *argv])
     assert message in problem
     assert not problems_of(load(tmp_path, argv=["keep_best=true", "checkpoint.every=100", "eval_every=50"]).job)
+
+
+def test_home_is_replaced_in_paths_and_variables_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_words(overrides.parse(["run.dir=~/runs"])).job.run.dir == f"{tmp_path}/runs"
+    with pytest.raises(JobError, match=r"run.dir=\$HOME/x: .*variables are not replaced here; write it out"):
+        load_words(overrides.parse(["run.dir=$HOME/x"]))
+
+
+def test_a_size_that_cannot_be_read_is_one_problem(tmp_path):
+    text = "cluster: {preset: dgx-h100, nodes: 2.5}\nlayout: {dp_shard: 16}\n"
+    assert problems(tmp_path, text) == [f"{tmp_path}/job.yaml:1: cluster.nodes: expected a whole number, found '2.5'"]

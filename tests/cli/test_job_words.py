@@ -127,3 +127,15 @@ def test_the_same_value_twice_is_one_and_plus_plus_replaces() -> None:
     assert parse("lr=1e-3", "--lr", "0.001", "--steps", "3", "--steps=3").job.optimizer.lr == 0.001
     words = parse("layout.tp=2", "layout.sp=true", "++layout=pp=2", "train.global_batch=8", "++train.global_batch=16")
     assert (words.job.layout.line(), words.job.train.global_batch) == ("pp=2", 16)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("rope_scaling=yarn", "that is a section: model.rope_scaling.kind, model.rope_scaling.factor"),
+        ("use_cache=false", "there is nothing to set"),
+        ("early_stopping_patience=3", "a run is as long as train.steps"),
+    ],
+)
+def test_words_of_other_programs_have_an_answer(word: str, said: str) -> None:
+    assert said in problems(word)[0]

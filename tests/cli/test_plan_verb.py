@@ -57,7 +57,7 @@ def test_page_for_a_terminal_and_for_a_browser(tmp_path, capsys):
 
 def test_a_long_step_is_drawn_in_two_parts(tmp_path, capsys):
     page = tmp_path / "plan.html"
-    words = [*JOB, "train.global_batch=512", "micro_batch=1", "dp_replicate=1", "dp_shard=1", "cp=1", "pp=8", "tp=1"]
+    words = [*JOB, "++train.global_batch=512", "micro_batch=1", "dp_replicate=1", "dp_shard=1", "cp=1", "pp=8", "tp=1"]
     assert main([*words, "layout.schedule=1f1b", "--html", str(page)]) == 0
     assert page.read_text(encoding="utf-8").count("; shown: ") == 2
 
@@ -107,7 +107,7 @@ def test_where_nothing_fits_it_ends_with_three_and_says_what_is_missing(capsys):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cluster=dxg-h100:1"], "did you mean dgx-h100:1?"),
+        (["++cluster=dxg-h100:1"], "did you mean dgx-h100:1?"),
         (["--framework", "megatron-cor"], "did you mean megatron-core?"),
         (["--top", "0"], "--top: must be at least 1, is 0"),
         (["--html", "no/such/folder/plan.html"], "folder no/such/folder does not exist"),

@@ -60,12 +60,12 @@ def test_page_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_does_not_fit_ends_with_three_and_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*JOB, "recompute=none", "micro_batch=2"]) == 3
+    assert main([*JOB, "++recompute=none", "++micro_batch=2"]) == 3
     out, err = capsys.readouterr()
     assert "does not fit" in out
     assert "exceeds the " in err
     assert "fits with layout." in err
-    assert main([*JOB, "recompute=none", "micro_batch=2", "--json"]) == 3
+    assert main([*JOB, "++recompute=none", "++micro_batch=2", "--json"]) == 3
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] is False
     assert document["advice"][0]["fits"]
@@ -74,9 +74,9 @@ def test_what_does_not_fit_ends_with_three_and_says_what_would(capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["cluster=dxg-h100:1"], "did you mean dgx-h100:1?"),
-        (["cluster=dgx-h100:two"], "after the colon comes the number of nodes"),
-        (["cluster=dgx-h100:2"], "16"),
+        (["++cluster=dxg-h100:1"], "did you mean dgx-h100:1?"),
+        (["++cluster=dgx-h100:two"], "after the colon comes the number of nodes"),
+        (["++cluster=dgx-h100:2"], "16"),
         (["--framework", "megatron-cor"], "did you mean megatron-core?"),
         (["--products", "fp7"], "fp8"),
         (["--tabel", "x.csv"], "table"),

@@ -58,7 +58,7 @@ def test_what_is_slow_costs(capsys):
 
 
 def test_an_axis_is_slow_and_what_follows_is_the_jobs(capsys):
-    words = ["layout=dp_shard=4,tp=2,micro_batch=2", "--slow-link", "tp=3", "recompute=full"]
+    words = ["++layout=dp_shard=4,tp=2,micro_batch=2", "--slow-link", "tp=3", "recompute=full"]
     document = simulated(capsys, *words)
     assert document["step_time_s"] > document["undisturbed_step_time_s"]
     assert len(document["ranks"]) == 1
@@ -131,7 +131,7 @@ def test_what_does_not_fit_is_simulated_all_the_same(capsys):
         (["--checkpoint-s", "soon"], "expected a number"),
         (["--svg", "no/such/folder/x.svg", "--trace", "."], "folder no/such/folder does not exist"),
         (["--framework", "megatron-cor"], "did you mean megatron-core?"),
-        (["cluster=dxg-h100:1"], "did you mean dgx-h100:1?"),
+        (["++cluster=dxg-h100:1"], "did you mean dgx-h100:1?"),
         (["layout=dp_replicate=8,sync=diloco"], "sync=bsp"),
     ],
 )

@@ -27,7 +27,7 @@ def phalanx(*argv: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_main_example_under_many_techniques():
-    four_layers = "model.n_layers=4"  # as many as the stages of a layout that one names
+    four_layers = "++model.n_layers=4"  # as many as the stages of a layout that one names
     done = phalanx(EXAMPLE, *SMALL, four_layers, "--steps", "2", "--json", "--layouts", *LINES)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.check.load import LoadedJob, load_words
+from phalanx.check.load import LoadedJob, load_file, load_words
 from phalanx.config.devices import ACCELERATORS
 from phalanx.config.overrides import parse
 from phalanx.cost.job_spec import step_spec
@@ -96,3 +96,25 @@ def test_the_interval_of_a_described_machine_is_wider() -> None:
     wide, narrow = (step_spec(job, job.model.vocab_size).framework.spread for job in (own, preset))
     assert wide[0] < narrow[0]
     assert wide[1] > narrow[1]
+
+
+@pytest.mark.parametrize(
+    ("figures", "said"),
+    [
+        (
+            "bf16_tflops: 900, memory_gib: 80, bandwidth_gbs: 0",
+            "cluster.accelerator.bandwidth_gbs: must be above 0, is 0",
+        ),
+        ("bf16_tflops: .nan, memory_gib: 80, bandwidth_gbs: 3", "cluster.accelerator.bf16_tflops: expected a number"),
+        ("bf16_tflops: -1, memory_gib: 80, bandwidth_gbs: 3", "cluster.accelerator.bf16_tflops: must not be negative"),
+        ("bf16_tflops: 900, memory_gb: 80, bandwidth_gbs: 3", "did you mean cluster.accelerator.memory_gib?"),
+    ],
+)
+def test_a_figure_that_is_wrong_is_not_said_to_be_missing(figures: str, said: str, tmp_path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(f"cluster: {{nodes: 2, devices_per_node: 8, accelerator: {{name: a, {figures}}}}}\n")
+    with pytest.raises(JobError) as caught:
+        load_file(path, ["layout.dp_shard=16"])
+    [problem] = caught.value.problems
+    assert problem.startswith(f"{path}:1: ")
+    assert said in problem

@@ -51,6 +51,7 @@ def test_a_layout_in_one_word_is_auto_or_a_line():
         ("train:\n  steps: 3\n  steps: 4\n", "j:3: train.steps is set again (first on line 2)"),
         ("train: {steps: 3}\ntrain: {steps: 4}\n", "j:2: train is set again (first on line 1)"),
         ("train:\n  steps:\n    a: 1\n", "j:2: train.steps is one value, not a section"),
+        ("cluster:\n  intra: 450\n", "j:2: cluster.intra is a section, not one value; its fields: gbs, latency_us"),
         ("train:\n  steps:\n", "j:2: train.steps has no value"),
         ("- a\n", "j:1: a job file is a mapping of sections"),
         ("train: [\n", "j:2: not valid YAML"),
@@ -73,7 +74,7 @@ def test_all_problems_of_a_file_are_found():
 
 
 def test_an_unreadable_file_is_a_problem(tmp_path):
-    assert "cannot be read" in read(tmp_path / "none.yaml")[1][0]
+    assert "there is no such file" in read(tmp_path / "none.yaml")[1][0]
     (tmp_path / "bytes.yaml").write_bytes(b"a: \xff\xfe")
     assert "not UTF-8" in read(tmp_path / "bytes.yaml")[1][0]
 

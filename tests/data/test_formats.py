@@ -79,7 +79,7 @@ def test_tables_of_arrow(tmp_path: Path) -> None:
         ("a.csv", b"id,text\n1\n", "1 columns, where the header names 2"),
         ("a.txt", "naïve".encode("latin-1"), "likely Windows-1252 or Latin-1: iconv -f WINDOWS-1252 -t UTF-8"),
         ("a.txt", "text".encode("utf-16"), "likely UTF-16: iconv -f UTF-16 -t UTF-8"),
-        ("a.txt", b"\x7fELF\x00\x01\xff", "the file is not text"),
+        ("a.txt", b"\x7fELF\x00\x01\xff", "is a program"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -118,3 +118,23 @@ def test_a_damaged_block_of_gzip_is_named_and_a_long_cell_is_read(tmp_path: Path
             texts(tmp_path / name)
     (tmp_path / "long.csv").write_text("text\n" + "x" * 200_000 + "\n")
     assert texts(tmp_path / "long.csv") == ["x" * 200_000]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.txt", b"PK\x03\x04" + b"a" * 50, "is a ZIP archive"),
+        ("a.txt", b"%PDF-1.4 text", "is a PDF: pdftotext"),
+        ("a.jsonl", b"BZh91AY&SY", "is compressed with bzip2"),
+        ("a.txt", b"a" * 257 + b"ustar" + b"a" * 99, "is a tar archive"),
+        ("a.txt", "hello world".encode("utf-16-le"), "iconv -f UTF-16LE"),
+        ("a.txt", "hello world".encode("utf-16-be"), "iconv -f UTF-16BE"),
+        ("a.txt", b"\0\0ab\0\0cd" * 9, "is not text"),
+        ("a.csv", b"text;id\na;1\n", "here it is likely ';'"),
+    ],
+)
+def test_what_holds_no_text_is_named(name: str, content: bytes, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        list(records(tmp_path / name))
+    assert said in str(caught.value)

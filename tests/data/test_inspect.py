@@ -67,3 +67,19 @@ def test_a_job_file_shows_what_it_draws_of_each_source(tmp_path: Path, capsys) -
     assert [source["samples"] for source in found["sources"]] == [600, 200]
     assert found["sources"][1]["epochs"] == pytest.approx(200 / 118)
     assert "epochs is 1" in found["problems"][0]
+
+
+def test_a_job_says_how_its_rows_are_read(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"ask": "q", "say": "a", "why": "x"}))
+    job = tmp_path / "job.yaml"
+    chat = "corpus: chat, template: chatml, columns: [ask:prompt, say:completion], ignore_keys: [why]"
+    for settings in (chat, "corpus: text, text_field: say"):
+        job.write_text(f"data: {{path: {tmp_path}/a.jsonl, {settings}}}\n")
+        assert main(["data", "inspect", str(job)]) == 0
+        assert "«a" in capsys.readouterr().out
+
+
+def test_a_template_that_is_not_there_is_bad_usage(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(CHAT))
+    assert main(["data", "inspect", str(tmp_path / "a.jsonl"), "--template", "chatlm"]) == 2
+    assert "did you mean chatml?" in capsys.readouterr().err

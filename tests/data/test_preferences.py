@@ -61,6 +61,11 @@ def test_every_form_is_a_pair(row: dict) -> None:
         ({"prompt": "x"}, "no chosen and no rejected"),
         ({"prompt": "x", "chosen": "y", "rejected": " "}, "rejected: message 2: no answer: its content is empty"),
         ({"prompt": "x", "chosen": "y", "rejected": "y"}, "chosen and rejected are the same"),
+        ({"chosen": [ASKED, GOOD], "rejected": [TALK[0], BAD]}, "differ at message 1, which is no answer"),
+        (
+            {"prompt": "3+3?", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]},
+            "prompt is neither the beginning of the chosen conversation nor all of it",
+        ),
         ({"chosen": "y", "rejected": "z"}, "chosen: no prompt.*; rejected: no prompt"),
         ({"chosen": TALK, "rejected": [ASKED, BAD]}, "chosen: its last message is no answer"),
     ],

@@ -77,6 +77,11 @@ def test_answers_can_be_kept_out_of_the_loss(name: str, value: object) -> None:
         ({"question": "q", "answer": "a"}, "such as [question:prompt,answer:completion]"),
         ({"prompt": "q", "response": "a"}, "such as [response:completion]"),
         ({"instruction": "i", "context": "c", "response": "r"}, "such as [response:output,context:input]"),
+        ({"input": "q", "output": "a"}, "such as [input:prompt,output:completion]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache": 1}]}, ANSWER]},
+            "message 1: its content has parts with 'cache' beside their text",
+        ),
         ({"a": "q", "b": "a"}, "such as [question:prompt,answer:completion]"),
         ({"messages": [USER, {**ANSWER, "refusal": "no"}]}, "allow it with data.ignore_keys=[messages.refusal]"),
     ],

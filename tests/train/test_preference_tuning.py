@@ -110,7 +110,7 @@ def test_what_would_cut_pairs_is_refused(preferences, line, field, words):
 
 def test_options_of_pairs_are_refused_for_other_data(job):
     [(path, message)] = problems_of(change(job, "train", dpo=dataclasses.replace(job.train.dpo, beta=0.2)))
-    assert path == "train.dpo"
+    assert path == "train.dpo.beta"
     assert "nearest legal: corpus=preferences" in message
 
 

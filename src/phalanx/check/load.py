@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -158,9 +159,10 @@ def resolve(
     the fields that the command line sets itself, with their origins), then checks the result. Without `presets`, the
     names of presets are plain values. Raises JobError with all problems."""
     found = list(problems)
-    settings, answers = _taken(settings, found)
+    settings, answers = _taken(settings, found, written=presets)
     job, origins = _start(settings, found) if presets else (Job(), dict.fromkeys(leaves(), "default"))
     filed: Job | None = None
+    is_size_unread = False
     for setting in settings:
         if filed is None and setting.origin in given.values():
             filed = job  # as the files have it
@@ -169,6 +171,7 @@ def resolve(
             value = values.convert(setting.text, kind)
         except ValueError as error:
             found.append(_placed(setting.origin, setting.path, str(error)))
+            is_size_unread |= setting.path.startswith(("cluster.", "layout."))
             continue
         if presets and not setting.resolved and value == () and row_of(kind):
             found.append(_placed(setting.origin, setting.path, "is an empty list; name something, or leave it out"))
@@ -189,6 +192,8 @@ def resolve(
     answers += more
     found += wrong
     problems_found = by_cause(job, problems_of(job), {setting.path for setting in settings if not setting.implied})
+    if is_size_unread:  # the devices would be compared with another number than was meant
+        problems_found = [(path, message) for path, message in problems_found if path != "layout"]
     if presets and job.data.corpus in CORPORA:  # a run's own job was checked when it began
         whole = tuple(f"{name}." for name in vars(job) if _states_all(name, settings))
         given_here = {setting.path for setting in settings if not setting.path.startswith(whole)}
@@ -237,9 +242,9 @@ def origins_of(job: Job, origin: str) -> dict[str, str]:
     return {path: origins[path] if path in same else origin for path in leaves()}
 
 
-def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setting], list[str]]:
+def _taken(settings: Sequence[Setting], problems: list[str], *, written: bool) -> tuple[list[Setting], list[str]]:
     """Returns the settings with their fields' own values, and an answer for every alias and every value that another
-    word named."""
+    word named. `written`: by a user, not by a run."""
     taken: list[Setting] = []
     answers: list[str] = []
     for setting in settings:
@@ -247,7 +252,16 @@ def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setti
             taken.append(setting)
             continue
         text = spelled(setting.path, setting.text)
-        if reason := _machine_for_type(setting.path, text) or spelling.refusal(setting.path, text):
+        if setting.path in ("run.dir", "model.from") and text.startswith(
+            "~/"
+        ):  # data's are replaced where they are read
+            taken.append(dataclasses.replace(setting, text=os.path.expanduser(text)))
+            continue
+        if reason := (
+            _machine_for_type(setting.path, text)
+            or (written and _variable_in(setting.path, text))
+            or spelling.refusal(setting.path, text)
+        ):
             problems.append(_placed(setting.origin, setting.path, reason))
             continue
         if setting.alias or text != setting.text:
@@ -255,6 +269,14 @@ def _taken(settings: Sequence[Setting], problems: list[str]) -> tuple[list[Setti
             answers.append(f"{word}: taken as {setting.path}={overrides.shown(text)}")
         taken.append(dataclasses.replace(setting, text=text))
     return taken, answers
+
+
+def _variable_in(path: str, text: str) -> str:
+    """Returns why a path with a shell's variable is refused, or nothing: a folder of that name would be made."""
+    is_path = path in ("run.dir", "model.from", "data.path", "data.dir", "data.tokenizer", "layout.offload_to")
+    if not is_path or not re.match(r"(.*/)?[$][{]?[A-Za-z_]", text) or os.path.exists(text):
+        return ""
+    return f"{text}: variables are not replaced here; write it out"
 
 
 def _machine_for_type(path: str, text: str) -> str:
@@ -329,7 +351,8 @@ def _described(job: Job, problems: list[str], origins: dict[str, str], answers: 
     """Returns the job with every figure of a machine that the user describes (config/described.py)."""
     given = {path for path in leaves() if not origins[path].startswith(RESOLVED)}
     machine = describe(job.cluster, {path.removeprefix("cluster.") for path in given if path.startswith("cluster.")})
-    problems += [_at(f"cluster.{path}", message, origins) for path, message in machine.problems]
+    if not any("cluster.accelerator." in problem for problem in problems):  # a figure that could not be read
+        problems += [_at(f"cluster.{path}", message, origins) for path, message in machine.problems]
     origins.update({f"cluster.{path}": origin for path, origin in machine.filled.items()})
     answers += [machine.note] if machine.note else []
     return dataclasses.replace(job, cluster=machine.cluster)

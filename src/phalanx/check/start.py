@@ -19,6 +19,7 @@ from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import states_no_rows
 from phalanx.config.tokenizers import tokenizer_in, tokens_at
 from phalanx.errors import JobError
+from phalanx.nearest import near_file
 
 CONFIG = "config.yaml"
 ADAPTER = "adapter_config.json"
@@ -74,8 +75,10 @@ def run_of(path: Path) -> Path:
             f"{path} is an adapter of PEFT, which is merged into its base first: `phalanx import hf {path} --out RUN`, "
             "then model.from=RUN"
         )
-    what = "there is no such folder" if not os.path.exists(path) else f"it has neither {CONFIG} nor config.json"
-    raise JobError(f"{path}: {what}; give a run's directory, one of its checkpoints, or a Hugging Face folder")
+    known = "give a run's directory, one of its checkpoints, or a Hugging Face folder"
+    if not os.path.exists(path):
+        raise JobError(f"{path}: there is no such folder; {known}{near_file(path)}")
+    raise JobError(f"{path}: it has neither {CONFIG} nor config.json; {known}")
 
 
 def _model_of(file: Path) -> ModelConfig:

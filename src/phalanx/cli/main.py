@@ -111,7 +111,7 @@ def run(argv: Sequence[str]) -> int:
     """Runs the command line and raises errors: the entry point of ranks started by the launcher."""
     if _is_left_to_rank_0(argv):
         return 0
-    if argv[:1] == ["help"] and argv[1:2] and argv[1] in VERBS:
+    if argv[:1] == ["help"] and argv[1:2]:
         argv = [argv[1], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help", "help"):
         echo("\n".join(_usage()))

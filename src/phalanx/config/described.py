@@ -44,12 +44,14 @@ def describe(cluster: Cluster, given: Set[str]) -> Described:
     changed = any(getattr(device, name) != getattr(default, name) for name in named)
     if not changed or any(path.startswith("calibration.") for path in given):  # measured: nothing is to be assumed
         return Described(cluster, {})
+    if any(getattr(device, name) < 0 for name in named & {*_PEAKS, *_KEYS}):  # out of its range
+        return Described(cluster, {})
     if cluster.preset or cluster.device == "cpu":  # no known device resembles a process of a CPU
-        wrong = tuple(_missing(device, cluster.device == "cpu")) if device.name else ()
+        wrong = tuple(_missing(device, named, cluster.device == "cpu")) if device.name else ()
         return Described(cluster, {}, problems=wrong)
     known = ACCELERATORS.get(device.name)
     if known is None:
-        if wrong := tuple(_missing(device)):
+        if wrong := tuple(_missing(device, named)):
             return Described(cluster, {}, problems=wrong)
         known = _nearest(device)
         base = _scaled(known, device)
@@ -83,8 +85,9 @@ def describe(cluster: Cluster, given: Set[str]) -> Described:
     return Described(cluster, origins, note, tuple(_unlinked(cluster)))
 
 
-def _missing(device: Accelerator, is_cpu: bool = False) -> list[tuple[str, str]]:
-    """Returns one problem that names every figure a prediction needs and the device lacks."""
+def _missing(device: Accelerator, named: Set[str], is_cpu: bool = False) -> list[tuple[str, str]]:
+    """Returns one problem that names every figure a prediction needs and the device lacks, or one for each that is
+    `named` and 0."""
     if device.name and not any(getattr(device, name) for name in (*_PEAKS, *_KEYS)):
         return [
             (
@@ -98,6 +101,8 @@ def _missing(device: Accelerator, is_cpu: bool = False) -> list[tuple[str, str]]
     half, full = "bf16_tflops or fp16_tflops", "fp32_tflops"
     spare = half if half in lacks and full not in lacks else full  # one peak is enough: the other follows
     lacks = [name for name in lacks if name != spare]
+    if wrong := [name for lack in lacks for name in lack.split(" or ") if name in named]:
+        return [(f"accelerator.{name}", "must be above 0, is 0") for name in wrong]
     if not lacks:
         return []
     return [

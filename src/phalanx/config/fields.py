@@ -164,6 +164,8 @@ def suggestion(name: str) -> str:
     parts = [last] if section in sections() else plain.split(".")[::-1]
     if advice := next((foreign_names.ADVICE[part] for part in parts if part in foreign_names.ADVICE), ""):
         return f"; {advice}"
+    if within_it := [leaf for leaf in leaves() if f".{last}." in f".{leaf}"]:
+        return f"; that is a section: {', '.join(within_it[:4])}{', ...' * (len(within_it) > 4)}"
     foreign = next((_foreign_fields()[part] for part in parts if part in _foreign_fields()), None)
     target = foreign or _mistyped(section, last)
     return f"; did you mean {target}?" if target else ""

@@ -128,6 +128,13 @@ _HABITS = {
     "model_name_or_path": "model.from is a run or a Hugging Face folder to start from; `phalanx import hf "
     "hub:OWNER/NAME --out RUN` downloads one",
     **dict.fromkeys(("lora_rank", "lora_r"), "that is model.lora.rank"),
+    "use_cache": f"{_NOTHING}: `phalanx generate` keeps keys and values, training needs none",
+    "neftune_noise_alpha": "noise on embeddings is not implemented; model.dropout is the model's",
+    "group_by_length": "data.packing puts several conversations into one sample",
+    **dict.fromkeys(
+        ("early_stopping_patience", "early_stopping"),
+        "a run is as long as train.steps; checkpoint.keep_best keeps the checkpoint with the lowest validation loss",
+    ),
     "lora_alpha": "that is model.lora.alpha",
     **dict.fromkeys(("lora_target", "lora_target_modules", "target_modules"), "that is model.lora.targets"),
     "lora_dropout": "adapters have no dropout: model.dropout is the model's",

@@ -110,7 +110,7 @@ def vocabulary_of(data: Data) -> int:
         return number_of(corpus.vocab, data)
     if data.tokenizer in TOKENIZERS:
         return number_of(TOKENIZERS[data.tokenizer].vocab, data)
-    return tokens_at(Path(data.tokenizer))
+    return tokens_at(Path(data.tokenizer).expanduser())
 
 
 def tokens_at(path: Path) -> int:

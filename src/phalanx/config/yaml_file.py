@@ -13,7 +13,8 @@ from phalanx.config import layout_line
 from phalanx.config.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion, within
 from phalanx.config.rows import LOADER, MOST_NESTING, row_of, too_deep
 from phalanx.errors import MOST_PROBLEMS, JobError
-from phalanx.nearest import nearest
+from phalanx.nearest import near_file, nearest
+from phalanx.units import listed
 
 PLAIN_TAGS = {
     f"tag:yaml.org,2002:{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map", "timestamp")
@@ -47,6 +48,8 @@ def read(path: Path) -> tuple[list[Setting], list[str]]:
     """Returns the settings of a job file and its problems: unknown or repeated keys, YAML errors, tags."""
     try:
         text = read_text(path, MOST_BYTES)
+    except FileNotFoundError:
+        return [], [f"{path}: there is no such file{near_file(path)}"]
     except OSError as error:
         return [], [f"{path}: cannot be read: {error.strerror or error}"]
     except UnicodeDecodeError as error:
@@ -119,7 +122,10 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
                 problems.append(f"{origin}: unknown section {path}{hint}")
         else:
             target = path if path in leaves() or path == layout_line.SECTION else SECTION_SHORTHAND.get(path)
-            if target is None:
+            inner = [leaf.rpartition(".")[2] for leaf in leaves() if leaf.startswith(f"{path}.")]
+            if target is None and inner:
+                problems.append(f"{origin}: {path} is a section, not one value; its fields: {listed(inner, 6)}")
+            elif target is None:
                 hint = _meant_key(path, key, value) if len(problems) < MOST_PROBLEMS else ""
                 problems.append(f"{origin}: unknown key {path}{hint}")
             elif value.tag.endswith(":null"):

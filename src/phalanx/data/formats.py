@@ -29,6 +29,24 @@ ROW_SUFFIXES = JSONL_SUFFIXES | {".json", ".csv", ".tsv", ".parquet", ".arrow"}
 COMPRESSED = {".gz", ".xz", ".zst"}
 _MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+_NO_TEXT = {
+    b"PK\x03\x04": "a ZIP archive (also .docx, .xlsx, .npz and .pt are): unpack it",
+    b"PK\x05\x06": "an empty ZIP archive",
+    b"%PDF-": "a PDF: pdftotext FILE gives its text",
+    b"BZh": "compressed with bzip2: bunzip2 it, or compress it with gzip, xz or zstd",
+    b"\x04\x22\x4d\x18": "compressed with lz4: lz4 -d it, or compress it with gzip, xz or zstd",
+    b"7z\xbc\xaf\x27\x1c": "a 7z archive: unpack it",
+    b"Rar!": "a RAR archive: unpack it",
+    b"SQLite format 3\0": "a database of SQLite: export its table as CSV",
+    b"\x89HDF": "an HDF5 file: export it as Parquet or JSON lines",
+    b"Obj\x01": "an Avro file: export it as Parquet or JSON lines",
+    b"GGUF": "a GGUF model: `phalanx import hf FILE --out RUN` makes a run of it",
+    b"\x93NUMPY": "an array of NumPy: tokens are read as a Megatron data set (.bin and .idx)",
+    b"\x89PNG": "a picture",
+    b"\xff\xd8\xff": "a picture",
+    b"\x7fELF": "a program",
+}
+"""Beginnings of files that hold no text or no rows, with what they are. Some of them could be read as text."""
 _ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 
 Form = Literal["lines", "array", "csv", "tsv", "parquet", "arrow", "text"]
@@ -51,6 +69,8 @@ def suffix_of(file: Path) -> str:
 
 def missing(path: Path, corpus: str) -> NotFoundError:
     """Returns the error about a data.path that does not exist."""
+    if os.path.exists(path):
+        return NotFoundError(f"data.path={path}: it is neither a file nor a folder (corpus {corpus})")
     return NotFoundError(f"data.path={path}: there is no such file or folder (corpus {corpus}){near_file(path)}")
 
 
@@ -106,12 +126,28 @@ def form_of(file: Path) -> Form:
             return name  # pyright: ignore[reportReturnType]
     if suffix_of(file) == ".arrow":  # a stream, as datasets saves
         return "arrow"
+    if what := _no_text(head):
+        raise DataError(f"{file} {what}")
     suffix, first = suffix_of(file), head.removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
     if suffix in (".csv", ".tsv"):
         return "csv" if suffix == ".csv" else "tsv"
     if suffix == ".json":
         return "array" if first == b"[" else "lines"
     return ("array" if first == b"[" else "lines") if suffix in JSONL_SUFFIXES else "text"
+
+
+def _no_text(head: bytes) -> str:
+    """Returns what a file is that begins so and holds no text, or nothing."""
+    even, odd = head[::2].count(0), head[1::2].count(0)
+    if what := next((what for magic, what in _NO_TEXT.items() if head.startswith(magic)), ""):
+        return f"is {what}"
+    if head.startswith(tuple(_ENCODINGS)):
+        return ""  # `not_utf8` says what
+    if head[257:262] == b"ustar":
+        return "is a tar archive: unpack it"
+    if max(even, odd) * 3 > len(head) > min(even, odd) * 8:
+        return f"is likely UTF-16 without a mark: iconv -f UTF-16{'BE' if even > odd else 'LE'} -t UTF-8"
+    return "is not text: more than a tenth of its first bytes are 0" if (even + odd) * 10 > len(head) else ""
 
 
 def records(file: Path, form: Form | None = None) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
@@ -205,6 +241,12 @@ def _separated(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, Any]
             header = next(rows, [])
             if len(set(header)) < len(header) or not all(header):
                 raise DataError(f"{file}:1: the first line must name every column once, is {header}")
+            other = next((each for each in ";\t|," if len(header) == 1 and each in header[0]), "")
+            if other:
+                raise DataError(
+                    f"{file}:1: one column, {header[0]!r}: {file.suffix} has {delimiter!r} between columns, here it is "
+                    f"likely {other!r}"
+                )
             for row in rows:
                 if row and len(row) != len(header):
                     yield (

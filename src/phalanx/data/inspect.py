@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from phalanx.check.job import data_problems
 from phalanx.check.load import load_file
 from phalanx.config.data import Data
 from phalanx.data.corpus import documents
@@ -22,7 +24,7 @@ from phalanx.data.row_text import row_texts
 from phalanx.data.rows import Causes, Row, chat_rows, row_files
 from phalanx.data.settings import prepared_path
 from phalanx.data.split import open_split
-from phalanx.errors import DataError
+from phalanx.errors import DataError, JobError
 
 LOOKED_AT = 1000
 """Most records that are looked at."""
@@ -30,11 +32,12 @@ SHOWN = 2000
 """Most characters of the sample."""
 
 
-def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
+def inspected(file: Path, template: str = "chatml", job: Data | None = None) -> dict[str, Any]:
     """Returns what a file is: `form`, `corpus` (the value of data.corpus that reads it), `records` and `fields` of the
     first LOOKED_AT, `roles` with their messages, `problems` of the rows that cannot be used, and `sample`: the parts of
     the first usable text, each with whether it is trained on. Of a job file with data.mix: `sources`, each with what
-    the run draws of it. Raises NotFoundError if there is no such file, DataError if it cannot be read, and JobError."""
+    the run draws of it. `job` says how its rows are read. Raises NotFoundError if there is no such file, DataError if
+    it cannot be read, and JobError."""
     if file.suffix in (".yaml", ".yml"):
         return _of_job(file)
     if pair_of(str(file)):
@@ -47,7 +50,7 @@ def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
     found: dict[str, Any] = {"form": IN_WORDS[form] + (f", compressed with {compressed}" if compressed else "")}
     found = {"file": str(file), **found}
     if form == "text":
-        return found | _of_text(file)
+        return found | _of_text(file, job)
     names: Counter[str] = Counter()
     objects = 0
     for _, record in islice(records(file, form), LOOKED_AT):
@@ -58,11 +61,16 @@ def inspected(file: Path, template: str = "chatml") -> dict[str, Any]:
     pairs = ({"chosen", "rejected"}, {"completion", "label"}, {"responses"})
     if any(each <= names.keys() for each in pairs):
         corpus, read = "preferences", preference_rows
-    elif "text" in names and not names.keys() & {"messages", "conversations", "prompt", "instruction"}:
-        return found | _of_text(file)
     else:
         corpus, read = "chat", chat_rows
-    data = Data(corpus=corpus, path=str(file), template=template)
+    is_text = "text" in names and not names.keys() & {"messages", "conversations", "prompt", "instruction"}
+    if job.corpus == "text" if job else is_text and corpus == "chat":
+        return found | _of_text(file, job)
+    if job and job.corpus in ("chat", "preferences"):
+        corpus, read = job.corpus, preference_rows if job.corpus == "preferences" else chat_rows
+    data = replace(job or Data(template=template), corpus=corpus, path=str(file))
+    if problems := [f"{path}: {message}" for path, message in data_problems(data)]:
+        raise JobError(problems)
     rows = list(islice(read([file], data), LOOKED_AT))
     return found | {"corpus": corpus, **_of_rows(rows, data, file)}
 
@@ -74,7 +82,7 @@ def _of_job(file: Path) -> dict[str, Any]:
     if not data.mix:
         if not data.path:
             raise DataError(f"{file}: this job's corpus is {data.corpus}, which has no file; name a data file")
-        return inspected(Path(data.path).expanduser(), data.template if data.corpus != "text" else "chatml")
+        return inspected(Path(data.path).expanduser(), job=data)
     total, samples = sum(source.weight for source in data.mix), job.train.steps * job.train.global_batch
     drawn = Rounds.of([source.weight for source in data.mix]).drawn(samples).tolist()
     sources: list[dict[str, Any]] = []
@@ -108,8 +116,9 @@ def _of_megatron(file: Path) -> dict[str, Any]:
     }
 
 
-def _of_text(file: Path) -> dict[str, Any]:
-    first = next(iter(next(iter(documents([file], Data(corpus="text", path=str(file)))), ())), "")
+def _of_text(file: Path, job: Data | None) -> dict[str, Any]:
+    data = replace(job or Data(), corpus="text", path=str(file))
+    first = next(iter(next(iter(documents([file], data)), ())), "")
     return {"corpus": "text", "sample": [{"text": first[:SHOWN], "trained": True}]}
 
 

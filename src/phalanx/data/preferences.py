@@ -83,6 +83,13 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
         )
     if not problems and pair[0] == pair[1]:
         problems.append("chosen and rejected are the same")
+    elif not problems:
+        both = enumerate(zip(*pair, strict=False), start=1)
+        number, first = next(((n, each) for n, each in both if each[0] != each[1]), (0, ()))
+        if any(message["role"] != ANSWERS for message in first):
+            problems.append(
+                f"chosen and rejected differ at message {number}, which is no answer: a pair has one prompt"
+            )
     if problems:
         raise ValueError("; ".join(problems))
     return pair

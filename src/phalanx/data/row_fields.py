@@ -49,8 +49,8 @@ _SAYS_NOTHING = (None, "", [])
 """Values of a field that are no reason to refuse it."""
 _OF_MESSAGES = "messages."
 """Begins a name of data.ignore_keys that is a field of messages, not of rows."""
-_QUESTIONS = ("prompt", "question", "query", "problem", "user")
-_REPLIES = ("completion", "output", "answer", "response", "solution", "reply", "assistant")
+_QUESTIONS = ("prompt", "question", "query", "problem", "user", "human", "input", "inputs")
+_REPLIES = ("completion", "output", "answer", "response", "solution", "reply", "assistant", "target", "targets")
 """Names of columns that published data sets have for what `prompt` and `completion`, or Alpaca's `output`, are here."""
 _EXTRA = ("tools", "system")
 """Fields that may stand beside any conversation."""
@@ -252,8 +252,13 @@ def _message_problems(message: Any) -> Iterator[str]:
     if content is None:
         yield "no content"
     elif isinstance(content, list):
+        more = {name for p in content if isinstance(p, dict) and p.get("type") == "text" for name in p}
+        more -= {"type", "text"}
         kinds = sorted({str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in content})
-        yield f"its content is a list of parts of type {', '.join(kinds)}, of which only text is trained on"
+        if kinds == ["text"] and more:
+            yield f"its content has parts with {', '.join(map(repr, sorted(more)))} beside their text: leave that out"
+        else:
+            yield f"its content is a list of parts of type {', '.join(kinds)}, of which only text is trained on"
     elif not isinstance(content, str):
         yield f"its content is {type(content).__name__}, not text"
     elif not content.strip() and role not in ("tool", "system"):

@@ -31,7 +31,8 @@ from phalanx.data.answers import Part, open_answers
 from phalanx.data.files import write_atomic
 from phalanx.data.render import RENDER_S, TEMPLATE_DATE, TemplateRenderer
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.errors import DataError, JobError, RunError
+from phalanx.errors import DataError, JobError, NotFoundError, RunError
+from phalanx.nearest import near_file
 
 JINJA_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
@@ -295,6 +296,8 @@ def _config(folder: Path) -> dict[str, Any]:
 def _read(path: Path) -> str:
     try:
         return read_text(path, MOST_TEMPLATE)
+    except FileNotFoundError:
+        raise NotFoundError(f"data.template={path}: there is no such file{near_file(path)}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"the chat template {path} cannot be read: {reason}") from error
