@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
+from statistics import NormalDist
 
 import pytest
 import torch
@@ -9,9 +11,12 @@ from torch import nn
 from model.kinds import KINDS
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.presets import PRESETS
-from phalanx.model.init import initial_value, initialise
+from phalanx.model import init
+from phalanx.model.init import initial_value, initialise, initialise_part, normal
 from phalanx.model.moe import Routing
 from phalanx.model.transformer import Block, Transformer
+from phalanx.parallel.parameter_shards import ParameterShard
+from phalanx.partition.tensor_slices import TensorSlice
 
 GPT2 = KINDS["gpt2"]
 
@@ -96,3 +101,48 @@ def test_the_first_loss_is_that_of_guessing():
     initialise(transformer, model, seed=1)
     logits = transformer(torch.randint(0, 50, (4, 64), generator=torch.Generator().manual_seed(0)))
     assert logits.std().item() < 0.5
+
+
+@pytest.mark.parametrize("key", [0, -(2**63), 2**63 - 1, 123_456_789])
+def test_numbers_are_those_of_the_generator_in_plain_integers(key: int):
+    """SplitMix64 and the inverse of the normal distribution, element by element."""
+    places, mask = [0, 1, 2, 1000, 2**31, 2**33 + 5, 2**40], 2**64 - 1
+    found = normal(torch.tensor(places), key)
+    for place, number in zip(places, found.tolist(), strict=True):
+        x = (place * 0x9E3779B97F4A7C15 + key) & mask
+        x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ x >> 27) * 0x94D049BB133111EB) & mask
+        x ^= x >> 31
+        tail = ((x >> 32 & 0x7FFFFFFF) + 1) / 2**32
+        distance = -NormalDist().inv_cdf(tail) if tail < 0.5 else 0.0
+        assert number == pytest.approx(distance if x & 1 else -distance, abs=3e-5)
+
+
+def test_numbers_are_normal_and_independent():
+    count = 2**20
+    z = normal(torch.arange(count), 7).double()
+    # Each within 5 standard errors of its expectation.
+    for power, expected, error in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert (z**power).mean().item() == pytest.approx(expected, abs=5 * (error / count) ** 0.5)
+    for distance in (1, 2, 64, 1024):
+        assert (z[distance:] * z[:-distance]).mean().item() == pytest.approx(0, abs=5 / count**0.5)
+    other = normal(torch.arange(count), 8).double()
+    assert (z * other).mean().item() == pytest.approx(0, abs=5 / count**0.5)
+
+
+@pytest.mark.parametrize("chunk", [2**15, 100])
+@pytest.mark.parametrize("name", ["embed.weight", "blocks.0.attn.wo.weight", "blocks.1.mlp.up.weight"])
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_a_shard_is_drawn_as_it_lies_in_the_whole(monkeypatch, name: str, dim: int | None, chunk: int):
+    """Of the last of four tensor ranks, whose slice is padded, the elements from 37 on."""
+    monkeypatch.setattr(init, "CHUNK", chunk)
+    whole = tuple(dict(initialised())[name].shape)
+    size = -(-whole[dim] // 4) + 1 if dim is not None else 0
+    part = TensorSlice(whole) if dim is None else TensorSlice(whole, dim, 3 * size, size)
+    held = torch.full((prod(part.shape) - 50,), torch.nan)
+    shard = ParameterShard(name, (part,), 0, 37, held)
+    initialise_part(held, name, whole, GPT2, 1, shard.places)
+    expected = torch.empty_like(held)
+    ParameterShard(name, (part,), 0, 37, expected).assign(initial_value(name, whole, GPT2, 1))
+    assert torch.equal(held, expected)
+    assert part.padding == (dim is not None)

@@ -14,7 +14,7 @@ from phalanx.comm.axis import Axis
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.errors import JobError
-from phalanx.model.init import initial_value
+from phalanx.model.init import initialise_part
 from phalanx.model.loss import cross_entropy, cross_entropy_sum
 from phalanx.model.transformer import Transformer
 from phalanx.optimizers.catalogue import entry_of
@@ -26,7 +26,6 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import ChunkedObjective, Loss, Objective, TiledObjective
 from phalanx.parallel.offload.activations import offload_activations
 from phalanx.parallel.offload.host import Host, on_host
-from phalanx.parallel.parameter_shards import by_whole
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.preferences import PairLoss
@@ -71,7 +70,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device, host: 
     objective = apply_loss(parts)
     replica = apply_data_parallel(parts, objective)
     run_by_schedule(parts, replica)
-    initialise(replica, job, mesh)
+    initialise(replica, job)
     return replica
 
 
@@ -316,13 +315,10 @@ def run_by_schedule(parts: Construction, replica: Replica) -> None:
     replica.runner = kind(replica, parts.stages, parts.p2p_groups, deferred, token_parts)
 
 
-def initialise(replica: Replica, job: Job, mesh: Mesh) -> None:
-    """Draws one whole parameter after the other on every rank, which keeps its shard; other replicas copy the first."""
-    for name, shards in by_whole(replica.shards).items():
-        with on_host():
-            whole = initial_value(name, shards[0].tensor_slice.whole, job.model, job.train.seed)
-        for shard in shards:
-            shard.assign(whole)
-            if shard.value.numel():
-                mesh.axis("dp_replicate").broadcast(shard.value.detach()).wait()
+def initialise(replica: Replica, job: Job) -> None:
+    """Draws the elements of every shard that this rank holds, where they live: equal on all ranks that hold them."""
+    for shard in replica.shards:
+        whole = shard.tensor_slice.whole
+        with on_host():  # as nothing else is there yet, a few temporary numbers need no room of the device's budget
+            initialise_part(shard.value.detach(), shard.whole_name, whole, job.model, job.train.seed, shard.places)
     replica.publish(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -82,6 +83,18 @@ class ParameterShard:
             return self
         slices = tuple(part.in_blocks(block) for part in self.tensor_slices)
         return replace(self, tensor_slices=slices, start=self.start // block, gradient=None)
+
+    def places(self, first: int, last: int, device: torch.device) -> Tensor:
+        """Returns the places in the flattened whole parameter of elements `first` to `last` - 1 of this shard, (n,) of
+        int64; -1 for padding."""
+        part = self.tensor_slice
+        places = torch.arange(self.start + first, self.start + last, device=device)
+        if part.dim is None:
+            return places
+        each = prod(part.whole[part.dim + 1 :])  # elements per row (column) of the slice
+        before, inside = places // (part.size * each), places % (part.size * each)
+        whole = before * (part.whole[part.dim] * each) + inside + part.start * each
+        return whole.masked_fill_(inside >= part.real * each, -1) if part.padding else whole
 
     @torch.no_grad()
     def assign(self, whole: Tensor, into: Tensor | None = None) -> None:

@@ -297,7 +297,7 @@ class Stepper:
 
     def restart(self) -> None:
         """Returns to the initial weights, without optimizer state."""
-        initialise(self.replica, self.job, self.mesh)
+        initialise(self.replica, self.job)
         self.optimizer.restart()
         self.loss_scale = LossScale(DTYPES[self.job.train.precision])
 

@@ -64,20 +64,16 @@ class UpdateRule(torch.optim.Optimizer):
         this one's copy in another type is written."""
         gradient = parameter.grad
         assert gradient is not None, "only such parameters are updated"
-        copy = self.copies.pop(parameter, None)
-        flat = [tensor.detach().view(-1) for tensor in (parameter, gradient.contiguous(), *state)]
-        count, size = flat[0].numel(), CHUNK.get(parameter.device.type, LARGE_CHUNK) // unit * unit
+        copy = self.copies.pop(parameter, parameter)
+        size = CHUNK.get(parameter.device.type, LARGE_CHUNK) // unit * unit
         converts = gradient.dtype != parameter.dtype or self.scale is not None
-        wide = flat[0].new_empty(min(count, size) if converts else 0)
-        for start in range(0, count, size):
-            w, g, *rest = (each[start : start + size] for each in flat)
-            if converts:
-                g = wide[: len(g)].copy_(g)
-                if self.scale is not None:
-                    g.mul_(self.scale)
-            yield [w, g, *rest]
-            if copy is not None:
-                copy.view(-1)[start : start + size].copy_(w)
+        wide = parameter.detach().new_empty(min(parameter.numel(), size) if converts else 0)
+        tensors = (copy, parameter, gradient.contiguous(), *state)
+        for narrow, w, own, *rest in zip(*(each.detach().view(-1).split(size) for each in tensors), strict=True):
+            g = wide[: len(own)].copy_(own) if converts else own
+            yield [w, g if self.scale is None else g.mul_(self.scale), *rest]
+            if copy is not parameter:
+                narrow.copy_(w)
 
 
 class ElementwiseRule(UpdateRule):
