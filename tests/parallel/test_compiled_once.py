@@ -88,7 +88,6 @@ MORE: dict[str, tuple[ModelConfig, Layout]] = {
     "documents": (LLAMA, Layout()),
     "experts": (EXPERTS, Layout()),
     "sequence parallel": (LLAMA, Layout(tp=2, sp=True)),
-    "split backward pass": (LLAMA, Layout(pp=2, schedule="zb_h1")),
     "LoRA": (replace(LLAMA, lora=LoRA(rank=2)), Layout()),
     "recomputed": (LLAMA, Layout(recompute="full")),
     "dropout, recomputed": (replace(GPT, dropout=0.1), Layout(recompute="full")),
