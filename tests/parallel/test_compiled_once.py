@@ -53,7 +53,7 @@ def run(
     try:
         with torch.device("meta"):
             made = Transformer(model, VOCABULARY)
-        train = Train(compile=compiled, cpu_linear="mkl", precision="fp64", global_batch=2 * micros * layout.dp_shard)
+        train = Train(compile=compiled, cpu_linear="mkl", precision="fp64", global_batch=micros * layout.dp_shard)
         job = Job(model=model, layout=layout, train=train)
         mesh = build(layout, "cpu")
         replica = apply(made.double(), job, mesh, torch.device("cpu"))
