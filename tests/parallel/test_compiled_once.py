@@ -106,6 +106,7 @@ MORE: dict[str, tuple[ModelConfig, Layout]] = {
     "FSDP": (LLAMA, Layout(dp_shard=2, zero=3)),
     "tiles": (LLAMA, Layout(dp_shard=2, zero=3, tiles=2)),
     "1f1b": (LLAMA, Layout(pp=2, schedule="1f1b")),
+    "split backward pass": (LLAMA, Layout(pp=2, schedule="zb_h1")),
 }
 """And `make compiled`."""
 
