@@ -14,7 +14,7 @@ BESIDE := $(addprefix tests/,blocks check comm config cost evaluate examples exc
 	test_lora_memory test_offload test_offload_all)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify verify-families test memory faults fuzz lora offload tiles zero-plus-plus test-smollm2 test-families \
+.PHONY: help setup train verify verify-families test memory faults fuzz lora compiled offload tiles zero-plus-plus test-smollm2 test-families \
 	reference lint format wheel docs pictures docs-check course bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
@@ -62,6 +62,9 @@ lora: setup ## compare adapters in every layout: bytes sent, and memory (a quart
 
 offload: setup ## compare offloaded activations and parameters in every layout: minutes
 	PHALANX_OFFLOAD_MATRIX=1 $(BIN)/python -m pytest tests/train/test_offload_all.py $(ARGS)
+
+compiled: setup ## count the compiled graphs of every kind of block in every layout: a quarter of an hour
+	PHALANX_COMPILE=1 $(BIN)/python -m pytest tests/parallel/test_compiled_once.py $(ARGS)
 
 tiles: setup ## compare tiles of every layer in every layout: results, and bytes sent
 	PHALANX_TILES=1 $(BIN)/python -m pytest tests/parallel/test_tiled_layers.py tests/parallel/test_tiled_vocabulary.py $(ARGS)

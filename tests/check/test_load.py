@@ -187,10 +187,6 @@ def test_all_mistakes_of_file_values_and_command_line_come_together(tmp_path):
             "layout.accumulate: sharded accumulation needs zero 2 or 3, zero is 1; nearest legal: accumulate=local",
         ),
         (
-            "layout: {tp: 2}\ntrain: {compile: true}",
-            "train.compile: the compiler cannot trace tensor-parallel collectives; nearest legal: tp 1, or compile off",
-        ),
-        (
             "layout: {tp: 4}\nmodel: {d_ff: 510}",
             "layout.tp: MLP width 510 / tp 4 is not an integer; nearest tp: 1, 2",
         ),

@@ -183,18 +183,6 @@ def _vocabulary(job: Job) -> Iterator[Problem]:
 
 def _train(job: Job) -> Iterator[Problem]:
     train = job.train
-    for axis, kind in (("tp", "tensor"), ("cp", "context")):
-        if train.compile and getattr(job.layout, axis) > 1:
-            yield (
-                "train.compile",
-                f"the compiler cannot trace {kind}-parallel collectives; nearest legal: {axis} 1, or compile off",
-            )
-    if train.compile and job.model.moe.n_experts:
-        yield (
-            "train.compile",
-            f"the tokens per expert (n_experts {job.model.moe.n_experts}) change from step to step, which would "
-            "recompile the blocks each time; nearest legal: compile off, or n_experts 0",
-        )
     if train.cpu_linear == "onednn" and (train.precision != "fp32" or train.compile or job.cluster.device == "cuda"):
         yield (
             "train.cpu_linear",

@@ -60,7 +60,7 @@ def _named(job: Job) -> Iterator[Problem]:
         yield from _slices(job, layout.pp_slices or entry.slices)
     if entry.steps > 1:
         yield from _without_flush(job)
-    yield from _compiled(job, entry.splits or entry.sliced or entry.steps > 1)
+    yield from _compiled(job, entry.sliced or entry.steps > 1)
 
 
 def _file(job: Job) -> Iterator[Problem]:
@@ -101,14 +101,14 @@ def _file(job: Job) -> Iterator[Problem]:
                 "pipedream's is trained. Nearest legal: schedule=pipedream, or a file with one step",
             )
         yield from _without_flush(job)
-    yield from _compiled(job, schedule.splits or schedule.slices > 1 or schedule.steps > 1)
+    yield from _compiled(job, schedule.slices > 1 or schedule.steps > 1)
 
 
-def _compiled(job: Job, splits_passes: bool) -> Iterator[Problem]:
-    if job.train.compile and splits_passes:
+def _compiled(job: Job, unproven: bool) -> Iterator[Problem]:
+    if job.train.compile and unproven:
         yield (
             "train.compile",
-            f"torch.compile handles whole forward and backward passes only, {job.layout.schedule} splits them; "
+            f"compiled blocks handle whole sequences and one step at a time, {job.layout.schedule} does not; "
             "nearest legal: compile off, or schedule=1f1b",
         )
 

@@ -28,7 +28,7 @@ class Train:
     seed: Annotated[int, AtLeast(0)] = 1337
     """The one seed: weights, order of samples and dropout derive from it by hashing."""
     compile: bool = False
-    """Compile the blocks and the loss with torch.compile. The loss then saves no logits in fp32."""
+    """Compile blocks (once per kind), embedding, final norm and loss with torch.compile; it saves no logits in fp32."""
     cpu_linear: Literal["auto", "mkl", "onednn"] = "auto"
     """Library for fp32 matrix products on a CPU; auto uses oneDNN on non-Intel processors with AVX-512."""
     deterministic: bool = False

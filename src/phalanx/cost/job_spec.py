@@ -66,7 +66,7 @@ def _framework(job: Job) -> Framework:
     """Returns Phalanx as the job runs it."""
     framework = PHALANX_CPU if job.cluster.device == "cpu" else PHALANX
     profile = framework.memory_profile
-    if job.train.compile:
+    if job.train.compile and job.layout.tp == 1:  # that of a cut vocabulary communicates
         profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
     if job.train.gradients != "same":
         profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])

@@ -16,7 +16,7 @@ from phalanx.config.model import ModelConfig, window_within
 from phalanx.model.attention_blocks import Scoring, bias, capped
 from phalanx.model.blocked_attention import Reach, blocked_attention
 from phalanx.model.documents import Documents
-from phalanx.model.layers import Linear, Project, Run, make_norm, project, run
+from phalanx.model.layers import Linear, Project, Run, make_norm, project, run, uncompiled
 from phalanx.model.noise import Noise
 from phalanx.model.rotary import rotate
 from phalanx.model.window import visible
@@ -152,8 +152,7 @@ class CoreAttention(nn.Module):
             k, v, window = k[:, :, -window:], v[:, :, -window:], 0
         plain = not window and sinks is None and not self.scoring.softcap
         causal = documents is None and seq == keys
-        fused = q.device.type == "cpu" and torch.backends.cuda.flash_sdp_enabled()  # the switch of CPU kernels, too
-        if causal and fused and v.shape[-1] != q.shape[-1]:
+        if causal and v.shape[-1] != q.shape[-1] and q.device.type == "cpu" and _flash_enabled():
             plain = False  # torch's function would compute, and keep, whole scores
         if plain and (causal or (seq < keys and not torch.is_grad_enabled())):
             # torch's is_causal would align the first query with the first key. One query sees all keys.
@@ -177,9 +176,19 @@ class CoreAttention(nn.Module):
         # In half precision the softmax adds in fp32 by itself; asked to return fp32 it would keep twice the memory.
         probabilities = scores.softmax(dim=-1)[..., : k.shape[2]]
         del scores
-        return noise.dropout_heads(probabilities, self.dropout, self.site, self.n_heads) @ v
+        return self._drop(probabilities, noise) @ v
+
+    @uncompiled
+    def _drop(self, probabilities: Tensor, noise: Noise) -> Tensor:
+        return noise.dropout_heads(probabilities, self.dropout, self.site, self.n_heads)
 
     def _visible(self, q: Tensor, k: Tensor, documents: Documents | None) -> Tensor:
         """Returns which keys the queries see, (seq, keys), or with documents (batch, 1, seq, keys)."""
         places = torch.arange(k.shape[2], device=q.device)
         return visible(places[-q.shape[2] :], places, self.window, documents)
+
+
+@uncompiled
+def _flash_enabled() -> bool:
+    """Returns torch's switch of flash attention, which is that of its kernels for CPUs, too."""
+    return torch.backends.cuda.flash_sdp_enabled()

@@ -18,6 +18,7 @@ from torch import Tensor
 from phalanx.blocks.attention_runs import whole_run
 from phalanx.model.attention_blocks import PLAIN_SCORING, Scoring, Seen, attend, gradients, is_flash
 from phalanx.model.documents import Documents
+from phalanx.model.layers import uncompiled
 from phalanx.model.window import visible
 from phalanx.partition.sequence import window_blocks
 
@@ -33,6 +34,7 @@ class Reach:
     scoring: Scoring = PLAIN_SCORING
 
 
+@uncompiled
 def blocked_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach, sinks: Tensor | None = None) -> Tensor:
     """Maps `q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` in the same form to
     (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys. `sinks` (heads,) are

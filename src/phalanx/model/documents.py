@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from phalanx.model.layers import uncompiled
+
 ROWS_PER_DOCUMENT = 128
 """Rows that flash attention adds to its buffers for every document in the backward pass."""
 
@@ -85,11 +87,13 @@ class Conversations:
         """Whether each token here is none of the padding, (batch, seq)."""
         return self.here >= 0
 
+    @uncompiled
     def sums(self, x: Tensor) -> Tensor:
         """Returns `x` (batch, seq, n) summed over the tokens here of each conversation, (rows, n)."""
         sums = x.new_zeros(self.rows + 1, x.shape[-1])
         return sums.index_add(0, self._rows_of(self.here).flatten(), x.flatten(0, 1))[:-1]
 
+    @uncompiled
     def counts(self, chosen: Tensor, n: int) -> Tensor:
         """Returns how often each of `n` values occurs in `chosen` (batch, seq, m) in each conversation, (rows, n)."""
         places = n * self._rows_of(self.here).unsqueeze(-1) + chosen

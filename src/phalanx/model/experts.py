@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig
-from phalanx.model.layers import Activation
+from phalanx.model.layers import Activation, uncompiled
 
 Sizes = Tensor | Sequence[int]
 """Rows of each expert: an int64 tensor (experts,) if the router decides, or numbers known beforehand."""
@@ -69,6 +69,7 @@ class GroupedLinear(nn.Module):
         self.lora_b = GroupedLinear(n, rank, outputs, bias=False)
         self.lora_scale = scale
 
+    @uncompiled
     def forward(self, x: Tensor, sizes: Sizes) -> Tensor:
         """Maps rows (rows, inputs), sorted by expert, to (rows, outputs)."""
         y = self._without_adapter(x, sizes)

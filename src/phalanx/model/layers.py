@@ -4,13 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_UNCOMPILED: list[Callable[..., Any]] = []
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Decorates what torch.compile must not trace: collectives, gradients that are put off, random masks, and what
+    differs between layers. A compiled graph ends before it and the next begins after it, the same ones in all layers.
+    """
+    _UNCOMPILED.append(function)
+    # Where torch looks for its own wrapper: without a compiler there is none, and torch._dynamo is not imported.
+    function.__dict__["__dynamo_disable"] = function
+    return torch._disable_dynamo(function)  # pyright: ignore[reportPrivateImportUsage, reportReturnType]
+
+
+def prepare_compiler() -> None:
+    """Makes torch.compile stop at what is `uncompiled`. Call it before any compiled function."""
+    for function in _UNCOMPILED:
+        function.__dict__.pop("__dynamo_disable", None)
+
 
 Multiply = Callable[..., Tensor]
 """x weightᵀ + bias as F.linear computes it: (x, weight, bias=None)."""

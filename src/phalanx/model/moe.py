@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model.documents import Conversations
 from phalanx.model.experts import Experts, Sizes
-from phalanx.model.layers import MLP, Linear
+from phalanx.model.layers import MLP, Linear, uncompiled
 
 _Key = TypeVar("_Key")
 _STATISTICS_LOCK = threading.Lock()
@@ -216,8 +216,13 @@ class MixtureOfExperts(nn.Module):
             )
         noted = {name: penalty.detach() for name, penalty in penalties.items()}
         penalty = sum(penalties.values(), start=gates.new_zeros(()))
-        note = _LayerStatistics(self.routing, self.layer, counts.sum(0), noted)
-        return _RecordLoads.apply(gates, penalty, self.router.bias, note)
+        return self._recorded(gates, penalty, counts.sum(0), noted)
+
+    @uncompiled
+    def _recorded(self, gates: Tensor, penalty: Tensor, load: Tensor, noted: dict[str, Tensor]) -> Tensor:
+        return _RecordLoads.apply(
+            gates, penalty, self.router.bias, _LayerStatistics(self.routing, self.layer, load, noted)
+        )
 
     def slots(self, chosen: Tensor, conversations: Conversations | None = None) -> Slots:
         """Returns the rows of the choices (batch, seq, top_k): all of them, or those within the experts' capacity."""
@@ -227,6 +232,7 @@ class MixtureOfExperts(nn.Module):
         sizes = _counts(flat.unsqueeze(0), self.config.moe.n_experts)[0]
         return Slots(flat.argsort(stable=True), sizes)
 
+    @uncompiled
     def _within_capacity(self, chosen: Tensor, conversations: Conversations | None) -> Slots:
         """Returns equally many rows per expert and sequence, filled or not, so that no size depends on the data."""
         moe, sequences = self.config.moe, self.routing.sequences

@@ -14,6 +14,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from phalanx.model.layers import uncompiled
 from phalanx.model.seeding import derive_seed
 
 _LEVELS = 2**16
@@ -40,6 +41,7 @@ class Noise:
     seq_len: int = 0
     """Tokens of a whole sequence; set with `places`."""
 
+    @uncompiled
     def dropout(self, x: Tensor, p: float, site: str) -> Tensor:
         """Drops elements of `x` (batch, seq, d_model) with probability `p` and scales the others up. Where a rank has
         only part of the tokens, seq is correspondingly shorter."""

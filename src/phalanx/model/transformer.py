@@ -28,7 +28,7 @@ from phalanx.errors import JobError
 from phalanx.model.attention import KeysAndValues
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Conversations, Documents
-from phalanx.model.layers import Multiply, Run, make_norm, run, soft_cap
+from phalanx.model.layers import Multiply, Run, make_norm, run, soft_cap, uncompiled
 from phalanx.model.moe import Routing
 from phalanx.model.noise import Noise, dropout
 from phalanx.model.rotary import rotary_table
@@ -222,11 +222,20 @@ class Block(nn.Module):
         """Applies the block, (batch, seq, d_model) to the same shape."""
         if self.parallel:
             both = self.run_halves(self.halves, x, rotary, noise, cache, documents, conversations)
-            return x + dropout(both, self.dropout, noise, f"{self.site}.residual")
+            return x + self.dropped(both, noise, "residual")
         attended = self.attn_post_norm(self.attn(self.attn_norm(x), rotary, noise, cache, documents))
-        x = x + dropout(attended, self.dropout, noise, f"{self.site}.attn.residual")
+        x = x + self.dropped(attended, noise, "attn.residual")
         widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x), conversations))
-        return x + dropout(widened, self.dropout, noise, f"{self.site}.mlp.residual")
+        return x + self.dropped(widened, noise, "mlp.residual")
+
+    def dropped(self, x: Tensor, noise: Noise | None, place: str) -> Tensor:
+        """Returns `x` (batch, seq, d_model) with elements dropped before it is added at `place`."""
+        return x if noise is None or self.dropout == 0 else self._drop(x, noise, place)
+
+    @uncompiled
+    def _drop(self, x: Tensor, noise: Noise, place: str) -> Tensor:
+        # The site has the layer's number: read in a compiled graph, it would make one of each layer.
+        return noise.dropout(x, self.dropout, f"{self.site}.{place}")
 
     def halves(
         self,

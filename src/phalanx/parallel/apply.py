@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.errors import JobError
 from phalanx.model.init import initialise_part
+from phalanx.model.layers import Run, prepare_compiler
 from phalanx.model.loss import cross_entropy, cross_entropy_sum
-from phalanx.model.transformer import Transformer
+from phalanx.model.transformer import Block, Transformer
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.parallel import context, expert, tensor, vocabulary
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
@@ -235,11 +239,37 @@ def apply_offload(parts: Construction) -> None:
 
 
 def apply_compile(parts: Construction) -> None:
-    """Compiles every block separately."""
-    if parts.job.train.compile:
-        for block in parts.model.blocks.values():
-            block.compile()
-        parts.log("compile: %d blocks, each on its own", len(parts.model.blocks))
+    """Compiles the blocks, those of a kind by the same graphs, the embedding and the final norm."""
+    model = parts.model
+    if not parts.job.train.compile:
+        return
+    import torch._dynamo  # two seconds, for those who compile
+
+    prepare_compiler()
+    kinds = len({(kind, model.config.window_of(layer)) for layer, kind in enumerate(block_kinds(model.config))})
+    # The compiler's limit is per function, which all kinds of blocks share: with and without gradients, and again where
+    # lengths change.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * kinds)
+    for block in model.blocks.values():
+        assert isinstance(block, Block), "nothing wraps blocks before this"
+        block.run = CompiledRun(block.run, torch.compile(_compute))
+    model.embed_tokens, model.normed = torch.compile(model.embed_tokens), torch.compile(model.normed)
+    parts.log("compile: %d blocks of %s, embedding and final norm", len(model.blocks), counted(kinds, "kind"))
+
+
+@dataclass(frozen=True)
+class CompiledRun:
+    """The `run` of a block that is compiled: the graph is what the `run` that it replaces calls, and computes again."""
+
+    outer: Run
+    compiled: Run
+
+    def __call__(self, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+        return self.outer(partial(self.compiled, compute), *inputs)
+
+
+def _compute(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    return compute(*inputs)
 
 
 def apply_loss(parts: Construction) -> Objective:
@@ -256,7 +286,7 @@ def apply_loss(parts: Construction) -> Objective:
         parts.log("loss: the logits of %d tokens at a time", chunk)
     if isinstance(parts.model.head, TiledHead):
         return TiledObjective(parts.model, pairs=pairs)
-    if parts.job.train.compile:  # fused with its cast, so that no logits are saved in fp32
+    if parts.job.train.compile and tp.size == 1:  # fused with its cast, so that no logits are saved in fp32
         loss = torch.compile(loss)
         parts.log("compile: the loss")
     if not chunk:

@@ -18,6 +18,7 @@ from phalanx.config.model import window_within
 from phalanx.model.attention import CoreAttention
 from phalanx.model.blocked_attention import Reach
 from phalanx.model.documents import Documents
+from phalanx.model.layers import uncompiled
 from phalanx.model.noise import Noise
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.modules import replace_modules
@@ -43,6 +44,7 @@ class ContextAttention(CoreAttention):
         self.window, self.scoring = window_within(core.window, core.seq_len), core.scoring
         self.ring, self.ulysses = ring, ulysses
 
+    @uncompiled
     def attend(
         self,
         q: Tensor,
@@ -82,12 +84,14 @@ class SplitSequences:
     def __init__(self, layout: Layout, cp: Axis):
         self.layout, self.cp = layout, cp
 
+    @uncompiled
     def sum(self, x: Tensor) -> Tensor:
         """Returns the sum over the cp ranks."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
         self.cp.all_reduce(total).wait()
         return total
 
+    @uncompiled
     def whole(self, x: Tensor) -> Tensor:
         """Gathers all tokens, (batch, sequence, ...) in order of position, from those here, (batch, tokens, ...)."""
         parts = x.new_empty(self.cp.size, *x.shape)
@@ -98,6 +102,7 @@ class SplitSequences:
             whole[:, self._places(seq_len, rank, x.device)] = part
         return whole
 
+    @uncompiled
     def mine(self, x: Tensor) -> Tensor:
         """Selects the tokens here, (batch, tokens, ...), from `x` (batch, sequence, ...) of all."""
         return x[:, self._places(x.shape[1], self.cp.rank, x.device)]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis, Pending
 from phalanx.model.experts import GroupedLinear, Sizes
+from phalanx.model.layers import uncompiled
 from phalanx.model.moe import MixtureOfExperts
 from phalanx.partition.tensor_slices import experts_of
 
@@ -46,6 +47,7 @@ class ExpertExchange:
 
     ep: Axis
 
+    @uncompiled
     def __call__(
         self, moe: MixtureOfExperts, rows: Tensor, sizes: Sizes, tokens: Tensor
     ) -> tuple[Tensor, Tensor | None]:

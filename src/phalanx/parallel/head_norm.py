@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
+from phalanx.model.layers import uncompiled
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class NormAllHeads:
 
     tp: Axis
 
+    @uncompiled
     def __call__(self, q_norm: nn.Module, k_norm: nn.Module, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Maps queries (batch, seq, heads here × head_size) and keys in the same form to their normed ones."""
         assert isinstance(q_norm, nn.RMSNorm)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.model.experts import GroupedLinear, GroupedProduct
-from phalanx.model.layers import Linear, Multiply
+from phalanx.model.layers import Linear, Multiply, uncompiled
 from phalanx.model.transformer import Head, Transformer
 
 Product = tuple[Multiply | GroupedProduct, Tensor, Tensor, Tensor]
@@ -99,6 +99,7 @@ class DeferringProduct:
     multiply: Multiply
     deferred: DeferredWeightGrads
 
+    @uncompiled
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs)."""
         if not weight.requires_grad:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
+from phalanx.model.layers import uncompiled
 from phalanx.model.transformer import Block, Transformer
 from phalanx.partition.recompute import recompute_of
 
@@ -36,6 +37,7 @@ def recompute(model: Transformer, layout: Layout) -> int:
     return len(modules)
 
 
+@uncompiled
 def run_again(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Returns `compute(*inputs)` and saves only `inputs`: the backward pass recomputes the rest."""
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)

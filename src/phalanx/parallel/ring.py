@@ -15,10 +15,12 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.model.attention_blocks import attend, gradients
 from phalanx.model.blocked_attention import Reach, gradient_of_sinks, join_sinks
+from phalanx.model.layers import uncompiled
 from phalanx.parallel.ring_blocks import Dropping, Sight
 from phalanx.parallel.ring_travel import pair, travel
 
 
+@uncompiled
 def ring_attention(
     q: Tensor,
     k: Tensor,

@@ -23,7 +23,7 @@ from phalanx.blocks.kind import Connection
 from phalanx.blocks.lora import A
 from phalanx.comm.axis import Axis
 from phalanx.model.experts import GroupedLinear
-from phalanx.model.layers import Linear, Multiply
+from phalanx.model.layers import Linear, Multiply, uncompiled
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
 from phalanx.parallel.head_norm import NormAllHeads
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight
@@ -169,6 +169,7 @@ class ColumnParallel:
 
     parallel: TensorParallel
 
+    @uncompiled
     def __call__(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
         """Maps (batch, seq, d_model), or this rank's part of it, to (batch, seq, outputs / tp) for each layer."""
         compressing = [layer.lora_a for layer in layers if layer.lora_a is not None]
@@ -194,6 +195,7 @@ class RowParallelLinear(Linear):
         layer.parallel = parallel
         return layer
 
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         """Maps (batch, seq, inputs / tp) to (batch, seq, outputs), or to this rank's part of its tokens."""
         if self.weight.requires_grad:
@@ -207,6 +209,7 @@ class FirstRankBias(RowParallelLinear):
     """A linear layer in which every rank has some of the inputs, and whose caller sums the outputs: the first rank's
     output includes the bias."""
 
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         """Maps (batch, seq, inputs / tp) to this rank's summand of (batch, seq, outputs)."""
         assert self.bias is not None, "only layers with a bias are exchanged"
@@ -221,6 +224,7 @@ class ParallelEmbedding(nn.Embedding):
         super().__init__(plain.num_embeddings, plain.embedding_dim, device="meta")
         self.weight, self.parallel = plain.weight, parallel
 
+    @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         """Maps tokens (batch, seq) to (batch, seq, d_model), or to this rank's part of it."""
         local = input - self.parallel.tp.rank * self.weight.shape[0]
@@ -248,6 +252,7 @@ class GatherInput:
 
     parallel: TensorParallel
 
+    @uncompiled
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """Gathers the first input, this rank's part of (batch, seq, d_model)."""
         x, *others = inputs
@@ -260,6 +265,7 @@ class ReduceOutput:
 
     parallel: TensorParallel
 
+    @uncompiled
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         """Sums the ranks' outputs (batch, seq, d_model)."""
         return _ReduceTokens.apply(output, self.parallel)  # pyright: ignore[reportReturnType]
@@ -277,8 +283,8 @@ class BothHalves:
 
     def __call__(self, halves: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
         """Calls `halves` with all tokens of `x`, this rank's part of (batch, seq, d_model), and sums the results."""
-        whole = _GatherTokens.apply(x, self.parallel)
-        return _ReduceTokens.apply(halves(whole, *others), self.parallel)  # pyright: ignore[reportReturnType]
+        whole = _gathered(x, self.parallel)
+        return _reduced(halves(whole, *others), self.parallel)
 
 
 @dataclass(frozen=True)
@@ -287,6 +293,7 @@ class GatherOutput:
 
     parallel: TensorParallel
 
+    @uncompiled
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         """Gathers the output, this rank's part of (batch, seq, d_model)."""
         return _GatherTokens.apply(output, self.parallel)  # pyright: ignore[reportReturnType]
@@ -390,6 +397,16 @@ class _GatherTokens(torch.autograd.Function):
         gradient, work = parallel.start_reduce(grad_outputs[0] if parallel.sequence else grad_outputs[0].clone())
         work.wait()
         return gradient, None
+
+
+@uncompiled
+def _gathered(x: Tensor, parallel: TensorParallel) -> Tensor:
+    return _GatherTokens.apply(x, parallel)  # pyright: ignore[reportReturnType]
+
+
+@uncompiled
+def _reduced(x: Tensor, parallel: TensorParallel) -> Tensor:
+    return _ReduceTokens.apply(x, parallel)  # pyright: ignore[reportReturnType]
 
 
 def _all_tokens(parallel: TensorParallel, x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.model.experts import GroupedLinear, Sizes, add_bias
-from phalanx.model.layers import Linear, project
+from phalanx.model.layers import Linear, project, uncompiled
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.modules import Tile
 from phalanx.parallel.tensor import ColumnParallel, FirstRankBias, GatherInput, ReduceOutput, RowParallelLinear
@@ -46,6 +46,7 @@ class TiledRows(nn.Module):
         super().__init__()
         self.tiles = tiles
 
+    @uncompiled
     def forward(self, x: Tensor, *sizes: Sizes) -> Tensor:
         tokens = x.flatten(0, -2)  # of a matrix a product is no view, which FSDP2 warns of
         return torch.cat([tile(tokens, *sizes) for tile in self.tiles], dim=-1).unflatten(0, x.shape[:-1])
@@ -61,6 +62,7 @@ class TiledColumns(nn.Module):
         self.reduce: ReduceOutput | None = None
         """Sums the tensor ranks' outputs, before the bias is added."""
 
+    @uncompiled
     def forward(self, x: Tensor, *sizes: Sizes) -> Tensor:
         parts = x.flatten(0, -2).chunk(len(self.tiles), dim=-1)
         if sizes:
@@ -85,6 +87,7 @@ class ProjectGathered:
 
     gather: GatherInput
 
+    @uncompiled
     def __call__(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
         """Maps (batch, seq, d_model), or this rank's part of it, to (batch, seq, outputs / tp) for each layer."""
         (whole,) = self.gather(layers[0], (x,))

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
+from phalanx.model.layers import uncompiled
 
 
+@uncompiled
 def to_heads(x: Tensor, ulysses: Axis, slices: int = 1) -> Tensor:
     """Maps (batch, heads, tokens, size) of all heads to (batch, heads / ranks, tokens × ranks, size), the ranks' tokens
     in rank order; those of a sequence in `slices` slice by slice. If there are fewer key heads than ranks, a head goes
@@ -21,6 +23,7 @@ def to_heads(x: Tensor, ulysses: Axis, slices: int = 1) -> Tensor:
     return _ExchangeHeads.apply(x, ulysses, slices, True)  # pyright: ignore[reportReturnType]
 
 
+@uncompiled
 def to_tokens(x: Tensor, ulysses: Axis) -> Tensor:
     """Maps (batch, heads / ranks, tokens × ranks, size) back to (batch, heads, tokens, size)."""
     return _ExchangeHeads.apply(x, ulysses, 1, False)  # pyright: ignore[reportReturnType]
