@@ -35,7 +35,7 @@ def test_without_a_cut_every_layer_does_what_the_layout_says():
         ("8", r"'8' is not a list of runs of layers; write counts and modes joined by plus signs, such as 8\*full"),
         ("full+none", r"'full\+none' is not a list of runs"),
         ("2*full+", r"'2\*full\+' is not a list of runs"),
-        ("2*ful+2*none", r"2\*ful: 'ful' is not a recomputation mode; did you mean full\? \(known: none, selective"),
+        ("2*ful+2*none", r"2\*ful: 'ful' is not a recomputation mode; did you mean full\? \(known: none, products"),
         ("2*full+0*none", r"0\*none has no layers: remove it"),
     ],
 )

@@ -55,6 +55,9 @@ LAYOUTS = [
     Layout(dp_shard=2, tp=4, zero=3, sp=True, sp_regather=True, reshard=False),
     Layout(dp_replicate=2, dp_shard=2, tp=2, zero=1, accumulation=3),
     Layout(dp_replicate=2, dp_shard=2, tp=2, zero=3, sp=True, recompute="selective"),
+    Layout(recompute="products", accumulation=2),
+    Layout(tp=2, sp=True, sp_regather=True, recompute="products"),
+    Layout(dp_shard=2, tp=2, zero=3, sp=True, recompute="products"),
 ]
 WINDOWED = [
     Layout(recompute="selective", accumulation=2),
@@ -63,13 +66,13 @@ WINDOWED = [
     Layout(tp=2, sp=True, recompute="selective"),
     Layout(pp=2, accumulation=3),
     Layout(pp=2, schedule="terapipe", pp_slices=4, accumulation=2, recompute="full"),
-    Layout(pp=2, schedule="terapipe", pp_slices=2, accumulation=2, cp=2),
+    Layout(pp=2, schedule="terapipe", pp_slices=2, accumulation=2, cp=2, recompute="products"),
     Layout(cp=2),
     Layout(cp=4, recompute="selective"),
     Layout(cp=2, cp_ulysses=2, recompute="full"),
     Layout(cp=4, cp_ulysses=2),
-    Layout(cp=2, tp=2, sp=True),
-    Layout(cp=2, cp_ulysses=2, pp=2, accumulation=3),
+    Layout(cp=2, tp=2, sp=True, recompute="products"),
+    Layout(cp=2, cp_ulysses=2, pp=2, accumulation=3, schedule="zb_h1", recompute="products"),
 ]
 
 

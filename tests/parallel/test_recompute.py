@@ -11,10 +11,10 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.recompute import recompute
-from phalanx.partition.recompute import modes, written
+from phalanx.partition.recompute import MODES, modes, written
 
 VOCAB, SEQ, BATCH, WIDTH, LAYERS = 11, 32, 2, 16, 3
-NONE, SELECTIVE, FULL = Layout(), Layout(recompute="selective"), Layout(recompute="full")
+NONE, PRODUCTS, SELECTIVE, FULL = (Layout(recompute=mode) for mode in MODES)
 MIXED = Layout(recompute_cut="1*full+1*selective+1*none")
 
 
@@ -43,7 +43,7 @@ def step(layout: Layout, dropout: float) -> tuple[torch.Tensor, dict[str, torch.
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("layout", [SELECTIVE, FULL, MIXED], ids=Layout.line)
+@pytest.mark.parametrize("layout", [PRODUCTS, SELECTIVE, FULL, MIXED], ids=Layout.line)
 def test_same_bits_with_less_kept(layout, dropout):
     expected_loss, expected, all_kept = step(NONE, dropout)
     loss, gradients, kept = step(layout, dropout)

@@ -105,3 +105,8 @@ def test_where_there_is_room_nothing_is_told_of_it() -> None:
     plan = search(request("gpt2", "dgx-h100:1", 64))
     assert headroom_layout(plan.alternatives) is None
     assert not any("room" in note for note in plan.notes)
+
+
+def test_selective_recomputation_that_saves_nothing_is_told() -> None:
+    plan = search(request("llama3-8b", "dgx-h100:1", 64, recompute="selective", cp=1))
+    assert any("recompute=selective saves nothing here" in note for note in plan.notes)

@@ -101,11 +101,13 @@ def kept(ranks, layout: Layout, model: ModelConfig, precision) -> int:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("recompute", ["none", "products"])
 @pytest.mark.parametrize("model", BLOCKS.values(), ids=BLOCKS.keys())
-def test_a_block_keeps_what_its_operators_say(ranks, model, precision):
+def test_a_block_keeps_what_its_operators_say(ranks, model, recompute, precision):
     """To 2 %: norms' means and deviations, attention's log-sum-exp and the rotary table are not counted."""
-    (found,) = ranks(kept, 1, Layout(), model, precision)
-    expected = activation_bytes(model, Layout(), 2, WIDTHS[precision])
+    layout = Layout(recompute=recompute)
+    (found,) = ranks(kept, 1, layout, model, precision)
+    expected = activation_bytes(model, layout, 2, WIDTHS[precision])
     print(f"{expected:,} {found:,}")
     assert expected <= found <= 1.02 * expected
 
@@ -258,6 +260,14 @@ def compare(ranks, job: Job, bound: float = 0.04) -> set[str]:
         (Layout(), {"global_batch": 4}),
         (Layout(), {"global_batch": 4, "precision": "bf16"}),
         (Layout(recompute="full"), {"global_batch": 8}),
+        (Layout(recompute="products"), {"global_batch": 8}),
+        (Layout(recompute="products"), {"global_batch": 8, "precision": "bf16"}),
+        (Layout(recompute="products", tp=2, sp=True, sp_regather=True), {"global_batch": 8}),
+        (Layout(recompute="products", tp=2, sp=True), {"global_batch": 8}),
+        (Layout(recompute="products", pp=2, micro_batch=1), {"global_batch": 8}),
+        (Layout(recompute="products", dp_shard=2), {"global_batch": 8}),
+        (Layout(recompute="products", pp=2, schedule="zb_h1", micro_batch=1), {"global_batch": 8}),
+        (Layout(recompute="products", cp=2, zero=1), {"global_batch": 8}),
         (Layout(recompute="full", pp=2, micro_batch=2), {"global_batch": 4}),
         (Layout(recompute="full", pp=2, micro_batch=2, schedule="gpipe"), {"global_batch": 8}),
         (Layout(recompute="full", pp=2, micro_batch=1, schedule="zb_h1"), {"global_batch": 4}),

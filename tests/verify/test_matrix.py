@@ -36,7 +36,7 @@ def test_every_line_is_another_layout_of_at_most_8_ranks():
         {"sp_regather": True},
         {"recompute": "selective"},
         {"recompute": "full"},
-        {"recompute_cut": "1*full+1*selective+2*none", "pp": 1},
+        {"recompute_cut": "1*full+1*selective+1*products+1*none", "pp": 1},
         {"recompute_cut": "1*full+2*selective+1*none", "pp": 2, "tp": 2, "sp_regather": True},
         {"loss_chunk": 24},
         {"data_parallel": "threads"},

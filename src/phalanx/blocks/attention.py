@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Literal
 
 from phalanx.blocks.attention_runs import CAPPED_TENSORS, DRAWN, MOST_SCORES, capped_scores, largest_run
 from phalanx.blocks.lora import saved_input
@@ -39,6 +40,8 @@ def attention(place: Place) -> Iterator[Operator]:
     read = saved_input(place, "attention", "attn.wq", "attn.wk", "attn.wv")
     # Ranks that share the heads hold copies if there are fewer key heads.
     spread = max(model.kv_heads, place.tp * place.ulysses) * model.head_size
+    # Norms of heads and rotary positions; with Ulysses the exchange saves its own results.
+    again = model.qk_norm == "head" and place.ulysses == 1
     if model.sinks:
         yield Operator("sinks", (ROWS._replace(name="attn.sinks", shape=(model.n_heads,)),))
     yield Operator(
@@ -50,9 +53,15 @@ def attention(place: Place) -> Iterator[Operator]:
         ),
         place.tokens,
         saved=(
-            SavedTensor("wq, wk, wv", model.d_model * read, "gathered"),
-            SavedTensor("queries", queries * width, "width"),
-            SavedTensor("keys, values", 2 * spread * width, "width", across=True),
+            SavedTensor(
+                "wq, wk, wv", model.d_model * read, "gathered", cheap=place.repeats_input(model.d_model * read)
+            ),
+            SavedTensor("queries", queries * width, "width", cheap=queries * width * again),
+            SavedTensor(
+                *("keys, values", 2 * spread * width, "width"),
+                cheap=spread * width * (again and place.slices == 1),
+                across=True,
+            ),
             *_of_all_slices(place, 2 * spread * width, 2 * queries * width),
         ),
         results=(SavedTensor("wq, wv", (queries + model.kv_heads * model.v_head_size) * width, "width"),),
@@ -60,7 +69,7 @@ def attention(place: Place) -> Iterator[Operator]:
     )
     if model.qk_norm != "none":
         yield _query_key_norm(place)
-    yield _core(place, max(1, model.kv_heads // place.tp))
+    yield _core(place, max(1, model.kv_heads // place.tp), turns_again=model.qk_norm == "head")
     yield _output(place)
 
 
@@ -74,7 +83,8 @@ def latent_attention(place: Place) -> Iterator[Operator]:
     entering = tuple(enter(place))
     first = ("wq_a" if mla.q_rank else "wq", "wkv_a")
     read = saved_input(place, "attention", *(f"attn.{name}" for name in first))
-    inputs = (SavedTensor(", ".join(first), model.d_model * read, spread),)
+    size = model.d_model * read
+    inputs = (SavedTensor(", ".join(first), size, spread, cheap=place.repeats_input(size, regathered=False)),)
     if mla.q_rank:
         yield Operator(
             "wq_a",
@@ -89,10 +99,9 @@ def latent_attention(place: Place) -> Iterator[Operator]:
             linear_weights("attn.wq_b", heads, mla.q_rank, bias, TILED_ROWS),
             tokens,
             saved=(
-                SavedTensor(
-                    "q_norm, wq_b",
-                    norm_saved(place, mla.q_rank) + mla.q_rank * saved_input(place, "attention", "attn.wq_b"),
-                    spread,
+                _normed_saved(
+                    *(place, "q_norm, wq_b", spread, mla.q_rank, mla.q_rank),
+                    saved_input(place, "attention", "attn.wq_b"),
                 ),
             ),
         )
@@ -109,18 +118,20 @@ def latent_attention(place: Place) -> Iterator[Operator]:
         "wkv_a",
         linear_weights("attn.wkv_a", rank + mla.rope_head_dim, model.d_model, bias, PARTIAL),
         tokens,
-        saved=(SavedTensor("kv_norm", norm_saved(place, rank, read=rank + mla.rope_head_dim), spread),),
+        saved=(_normed_saved(place, "kv_norm", spread, rank, rank + mla.rope_head_dim),),
     )
     yield _compressed_norm(place, "kv_norm", rank)
     values = mla.v_head_dim + (0 if profile.values_apart else mla.nope_head_dim)
+    compressed = rank * saved_input(place, "attention", "attn.wkv_b")
+    again = place.slices == 1 and place.ulysses == 1
     yield Operator(
         "wkv_b",
         linear_weights("attn.wkv_b", model.n_heads * parts, rank, bias, TILED_ROWS),
         tokens,
         saved=(
-            SavedTensor("wkv_b", rank * saved_input(place, "attention", "attn.wkv_b"), spread),
+            SavedTensor("wkv_b", compressed, spread, cheap=compressed),
             SavedTensor("queries", heads * width, "width"),
-            SavedTensor("keys", heads * width, "width", across=True),
+            SavedTensor("keys", heads * width, "width", cheap=heads * width * again, across=True),
             SavedTensor("values", model.n_heads * width * values, "width", across=True),
             *_of_all_slices(place, *2 * [(heads + model.n_heads * mla.v_head_dim) * width]),
         ),
@@ -128,7 +139,11 @@ def latent_attention(place: Place) -> Iterator[Operator]:
     )
     joined = 4 * tokens * (model.n_heads // place.tp) * model.head_size
     # Keys join a part with positions, the same for all heads, and a part without.
-    yield _core(place, model.n_heads // place.tp, MemoryBound("heads", joined, joined, HEADS_KERNELS))
+    yield _core(
+        *(place, model.n_heads // place.tp),
+        MemoryBound("heads", joined, joined, HEADS_KERNELS, cheap=True),
+        turns_again=True,
+    )
     yield _output(place)
 
 
@@ -217,7 +232,16 @@ def _workspace(place: Place, heads: int, kv_heads: int) -> float:
 def _compressed_norm(place: Place, name: str, rank: int) -> Operator:
     numbers = place.tokens * rank
     weights = norm_weights(place.model, f"attn.{name}", rank, PARTIAL)
-    return Operator(name, weights, memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, 2),))
+    return Operator(name, weights, memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, 2, cheap=True),))
+
+
+def _normed_saved(
+    place: Place, name: str, spread: Literal["tokens", "whole"], numbers: int, read: int, by_matrix: int = 0
+) -> SavedTensor:
+    """Returns what a norm over `numbers` of the `read` numbers of a token saves, with the `by_matrix` bytes per number
+    of the matrix that follows it. Of this only what the norm reads is not computed again."""
+    size = norm_saved(place, numbers, read=read) + numbers * by_matrix
+    return SavedTensor(name, size, spread, cheap=size - read * place.width)
 
 
 def _query_key_norm(place: Place) -> Operator:
@@ -244,14 +268,15 @@ def _query_key_norm(place: Place) -> Operator:
     return Operator(
         "qk_norm",
         weights,
-        memory_bound=(MemoryBound("qk_norm", 2 * numbers, 3 * numbers, kernels, 2),),
-        saved=(SavedTensor("qk_norm", saved, "width"),),
+        memory_bound=(MemoryBound("qk_norm", 2 * numbers, 3 * numbers, kernels, 2, cheap=not (wide and place.tp > 1)),),
+        saved=(SavedTensor("qk_norm", saved, "width", cheap=saved - (queries + spread) * place.width),),
         messages=(sums,) if wide else (),
     )
 
 
-def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
-    """Returns everything between the matrices: scores, softmax and the product with the values."""
+def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound, turns_again: bool) -> Operator:
+    """Returns everything between the matrices: scores, softmax and the product with the values. `turns_again`: whether
+    recompute=products rotates queries and keys again."""
     model, heads = place.model, place.model.n_heads // place.tp
     saved = []
     if place.ulysses > 1:
@@ -267,7 +292,7 @@ def _core(place: Place, kv_heads: int, *memory_bound: MemoryBound) -> Operator:
     work = list(memory_bound)
     if model.positions == "rope":
         turned = 2 * place.tokens * (heads + kv_heads) * model.rotary_size
-        work.append(MemoryBound("rotary", turned, turned, ROTARY_KERNELS))
+        work.append(MemoryBound("rotary", turned, turned, ROTARY_KERNELS, cheap=turns_again))
     steps = _steps(place)
     if steps > 1:
         # Each step's output and log-sum-exp, in fp32, are merged with those so far.

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from phalanx.blocks.feed_forward import down_result, gate_result, hidden_bytes, mlp
+from phalanx.blocks.feed_forward import down_result, gate_result, hidden_saved, mlp
 from phalanx.blocks.lora import saved_input
 from phalanx.blocks.operator import MemoryBound, Message, Operator, SavedTensor, Weight
 from phalanx.blocks.place import INDEX, WIDE, Place
@@ -34,17 +34,19 @@ def experts(place: Place) -> Iterator[Operator]:
         place, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts), tiled=True
     )
     inputs = saved_input(place, "feed_forward", "moe.experts.up", "moe.experts.gate")
-    read = SavedTensor("experts.up", arrived * model.d_model * inputs, spread)
+    size = arrived * model.d_model * inputs
+    read = SavedTensor("experts.up", size, spread, cheap=size if place.ep == 1 else 0)
     yield replace(
         _in_mixture(up, moe.n_experts), saved=(read,), results=gate_result(place, moe.top_k * model.expert_ff_size)
     )
     here = max(1, moe.n_experts // place.ep)
     each = (one._replace(forward=here * one.forward, backward=here * one.backward) for one in activation.memory_bound)
     yield replace(activation, memory_bound=tuple(each))
-    hidden = SavedTensor("experts", arrived * model.expert_ff_size * hidden_bytes(place, "experts"), "width")
+    hidden = hidden_saved(place, "experts", arrived * model.expert_ff_size)
     yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,), results=down_result(place))
     # The experts' outputs, before and after the gates: torch's index_add keeps what it adds.
-    combined = () if place.profile.weights_inside else (SavedTensor("combine", 2 * rows * stream, spread),)
+    both = SavedTensor("combine", 2 * rows * stream, spread, cheap=rows * stream)
+    combined = () if place.profile.weights_inside else (both,)
     yield _moving(place, "combine", rows, *combined).sending(*leave(place, again=needs_sum(model)))
     if moe.n_shared:
         for part in mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens, tiled=True):
@@ -73,6 +75,7 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
     reads = not model.lora.rank or (
         moe.n_shared and saved_input(place, "feed_forward", "moe.shared.up", "moe.shared.gate")
     )
+    read = model.d_model * place.width if reads else 0
     gates = moe.top_k * (INDEX + (WIDE if moe.renormalise else 0)) + (2 * WIDE if moe.renormalise else 0)
     return Operator(
         "router",
@@ -81,7 +84,7 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
         sixteen=True,
         memory_bound=(MemoryBound("route", routed, routed, ROUTE_KERNELS),),
         saved=(
-            SavedTensor("router", model.d_model * place.width if reads else 0, spread),
+            SavedTensor("router", read, spread, cheap=place.repeats_input(read, regathered=False)),
             SavedTensor("scores", moe.n_experts * WIDE * (2 if moe.z_loss else 1), spread),
             SavedTensor("gates", gates + rows * place.width, spread),
         ),
@@ -111,7 +114,8 @@ def _moving(place: Place, name: str, rows: float, *saved: SavedTensor) -> Operat
         "ep", "all_to_all", routed_rows(place) * place.model.d_model, forward=1, full=1, backward=1, copies=rows
     )
     kernels = PERMUTE_KERNELS // 2 + copies
-    return Operator(name, memory_bound=(MemoryBound(name, moved, moved, kernels),), saved=saved, messages=(message,))
+    work = MemoryBound(name, moved, moved, kernels, cheap=True)
+    return Operator(name, memory_bound=(work,), saved=saved, messages=(message,))
 
 
 def _in_mixture(operator: Operator, n_experts: int = 0) -> Operator:

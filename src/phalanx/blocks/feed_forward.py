@@ -23,7 +23,7 @@ def dense(place: Place) -> Iterator[Operator]:
         up.name,
         up.weights,
         up.rows,
-        saved=(SavedTensor("up", place.model.d_model * read, "gathered"),),
+        saved=(SavedTensor("up", size := place.model.d_model * read, "gathered", cheap=place.repeats_input(size)),),
         results=gate_result(place, place.model.ff_size),
         messages=tuple(enter(place, regather=bool(read))),
     )
@@ -60,6 +60,7 @@ def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) 
                     (3 if gated else 2) * inner,
                     (5 if gated else 3) * inner,
                     CLAMPED_KERNELS if model.activation == "swiglu_clamped" else 2,
+                    cheap=True,
                 ),
             ),
         ),
@@ -67,7 +68,7 @@ def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) 
             f"{name}.down",
             down_weights(model, name, width, tiled=tiled),
             rows,
-            saved=(SavedTensor(name, width * hidden_bytes(place, name), "width"),),
+            saved=(hidden_saved(place, name, width),),
         ),
     )
 
@@ -87,6 +88,13 @@ def down_weights(model: ModelConfig, name: str, width: int, *, tiled: bool = Fal
     weight, *bias = linear_weights(f"{name}.down", model.d_model, width, model.bias, kind, cuts_bias=False)
     # In a mixture of experts gates multiply the bias, so each rank computes a part of its gradient.
     return weight, *(one._replace(gradient="tokens" if name == "mlp" else "partial") for one in bias)
+
+
+def hidden_saved(place: Place, name: str, width: float) -> SavedTensor:
+    """Returns what the MLP `name` saves between its matrices, of `width` numbers per token. Only what its first
+    matrices write is not computed again."""
+    size = hidden_bytes(place, name)
+    return SavedTensor(name, width * size, "width", cheap=width * (size - (1 + place.model.gated) * place.width))
 
 
 def hidden_bytes(place: Place, name: str) -> int:

@@ -151,6 +151,8 @@ class MemoryBound(NamedTuple):
     """Forward kernels without fusion."""
     launches: int = 1
     """Forward kernels if everything is fused."""
+    cheap: bool = False
+    """Whether recompute=products computes it again."""
 
 
 class SavedTensor(NamedTuple):
@@ -164,6 +166,8 @@ class SavedTensor(NamedTuple):
     gathered again in the backward pass, otherwise all. width: a part of the heads or of the hidden size."""
     inside: bool = False
     """Whether it lies inside the attention core, which selective recomputation repeats."""
+    cheap: float = 0.0
+    """The part of `size` that recompute=products computes again without a matrix product."""
     across: bool = False
     """Whether later slices of a sequence read it, so that it stays where a block is recomputed in slices."""
 

@@ -80,6 +80,13 @@ class Place(NamedTuple):
         parallel block gathers is the input of its norms, not of matrices."""
         return (self.sp_regather or self.profile.regathers) and not self.model.parallel_block
 
+    def repeats_input(self, size: float, *, regathered: bool = True) -> float:
+        """Returns the part of the `size` of a matrix's input that recompute=products computes again: a norm's output,
+        unless tensor ranks gather it and the backward pass does not gather it again (`regathered`: as with
+        `sp_regather`)."""
+        gathered = self.sp and not self.model.parallel_block and not (regathered and self.regathers)
+        return size if self.model.norms_inputs and not gathered else 0
+
     def bytes_of(self, message: Message) -> float:
         """Returns the bytes of a message's tensor."""
         widths = {"activation": self.width, "wide": max(self.width, WIDE), "index": INDEX}

@@ -26,11 +26,12 @@ def norm(place: Place, name: str, *, first: bool = False) -> Operator:
     model, together = place.model, place.model.parallel_block
     numbers = place.hidden / (1 if together else place.token_share)
     saved = norm_saved(place, model.d_model, shared=together and not first)
+    read = 0 if together and not first else model.d_model * place.width
     return Operator(
         name,
         norm_weights(model, name, model.d_model),
-        memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, norm_kernels(model)),),
-        saved=(SavedTensor(name, saved, "whole" if together else "tokens"),) if saved else (),
+        memory_bound=(MemoryBound(name, 2 * numbers, 3 * numbers, norm_kernels(model), cheap=True),),
+        saved=(SavedTensor(name, saved, "whole" if together else "tokens", cheap=saved - read),) if saved else (),
         results=(SavedTensor("block input", model.d_model * place.width, "tokens"),) if first else (),
     )
 

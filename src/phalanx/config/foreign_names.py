@@ -114,7 +114,7 @@ _HABITS = {
     "always_save_checkpoint": "checkpoint.every saves at any loss, checkpoint.keep_best also keeps the best",
     "meta_init": f"{_NOTHING}: parameters are created on the meta device",
     "compile_mode": "train.compile uses torch.compile's default mode",
-    "act_mem_budget": "layout.recompute is none, selective or full; layout.recompute_cut names it per layer",
+    "act_mem_budget": "layout.recompute is none, products, selective or full; layout.recompute_cut names it per layer",
     "num_workers": f"{_NOTHING}: a thread of each rank reads batches ahead (data.prefetch)",
     "warmup": "optimizer.warmup_steps is the learning rate's warm-up",
     "depth_init": "weights start at model.init_std, residual outputs at init_std / sqrt(2 n_layers)",

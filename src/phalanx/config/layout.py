@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from phalanx.config.constraints import Above, AtLeast
 from phalanx.hashed import Hashed, hashed_once
 
-Recompute = Literal["none", "selective", "full"]
+Recompute = Literal["none", "products", "selective", "full"]
 """Activations of a block that the backward pass recomputes."""
 TILED = ("mlp", "attention", "experts", "embedding", "head")
 """Layers that may run in tiles: dense MLPs with the shared experts, the projections of attention, routed experts, and

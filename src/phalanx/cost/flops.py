@@ -15,7 +15,8 @@ from phalanx.partition.recompute import modes, written
 
 def hardware_flops_per_step(model: ModelConfig, layout: Layout, sequences: int) -> int:
     """Returns the FLOPs of one optimizer step with what the layout computes twice: of each block the forward pass
-    (full), or its attention (selective). Raises JobError where `layout.recompute_cut` does not fit the model."""
+    (full), or its attention (selective); with products no product. Raises JobError where `layout.recompute_cut` does
+    not fit the model."""
     repeated = _repeated_flops_per_sequence(model, written(layout))
     return train_flops_per_step(model, sequences) + sequences * repeated
 

@@ -16,7 +16,7 @@ from phalanx.config.model import ModelConfig, window_within
 from phalanx.model.attention_blocks import Scoring, bias, capped
 from phalanx.model.blocked_attention import Reach, blocked_attention
 from phalanx.model.documents import Documents
-from phalanx.model.layers import Linear, Project, Run, make_norm, project, run, uncompiled
+from phalanx.model.layers import Linear, Project, Run, RunCheap, make_norm, project, run, uncompiled
 from phalanx.model.noise import Noise
 from phalanx.model.rotary import rotate
 from phalanx.model.window import visible
@@ -41,10 +41,11 @@ def norm_pair(q_norm: nn.Module, k_norm: nn.Module, q: Tensor, k: Tensor) -> tup
 
 class Attention(nn.Module):
     """Causal self-attention with as many key/value heads as query heads, or fewer (Ainslie et al. 2023). A layout may
-    replace `project`, which applies the matrices that read the input, and `norm_all_heads`, which applies norms over
-    all heads of a token together."""
+    replace `project`, which applies the matrices that read the input, `norm_all_heads`, which applies norms over all
+    heads of a token together, and `run_cheap`, which calls what is cheap to repeat."""
 
     project: Project = staticmethod(project)
+    run_cheap: RunCheap = staticmethod(run)
     norm_all_heads: NormPair = staticmethod(norm_pair)
 
     def __init__(self, model: ModelConfig, layer: int):
@@ -94,13 +95,19 @@ class Attention(nn.Module):
             q, k = self.norm_all_heads(self.q_norm, self.k_norm, q, k)
         q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in (q, k, v))
         if self.qk_norm == "head":
-            q, k = norm_pair(self.q_norm, self.k_norm, q, k)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            q, k = self.run_cheap(self.place, q, k, rotary)
+        else:  # without a norm their results take as much memory as what they read
+            q, k = self.place(q, k, rotary)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
         return self.core(q, k, v, noise, documents, self.sinks).transpose(1, 2).flatten(2)
+
+    def place(self, q: Tensor, k: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Returns queries and keys, (batch, seq, heads, head_size) each, with their norm and rotated."""
+        if self.qk_norm == "head":
+            q, k = norm_pair(self.q_norm, self.k_norm, q, k)
+        return (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
 
 
 class CoreAttention(nn.Module):

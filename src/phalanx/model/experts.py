@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig
-from phalanx.model.layers import Activation, uncompiled
+from phalanx.model.layers import Activation, RunCheap, run, uncompiled
 
 Sizes = Tensor | Sequence[int]
 """Rows of each expert: an int64 tensor (experts,) if the router decides, or numbers known beforehand."""
@@ -24,7 +24,10 @@ Sizes = Tensor | Sequence[int]
 class Experts(nn.Module):
     """The routed experts: `up`, `down` and perhaps `gate`, as in an MLP, stacked along a leading dimension.
 
-    The weights' shapes give the number of experts, so that a rank that holds only some of them runs the same code."""
+    The weights' shapes give the number of experts, so that a rank that holds only some of them runs the same code. A
+    layout may replace `run_cheap`, which calls the activation."""
+
+    run_cheap: RunCheap = staticmethod(run)
 
     def __init__(self, model: ModelConfig):
         super().__init__()
@@ -39,7 +42,7 @@ class Experts(nn.Module):
         """Applies the experts to rows (rows, d_model), sorted by expert; the output has the same shape."""
         wide = self.up(rows, sizes)
         gate = None if self.gate is None else self.gate(rows, sizes)
-        return self.down(self.activate(wide, gate), sizes)
+        return self.down(self.run_cheap(self.activate, wide, gate), sizes)
 
 
 class GroupedLinear(nn.Module):

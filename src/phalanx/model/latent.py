@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from phalanx.config.model import ModelConfig
 from phalanx.model.attention import CoreAttention, KeysAndValues
 from phalanx.model.documents import Documents
-from phalanx.model.layers import Linear, make_norm
+from phalanx.model.layers import Linear, RunCheap, make_norm, run
 from phalanx.model.noise import Noise
 from phalanx.model.rotary import rotate
 
@@ -22,7 +22,9 @@ class LatentAttention(nn.Module):
     """Causal self-attention with compressed queries (where `q_rank` is not 0), keys and values.
 
     Keys and values are expanded before they are cached or attended to: the compression saves parameters here, not
-    memory."""
+    memory. A layout may replace `run_cheap`, which calls what is cheap to repeat."""
+
+    run_cheap: RunCheap = staticmethod(run)
 
     def __init__(self, model: ModelConfig, layer: int):
         super().__init__()
@@ -65,11 +67,17 @@ class LatentAttention(nn.Module):
         their positions, of `x` (batch, seq, d_model)."""
         queries, compressed = self.compress(x)
         queries = self.wq_b(self.q_norm(queries)) if self.compresses_queries else queries
-        q, q_turned = queries.unflatten(-1, (-1, sum(self.parts))).split(self.parts, -1)
         latent, k_turned = compressed.split([self.kv_rank, self.parts[1]], -1)
         k, v = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, sum(self.kv_parts))).split(self.kv_parts, -1)
+        return *self.run_cheap(self.place, queries, k, k_turned, rotary), v
+
+    def place(self, queries: Tensor, k: Tensor, k_turned: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the heads' queries and keys, (batch, seq, heads, head_size) each, with the rotary parts turned: of
+        `queries` (batch, seq, heads × head_size), and of keys without them, `k`, and theirs, `k_turned` (batch, seq,
+        rope_head_dim)."""
+        q, q_turned = queries.unflatten(-1, (-1, sum(self.parts))).split(self.parts, -1)
         k_turned = rotate(k_turned.unsqueeze(2), rotary).expand(-1, -1, k.shape[2], -1)
-        return torch.cat((q, rotate(q_turned, rotary)), -1), torch.cat((k, k_turned), -1), v
+        return torch.cat((q, rotate(q_turned, rotary)), -1), torch.cat((k, k_turned), -1)
 
     def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns compressed queries (batch, seq, q_rank), or the heads' queries where queries are not compressed, and

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model.documents import Conversations
 from phalanx.model.experts import Experts, Sizes
-from phalanx.model.layers import MLP, Linear, uncompiled
+from phalanx.model.layers import MLP, Linear, RunCheap, run, uncompiled
 
 _Key = TypeVar("_Key")
 _STATISTICS_LOCK = threading.Lock()
@@ -133,9 +133,10 @@ def compute_here(moe: MixtureOfExperts, rows: Tensor, sizes: Sizes, tokens: Tens
 class MixtureOfExperts(nn.Module):
     """The mixture-of-experts layer of block `layer`: router, routed experts and, if any, the shared experts, as one MLP
     of their common width (DeepSeek-V3, section 2.1.2). A layout may replace `dispatch`, which brings rows to their
-    experts."""
+    experts, and `run_cheap`, which calls what is cheap to repeat."""
 
     dispatch: Dispatch = staticmethod(compute_here)
+    run_cheap: RunCheap = staticmethod(run)
 
     def __init__(self, model: ModelConfig, layer: int, routing: Routing):
         super().__init__()
@@ -150,14 +151,13 @@ class MixtureOfExperts(nn.Module):
         routes, tokens = self.route(x, conversations), x.flatten(0, 1)
         top_k, gates = self.config.moe.top_k, routes.gates.flatten()
         slots = self.slots(routes.chosen, conversations)
-        padded = tokens
-        if self.config.moe.capacity:
-            # An empty row reads zeros, and its output goes to a token that does not exist.
-            padded, gates = F.pad(tokens, (0, 0, 0, 1)), F.pad(gates, (0, 1))
+        # An empty row reads zeros, and its output goes to a token that does not exist.
+        empty = int(self.config.moe.capacity > 0)
+        gates = F.pad(gates, (0, empty)) if empty else gates
         source = slots.choices // top_k
-        routed, shared = self.compute(padded.index_select(0, source), slots.sizes, tokens)
-        weighted = routed * gates.index_select(0, slots.choices).unsqueeze(1).to(routed.dtype)
-        out = torch.zeros_like(padded, dtype=weighted.dtype).index_add(0, source, weighted)[: len(tokens)]
+        rows = self.run_cheap(_rows, tokens, source, empty)
+        routed, shared = self.compute(rows, slots.sizes, tokens)
+        out = self.run_cheap(_combined, routed, gates, slots.choices, source, len(tokens) + empty)[: len(tokens)]
         return (out if shared is None else out + shared).view_as(x)
 
     def compute(self, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -321,6 +321,18 @@ def _places(chosen: Tensor, counted: Tensor, n: int, begins: Tensor | None = Non
 def _capacities(moe: MoE, seq_len: int, device: torch.device) -> Tensor:
     """Returns the most tokens that an expert takes of a conversation of 0 to `seq_len` tokens, (seq_len + 1,) int64."""
     return torch.tensor([moe.most_tokens(tokens) for tokens in range(seq_len + 1)], device=device)
+
+
+def _rows(tokens: Tensor, source: Tensor, empty: int) -> Tensor:
+    """Returns the rows (rows, d_model) of `tokens` (tokens, d_model) and of `empty` tokens of zeros after them."""
+    return (F.pad(tokens, (0, 0, 0, empty)) if empty else tokens).index_select(0, source)
+
+
+def _combined(routed: Tensor, gates: Tensor, choices: Tensor, source: Tensor, tokens: int) -> Tensor:
+    """Returns the sums of experts' outputs `routed` (rows, d_model), times the gates of their `choices`, over the rows
+    of each token in `source`: (tokens, d_model)."""
+    weighted = routed * gates.index_select(0, choices).unsqueeze(1).to(routed.dtype)
+    return routed.new_zeros(tokens, routed.shape[1]).index_add(0, source, weighted)
 
 
 def _add(sums: dict[_Key, Tensor], key: _Key, more: Tensor) -> None:

@@ -223,10 +223,10 @@ def apply_deferred_weight_grads(parts: Construction) -> None:
 
 
 def apply_recompute(parts: Construction) -> None:
-    """Saves only the inputs of blocks, or of their attention cores."""
-    layout = parts.job.layout
+    """Saves only the inputs of blocks, or of their attention cores, or what products write."""
+    layout, compiled = parts.job.layout, parts.job.train.compile
     if written(layout) != "none":
-        parts.log("recompute: %s, %d modules here", written(layout), recompute(parts.model, layout))
+        parts.log("recompute: %s, %d modules here", written(layout), recompute(parts.model, layout, compiled=compiled))
 
 
 def apply_offload(parts: Construction) -> None:

@@ -2,16 +2,24 @@
 
 Each block has a mode of its own (partition/recompute.py). `full` saves only the block's input (Chen et al. 2016);
 `selective` saves everything but the inside of the attention core, which is large and cheap to repeat (Korthikanti et
-al. 2022, section 5). Dropout masks are functions of seed, step and sample (model/noise.py), so the second pass gets the
-same ones without saved generator state.
+al. 2022, section 5); `products` saves the results of matrix products, of attention and of collectives, and repeats
+norms and activations (as the selective checkpointing by operator of torchtitan, Liang et al. 2024, section 2.1.3).
+Dropout masks are functions of seed, step and sample (model/noise.py), so the second pass gets the same ones without
+saved generator state.
 """
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.config.layout import Layout
@@ -20,11 +28,15 @@ from phalanx.model.layers import uncompiled
 from phalanx.model.transformer import Block, Transformer
 from phalanx.partition.recompute import recompute_of
 
+NORMS = nn.RMSNorm, nn.LayerNorm
 
-def recompute(model: Transformer, layout: Layout) -> int:
-    """Makes each block of `model`, or its attention core, recompute if the layout says so for its layer. Returns their
-    number."""
+
+def recompute(model: Transformer, layout: Layout, *, compiled: bool = False) -> int:
+    """Makes each block of `model`, its attention core, or its norms and activations recompute if the layout says so for
+    its layer. Returns the number of blocks, or of cores. In a `compiled` block with products the
+    compiler chooses what it repeats."""
     modules: list[Block | CoreAttention] = []
+    kept = 0
     for layer, block in model.blocks.items():
         mode = recompute_of(layout, int(layer), model.config.n_layers)
         assert isinstance(block, Block), "nothing wraps blocks before this"
@@ -32,12 +44,192 @@ def recompute(model: Transformer, layout: Layout) -> int:
             modules.append(block)
         elif mode == "selective":
             modules += [module for module in block.modules() if isinstance(module, CoreAttention)]
+        elif mode == "products":
+            kept += 1
+            if not compiled:
+                _keep_products(block)
     for module in modules:
         module.run = run_again
-    return len(modules)
+    return len(modules) + kept
 
 
 @uncompiled
 def run_again(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Returns `compute(*inputs)` and saves only `inputs`: the backward pass recomputes the rest."""
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _keep_products(block: Block) -> None:
+    """Makes a block repeat its norms, its activations and what else it runs through `run_cheap`."""
+    block.run = run_keeping_products
+    for module in block.modules():
+        if isinstance(module, NORMS):
+            vars(module)["forward"] = partial(run_cheap, module.forward)
+        elif hasattr(module, "run_cheap"):
+            vars(module)["run_cheap"] = run_cheap
+
+
+def run_keeping_products(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Returns `compute(*inputs)`; of what it runs through `run_cheap` the backward pass repeats everything."""
+    if not torch.is_grad_enabled():
+        return compute(*inputs)
+    with _Products():
+        return compute(*inputs)
+
+
+def run_cheap(compute: Callable[..., Any], *inputs: Any) -> Any:
+    """Returns `compute(*inputs)`, a tensor or several. Inside `run_keeping_products` neither what it saves for its
+    backward pass nor its results, which other operations save, stay: they are computed again from `inputs`."""
+    products = _running.products
+    if products is None:
+        return compute(*inputs)
+    repeated = Repeated(compute, [products.keep(each) if isinstance(each, Tensor) else each for each in inputs])
+    _running.products = None  # what runs inside is repeated with it
+    try:
+        with saved_tensors_hooks(repeated.pack, products.unpack):
+            results = compute(*inputs)
+    finally:
+        _running.products = products
+    for number, result in enumerate(_tensors(results)):
+        products.add(repeated, number, result)
+    return results
+
+
+class _Running(threading.local):
+    products: _Products | None = None
+    """The pass of a block that this thread computes."""
+
+
+_running = _Running()
+
+
+class _Products(saved_tensors_hooks):
+    """One forward pass of a block: what it saves stays, except for results of computations that are repeated."""
+
+    def __init__(self) -> None:
+        super().__init__(self.pack, self.unpack)
+        # Hooks around this pass, such as those of offloaded activations, which autograd would not call.
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore[reportAttributeAccessIssue]
+        self.outer: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] = outer or (_same, _same)
+        self.results: dict[int, tuple[Repeated, int, int, StorageWeakRef]] = {}
+        """By storage: the computation, the number of its result, the result's version, and what keeps the key from
+        being used again."""
+
+    def __enter__(self) -> None:
+        _running.products = self
+        super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        _running.products = None
+        self.results = {}  # autograd keeps this object: what it refers to would stay with it
+
+    def add(self, repeated: Repeated, number: int, result: Tensor) -> None:
+        """Notes a result of a computation that is repeated."""
+        weak = StorageWeakRef(result.untyped_storage())
+        self.results.setdefault(weak.cdata, (repeated, number, result._version, weak))
+
+    def pack(self, tensor: Tensor) -> Any:
+        """Returns what autograd keeps in place of a tensor that it saves."""
+        repeated, number, version, _ = self.results.get(tensor.untyped_storage()._cdata, (None, 0, 0, None))
+        if repeated is None or tensor._version != version:
+            return self.outer[0](tensor)
+        place = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return repeated.view(_Entry("result", number), tensor.dtype, place)
+
+    def unpack(self, packed: Any) -> Tensor:
+        """Returns a saved tensor for the backward pass."""
+        return packed.tensor() if isinstance(packed, _View) else self.outer[1](packed)
+
+    def keep(self, tensor: Tensor) -> _Input:
+        """Returns what a repeated computation keeps of a tensor that it reads."""
+        return _Input(self.pack(tensor.detach()), self.unpack, tensor.requires_grad)
+
+
+class Repeated:
+    """A computation of a forward pass that runs again when the backward pass first needs one of its tensors."""
+
+    def __init__(self, compute: Callable[..., Any], inputs: list[Any]):
+        self.compute, self.inputs = compute, inputs
+        self.saved = 0
+        """Number of the tensors that it saves."""
+        self.left = Counter[_Entry]()
+        """How often the backward pass still needs each tensor."""
+        self.found: dict[_Entry, Tensor] = {}
+
+    def pack(self, tensor: Tensor) -> _View:
+        """Returns what autograd keeps in place of the next tensor that the computation saves."""
+        self.saved += 1
+        return self.view(_Entry("saved", self.saved - 1), tensor.dtype)
+
+    def view(self, entry: _Entry, dtype: torch.dtype, place: _Place | None = None) -> _View:
+        """Returns what autograd keeps in place of a tensor, or of its view at `place` in memory."""
+        self.left[entry] += 1
+        return _View(self, entry, dtype, place)
+
+    def take(self, entry: _Entry) -> Tensor:
+        """Returns a tensor, and gives it up after its last use."""
+        if entry not in self.found:
+            self.repeat()
+        self.left[entry] -= 1
+        return self.found[entry] if self.left[entry] > 0 else self.found.pop(entry)
+
+    def repeat(self) -> None:
+        saved: list[Tensor | None] = []
+
+        def keep(tensor: Tensor) -> None:
+            needed = self.left[_Entry("saved", len(saved))] > 0
+            saved.append(tensor.detach() if needed else None)
+
+        inputs = [each.tensor() if isinstance(each, _Input) else each for each in self.inputs]
+        with torch.enable_grad(), saved_tensors_hooks(keep, _same):
+            results = self.compute(*inputs)
+        assert len(saved) == self.saved, "a repeated computation saves as many tensors as the first"
+        for kind, tensors in (("saved", saved), ("result", [result.detach() for result in _tensors(results)])):
+            for number, tensor in enumerate(tensors):
+                if tensor is not None and self.left[entry := _Entry(kind, number)] > 0:
+                    self.found[entry] = tensor
+
+
+class _Entry(NamedTuple):
+    """A tensor of a computation: of those that it saves ("saved"), or of its results ("result"), the one with this
+    number."""
+
+    kind: str
+    number: int
+
+
+_Place = tuple[torch.Size, tuple[int, ...], int]
+"""Size, strides and offset of a view."""
+
+
+class _View(NamedTuple):
+    """What autograd keeps in place of a tensor of a repeated computation, or of a view of it."""
+
+    repeated: Repeated
+    entry: _Entry
+    dtype: torch.dtype
+    place: _Place | None
+
+    def tensor(self) -> Tensor:
+        tensor = self.repeated.take(self.entry)
+        return tensor if self.place is None else tensor.view(self.dtype).as_strided(*self.place)
+
+
+class _Input(NamedTuple):
+    """A tensor that a repeated computation reads."""
+
+    packed: Any
+    unpack: Callable[[Any], Tensor]
+    needs_gradient: bool
+
+    def tensor(self) -> Tensor:
+        return self.unpack(self.packed).detach().requires_grad_(self.needs_gradient)
+
+
+def _tensors(results: Any) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def _same(tensor: Any) -> Any:
+    return tensor

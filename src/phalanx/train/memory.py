@@ -85,8 +85,8 @@ class Memory:
             if layout.recompute_cut:
                 return "layout.recompute=full layout.recompute_cut="
             if layout.recompute == "none":
-                return f"layout.recompute={'selective' if model.dropout else 'full'}"
-            if layout.recompute == "selective":
+                return f"layout.recompute={'selective' if model.dropout else 'products'}"
+            if layout.recompute != "full":
                 return "layout.recompute=full"
             if layout.tp > 1 and not layout.sp:
                 return "layout.sp=true"

@@ -25,7 +25,7 @@ FEATURES = (
         *("pp=2,schedule=dualpipe", "pp=2,schedule=terapipe,pp_slices=2"),
     ),
     ("ep=2", "ep=4"),
-    ("recompute=selective", "recompute=full"),
+    ("recompute=products", "recompute=selective", "recompute=full"),
     ("loss_chunk=24",),
 )
 """The features; a layout has at most one entry of each row."""

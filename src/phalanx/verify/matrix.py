@@ -9,6 +9,7 @@ from math import gcd
 
 from phalanx.config.layout import AXES, Layout
 from phalanx.partition.pipeline import is_file
+from phalanx.partition.recompute import MODES
 from phalanx.partition.second_copy import legal_hpz
 from phalanx.schedule.catalogue import SCHEDULES
 
@@ -16,7 +17,7 @@ MATRIX = (
     # accumulation and recomputation alone
     "accumulation=2",
     "accumulation=2,recompute=full,loss_chunk=24",
-    "recompute_cut=1*full+1*selective+2*none",
+    "recompute_cut=1*full+1*selective+1*products+1*none",
     # whole copies of the model
     "dp_replicate=2",
     "dp_replicate=4,accumulation=2",
@@ -30,7 +31,7 @@ MATRIX = (
     "dp_shard=2,zero=3,accumulate=sharded,accumulation=2,recompute=full",
     "dp_shard=4,zero=3,hpz=2,accumulation=2",
     # layers in tiles
-    "dp_shard=2,zero=3,tiles=2,tile=all,accumulation=2",
+    "dp_shard=2,zero=3,tiles=2,tile=all,accumulation=2,recompute=products",
     "dp_shard=2,tp=2,zero=3,sp=true,tiles=2,tile=all,recompute=full",
     # sharded within groups, replicated between them
     "dp_replicate=2,dp_shard=2,zero=1",
@@ -40,6 +41,7 @@ MATRIX = (
     "tp=2",
     "tp=4,accumulation=2,loss_chunk=24",
     "tp=2,sp=true,recompute=selective",
+    "tp=2,sp=true,sp_regather=true,recompute=products",
     "tp=2,sp=true,sp_regather=true,loss_chunk=24",
     "tp=4,sp=true,recompute=full",
     "tp=2,pp=2,accumulation=4,sp=true,sp_regather=true,recompute_cut=1*full+2*selective+1*none",
@@ -72,7 +74,7 @@ MATRIX = (
 )
 """Each technique alone, in all its forms, in lines of at most 8 ranks; covering.py combines them."""
 
-CHOICES = {"sp": (False, True), "zero": (1, 2, 3), "recompute": ("none", "selective", "full")}
+CHOICES = {"sp": (False, True), "zero": (1, 2, 3), "recompute": MODES}
 """Settings that `full` combines with every product of the axes, if they apply."""
 
 CONTEXTS = (1, 2)

@@ -77,8 +77,11 @@ def saved(
         for operator in block(place, kind)
         for tensor in (operator.results if selective == "products" else operator.saved)
     )
+    products = layout.recompute == "products"
     found = (
-        (each.operator, each.size / shares[each.cut]) for each in tensors if not (selective == "core" and each.inside)
+        (each.operator, (each.size - (each.cheap if products else 0)) / shares[each.cut])
+        for each in tensors
+        if not (selective == "core" and each.inside)
     )
     return tuple((name, size / 2) for name, size in (*alone, *found)) if selective == "layers" else tuple(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import sub
 from typing import NamedTuple
 
 from phalanx.blocks.kinds import FEED_FORWARD
@@ -55,12 +56,13 @@ class BlockBytes:
         narrow = step.spec.products in ("fp8", "fp4")
         alone = replace(layout, recompute="none")
         self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
-        self.kept = step.tokens * sum(
-            size for _, size in saved(model, layout, width, kind.block, memory_profile, narrow, step.slices)
+        parts, every = (
+            [size for _, size in saved(model, each, width, kind.block, memory_profile, narrow, step.slices)]
+            for each in (layout, alone)
         )
-        whole = step.tokens * sum(
-            size for _, size in saved(model, alone, width, kind.block, memory_profile, narrow, step.slices)
-        )
+        self.kept, whole = step.tokens * sum(parts), step.tokens * sum(every)
+        if kind.recompute == "products":  # each comes back when it is needed, and goes before the next
+            whole = self.kept + step.tokens * max(map(sub, every, parts), default=0.0)
         self.again = max(0.0, whole - self.kept) / step.slices
         self.deferred = step.tokens * deferred(model, layout, width, kind.block)
         """Bytes that wait for the weights' gradients where these are put off."""

@@ -25,11 +25,15 @@ class Seconds:
     """The part of `backward` that computes gradients of weights (W of a schedule that splits)."""
     attention: float = 0.0
     """The part of `forward` that selective recomputation repeats."""
+    cheap: float = 0.0
+    """The part of `forward` that recompute=products repeats: memory-bound work without products."""
     products: float = 0.0
     """The part of forward and backward in matrix products."""
     host_forward: float = 0.0
     """Seconds in which the host launches the forward pass; if they exceed those of the device, the device waits."""
     host_backward: float = 0.0
+    host_cheap: float = 0.0
+    """The part of `host_forward` that launches what recompute=products repeats."""
 
     @property
     def streams(self) -> float:
@@ -72,8 +76,15 @@ def operator_seconds(
         stream_seconds(device, framework.passes * width * numbers + casts, launches)
         for numbers in (sum(stream.forward for stream in streams), sum(stream.backward for stream in streams))
     )
+    cheap = [stream for stream in streams if stream.cheap]
+    moved_again = stream_seconds(
+        device,
+        framework.passes * width * sum(stream.forward for stream in cheap),
+        sum(stream.launches for stream in cheap),
+    )
     kernels += sum(stream.kernels for stream in streams)
-    host = kernels * (device.host_us or framework.kernel_us) * 1e-6
+    launching = (device.host_us or framework.kernel_us) * 1e-6
+    host, again = kernels * launching, sum(stream.kernels for stream in cheap) * launching
     # A CPU launches an operation and then does it; the host of an accelerator runs ahead.
     within, ahead = (host, 0.0) if device.host_us else (0.0, host)
     return Seconds(
@@ -81,9 +92,11 @@ def operator_seconds(
         backward=slowdown * (inputs + weights + scores_back + moved_back) + within * HOST_BACKWARD,
         weights=slowdown * weights,
         attention=slowdown * scores,
+        cheap=slowdown * moved_again + (again if device.host_us else 0.0),
         products=slowdown * (forward + inputs + weights + scores + scores_back),
         host_forward=ahead,
         host_backward=ahead * HOST_BACKWARD,
+        host_cheap=0.0 if device.host_us else again,
     )
 
 

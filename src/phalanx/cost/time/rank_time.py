@@ -177,6 +177,7 @@ def _half_time(
     forward = {axis: spent + handling[axis] for axis, spent in forward.items()}
     backward = {axis: spent + 2 * handling[axis] for axis, spent in backward.items()}
     repeated = seconds.host_forward + starts if starts_again(spec.cluster.accelerator, mode) else 0.0
+    repeated = seconds.host_cheap if mode == "products" else repeated
     return RankTime(
         products=seconds.products,
         streams=seconds.streams,
@@ -224,6 +225,8 @@ def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds) -> float:
     """Returns the seconds of work that the backward pass repeats."""
     if mode == "full":
         return seconds.forward
+    if mode == "products":
+        return seconds.cheap
     if mode == "selective":
         if spec.framework.memory_profile.selective == "products":
             return (seconds.forward - seconds.attention) / 2

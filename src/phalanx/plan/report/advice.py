@@ -13,6 +13,7 @@ from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition import batch
+from phalanx.partition.recompute import MODES
 from phalanx.partition.tiers import PARTS, tier_of
 from phalanx.units import gib
 
@@ -93,8 +94,8 @@ def _tried(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:
 
 def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
     layout, model = spec.layout, spec.model
-    for recompute in ("selective", "full"):
-        if layout.recompute not in (recompute, "full"):
+    for recompute in MODES[1:]:
+        if MODES.index(layout.recompute) < MODES.index(recompute):
             yield f"layout.recompute={recompute}", replace(layout, recompute=recompute)
     if spec.batch.micro_batch > 1:
         half = spec.batch.micro_batch // 2

@@ -176,6 +176,11 @@ def _memory(first: Candidate) -> str:
     if layout.recompute == "none" and not layout.recompute_cut:
         return f"{text} with nothing recomputed."
     stored = predict(replace(first.spec, layout=replace(layout, recompute="none", recompute_cut="")))
+    if layout.recompute == "selective" and stored.fullest.needed <= prediction.fullest.needed:
+        return (
+            f"{text}. recompute=selective saves nothing here: attention is fused and keeps no scores; "
+            "recompute=products does."
+        )
     if stored.fits:
         return f"{text}."
     how = f"{layout.recompute} recomputation" if not layout.recompute_cut else "recomputation in some layers"

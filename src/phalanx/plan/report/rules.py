@@ -195,5 +195,6 @@ def _first(request: PlanRequest, where: str, tried: Iterable[tuple[str, Layout]]
 def _explained(request: PlanRequest, where: str, name: str, layout: Layout) -> tuple[str, Layout]:
     accumulation = request.global_batch // (layout.data_ranks * layout.micro_batch)
     rest = f", {accumulation} micro-batches accumulated" if accumulation > 1 and layout.pp == 1 else ""
-    again = {"none": "", "selective": ", selective recomputation", "full": ", full recomputation"}
+    again = {mode: f", {mode} recomputation" for mode in RECOMPUTE} | {"none": ""}
+    again["products"] = ", recomputation of all but products"
     return f"{where}: {name}{again[layout.recompute]}{rest}", layout

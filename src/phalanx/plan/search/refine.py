@@ -143,7 +143,7 @@ def _assign(every: list[str], layers: Sequence[int], numbers: dict[Mode, int]) -
     """Sets the modes of some layers. Those that recompute come first: the backward pass begins with the last, which
     free their activations before others need room to recompute."""
     place = 0
-    for mode in ("full", "selective", "none"):
+    for mode in ("full", "selective", "products", "none"):
         for layer in layers[place : place + numbers.get(mode, 0)]:
             every[layer] = mode
         place += numbers.get(mode, 0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from phalanx.comm.recorded import now
 from phalanx.parallel.data import Replica
 from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.recompute import run_again
+from phalanx.parallel.recompute import Repeated, run_again
 
 PassKind = Literal["forward", "backward", "recompute"]
 
@@ -46,6 +46,8 @@ def observed(replica: Replica, passes: PassSpans, *, layers: bool) -> Iterator[N
             for layer, block in blocks.items():
                 for hook in _Layer(passes, f"layer {layer}").hooks(block):
                     held.callback(hook.remove)
+            repeat = partialmethod(_repeat, passes, Repeated.repeat)
+            held.enter_context(_replaced(Repeated, "repeat", repeat))
             for module in blocks.modules():
                 if getattr(module, "run", None) is run_again:
                     held.enter_context(_replaced(module, "run", partial(_run_again, passes)))
@@ -110,6 +112,13 @@ class _Layer:
         if self.back:
             self.passes.layers.append(("backward", self.name, self.back, now()))
             self.back = 0
+
+
+def _repeat(repeated: Repeated, passes: PassSpans, repeat: Callable[[Repeated], None]) -> None:
+    """Repeats what is cheap, and records it."""
+    start = now()
+    repeat(repeated)
+    passes.add("recompute", "recompute", start)
 
 
 def _run_again(passes: PassSpans, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
