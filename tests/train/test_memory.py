@@ -177,6 +177,7 @@ def test_a_block_keeps_what_the_paper_says(ranks, layout, row):
 WIDE = ModelConfig(
     n_layers=1, d_model=1024, n_heads=2, d_ff=64, seq_len=2, vocab_size=9000
 )  # its embedding takes 35 MiB
+WIDER = replace(WIDE, vocab_size=72000)  # 281 MiB: more than what is freed meanwhile of what others have left
 LONG = ModelConfig(n_layers=1, d_model=16, n_heads=8, seq_len=512, dropout=0.1)  # its scores take 64 MiB
 SPARE = 30 * 2**20
 """Of address space: one tensor of more than the 32 MiB that the C library may have at hand is then refused."""
@@ -211,12 +212,12 @@ def limited(ranks, model: ModelConfig, phase: str, layout: Layout) -> str:
 @pytest.mark.parametrize(
     ("model", "phase", "layout", "said"),
     [
-        (WIDE, "build", Layout(), "parameters: it is predicted to need parameters 51.7MiB"),
+        (WIDER, "build", Layout(), "parameters: it is predicted to need parameters 297.8MiB"),
         (WIDE, "update", Layout(), "optimizer: it is predicted to need parameters 51.7MiB"),
         (LONG, "step", Layout(), "nearest remedy for its activations: layout.recompute=selective"),
         (LONG, "step", Layout(recompute="selective"), "nearest remedy for its activations: layout.recompute=full"),
         (WIDE, "step", Layout(dp_shard=2, zero=1), "nearest remedy for its gradients: layout.zero=2"),
-        (WIDE, "build", Layout(dp_replicate=2), "parameters: layout.dp_replicate=1 layout.dp_shard=2 layout.zero=3"),
+        (WIDER, "build", Layout(dp_replicate=2), "parameters: layout.dp_replicate=1 layout.dp_shard=2 layout.zero=3"),
         (LONG, "never", Layout(), "it fits"),
     ],
 )
