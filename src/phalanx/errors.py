@@ -22,6 +22,12 @@ class RunError(PhalanxError):
     """The run failed (a rank died, an operation was refused by the machine)."""
 
 
+class MismatchError(RunError):
+    """Ranks have made different collectives; the watchdog, which finds most of them, ends a run with the same code."""
+
+    exit_code = 124
+
+
 class SupersededError(RunError):
     """A later attempt of the run has taken over, and this one must not write."""
 

@@ -83,7 +83,7 @@ def test_collectives_that_do_not_match_are_named(
     assert launch("other_operation") == 124
     shown = capfd.readouterr().err
     assert "Mismatched collectives" in shown
-    assert "rank 1 called broadcast #4 of world (float32, 2; tests/launch/watched_program.py:" in shown
+    assert "rank 1 called broadcast #4 of world from rank 0 (float32, 2; tests/launch/watched_program.py:" in shown
     assert "where rank 0 called all-reduce #4 of world (float32, 2; tests/launch/watched_program.py:" in shown
 
 
@@ -263,6 +263,11 @@ def test_only_ranks_with_the_same_work_are_compared(tmp_path: Path, own_s, work,
     [
         ("other_type", "all-reduce #4 of world (int32, 2;", "all-reduce #4 of world (float32, 2;"),
         ("other_reduction", "all-reduce (maximum) #4 of world (float32, 2;", "all-reduce #4 of world (float32, 2;"),
+        (
+            "other_source",
+            "broadcast #4 of world from rank 1 (float32, 2;",
+            "broadcast #4 of world from rank 0 (float32",
+        ),
         ("own_call", "all-reduce (maximum) #4 of world (float32, 2;", "all-reduce #4 of world (float32, 2;"),
     ],
 )

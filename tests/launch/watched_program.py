@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.comm import direct
+from phalanx.comm import direct, same_calls
 from phalanx.comm.axis import Axis
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import detect
@@ -67,14 +67,18 @@ def own_call(axis: Axis, directory: Path) -> None:
     dist.all_reduce(torch.ones(2), dist.ReduceOp.MAX)  # as a plug-in does, past the axis
 
 
+def other_source(axis: Axis, directory: Path) -> None:
+    axis.broadcast(torch.ones(2), 1).wait()
+
+
 FAULTS: dict[str, Callable[[Axis, Path], None]] = {
     fault.__name__: fault
     for fault in (
         *(stopped, holds_gil, storage, absent, leaves),
-        *(other_shape, other_operation, other_type, other_reduction, own_call),
+        *(other_shape, other_operation, other_type, other_reduction, own_call, other_source),
     )
 }
-INSTEAD = ("other_type", "other_reduction", "own_call")
+INSTEAD = ("other_type", "other_reduction", "own_call", "other_source")
 """Faults that take the place of the step's collective, so that the ranks end as if all were well."""
 
 
@@ -95,9 +99,13 @@ def run(argv: list[str]) -> int:
                 FAULTS[fault](world, directory)
                 if fault in INSTEAD:
                     continue
+            if step == 3 and fault == "other_source":
+                world.broadcast(torch.ones(2), 0).wait()
+                continue
             world.all_reduce(torch.ones(2)).wait()
             heartbeat.enter(Phase.RECORD)
             heartbeat.steps_done(step + 1)
+        same_calls.require_same_calls()
         heartbeat.enter(Phase.END)
     return 0
 

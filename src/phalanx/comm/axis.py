@@ -128,7 +128,7 @@ class Axis:
         if self.size == 1:
             return _Then(())
         self.count("broadcast", x)
-        call = self.calls.begin("broadcast", x)
+        call = self.calls.begin("broadcast", x, root=source)
         return _Then([dist.broadcast(x, group=self.group, group_src=source, async_op=True)], call)
 
     def send(self, x: Tensor, target: int) -> None:
@@ -167,7 +167,7 @@ class Axis:
         as far on the other side. Sizes may differ between ranks; empty tensors are not sent."""
         if x.numel():
             self.count("send", x)
-        call = self.calls.begin("shift", x)
+        call = self.calls.begin("shift", x, root=hops % self.size)
         there, back = (self.rank + hops) % self.size, (self.rank - hops) % self.size
         pair = [
             dist.P2POp(operation, tensor, group=self.group, group_peer=peer)

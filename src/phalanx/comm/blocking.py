@@ -20,7 +20,7 @@ def all_reduce(x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> No
 
 def broadcast(x: Tensor, source: int = 0) -> None:
     """Sets `x` to the value of rank `source`."""
-    call = _begin("broadcast", x)
+    call = _begin("broadcast", x, root=source)
     dist.broadcast(x, source)
     _done(call)
 
@@ -39,9 +39,9 @@ def barrier() -> None:
     _done(call)
 
 
-def _begin(operation: str, x: Tensor, group: dist.ProcessGroup | None = None) -> Call | None:
+def _begin(operation: str, x: Tensor, group: dist.ProcessGroup | None = None, root: int = -1) -> Call | None:
     log = CallLog("world", group or dist.distributed_c10d._get_default_group())
-    return log.begin(operation, x, waits=True)
+    return log.begin(operation, x, waits=True, root=root)
 
 
 def _done(call: Call | None) -> None:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Call, Channel
@@ -28,6 +29,40 @@ def reduction(op: object) -> str:
     return f"all_reduce_{name}" if name else "all_reduce"
 
 
+def name_modules(model: nn.Module) -> None:
+    """Makes the records of collectives name the part of the model (a block, its attention, the head, …) in whose
+    forward or backward pass they are called. Inside of compiled modules nothing is named."""
+    if heartbeat.own() is None:
+        return
+    for name, module in model.named_modules():
+        path = name.split(".")
+        if (name and len(path) == 1) or (path[0] == "blocks" and len(path) <= 3):
+            marks = _Marks(name)
+            module.register_forward_pre_hook(marks.begin)
+            module.register_forward_hook(marks.end)
+
+
+class _Marks:
+    """Hooks on a module. Its backward pass begins with the gradient of its output."""
+
+    def __init__(self, name: str):
+        self.name, self.outside = name, ""
+
+    def begin(self, _: nn.Module, inputs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.outside = heartbeat.module()
+            heartbeat.enter_module(self.name)
+
+    def end(self, _: nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            heartbeat.enter_module(self.outside)
+            if isinstance(output, Tensor) and output.requires_grad:
+                output.register_hook(self.backward)
+
+    def backward(self, _: Tensor) -> None:
+        heartbeat.enter_module(self.name)
+
+
 class CallLog:
     """The calls that this rank makes on one process group under the name of an axis. Without a heartbeat it records
     nothing."""
@@ -37,19 +72,20 @@ class CallLog:
         self._channels: dict[tuple[str, int], Channel] = {}
         self._nccl = group is not None and "nccl" in dist.get_backend(group)
 
-    def begin(self, operation: str, x: Tensor, *, waits: bool = False) -> Call | None:
-        """Records that a collective over `x` starts; with `waits`, the rank is blocked in it from now on."""
-        return self._begin("all", -1, operation, x, waits=waits)
+    def begin(self, operation: str, x: Tensor, *, waits: bool = False, root: int = -1) -> Call | None:
+        """Records that a collective over `x` starts; with `waits`, the rank is blocked in it from now on. `root` is the
+        group's rank from which or to which data go, if there is one, or the distance of a shift."""
+        return self._begin("all", -1, operation, x, waits=waits, root=root)
 
-    def send(self, x: Tensor, target: int) -> Call | None:
+    def send(self, x: Tensor, target: int, *, waits: bool = False) -> Call | None:
         """Records that a message to the group's rank `target` starts."""
-        return self._begin("send", target, "send", x, waits=False)
+        return self._begin("send", target, "send", x, waits=waits)
 
-    def receive(self, x: Tensor, source: int) -> Call | None:
+    def receive(self, x: Tensor, source: int, *, waits: bool = False) -> Call | None:
         """Records that a message from the group's rank `source` is expected."""
-        return self._begin("receive", source, "receive", x, waits=False)
+        return self._begin("receive", source, "receive", x, waits=waits)
 
-    def _begin(self, kind: str, peer: int, operation: str, x: Tensor, *, waits: bool) -> Call | None:
+    def _begin(self, kind: str, peer: int, operation: str, x: Tensor, *, waits: bool, root: int = -1) -> Call | None:
         beat = heartbeat.own()
         if beat is None or self._group is None:
             return None
@@ -60,6 +96,7 @@ class CallLog:
             waits=waits,
             on_device=self._nccl and x.is_cuda,
             hidden=_HIDDEN,
+            root=dist.get_global_rank(self._group, root) if root >= 0 and operation != "shift" else root,
         )
 
     def _channel(self, beat: heartbeat.Heartbeat, kind: str, peer: int) -> Channel:

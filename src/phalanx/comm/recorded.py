@@ -104,6 +104,7 @@ class _RecordingHeartbeat(Heartbeat):
         self._inner, self._recording, self._thread = inner, recording, threading.get_ident()
         self._phase_now = Phase.START if inner is None else inner._phase
         self._own: dict[tuple[str, str, int], Channel] = {}
+        self.channels = {} if inner is None else inner.channels
         self.newest: TimedCall | None = None
         recording.phases.append((now(), self._phase_now))
 
@@ -146,13 +147,14 @@ class _RecordingHeartbeat(Heartbeat):
         waits: bool,
         on_device: bool,
         hidden: str,
+        root: int = -1,
     ) -> Call:
         inner = None
         if self._inner is None:
             channel.started += 1
         else:
             options = {"waits": waits, "on_device": on_device, "hidden": hidden}
-            inner = self._inner.begin(channel, operation, axis, dtype, shape, nbytes, **options)
+            inner = self._inner.begin(channel, operation, axis, dtype, shape, nbytes, **options, root=root)
         call = TimedCall(
             axis,
             _LEDGER_NAMES.get(operation, operation),
@@ -175,7 +177,7 @@ class _RecordingHeartbeat(Heartbeat):
 
     def _name(self, channel: Channel) -> str:
         """Returns the group of a channel, and for messages the peer."""
-        known = self._own if self._inner is None else self._inner._channels
+        known = self._own if self._inner is None else self._inner.channels
         for (group, kind, peer), each in list(known.items()):
             if each is channel:
                 return f"{group}:{peer}" if kind in ("send", "receive") else group

@@ -19,7 +19,7 @@ from phalanx.launch.processes import NodePart, ranks
 from phalanx.launch.restart import Failure, RestartPolicy, Restarts, memory_kills
 from phalanx.launch.standby import Standby
 from phalanx.launch.supervisor import Exit, StopSignals, Supervisor
-from phalanx.launch.verdict import WATCHDOG_CODE, End, first_failure, verdict
+from phalanx.launch.verdict import End, first_failure, verdict
 from phalanx.launch.watchdog.watchdog import write
 
 _LAST_LINES, _LAST_BYTES = 10, 1 << 14
@@ -134,10 +134,6 @@ class Attempts:
             write(finding, self.logs.attempt_dir)
         if watchdog is not None:
             codes = {rank: None if ended.killed else ended.code for rank, ended in exits.items()}
-            all_done = finding is None and bool(exits) and all(code == 0 for code in codes.values())
-            if all_done and (late := watchdog.final_mismatch(codes)):
-                write(late, self.logs.attempt_dir)
-                return WATCHDOG_CODE, late.message, None  # the run is over: another attempt would do nothing
             records = watchdog.post_mortem(codes)
             left_early = {rank: watchdog.left_early(rank) for rank, code in codes.items() if code == 0}
         ends = [_end(rank, ended, self.logs, left_early.get(rank, "")) for rank, ended in sorted(exits.items())]

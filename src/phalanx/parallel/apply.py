@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
+from phalanx.comm.calls import name_modules
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.errors import JobError
@@ -75,6 +76,8 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device, host: 
     replica = apply_data_parallel(parts, objective)
     run_by_schedule(parts, replica)
     initialise(replica, job)
+    if not job.train.compile:
+        name_modules(parts.model)
     return replica
 
 

@@ -17,6 +17,7 @@ from phalanx.blocks.flops import train_flops_per_step
 from phalanx.blocks.parameters import count, trained_text
 from phalanx.check.guard import unguarded
 from phalanx.comm.agree import on_rank_zero
+from phalanx.comm.same_calls import require_same_calls
 from phalanx.config.job import Job
 from phalanx.data.conversations import ConversationData
 from phalanx.errors import NotFiniteError, PhalanxError, StoppedError
@@ -187,6 +188,7 @@ class Trainer:
                 except Rewind as rewind:
                     self._rewind(rewind, experts)
             self._report(recorder, driver, experts)
+            require_same_calls()
             with heartbeat.within(Phase.SAVE):
                 self.saving.finish_uploads()
             stopped = stops and state.step < milestones.last
@@ -352,6 +354,7 @@ class Trainer:
         checkpoint might take longer than the time that is left."""
         if self.guard is not None:
             self.guard.check_state(self.state.step)
+        require_same_calls()
         stopping = torch.zeros(1, device=self.device)
         with self.mesh.ledger.untracked():
             blocked = self.saving.save(last)

@@ -145,9 +145,14 @@ def diagnose(views: Mapping[int, RankView]) -> Diagnosis:
 def find_mismatch(views: Mapping[int, RankView]) -> Mismatch | None:
     """Returns the earliest two calls that stand at the same place of a channel and differ, or, if the digests say that
     they did before all records, the earliest two after that. `rank` is the odd one out where there is a majority."""
+    return first_difference({rank: view.record.calls if view.record else () for rank, view in views.items()})
+
+
+def first_difference(calls_of: Mapping[int, Sequence[RecordedCall]]) -> Mismatch | None:
+    """Returns the same from the calls of each rank."""
     by_place: dict[tuple[ChannelKey, int], dict[int, RecordedCall]] = {}
-    for rank, view in sorted(views.items()):
-        for call in view.record.calls if view.record else ():
+    for rank, calls in sorted(calls_of.items()):
+        for call in calls:
             by_place.setdefault((call.channel, call.sequence), {})[rank] = call
     return _odd(by_place, earlier=False) or _odd(by_place, earlier=True)
 

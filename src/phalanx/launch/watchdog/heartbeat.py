@@ -49,16 +49,16 @@ class Channel:
         self.digest = 0
         """Of all calls so far."""
 
-    def take(self, operation: int, dtype: int, shape: Sequence[int], nbytes: int) -> int:
+    def take(self, operation: int, dtype: int, shape: Sequence[int], nbytes: int, root: int) -> int:
         """Counts a call, and returns the digest of all so far, by what must be equal on all ranks (RecordedCall's
         `signature`). The hash of numbers is the same in every process."""
         self.started += 1
         if self.is_message:
             signature: tuple[int, ...] = (dtype, nbytes)
         elif operation in _ANY_SHAPE:
-            signature = (operation, dtype)
+            signature = (operation, dtype, root)
         else:
-            signature = (operation, dtype, nbytes, *shape)
+            signature = (operation, dtype, nbytes, root, *shape)
         self.digest = hash((self.digest, *signature)) & 0xFFFFFFFFFFFFFFFF
         return self.digest
 
@@ -96,7 +96,8 @@ class Heartbeat:
     """
 
     def __init__(self, directory: Path, rank: int, world: int):
-        path, temporary = directory / at.file_name(rank), directory / f".{at.file_name(rank)}"
+        self.rank, self.path = rank, directory / at.file_name(rank)
+        temporary = directory / f".{at.file_name(rank)}"
         with temporary.open("w+b") as file:
             os.posix_fallocate(file.fileno(), 0, at.FILE_BYTES)  # a full disk must not end a later store with SIGBUS
             self._map = mmap.mmap(file.fileno(), at.FILE_BYTES)
@@ -108,9 +109,9 @@ class Heartbeat:
         """Nanoseconds of its own, and of waiting for other ranks, that the process has spent in each phase."""
         self._phase, self._since, self._waited_before = Phase.START, _now(), 0
         self._numbers = itertools.count(1)
-        self._channels: dict[tuple[str, str, int], Channel] = {}
+        self.channels: dict[tuple[str, str, int], Channel] = {}
         self._sources: dict[tuple[int, int], tuple[int, CodeType]] = {}
-        self._axes: dict[str, int] = {}
+        self._numbers_of_names: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()  # for names, which are new a few dozen times in a run
         words = self.words
         words[at.RANK], words[at.WORLD], words[at.PID] = rank, world, os.getpid()
@@ -118,14 +119,15 @@ class Heartbeat:
         words[at.BEAT] = words[at.TICK] = self._since
         words[at.PHASE] = self._since << at.PHASE_BITS
         words[at.MAGIC_WORD] = at.MAGIC
-        temporary.rename(path)
+        temporary.rename(self.path)
 
     def beat(self) -> None:
         """Records a sign of life."""
         self.words[at.BEAT] = _now()
 
     def enter(self, phase: Phase) -> Phase:
-        """Records that a phase begins. Returns the one before."""
+        """Records that a phase begins, outside all modules. Returns the one before."""
+        _Process.module = ""
         now, before = _now(), self._phase
         waited = self.waited_ns - self._waited_before
         own, (own_before, waited_before) = max(0, now - self._since - waited), self.phase_ns[before]
@@ -149,11 +151,11 @@ class Heartbeat:
     def channel(self, group: str, kind: str, ranks: Sequence[int], peer: int = -1) -> Channel:
         """Returns a channel of the process group with the unique name `group` and the global ranks `ranks`: of `kind`
         all (collectives), or send or receive, for messages to or from the global rank `peer`."""
-        found = self._channels.get((group, kind, peer))
+        found = self.channels.get((group, kind, peer))
         if found is None:
             with self._lock:
-                number = min(len(self._channels), at.CHANNELS - 1)  # the last one takes the rest, without names
-                found = self._channels[group, kind, peer] = Channel(number, kind != "all")
+                number = min(len(self.channels), at.CHANNELS - 1)  # the last one takes the rest, without names
+                found = self.channels[group, kind, peer] = Channel(number, kind != "all")
                 if number < at.CHANNELS - 1:
                     entry = {"channel": number, "group": group, "kind": kind, "peer": peer, "ranks": _compact(ranks)}
                     self._append(entry)
@@ -171,18 +173,23 @@ class Heartbeat:
         waits: bool,
         on_device: bool,
         hidden: str,
+        root: int = -1,
     ) -> Call:
         """Records a collective that the rank starts now. Returns the record, for `waits` and `done`.
 
+        `root` is the global rank from which or to which data go, if there is one, or the distance of a shift.
         The source line is that of the first caller whose file is not in the folder `hidden`. `on_device`: the host does
         not see when it completes.
         """
         number, now = next(self._numbers), _now()
         dims = shape if len(shape) <= at.SHAPE_WORDS else (*shape[:3], math.prod(shape[3:]))
         padded = (*dims, 0, 0, 0, 0)[: at.SHAPE_WORDS]
-        kind = _OPERATIONS[operation] | _DTYPES[dtype] << 8 | len(dims) << 16 | on_device << 24 | self._axis(axis) << 32
-        digest = channel.take(_OPERATIONS[operation], _DTYPES[dtype], dims, nbytes)
-        place = channel.number | self._source(hidden) << 32
+        kind = _OPERATIONS[operation] | _DTYPES[dtype] << 8 | len(dims) << 16 | on_device << 24
+        kind |= self._number("axis", axis) << 32
+        if _Process.module:
+            kind |= (self._number("module", _Process.module) + 1 & at.MOST) << 48
+        digest = channel.take(_OPERATIONS[operation], _DTYPES[dtype], dims, nbytes, root)
+        place = channel.number | (root + 1 & at.MOST) << 16 | self._source(hidden) << 32
         began_waiting = now if waits else 0
         words = self.words
         _CALL.pack_into(
@@ -196,12 +203,13 @@ class Heartbeat:
         words[at.BEAT] = now
         return Call(self, number, began_waiting)
 
-    def _axis(self, name: str) -> int:
-        number = self._axes.get(name)
+    def _number(self, kind: str, name: str) -> int:
+        """Returns the number of an axis or module."""
+        number = self._numbers_of_names.get((kind, name))
         if number is None:
             with self._lock:
-                number = self._axes[name] = len(self._axes)
-                self._append({"axis": number, "name": name})
+                number = self._numbers_of_names[kind, name] = len(self._numbers_of_names)
+                self._append({kind: number, "name": name})
         return number
 
     def _source(self, hidden: str) -> int:
@@ -227,6 +235,7 @@ class Heartbeat:
 
 class _Process:
     beat: Heartbeat | None = None
+    module = ""
 
 
 def own() -> Heartbeat | None:
@@ -265,6 +274,16 @@ def enter(phase: Phase) -> None:
     """Records that a phase begins."""
     if (mine := _Process.beat) is not None:
         mine.enter(phase)
+
+
+def module() -> str:
+    """Returns the module of the model whose forward or backward pass runs; empty outside of any."""
+    return _Process.module
+
+
+def enter_module(name: str) -> None:
+    """Notes for the records of collectives the module whose forward or backward pass runs from now on."""
+    _Process.module = name
 
 
 @contextmanager

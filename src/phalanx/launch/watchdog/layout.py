@@ -6,7 +6,7 @@
     CALLS     one word per channel: the number of calls that the rank has started on it
     RING      the last RING_CALLS collectives, CALL_WORDS each; the call's number stands in the first and the last word,
               and they differ while the record is being written
-    NAMES     JSON lines, appended: the channels, axes and source lines to which the records refer by number
+    NAMES     JSON lines, appended: the channels, axes, modules and source lines to which the records refer by number
 
 The file has a fixed size, reserved on disk, so that a store into it cannot fail later. It survives its writer.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-MAGIC = int.from_bytes(b"phxbeat2", "little")
+MAGIC = int.from_bytes(b"phxbeat3", "little")
 
 # Identity.
 MAGIC_WORD, RANK, WORLD, PID, STARTED, MAIN_THREAD = range(6)
@@ -78,7 +78,8 @@ OWN_PHASES = frozenset({Phase.DATA, Phase.FORWARD_BACKWARD, Phase.EXCHANGE, Phas
 
 # A recorded collective.
 NUMBER, KIND, PLACE, SEQUENCE = range(4)
-"""KIND: operation | dtype << 8 | dimensions << 16 | on_device << 24 | axis << 32. PLACE: channel | source << 32."""
+"""KIND: operation | dtype << 8 | dimensions << 16 | on_device << 24 | axis << 32 | module << 48.
+PLACE: channel | root << 16 | source << 32. Root and module are 0 where there is none, else one more than the number."""
 SHAPE, SHAPE_WORDS = 4, 4
 NBYTES, BEGAN, WAITS, DONE, THREAD, CALL_STEP, DIGEST, NUMBER_AGAIN = range(8, 16)
 """WAITS and DONE are times, 0 until then. DIGEST is that of all calls of the channel so far, which is equal on ranks
@@ -97,6 +98,8 @@ DTYPES = (
 )
 """The data types that can be recorded, by number."""
 
+MOST = (1 << 16) - 1
+"""The largest number that a root, an axis or a module can have."""
 CHANNELS = 1024
 CALLS = 64
 RING = CALLS + CHANNELS

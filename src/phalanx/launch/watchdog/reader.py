@@ -51,6 +51,10 @@ class RecordedCall:
     """True if the host cannot see when it completes."""
     main: bool
     """True if the thread that trains started it."""
+    root: int = -1
+    """The global rank from which or to which data go, the distance of a shift, or -1."""
+    module: str = ""
+    """The module of the model in whose forward or backward pass it was started, if known."""
     digest: int = 0
     """Of all calls of the channel up to this one: equal on ranks that have made the same calls; 0: not known."""
 
@@ -62,13 +66,14 @@ class RecordedCall:
 
     @property
     def signature(self) -> tuple[object, ...]:
-        """What must be equal on all ranks: a message's bytes and type; a collective's operation, shape and type. The
-        shapes of an all-to-all and of a shift may differ."""
+        """What must be equal on all ranks: a message's bytes and type; a collective's operation, root, shape and type.
+        The
+        The shapes of an all-to-all and of a shift may differ."""
         if self.channel.source >= 0:
             return self.dtype, self.nbytes
         if self.operation in ("all_to_all", "shift"):
-            return self.operation, self.dtype
-        return self.operation, self.dtype, self.shape, self.nbytes
+            return self.operation, self.dtype, self.root
+        return self.operation, self.dtype, self.root, self.shape, self.nbytes
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,7 @@ class _Names:
         rank, self.main_thread = words[at.RANK], words[at.MAIN_THREAD]
         self.channels: dict[int, tuple[ChannelKey, bool, tuple[int, ...]]] = {}
         self.axes: dict[int, str] = {}
+        self.modules: dict[int, str] = {}
         self.sources: dict[int, str] = {}
         for line in data.splitlines():
             entry = json.loads(line)
@@ -194,12 +200,14 @@ class _Names:
                 self.channels[entry["channel"]] = key, kind == "receive", _ranks(entry["ranks"])
             elif "axis" in entry:
                 self.axes[entry["axis"]] = entry["name"]
+            elif "module" in entry:
+                self.modules[entry["module"]] = entry["name"]
             else:
                 self.sources[entry["source"]] = entry["line"]
 
     def call(self, words: list[int]) -> RecordedCall | None:
         kind, place = words[at.KIND], words[at.PLACE]
-        known = self.channels.get(place & 0xFFFFFFFF)
+        known = self.channels.get(place & 0xFFFF)
         if known is None:
             return None
         return RecordedCall(
@@ -207,7 +215,7 @@ class _Names:
             channel=known[0],
             sequence=words[at.SEQUENCE],
             operation=at.OPERATIONS[kind & 0xFF],
-            axis=self.axes.get(kind >> 32, "?"),
+            axis=self.axes.get(kind >> 32 & at.MOST, "?"),
             dtype=at.DTYPES[kind >> 8 & 0xFF],
             shape=tuple(words[at.SHAPE : at.SHAPE + (kind >> 16 & 0xFF)]),
             nbytes=words[at.NBYTES],
@@ -218,8 +226,10 @@ class _Names:
             done=words[at.DONE] > 0,
             on_device=bool(kind >> 24 & 0xFF),
             main=words[at.THREAD] == self.main_thread,
+            root=(place >> 16 & at.MOST) - 1,
+            module=self.modules.get((kind >> 48) - 1, ""),
             # The last channel takes the rest of all, in an order of each rank's own.
-            digest=words[at.DIGEST] if place & 0xFFFFFFFF < at.CHANNELS - 1 else 0,
+            digest=words[at.DIGEST] if place & 0xFFFF < at.CHANNELS - 1 else 0,
         )
 
 

@@ -20,7 +20,7 @@ def headline(diagnosis: Diagnosis, host: str, hosts: Sequence[str] = ()) -> str:
     """Returns the diagnosis in a few sentences: the culprits, since when, in which phase, and what they missed. `host`
     is this machine; `hosts` has that of every rank, if there are several."""
     if diagnosis.mismatch is not None:
-        return _mismatch(diagnosis.mismatch, host)
+        return mismatch_words(diagnosis.mismatch, host)
     culprits, views = diagnosis.culprits, diagnosis.views
     if diagnosis.kind == "deadlock":
         return f"Deadlock on {host}: {_ranks(culprits)} wait for each other, in different calls."
@@ -45,10 +45,13 @@ def lines(diagnosis: Diagnosis) -> list[str]:
 
 
 def call_words(call: RecordedCall) -> str:
-    """Returns a call in words: all-reduce #12 of tp (float32, 4 × 8; file.py:7)."""
+    """Returns a call in words: all-reduce #12 of tp in blocks.3.attn (float32, 4 × 8; file.py:7)."""
     shape = " × ".join(map(str, call.shape)) or "scalar"
     name = call.operation.replace("_max", " (maximum)").replace("_", "-")
     where = f" {call.channel.source} → {call.channel.target}" if call.channel.source >= 0 else ""
+    if call.root >= 0 and call.operation != "shift":
+        where = f" {'from' if call.operation in ('broadcast', 'scatter') else 'to'} rank {call.root}"
+    where += f" in {call.module}" if call.module else ""
     return f"{name} #{call.sequence} of {call.axis}{where} ({call.dtype}, {shape}; {call.source})"
 
 
@@ -110,7 +113,8 @@ def _culprit(view: RankView, waits: Sequence[Wait], host: str) -> str:
     return " ".join([f"Rank {view.rank} ({host}){since}{where}: {state(view)}.", *missed])
 
 
-def _mismatch(mismatch: Mismatch, host: str) -> str:
+def mismatch_words(mismatch: Mismatch, host: str) -> str:
+    """Returns which two calls differ, in words."""
     if mismatch.earlier:
         return (
             f"Mismatched collectives on {host}: ranks {mismatch.rank} and {mismatch.other} made different calls of "
@@ -158,6 +162,7 @@ def _call(call: RecordedCall) -> dict[str, Any]:
         "dtype": call.dtype,
         "shape": list(call.shape),
         "source": call.source,
+        "module": call.module,
         "step": call.step,
         "waiting": call.waiting,
         "done": call.done,

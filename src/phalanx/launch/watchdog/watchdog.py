@@ -153,12 +153,6 @@ class Watchdog:
             return report.headline(diagnosis, self.host, self._hosts)
         return ""
 
-    def final_mismatch(self, exits: Mapping[int, int | None]) -> Finding | None:
-        """Returns what differs between the calls of ranks that have ended, all as if done: they may have been too quick
-        for `poll`."""
-        views = self.views({}, exits)
-        return self._finding(diagnose(views), {}) if find_mismatch(views) else None
-
     def any_began_to_train(self, ranks: Iterable[int]) -> bool:
         """Returns whether one of the ranks has come to its first step."""
         records = [self._record(rank, 0) for rank in ranks]
