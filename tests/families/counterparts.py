@@ -55,6 +55,15 @@ class Counterpart:
             )
         return built.eval()  # GPT-2 has dropout
 
+    def in_float64(self, model: ModelConfig) -> nn.Module:
+        """Returns the same, whose parameters and constants are float64."""
+        with InFloat64():
+            torch.set_default_dtype(torch.float64)
+            try:
+                return self.build(model).double()
+            finally:
+                torch.set_default_dtype(torch.float32)
+
     def stored(self, theirs: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors of their model by the names and shapes that they have in files."""
         from transformers.core_model_loading import revert_weight_conversion

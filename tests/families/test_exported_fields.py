@@ -153,12 +153,7 @@ def test_a_field_is_computed_by_transformers_or_refused_by_name(name: str) -> No
 
 def compare(counterpart: Any, model: ModelConfig, what: str) -> None:
     """Compares the logits of both implementations with the same random weights."""
-    with InFloat64():
-        torch.set_default_dtype(torch.float64)
-        try:
-            theirs = counterpart.build(model).double()
-        finally:
-            torch.set_default_dtype(torch.float32)
+    theirs = counterpart.in_float64(model)
     values = counterpart.take(counterpart.stored(theirs, weights(theirs)), model)
     ours = build(model).eval()
     with InFloat64(), torch.no_grad():

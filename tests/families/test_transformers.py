@@ -48,12 +48,7 @@ def test_logits_and_gradients_equal_those_of_transformers(name: str, tmp_path: P
     """The model that transformers saves is imported as a run, and loaded from it."""
     counterpart = COUNTERPARTS[name]
     model = small_model(PRESETS[name], counterpart.small)
-    with InFloat64():
-        torch.set_default_dtype(torch.float64)
-        try:
-            theirs = counterpart.build(model).double()
-        finally:
-            torch.set_default_dtype(torch.float32)
+    theirs = counterpart.in_float64(model)
     taken = weights(theirs)
     stored = counterpart.stored(theirs, taken)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="200KB")

@@ -134,7 +134,7 @@ def test_numbers_are_normal_and_independent():
 @pytest.mark.parametrize("name", ["embed.weight", "blocks.0.attn.wo.weight", "blocks.1.mlp.up.weight"])
 @pytest.mark.parametrize("dim", [None, 0, 1])
 def test_a_shard_is_drawn_as_it_lies_in_the_whole(monkeypatch, name: str, dim: int | None, chunk: int):
-    """Of the last of four tensor ranks, whose slice is padded, the elements from 37 on."""
+    """A part that begins at element 37 of a padded slice, that of the last of four tensor ranks."""
     monkeypatch.setattr(init, "CHUNK", chunk)
     whole = tuple(dict(initialised())[name].shape)
     size = -(-whole[dim] // 4) + 1 if dim is not None else 0

@@ -56,7 +56,7 @@ class PeftAdapter:
     ranks: Mapping[str, int]
     """rank_pattern: the rank of modules whose names match an expression."""
     alphas: Mapping[str, float]
-    """alpha_pattern, likewise."""
+    """The same for alpha_pattern."""
     stabilised: bool
     """use_rslora."""
     transposed: bool

@@ -25,7 +25,7 @@ class NodePart(NamedTuple):
     nodes: int = 1
     address: str = "127.0.0.1"
     port: int = 0
-    """Of the ranks' store; 0 for a lone node, whose ranks meet through a file."""
+    """The port of the ranks' store. It is 0 for a lone node, whose ranks meet through a file."""
 
     def variables(self, processes: int, restarts: int, most: int) -> dict[int, dict[str, str]]:
         """Returns the variables of this node's ranks by rank, as torchrun has them; nodes have equally many ranks."""

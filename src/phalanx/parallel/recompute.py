@@ -33,8 +33,8 @@ NORMS = nn.RMSNorm, nn.LayerNorm
 
 def recompute(model: Transformer, layout: Layout, *, compiled: bool = False) -> int:
     """Makes each block of `model`, its attention core, or its norms and activations recompute if the layout says so for
-    its layer. Returns the number of blocks, or of cores. In a `compiled` block with products the
-    compiler chooses what it repeats."""
+    its layer. Returns the number of blocks, or of cores. In a `compiled` block with products the compiler chooses what
+    it repeats."""
     modules: list[Block | CoreAttention] = []
     kept = 0
     for layer, block in model.blocks.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.optimizer import Optimizer
-from phalanx.train.optimizers.rule import ElementwiseRule, Groups, Numbers
+from phalanx.train.optimizers.rule import ElementwiseRule, Groups, Numbers, Options, Tensors
 
 
 def adamw(groups: Groups, config: Optimizer) -> AdamW:
@@ -33,20 +33,12 @@ class AdamW(ElementwiseRule):
     formula = staticmethod(formula)
     has_fused = True
 
-    def numbers(self, group: dict[str, Any]) -> list[float]:
+    def numbers(self, group: Options) -> list[float]:
         lr, (beta1, beta2) = group["lr"], group["betas"]
         rate, root = lr / (1 - beta1**self.count), sqrt(1 - beta2**self.count)
         return [1 - lr * group["weight_decay"], rate, root, beta1, 1 - beta1, beta2, 1 - beta2, group["eps"]]
 
-    def fused(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: list[list[Tensor]],
-        *,
-        group: dict[str, Any],
-        **flags: Any,
-    ) -> None:
+    def fused(self, weights: Tensors, gradients: Tensors, state: list[Tensors], group: Options, **flags: Any) -> None:
         steps = [torch.full((), self.count, dtype=torch.float32, device=weights[0].device)] * len(weights)
         beta1, beta2 = group["betas"]
         numbers = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}

@@ -26,8 +26,11 @@ CHUNK = {"cpu": 2**17}
 between kernels. With a quarter as many, starting the kernels takes a quarter of the time of 8-bit AdamW."""
 LARGE_CHUNK = 2**22
 """The same on other devices: it bounds the memory of temporary tensors."""
+Options = dict[str, Any]
+"""The options of a group, and the rate of this step."""
+Tensors = list[Tensor]
 Numbers = Sequence[Any] | Tensor
-"""What a formula reads besides tensors: floats, or for a compiled kernel a tensor of them."""
+"""The numbers that a formula reads. A compiled kernel gets them as one tensor, other code as a list of floats."""
 Formula = Callable[..., tuple[Tensor, ...]]
 """A function of weights, gradients, state, all (n,), and numbers that returns new weights and state."""
 
@@ -91,9 +94,9 @@ class ElementwiseRule(UpdateRule):
     def numbers(self, group: dict[str, Any]) -> list[float]:
         """Returns what the formula reads in this step besides tensors."""
 
-    def fused(self, weights: list[Tensor], gradients: list[Tensor], state: list[list[Tensor]], **options: Any) -> None:
-        """Calls torch's kernel on the weights, gradients and state (by kind) of parameters that share `options`: group,
-        and grad_scale and found_inf as torch's kernels have them."""
+    def fused(self, weights: Tensors, gradients: Tensors, state: list[Tensors], group: Options, **flags: Any) -> None:
+        """Calls torch's kernel on the weights, gradients and state (by kind) of parameters of a `group`. `flags` are
+        grad_scale and found_inf as torch's kernels have them."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -112,7 +115,7 @@ class ElementwiseRule(UpdateRule):
                 weights, gradients, state = zip(*together, strict=True)
                 by_kind = [list(each) for each in zip(*state, strict=True)]
                 inverse = None if self.scale is None else self.scale.reciprocal()
-                self.fused(list(weights), list(gradients), by_kind, group=group, grad_scale=inverse, **self._found())
+                self.fused(list(weights), list(gradients), by_kind, group, grad_scale=inverse, **self._found())
 
     def update(self, parameter: Tensor, shard: ParameterShard | None, group: dict[str, Any]) -> None:
         """Updates a parameter in one pass over memory."""
@@ -132,7 +135,7 @@ class ElementwiseRule(UpdateRule):
     def update_chunk(self, w: Tensor, g: Tensor, state: list[Tensor], group: dict[str, Any]) -> None:
         """Updates weights and state (n,), which are in the cache, with gradients in the weights' type."""
         if self.has_fused:
-            self.fused([w], [g], [[each] for each in state], group=group, grad_scale=None, **self._found())
+            self.fused([w], [g], [[each] for each in state], group, grad_scale=None, **self._found())
         else:
             one_pass(type(self).formula, w, g, None, state, None, self.bad, self.numbers(group))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.optimizer import Optimizer
-from phalanx.train.optimizers.rule import ElementwiseRule, Groups
+from phalanx.train.optimizers.rule import ElementwiseRule, Groups, Options, Tensors
 
 
 def sgd(groups: Groups, config: Optimizer) -> SGD:
@@ -37,19 +37,11 @@ class SGD(ElementwiseRule):
         super().__init__(groups, defaults)
         self.kinds = ("momentum_buffer",) if defaults["momentum"] else ()
 
-    def numbers(self, group: dict[str, Any]) -> list[float]:
+    def numbers(self, group: Options) -> list[float]:
         momentum, nesterov = group["momentum"], group["nesterov"]
         return [group["lr"], group["weight_decay"], momentum, *((momentum, 1.0) if nesterov else (1.0, 0.0))]
 
-    def fused(
-        self,
-        weights: list[Tensor],
-        gradients: list[Tensor],
-        state: list[list[Tensor]],
-        *,
-        group: dict[str, Any],
-        **flags: Any,
-    ) -> None:
+    def fused(self, weights: Tensors, gradients: Tensors, state: list[Tensors], group: Options, **flags: Any) -> None:
         torch.ops.aten._fused_sgd_.default(
             weights,
             gradients,
