@@ -107,10 +107,19 @@ def test_a_command_is_bare_of_launchers_and_nothing_of_it_is_left(tmp_path, monk
 def test_ranks_are_found_by_their_launchers_variable(variable):
     mark = uuid.uuid4().hex
     ranks = [
-        subprocess.Popen(["sleep", "100"], env={**os.environ, processes.MARK: mark, variable: str(rank)})
+        subprocess.Popen(
+            ["cat"],
+            env={**os.environ, processes.MARK: mark, variable: str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
         for rank in (0, 1)
     ]
     try:
+        for rank in ranks:  # the system shows a program's environment only once it runs: one that answers does
+            rank.stdin.write(b"\n")
+            assert rank.stdout.readline() == b"\n"
         assert command.rank_pid(mark, 1) == ranks[1].pid
         assert command.rank_pid(mark, 2) is None
         kill = command.killer(1, iter([0, 1, 15]).__next__, 15)
