@@ -118,6 +118,8 @@ def test_ranks_are_found_by_their_launchers_variable(variable):
     ]
     try:
         for rank in ranks:  # the system shows a program's environment only once it runs: one that answers does
+            assert rank.stdin is not None
+            assert rank.stdout is not None
             rank.stdin.write(b"\n")
             assert rank.stdout.readline() == b"\n"
         assert command.rank_pid(mark, 1) == ranks[1].pid
