@@ -26,6 +26,7 @@ from phalanx.errors import DoesNotFitError, JobError
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
+from phalanx.pictures import recompute as recompute_picture
 from phalanx.plan.report.advice import advice, shortfall
 from phalanx.report.expected import rank_traffic
 from phalanx.units import gib
@@ -42,10 +43,11 @@ VERB = JobVerb(
     options={
         "svg": Option(str, "", "write a picture", value="FILE"),
         "picture": Option(
-            Literal["prediction", "layout", "context"],
+            Literal["prediction", "layout", "context", "recompute"],
             "prediction",
             "svg: time and memory by part with the roofline of a block; or which rank holds which part of the "
-            "parameters (layout); or which tokens each context-parallel rank holds and computes (context)",
+            "parameters (layout); or which tokens each context-parallel rank holds and computes (context); or time "
+            "against memory for every recomputation (recompute)",
         ),
         **OPTIONS,
         "table": Option(str, "", "predict every row of a CSV file of configurations instead of one job", value="FILE"),
@@ -96,6 +98,8 @@ def _picture(name: str, job: Job, spec: StepSpec, prediction: Prediction) -> str
         return layout_picture.svg(job, spec.model.vocab_size)
     if name == "context":
         return context_picture.svg(job)
+    if name == "recompute":
+        return recompute_picture.svg(job, spec)
     return prediction_picture.svg(spec, prediction)
 
 
