@@ -21,14 +21,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.report import RESULTS, machine, save
+from benchmarks.truth import picture as accuracy_picture
+from benchmarks.truth.grades import outcomes, verdicts
+from benchmarks.truth.report import as_dict, calibrated, confusion, markdown, table
 from phalanx.cost.frameworks.calibration import calibration_rows
 from phalanx.cost.frameworks.known import FRAMEWORKS
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
-from phalanx.pictures import accuracy as accuracy_picture
-from phalanx.validation.accuracy import outcomes, verdicts
-from phalanx.validation.accuracy_report import as_dict, calibrated, confusion, markdown, table
 from phalanx.validation.row_cells import COLUMNS
 
 OTHERS = """Published errors of others, to compare: vTrain 8.4 % on one node and 14.7 % on several, of its own rows

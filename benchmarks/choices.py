@@ -24,6 +24,7 @@ from benchmarks.fabrics import fabrics
 from benchmarks.published import LLAMA3, MEGATRON, Published, predicted, published_case
 from benchmarks.report import machine, save
 from benchmarks.solar import assumptions, solar
+from benchmarks.truth.report import markdown
 from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
@@ -32,7 +33,6 @@ from phalanx.plan.planner import search
 from phalanx.plan.report.explain import differences, explain
 from phalanx.plan.search.request import PlanRequest
 from phalanx.simulate.step import step_seconds
-from phalanx.validation.accuracy_report import markdown
 from phalanx.validation.row import Reading, read
 from phalanx.validation.shapes import key_of, remark
 from phalanx.validation.table import step_seconds as share_of

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from benchmarks.truth.report import markdown
 from phalanx.config.cluster import Cluster, Link
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
@@ -27,7 +28,6 @@ from phalanx.plan.report.explain import explain
 from phalanx.plan.search.request import PlanRequest
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
-from phalanx.validation.accuracy_report import markdown
 
 MODELS = (("llama3-8b", 192), ("llama3-70b", 384), ("solar-open-100b", 1536), ("deepseek-v3", 1536))
 """Names and sequences per step."""

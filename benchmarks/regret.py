@@ -29,13 +29,13 @@ from benchmarks.regret_layouts import MODELS, WORLDS, family, job_of, layouts
 from benchmarks.regret_record import Entry, Record, kendall
 from benchmarks.regret_steps import seconds_of
 from benchmarks.report import RESULTS, machine, save
+from benchmarks.truth.picture import AccuracyPanel, scatter
 from phalanx.config import local_cluster
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
 from phalanx.launch.pool import Pool
-from phalanx.pictures.accuracy import AccuracyPanel, scatter
 from phalanx.plan.planner import search
 from phalanx.plan.search.request import plan_request
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from benchmarks.truth.report import markdown
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
@@ -20,7 +21,6 @@ from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.partition import batch
-from phalanx.validation.accuracy_report import markdown
 
 PUBLISHED = ((16, 1, 5500), (60, 1, 4267), (60, 6, 5400))
 """Nodes, groups, tokens per second per device."""

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.truth import picture as accuracy_picture
+from benchmarks.truth import report as accuracy_report
+from benchmarks.truth.grades import GradedRow, baseline, by, errors, kendall, outcomes, ranking, verdicts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError
-from phalanx.pictures import accuracy as accuracy_picture
-from phalanx.validation import accuracy_report
-from phalanx.validation.accuracy import GradedRow, baseline, by, errors, kendall, outcomes, ranking, verdicts
 
 ONE = GradedRow(
     row_id="a-1",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.validation.accuracy import Errors, GradedRow, baseline, by, errors, ranking, verdicts
+from benchmarks.truth.grades import Errors, GradedRow, baseline, by, errors, ranking, verdicts
 
 Table = list[tuple[str, ...]]
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.truth.grades import GradedRow, by
 from phalanx.pictures.elements import COLOURS, NEUTRAL, document, heading, text
-from phalanx.validation.accuracy import GradedRow, by
 
 _SIDE, _LEFT, _TOP, _GAP, _BOTTOM, _LEGEND = 420, 70, 64, 90, 60, 18
 _BAND = 0.1

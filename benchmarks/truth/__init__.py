@@ -1,0 +1,1 @@
+"""Grades of predictions against published rows."""
