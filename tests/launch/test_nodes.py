@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError, RunError
-from phalanx.launch.nodes import key
+from phalanx.launch.nodes import join
 from phalanx.launch.nodes.addresses import interface_towards, is_this_machine
 from phalanx.launch.nodes.link import GuestLink, HostLink
 from phalanx.launch.nodes.membership import FIRST_CALL_S, HOST, Membership, Terms
@@ -136,19 +136,19 @@ def test_a_node_with_another_number_of_ranks_is_refused() -> None:
 
 
 def test_a_node_without_the_key_of_the_run_is_refused(tmp_path: Path) -> None:
-    assert key.known(tmp_path) == "", "a disk of its own"
-    own = key.make(tmp_path)
-    assert key.make(tmp_path) == key.known(tmp_path) == own
-    assert (tmp_path / key.FILE).stat().st_mode & 0o777 == 0o600
+    assert join.known(tmp_path) == "", "a disk of its own"
+    own = join.make(tmp_path)
+    assert join.make(tmp_path) == join.known(tmp_path) == own
+    assert (tmp_path / join.FILE).stat().st_mode & 0o777 == 0o600
     membership = Membership(Terms(1, 2, 2, 600.0), plan, own)
     assert membership.join(dataclasses.replace(A, key=own)).slot == HOST
     for other in ("", "Ä", own[:-1]):
         assert "the same run directory" in membership.join(dataclasses.replace(B, key=other)).refusal
     assert list(membership.nodes) == [HOST]
-    (tmp_path / key.FILE).unlink()
-    (tmp_path / key.FILE).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / join.FILE).unlink()
+    (tmp_path / join.FILE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError, match="is a link"):
-        key.make(tmp_path)
+        join.make(tmp_path)
 
 
 def test_a_job_without_a_layout_for_the_nodes_that_are_left_ends_on_all() -> None:

@@ -12,7 +12,7 @@ from phalanx.launch.exported import Exported
 from phalanx.launch.grid import ProcessGrid
 from phalanx.launch.hosts import HostSlots
 from phalanx.launch.sites.load import known
-from phalanx.launch.start import mpi, shell, srun
+from phalanx.launch.start import choose, shell, srun
 from phalanx.launch.start.choose import commands_of, launcher_for
 from phalanx.launch.start.command import PORTS, StartRequest, port_for
 from phalanx.launch.where import LaunchPlace
@@ -92,7 +92,7 @@ def test_mpi(ranks_by, launcher, expected):
 
 
 def test_options_of_the_user_stand_before_the_program():
-    words = mpi.pals(replace(REQUEST, extra=("--verbose",)), "").argv
+    words = choose.pals(replace(REQUEST, extra=("--verbose",)), "").argv
     assert words.index("--verbose") < words.index("/venv/bin/python")
 
 
@@ -107,12 +107,12 @@ def test_options_of_the_user_stand_before_the_program():
     ],
 )
 def test_the_flavor_of_mpiexec(version, flavor):
-    assert mpi.flavor_of(version) == flavor
+    assert choose.flavor_of(version) == flavor
 
 
 def test_an_unknown_mpiexec():
     with pytest.raises(JobError, match="give --launcher pals, openmpi or mpich"):
-        mpi.flavor_of("srun 1.0")
+        choose.flavor_of("srun 1.0")
 
 
 def test_remote_shells_get_one_word_for_the_hosts_shell():

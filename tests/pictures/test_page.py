@@ -18,7 +18,7 @@ from phalanx.check.load import load_words
 from phalanx.config import overrides
 from phalanx.config.layout import Layout
 from phalanx.pictures.elements import STYLE
-from phalanx.pictures.page_style import CSS
+from phalanx.pictures.page import CSS
 from phalanx.pictures.plan_page import command, html, job_section
 from phalanx.plan.plan import Plan, SpacePoint
 from plan.plans import hopeless, plan

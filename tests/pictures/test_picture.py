@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import JobError
 from phalanx.pictures import schedule as schedule_picture
-from phalanx.pictures.timeline import svg
-from phalanx.pictures.timeline_cells import Window, cells
+from phalanx.pictures.timeline import Window, cells, svg
 from phalanx.simulate.timeline import Span, Timeline
 from simulate.timed_timeline import timeline
 

@@ -11,7 +11,8 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.config.layout import Layout
 from phalanx.errors import DataError
-from phalanx.pictures import curves, page_style
+from phalanx.pictures import curves
+from phalanx.pictures import page as page_style
 from phalanx.pictures.elements import PAGE
 from phalanx.report import comparison, page
 from phalanx.report.expected import expected

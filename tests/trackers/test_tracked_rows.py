@@ -8,7 +8,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.trackers.redact import Redactor
+from phalanx.trackers.follower import Redactor
 from phalanx.trackers.rows import ReadPosition, is_behind, place_of, read_rows, send, values_of, without_superseded
 from phalanx.trackers.tracker import TrackedRun, Tracker
 

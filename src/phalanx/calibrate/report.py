@@ -2,25 +2,44 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import platform
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import phalanx
 from phalanx.calibrate.comm import Fitted, chosen
 from phalanx.calibrate.compute import Measured
-from phalanx.calibrate.provenance import provenance
+from phalanx.config import this_machine
 from phalanx.config.calibration import (
     Assessment,
     Calibration,
     ComputeCalibration,
     LinkCalibration,
     Measurement,
+    Provenance,
     assess,
 )
 from phalanx.config.cluster import Accelerator, Link
 from phalanx.config.fields import get, leaves
 from phalanx.cost.fit import FitRow, median_error
 from phalanx.pictures.fit import device_svg, link_svg
+
+
+# The date, machine and software versions of a measurement.
+def provenance() -> Provenance:
+    """Returns today's date, this machine and the versions of phalanx, torch and Python."""
+    torch = importlib.metadata.version("torch")
+    return Provenance(
+        date=time.strftime("%Y-%m-%d"),
+        host=this_machine.host_name(),
+        processor=this_machine.processor(),
+        cores=this_machine.core_count(),
+        versions=f"phalanx {phalanx.__version__}, torch {torch}, python {platform.python_version()}",
+    )
+
 
 DIGITS = 4
 """Significant digits of fitted figures; the fit errors leave one or two of them."""

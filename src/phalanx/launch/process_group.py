@@ -6,18 +6,49 @@ import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
+from torch._C._distributed_c10d import (
+    FileStore,  # torch.distributed.*, to the type stubs
+    Store,  # torch.distributed.*, to the type stubs
+)
 
 from phalanx.errors import RunError, StoppedError
-from phalanx.launch.environment import LOOPBACK
+from phalanx.launch.environment import LOOPBACK, STORE
 from phalanx.launch.lost_peer import LostPeerError, is_about_lost_peer
+from phalanx.launch.meet.meeting import Meeting, failed
+from phalanx.launch.meet.roll_call import enter, missing
 from phalanx.launch.ranks import Ranks
-from phalanx.launch.rendezvous import not_formed, open_store
+
+
+# Where the ranks of a group find each other: their store.
+def open_store(ranks: Ranks, backend: str, timeout_s: float) -> Store:
+    """Returns the store through which the ranks form their process group. Where rank 0 holds the store, all ranks have
+    answered the roll call when this returns.
+
+    Raises RunError: there is no way to meet, ranks are missing after `timeout_s` seconds, two processes have one rank,
+    or a rank expects another world size or backend than rank 0. The message names the culprit.
+    """
+    if STORE in os.environ:
+        store = FileStore(os.environ[STORE], ranks.world)
+        if problem := enter(store, ranks):
+            raise RunError(problem.message)
+        return store
+    meeting = Meeting(ranks)
+    meeting.join(timeout_s, {"backend": backend})
+    return meeting.store
+
+
+def not_formed(ranks: Ranks, store: Store, timeout_s: float, error: RuntimeError) -> str:
+    """Returns the message about a group that could not be formed after `open_store`: who is missing, if anyone."""
+    message = failed(ranks, timeout_s, error)
+    with suppress(RuntimeError):
+        if absent := missing(store, ranks.world):
+            return f"{message}\nNot there: {absent}. See the end of its log."
+    return f"{message}\nAll ranks joined; see the first error in their logs."
 
 
 @contextmanager

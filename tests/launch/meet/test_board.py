@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import RunError
-from phalanx.launch.meet import identity
-from phalanx.launch.meet.board import Board
-from phalanx.launch.meet.channel import first_host
+from phalanx.launch.meet import channel
+from phalanx.launch.meet.channel import Board, first_host
 from phalanx.launch.meet.offer import Offer, listening_socket, own_addresses
 from phalanx.launch.ranks import Ranks
 
@@ -69,13 +68,13 @@ def test_any_word_is_an_offer_or_a_value_error(text: str) -> None:
 
 
 def test_a_launch_has_a_name_of_its_own() -> None:
-    name = identity.name_of(ranks("slurm"), SLURM)
+    name = channel.name_of(ranks("slurm"), SLURM)
     assert name is not None
-    assert name != identity.name_of(ranks("slurm"), {**SLURM, "SLURM_STEP_ID": "1"})
-    assert name != identity.name_of(ranks("slurm"), {**SLURM, "SLURM_RESTART_COUNT": "1"})
-    assert identity.name_of(ranks("slurm"), {"SLURM_JOB_ID": "7"}) is None
-    assert identity.name_of(ranks("torchrun"), SLURM) is None
-    ports = identity.ports_of(name)
+    assert name != channel.name_of(ranks("slurm"), {**SLURM, "SLURM_STEP_ID": "1"})
+    assert name != channel.name_of(ranks("slurm"), {**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert channel.name_of(ranks("slurm"), {"SLURM_JOB_ID": "7"}) is None
+    assert channel.name_of(ranks("torchrun"), SLURM) is None
+    ports = channel.ports_of(name)
     assert len(set(ports)) > 1
     assert all(10_000 <= port < 30_000 for port in ports)
 

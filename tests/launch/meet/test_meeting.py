@@ -17,8 +17,7 @@ from phalanx.errors import DataError, JobError, PhalanxError
 from phalanx.launch.environment import STORE
 from phalanx.launch.lost_peer import LostPeerError
 from phalanx.launch.meet import roll_call
-from phalanx.launch.meet.board import Board
-from phalanx.launch.meet.identity import name_of
+from phalanx.launch.meet.channel import Board, name_of
 from phalanx.launch.meet.meeting import Meeting
 from phalanx.launch.meet.offer import Offer
 from phalanx.launch.meet.roll_call import Problem, Verdict, message_of, placed

@@ -9,13 +9,16 @@ import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 
-from torch._C._distributed_c10d import HashStore, Store  # torch.distributed.*, to the type stubs
+from torch._C._distributed_c10d import (
+    HashStore,  # torch.distributed.*, to the type stubs
+    Store,  # torch.distributed.*, to the type stubs
+    TCPStore,  # torch.distributed.*, to the type stubs
+)
 
 from phalanx.bounded import parse_json
 from phalanx.errors import JobError, PhalanxError, RunError, StoppedError
 from phalanx.launch.lost_peer import LostPeerError
 from phalanx.launch.meet.channel import OfferChannel, channel_of
-from phalanx.launch.meet.connections import break_connections
 from phalanx.launch.meet.keys import agent_listens, key
 from phalanx.launch.meet.roll_call import REFUSAL_S, Problem, RollCall, enter, message_of, placed
 from phalanx.launch.meet.store import FoundStore, advice, find, find_at, hold, hold_at, poll
@@ -25,6 +28,30 @@ from phalanx.launch.outcome import describe
 from phalanx.launch.ranks import Ranks, rendezvous_address
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
+
+
+# The connections of this process to its peers.
+def break_connections(keep: Store) -> None:
+    """Ends the TCP connections of this process, but those of the store `keep`, which may go on to serve.
+
+    A peer inside a collective then fails at once, as it would when this process ends. torch's gloo backend has no such
+    operation: `abort` leaves its connections open.
+    """
+    port = keep.port if isinstance(keep, TCPStore) else 0
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            _break(int(name), port)
+
+
+def _break(descriptor: int, kept_port: int) -> None:
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+            return
+        if kept_port not in (connection.getsockname()[1], connection.getpeername()[1]):
+            connection.shutdown(socket.SHUT_RDWR)
+
 
 _SPEAKER_S = 1.0
 """Seconds for which a rank with an error waits for rank 0 to say that it prints the same."""

@@ -2,15 +2,82 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 
 from phalanx.errors import JobError
 from phalanx.launch.sites.site import Site
-from phalanx.launch.start import mpi, shell, srun
-from phalanx.launch.start.command import HostCommand, Launcher, StartRequest
+from phalanx.launch.start import shell, srun
+from phalanx.launch.start.command import HostCommand, Launcher, StartRequest, node_words, processes_per_node
 from phalanx.launch.where import IN_WORDS, LaunchPlace
+
+# The launchers of MPI: mpiexec of Cray PALS, mpirun of Open MPI, mpiexec of MPICH and Intel MPI (Hydra).
+BASE = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER", "VIRTUAL_ENV")
+"""Names that a process needs, wherever it starts."""
+
+_FLAVORS: dict[Launcher, str] = {
+    "openmpi": r"open ?mpi|openrte|prrte|prte",
+    "pals": r"\bpals\b",
+    "mpich": r"hydra|mpich|intel\(r\) mpi",
+}
+OTHER_NAMES: dict[Launcher, tuple[str, ...]] = {
+    "openmpi": ("mpirun.openmpi", "mpiexec.openmpi"),
+    "mpich": ("mpiexec.mpich", "mpiexec.hydra"),
+}
+"""Other names of each launcher's mpiexec, where several MPIs are installed."""
+
+
+def flavor_of(version: str) -> Launcher:
+    """Returns whose mpiexec it is, by what `mpiexec --version` prints. Raises JobError if it is none that is known."""
+    for launcher, pattern in _FLAVORS.items():
+        if re.search(pattern, version, re.IGNORECASE):
+            return launcher
+    first = version.strip().partition("\n")[0][:200]
+    raise JobError(f"mpiexec --version says {first!r}: give --launcher pals, openmpi or mpich")
+
+
+def pals(request: StartRequest, hostfile: str) -> HostCommand:
+    """Returns the mpiexec of PALS. It takes the nodes of the job, or those of the host file."""
+    grid, per_node = request.grid, processes_per_node(request)
+    options = ["-n", str(grid.nodes * per_node), "--ppn", str(per_node), "--envall", "--line-buffer"]
+    options += ["--hostfile", hostfile] if hostfile else []
+    options += ["--cpu-bind", request.cpu_bind or "none"]
+    if request.ranks_by == "launcher" and request.cpus_per_rank:
+        options += ["--depth", str(request.cpus_per_rank)]
+    return HostCommand(("mpiexec", *options, *request.extra, *node_words(request)), request.hosts)
+
+
+def openmpi(request: StartRequest, hostfile: str) -> HostCommand:
+    """Returns the mpirun of Open MPI. Values of variables are not on the command line, which everybody can read."""
+    grid, per_node = request.grid, processes_per_node(request)
+    options = ["-n", str(grid.nodes * per_node)]
+    # A slot for each process: host files of schedulers have one per processor, or none.
+    slots = ",".join(f"{host}:{per_node}" for host in request.hosts)
+    options += ["--host", slots] if slots else ["--hostfile", hostfile] if hostfile else []
+    options += ["--map-by", f"ppr:{per_node}:node", "--bind-to", request.cpu_bind or "none"]
+    for name in sorted({*request.exported.values, *request.exported.secrets}):
+        options += ["-x", name]
+    return HostCommand(("mpirun", *options, *request.extra, *node_words(request)), request.hosts)
+
+
+def mpich(request: StartRequest, hostfile: str) -> HostCommand:
+    """Returns the mpiexec of MPICH or Intel MPI."""
+    grid, per_node = request.grid, processes_per_node(request)
+    options = ["-n", str(grid.nodes * per_node), "-ppn", str(per_node)]
+    options += ["-hosts", ",".join(request.hosts)] if request.hosts else ["-f", hostfile] if hostfile else []
+    options += ["-bind-to", request.cpu_bind or "none"]
+    options += ["-genvlist", ",".join(sorted({*BASE, *request.exported.values, *request.exported.secrets}))]
+    return HostCommand(("mpiexec", *options, *request.extra, *node_words(request)), request.hosts)
+
+
+BUILDERS: dict[Launcher, Callable[[StartRequest, str], HostCommand]] = {
+    "pals": pals,
+    "openmpi": openmpi,
+    "mpich": mpich,
+}
+
 
 _VERSION_S = 20.0
 
@@ -46,7 +113,7 @@ def launcher_for(
         if site and site.launcher:
             return site.launcher
         text = version()
-        return mpi.flavor_of(text) if text else _without_mpi(nodes)
+        return flavor_of(text) if text else _without_mpi(nodes)
     if place.kind in ("slurm login node", "pbs login node"):
         scheduler, allocation = ("slurm", "salloc") if place.kind.startswith("slurm") else ("pbs", "qsub -I")
         raise JobError(
@@ -90,16 +157,16 @@ def with_own_mpiexec(
         which: returns the path of a program, or None if it is not installed.
         starts: whether the command is to be started here: then JobError is raised if its mpiexec is another's.
     """
-    program = which(command.argv[0]) if launcher in mpi.BUILDERS else None
+    program = which(command.argv[0]) if launcher in BUILDERS else None
     if program is None:
         return command
     try:
-        flavor = mpi.flavor_of(_version(program))
+        flavor = flavor_of(_version(program))
     except JobError:  # a site's own: the user knows what it is
         return command
     if flavor == launcher:
         return command
-    for name in mpi.OTHER_NAMES.get(launcher, ()):
+    for name in OTHER_NAMES.get(launcher, ()):
         if which(name):
             return replace(command, argv=(name, *command.argv[1:]))
     if starts:
@@ -139,4 +206,4 @@ def commands_of(launcher: Launcher, request: StartRequest, hostfile: str = "") -
         return shell.remote(request)
     if launcher == "srun":
         return [srun.command(request)]
-    return [mpi.BUILDERS[launcher](request, hostfile)]
+    return [BUILDERS[launcher](request, hostfile)]
