@@ -123,7 +123,7 @@ def predict_step(job: Job) -> Prediction:
 
 def predict_traffic(job: Job) -> dict[str, dict[str, float]]:
     """Returns the bytes that rank 0 sends in one step, by axis of the mesh and collective: exactly those that the run
-    counts (`read_traffic`), and none for `sync=asp`, where they depend on timing.
+    counts (`read_traffic`); with `sync=asp` those of replicas of equal speed.
 
     Args:
         job: a job with a layout.

@@ -51,7 +51,6 @@ def test_targets_are_matrices_of_every_kind_of_block(model, targets, said):
 @pytest.mark.parametrize(
     ("parts", "path", "said"),
     [
-        ({"layout": Layout(dp_shard=2, tiles=2)}, "layout.tiles", "nearest legal: tiles=1, or lora.rank=0"),
         ({"layout": Layout(dp_replicate=2, sync="local_sgd")}, "layout.sync", "nearest legal: sync=bsp"),
         ({"layout": Layout(pp=2, schedule="pipedream")}, "layout.schedule", "nearest legal: schedule=1f1b"),
         ({"optimizer": Optimizer(name="muon")}, "optimizer.name", "nearest legal: optimizer=adamw, or lora.rank=0"),

@@ -171,8 +171,6 @@ def test_replicas_that_are_apart_send_their_parameters_once_in_so_many_steps(syn
 
 
 def test_what_cannot_be_known_is_said():
-    with pytest.raises(JobError, match="asp"):
-        step_traffic(SHAPE, Layout(dp_replicate=2, sync="asp"), BATCH)
     with pytest.raises(JobError, match="pp_cut"):
         step_traffic(SHAPE, Layout(pp=2), BATCH)
     with pytest.raises(JobError, match="vocab_size"):

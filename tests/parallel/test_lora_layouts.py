@@ -49,6 +49,7 @@ def run(ranks, model: ModelConfig, line: str, optimizer: Optimizer):
         (DEEP, "pp=2,dp_shard=2,zero=1,schedule=zb_h1,accumulation=4"),
         (LLAMA, "cp=2,tp=2"),
         (SWITCH, "dp_shard=2,ep=2,tp=2,sp=true,recompute=full"),
+        (SWITCH, "dp_shard=2,ep=2,tp=2,tiles=2,tile=all"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -86,9 +87,10 @@ FEW = [
     (GPT, "tp=2,sp=true,sp_regather=true,recompute=full"),
     (DEEP, "pp=2,accumulation=4,dp_shard=2,schedule=zb_h1"),
     (SWITCH, "dp_replicate=2,dp_shard=2,ep=2"),
+    (LLAMA, "dp_shard=2,tiles=3,recompute=full"),
 ]
 EVERY = bool(os.environ.get("PHALANX_LORA"))
-REFUSED = ("tiles", "sync", "pipedream")
+REFUSED = ("sync", "pipedream")
 COMPARED = [case for case in CASES if not any(word in case[1] for word in REFUSED)] if EVERY else FEW
 
 

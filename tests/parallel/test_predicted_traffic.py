@@ -20,6 +20,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.traffic.step import step_traffic
 from phalanx.cost.traffic.table import Traffic
+from phalanx.data.loader import MicroBatch
 from phalanx.model.experts import Sizes
 from phalanx.parallel import expert
 from phalanx.parallel import mesh as meshes
@@ -30,6 +31,7 @@ from phalanx.partition.pipeline import schedule_of
 from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import Stepper
 from phalanx.train.stream import UnflushedSteps
+from phalanx.train.sync.asp import Asynchronous
 
 Precision = Literal["fp64", "fp32", "bf16"]
 Gradients = Literal["same", "fp32"]
@@ -66,13 +68,13 @@ DEEPSEEK = dataclasses.replace(
 DROPPING = dataclasses.replace(SWITCH, dropout=0.1)
 
 
-def counted(ranks, job: Job) -> tuple[Traffic, float]:
-    """What this rank's ledger has of a step (the mean, where steps differ), and the rows that it sent in it to other
-    ranks' experts, or as theirs back."""
+def counted(ranks, job: Job) -> tuple[Traffic, float, float]:
+    """What this rank's ledger has of a step (the mean, where steps differ), the rows that it sent in it to other ranks'
+    experts, or as theirs back, and the parts of a step that its replica computed."""
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     steps = job.layout.sync_every if job.layout.independent_replicas > 1 else 1
-    rows, table_of = [], expert._gather_sizes
+    rows, table_of, share = [], expert._gather_sizes, 1.0
 
     def sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:
         table = table_of(ep, sizes)
@@ -86,11 +88,14 @@ def counted(ranks, job: Job) -> tuple[Traffic, float]:
         if isinstance(stepper.replica.runner, PipeDream):
             steps = 3
             stream(job, stepper, steps)
+        elif job.layout.sync == "asp":
+            steps = 3
+            share = served(job, stepper, steps) / steps
         else:
             for step in range(steps):
                 batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
                 stepper.step(batches, step, valid, 1e-2)
-    return mesh.ledger.traffic(steps), sum(rows) / steps / (2 if job.layout.recompute == "full" else 1)
+    return mesh.ledger.traffic(steps), sum(rows) / steps / (2 if job.layout.recompute == "full" else 1), share
 
 
 def stream(job: Job, stepper: Stepper, steps: int) -> None:
@@ -103,6 +108,23 @@ def stream(job: Job, stepper: Stepper, steps: int) -> None:
         steps_on.step(
             batches, step, valid, 1e-2, NO_REQUESTS, (lambda more=following: more) if step + 1 < steps else None
         )
+
+
+def served(job: Job, stepper: Stepper, steps: int) -> int:
+    """Asynchronous steps, with a synchronization before the last. How many parts of them this replica computed."""
+    replicas, mesh, parts = job.layout.dp_replicate, stepper.mesh, list[int]()
+
+    def read(part: int) -> list[MicroBatch]:
+        parts.append(part)
+        rank = part % replicas * job.layout.dp_shard + mesh.coordinates["dp_shard"]
+        return micro_batches(job, part // replicas, rank, VOCAB)[0]
+
+    replica = Asynchronous(stepper)
+    for first, until in ((0, steps - 1), (steps - 1, steps)):
+        replica.round(first, until, read=read, chunk_tokens=lambda _: 1, lr=lambda _: 1e-2)
+    pushes = len(parts) if replica.replica else steps * replicas - len(parts)
+    assert mesh.ledger.entries["dp_replicate", "send"].calls == 2 * pushes, "a gradient or parameters, and their header"
+    return len(parts)
 
 
 def job_of(model: ModelConfig, layout: Layout, precision: Precision = "fp32", gradients: Gradients = "same") -> Job:
@@ -120,7 +142,7 @@ def check(ranks, job: Job) -> None:
     if layout.pp > 1:
         stages = stages_of(job.model, layout, schedule_of(layout, equation.accumulation).stages, VOCAB)
     known = layout.ep > 1 and not job.model.moe.capacity
-    for rank, (found, rows) in enumerate(ranks(counted, layout.processes, job)):
+    for rank, (found, rows, share) in enumerate(ranks(counted, layout.processes, job)):
         expected = step_traffic(
             job.model,
             layout,
@@ -132,6 +154,7 @@ def check(ranks, job: Job) -> None:
             rank=rank,
             rows=rows if known else None,
             optimizer=job.optimizer,
+            share=share,
         )
         # The ledger has entries for collectives of nothing, such as a share of few rows.
         real = {axis: {name: sent for name, sent in by.items() if sent} for axis, by in found.items()}
@@ -257,6 +280,11 @@ OTHERS = [
     (GPT, "dp_replicate=2,dp_shard=2,sync=local_sgd,sync_every=2"),
     (GPT, "dp_replicate=2,tp=2,sync=local_sgd,sync_every=2"),
     (GPT, "dp_replicate=2,pp=2,sync=diloco,sync_every=2,accumulation=2"),
+    (GPT, "dp_replicate=3,sync=asp,accumulation=2"),
+    (MIXTRAL, "dp_replicate=2,sync=asp"),
+    (GPT, "dp_replicate=2,dp_shard=2,sync=asp,zero=1,tiles=2"),
+    (LLAMA, "dp_replicate=2,dp_shard=2,sync=asp,accumulation=2"),
+    (GPT, "dp_replicate=2,tp=2,sp=true,sync=asp"),
     (GPT, "pp=3,schedule=pipedream,accumulation=4"),
     (GPT, "pp=2,schedule=pipedream,accumulation=2,dp_replicate=2"),
     (GPT, "pp=2,schedule=pipedream,accumulation=2,tp=2,sp=true"),
@@ -306,6 +334,7 @@ WIDTHS: list[tuple[str, Precision, Gradients]] = [
     ("dp_replicate=2,dp_shard=2,zero=1", "bf16", "fp32"),
     ("dp_replicate=2,dp_shard=2", "bf16", "fp32"),
     ("dp_replicate=2,sync=local_sgd,sync_every=2", "bf16", "same"),
+    ("dp_replicate=2,dp_shard=2,sync=asp", "bf16", "fp32"),
     ("tp=2,sp=true", "bf16", "fp32"),
     ("tp=2,sp=true,dp_shard=2,zero=1", "bf16", "fp32"),
     ("tp=2,dp_shard=2", "bf16", "fp32"),

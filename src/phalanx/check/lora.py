@@ -58,12 +58,6 @@ def lora_problems(job: Job) -> Iterator[Problem]:
     if not job.model.lora.rank:
         return
     layout, name = job.layout, job.optimizer.name
-    if layout.tiles > 1:
-        yield (
-            "layout.tiles",
-            f"tiles {layout.tiles} cut matrices without adapters, lora.rank is {job.model.lora.rank}; nearest legal: "
-            "tiles=1, or lora.rank=0",
-        )
     if layout.sync != "bsp":
         yield (
             "layout.sync",

@@ -9,8 +9,7 @@ from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.dpo import DpoOptions
 from phalanx.config.job import Job
 from phalanx.partition import batch
-from phalanx.partition.pipeline import flushes, is_file
-from phalanx.schedule.catalogue import SCHEDULES
+from phalanx.partition.pipeline import flushes
 
 
 def preference_problems(job: Job) -> Iterator[Problem]:
@@ -34,13 +33,6 @@ def preference_problems(job: Job) -> Iterator[Problem]:
         yield "layout.data_parallel", "threads would cut pairs; nearest legal: data_parallel=ddp"
     if layout.pp > 1 and not flushes(layout):
         yield "layout.schedule", f"{layout.schedule} does not end a step's pairs with it; nearest legal: schedule=1f1b"
-    sliced = layout.pp > 1 and not is_file(layout.schedule) and SCHEDULES[layout.schedule].sliced
-    if sliced:
-        yield (
-            "layout.schedule",
-            f"{layout.schedule} computes slices of sequences, the loss of pairs needs whole ones; nearest legal: "
-            "schedule=1f1b",
-        )
 
 
 def pair_batch_problems(job: Job) -> Iterator[Problem]:

@@ -34,7 +34,8 @@ class Objective(nn.Module):
         """Returns the loss summed over valid targets, in nats; or over preference pairs.
 
         In a pipeline only `stage` is computed: from `x`, the previous stage's output, to the next one's input,
-        (micro_batch, seq, d_model) both, or to the loss. `earlier` are the slices of the sequences before these."""
+        (micro_batch, seq, d_model) both, or to the loss. `earlier` are the slices before these: then the
+        loss of pairs, which needs whole sequences, is left to the caller: what it sums over slices is returned."""
         model = self.model
         positions = micro.positions
         if x is None:
@@ -44,7 +45,10 @@ class Objective(nn.Module):
         if stage is not None and not stage.last:
             return x
         loss = self.of_hidden(model.normed(x), micro.targets)
-        return loss if self.pairs is None else self.pairs(loss.double().sum(dim=1), micro)
+        if self.pairs is None:
+            return loss
+        losses = loss.double().sum(dim=1)
+        return losses if earlier is not None else self.pairs(losses, micro)
 
     def of_hidden(self, x: Tensor, targets: Tensor) -> Tensor:
         """Computes the loss from the head's input `x` (micro_batch, seq_len, d_model)."""

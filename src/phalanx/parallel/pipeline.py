@@ -129,6 +129,9 @@ class Execution:
         self.local_results: dict[Action, Tensor] = {}
         """Results passed from one local stage to the next, by the action that reads them (B stands for I, too)."""
         self.earlier: dict[tuple[int, int], Earlier] = {}
+        self.of_pairs: dict[int, Tensor] = {}
+        """By micro-batch in slices: the losses of its sequences so far, (micro_batch,); once all its slices are there,
+        the gradient of the pairs' loss by them, which is that by each slice's."""
         self.deferred_weight_grads: dict[Action, list[Product]] = {}
 
     def act(self, action: Action, *, last: bool) -> None:
@@ -158,7 +161,9 @@ class Execution:
         root = self.replica.objective(micro, stage, x, earlier)
         if earlier is not None:
             earlier.end()
-        if stage.last:
+        if stage.last and self._slices_pairs:
+            self._add_to_pairs(action, micro, root.detach())
+        elif stage.last:
             self.loss += root.detach()
             root = root * self.factor
         else:
@@ -173,17 +178,33 @@ class Execution:
         saved = self.saved.pop(action._replace(kind="F"))
         stage = self.pipeline.stages.local_stages[action.stage]
         roots: list[Tensor] = [saved.root]
-        gradients: list[Tensor | None] = [None if stage.last else self._read(action)]
+        gradients: list[Tensor | None] = [self._read(action)] if not stage.last else [self.of_pairs.get(action.micro)]
         if self.slices > 1:
             seen, theirs = self.earlier[action.stage, action.micro].again(action.slice)
             roots += seen
             gradients += theirs
             if action.slice == 0:
                 del self.earlier[action.stage, action.micro]
+                if stage.last:
+                    self.of_pairs.pop(action.micro, None)
         torch.autograd.backward(roots, gradients)
         if saved.x is not None:
             assert saved.x.grad is not None, "a stage computes with its input"
             self._pass_on(action, Action("B", action.stage - 1, action.micro, action.slice), saved.x.grad)
+
+    @property
+    def _slices_pairs(self) -> bool:
+        return self.slices > 1 and self.replica.objective.pairs is not None
+
+    def _add_to_pairs(self, action: Action, micro: MicroTensors, losses: Tensor) -> None:
+        """Adds a slice's losses. The last slice's backward pass is the first: by then the pairs' loss is known."""
+        assert self.replica.objective.pairs is not None, "asked before"
+        whole = self.of_pairs.get(action.micro, 0) + losses
+        if action.slice == self.slices - 1:
+            loss = self.replica.objective.pairs(whole.requires_grad_(), micro)
+            self.loss += loss.detach()
+            (whole,) = torch.autograd.grad(loss * self.factor, whole)
+        self.of_pairs[action.micro] = whole
 
     def _read(self, action: Action) -> Tensor:
         """Returns an action's input: the previous stage's output, or in the backward pass the next stage's gradient."""

@@ -50,6 +50,7 @@ class TiledEmbedding(nn.Module):
         """`parts` are the rows of each tile."""
         super().__init__()
         self.tiles = nn.ModuleList([EmbeddingTile(part, whole.weight.dtype) for part in parts])
+        self.requires_grad_(whole.weight.requires_grad)
         self.reduce = ReduceOutput(whole.parallel) if isinstance(whole, ParallelEmbedding) else None
         """Sums the tensor ranks' outputs."""
 
@@ -106,7 +107,8 @@ class TiledHead(nn.Module):
         super().__init__()
         with torch.device("meta"):
             self.tiles = nn.ModuleList([HeadTile(model, part, chunk) for part in parts])
-        self.to(next(whole.parameters()).dtype)
+        weight = next(whole.parameters())
+        self.to(weight.dtype).requires_grad_(weight.requires_grad)
         self.tp = tp
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -153,6 +155,7 @@ class _Reduced(torch.autograd.Function):
             if slope is not None:
                 gradient *= slope
             of_x.append(gradient_of_input(tile.multiply, gradient, weight))
-            of_chunk = gradient_of_weight(tile.multiply, gradient, hidden)
-            of_weight = of_chunk if of_weight is None else of_weight.add_(of_chunk)
+            if ctx.needs_input_grad[1]:
+                of_chunk = gradient_of_weight(tile.multiply, gradient, hidden)
+                of_weight = of_chunk if of_weight is None else of_weight.add_(of_chunk)
         return of_x[0] if len(of_x) == 1 else torch.cat(of_x), of_weight, None, None

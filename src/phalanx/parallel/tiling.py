@@ -5,7 +5,7 @@ of a matrix is whole at a time (Rajbhandari et al. 2021, section 5.1.3). The com
 cut by rows, `wq`, `up` and others, concatenate their tiles' outputs; of those that are cut by columns, `wo` and `down`,
 each tile reads its part of the width, and the outputs are summed. The sum's bias stays outside the tiles. Tensor ranks
 cut their own slices into tiles, and communicate around all of them. Embedding and head are cut by rows of the
-vocabulary (tiled_vocabulary.py).
+vocabulary (tiled_vocabulary.py). An adapter stays whole beside the tiles of its frozen matrix.
 """
 
 from __future__ import annotations
@@ -39,26 +39,38 @@ class ExpertTile(GroupedLinear, Tile):
     """A part of a linear layer of every expert."""
 
 
-class TiledRows(nn.Module):
-    """Maps (..., inputs) to (..., outputs): each tile has some of the outputs. Rows of experts come with `sizes`."""
+class _Tiled(nn.Module):
+    """A linear layer in tiles, with the adapter of the whole one."""
 
-    def __init__(self, tiles: nn.ModuleList):
+    def __init__(self, whole: Linear | GroupedLinear, tiles: nn.ModuleList):
         super().__init__()
-        self.tiles = tiles
+        self.tiles, self.lora_a, self.lora_b = tiles, whole.lora_a, whole.lora_b
+        self.lora_scale = whole.lora_scale
+
+    def adapt(self, y: Tensor, x: Tensor, *sizes: Sizes) -> Tensor:
+        """Returns `y` (..., outputs) and the adapter's output for `x` (..., inputs), if there is one."""
+        if self.lora_a is None or self.lora_b is None:
+            return y
+        return y + self.lora_b(self.lora_a(x, *sizes) * self.lora_scale, *sizes)
+
+
+class TiledRows(_Tiled):
+    """Maps (..., inputs) to (..., outputs): each tile has some of the outputs. Rows of experts come with `sizes`."""
 
     @uncompiled
     def forward(self, x: Tensor, *sizes: Sizes) -> Tensor:
         tokens = x.flatten(0, -2)  # of a matrix a product is no view, which FSDP2 warns of
-        return torch.cat([tile(tokens, *sizes) for tile in self.tiles], dim=-1).unflatten(0, x.shape[:-1])
+        y = torch.cat([tile(tokens, *sizes) for tile in self.tiles], dim=-1).unflatten(0, x.shape[:-1])
+        return self.adapt(y, x, *sizes)
 
 
-class TiledColumns(nn.Module):
+class TiledColumns(_Tiled):
     """Maps (..., inputs) to (..., outputs): each tile has some of the inputs. Rows of experts come with `sizes`."""
 
-    def __init__(self, tiles: nn.ModuleList, bias: nn.Parameter | None, bias_factor: float = 1.0):
-        """`bias` is multiplied by `bias_factor`, and added to the sum."""
-        super().__init__()
-        self.bias, self.bias_factor, self.tiles = bias, bias_factor, tiles
+    def __init__(self, whole: Linear | GroupedLinear, tiles: nn.ModuleList, bias_factor: float = 1.0):
+        """The bias is multiplied by `bias_factor`, and added to the sum."""
+        super().__init__(whole, tiles)
+        self.bias, self.bias_factor = whole.bias, bias_factor
         self.reduce: ReduceOutput | None = None
         """Sums the tensor ranks' outputs, before the bias is added."""
 
@@ -71,7 +83,7 @@ class TiledColumns(nn.Module):
         y = self.tiles[0](first, *sizes)
         for tile, part in zip(list(self.tiles)[1:], others, strict=True):
             y = y + tile(part, *sizes)
-        y = y.unflatten(0, x.shape[:-1])
+        y = self.adapt(y.unflatten(0, x.shape[:-1]), x, *sizes)
         if self.reduce is not None:
             y = self.reduce(self, (x,), y)
         if self.bias is None:
@@ -145,15 +157,15 @@ def project_tiles(model: Transformer) -> set[nn.Module]:
 
 def _rows(whole: Linear | GroupedLinear, tiles: int) -> TiledRows:
     *_, outputs, inputs = whole.weight.shape
-    return TiledRows(_tiles(whole, tiles, inputs, outputs // tiles, bias=whole.bias is not None))
+    return TiledRows(whole, _tiles(whole, tiles, inputs, outputs // tiles, bias=whole.bias is not None))
 
 
 def _columns(whole: Linear | GroupedLinear, tiles: int) -> TiledColumns:
     *_, outputs, inputs = whole.weight.shape
     found = _tiles(whole, tiles, inputs // tiles, outputs, bias=False)
     if isinstance(whole, FirstRankBias):
-        return TiledColumns(found, whole.bias, float(whole.parallel.tp.rank == 0))
-    tiled = TiledColumns(found, whole.bias, whole.bias_factor if isinstance(whole, GroupedLinear) else 1.0)
+        return TiledColumns(whole, found, float(whole.parallel.tp.rank == 0))
+    tiled = TiledColumns(whole, found, whole.bias_factor if isinstance(whole, GroupedLinear) else 1.0)
     if isinstance(whole, RowParallelLinear):
         tiled.reduce = ReduceOutput(whole.parallel)
     return tiled
@@ -166,4 +178,4 @@ def _tiles(whole: Linear | GroupedLinear, tiles: int, inputs: int, outputs: int,
             made = [ExpertTile(len(whole.weight), inputs, outputs, **options) for _ in range(tiles)]
         else:
             made = [LinearTile(inputs, outputs, **options) for _ in range(tiles)]
-    return nn.ModuleList(made).to(whole.weight.dtype)
+    return nn.ModuleList(made).to(whole.weight.dtype).requires_grad_(whole.weight.requires_grad)

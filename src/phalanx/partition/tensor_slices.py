@@ -19,6 +19,8 @@ from phalanx.config.model import ModelConfig
 
 STOP_MESSAGE_BYTES = 256
 """Bytes that each independent replica sends when replicas synchronise: one for the request to stop, then text."""
+PUSH_BYTES, REPLY_BYTES = 7 * 8, 2 * 8
+"""Bytes beside a gradient that a replica pushes to a parameter server, and beside the parameters of the answer."""
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,7 @@ def _timeline(spec: StepSpec) -> Timeline | None:
 
 def rank_traffic(job: Job, spec: StepSpec, conversations: int = 1) -> dict[str, dict[str, float]]:
     """Returns the bytes that rank 0 sends per step: the rank whose figure `phalanx train` prints. At most so many
-    `conversations` are packed into a sequence. Empty for sync=asp, where they depend on timing."""
-    if spec.layout.sync == "asp":
-        return {}
+    `conversations` are packed into a sequence. With sync=asp replicas are taken to be of equal speed."""
     train, stages = job.train, spec.stages or None
     return step_traffic(
         spec.model,

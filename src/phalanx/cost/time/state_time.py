@@ -154,11 +154,16 @@ def duplicated_stages_seconds(spec: StepSpec, held: ParameterCounts) -> float:
 
 
 def synchronization_seconds(spec: StepSpec, held: ParameterCounts) -> float:
-    """Returns the seconds per step of replicas that train by themselves and average the optimizer's parameters every
-    `layout.sync_every` steps (local SGD, DiLoCo): nothing computes meanwhile. 0 if they sum gradients."""
+    """Returns the seconds per step of replicas that train by themselves, in which nothing computes. They average the
+    optimizer's parameters every `layout.sync_every` steps (local SGD, DiLoCo), or each sends its gradients to a server
+    and waits for parameters (asynchronous SGD), whose link is taken to be free. 0 if they sum gradients."""
     layout = spec.layout
     if layout.independent_replicas == 1:
         return 0.0
+    if layout.sync == "asp":
+        widths = state_widths(spec.framework, spec.products, spec.width)["gradient"], spec.width
+        server = RankGroup(2, group(layout, "replicate").stride)
+        return sum(seconds(spec.cluster, "send", updated_parameters(spec, held) * width, server) for width in widths)
     averaged = updated_parameters(spec, held) * own_width(spec.width)
     return seconds(spec.cluster, "all_reduce", averaged, group(layout, "replicate")) / layout.sync_every
 

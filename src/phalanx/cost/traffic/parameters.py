@@ -8,6 +8,7 @@ from itertools import groupby
 from math import prod
 from typing import Literal, NamedTuple
 
+from phalanx.blocks.lora import is_target
 from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import Shapes, weight_of
 from phalanx.blocks.residual import needs_sum
@@ -153,6 +154,8 @@ def _group(name: str, layout: Layout, number: int | None, model: ModelConfig) ->
     if not name.startswith("blocks."):
         return "around" if number is None else "rows" if name == "embed.weight" else "tile"
     if number is not None:
-        ends = number == layout.tiles - 1 and ".mlp.down." in name and not needs_sum(model)
+        # An adapter computes after its matrix's tiles.
+        after = needs_sum(model) or is_target(model.lora, "feed_forward", "mlp.down")
+        ends = number == layout.tiles - 1 and ".mlp.down." in name and not after
         return "last tile" if ends else "tile"
     return "experts" if is_expert(name) and layout.ep > 1 else "block"

@@ -28,7 +28,7 @@ from phalanx.optimizers.entry import Granularity
 from phalanx.partition.buckets import granular_cut
 from phalanx.partition.matrices import ShardRanges
 from phalanx.partition.second_copy import is_copied, near_ranks
-from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES, in_buckets
+from phalanx.partition.tensor_slices import PUSH_BYTES, REPLY_BYTES, STOP_MESSAGE_BYTES, in_buckets
 from phalanx.partition.wire import Format, sent_as, wire_bytes
 
 
@@ -48,15 +48,22 @@ class Spread:
     tp_rank: int
     granularity: Granularity
     """Where the optimizer lets shards end."""
+    serves: bool
+    """Whether the rank is of the first replica, which serves parameters with sync=asp."""
+    share: float
+    """How many parts of a step its replica computes."""
 
     @classmethod
-    def of(cls, layout: Layout, precision: str, gradients: str, rank: int, *, optimizer: Optimizer) -> Spread:
+    def of(
+        cls, layout: Layout, precision: str, gradients: str, rank: int, *, optimizer: Optimizer, share: float = 1
+    ) -> Spread:
         """Returns the spread of a rank of all of the layout's; `precision` and `gradients` are `train`'s."""
         width = WIDTHS[precision]
         # Half precisions have fp32 master weights.
         widths = width, 4 if gradients == "fp32" else width, max(width, 4)
         place = rank // layout.tp % layout.shard_ranks, rank % layout.tp
-        return cls(layout, *widths, *place, entry_of(optimizer.name).granularity)
+        serves = rank // (layout.tp * layout.shard_ranks) % layout.dp_replicate == 0
+        return cls(layout, *widths, *place, entry_of(optimizer.name).granularity, serves, share)
 
     @property
     def shard(self) -> tuple[str, int]:
@@ -102,6 +109,15 @@ def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses, mo
     _partials(table, updated, layout, width)
     if spread.granularity == "matrix":
         matrix_traffic(table, instances, model, spread.master_width, layout.tp, spread.tp_rank)
+    if layout.sync == "asp":
+        every = Table()
+        every.take(table, spread.share)
+        if spread.serves:
+            answered = layout.dp_replicate - spread.share
+            every.note("dp_replicate", "send", answered * (REPLY_BYTES + updated.total() * spread.width))
+        else:
+            every.note("dp_replicate", "send", spread.share * (PUSH_BYTES + updated.total() * spread.gradient_width))
+        return every
     if layout.independent_replicas > 1:
         # Every sync_every steps all replicas synchronize and average their optimizers' parameters.
         replicas, share = layout.dp_replicate, 1 / layout.sync_every

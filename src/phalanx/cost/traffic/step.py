@@ -22,7 +22,6 @@ from phalanx.cost.traffic.parameters import held_parameters
 from phalanx.cost.traffic.passes import pipeline_work
 from phalanx.cost.traffic.state import Spread, state_traffic
 from phalanx.cost.traffic.table import Table, Traffic
-from phalanx.errors import JobError
 from phalanx.partition.batch import Batch
 from phalanx.partition.recompute import written
 from phalanx.partition.sequence import cp_coordinates
@@ -34,6 +33,8 @@ PAIR_STATUS = 4 * 8
 """Bytes of the sums over preference pairs beside them."""
 SEQUENCE_SUM = 8
 """Bytes of the log-probability of a sequence, which context-parallel ranks sum."""
+TICKET = 8
+"""Bytes of a gradient's place in the order of arrival, which asynchronous SGD tells all ranks of a replica."""
 
 
 def step_traffic(
@@ -50,6 +51,7 @@ def step_traffic(
     optimizer: Optimizer = ADAMW,
     pairs: bool = False,
     conversations: int = 1,
+    share: float = 1,
 ) -> Traffic:
     """Returns the bytes that `rank` (of all of `layout.world`) sends in one optimizer step, by mesh axis and
     collective, named as in the ledger. By default it is rank 0, whose ledger `phalanx train` reports.
@@ -64,21 +66,17 @@ def step_traffic(
     that are packed into a sequence, known once the data are read.
 
     Replicas that synchronize every sync_every steps (local_sgd, diloco) send a share of it per step. A pipeline without
-    a flush sends the mean over a run of steps. Raises JobError for sync=asp, in which a step's shares go to whichever
-    replica is ready, if the vocabulary size or the stages are not known, and as schedule_of does.
+    a flush sends the mean over a run of steps. With sync=asp a step's parts go to whichever replica is ready: `share`
+    is how many its replica computes per step, by default one, as replicas of equal speed do. Raises JobError if the
+    vocabulary size or the stages are not known, and as schedule_of does.
     """
-    if layout.sync == "asp":
-        raise JobError(
-            "layout.sync: asp gives each share of a step to whichever replica is ready, so its traffic is not known in "
-            "advance; nearest legal: sync=bsp"
-        )
     if layout.processes == 1:
         return {}
     plan = pipeline_work(layout, model.n_layers, batch.accumulation, stages)
     pp = rank // (layout.world // layout.pp)
     work = plan.work[pp]
     runs = held_parameters(model, layout, vocab, plan, pp)
-    spread = Spread.of(layout, precision, gradients, rank, optimizer=optimizer)
+    spread = Spread.of(layout, precision, gradients, rank, optimizer=optimizer, share=share)
     table = state_traffic(runs, spread, work, model)
     ring_rank, _ = cp_coordinates(layout, rank // layout.tp % layout.cp)
     place = place_of(
@@ -107,16 +105,16 @@ def step_traffic(
         for kind, blocks in routed.items():
             passed.take(row_traffic(place, *kind), rows * (blocks / routed.total()))
     passed.note("pp", "send", work.sends * place.bytes_of(boundary(place)))
-    table.take(passed, 1 / work.steps)
-    _status(table, layout, STATUS + pairs * PAIR_STATUS)
+    table.take(passed, share / work.steps)
+    _status(table, layout, STATUS + TICKET if layout.sync == "asp" else STATUS + pairs * PAIR_STATUS, share)
     return table.traffic()
 
 
-def _status(table: Table, layout: Layout, size: int) -> None:
+def _status(table: Table, layout: Layout, size: int, share: float) -> None:
     """Adds the numbers that decide about a step, of `size` bytes. Independent replicas do not share theirs."""
     if layout.independent_replicas == 1:
         table.add("world", "all_reduce", size, layout.world)
         return
     shard = "dp_shard" if layout.cp == 1 else "dp_shard_cp"
     for axis, ranks in (("tp", layout.tp), (shard, layout.shard_ranks), ("pp", layout.pp)):
-        table.add(axis, "all_reduce", size, ranks)
+        table.add(axis, "all_reduce", size, ranks, share)

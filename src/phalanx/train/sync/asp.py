@@ -77,8 +77,11 @@ class Asynchronous:
                 self.stepper.replica.publish()
         if self.server:
             self.server.close()
-        asked = synchronize(self.mesh.axis("dp_replicate"), self.stepper.device, asked, problem)
-        return self._take_over() // self.replicas, asked
+        with self.mesh.ledger.untracked():  # only validations, checkpoints and the end need it
+            asked = synchronize(self.mesh.axis("dp_replicate"), self.stepper.device, asked, problem)
+            version = self._take_over()
+        self.stepper.replica.publish()
+        return version // self.replicas, asked
 
     def _compute(
         self, micro_batches: Sequence[MicroBatch], reply: Reply, tokens: int, requests: Requests
@@ -138,5 +141,4 @@ class Asynchronous:
         if flat.numel():
             replicas.broadcast(flat).wait()
         spread(flat, self.values)
-        self.stepper.replica.publish()
         return int(version.item())
