@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import os
 import platform
 import sys
@@ -290,11 +291,12 @@ def _read_text(file: Path) -> Iterator[str]:
 
 def _json_text(line: bytes, field: str, where: str) -> str:
     try:
-        record = parse_json(line, lenient=True)
+        record = parse_json(line, lenient=True, once=field)
     except UnicodeDecodeError as error:
         raise _not_utf8(where, error) from error
     except ValueError as error:
-        raise DataError(f"{where}: not a line of JSON: {error}") from error
+        what = "not a line of JSON: " if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"{where}: {what}{error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a JSON object with the field {field!r}, found {type(record).__name__}")
     return _field_text(record, field, where)
