@@ -78,21 +78,23 @@ def read_json(path: Path, most: int = MOST_BYTES) -> Any:
     return parse_json(read_bytes(path, most))
 
 
-def parse_json(text: str | bytes, *, lenient: bool = False) -> Any:
+def parse_json(text: str | bytes, *, lenient: bool = False, once: str = "") -> Any:
     """Returns the value of JSON text.
 
     Args:
         text: the text, or its UTF-8 bytes.
         lenient: for records of which only one field is used: the caller checks that field, and integers of more than 20
             digits are cut short.
+        once: with `lenient`: the field that is used.
 
-    Raises ValueError for what is no JSON, and, unless `lenient`, for values that code cannot handle safely: nesting
-    deeper than MOST_NESTING, integers of more than 64 bits, half a surrogate pair (a lone "\\ud800", which can be
-    neither printed nor written).
+    Raises ValueError for what is no JSON (json.JSONDecodeError), for a key that an object has twice, and, unless
+    `lenient`, for values that code cannot handle safely: nesting deeper than MOST_NESTING, integers of more than 64
+    bits, half a surrogate pair (a lone "\\ud800", which can be neither printed nor written).
     """
     text = text if isinstance(text, str) else text.decode()
+    checks = {} if lenient and not once else {"object_pairs_hook": lambda pairs: _object(pairs, once)}
     try:
-        value = json.loads(text.removeprefix("\ufeff"), parse_int=_first_digits if lenient else _integer)
+        value = json.loads(text.removeprefix("\ufeff"), parse_int=_first_digits if lenient else _integer, **checks)
     except RecursionError:
         raise ValueError(f"nested deeper than {MOST_NESTING} levels") from None
     if not lenient:
@@ -123,6 +125,18 @@ def _require_regular(mode: int, path: Path) -> None:
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no file")
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
+
+
+def _object(pairs: list[tuple[str, Any]], once: str) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        values: dict[str, Any] = {}
+        for name, value in pairs:
+            if name in values and once in ("", name):
+                both = " and as ".join(f"{str(each)[:40]!r}" for each in (values[name], value))
+                raise ValueError(f"the key {name[:100]!r} is given twice, as {both}")
+            values[name] = value
+    return found
 
 
 def _integer(digits: str) -> int:

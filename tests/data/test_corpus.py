@@ -94,10 +94,11 @@ def test_limit_counts_bytes_and_cuts_no_character(limit: int, tmp_path_factory: 
             r"x\.jsonl:3: expected a JSON object with the field 'text', found",
         ),
         ("x.jsonl", b'{"txt": "a", "id": 1}\n', r"x\.jsonl:1: no field 'text' \(its fields: 'txt', 'id'\)"),
+        ("x.jsonl", b'{"a": 1, "a": 2, "text": "x", "text": ""}\n', r"x\.jsonl:1: the key 'text' is given twice"),
         ("x.jsonl", b'{"text": 5}\n', r"x\.jsonl:1: the field 'text' holds int, not text"),
         ("x.jsonl", b'{"text": "\\ud800"}\n', r"x\.jsonl:1: .* half a surrogate pair"),
         ("x.jsonl", b'{"text": "\xff"}\n', r"x\.jsonl:1: byte 0xff is not UTF-8"),
-        ("x.jsonl", b"[" * 100_000, r"x\.jsonl: it begins as a JSON array and is none"),
+        ("x.jsonl", b"[" * 100_000, r"x\.jsonl: nested deeper than"),
     ],
 )
 def test_bad_text_is_named_with_its_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:

@@ -64,6 +64,10 @@ def test_tables_of_arrow(tmp_path: Path) -> None:
         writer.write_table(table)
     for path in (tmp_path / "a.parquet", tmp_path / "file.arrow", saved):
         assert texts(path) == [row["text"] for row in ROWS]
+    twice = pyarrow.table([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match="the column 'text' is there twice"):
+        texts(tmp_path / "twice.parquet")
 
 
 @pytest.mark.parametrize(
@@ -73,6 +77,7 @@ def test_tables_of_arrow(tmp_path: Path) -> None:
         ("a.txt", b"PAR1\x15\x04\x80", "Parquet file"),
         ("a.jsonl.gz", gzip.compress(LINES.encode())[:-9], "damaged or cut"),
         ("a.json", b'[{"text": "x"}', "it begins as a JSON array and is none"),
+        ("a.json", b'[{"text": "x", "text": "y"}]', "a.json: the key 'text' is given twice, as 'x' and as 'y'"),
         ("a.json", b"[1]", "record 1: expected a JSON object, found int"),
         ("a.csv", b"id,name\n1,x\n", "no field 'text' (its fields: 'id', 'name'); set data.text_field"),
         ("a.csv", b"text,text\n1,x\n", "must name every column once"),

@@ -84,7 +84,7 @@ def test_a_data_set_is_a_source_of_a_mixture(tmp_path, data):
     mixed = Data(corpus="mix", mix=sources, tokenizer="byte", dir=data.dir)
     found = open_split(prepare(mixed), "train", 8, mixed)
     assert isinstance(found, MixedData)
-    assert list(found.source_tokens(400).values()) == [800, 2400]
+    assert list(found.source_tokens(400, 0).values()) == [800, 2400]
     assert found.sources[1].tokens == int(len(TOKENS) * 0.9)
     with pytest.raises(JobError, match="data.tokenizer=char is made of a text, and .*set holds tokens of another"):
         prepare(replace(mixed, tokenizer="char"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import pytest
 from phalanx.check.load import from_dict, load_words
 from phalanx.check.show import as_dict
 from phalanx.config.corpora import MIX_ROUND
-from phalanx.config.data import Data, MixSource
+from phalanx.config.data import IGNORE, Data, MixSource
 from phalanx.config.overrides import parse
 from phalanx.data.index import read_index, write_index
-from phalanx.data.loader import Batches, evaluation_batches
+from phalanx.data.loader import Batches, MicroBatch, evaluation_batches
 from phalanx.data.mixture import MixedData, Rounds
 from phalanx.data.prepare import prepare
 from phalanx.data.settings import prepared_path
@@ -56,7 +57,7 @@ def test_batches_depend_on_neither_ranks_nor_interruption(mix: Data) -> None:
     assert (steps(data, 5, first=56) == alone[7:]).all()
     text = data.tokenizer.decode(alone.reshape(-1))
     counts = [sum(map(text.count, letters)) for letters in TEXTS.values()]
-    assert list(data.source_tokens(96).values()) == counts == [48 * 16, 29 * 16, 19 * 16]
+    assert list(data.source_tokens(96, 3).values()) == counts == [48 * 16, 29 * 16, 19 * 16]
 
 
 def test_one_tokenizer_serves_all_sources_and_each_is_prepared_once(mix: Data) -> None:
@@ -142,13 +143,13 @@ def test_the_same_mixture_is_read_from_a_file_the_command_line_and_a_checkpoint(
         ("[{path: a, weight: 1}, {path: b}]", "data.mix.*item 2: weight is missing"),
         ("[{path: a, weight: 1, wieght: 1}]", "data.mix.*item 1: unknown key 'wieght'; did you mean weight"),
         ("[{path: a, weight: 1, weight: 2}]", "data.mix.*item 1: weight is given twice"),
-        ("[{path: a, weight: [1]}]", "data.mix.*item 1: expected path, weight and epochs, each with one value"),
+        ("[{path: a, weight: [1]}]", r"data.mix.*item 1: weight: expected a number, found '\[1\]'"),
         ("[{path: a, weight: 1, epochs: -1}]", r"data.mix.*item 1 \(a\): epochs must not be negative"),
         ("[{path: a, weight: 1}, {path: a, weight: 1}]", "data.mix.*item 2: a is item 1, too"),
         ("[{path: a, weight: 1}, {path: b, weight: 1e-9}]", "data.mix.*item 2: weight 1e-09 is less than"),
         ("[{path: '', weight: 1}]", "data.mix.*item 1: path is ''"),
-        ("[a, b]", "data.mix.*item 1: expected a mapping of path, weight and epochs, found 'a'"),
-        ("book.txt", "data.mix.*expected a list of mappings of path, weight and epochs"),
+        ("[a, b]", "data.mix.*item 1: expected a mapping of path, weight, .* and ignore_keys, found 'a'"),
+        ("book.txt", "data.mix.*expected a list of mappings of path, weight, .* and ignore_keys"),
         ("[[[[" * 9, "data.mix.*expected a list of mappings"),
     ],
 )
@@ -208,8 +209,147 @@ def test_preparing_goes_on_where_it_stopped(mix: Data, monkeypatch: pytest.Monke
     ("row", "corpus"),
     [('{"messages": []}', "chat"), ('{"prompt": "q", "completion": "a"}', "chat"), ('{"chosen": "a"}', "preferences")],
 )
-def test_rows_that_end_with_answers_are_no_source(mix: Data, tmp_path: Path, row: str, corpus: str) -> None:
+def test_rows_among_texts_are_refused_with_the_corpus_that_reads_them(
+    mix: Data, tmp_path: Path, row: str, corpus: str
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(f"{row}\n")
-    with pytest.raises(DataError, match=f"rows.jsonl:1: .* data.corpus={corpus} with data.path, and are no source"):
+    with pytest.raises(DataError, match=f"rows.jsonl:1: .* data.corpus={corpus}, also with data.mix"):
         prepare(replace(mix, mix=(*mix.mix, MixSource(str(rows), 1))))
+
+
+ANSWERS = {"talk": "abc", "asked": "ABCD", "text": "0123456789\n"}
+ROWS = 30
+
+
+@pytest.fixture
+def talks(tmp_path: Path) -> Data:
+    """Conversations, questions in columns of their own, and a text: the answers of each are of its own characters."""
+    with (tmp_path / "talk.jsonl").open("w") as talk, (tmp_path / "asked.jsonl").open("w") as asked:
+        for n in range(ROWS):
+            answer = {"role": "assistant", "content": "abc"[: n % 3 + 1]}
+            talk.write(json.dumps({"messages": [{"role": "user", "content": "?" * (n % 5 + 1)}, answer]}) + "\n")
+            asked.write(json.dumps({"question": "!" * (n % 4 + 1), "reply": "ABCD" * (n % 2 + 1)}) + "\n")
+    (tmp_path / "text.txt").write_text("".join(f"{n * n * 7919}\n" for n in range(200)))
+    sources = (
+        MixSource(str(tmp_path / "talk.jsonl"), 5),
+        MixSource(str(tmp_path / "asked.jsonl"), 3, columns=("question:prompt", "reply:completion")),
+        MixSource(str(tmp_path / "text.txt"), 2, corpus="text"),
+    )
+    return Data(corpus="chat", mix=sources, template="raw", val_fraction=0.2, dir=str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"packing": True, "document_mask": True}, {"loss_on": "all"}, {"too_long": "drop"}], ids=str
+)
+def test_conversations_are_drawn_by_weight_and_their_answers_counted(talks: Data, options: dict) -> None:
+    data = replace(talks, **options)
+    samples = opened(data)
+    first = 0
+    counted = dict.fromkeys(ANSWERS, 0)
+    for ranks, count in ((1, 3), (2, 2), (4, 4)):  # as a run that is resumed with other numbers of ranks
+        for step in range(count):
+            before = first + 8 * step
+            found: list[MicroBatch] = []
+            for rank in range(ranks):
+                of_rank = {"rank": rank, "ranks": ranks, "first_sample": before}
+                with Batches(samples, global_batch=8, micro_batch=2, seed=3, prefetch=0, **of_rank) as batches:
+                    found += next(batches)
+            rows = [row[row != IGNORE] for micro in found for row in micro.targets]
+            assert samples.valid_tokens(before, 8, 3) == sum(map(len, rows))
+            for micro in found:
+                assert micro.conversations is not None
+                assert ((micro.conversations < 0) <= (micro.targets == IGNORE)).all()
+                assert micro.most_conversations == samples.most_conversations
+                assert micro.valid_share == found[0].valid_share
+            used = sum(int((micro.conversations >= 0).sum()) for micro in found if micro.conversations is not None)
+            assert samples.used_positions(before, 8, 3) == used
+            numbers, _ = samples.rounds.draw(np.arange(before, before + 8))
+            for which, row in zip(numbers.tolist(), rows, strict=True):
+                name = [*ANSWERS][which]
+                counted[name] += len(row)
+                own = set(ANSWERS[name]) | ({"?", "!", "\n"} if "loss_on" in options else {"\n"})
+                assert set(samples.tokenizer.decode(row)) <= own
+        first += 8 * count
+        told = {Path(path).stem: tokens for path, tokens in samples.source_tokens(first, 3).items()}
+        assert told == counted
+    assert list(opened(data).source_tokens(first, 3).values()) == list(counted.values())  # as after a resume
+
+
+def test_every_conversation_of_a_source_is_read_once_in_a_pass(talks: Data) -> None:
+    samples = opened(talks)
+    ids = samples.order(0, 48, 1)
+    assert len(set(ids[ids < 24].tolist())) == 24  # of weight 5 in 10
+    facts = samples.source_facts()
+    assert [fact["weight"] for fact in facts] == [0.5, 0.3, 0.2]
+    passed = samples.sources[0].counted_tokens(0, 24, 1)
+    assert facts[0]["tokens"] == passed
+    assert samples.sources[0].counted_tokens(24, 24, 1) == passed
+
+
+def test_a_vocabulary_made_of_conversations_is_that_of_all_sources(talks: Data) -> None:
+    folder = prepare(replace(talks, tokenizer="bpe", bpe_vocab=300))
+    index = open_shards(folder, verify=True)
+    assert index.vocab_size <= 300
+    assert [bool(read_index(each).row_size) for each in index.folders(folder)] == [True, True, False]
+    other = replace(talks.mix[1], columns=("question:prompt", "reply:completion"), ignore_keys=("id",))
+    assert prepared_path(replace(talks, mix=(talks.mix[0], other, talks.mix[2]))) != prepared_path(talks)
+
+
+def test_pairs_of_several_sources_stay_together_and_keep_their_reference(talks: Data, tmp_path: Path) -> None:
+    for name in "pq":
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            for n in range(15):
+                file.write(json.dumps({"prompt": f"{n}", "chosen": f"{name}{n}", "rejected": f"{name}{n}!"}) + "\n")
+    sources = tuple(MixSource(str(tmp_path / f"{name}.jsonl"), weight) for name, weight in (("p", 2), ("q", 1)))
+    data = opened(replace(talks, corpus="preferences", mix=sources))
+    data.refer(np.arange(data.sample_count, dtype=np.float64))
+    seen, names = [], []
+    for rank in range(2):
+        with Batches(data, global_batch=12, micro_batch=2, rank=rank, ranks=2, seed=1, prefetch=0) as batches:
+            for micro in (micro for _ in range(3) for micro in next(batches)):
+                chosen, rejected = (data.tokenizer.decode(row[row != IGNORE]).strip() for row in micro.targets)
+                assert rejected == f"{chosen}!"
+                assert micro.reference is not None
+                assert micro.reference[1] == micro.reference[0] + 1
+                assert micro.reference[0] % 2 == 0
+                seen.append(chosen)
+                names.append(chosen[0])
+    assert len(set(seen)) == 18
+    assert names.count("p") == 12
+    assert [data.valid_tokens(12 * step, 12, 1) for step in range(3)] == [6, 6, 6]
+    tokens = data.source_tokens(36, 1)
+    assert sum(tokens.values()) == sum(2 * len(answer) + 3 for answer in seen)  # each answer, with "!", ends a line
+    assert [samples for *_, samples in opened(replace(talks, corpus="preferences", mix=sources), "val").parts(6)] == [
+        4,
+        2,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mix", "message"),
+    [
+        ("{path: a, weight: 1, corpus: chat}, {path: b, weight: 1, corpus: preferences}", "item 2 .b.: corpus pref"),
+        (
+            "{path: a, weight: 1, corpus: preferences}, {path: b, weight: 1, corpus: text}",
+            "item 2 .*a run has one loss",
+        ),
+        ("{path: a, weight: 1, corpus: random}", "item 1: corpus: expected one of .*found 'random'"),
+        ("{path: a, weight: 1, corpus: chat, columns: [x]}", "item 1: columns: expected THEIRS:OURS"),
+        ("{path: a, weight: 1, corpus: chat, columns: {x: y}}", "item 1: expected path, .*a list of them"),
+        ("{path: a, weight: 1, columns: ['x:y']}", "item 1 .a.: columns is for conversations"),
+        ("{path: a, weight: 1, ignore_keys: [x]}", "item 1 .a.: ignore_keys is for conversations"),
+    ],
+)
+def test_sources_that_do_not_go_together_are_refused(mix: str, message: str) -> None:
+    with pytest.raises(JobError, match=f"data.mix.*{message}"):
+        load_words(parse([f"data.mix=[{mix}]"]))
+
+
+def test_a_mixture_is_of_what_its_sources_are() -> None:
+    chat = "{path: b, weight: 2, corpus: chat, columns: ['x: y:prompt', z:completion]}"
+    rows = f"[{{path: a, weight: 1, corpus: text}}, {chat}]"
+    job = load_words(parse(["data.template=raw", f"data.mix={rows}"])).job
+    assert job.data.corpus == "chat"
+    assert job.data.mix[1].columns == ("x: y:prompt", "z:completion")
+    assert from_dict(as_dict(job), "checkpoint") == job

@@ -55,7 +55,9 @@ BAD = {
     '{"prompt": ["x"], "completion": "y"}': "message 1: it is str, not an object with role and content",
     '{"instruction": ["x"], "output": "y"}': "message 1: its content is a list of parts of type str",
     '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "message 1: its weight is 0.5: an answer",
-    '{"prompt": "\\ud800", "completion": "y"}': "not a line of JSON: a text in it holds half a surrogate pair",
+    '{"prompt": "x", "completion": "y", "completion": "z"}': "the key 'completion' is given twice, as 'y' and as 'z'",
+    '{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}': "the key 'role' is given twice",
+    '{"prompt": "\\ud800", "completion": "y"}': "a text in it holds half a surrogate pair",
 }
 
 
@@ -71,7 +73,7 @@ def test_every_problem_is_named_with_file_and_line_the_first_ten_of_them(tmp_pat
     lines = str(refused.value).splitlines()
     assert lines[0] == f"{data.path}: {len(BAD)} rows cannot be used:"
     assert [line.split(": ")[0] for line in lines[1:11]] == [f"  {data.path}:{n}" for n in range(2, 12)]
-    assert lines[11:] == ["  ... and 3 more"]
+    assert lines[11:] == [f"  ... and {len(BAD) - 10} more"]
     assert refused.value.exit_code == 4
     assert not list(Path(data.dir).rglob("index.json"))  # nothing half written
 

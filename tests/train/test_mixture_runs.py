@@ -1,6 +1,8 @@
 """Runs on a mixture of sources: resuming draws what an unbroken run draws, and the rows say what was drawn."""
 
 import dataclasses
+import json
+import math
 
 import pytest
 import torch
@@ -55,6 +57,59 @@ def test_resuming_with_other_numbers_of_ranks_reads_the_same_samples(ranks, mixe
     found, straight = weights(moved), weights(mixed)
     for name, tensor in straight.items():
         torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10)
+
+
+@pytest.fixture
+def answered(job, tmp_path):
+    """A job on conversations, questions and a text, packed."""
+    for name in ("talk", "asked"):
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            for n in range(40):
+                row = {"prompt": f"{n}" * (n % 3 + 1), "completion": name[: n % 4 + 1]}
+                file.write(json.dumps(row) + "\n")
+    (tmp_path / "text.txt").write_text("".join(f"{i * i % 97}\n" for i in range(900)))
+    sources = (
+        MixSource(str(tmp_path / "talk.jsonl"), 3.0),
+        MixSource(str(tmp_path / "asked.jsonl"), 2.0),
+        MixSource(str(tmp_path / "text.txt"), 1.0, corpus="text"),
+    )
+    data = Data(corpus="chat", mix=sources, template="raw", val_fraction=0.2, dir=str(tmp_path / "data"))
+    model = dataclasses.replace(job.model, positions="rope")
+    return dataclasses.replace(job, model=model, data=dataclasses.replace(data, packing=True, document_mask=True))
+
+
+def test_conversations_are_resumed_by_other_numbers_of_ranks(ranks, answered):
+    ranks(train, 1, answered)
+    moved = change(answered, "run", name="moved")
+    with pytest.raises(StoppedError):
+        ranks(train, 2, dataclasses.replace(moved, layout=Layout(dp_shard=2, zero=2)), 3)
+    ranks(train, 3, dataclasses.replace(moved, layout=Layout(dp_replicate=3)))
+    assert losses(moved) == pytest.approx(losses(answered), rel=1e-9)
+    tokens = [row["source_tokens"] for row in rows(answered, "step")]
+    assert [row["source_tokens"] for row in rows(moved, "step")] == tokens
+    found, straight = weights(moved), weights(answered)
+    for name, tensor in straight.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-7, atol=1e-10)
+
+
+def test_pairs_of_several_sources_are_compared_with_one_reference(ranks, answered, tmp_path):
+    for name in ("p", "q"):
+        with (tmp_path / f"{name}.jsonl").open("w") as file:
+            for n in range(30):
+                file.write(json.dumps({"prompt": f"{n}", "chosen": name * (n % 3 + 1), "rejected": "no"}) + "\n")
+    sources = tuple(MixSource(str(tmp_path / f"{name}.jsonl"), weight) for name, weight in (("p", 2.0), ("q", 1.0)))
+    data = dataclasses.replace(answered.data, corpus="preferences", mix=sources, packing=False)
+    job = dataclasses.replace(answered, data=data)
+    ranks(train, 1, job)
+    moved = change(job, "run", name="moved")
+    with pytest.raises(StoppedError):
+        ranks(train, 1, moved, 2)
+    ranks(train, 2, dataclasses.replace(moved, layout=Layout(dp_replicate=2)))
+    assert losses(moved) == pytest.approx(losses(job), rel=1e-9)
+    assert losses(job)[0] == pytest.approx(math.log(2))
+    last = rows(job, "validation")[-1]
+    mean = sum(w * loss for w, loss in zip((2 / 3, 1 / 3), last["source_losses"].values(), strict=True))
+    assert last["val_loss"] == pytest.approx(mean, rel=1e-5)
 
 
 def test_a_run_says_what_its_sources_are_and_how_each_validates(ranks, mixed):

@@ -172,7 +172,12 @@ CONDITIONS: dict[str, Condition] = {
         lambda job: "path" in CORPORA[job.data.corpus].settings,
         "is for corpora that read files of your own",
     ),
-    "data.text_field": (lambda job: "text_field" in CORPORA[job.data.corpus].settings, "is for data.corpus=text"),
+    "data.text_field": (
+        lambda job: (
+            "text_field" in CORPORA[job.data.corpus].settings or any(each.corpus == "text" for each in job.data.mix)
+        ),
+        "is for data.corpus=text",
+    ),
     "data.template": _ROWS,
     "data.template_date": _ROWS,
     "data.loss_on": _ROWS,

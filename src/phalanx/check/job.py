@@ -121,7 +121,7 @@ def _sources(data: Data) -> Iterator[Problem]:
     for number, source in enumerate(data.mix, start=1):
         for name, problem in out_of_range(source):
             yield "data.mix", f"item {number} ({source.path}): {name} {problem}"
-    if data.mix and entry is not None and data.corpus != "mix":
+    if data.mix and entry is not None and "mix" not in entry.settings:
         yield "data.mix", f"stands beside data.corpus={data.corpus}; leave one of the two out"
     for name in ("path", "dir", "tokenizer"):
         if "\0" in getattr(data, name):

@@ -22,7 +22,7 @@ from phalanx.check.start import start_problems, starting_point
 from phalanx.config import overrides, spelling, values, yaml_file
 from phalanx.config.aliases import Derived
 from phalanx.config.clusters import CLUSTERS, cluster_of
-from phalanx.config.corpora import CORPORA
+from phalanx.config.corpora import CORPORA, mixture_of
 from phalanx.config.described import describe
 from phalanx.config.devices import ACCELERATORS
 from phalanx.config.fields import get, leaves, replace
@@ -183,7 +183,7 @@ def resolve(
         job = replace(job, "run.name", default_name)
         origins["run.name"] = "the job file's name"
     if job.data.mix and origins["data.corpus"] == "default":
-        job, origins["data.corpus"] = replace(job, "data.corpus", "mix"), "resolved: data.mix is set"
+        job, origins["data.corpus"] = replace(job, "data.corpus", mixture_of(job.data.mix)), "resolved: data.mix is set"
     if presets and not _states_all("cluster", settings):
         job = _described(job, found, origins, answers)
     job = _fill_rest(job, found, origins)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 
-from phalanx.config.data import Data
+from phalanx.config.data import Data, MixSource
 from phalanx.config.templates import BUILT_IN, OWN_TEMPLATE
 from phalanx.facts import Lazy, stated
 from phalanx.nearest import did_you_mean
@@ -16,6 +16,21 @@ MIX_ROUND = 1 << 18
 
 Rules = Callable[[Data], Iterable[tuple[str, str]]]
 """Yields the problems of a job's data: the field by its dotted path ("data.path"), and the message."""
+
+
+_SOURCES = {"mix": ("text",), "chat": ("chat", "text"), "preferences": ("preferences",)}
+"""The corpora that a source of data.mix may be of, by data.corpus; the first unless it says one."""
+_ONE_LOSS = "pairs are compared by DPO, other tokens are predicted, and a run has one loss"
+
+
+def mixture_of(mix: Iterable[MixSource]) -> str:
+    """Returns the corpus of a mixture whose job names none: that of its sources which are no text."""
+    return next((source.corpus for source in mix if source.corpus not in ("", "text")), "mix")
+
+
+def corpus_of(source: MixSource, data: Data) -> str:
+    """Returns the corpus of a source of data.mix."""
+    return source.corpus or _SOURCES[data.corpus][0]
 
 
 def no_rules(data: Data) -> Iterable[tuple[str, str]]:
@@ -74,7 +89,12 @@ def _path_problems(data: Data) -> Iterator[tuple[str, str]]:
 def _mix_problems(data: Data) -> Iterator[tuple[str, str]]:
     if not data.mix:
         yield "data.mix", "corpus mix needs sources, such as [{path: books, weight: 3}, {path: code.jsonl, weight: 1}]"
-    if data.path:
+    yield from _source_problems(data)
+
+
+def _source_problems(data: Data) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with the sources of a mixture."""
+    if data.path and data.mix:
         yield "data.path", "stands beside data.mix, whose sources have their own paths; leave one of the two out"
     smallest = sum(source.weight for source in data.mix) / MIX_ROUND
     first: dict[str, int] = {}
@@ -84,8 +104,18 @@ def _mix_problems(data: Data) -> Iterator[tuple[str, str]]:
                 "data.mix",
                 f"item {number}: path is {source.path!r}: expected a text or JSONL file, or a folder of them",
             )
+        elif corpus_of(source, data) not in _SOURCES[data.corpus]:
+            yield (
+                "data.mix",
+                f"item {number} ({source.path}): corpus {source.corpus} is no source of data.corpus={data.corpus} "
+                f"(known: {', '.join(_SOURCES[data.corpus])}): {_ONE_LOSS}",
+            )
         elif source.path in first:
             yield "data.mix", f"item {number}: {source.path} is item {first[source.path]}, too; add their weights"
+        if corpus_of(source, data) == "text":
+            for name in ("columns", "ignore_keys"):
+                if getattr(source, name):
+                    yield "data.mix", f"item {number} ({source.path}): {name} is for conversations, and this is text"
         if 0 < source.weight < smallest:
             yield (
                 "data.mix",
@@ -96,8 +126,9 @@ def _mix_problems(data: Data) -> Iterator[tuple[str, str]]:
 
 
 def _chat_problems(data: Data) -> Iterator[tuple[str, str]]:
-    if not data.path:
-        yield "data.path", f"corpus {data.corpus} needs the path of a JSONL file, or of a folder of them"
+    if not data.path and not data.mix:
+        yield "data.path", f"corpus {data.corpus} needs the path of a JSONL file, or of a folder of them, or data.mix"
+    yield from _source_problems(data)
     names = (OWN_TEMPLATE, *BUILT_IN)
     if data.template not in names and not data.template.endswith((".jinja", ".j2")):
         hint = did_you_mean(data.template, names)
@@ -105,9 +136,13 @@ def _chat_problems(data: Data) -> Iterator[tuple[str, str]]:
             "data.template",
             f"no template {data.template!r}{hint} (known: {', '.join(names)}; your own: a .jinja file)",
         )
-    for pair in data.columns:
+    columns = {f"item {number}: columns: ": each.columns for number, each in enumerate(data.mix, start=1)}
+    for where, pair in [("", pair) for pair in data.columns] + [(at, pair) for at in columns for pair in columns[at]]:
         if not all(pair.partition(":")[::2]):
-            yield "data.columns", f"expected THEIRS:OURS, such as [question:prompt,answer:completion], found {pair!r}"
+            yield (
+                "data.mix" if where else "data.columns",
+                f"{where}expected THEIRS:OURS, such as [question:prompt,answer:completion], found {pair!r}",
+            )
     if data.packing and not data.document_mask:
         yield (
             "data.packing",
@@ -195,9 +230,6 @@ CORPORA = Registry(
         "mix": CorpusEntry(
             "several sources of text, drawn by weight: set data.mix",
             "data.mix",
-            files="phalanx.data.corpus:mix_files",
-            describe="phalanx.data.corpus:mix_description",
-            identity="phalanx.data.corpus:mix_identity",
             settings=("mix", "text_field"),
             only_location=("mix",),
             rules=_mix_problems,
@@ -209,7 +241,8 @@ CORPORA = Registry(
             rows="phalanx.data.rows:chat_rows",
             describe="phalanx.data.corpus:text_description",
             identity="phalanx.data.template:template_identity",
-            settings=("path", "template", "columns", "ignore_keys"),
+            settings=("path", "mix", "template", "columns", "ignore_keys"),
+            only_location=("mix",),
             rules=_chat_problems,
         ),
         "preferences": CorpusEntry(
@@ -220,7 +253,8 @@ CORPORA = Registry(
             row_size=2,
             describe="phalanx.data.corpus:text_description",
             identity="phalanx.data.template:template_identity",
-            settings=("path", "template", "columns", "ignore_keys"),
+            settings=("path", "mix", "template", "columns", "ignore_keys"),
+            only_location=("mix",),
             rules=_preference_problems,
         ),
         "random": CorpusEntry(

@@ -16,15 +16,23 @@ class MixSource:
     """One source of data.mix."""
 
     path: str
-    """What data.path takes for corpus text."""
+    """What data.path takes."""
     weight: Annotated[float, Above(0)]
     """Its share of the samples, relative to the other sources' weights."""
     epochs: Annotated[float, AtLeast(0)] = 0.0
     """The most passes over it: a run that needs more is refused; 0: as many as it needs."""
+    corpus: Literal["", "text", "chat", "preferences"] = ""
+    """What it holds; empty: the same as the mixture, which is text unless data.corpus says otherwise."""
+    columns: tuple[str, ...] = ()
+    """Instead of data.columns."""
+    ignore_keys: tuple[str, ...] = ()
+    """Instead of data.ignore_keys."""
 
     def __repr__(self) -> str:
-        most = f", epochs: {self.epochs:g}" if self.epochs else ""
-        return f"{{path: {self.path}, weight: {self.weight:g}{most}}}"
+        rest = {name: value for name, value in vars(self).items() if value not in (0, "", ())}
+        rest |= {name: f"[{', '.join(value)}]" for name, value in rest.items() if isinstance(value, tuple)}
+        rest |= {name: f"{value:g}" for name, value in rest.items() if isinstance(value, float)}
+        return f"{{{', '.join(f'{name}: {value}' for name, value in rest.items())}}}"
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,10 @@ class Data:
     """A text or JSONL file, or a folder of them (corpora text and chat); a Megatron data set (corpus text): its .bin,
     .idx or the name without either; or a local copy of tiny Shakespeare."""
     mix: tuple[MixSource, ...] = ()
-    """Instead of corpus and path: several sources of text, drawn by weight. Each has a path, a weight (its share of the
-    samples, relative to the others') and epochs (the most passes over it; a run that needs more is refused; 0: as many
-    as it needs)."""
+    """Instead of path: several sources, drawn by weight, of text or of what corpora chat and preferences read. Each has
+    a path, a weight (its share of the samples, relative to the others') and epochs (the most passes over it; a run that
+    needs more is refused; 0: as many as it needs), and may have a corpus (text among conversations), columns and
+    ignore_keys of its own."""
     text_field: str = "text"
     """The field of each record (JSON, or a column of CSV, TSV, Parquet, Arrow) that holds the text of corpus text."""
     columns: tuple[str, ...] = ()

@@ -47,8 +47,8 @@ def too_deep(text: str) -> int:
 
 
 def read_rows(text: str, names: str) -> list[dict[str, str]]:
-    """Returns the rows of a list of mappings as text by key; `names` says in messages what a row has. Raises ValueError
-    with what was expected and what was found."""
+    """Returns the rows of a list of mappings as text by key, a list within one as "[a,b]"; `names` says in messages
+    what a row has. Raises ValueError with what was expected and what was found."""
     try:
         root = None if too_deep(text) else yaml.compose(text, Loader=LOADER)
     except yaml.YAMLError:
@@ -63,9 +63,12 @@ def _row(node: yaml.Node, names: str, where: str) -> dict[str, str]:
         raise ValueError(f"{where}: expected a mapping of {names}, found {str(node.value)[:100]!r}")
     found: dict[str, str] = {}
     for key, value in node.value:
-        if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
-            raise ValueError(f"{where}: expected {names}, each with one value, found a list or a mapping")
+        items = value.value if isinstance(value, yaml.SequenceNode) else [value]
+        if not isinstance(key, yaml.ScalarNode) or not all(isinstance(item, yaml.ScalarNode) for item in items):
+            raise ValueError(
+                f"{where}: expected {names}, each with one value or a list of them, found a mapping or more"
+            )
         if key.value in found:
             raise ValueError(f"{where}: {key.value} is given twice")
-        found[key.value] = value.value
+        found[key.value] = value.value if items == [value] else f"[{','.join(item.value for item in items)}]"
     return found

@@ -109,8 +109,12 @@ class ConversationData(ShardData):
     def valid_tokens(self, first: int, count: int, seed: int) -> int:
         return int(self._counted_in[self.order(first, count, seed)].sum())
 
+    @property
+    def tokens_in_pass(self) -> int:
+        return self.facts.counted
+
     def used_positions(self, first: int, count: int, seed: int) -> int:
-        return int(self._used_in[self.order(first, count, seed)].sum()) if count else 0
+        return int(self._used_in[self.order(first, count, seed)].sum())
 
     def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
         shape = len(ids), self.seq_len

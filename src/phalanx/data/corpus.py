@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import codecs
 import hashlib
+import json
 import os
 import platform
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,8 @@ def sources(data: Data) -> list[Path]:
 
 def describe(data: Data) -> str:
     """Returns a one-line description of the corpus."""
+    if data.mix:
+        return " + ".join(source.path for source in data.mix)
     if CORPORA[data.corpus].describe is None:
         return CORPORA[data.corpus].title
     return CORPORA.code(data.corpus, "describe")(data)
@@ -225,21 +228,6 @@ def text_files(data: Data) -> list[Path]:
     return sorted(files, key=lambda file: file.relative_to(path).as_posix())
 
 
-def mix_files(data: Data) -> list[Path]:
-    """Returns the files of all sources of data.mix. Raises DataError if there are none."""
-    return [file for source in data.mix for file in text_files(replace(data, path=source.path))]
-
-
-def mix_description(data: Data) -> str:
-    """Returns the description of a mixture: its sources."""
-    return " + ".join(source.path for source in data.mix)
-
-
-def mix_identity(data: Data) -> dict[str, object]:
-    """Returns what determines the text of a mixture: its sources, but not how often they are drawn."""
-    return {"mix": [source.path for source in data.mix]}
-
-
 def walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:
     """Returns all files below `root`, except those whose name, or a parent folder's name, is skipped."""
     found = []
@@ -303,11 +291,12 @@ def _read_text(file: Path) -> Iterator[str]:
 
 def _json_text(line: bytes, field: str, where: str) -> str:
     try:
-        record = parse_json(line, lenient=True)
+        record = parse_json(line, lenient=True, once=field)
     except UnicodeDecodeError as error:
         raise _not_utf8(where, error) from error
     except ValueError as error:
-        raise DataError(f"{where}: not a line of JSON: {error}") from error
+        what = "not a line of JSON: " if isinstance(error, json.JSONDecodeError) else ""
+        raise DataError(f"{where}: {what}{error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a JSON object with the field {field!r}, found {type(record).__name__}")
     return _field_text(record, field, where)
@@ -319,10 +308,7 @@ def _field_text(record: dict[str, Any], field: str, where: str) -> str:
         names += f" and {len(record) - NAMES_SHOWN:,} more" if len(record) > NAMES_SHOWN else ""
         found = f"{where}: no field {field!r} (its fields: {names})"
         if corpus := next((name for name, keys in _OTHER_ROWS.items() if keys & record.keys()), ""):
-            raise DataError(
-                f"{found}; such rows are read by data.corpus={corpus} with data.path, and are no source of data.mix: "
-                "they end with their answers, the samples of a mixture after seq_len tokens"
-            )
+            raise DataError(f"{found}; such rows are read by data.corpus={corpus}, also with data.mix")
         raise DataError(f"{found}; set data.text_field")
     text = record[field]
     if not isinstance(text, str):

@@ -7,10 +7,12 @@ import csv
 import gzip
 import importlib
 import io
+import json
 import lzma
 import os
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -207,8 +209,10 @@ def record_of(line: bytes) -> dict[str, Any] | ValueError:
         record = parse_json(line.rstrip())
     except UnicodeDecodeError as error:
         return ValueError(not_utf8(error))
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         return ValueError(f"not a line of JSON: {error}")
+    except ValueError as error:
+        return error
     return record if isinstance(record, dict) else ValueError(f"expected a JSON object, found {type(record).__name__}")
 
 
@@ -224,8 +228,10 @@ def _array(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
         found = parse_json(content)
     except UnicodeDecodeError as error:
         raise DataError(f"{file}: {not_utf8(error)}") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise DataError(f"{file}: it begins as a JSON array and is none: {error}") from None
+    except ValueError as error:
+        raise DataError(f"{file}: {error}") from None
     if not isinstance(found, list):
         raise DataError(f"{file}: expected a JSON array of records, found {type(found).__name__}")
     for number, record in enumerate(found, start=1):
@@ -278,6 +284,8 @@ def _table(file: Path, form: Form) -> Iterator[tuple[str, dict[str, Any] | Value
     try:
         with _batches(pyarrow, parquet, file, form) as batches:
             for batch in batches:
+                if twice := next((name for name, n in Counter(batch.schema.names).items() if n > 1), ""):
+                    raise DataError(f"{file}: the column {twice!r} is there twice")
                 for record in batch.to_pylist():
                     number += 1
                     yield f"{file}: record {number}", record

@@ -13,16 +13,17 @@ import numpy as np
 
 from phalanx.check.job import data_problems
 from phalanx.check.load import load_file
+from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.data import Data
-from phalanx.data.corpus import documents
+from phalanx.data.corpus import documents, text_files
 from phalanx.data.formats import IN_WORDS, compression_of, form_of, missing, pair_of, records
 from phalanx.data.index import DTYPES, INDEX
 from phalanx.data.megatron import open_megatron
-from phalanx.data.mixture import Rounds
+from phalanx.data.mixture import MixedData, Rounds
 from phalanx.data.preferences import preference_rows
 from phalanx.data.row_text import row_texts
 from phalanx.data.rows import Causes, Row, chat_rows, row_files
-from phalanx.data.settings import prepared_path
+from phalanx.data.settings import prepared_path, source_settings
 from phalanx.data.split import open_split
 from phalanx.errors import DataError, JobError
 
@@ -43,7 +44,8 @@ def inspected(file: Path, template: str = "chatml", job: Data | None = None) -> 
     if pair_of(str(file)):
         return _of_megatron(file)
     if os.path.isdir(file):
-        file = row_files(Data(corpus="chat", path=str(file)))[0]  # the others are read in the same way
+        folder = replace(job or Data(corpus="chat"), path=str(file))
+        file = (text_files if folder.corpus == "text" else row_files)(folder)[0]  # the others are read in the same way
     elif not os.path.isfile(file):
         raise missing(file, "any")
     form, compressed = form_of(file), compression_of(file)
@@ -84,20 +86,23 @@ def _of_job(file: Path) -> dict[str, Any]:
             raise DataError(f"{file}: this job's corpus is {data.corpus}, which has no file; name a data file")
         return inspected(Path(data.path).expanduser(), job=data)
     total, samples = sum(source.weight for source in data.mix), job.train.steps * job.train.global_batch
-    drawn = Rounds.of([source.weight for source in data.mix]).drawn(samples).tolist()
+    group = PAIR if has_pairs(data) else 1
+    drawn = Rounds.of([source.weight for source in data.mix]).drawn(samples // group).tolist()
     sources: list[dict[str, Any]] = []
     problems: list[str] = []
-    for source, count in zip(data.mix, drawn, strict=True):
-        path = Path(source.path).expanduser()
-        form = inspected(path)["form"]
-        sources.append({"path": source.path, "form": form, "weight": source.weight / total, "samples": count})
     folder = prepared_path(data)
+    for source, own, count in zip(data.mix, source_settings(data, folder), drawn, strict=True):
+        seen = inspected(Path(source.path).expanduser(), job=replace(own, tokenizer=data.tokenizer))
+        share = {"weight": source.weight / total, "samples": count * group}
+        sources.append({"path": source.path, "form": seen["form"], "corpus": own.corpus, **share})
+        problems += seen.get("problems", ())
     if os.path.exists(folder / INDEX):
         mixed = open_split(folder, "train", job.model.seq_len, data)
-        for found, fact in zip(sources, mixed.source_facts(), strict=True):
-            found |= {"tokens": fact["tokens"], "epochs": found["samples"] * job.model.seq_len / float(fact["tokens"])}
-        problems = mixed.epoch_problems(samples)
-    found = {"file": str(file), "form": f"a job of {samples:,} samples", "corpus": "mix", "sources": sources}
+        assert isinstance(mixed, MixedData)
+        for found, fact, own in zip(sources, mixed.source_facts(), mixed.sources, strict=True):
+            found |= {"tokens": fact["tokens"], "epochs": found["samples"] / own.sample_count}
+        problems += mixed.epoch_problems(samples)
+    found = {"file": str(file), "form": f"a job of {samples:,} samples", "corpus": data.corpus, "sources": sources}
     return found | ({"problems": problems} if problems else {})
 
 

@@ -61,7 +61,8 @@ class ShardData(ABC):
     document_mask = False
     """Whether micro-batches contain the document number of each token."""
     most_conversations = 0
-    """The most conversations of a sample; 0 if samples are no conversations, and have no padding."""
+    """The most conversations of a sample; 0 if samples are no conversations, and have no padding. A text among them is
+    one."""
 
     def __init__(self, folder: Path, split: str, seq_len: int, *, verify: bool = False):
         if split not in SPLITS:
@@ -112,9 +113,9 @@ class ShardData(ABC):
         of a mixture, or all at once."""
         return [("", 1.0, self, samples)]
 
-    def source_tokens(self, end: int) -> dict[str, int]:
-        """Returns the tokens of each source of a mixture, by path, in the global sample numbers below `end`; nothing of
-        other data."""
+    def source_tokens(self, end: int, seed: int) -> dict[str, int]:
+        """Returns the tokens that count in the loss of each source of a mixture, by path, in the global sample numbers
+        below `end`; nothing of other data."""
         return {}
 
     def source_facts(self) -> list[dict[str, float | str]]:
@@ -132,7 +133,22 @@ class ShardData(ABC):
 
     @abstractmethod
     def valid_tokens(self, first: int, count: int, seed: int) -> int:
-        """Returns how many targets count in the loss of these global sample numbers, without reading the samples."""
+        """Returns how many targets count in the loss of these global sample numbers, without reading the samples; of
+        pairs, whose loss is a mean over them, the number of pairs."""
+
+    def counted_tokens(self, first: int, count: int, seed: int) -> int:
+        """Returns how many targets count, also of pairs."""
+        return self.valid_tokens(first, count, seed)
+
+    @property
+    def tokens_in_pass(self) -> int:
+        """How many targets of all samples count."""
+        return self.sample_count * self.seq_len
+
+    def refer(self, values: np.ndarray) -> None:
+        """Gives the samples of pairs the log-probabilities of their answers by the reference model: (sample_count,)
+        float64."""
+        raise TypeError(f"{type(self).__name__} holds no pairs")
 
     def used_positions(self, first: int, count: int, seed: int) -> int:
         """Returns how many positions of these global sample numbers hold tokens, which are all but padding."""
@@ -221,7 +237,10 @@ class TokenData(ShardData):
         samples = self.samples(ids)
         # Copies: with one row both slices are contiguous views of the same memory, and padding writes to the targets.
         documents = self.documents(ids) if self.document_mask else None
-        return MicroBatch(samples[:, :-1].copy(), samples[:, 1:].copy(), numbers, documents)
+        micro = MicroBatch(samples[:, :-1].copy(), samples[:, 1:].copy(), numbers, documents)
+        if not (most := self.most_conversations):
+            return micro
+        return replace(micro, conversations=np.zeros_like(micro.tokens), most_conversations=most)
 
 
 class Batches:

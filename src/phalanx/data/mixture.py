@@ -9,7 +9,7 @@ the number of ranks does not matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx.config.corpora import MIX_ROUND
 from phalanx.config.data import MixSource
-from phalanx.data.loader import MicroBatch, ShardData, TokenData
+from phalanx.data.loader import MicroBatch, ShardData
 
 
 @dataclass(frozen=True)
@@ -63,35 +63,54 @@ class Rounds:
 
 class MixedData(ShardData):
     """The samples of several sources, by weight. The samples of a source follow those of the source before in number.
-    A source is read in its own order, and again in another order when all its samples were read."""
+    A source is read in its own order, and again in another order when all its samples were read. Its samples, or pairs,
+    are drawn one by one."""
 
-    def __init__(self, folder: Path, split: str, seq_len: int, mix: Sequence[MixSource], sources: Sequence[TokenData]):
+    def __init__(self, folder: Path, split: str, seq_len: int, mix: Sequence[MixSource], sources: Sequence[ShardData]):
         super().__init__(folder, split, seq_len)
         self.mix, self.sources = mix, sources
         self.rounds = Rounds.of([source.weight for source in mix])
-        self.document_mask = sources[0].document_mask
+        self.document_mask, self.group = sources[0].document_mask, sources[0].group
+        self.most_conversations = max(source.most_conversations for source in sources)
+        for source in sources:  # micro-batches of all have one form
+            source.most_conversations = self.most_conversations
         self._ends = np.cumsum([source.sample_count for source in sources])
         self.sample_count = int(self._ends[-1])
+        self._counted: dict[int, tuple[int, int]] = {}
+        """By source: how many of its samples were counted before, and their tokens."""
 
-    def order(self, first: int, count: int, seed: int) -> np.ndarray:
-        chosen, numbers = self.rounds.draw(np.arange(first, first + count))
-        ids = np.empty(count, dtype=np.int64)
+    def order_of(self, numbers: np.ndarray, seed: int) -> np.ndarray:
+        chosen, of_source = self.rounds.draw(numbers // self.group)
+        of_source = of_source * self.group + numbers % self.group
+        ids = np.empty(numbers.size, dtype=np.int64)
         for which, source in enumerate(self.sources):
-            of_source = chosen == which
-            ids[of_source] = self._start(which) + source.order_of(numbers[of_source], seed)
+            mine = chosen == which
+            ids[mine] = self._start(which) + source.order_of(of_source[mine], seed)
         return ids
 
-    def valid_tokens(self, first: int, count: int, seed: int) -> int:
-        return count * self.seq_len  # as of each source
+    def drawn(self, end: int) -> list[int]:
+        """Returns how many samples of each source the global sample numbers below `end` are."""
+        return (self.group * self.rounds.drawn(end // self.group)).tolist()
 
-    def source_tokens(self, end: int) -> dict[str, int]:
-        counts = (self.rounds.drawn(end) * self.seq_len).tolist()
-        return {source.path: count for source, count in zip(self.mix, counts, strict=True)}
+    def valid_tokens(self, first: int, count: int, seed: int) -> int:
+        return sum(data.valid_tokens(*part, seed) for data, part in self._parts_of(first, count))
+
+    def used_positions(self, first: int, count: int, seed: int) -> int:
+        return sum(data.used_positions(*part, seed) for data, part in self._parts_of(first, count))
+
+    def source_tokens(self, end: int, seed: int) -> dict[str, int]:
+        for which, (data, drawn) in enumerate(zip(self.sources, self.drawn(end), strict=True)):
+            before, tokens = self._counted.get(which, (0, 0))
+            passes, before_passes = drawn // data.sample_count, before // data.sample_count
+            if before > drawn or passes > before_passes:
+                before, tokens = passes * data.sample_count, passes * data.tokens_in_pass
+            self._counted[which] = drawn, tokens + data.counted_tokens(before, drawn - before, seed)
+        return {source.path: self._counted[which][1] for which, source in enumerate(self.mix)}
 
     def source_facts(self) -> list[dict[str, float | str]]:
         total = sum(source.weight for source in self.mix)
         return [
-            {"path": source.path, "weight": source.weight / total, "tokens": data.sample_count * self.seq_len}
+            {"path": source.path, "weight": source.weight / total, "tokens": data.tokens_in_pass}
             for source, data in zip(self.mix, self.sources, strict=True)
         ]
 
@@ -105,7 +124,7 @@ class MixedData(ShardData):
     def epoch_problems(self, samples: int) -> list[str]:
         found = []
         for number, (source, data, drawn) in enumerate(
-            zip(self.mix, self.sources, self.rounds.drawn(samples).tolist(), strict=True), start=1
+            zip(self.mix, self.sources, self.drawn(samples), strict=True), start=1
         ):
             most = source.epochs * data.sample_count
             if source.epochs and drawn > most:
@@ -123,13 +142,30 @@ class MixedData(ShardData):
         for row, which in enumerate(chosen.tolist()):
             one = slice(row, row + 1)
             rows.append(self.sources[which].micro_batch(ids[one] - self._start(which), numbers[one]))
-        documents = [row.documents for row in rows if row.documents is not None]
         return MicroBatch(
             np.concatenate([row.tokens for row in rows]),
             np.concatenate([row.targets for row in rows]),
             numbers,
-            np.concatenate(documents) if documents else None,
+            _joined([row.documents for row in rows]),
+            _joined([row.reference for row in rows]),
+            _joined([row.conversations for row in rows]),
+            max(1, self.most_conversations),
         )
+
+    def refer(self, values: np.ndarray) -> None:
+        for which, data in enumerate(self.sources):
+            data.refer(values[self._start(which) : self._ends[which]])
+
+    def _parts_of(self, first: int, count: int) -> Iterator[tuple[ShardData, tuple[int, int]]]:
+        """Yields each source with the first of its samples that these global sample numbers are, and their number."""
+        for data, begin, end in zip(self.sources, self.drawn(first), self.drawn(first + count), strict=True):
+            yield data, (begin, end - begin)
 
     def _start(self, which: int) -> int:
         return int(self._ends[which]) - self.sources[which].sample_count
+
+
+def _joined(rows: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Returns the rows of a micro-batch as one array; None if they have none."""
+    found = [row for row in rows if row is not None]
+    return np.concatenate(found) if found else None

@@ -17,7 +17,7 @@ from phalanx.config.corpora import PAIR
 from phalanx.config.data import Data
 from phalanx.data.conversations import ConversationData
 from phalanx.data.loader import MicroBatch
-from phalanx.data.order import sample_ids
+from phalanx.data.order import samples_of
 from phalanx.data.ranked import pair_rows
 from phalanx.data.row_fields import (
     ANSWERS,
@@ -112,12 +112,17 @@ class PreferenceData(ConversationData):
 
     group = PAIR
     reference: np.ndarray | None = None
-    """(sample_count,) float64: the log-probability of every sample's answer by the reference model, once it is known
-    (train/reference.py)."""
+    """What `refer` gave (train/reference.py)."""
 
     def valid_tokens(self, first: int, count: int, seed: int) -> int:
         """Returns the number of pairs: the loss is their mean."""
         return count // PAIR
+
+    def counted_tokens(self, first: int, count: int, seed: int) -> int:
+        return super().valid_tokens(first, count, seed)
+
+    def refer(self, values: np.ndarray) -> None:
+        self.reference = values
 
     def micro_batch(self, ids: np.ndarray, numbers: np.ndarray) -> MicroBatch:
         reference = np.zeros(len(ids)) if self.reference is None else self.reference[ids]
@@ -126,12 +131,9 @@ class PreferenceData(ConversationData):
     def _usable(self, answers: np.ndarray) -> np.ndarray:
         return np.repeat((answers > 0).reshape(-1, PAIR).all(axis=1), PAIR)
 
-    def order(self, first: int, count: int, seed: int) -> np.ndarray:
+    def order_of(self, numbers: np.ndarray, seed: int) -> np.ndarray:
         """Returns the samples of these global sample numbers: pairs are permuted, and numbers 2n and 2n + 1 are one."""
-        numbers = np.arange(first, first + count)
-        pairs = numbers // PAIR
-        permuted = sample_ids(first // PAIR, int(pairs[-1]) - first // PAIR + 1, self.sample_count // PAIR, seed)
-        return PAIR * permuted[pairs - first // PAIR] + numbers % PAIR
+        return PAIR * samples_of(numbers // PAIR, self.sample_count // PAIR, seed) + numbers % PAIR
 
     def spread(self, ids: np.ndarray, samples: int) -> np.ndarray:
         """Returns pairs that are spaced evenly over the split: (n,) int64."""

@@ -23,7 +23,7 @@ from phalanx.config.data import Data
 from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.data import corpus
 from phalanx.data.build import BuildTask, ShardMaker
-from phalanx.data.corpus import Segment
+from phalanx.data.corpus import Scan, Segment
 from phalanx.data.encode import Encoder
 from phalanx.data.files import TEMPORARY, locked
 from phalanx.data.formats import missing, pair_of
@@ -150,7 +150,7 @@ def _is_ready(folder: Path, data: Data, repair: str = "") -> bool:
         return True  # only the shards were copied to this machine, and only they are needed
     if corpus.stamp(files) == index.corpus.stamp:
         return True
-    found = scan_rows(row_texts(files, data)) if index.row_size else corpus.scan(corpus.segments(files, data))
+    found = _scan(files, data, silent)
     if found.sha256 != index.corpus.sha256:
         raise DataError(
             f"{folder}: the corpus ({index.corpus.description}) changed since these shards were made: expected "
@@ -258,22 +258,22 @@ def _build_mix(folder: Path, data: Data, old: Index | None, progress: Progress, 
     """Prepares every source of a mixture in a folder of its own, with one tokenizer for all."""
     sources = source_settings(data, folder)
     counts, cuts, digests = np.zeros(0x110000, dtype=np.int64), [], []
-    for source in sources:
-        if pair_of(source.path):
-            _require_ready_tokens(replace(source, tokenizer=data.tokenizer, text_field=Data.text_field))
+    unmade = [replace(source, tokenizer=data.tokenizer) for source in sources]
+    for source in unmade:
+        if pair_of(source.path) and source.corpus == "text":
+            _require_ready_tokens(replace(source, text_field=Data.text_field))
     if is_made_of_text(data.tokenizer):
-        for source in sources:
-            files = corpus.sources(source)
-            scan = corpus.scan(watched(corpus.segments(files, source), files, progress))
+        for source in unmade:
+            scan = _scan(corpus.sources(source), source, progress)
             counts += scan.counts
-            cuts.append(cut_of(scan.characters, source.val_fraction))
+            cuts.append(_cut(scan, source))
             digests.append(scan.sha256)
 
     def parts() -> Iterator[tuple[str, Segment]]:
         """Yields the training texts, as much of each source."""
-        for source, cut in zip(sources, cuts, strict=True):
+        for source, cut in zip(unmade, cuts, strict=True):
             left = BPE_CHARACTERS // len(sources)
-            for split, segment in split_segments(corpus.segments(corpus.sources(source), source), cut):
+            for split, segment in _texts(corpus.sources(source), source, cut):
                 if split != SPLITS[0] or left <= 0:
                     break
                 yield split, segment
@@ -284,6 +284,8 @@ def _build_mix(folder: Path, data: Data, old: Index | None, progress: Progress, 
         data, counts, parts, progress
     )
     index = _begin(folder, data, record, tokenizer)
+    if CORPORA[data.corpus].rows is not None:
+        find_template(data).save(folder)
     write_index(folder, index)
     found: list[tuple[str, Index]] = []
     for source in sources:
@@ -303,6 +305,26 @@ def _build_mix(folder: Path, data: Data, old: Index | None, progress: Progress, 
     write_index(folder, replace(index, corpus=record, sources=records, complete=True))
 
 
+def _scan(files: list[Path], data: Data, progress: Progress) -> Scan:
+    """Reads a corpus of text or of rows once."""
+    if CORPORA[data.corpus].rows is not None:
+        return scan_rows(row_texts(files, data))
+    return corpus.scan(watched(corpus.segments(files, data), files, progress))
+
+
+def _cut(scan: Scan, data: Data) -> int:
+    """Returns how many characters, or rows, of a corpus are for training."""
+    return cut_of(scan.characters if CORPORA[data.corpus].rows is None else scan.documents, data.val_fraction)
+
+
+def _texts(files: list[Path], data: Data, cut: int) -> Iterator[tuple[str, Segment]]:
+    """Yields the text of a corpus of text or of rows in order, with its split."""
+    if CORPORA[data.corpus].rows is None:
+        return split_segments(corpus.segments(files, data), cut)
+    rows = enumerate(row_texts(files, data))
+    return ((SPLITS[n >= cut], Segment(row.text, separated=False)) for n, row in rows)
+
+
 def _digest_of(digests: Iterable[str]) -> str:
     return hashlib.sha256(" ".join(digests).encode()).hexdigest()
 
@@ -314,18 +336,14 @@ def _of_source(progress: Progress, path: str, what: str, done: int, total: int) 
 def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
     files = corpus.sources(data)
     stamp = corpus.stamp(files) if files and not CORPORA[data.corpus].verified else ""
-    scan = corpus.scan(watched(corpus.segments(files, data), files, progress))
+    scan = _scan(files, data, progress)
     if not scan.characters:
         held = f"{len(files)} files of {corpus.describe(data)} hold" if files else f"{corpus.describe(data)} has"
         raise DataError(f"the corpus is empty: {held} no text")
     record = CorpusRecord(
         data.corpus, corpus.describe(data), scan.documents, scan.characters, scan.bytes, scan.sha256, stamp
     )
-    cut = cut_of(scan.characters, data.val_fraction)
-
-    def parts() -> Iterator[tuple[str, Segment]]:
-        return split_segments(corpus.segments(files, data), cut)
-
+    parts = partial(_texts, files, data, _cut(scan, data))
     tokenizer = _stored_tokenizer(folder, old, record) or _make_tokenizer(data, scan.counts, parts, progress)
     index = _begin(folder, data, record, tokenizer)
     size = max(SHARD_CHARACTERS, scan.characters // MAX_SHARDS)
@@ -349,14 +367,12 @@ def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress)
     record = CorpusRecord(
         data.corpus, corpus.describe(data), scan.documents, scan.characters, scan.bytes, scan.sha256, stamp
     )
-    cut = cut_of(scan.documents, data.val_fraction)
+    cut = _cut(scan, data)
 
     def parts() -> Iterator[tuple[str, RowText]]:
         return ((SPLITS[n >= cut], row) for n, row in enumerate(row_texts(files, data)))
 
-    def texts() -> Iterator[tuple[str, Segment]]:
-        return ((split, Segment(row.text, separated=False)) for split, row in parts())
-
+    texts = partial(_texts, files, data, cut)
     tokenizer = _stored_tokenizer(folder, old, record) or _make_tokenizer(data, scan.counts, texts, progress)
     find_template(data).save(folder)
     row_size = CORPORA[data.corpus].row_size

@@ -43,22 +43,24 @@ def prepare_and_report(data: Data, seq_len: int, *, force: bool, verify: bool, a
     facts = _packing(folder, index, data, seq_len)
     if as_json:
         summary = _summary(folder, index, verified=verify, seconds=seconds)
-        for split, of_split in facts.items():
-            summary["splits"][split] |= {**asdict(of_split), "efficiency": of_split.efficiency}
+        for (split, source), packed in facts.items():
+            place = summary["sources"][source].setdefault("splits", {}) if index.sources else summary["splits"]
+            place[split] = place.get(split, {}) | {**asdict(packed), "efficiency": packed.efficiency}
         echo(json.dumps(summary))
     else:
         _print(folder, index, facts, verified=verify, seconds=seconds)
     return 0
 
 
-def _packing(folder: Path, index: Index, data: Data, seq_len: int) -> dict[str, PackingFacts]:
-    """Returns what became of the conversations of each split that has any; nothing for a text."""
+def _packing(folder: Path, index: Index, data: Data, seq_len: int) -> dict[tuple[str, int], PackingFacts]:
+    """Returns what became of the conversations, by split and number of the source; nothing for a text."""
     found = {}
     for split in SPLITS:
-        if any(shard.conversations for shard in index.splits[split]):
-            samples = open_split(folder, split, seq_len, data)
-            assert isinstance(samples, ConversationData)
-            found[split] = samples.facts
+        for source, each in enumerate(index.folders(folder)):
+            if any(shard.conversations for shard in read_index(each).splits[split]):
+                samples = open_split(each, split, seq_len, data)
+                assert isinstance(samples, ConversationData)
+                found[split, source] = samples.facts
     return found
 
 
@@ -86,7 +88,9 @@ def _summary(folder: Path, index: Index, *, verified: bool, seconds: float) -> d
     }
 
 
-def _print(folder: Path, index: Index, facts: Mapping[str, PackingFacts], *, verified: bool, seconds: float) -> None:
+def _print(
+    folder: Path, index: Index, facts: Mapping[tuple[str, int], PackingFacts], *, verified: bool, seconds: float
+) -> None:
     corpus = index.corpus
     echo(f"path: {folder}")
     unit = "rows" if index.row_size else "documents"
@@ -96,12 +100,15 @@ def _print(folder: Path, index: Index, facts: Mapping[str, PackingFacts], *, ver
         shards = _shards(folder, index, split)
         size = sum(shard.bytes for shard in shards)
         echo(f"{split}: {index.tokens(split):,} tokens  shards: {len(shards)}  bytes: {size:,}")
-        if split in facts:
-            echo(f"  {facts[split].line()}", wrap=True)
-    for source in index.sources:
+        if not index.sources and (split, 0) in facts:
+            echo(f"  {facts[split, 0].line()}", wrap=True)
+    for number, source in enumerate(index.sources):
         there = read_index(folder.parent / source.folder)
         tokens = "  ".join(f"{split}: {source.tokens[split]:,}" for split in SPLITS)
         echo(f"source: {there.corpus.description}  {tokens} tokens  in {source.folder}", wrap=True)
+        for split in SPLITS:
+            if packed := facts.get((split, number)):
+                echo(f"  {split}: {packed.line()}", wrap=True)
     echo(f"begins: {_beginning(folder, index)!r}")
     echo(f"verified: {'every digest' if verified else 'sizes only'}  seconds: {seconds:.1f}")
 

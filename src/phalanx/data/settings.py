@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from phalanx.check.job import data_problems
-from phalanx.config.corpora import CORPORA, number_of
-from phalanx.config.data import Data
+from phalanx.config.corpora import CORPORA, corpus_of, number_of
+from phalanx.config.data import Data, MixSource
 from phalanx.config.rows import written
 from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.data.formats import pair_of
@@ -45,12 +45,20 @@ def prepared_path(data: Data) -> Path:
         path = tokenizer_path(data)
         names = [data.corpus, re.sub(r"[^\w.]+", "_", path.stem)]
         content["tokenizer"] = Tokenizer.load(path).fingerprint
+    if data.mix:  # but not how often they are drawn
+        content["mix"] = [_source_identity(source) for source in data.mix]
     if entry.identity is not None:
         content |= CORPORA.code(data.corpus, "identity")(data)
     if packages := _packages(data):
         content["packages"] = packages
     key = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=4).hexdigest()
     return Path(data.dir).expanduser() / "-".join([*names, key])
+
+
+def _source_identity(source: MixSource) -> object:
+    """Returns what determines the text of a source."""
+    own = [source.corpus, *source.columns, *source.ignore_keys]
+    return [source.path, source.corpus, source.columns, source.ignore_keys] if any(own) else source.path
 
 
 def overrides(data: Data) -> list[str]:
@@ -69,8 +77,18 @@ def source_settings(data: Data, folder: Path) -> list[Data]:
     """Returns the settings of every source of a mixture, prepared in `folder`. A tokenizer that is made of a text is
     made of all of theirs, and lies there."""
     tokenizer = str(folder / TOKENIZER_FILE) if is_made_of_text(data.tokenizer) else data.tokenizer
-    plain = replace(data, corpus="text", mix=(), tokenizer=tokenizer)
-    sources = [replace(plain, path=source.path) for source in data.mix]
+    sources = [
+        replace(
+            data,
+            corpus=corpus_of(source, data),
+            mix=(),
+            tokenizer=tokenizer,
+            path=source.path,
+            columns=source.columns or data.columns,
+            ignore_keys=source.ignore_keys or data.ignore_keys,
+        )
+        for source in data.mix
+    ]
     return [replace(each, text_field=Data.text_field) if pair_of(each.path) else each for each in sources]
 
 

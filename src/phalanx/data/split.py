@@ -24,11 +24,13 @@ def open_split(
     """Returns the samples of one split of a job's prepared folder; `damaged` are those of each folder of shards that
     are not read. Raises DataError as their class does."""
     index = read_index(folder)
-    if index.row_size:
-        kind = PreferenceData if index.row_size == PAIR else ConversationData
-        return kind(folder, split, seq_len, data)
-    texts: list[TokenData] = []
+    found: list[ShardData] = []
     for each in index.folders(folder):
-        text = MegatronData if read_index(each).elsewhere else TokenData
-        texts.append(text(each, split, seq_len, document_mask=data.document_mask, damaged=damaged.get(each, ())))
-    return MixedData(folder, split, seq_len, data.mix, texts) if index.sources else texts[0]
+        own = read_index(each)
+        if own.row_size:
+            kind = PreferenceData if own.row_size == PAIR else ConversationData
+            found.append(kind(each, split, seq_len, data))
+        else:
+            text = MegatronData if own.elsewhere else TokenData
+            found.append(text(each, split, seq_len, document_mask=data.document_mask, damaged=damaged.get(each, ())))
+    return MixedData(folder, split, seq_len, data.mix, found) if index.sources else found[0]

@@ -110,7 +110,7 @@ def other_corpus(own: Data, corpus_name: str, files: Path | None, text_field: st
         return Data(corpus="text", path=str(files), text_field=text_field, dir=own.dir)
     if not corpus_name:
         return own
-    return replace(own, corpus=corpus_name, mix=own.mix if corpus_name == "mix" else ())
+    return replace(own, corpus=corpus_name, mix=own.mix if corpus_name == own.corpus else ())
 
 
 def _limited(segments: Iterator[Segment], limit_mb: float) -> Iterator[Segment]:

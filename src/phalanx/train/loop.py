@@ -279,9 +279,9 @@ class Trainer:
         return Recorder(path, meter, self.milestones, self.device, self._source_tokens)
 
     def _source_tokens(self, step: int) -> dict[str, int]:
-        """Returns the tokens of each source of a mixture that `step` steps have read."""
+        """Returns the tokens of each source of a mixture that `step` steps have trained on."""
         later = (step - self.state.step) * self.batch.global_batch
-        return self.train_data.source_tokens(self.state.samples + later)
+        return self.train_data.source_tokens(self.state.samples + later, self.job.train.seed)
 
     def _feed(self, meter: metrics.Meter) -> Feed:
         first_step, first_sample = self.state.step, self.state.samples

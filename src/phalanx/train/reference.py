@@ -21,10 +21,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from phalanx.comm.agree import on_rank_zero
-from phalanx.config.corpora import PAIR
+from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.data.files import write_atomic
 from phalanx.data.loader import MicroBatch, ShardData
-from phalanx.data.preferences import PreferenceData
 from phalanx.errors import StoppedError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.partition import batch
@@ -53,10 +52,10 @@ def refer(
     weights; it does nothing for other data.
 
     Raises StoppedError if a request to stop comes while they are computed, RunError if they cannot be written."""
-    pairs = [data for data in splits if isinstance(data, PreferenceData)]
-    if not pairs:
-        return False
     job = stepper.job
+    if not has_pairs(job.data):
+        return False
+    pairs = [data for data in splits if data is not None]
     identity = {"data": fingerprint, "seed": job.train.seed, "model": repr(job.model)}
     micro_batch = batch.solve(job.train.global_batch, job.layout).micro_batch
     return _Reference(stepper, directory, identity, micro_batch, stop, start).attach(pairs)
@@ -76,17 +75,17 @@ class _Reference:
     def path(self) -> Path:
         return self.directory.path / REFERENCE
 
-    def attach(self, splits: Sequence[PreferenceData]) -> bool:
+    def attach(self, splits: Sequence[ShardData]) -> bool:
         if on_rank_zero(lambda: self._is_there(splits)):
             with safe_open(self.path, "np") as stored:
                 for data in splits:
-                    data.reference = stored.get_tensor(data.split)
+                    data.refer(stored.get_tensor(data.split))
             return False
         began = time.perf_counter()
         self.start()
         found = {data.split: self._computed(data) for data in splits}
         for data in splits:
-            data.reference = found[data.split]
+            data.refer(found[data.split])
         on_rank_zero(lambda: self._write(found))
         pairs = sum(data.sample_count for data in splits) // PAIR
         log.info(
@@ -98,7 +97,7 @@ class _Reference:
         with self.directory.writing():
             write_atomic(self.path, save(tables, {"identity": json.dumps(self.identity)}))
 
-    def _is_there(self, splits: Sequence[PreferenceData]) -> bool:
+    def _is_there(self, splits: Sequence[ShardData]) -> bool:
         try:
             with safe_open(self.path, "np") as stored:
                 same = json.loads((stored.metadata() or {}).get("identity", "null")) == self.identity
@@ -106,7 +105,7 @@ class _Reference:
         except (OSError, SafetensorError, ValueError):
             return False
 
-    def _computed(self, data: PreferenceData) -> np.ndarray:
+    def _computed(self, data: ShardData) -> np.ndarray:
         """Returns the log-probability of every sample of a split, (sample_count,), on every rank."""
         stepper, mesh = self.stepper, self.stepper.mesh
         pairs = stepper.replica.objective.pairs
@@ -135,7 +134,7 @@ class _Reference:
         pairs.take(values)
         return values.cpu().numpy()
 
-    def _batches(self, data: PreferenceData) -> Iterator[tuple[int, MicroBatch]]:
+    def _batches(self, data: ShardData) -> Iterator[tuple[int, MicroBatch]]:
         """Yields the number of samples before, and this rank's micro-batch of the next ones; -1 stands for padding."""
         mesh, size = self.stepper.mesh, self.micro_batch
         for first in range(0, data.sample_count, mesh.data_ranks * size):
