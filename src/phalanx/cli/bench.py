@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from phalanx.cli.commands import JSON, Command, CommandVerb
 from phalanx.cli.files import DARK, wants_dark, write
 from phalanx.cli.option import Option
+from phalanx.cli.options import as_foreign_rank
 from phalanx.cli.page import flag_of
 from phalanx.config.local_cluster import default_path
 from phalanx.echo import echo
@@ -96,7 +97,9 @@ def run(argv: Sequence[str]) -> int:
     die_with_launcher()
     ranks = detected(os.environ)
     if ranks is not None and LOG_DIR not in os.environ:
-        return _be_a_foreign_rank(argv, ranks)
+        from phalanx.calibrate.run import TIMEOUT_S
+
+        return as_foreign_rank(ranks, lambda: _parse(argv), _be_a_foreign_rank, lambda _: TIMEOUT_S)
     request = _parse(argv)
     # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.train.device import choose, threads_for
@@ -139,24 +142,12 @@ def _parse(argv: Sequence[str]) -> _Request:
     return request
 
 
-def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
-    """Measures as one of the processes that torchrun, srun or mpiexec started. A mistake of several is one message."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
-    from phalanx.calibrate.run import TIMEOUT_S
-    from phalanx.launch.lost_peer import lost_peer_named
-    from phalanx.launch.meet.meeting import Meeting
-
-    meeting = Meeting(ranks)
-    with meeting.agreed():
-        request = _parse(argv)
-        _refuse_device(request.options["device"])
-        ranks = meeting.join(TIMEOUT_S)
-        if request.options["nproc_per_node"] not in (0, ranks.local_world):
-            raise JobError(
-                f"--nproc-per-node is for one launcher, and {ranks.source} has started {ranks.world} processes"
-            )
-        with lost_peer_named(ranks):
-            return _be_a_rank(request, ranks, meeting.store)
+def _be_a_foreign_rank(request: _Request, ranks: Ranks, store: Store | None) -> int:
+    """Measures as one of the processes that another launcher started. Raises JobError for options of one launcher."""
+    _refuse_device(request.options["device"])
+    if request.options["nproc_per_node"] not in (0, ranks.local_world):
+        raise JobError(f"--nproc-per-node is for one launcher, and {ranks.source} has started {ranks.world} processes")
+    return _be_a_rank(request, ranks, store)
 
 
 def _be_a_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> int:

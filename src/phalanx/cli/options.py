@@ -76,13 +76,18 @@ def run_on_ranks(
         return start(read(None))
     if LOG_DIR in os.environ:  # `start` in another process has started this one
         return work(read(ranks), ranks, None)
-    return _as_foreign_rank(ranks, partial(read, ranks), work)
+    return as_foreign_rank(ranks, partial(read, ranks), work)
 
 
-def _as_foreign_rank(
-    ranks: Ranks, read: Callable[[], Options], work: Callable[[Options, Ranks, Store | None], int]
+def as_foreign_rank(
+    ranks: Ranks,
+    read: Callable[[], Options | None],
+    work: Callable[[Options, Ranks, Store | None], int],
+    timeout_s: Callable[[Options], float] = lambda _: RunOptions().timeout_s,
 ) -> int:
-    """Works as one of the processes that torchrun, srun or mpiexec started. A mistake of several is one message."""
+    """Works as one of the processes that torchrun, srun or mpiexec started, and returns the exit code. They meet, for at
+    most `timeout_s`, as soon as each has read its options: a mistake of several is one message. `read` returns None if
+    there is nothing to do."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
     from phalanx.launch.lost_peer import lost_peer_named
     from phalanx.launch.meet.meeting import Meeting
@@ -90,7 +95,9 @@ def _as_foreign_rank(
     meeting = Meeting(ranks)
     with meeting.agreed():
         options = read()
-        ranks = meeting.join(RunOptions().timeout_s)
+        if options is None:
+            return 0
+        ranks = meeting.join(timeout_s(options))
         with lost_peer_named(ranks):
             return work(options, ranks, meeting.store)
 

@@ -16,6 +16,7 @@ from phalanx.cli.bench import say_how_busy
 from phalanx.cli.files import check_folders, write
 from phalanx.cli.job_words import JobVerb, JobWords
 from phalanx.cli.option import Option
+from phalanx.cli.options import as_foreign_rank
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
@@ -67,7 +68,9 @@ def run(argv: Sequence[str]) -> int:
         words = _parse(argv, ranks.world)
         assert words is not None, "the launcher has read the same words"
         return _be_a_rank(words, ranks)
-    return _be_a_foreign_rank(argv, ranks)
+    return as_foreign_rank(
+        ranks, lambda: _read_as_rank(argv, ranks), _be_a_rank, lambda words: words.options["timeout"]
+    )
 
 
 class FoundError(RunError):
@@ -169,22 +172,12 @@ def _options(words: JobWords) -> SelfTestOptions:
     return SelfTestOptions("quick" in words.switches, words.options["timeout"], traces)
 
 
-def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
-    """Runs one of the processes that torchrun, srun or mpiexec started. An error of several of them is one message."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
-    from phalanx.launch.lost_peer import lost_peer_named
-    from phalanx.launch.meet.meeting import Meeting
-
-    meeting = Meeting(ranks)
-    with meeting.agreed():
-        words = _parse(argv, ranks.world)
-        if words is None:
-            return 0
-        if ranks.rank == 0:
-            _make_folders(words.options)
-        ranks = meeting.join(words.options["timeout"])
-        with lost_peer_named(ranks):
-            return _be_a_rank(words, ranks, meeting.store)
+def _read_as_rank(argv: Sequence[str], ranks: Ranks) -> JobWords | None:
+    """Returns what one of the processes that another launcher started has to test; rank 0 makes the folders."""
+    words = _parse(argv, ranks.world)
+    if words is not None and ranks.rank == 0:
+        _make_folders(words.options)
+    return words
 
 
 def _be_a_rank(words: JobWords, ranks: Ranks, store: Store | None = None) -> int:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 from phalanx.check.load import LoadedJob
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.meta import job_of
-from phalanx.cli.job_words import JobVerb
+from phalanx.cli.job_words import JobVerb, JobWords
+from phalanx.cli.options import as_foreign_rank
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.lost_peer import lost_peer_named
 from phalanx.launch.meet.detected import detected
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import SINGLE, Ranks
@@ -76,7 +76,12 @@ def run(argv: Sequence[str]) -> int:
     is_ours = LOG_DIR in os.environ  # the launcher below started this process, with everything in place
     ranks = detected(os.environ)
     if ranks is not None and not is_ours:
-        return _be_a_foreign_rank(argv, ranks)
+        return as_foreign_rank(
+            ranks,
+            lambda: _read_as_rank(argv, ranks),
+            lambda words, ranks, store: _train_together(words.loaded, ranks, "json" in words.switches, store),
+            lambda words: words.job.run.timeout_s,
+        )
     words = VERB.parse(argv)
     if words is None:
         return 0
@@ -225,26 +230,18 @@ def _sample(job: Job) -> str:
     )
 
 
-def _be_a_foreign_rank(argv: Sequence[str], ranks: Ranks) -> int:
-    """Runs one of the processes that torchrun, srun or mpiexec started. They meet as soon as each has read the job, and
-    an error of any of them is one message."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
-    from phalanx.launch.meet.meeting import Meeting
-
-    meeting = Meeting(ranks)
-    with meeting.agreed():
-        words = VERB.parse(argv)
-        if words is None:
-            return 0
-        if "fresh" in words.switches:
-            raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
-        _require_world(words.job, ranks)
-        _require_cores(words.job, ranks, oversubscribe="oversubscribe" in words.switches)
-        if ranks.rank == 0:
-            _require_trackers(words.job)
-        ranks = meeting.join(words.job.run.timeout_s)
-        with lost_peer_named(ranks):
-            return _train_together(words.loaded, ranks, "json" in words.switches, meeting.store)
+def _read_as_rank(argv: Sequence[str], ranks: Ranks) -> JobWords | None:
+    """Returns the job of one of the processes that another launcher started. Raises JobError if it needs others."""
+    words = VERB.parse(argv)
+    if words is None:
+        return None
+    if "fresh" in words.switches:
+        raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
+    _require_world(words.job, ranks)
+    _require_cores(words.job, ranks, oversubscribe="oversubscribe" in words.switches)
+    if ranks.rank == 0:
+        _require_trackers(words.job)
+    return words
 
 
 def _require_trackers(job: Job) -> None:
@@ -277,7 +274,7 @@ def _require_world(job: Job, ranks: Ranks) -> None:
         )
 
 
-def _train_together(loaded: LoadedJob, ranks: Ranks, as_json: bool, store: Store) -> int:
+def _train_together(loaded: LoadedJob, ranks: Ranks, as_json: bool, store: Store | None) -> int:
     """Trains as one of the ranks that have met. Rank 0 manages the directory and the data; its failures reach the
     others through the process group."""
     from phalanx.train.loop import refuse
