@@ -70,6 +70,7 @@ def test_every_two_responses_of_different_rank_are_a_pair(tmp_path: Path, name: 
         ({"responses": ["a", "b"], "scores": [1, 2], "ranks": [2, 1]}, "responses need one list beside them"),
         ({"responses": ["a", "b"], "scores": [1]}, "scores must be 2 numbers"),
         ({"responses": ["a", "b"], "scores": [1, True]}, "scores must be 2 numbers"),
+        ({"responses": ["a", "b", "c"], "scores": [1, float("nan"), 2]}, "scores must be 3 numbers"),
         ({"responses": ["a", "b"], "ranks": [1, 1]}, "no two of its 2 responses differ in ranks"),
         ({"responses": ["a", "b"], "ranks": [1, 2], "why": "x"}, "'why' is not understood"),
     ],

@@ -33,6 +33,54 @@ def test_forms_that_people_have(row: dict[str, Any]) -> None:
     assert pairs(row) == [("user", "q"), ("assistant", "a")]
 
 
+FORMS: list[dict[str, Any]] = [
+    {"messages": [USER, ANSWER], "conversations": None, "system": "s", "tools": None},
+    {"conversations": [USER, ANSWER], "prompt": None, "completion": None},
+    {"prompt": "q", "completion": "a", "history": [["h", "i"]], "messages": None, "instruction": None, "output": None},
+    {"instruction": "q", "input": "c", "output": "a", "history": None, "system": None, "text": None, "prompt": None},
+]
+"""Rows of every form, with columns of the others that hold nothing, as tables of several data sets have them."""
+
+
+@pytest.mark.parametrize("row", FORMS, ids=lambda row: next(iter(row)))
+def test_no_value_of_another_kind_is_dropped_silently(row: dict[str, Any]) -> None:
+    assert pairs(row)[-1] == ("assistant", "a")
+    for name in row:
+        for value in (7, True, 0.5, {"MARK": 1}, ["MARK"], [["MARK", 1]], [{"MARK": "x"}], "MARK"):
+            changed = {**row, name: value}
+            try:
+                found = str(conversation_of(changed)) + str(tools_of(changed))
+            except ValueError:
+                continue
+            assert "MARK" in found, (name, value)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"instruction": "q", "input": {"a": 1}, "output": "a"}, "instruction and input are texts, found dict"),
+        ({"instruction": "q", "output": "a", "text": "q b"}, "text stands beside .*data.ignore_keys=.text"),
+        ({"instruction": "q", "output": "a", "history": 5}, "history is int, not a list"),
+        ({"messages": [USER, ANSWER], "tools": [1]}, "tools is not a list of objects, .* found int"),
+        ({"messages": [USER, ANSWER], "tools": '[{"name": "f", "name": "g"}]'}, "tools: the key 'name' is given twice"),
+        ({"Question": "q", "Answer": "a"}, r"data.columns .* \[Question:prompt,Answer:completion\]"),
+    ],
+    ids=str,
+)
+def test_what_is_not_understood_says_why(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tools_of(row) or conversation_of(row)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [("human", "user"), ("gpt", "assistant"), ("ipython", "tool"), ("bot", "assistant")]
+)
+def test_roles_of_other_programs_mean_the_same_under_either_name(theirs: str, ours: str) -> None:
+    for names in (("role", "content"), ("from", "value")):
+        row = {"messages": [USER, ANSWER, dict(zip(names, (theirs, "x"), strict=True)), ANSWER]}
+        assert pairs(row)[2] == (ours, "x")
+
+
 def test_system_and_history_come_first() -> None:
     row = {
         "instruction": "say it",

@@ -53,7 +53,7 @@ BAD = {
     '{"prompt": "x", "completion": " "}': "message 2: no answer: its content is empty",
     '{"prompt": "x", "completion": null}': "message 2: no content",
     '{"prompt": ["x"], "completion": "y"}': "message 1: it is str, not an object with role and content",
-    '{"instruction": ["x"], "output": "y"}': "message 1: its content is a list of parts of type str",
+    '{"instruction": ["x"], "output": "y"}': "instruction and input are texts, found list",
     '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "message 1: its weight is 0.5: an answer",
     '{"prompt": "x", "completion": "y", "completion": "z"}': "the key 'completion' is given twice, as 'y' and as 'z'",
     '{"messages": [{"role": "user", "role": "assistant", "content": "x"}]}': "the key 'role' is given twice",

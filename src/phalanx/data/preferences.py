@@ -45,7 +45,7 @@ def pair_of(record: dict[str, Any]) -> list[list[Message]]:
     messages, and what comes before them: `prompt`, a text or messages, or `messages`, or `conversations`. Several of
     these must be the same. Whole conversations in `chosen` and `rejected` need none: one that is there must be their
     beginning, or all of the chosen one. Raises ValueError with everything that is wrong."""
-    if missing := [name for name in ("chosen", "rejected") if name not in record]:
+    if missing := [name for name in ("chosen", "rejected") if record.get(name) is None]:
         raise ValueError(
             f"no {' and no '.join(missing)}: expected chosen and rejected, each a text or messages, and prompt or "
             "messages before them unless they are whole conversations; or prompt, completion and label (KTO); or "

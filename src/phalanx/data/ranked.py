@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,11 +19,15 @@ def pair_rows(rows: Iterator[Placed]) -> Iterator[Placed]:
     others, the answers of each prompt that have a `label` (Ethayarajh et al. 2024, KTO)."""
     labelled: dict[str, list[tuple[str, dict[str, Any], bool]]] = {}
     for where, row in rows:
-        if isinstance(row, ValueError) or "chosen" in row or "rejected" in row:
+        if isinstance(row, ValueError):
             yield where, row
-        elif "responses" in row:
+            continue
+        named = {name for name, value in row.items() if value is not None}  # tables have every column in every row
+        if named & {"chosen", "rejected"}:
+            yield where, row
+        elif "responses" in named:
             yield from _of_responses(where, row)
-        elif "completion" in row and "label" in row:
+        elif {"completion", "label"} <= named:
             try:
                 require_known(row, (*_CONTEXT, "completion", "label"))
                 key = json.dumps([row.get(name) for name in (*_CONTEXT, "system", "tools")], sort_keys=True)
@@ -74,7 +79,9 @@ def _of_responses(where: str, row: dict[str, Any]) -> Iterator[Placed]:
             ValueError("responses need one list beside them: scores (higher is better) or ranks (1 is the best)"),
         )
         return
-    if len(values) != len(responses) or not all(type(value) in (int, float) for value in values):
+    if len(values) != len(responses) or not all(
+        type(value) in (int, float) and math.isfinite(value) for value in values
+    ):
         yield where, ValueError(f"{order[0]} must be {len(responses)} numbers, one for each of the responses")
         return
     worth = values if order[0] == "scores" else [-value for value in values]

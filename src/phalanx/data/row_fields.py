@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from phalanx.bounded import parse_json
 from phalanx.config.data import Data
 from phalanx.nearest import did_you_mean
 
@@ -27,11 +28,14 @@ _ALSO_CALLED = {
     "bard": ANSWERS,
     "bing": ANSWERS,
     "model": ANSWERS,
+    "bot": ANSWERS,
+    "ai": ANSWERS,
+    "ipython": "tool",
     "observation": "tool",
     "tool_response": "tool",
     "function_response": "tool",
 }
-"""Roles as ShareGPT's "from" names them."""
+"""Roles as ShareGPT, axolotl and Llama name them."""
 _TRAINED = ("weight", "train", "training", "trainable", "loss_mask")
 """Fields of a message that say whether it counts in the loss: OpenAI and mistral-finetune, axolotl, and others."""
 _FOR_TEMPLATES = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning")
@@ -101,20 +105,24 @@ def conversation_of(record: Mapping[str, Any]) -> list[Message]:
     """Returns the messages of a row: `messages` or `conversations` (role and content, or from and value), `prompt` with
     `completion`, or, as Alpaca has them, `instruction`, `input` and `output`, with `history` before. `system` comes
     first in all of them. Raises ValueError with everything that is wrong."""
-    if "messages" in record or "conversations" in record:
-        if "messages" in record and "conversations" in record and record["messages"] != record["conversations"]:
+    form = _form({name for name, value in record.items() if value is not None}) or _form(record)
+    if form in ("messages", "conversations"):
+        if form == "messages" and record.get("conversations", record[form]) not in (None, record[form]):
             raise ValueError("both messages and conversations, and they differ: leave one out with data.ignore_keys")
-        name = "messages" if "messages" in record else "conversations"
         require_known(record, ("messages", "conversations"))
-        messages = record[name]
-    elif "prompt" in record and "completion" in record:
+        messages = record[form]
+    elif form == "completion":
         require_known(record, ("prompt", "completion", "history"))
         messages = [*messages_of(record["prompt"], "user"), *messages_of(record["completion"], ANSWERS)]
-    elif "instruction" in record and "output" in record:
-        require_known(record, ("instruction", "input", "output", "history", "text"))  # text: all of them, rendered
-        asked = [record["instruction"], *([record["input"]] if record.get("input") else [])]
-        question = "\n\n".join(asked) if all(isinstance(text, str) for text in asked) else record["instruction"]
-        messages = [{"role": "user", "content": question}, {"role": ANSWERS, "content": record["output"]}]
+    elif form == "output":
+        require_known(record, ("instruction", "input", "output", "history", "text"))
+        asked = [record[name] for name in ("instruction", "input") if record.get(name) not in _SAYS_NOTHING]
+        if wrong := next((text for text in asked if not isinstance(text, str)), None):
+            raise ValueError(f"instruction and input are texts, found {type(wrong).__name__}")
+        rendered = record.get("text")  # all of them, as Alpaca's own file has it
+        if rendered and not all(str(text) in str(rendered) for text in (*asked, record["output"])):
+            raise ValueError("text stands beside instruction and output, and is not them: data.ignore_keys=[text]")
+        messages = [{"role": "user", "content": "\n\n".join(asked)}, {"role": ANSWERS, "content": record["output"]}]
     else:
         raise ValueError(
             "no messages, no prompt with completion, and no instruction with output (its fields: "
@@ -123,10 +131,17 @@ def conversation_of(record: Mapping[str, Any]) -> list[Message]:
     return checked(with_context(messages, record), answered=True)
 
 
+def _form(names: Collection[str]) -> str:
+    """Returns the field that tells the format of a row with fields of these names, or nothing."""
+    forms = {"messages": (), "conversations": (), "completion": ("prompt",), "output": ("instruction",)}
+    return next((name for name, others in forms.items() if name in names and all(map(names.__contains__, others))), "")
+
+
 def _columns(record: Mapping[str, Any]) -> str:
     """Returns the data.columns that a row most likely needs, or an example."""
-    question = next((name for name in _QUESTIONS if name in record), "")
-    reply = next((name for name in _REPLIES if name in record), "")
+    theirs = {name.lower(): name for name in record}
+    question = next((theirs[name] for name in _QUESTIONS if name in theirs), "")
+    reply = next((theirs[name] for name in _REPLIES if name in theirs), "")
     pairs = {question: "prompt", reply: "completion"}
     if "instruction" in record:
         pairs = {reply: "output"} | ({"context": "input"} if "context" in record and "input" not in record else {})
@@ -141,7 +156,10 @@ def with_context(messages: Any, record: Mapping[str, Any]) -> Any:
     if not isinstance(messages, list):
         return messages
     before: list[Any] = []
-    for n, turn in enumerate(record.get("history") or [], start=1):
+    history = record.get("history")
+    if not isinstance(history, list | None) and history not in _SAYS_NOTHING:
+        raise ValueError(f"history is {type(history).__name__}, not a list of questions with answers")
+    for n, turn in enumerate(history or [], start=1):
         if not (isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise ValueError(f"history: turn {n} is not a list of two texts, a question and an answer")
         before += [{"role": "user", "content": turn[0]}, {"role": ANSWERS, "content": turn[1]}]
@@ -163,13 +181,16 @@ def tools_of(record: Mapping[str, Any]) -> list[Any]:
     tools = record.get("tools")
     if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
-        except ValueError:
+            tools = parse_json(tools)
+        except json.JSONDecodeError:
             raise ValueError("tools is a text that is no JSON") from None
+        except ValueError as error:
+            raise ValueError(f"tools: {error}") from None
     if not tools:
         return []
-    if not isinstance(tools, list):
-        raise ValueError(f"tools is {type(tools).__name__}, not a list")
+    if not isinstance(tools, list) or (wrong := [each for each in tools if not isinstance(each, dict)]):
+        found = type(wrong[0] if isinstance(tools, list) else tools).__name__
+        raise ValueError(f"tools is not a list of objects, which describe one tool each: found {found}")
     return tools
 
 
@@ -216,9 +237,10 @@ def plain(message: Any) -> Any:
         return message
     found = {name: value for name, value in message.items() if value is not None or name in ("role", "content")}
     if "from" in found and "value" in found and "role" not in found and "content" not in found:
-        role = found.pop("from")
-        found = {"role": _ALSO_CALLED.get(role, role) if isinstance(role, str) else role, **found}
-        found["content"] = found.pop("value")
+        found = {"role": found.pop("from"), **found, "content": found["value"]}
+        del found["value"]
+    if isinstance(found.get("role"), str):
+        found["role"] = _ALSO_CALLED.get(found["role"], found["role"])
     parts = found.get("content")
     if isinstance(parts, list) and parts and all(map(_is_text_part, parts)):
         found["content"] = "".join(part["text"] for part in parts)
