@@ -13,7 +13,7 @@ from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.config.cpu_node import with_processes
 from phalanx.config.model import ModelConfig
 from phalanx.cost.fit import (
-    FLASH_GENERATION,
+    TORCHS_KERNEL,
     AttentionTiming,
     ProductTiming,
     StreamTiming,
@@ -53,7 +53,7 @@ def measured(
     for length in (128, 512, 2048):
         shape = (length, length, 8, 8, 64, 64)
         for back in (False, True):
-            seconds = attention_seconds(one, precision, *shape, backward=back, generation=FLASH_GENERATION)
+            seconds = attention_seconds(one, precision, *shape, backward=back, kernel=TORCHS_KERNEL)
             attentions.append(AttentionTiming(length, 8, 64, back, seconds))
     return products, attentions, [StreamTiming("copy", moved, stream_seconds(device, moved)) for moved in MOVED]
 

@@ -97,7 +97,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         [
             *(f"cluster.{name}" for name in ("peak_tflops", "oversubscription")),
             *(f"cluster.accelerator.{name}_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "fp32")),
-            *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "older")),
+            *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "alone", "older")),
             *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
             *(f"cluster.sharing.{name}" for name in ("alone_products", "alone_streams")),
             *(f"cluster.host.{name}" for name in ("memory_gib", "link_gbs", "update_gbs", "disk_gbs", "disk_gib")),

@@ -41,7 +41,10 @@ class Accelerator(Hashed):
     """Processors that compute one tile of a matrix product each (streaming multiprocessors)."""
     sustained: Annotated[float, Above(0)] = 0.9
     """Rate of matrix products in a long run over that of the best single one: power and heat lower clocks, and other
-    data occupies the caches."""
+    data occupies the caches. Of a known device it is that of published clusters."""
+    alone: Annotated[float, AtLeast(0)] = 0.0
+    """`sustained` in a job of one device, which no neighbours heat and which waits for no slower one; 0: `sustained`.
+    """
     older: Annotated[float, Above(0)] = 1.0
     """Rate of kernels written for the previous generation's instructions over that of kernels for its own."""
     launch_us: Annotated[float, AtLeast(0)] = 4.0

@@ -2,7 +2,8 @@
 
 Peaks are dense, of the form that the row names, without sparsity. Some figures are not on data sheets: `ceiling` and
 `fp8_ceiling` come from ml-engineering's table of maximum achievable matmul FLOPs, or from a device of the same family
-if that lacks it; `sustained` and `older` are calibrated on published runs (docs/cost-model.md).
+if that lacks it; `sustained` and `older` are calibrated on published runs of clusters, `alone` on the steps of one
+H200 (docs/cost-model.md).
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ _HOPPER = Accelerator(
     bandwidth_gbs=3350,
     cores=132,
     sustained=0.82,
+    alone=0.967,
     older=0.62,
     launch_us=3.0,
 )

@@ -32,8 +32,8 @@ UNCACHED_BYTES = 100e6
 per core complex of AMD EPYC Milan) and GPUs (50 MB on H100), from their data sheets."""
 TINY_BYTES = 8192
 """Bytes moved up to which a kernel is launch-bound: they fit in any first-level cache."""
-FLASH_GENERATION = Framework().flash
-"""Generation of the measured fused attention, torch's own, which training uses."""
+TORCHS_KERNEL = Framework().flash
+"""The kernel that `older` is relative to where fused attention, torch's own, is measured."""
 TINY_PRODUCT = "tiny product"
 """Name of the launch-bound matrix product."""
 MIN_TRAINING_SHARE, BISECTIONS = 0.1, 30
@@ -322,4 +322,4 @@ def _product_alone(device: Accelerator, precision: Precision, product: ProductTi
 
 def _attention_alone(device: Accelerator, precision: Precision, one: AttentionTiming) -> float:
     shape = (one.length, one.length, one.heads, one.heads, one.head, one.head)
-    return attention_seconds(alone(device), precision, *shape, backward=one.backward, generation=FLASH_GENERATION)
+    return attention_seconds(alone(device), precision, *shape, backward=one.backward, kernel=TORCHS_KERNEL)

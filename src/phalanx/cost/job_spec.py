@@ -11,10 +11,10 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.known import PHALANX, PHALANX_CPU
+from phalanx.cost.frameworks.known import COMPILED_KERNEL_US, COMPILED_PASSES, PHALANX, PHALANX_CPU
 from phalanx.cost.frameworks.memory_profiles import COMPILED_LOSS_TENSORS
 from phalanx.cost.memory.state import WIDTHS
-from phalanx.cost.spec import StepSpec
+from phalanx.cost.spec import StepSpec, alone
 from phalanx.cost.time.offload_time import require_host
 from phalanx.errors import JobError
 from phalanx.partition import batch
@@ -48,23 +48,36 @@ def rank_spec(job: Job, vocab: int) -> StepSpec:
     """Returns the spec of a job without checking that the devices are known, for the memory of a rank."""
     precision = job.train.precision
     model = replace(job.model, vocab_size=vocab)
+    cluster = with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world)
+    framework = framework_of(job)
+    if job.layout.world == 1:
+        cluster, framework = alone(cluster, framework)
     return StepSpec(
         model=model,
-        cluster=with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world),
+        cluster=cluster,
         layout=job.layout,
         batch=batch.solve(job.train.global_batch, job.layout),
         products="fp32" if precision in ("fp32", "fp64") else precision,
         width=WIDTHS[precision],
-        framework=_framework(job),
+        framework=framework,
         optimizer=job.optimizer,
         stages=stages(model, job.layout),
         document_mask=job.data.document_mask,
     )
 
 
-def _framework(job: Job) -> Framework:
+def framework_of(job: Job) -> Framework:
     """Returns Phalanx as the job runs it."""
-    framework = PHALANX_CPU if job.cluster.device == "cpu" else PHALANX
+    if job.cluster.device == "cpu":
+        return _as_trained(job, PHALANX_CPU)
+    own = PHALANX.alone or PHALANX
+    if job.cluster.accelerator.older < 1:  # torch takes cuDNN's attention from Hopper on
+        own = replace(own, flash="cudnn")
+    return replace(_as_trained(job, PHALANX), alone=_as_trained(job, own))
+
+
+def _as_trained(job: Job, framework: Framework) -> Framework:
+    """Returns a framework with what the job's options change."""
     profile = framework.memory_profile
     if job.train.compile and job.layout.tp == 1:  # that of a cut vocabulary communicates
         profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
@@ -73,6 +86,8 @@ def _framework(job: Job) -> Framework:
     low, high = framework.spread
     if not job.cluster.preset:  # nobody measured this machine
         low, high = low / DESCRIBED_SPREAD, high * DESCRIBED_SPREAD
+    if job.train.compile and job.cluster.device != "cpu":
+        framework = replace(framework, passes=COMPILED_PASSES * framework.passes, kernel_us=COMPILED_KERNEL_US)
     return replace(framework, memory_profile=profile, spread=(low, high))
 
 

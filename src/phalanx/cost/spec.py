@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from phalanx.config.cluster import Cluster
@@ -36,3 +36,10 @@ class StepSpec(Hashed):
     """The optimizer: its state, and what its step takes."""
     document_mask: bool = False
     """Whether attention must not cross documents (data.document_mask)."""
+
+
+def alone(cluster: Cluster, framework: Framework) -> tuple[Cluster, Framework]:
+    """Returns the machine and the framework as a job of one device has them (Accelerator.alone, Framework.alone)."""
+    device = cluster.accelerator
+    own = replace(device, sustained=device.alone or device.sustained)
+    return replace(cluster, accelerator=own), framework.alone or framework

@@ -9,6 +9,9 @@ from phalanx.blocks.kinds import BlockKind
 from phalanx.blocks.memory_profile import MemoryProfile
 from phalanx.hashed import Hashed, hashed_once
 
+FusedKernel = Literal[1, 2, 3, "cudnn"]
+"""A kernel of fused attention: a generation of FlashAttention, or cuDNN's (kernel.FLASH)."""
+
 
 @hashed_once
 @dataclass(frozen=True)
@@ -24,8 +27,8 @@ class Framework(Hashed):
     """Further factor on blocks with experts: routing, permuting and small products in one kernel after another."""
     attention: Literal["flash", "unfused"] = "flash"
     """Whether attention is one kernel that saves no scores, or products with a softmax between them in memory."""
-    flash: int = 2
-    """Generation of the fused attention kernel (kernel.FLASH)."""
+    flash: FusedKernel = 2
+    """The kernel of fused attention."""
     passes: float = 1.0
     """Memory-bound work (norms, activations, residuals, rotary) in multiples of reading and writing each operand once:
     1 if kernels are fused by hand or by a compiler, more if each operation is a kernel of its own."""
@@ -70,6 +73,8 @@ class Framework(Hashed):
     """Measured over predicted memory, the same percentiles of 100 published figures."""
     memory_profile: MemoryProfile = field(default_factory=MemoryProfile)
     """Its buffers, copies and reserves in memory."""
+    alone: Framework | None = None
+    """The framework that replaces this one in a job of one device, if it was measured there."""
 
     def block_slowdown(self, kind: BlockKind) -> float:
         """Returns the slowdown of a block's kernels over the same kernels alone."""

@@ -13,6 +13,7 @@ from math import ceil
 from typing import Any
 
 from phalanx.config.cluster import Accelerator
+from phalanx.cost.frameworks.framework import FusedKernel
 
 TILES = (
     (256, 128, 1.0),
@@ -37,13 +38,17 @@ UNALIGNED_RATE = {32: 0.97, 16: 0.92, 8: 0.65, 4: 0.45, 2: 0.35, 1: 0.25}
 """Rate of a product whose least aligned dimension is a multiple of only so many elements, relative to multiples of 64,
 which the fastest kernels need (128 bytes of 16 bits). Below 8 (16 bytes) tensor cores load operands piece by piece
 (NVIDIA, "Tensor Core requirements")."""
-FLASH = {1: (0.55, 0.45), 2: (0.75, 0.65), 3: (0.95, 0.8)}
+FLASH: dict[FusedKernel, tuple[float, float]] = {
+    1: (0.55, 0.45),
+    2: (0.75, 0.65),
+    3: (0.95, 0.8),
+    "cudnn": (0.76, 0.64),
+}
 """Rates of fused attention, forward and backward, relative to the best product of the device that the kernel was
-written for, by generation: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023, figures 4 to 7: at most 0.73
-and 0.63 of the peak of an A100), FlashAttention-3 and cuDNN 9 (Shah et al. 2024, figures 5 and 6: at most 640 and 550
-TFLOP/s of an H100)."""
-NATIVE_GENERATION = 3
-"""Generation from which fused attention uses Hopper's and Blackwell's own instructions."""
+written for, by kernel: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 2023, figures 4 to 7: at most 0.73 and
+0.63 of the peak of an A100), FlashAttention-3 and cuDNN 9 in clusters (Shah et al. 2024, figures 5 and 6: at most 640
+and 550 TFLOP/s of an H100), and cuDNN 9 as torch 2.11 calls it on one device: both passes together 533 TFLOP/s alone,
+470 and 500 in steps with heads of 128, 321 with heads of 64 (one H200, tests/cost/one_device.yaml)."""
 FLASH_HALF = 192
 """Mean keys per query at which a fused attention kernel reaches half of that rate."""
 
@@ -105,7 +110,7 @@ def attention_seconds(
     value_head: int,
     *,
     backward: bool,
-    generation: int = NATIVE_GENERATION,
+    kernel: FusedKernel = 3,
     seen: float | None = None,
 ) -> float:
     """Returns the seconds of fused causal attention over `heads` heads and `kv_heads` key heads of all sequences
@@ -115,9 +120,7 @@ def attention_seconds(
     products = "fp32" if products == "fp32" else "bf16"
     work = 2.5 if backward else 1.0
     flops = work * queries * seen * heads * (head + value_head)
-    full = (
-        rate(device, products) * FLASH[generation][backward] * (device.older if generation < NATIVE_GENERATION else 1.0)
-    )
+    full = rate(device, products) * FLASH[kernel][backward] * (device.older if kernel in (1, 2) else 1.0)
     narrow = min(1.0, 0.6 + 0.4 * head / 128)
     slow = UNALIGNED_RATE.get(head & -head, 1.0)
     seconds = flops / (full * narrow * slow * seen / (seen + 2 * FLASH_HALF))

@@ -115,7 +115,7 @@ def _attention(
         shape = (device, products, queries, keys, heads, kv_heads, core.head, core.value_head)
         seen = min(keys, core.keys_per_query)
         forward, backward = (
-            steps * attention_seconds(*shape, backward=back, generation=framework.flash, seen=seen)
+            steps * attention_seconds(*shape, backward=back, kernel=framework.flash, seen=seen)
             for back in (False, True)
         )
         return forward, backward, 2 * steps

@@ -18,8 +18,8 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.job_spec import stages, step_spec
-from phalanx.cost.spec import Products, StepSpec
+from phalanx.cost.job_spec import framework_of, stages, step_spec
+from phalanx.cost.spec import Products, StepSpec, alone
 from phalanx.errors import JobError
 from phalanx.partition import batch
 
@@ -56,7 +56,9 @@ class PlanRequest:
         """Yields one request per number of devices. Processes on the same CPU each have their part of it."""
         for world in self.devices:
             per_node = max(1, world // self.cluster.nodes)
-            yield replace(self, cluster=with_processes(self.cluster, per_node), worlds=(world,))
+            machine = with_processes(self.cluster, per_node), self.framework
+            cluster, framework = alone(*machine) if world == 1 else machine
+            yield replace(self, cluster=cluster, framework=framework, worlds=(world,))
 
     def spec(self, layout: Layout) -> StepSpec:
         """Returns the spec of one layout. Raises JobError or ValueError if it does not fit model or batch."""
@@ -115,7 +117,7 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
         job.train.global_batch or batch.DEFAULT_GLOBAL_BATCH,
         spec.products,
         spec.width,
-        spec.framework,
+        framework_of(job),
         dict(fixed or {}),
         optimizer=spec.optimizer,
         together=PAIR if has_pairs(job.data) else 1,
