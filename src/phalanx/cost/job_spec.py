@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from phalanx.check.compile import compiles
 from phalanx.config.clusters import CLUSTERS
 from phalanx.config.cpu_node import with_processes
 from phalanx.config.job import Job
@@ -44,8 +45,11 @@ def step_spec(job: Job, vocab: int) -> StepSpec:
     return rank_spec(job, vocab)
 
 
-def rank_spec(job: Job, vocab: int) -> StepSpec:
-    """Returns the spec of a job without checking that the devices are known, for the memory of a rank."""
+def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
+    """Returns the spec of a job without checking that the devices are known, for the memory of a rank; on a `device`,
+    "cpu" or "cuda", if it is not the cluster that says which."""
+    if device:
+        job = replace(job, cluster=replace(job.cluster, device=device))
     precision = job.train.precision
     model = replace(job.model, vocab_size=vocab)
     return StepSpec(
@@ -66,7 +70,7 @@ def _framework(job: Job) -> Framework:
     """Returns Phalanx as the job runs it."""
     framework = PHALANX_CPU if job.cluster.device == "cpu" else PHALANX
     profile = framework.memory_profile
-    if job.train.compile and job.layout.tp == 1:  # that of a cut vocabulary communicates
+    if compiles(job) and job.layout.tp == 1:  # that of a cut vocabulary communicates
         profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
     if job.train.gradients != "same":
         profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])
