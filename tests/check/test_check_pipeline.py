@@ -191,4 +191,4 @@ def test_a_file_without_a_flush_has_to_be_pipedreams(tmp_path):
 def test_what_the_compiler_does_not_see_is_refused(schedule, legal):
     compiled = replace(JOB, train=replace(JOB.train, compile=True))
     found = problems(compiled, pp=2, schedule=schedule, accumulation=4)
-    assert found == [] if legal else "nearest legal: compile off, or schedule=1f1b" in found[0]
+    assert found == [] if legal else "nearest legal: train.compile=auto, which leaves it off" in found[0]

@@ -36,7 +36,7 @@ def test_precision_is_the_jobs() -> None:
 def test_a_compiled_loss_saves_no_wide_logits(precision, eager, compiled) -> None:
     machine = ("cluster=dgx-a100", "cluster.devices_per_node=1")
     words = ("model=gpt2", f"train.precision={precision}", *machine, "recompute=full")
-    for on, per_logit in ((False, eager), (True, compiled)):
+    for on, per_logit in ((False, eager), (True, compiled), ("auto", compiled)):
         asked = job(*words, "micro_batch=16", "train.global_batch=16", f"train.compile={on}")
         (memory,) = step_memory(step_spec(asked, 50257))
         assert (memory.moment, memory.logits) == ("loss", 16 * 1024 * 50257 * per_logit)

@@ -12,9 +12,10 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
 from phalanx.launch.ranks import Ranks
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.apply import apply
-from phalanx.parallel.mesh import build
+from phalanx.parallel.apply import Construction, apply, apply_compile
+from phalanx.parallel.mesh import alone, build
 from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.offload.host import Host
 
 SHAPE = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)
 
@@ -73,3 +74,19 @@ def test_each_technique_is_one_line_of_rank_zero_in_the_order_in_which_they_comp
     )
     assert all(lines == [] for lines, _ in results[1:])
     assert all(changed == [] for _, changed in results), "layers are exchanged by name or by declared hooks"
+
+
+def test_auto_compiles_on_gpus_alone_and_says_why_it_does_not(caplog):
+    caplog.set_level(logging.INFO, "phalanx")
+
+    def compiled(device, layout):
+        with torch.device("meta"):
+            model = Transformer(SHAPE, 11)
+        parts = Construction(model, Job(SHAPE, layout=layout), alone(), torch.device(device), Host(torch.device("cpu")))
+        apply_compile(parts)
+        return parts.compiled, "run" in vars(model.blocks["0"]), [each.getMessage() for each in caplog.records]
+
+    assert compiled("cpu", Layout()) == (False, False, [])
+    off = "compile: off, compiled blocks handle whole sequences and one step at a time, terapipe does not"
+    assert compiled("cuda", Layout(pp=2, schedule="terapipe")) == (False, False, [off])
+    assert compiled("cuda", Layout())[:2] == (True, True)

@@ -104,9 +104,17 @@ MORE: dict[str, tuple[ModelConfig, Layout]] = {
     "ring, selectively": (LLAMA, Layout(cp=2, recompute="selective")),
     "ZeRO-1": (LLAMA, Layout(dp_shard=2, zero=1)),
     "FSDP": (LLAMA, Layout(dp_shard=2, zero=3)),
+    "offload": (LLAMA, Layout(offload="activations")),
+    "offload, recomputed": (LLAMA, Layout(offload="activations", recompute="full")),
+    "offload, selectively": (LLAMA, Layout(offload="activations", recompute="selective")),
+    "accumulate": (LLAMA, Layout(dp_shard=2, zero=2, accumulate="sharded")),
+    "loss in chunks": (LLAMA, Layout(loss_chunk=8)),
+    "recompute=products": (LLAMA, Layout(recompute="products")),
     "tiles": (LLAMA, Layout(dp_shard=2, zero=3, tiles=2)),
     "1f1b": (LLAMA, Layout(pp=2, schedule="1f1b")),
     "split backward pass": (LLAMA, Layout(pp=2, schedule="zb_h1")),
+    "split backward pass, tiles": (LLAMA, Layout(pp=2, schedule="zb_h1", tiles=2)),
+    "split backward pass, offload": (LLAMA, Layout(pp=2, schedule="zb_h1", offload="activations")),
 }
 """And `make compiled`."""
 

@@ -183,7 +183,8 @@ def _vocabulary(job: Job) -> Iterator[Problem]:
 
 def _train(job: Job) -> Iterator[Problem]:
     train = job.train
-    if train.cpu_linear == "onednn" and (train.precision != "fp32" or train.compile or job.cluster.device == "cuda"):
+    compiled = train.compile is True
+    if train.cpu_linear == "onednn" and (train.precision != "fp32" or compiled or job.cluster.device == "cuda"):
         yield (
             "train.cpu_linear",
             "onednn needs precision fp32 on a CPU, without compile; auto uses it where it can",

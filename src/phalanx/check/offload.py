@@ -146,9 +146,3 @@ def _activations(job: Job) -> Iterator[Problem]:
             "layout.offload_blocks",
             f"{layout.offload_blocks} layers of a model with n_layers {layers}; nearest legal: {layers}",
         )
-    if job.train.compile:
-        yield (
-            "train.compile",
-            "the compiler plans what blocks save, and offload=activations moves it; nearest legal: compile off, or "
-            "offload without activations",
-        )

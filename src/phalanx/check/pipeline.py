@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+from phalanx.check.compile import compile_problems
 from phalanx.check.layout import Problem, context_problems
 from phalanx.config.job import Job
 from phalanx.errors import JobError
@@ -60,7 +61,7 @@ def _named(job: Job) -> Iterator[Problem]:
         yield from _slices(job, layout.pp_slices or entry.slices)
     if entry.steps > 1:
         yield from _without_flush(job)
-    yield from _compiled(job, entry.sliced or entry.steps > 1)
+    yield from compile_problems(job)
 
 
 def _file(job: Job) -> Iterator[Problem]:
@@ -101,16 +102,7 @@ def _file(job: Job) -> Iterator[Problem]:
                 "pipedream's is trained. Nearest legal: schedule=pipedream, or a file with one step",
             )
         yield from _without_flush(job)
-    yield from _compiled(job, schedule.slices > 1 or schedule.steps > 1)
-
-
-def _compiled(job: Job, unproven: bool) -> Iterator[Problem]:
-    if job.train.compile and unproven:
-        yield (
-            "train.compile",
-            f"compiled blocks handle whole sequences and one step at a time, {job.layout.schedule} does not; "
-            "nearest legal: compile off, or schedule=1f1b",
-        )
+    yield from compile_problems(job)
 
 
 def _stages(job: Job, stages: int, equals: str, legal: str) -> Iterator[Problem]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import typing
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -103,7 +104,7 @@ def _flag(word: str, rest: deque[str], switches: Collection[str], words: Command
     if path is None and _alias_flag(plain, text if equals else None, word, rest, switches, words):
         return
     negated = resolve(re.sub(r"(^|\.)no_([^.]+)$", r"\1\2", plain))
-    if path is None and negated and leaves()[negated] is bool and not equals:
+    if path is None and negated and _is_switch(negated) and not equals:
         words.settings.append(Setting(negated, "false", f"command line: {word}"))
     elif path is None:
         words.problems.append(f"unknown option {word.partition('=')[0]}{_meant(plain, words, switches)}")
@@ -111,7 +112,7 @@ def _flag(word: str, rest: deque[str], switches: Collection[str], words: Command
             rest.popleft()  # its value, so that one mistake gives one message
     elif equals:
         _set(name, text, word, words)
-    elif leaves().get(path) is bool:
+    elif _is_switch(path):
         words.settings.append(Setting(path, "true", f"command line: {word}"))
     elif not rest or rest[0].startswith("--"):
         words.problems.append(f"{word} needs a value")
@@ -154,7 +155,7 @@ def _alias_flag(
     found = aliases.find(name)
     if found is None:
         return False
-    if text is None and leaves().get(found[1].path) is bool and not (rest and _is_bool(rest[0], found[1])):
+    if text is None and _is_switch(found[1].path) and not (rest and _is_bool(rest[0], found[1])):
         text = "true"
     elif text is None and (not rest or rest[0].startswith("--")):
         words.problems.append(f"{word} needs a value")
@@ -163,6 +164,12 @@ def _alias_flag(
         text = rest.popleft()
         word = f"{word} {text}"
     return _alias(name, text, word, words)
+
+
+def _is_switch(path: str) -> bool:
+    """Returns whether a field is true or false, so that its name alone says true."""
+    kind = leaves().get(path)
+    return kind is bool or bool in typing.get_args(kind)
 
 
 def _is_bool(word: str, alias: Alias) -> bool:

@@ -242,8 +242,8 @@ def type_words(kind: Any) -> str:
 def _example(kind: Any, default: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return shown(next((choice for choice in reversed(typing.get_args(kind)) if choice != default), default))
-    if kind is bool:
-        return shown(not default)
+    if kind is bool or bool in typing.get_args(kind):
+        return shown(not default or default == "auto")
     if kind is int:
         return shown(2 * default if default > 1 else 2)
     if kind is float:

@@ -27,8 +27,9 @@ class Train:
     or fp32 for twice the memory and traffic of bf16."""
     seed: Annotated[int, AtLeast(0)] = 1337
     """The one seed: weights, order of samples and dropout derive from it by hashing."""
-    compile: bool = False
-    """Compile blocks (once per kind), embedding, final norm and loss with torch.compile; it saves no logits in fp32."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile blocks (once per kind), embedding, final norm and loss with torch.compile; it saves no logits in fp32.
+    auto does on GPUs, where torch can."""
     cpu_linear: Literal["auto", "mkl", "onednn"] = "auto"
     """Library for fp32 matrix products on a CPU; auto uses oneDNN on non-Intel processors with AVX-512."""
     deterministic: bool = False

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from phalanx.check.compile import compiles
 from phalanx.config.clusters import CLUSTERS
 from phalanx.config.cpu_node import with_processes
 from phalanx.config.job import Job
@@ -44,8 +45,11 @@ def step_spec(job: Job, vocab: int) -> StepSpec:
     return rank_spec(job, vocab)
 
 
-def rank_spec(job: Job, vocab: int) -> StepSpec:
-    """Returns the spec of a job without checking that the devices are known, for the memory of a rank."""
+def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
+    """Returns the spec of a job without checking that the devices are known, for the memory of a rank; on a `device`,
+    "cpu" or "cuda", if it is not the cluster that says which."""
+    if device:
+        job = replace(job, cluster=replace(job.cluster, device=device))
     precision = job.train.precision
     model = replace(job.model, vocab_size=vocab)
     cluster = with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world)
@@ -79,7 +83,7 @@ def framework_of(job: Job) -> Framework:
 def _as_trained(job: Job, framework: Framework) -> Framework:
     """Returns a framework with what the job's options change."""
     profile = framework.memory_profile
-    if job.train.compile and job.layout.tp == 1:  # that of a cut vocabulary communicates
+    if compiles(job) and job.layout.tp == 1:  # that of a cut vocabulary communicates
         profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
     if job.train.gradients != "same":
         profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])

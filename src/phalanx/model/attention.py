@@ -6,7 +6,7 @@ Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +28,12 @@ class KeysAndValues(Protocol):
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends new keys and values, (batch, kv_heads, seq, head_size) each, and returns those of all positions."""
         ...
+
+
+@uncompiled
+def all_keys(cache: KeysAndValues, attention: Any, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Appends the keys and values of a layer's `attention` to a cache, and returns those of all positions."""
+    return cache.extend(attention.layer, keys, values)
 
 
 NormPair = Callable[[nn.Module, nn.Module, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -100,7 +106,7 @@ class Attention(nn.Module):
             q, k = self.place(q, k, rotary)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
+            k, v = all_keys(cache, self, k, v)
         return self.core(q, k, v, noise, documents, self.sinks).transpose(1, 2).flatten(2)
 
     def place(self, q: Tensor, k: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -158,7 +164,9 @@ class CoreAttention(nn.Module):
         if window and seq == 1 and documents is None:
             k, v, window = k[:, :, -window:], v[:, :, -window:], 0
         plain = not window and sinks is None and not self.scoring.softcap
-        causal = documents is None and seq == keys
+        causal = documents is None
+        if seq != keys:  # in a compiled graph a branch is decided, where a comparison's result would be a symbol
+            causal = False
         if causal and v.shape[-1] != q.shape[-1] and q.device.type == "cpu" and _flash_enabled():
             plain = False  # torch's function would compute, and keep, whole scores
         if plain and (causal or (seq < keys and not torch.is_grad_enabled())):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig
-from phalanx.model.attention import CoreAttention, KeysAndValues
+from phalanx.model.attention import CoreAttention, KeysAndValues, all_keys
 from phalanx.model.documents import Documents
 from phalanx.model.layers import Linear, RunCheap, make_norm, run
 from phalanx.model.noise import Noise
@@ -59,7 +59,7 @@ class LatentAttention(nn.Module):
         assert rotary is not None, "latent attention needs rotary positions"
         q, k, v = (heads.transpose(1, 2) for heads in self.heads(x, rotary))
         if cache is not None:
-            k, v = cache.extend(self.layer, k, v)
+            k, v = all_keys(cache, self, k, v)
         return self.wo(self.core(q, k, v, noise, documents).transpose(1, 2).flatten(2))
 
     def heads(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import weight_of
+from phalanx.check.compile import compiles, refusal
 from phalanx.comm.axis import Axis
 from phalanx.comm.calls import name_modules
 from phalanx.config.corpora import has_pairs
@@ -70,13 +71,13 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device, host: 
     apply_onednn(parts)
     apply_deferred_weight_grads(parts)
     apply_recompute(parts)
-    apply_offload(parts)
     apply_compile(parts)
+    apply_offload(parts)
     objective = apply_loss(parts)
     replica = apply_data_parallel(parts, objective)
     run_by_schedule(parts, replica)
     initialise(replica, job)
-    if not job.train.compile:
+    if not parts.compiled:
         name_modules(parts.model)
     return replica
 
@@ -94,6 +95,8 @@ class Construction:
     """Vocabulary size in tokens, without padding."""
     dtype: torch.dtype = field(init=False)
     """The parameters' type."""
+    compiled: bool = field(init=False)
+    """What train.compile stands for on this device."""
     stages: Stages | None = None
     """This rank's part of the pipeline."""
     p2p_groups: tuple[Axis, Axis] | None = None
@@ -109,6 +112,7 @@ class Construction:
 
     def __post_init__(self) -> None:
         self.vocab, self.dtype = self.model.embed.num_embeddings, self.model.embed.weight.dtype
+        self.compiled = compiles(self.job, self.device.type)
 
     def log(self, line: str, *values: object) -> None:
         """Logs a line once for all ranks."""
@@ -209,9 +213,9 @@ def apply_tiling(parts: Construction) -> None:
 
 def apply_onednn(parts: Construction) -> None:
     """Replaces the product of linear layers, on CPUs where oneDNN's is faster."""
-    train = parts.job.train
-    chosen = train.cpu_linear == "auto" and not train.compile and onednn_is_faster(parts.device, parts.dtype)
-    if chosen or train.cpu_linear == "onednn":
+    wanted = parts.job.train.cpu_linear
+    chosen = wanted == "auto" and not parts.compiled and onednn_is_faster(parts.device, parts.dtype)
+    if chosen or wanted == "onednn":
         parts.log("linear layers: %d through oneDNN", use_onednn(parts.model))
 
 
@@ -227,9 +231,10 @@ def apply_deferred_weight_grads(parts: Construction) -> None:
 
 def apply_recompute(parts: Construction) -> None:
     """Saves only the inputs of blocks, or of their attention cores, or what products write."""
-    layout, compiled = parts.job.layout, parts.job.train.compile
+    layout = parts.job.layout
     if written(layout) != "none":
-        parts.log("recompute: %s, %d modules here", written(layout), recompute(parts.model, layout, compiled=compiled))
+        modules = recompute(parts.model, layout, compiled=parts.compiled)
+        parts.log("recompute: %s, %d modules here", written(layout), modules)
 
 
 def apply_offload(parts: Construction) -> None:
@@ -244,7 +249,9 @@ def apply_offload(parts: Construction) -> None:
 def apply_compile(parts: Construction) -> None:
     """Compiles the blocks, those of a kind by the same graphs, the embedding and the final norm."""
     model = parts.model
-    if not parts.job.train.compile:
+    if parts.job.train.compile == "auto" and parts.device.type == "cuda" and (reason := refusal(parts.job)):
+        parts.log("compile: off, %s", reason)
+    if not parts.compiled:
         return
     import torch._dynamo  # two seconds, for those who compile
 
@@ -289,7 +296,7 @@ def apply_loss(parts: Construction) -> Objective:
         parts.log("loss: the logits of %d tokens at a time", chunk)
     if isinstance(parts.model.head, TiledHead):
         return TiledObjective(parts.model, pairs=pairs)
-    if parts.job.train.compile and tp.size == 1:  # fused with its cast, so that no logits are saved in fp32
+    if parts.compiled and tp.size == 1:  # fused with its cast, so that no logits are saved in fp32
         loss = torch.compile(loss)
         parts.log("compile: the loss")
     if not chunk:

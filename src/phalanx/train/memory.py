@@ -36,7 +36,7 @@ class Memory:
 
     def table(self) -> dict[str, int]:
         """Returns the bytes of each part, at the moment when there is most of it."""
-        step = StepParts(rank_spec(self.job, self.vocab_size))
+        step = StepParts(rank_spec(self.job, self.vocab_size, self.device.type))
         rank = RankParts(step, step.flights[self.pp_rank])
         parameters, gradients, optimizer = rank.state()
         activations = rank.kept()[0] + rank.backward(gradients=True)[0]

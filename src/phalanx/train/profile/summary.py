@@ -153,7 +153,7 @@ def _compared(
 def _memory_beside_predicted(stepper: Stepper, every: Sequence[Gathered]) -> Iterator[dict[str, Any]]:
     """Yields the memory of each rank that recorded it, with the prediction for its pipeline rank."""
     job = stepper.job
-    predicted = step_memory(rank_spec(job, stepper.vocab_size))
+    predicted = step_memory(rank_spec(job, stepper.vocab_size, stepper.device.type))
     for table in (each.memory for each in every if each.memory is not None):
         own = predicted[table["rank"] // (job.layout.world // job.layout.pp)]  # pp is the outermost axis
         yield {**table, "compared": report.compared_document(compared_memory(own, table["parts"]), "bytes")}

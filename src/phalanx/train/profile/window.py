@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from phalanx.check.compile import compiles
 from phalanx.comm import blocking
 from phalanx.comm.agree import gather_json, on_every_rank
 from phalanx.comm.recorded import Recording, now, recorded
@@ -110,7 +111,8 @@ class StepProfile:
             if self.options.python:
                 self._try("pyinstrument", self._start_samples)
         _barrier()
-        layers = not self.stepper.job.train.compile  # a compiled block does not see hooks that come later
+        # A compiled block does not see hooks that come later.
+        layers = not compiles(self.stepper.job, self.stepper.device.type)
         self.held.enter_context(observed(self.stepper.replica, self.passes, layers=layers))
         self.held.enter_context(recorded(self.recording))
 

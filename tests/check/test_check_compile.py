@@ -1,0 +1,37 @@
+"""train.compile=auto is on for GPUs, and off on CPUs and where torch cannot compile the job."""
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.check.compile import compiles
+from phalanx.check.load import load_words
+from phalanx.check.show import as_dict
+from phalanx.config.cluster import Cluster
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.overrides import parse
+from phalanx.config.train import Train
+
+SLICED = Layout(pp=2, schedule="terapipe")
+
+
+@pytest.mark.parametrize(("device", "on"), [("auto", True), ("cuda", True), ("cpu", False)])
+def test_predictions_follow_the_cluster_and_runs_their_device(device, on):
+    job = Job(cluster=Cluster(device=device))
+    assert (compiles(job), compiles(job, "cuda"), compiles(job, "cpu")) == (on, True, False)
+
+
+def test_what_torch_cannot_compile_is_left_alone_unless_it_was_asked_for():
+    job = Job(layout=SLICED)
+    assert not compiles(job, "cuda")
+    assert compiles(replace(job, train=Train(compile=True)), "cpu")  # whose refusal is that of check/pipeline.py
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [([], "auto"), (["--compile"], True), (["--no-compile"], False), (["train.compile=auto"], "auto")],
+    ids=str,
+)
+def test_a_config_keeps_what_was_set(words, value):
+    assert as_dict(load_words(parse(words)).job)["train"]["compile"] == value
