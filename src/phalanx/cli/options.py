@@ -85,9 +85,9 @@ def as_foreign_rank(
     work: Callable[[Options, Ranks, Store | None], int],
     timeout_s: Callable[[Options], float] = lambda _: RunOptions().timeout_s,
 ) -> int:
-    """Works as one of the processes that torchrun, srun or mpiexec started, and returns the exit code. They meet, for at
-    most `timeout_s`, as soon as each has read its options: a mistake of several is one message. `read` returns None if
-    there is nothing to do."""
+    """Works as one of the processes that torchrun, srun or mpiexec started, and returns the exit code. They meet, for
+    at most `timeout_s`, as soon as each has read its options: a mistake of several is one message. `read` returns None
+    if there is nothing to do."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
     from phalanx.launch.lost_peer import lost_peer_named
     from phalanx.launch.meet.meeting import Meeting
