@@ -9,11 +9,11 @@ from phalanx.config.job import Job
 from phalanx.cost.breakdown import subject
 from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.recompute import RecomputeRun
+from phalanx.partition.recompute import Mode, RecomputeRun
 from phalanx.pictures.canvas import Panel
 from phalanx.pictures.canvas import svg as panels
 
-_MIXED = ("none", "products"), ("none", "full"), ("products", "full"), ("none", "selective")
+_MIXED: tuple[tuple[Mode, Mode], ...] = ("none", "products"), ("none", "full"), ("products", "full"), ("none", "selective")
 """The modes of a line: of the last layers, and of the first."""
 _PLACES = 8
 """Parts into which a line divides the layers."""
