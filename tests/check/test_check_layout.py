@@ -11,6 +11,7 @@ from phalanx.check.job import problems_of
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.partition.sequence import rank_positions
 
@@ -336,3 +337,11 @@ def test_codes_are_for_messages_of_zero_3(layout):
         f"{layout.get('zero', 3)} and dp_shard {ranks} × cp 1 = {ranks}; nearest legal: quantise_weights=none, or "
         "zero=3 with dp_shard=2"
     ]
+
+
+def test_why_whole_matrices_are_not_updated_on_the_host():
+    job = Job(model=MODEL, layout=Layout(offload="optimizer"), optimizer=Optimizer(name="muon"))
+    ((path, message),) = problems_of(job)
+    assert path == "optimizer.name"
+    assert "devices exchange and multiply" in message
+    assert "nearest legal: offload=none, or optimizer=adamw" in message

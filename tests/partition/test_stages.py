@@ -24,7 +24,8 @@ def test_every_reason_why_a_cut_does_not_fit_is_told_with_a_legal_one():
         written_stages("3+0+4", 4, 8)
     assert caught.value.problems == [
         "3+0+4 are 3 stages, the pipeline has 4; legal: 2+2+2+2",
-        "3+0+4 leaves stage 1 without a layer; each needs at least one; legal: 2+2+2+2",
+        "3+0+4 leaves stage 1 without a layer: embedding and head belong to the stages of the first and the last "
+        "layer, so it would have no weights and only pass on its input; legal: 2+2+2+2",
         "3+0+4 = 7 layers, the model has 8; legal: 2+2+2+2",
     ]
     with pytest.raises(JobError, match="the pipeline has 3$"):

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 
 from phalanx.checkpoint.validity import newest_valid
@@ -86,19 +87,31 @@ def several_ways(ranks):
     else:
         dist.recv(torch.ones(3), 0)
     dist.broadcast(torch.ones(2), src=1)
-    assert dist.P2POp(dist.isend, torch.ones(2), 1 - ranks.rank).op is dist.isend
+    other, mine, theirs = 1 - ranks.rank, torch.full((2,), ranks.rank), torch.empty(2, dtype=torch.int64)
+    sent_and_received = [
+        [dist.isend(mine, other), dist.irecv(theirs, other)],
+        dist.batch_isend_irecv([dist.P2POp(dist.isend, mine, other), dist.P2POp(dist.irecv, theirs, other)]),
+    ]
+    for work in (work for works in sent_and_received for work in works):
+        work.wait()
+    assert theirs.tolist() == [other, other]
+    functional.all_gather_tensor(torch.ones(2), 0, dist.group.WORLD)
+    assert functional.all_reduce(torch.ones(2), "max", dist.group.WORLD.group_name).tolist() == [1, 1]
     same_calls.require_same_calls()
     if ranks.rank == 0:
-        dist.send(torch.ones(3), 1)
+        dist.isend(torch.ones(3), 1).wait()
     else:
-        dist.recv(torch.ones(3, dtype=torch.int32), 0)
-    with pytest.raises(MismatchError, match="#2 of world 0 → 1"):
+        dist.irecv(torch.ones(3, dtype=torch.int32), 0).wait()
+    with pytest.raises(MismatchError, match="#4 of world 0 → 1"):
         same_calls.require_same_calls()
 
 
 def test_every_way_of_calling_torch_distributed_is_recorded(ranks, tmp_path):
     ranks(beating, 2, tmp_path, several_ways)
     calls = [call for call in views(tmp_path)[0].record.calls if "test_heartbeats" in call.source or call.root >= 0]
-    assert {"all_gather", "send", "broadcast"} <= {call.operation for call in calls}
+    operations = [call.operation for call in calls]
+    assert {"send", "receive", "broadcast", "all_reduce_max"} <= set(operations)
+    assert (operations.count("send"), operations.count("receive")) == (4, 2)
+    assert any((call.operation, call.dtype, call.shape) == ("all_gather", "float32", (2,)) for call in calls)
     assert any(call.root == 1 for call in calls)
     assert any(call.operation == "all_reduce" for call in views(tmp_path)[0].record.calls)

@@ -91,8 +91,9 @@ def _optimizer(job: Job) -> Iterator[Problem]:
         legal = ", ".join(each for each, entry in OPTIMIZERS.items() if not entry.needs_whole_matrices)
         yield (
             "optimizer.name",
-            f"{name} exchanges whole matrices between devices, so its state cannot be offloaded; nearest legal: "
-            f"offload=none, or optimizer={legal.split(', ')[0]} (or {legal})",
+            f"{name} makes whole matrices orthogonal, which devices exchange and multiply, and an offloaded update "
+            "runs on the host, element by element; nearest legal: offload=none, or "
+            f"optimizer={legal.split(', ')[0]} (or {legal})",
         )
     try:
         overlaps = layout.pp > 1 and not flushes(layout)

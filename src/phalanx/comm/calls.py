@@ -24,8 +24,9 @@ _TYPE_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, n
 
 def reduction(op: object) -> str:
     """Returns the recorded name of an all-reduce by its operation, such as all_reduce_max."""
-    names = {dist.ReduceOp.MAX: "max", dist.ReduceOp.MIN: "min", dist.ReduceOp.AVG: "avg"}
-    name = next((name for each, name in names.items() if op == each), "")
+    names = {"max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "avg": dist.ReduceOp.AVG}
+    word = op.lower() if isinstance(op, str) else ""  # of a functional collective
+    name = next((name for name, each in names.items() if word == name or op == each), "")
     return f"all_reduce_{name}" if name else "all_reduce"
 
 

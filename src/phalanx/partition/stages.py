@@ -33,7 +33,10 @@ def written_stages(text: str, stages: int, layers: int) -> tuple[range, ...]:
     if len(sizes) != stages:
         problems.append(f"{text} are {len(sizes)} stages, the pipeline has {stages}")
     if 0 in sizes:
-        problems.append(f"{text} leaves stage {sizes.index(0)} without a layer; each needs at least one")
+        problems.append(
+            f"{text} leaves stage {sizes.index(0)} without a layer: embedding and head belong to the stages of the "
+            "first and the last layer, so it would have no weights and only pass on its input"
+        )
     if sum(sizes) != layers:
         problems.append(f"{text} = {sum(sizes)} layers, the model has {layers}")
     if problems:
