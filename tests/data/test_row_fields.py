@@ -69,7 +69,7 @@ def test_no_value_of_another_kind_is_dropped_silently(row: dict[str, Any]) -> No
 )
 def test_what_is_not_understood_says_why(row: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        tools_of(row) or conversation_of(row)
+        conversation_of({**row, "tools": tools_of(row)})
 
 
 @pytest.mark.parametrize(

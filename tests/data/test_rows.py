@@ -1,12 +1,14 @@
 """Rows of conversations: the forms that are read, and every problem named with file and line, all at once."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from phalanx.config.data import Data
+from phalanx.data.corpus import text_files
 from phalanx.data.prepare import prepare
 from phalanx.data.row_fields import conversation_of
 from phalanx.data.row_text import row_texts
@@ -98,6 +100,34 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert [row.text for row in row_texts(row_files(data), data)] == ["aa\n", "bb\n"]
 
 
+@pytest.mark.parametrize("corpus", ["chat", "text"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.jsonl", "test.jsonl"),
+        ("data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"),
+        ("train/a.jsonl.gz", "dev/a.jsonl"),
+    ],
+    ids=str,
+)
+def test_the_splits_of_a_data_set_are_not_trained_on_together(
+    tmp_path: Path, names: tuple[str, str], corpus: str
+) -> None:
+    files = row_files if corpus == "chat" else text_files
+    for name in (*names, "train-more.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("{}\n")
+    data = Data(corpus=corpus, path=str(tmp_path))
+    with pytest.raises(
+        DataError, match="holds the splits .* all of which would be trained on: name one, such as"
+    ) as caught:
+        files(data)
+    named = re.findall(r"data\.path=([^,]*)", str(caught.value))[-1]
+    assert Path(named).exists()
+    (tmp_path / names[1]).unlink()
+    assert len(files(data)) == 2
+
+
 @pytest.mark.parametrize(
     ("name", "reason"), [("absent", "no such file or folder"), ("empty", "the folder has no files")]
 )
@@ -116,6 +146,36 @@ def test_limit_mb_takes_the_first_rows(tmp_path: Path) -> None:
     rows = [{"prompt": "x" * 400, "completion": "y"}] * 5
     data = replace(written(tmp_path / "rows.jsonl", *rows), limit_mb=0.001)
     assert len(list(row_texts(row_files(data), data))) == 2
+
+
+CALLED = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"where": "Oslo"}}}]}
+SHOUT = "{% for m in messages %}{{ m.role }} {{ m.content | upper }}{% for c in m.tool_calls %}{{ c.function.name }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "left_out"),
+    [
+        (SHOUT + "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}", ""),
+        (SHOUT + "{% endfor %}{% endfor %}", "message 3: its tool_calls have arguments that are"),
+        (
+            "{% for m in messages if m.role != 'system' %}{{ m.content }}{{ m.tool_calls }}{% endfor %}",
+            "message 1: its",
+        ),
+        ("{% for m in messages if m.role != 'user' %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", "message 2: its"),
+        ("{% for m in messages if m.role != 'tool' %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", "message 4: its"),
+    ],
+    ids=["whole", "arguments", "system", "user", "tool"],
+)
+def test_no_text_of_a_row_is_left_out_silently(tmp_path: Path, template: str, left_out: str) -> None:
+    told = {"role": "system", "content": "be brief"}
+    row = {"messages": [told, ASKED, CALLED, {"role": "tool", "content": "rain, maybe"}, ANSWER]}
+    (tmp_path / "t.jinja").write_text(template)
+    data = replace(written(tmp_path / "rows.jsonl", row), template=str(tmp_path / "t.jinja"))
+    if left_out:
+        with pytest.raises(DataError, match=f"rows.jsonl:1: {left_out} .*not written by the template"):
+            list(row_texts(row_files(data), data))
+    else:
+        assert [row.text.count("Oslo") for row in row_texts(row_files(data), data)] == [1]
 
 
 def test_a_name_and_tools_that_the_template_only_mentions_are_refused(tmp_path: Path) -> None:

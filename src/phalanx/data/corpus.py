@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -53,6 +54,8 @@ _OTHER_ROWS = {
     "chat": {"messages", "conversations", "completion", "instruction"},
 }
 """Fields of rows that are no text, by the corpus that reads them."""
+SPLIT_NAMES = {"train", "test", "validation", "valid", "val", "dev", "eval"}
+"""Names of the splits of a data set, as its files or folders have them: test.jsonl, train-00000-of-00002.parquet."""
 SAVED_FACTS = {"state.json", "dataset_info.json", "dataset_dict.json"}
 """Files beside the data in a folder that Hugging Face datasets saved."""
 TEXT_SUFFIXES = {".txt", ".text", ".md", ".rst", ".tex", ".html", ".xml", ".py", ".c", ".h", ".cc", ".cpp"}
@@ -225,7 +228,27 @@ def text_files(data: Data) -> list[Path]:
         sets = [file for file in found if file.suffix == ".idx"]
         hint = f"; a Megatron data set is named by itself, such as {sets[0]}, several in data.mix" if sets else ""
         raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}{hint}")
-    return sorted(files, key=lambda file: file.relative_to(path).as_posix())
+    return in_order(files, path)
+
+
+def in_order(files: list[Path], folder: Path) -> list[Path]:
+    """Returns the files of a folder in reading order. Raises DataError if they are the splits of one data set: the
+    files that are for tests would be trained on."""
+    splits: dict[str, Path] = {}
+    for file in files:
+        parts = file.relative_to(folder).parts
+        if suffix_of(file) not in ROW_SUFFIXES | {".txt"}:
+            continue
+        by_folder = parts[0].lower() in SPLIT_NAMES
+        name = parts[0].lower() if by_folder else re.split(r"[-.]", file.name.lower())[0]
+        if name in SPLIT_NAMES:
+            splits.setdefault(name, folder / parts[0] if by_folder else file)
+    if len(splits) > 1 and "train" in splits:
+        raise DataError(
+            f"data.path={folder}: holds the splits {', '.join(sorted(splits))} of a data set, all of which would be "
+            f"trained on: name one, such as data.path={splits['train']}, or give the files of one a folder of their own"
+        )
+    return sorted(files, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def walk(root: Path, skipped: Callable[[str], bool]) -> list[Path]:

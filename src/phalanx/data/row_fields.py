@@ -188,10 +188,11 @@ def tools_of(record: Mapping[str, Any]) -> list[Any]:
             raise ValueError(f"tools: {error}") from None
     if not tools:
         return []
-    if not isinstance(tools, list) or (wrong := [each for each in tools if not isinstance(each, dict)]):
-        found = type(wrong[0] if isinstance(tools, list) else tools).__name__
+    listed = tools if isinstance(tools, list) else [None]
+    if wrong := [each for each in listed if not isinstance(each, dict)]:
+        found = type(wrong[0] or tools).__name__
         raise ValueError(f"tools is not a list of objects, which describe one tool each: found {found}")
-    return tools
+    return listed
 
 
 def messages_of(value: Any, role: str) -> list[Any]:
@@ -239,8 +240,8 @@ def plain(message: Any) -> Any:
     if "from" in found and "value" in found and "role" not in found and "content" not in found:
         found = {"role": found.pop("from"), **found, "content": found["value"]}
         del found["value"]
-    if isinstance(found.get("role"), str):
-        found["role"] = _ALSO_CALLED.get(found["role"], found["role"])
+    if isinstance(role := found.get("role"), str):
+        found["role"] = _ALSO_CALLED.get(role, role)
     parts = found.get("content")
     if isinstance(parts, list) and parts and all(map(_is_text_part, parts)):
         found["content"] = "".join(part["text"] for part in parts)

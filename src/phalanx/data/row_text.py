@@ -13,10 +13,10 @@ import numpy as np
 
 from phalanx.config.corpora import CORPORA
 from phalanx.config.data import Data
-from phalanx.data.answers import Part
+from phalanx.data.answers import Part, replaced, texts_of
 from phalanx.data.build import EncodedRows
 from phalanx.data.corpus import Scan, code_points, describe
-from phalanx.data.row_fields import Message, unwritten
+from phalanx.data.row_fields import ANSWERS, Message, unwritten
 from phalanx.data.rows import Causes, Row
 from phalanx.data.shards import ANSWER
 from phalanx.data.template import Renderer, find_template
@@ -80,8 +80,13 @@ def _rendered(row: Row, renderer: Renderer) -> RowText:
     except ValueError as error:
         raise ValueError(f"{template.origin}: {error}") from error
     for messages, parts in zip(row.conversations, conversations, strict=True):
-        for what, others, tools in _left_out(messages, row.tools):
-            if renderer.parts(others, tools) == parts:
+        text = "".join(text for text, _ in parts)
+        for what, others, tools in _left_out(messages, row.tools, text):
+            try:
+                same = renderer.parts(others, tools) == parts
+            except ValueError:  # the template has looked at it
+                continue
+            if same:
                 raise ValueError(f"{what} not written by the template ({template.origin}); use one that writes it")
     if row.only_last:
         conversations = tuple(map(_last_answer, conversations))
@@ -90,13 +95,24 @@ def _rendered(row: Row, renderer: Renderer) -> RowText:
     return RowText(row.where, conversations)
 
 
-def _left_out(messages: list[Message], tools: Sequence[Any]) -> Iterator[tuple[str, list[Message], Sequence[Any]]]:
-    """Yields a conversation without what a template may leave out although its source has the word, as `function.name`
-    has: the names of messages, and the tools."""
+def _left_out(
+    messages: list[Message], tools: Sequence[Any], text: str
+) -> Iterator[tuple[str, list[Message], Sequence[Any]]]:
+    """Yields a conversation with another text, or none, in place of what a template may leave out although its source
+    has the word, as `function.name` has: names of messages, contents and arguments that its `text` does not show, and
+    the tools. What stands in answers is looked at where they are rendered (answers.require_written)."""
     for number, message in enumerate(messages):
+        where = f"message {number + 1}: its"
+        changed: list[tuple[str, Message]] = []
         if message.get("name"):
-            plain = {key: value for key, value in message.items() if key != "name"}
-            yield f"message {number + 1}: its name is", [*messages[:number], plain, *messages[number + 1 :]], tools
+            changed.append((f"{where} name is", {key: value for key, value in message.items() if key != "name"}))
+        for path, value in texts_of(message):
+            is_content = path == ("content",) and message["role"] != ANSWERS
+            if (is_content or (path[0] == "tool_calls" and "arguments" in path)) and value.strip() not in text:
+                what = "content is" if is_content else "tool_calls have arguments that are"
+                changed.append((f"{where} {what}", replaced(message, path, f"{value}\ufdd0")))
+        for what, other in changed:
+            yield what, [*messages[:number], other, *messages[number + 1 :]], tools
     if tools:
         yield "tools of the row: they are", messages, ()
 

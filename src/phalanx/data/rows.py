@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.config.data import Data
-from phalanx.data.corpus import SAVED_FACTS, walk
+from phalanx.data.corpus import SAVED_FACTS, in_order, walk
 from phalanx.data.formats import ROW_SUFFIXES, missing, records, suffix_of
 from phalanx.data.row_fields import Message, conversation_of, for_template, renamed, tools_of
 from phalanx.errors import DataError, NotFoundError
@@ -84,7 +84,7 @@ def row_files(data: Data) -> list[Path]:
         if not found:
             raise NotFoundError(f"data.path={path}: the folder has no files; it needs files that end in {known}")
         raise DataError(f"data.path={path}: none of its {len(found)} files holds rows; files are chosen by {known}")
-    return sorted(files, key=lambda file: file.relative_to(path).as_posix())
+    return in_order(files, path)
 
 
 def chat_rows(files: Iterable[Path], data: Data) -> Iterator[Row]:

@@ -121,6 +121,35 @@ def test_every_preset_of_the_hub_is_written_and_read_back(name: str):
     assert count(found.model) == count(model)
 
 
+@pytest.mark.parametrize(
+    ("change", "window"),
+    [
+        ({}, 0),  # 28 layers without a window, as transformers has it, are more than there are
+        ({"max_window_layers": 4}, 0),
+        ({"max_window_layers": 0}, 128),
+        ({"max_window_layers": 2}, None),
+        ({"max_window_layers": 2, "use_sliding_window": False}, 0),
+        ({"max_window_layers": 2, "layer_types": ["sliding_attention"] * 4}, 128),
+        ({"model_type": "llama", "use_sliding_window": False}, 0),
+    ],
+    ids=str,
+)
+def test_windows_that_begin_at_a_layer(change: dict[str, object], window: int | None):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_hidden_layers": 4}
+    values = {
+        "model_type": "qwen2",
+        "vocab_size": 64,
+        **sizes,
+        "sliding_window": 128,
+        "use_sliding_window": True,
+    } | change
+    if window is None:
+        with pytest.raises(JobError, match="max_window_layers is 2, supported: layer_types, or 0"):
+            config_json.read(values)
+    else:
+        assert config_json.read(values).model.window == window
+
+
 @pytest.mark.parametrize("name", COUNTERPARTS)
 def test_small_models_of_every_kind_are_written_as_their_own_model_type(name: str):
     counterpart = COUNTERPARTS[name]
@@ -191,7 +220,10 @@ def test_the_language_model_of_gemma_3_with_images():
             {"attention_bais": True},
             "attention_bais is not understood for model_type llama; did you mean attention_bias",
         ),
+        ({"attention_sinks": True}, "attention_sinks is not understood for model_type llama (what changes no number"),
         ({"attention_bias": True}, "mlp_bias"),
+        ({"architectures": ["LlamaForCausalLMEagle3"]}, "whose head is not that of a language model"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor is 2, and no rope_type says how it stretches"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is missing"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 8.0, "extra": 1}}, "rope_scaling.extra is not understood"),

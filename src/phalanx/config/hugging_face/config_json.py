@@ -104,7 +104,7 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     source = ConfigReader(values)
     classes = values.get("architectures")
     for name in classes if isinstance(classes, list) else ():
-        if isinstance(name, str) and re.search("For(?!CausalLM|ConditionalGeneration)[A-Z]|RewardModel", name):
+        if isinstance(name, str) and re.search("For(?!(CausalLM|ConditionalGeneration)$)[A-Z]|RewardModel", name):
             source.problem("architectures", f"names {shown(name)}, whose head is not that of a language model")
     outer, harmless = None, HARMLESS | family.harmless
     quantised = source.holds(_QUANTISED)
@@ -120,6 +120,8 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     model = _model(ours)
     for part in [source, *([outer] if outer else [])]:
         without_effect = harmless if part is source else HARMLESS | _TOP
+        if part.states("use_sliding_window", False):
+            without_effect |= {"sliding_window", "max_window_layers"}
         _refuse_other_values(part, without_effect, family, model)
         refuse_unknown(part, without_effect, f" for model_type {family.model_type}")
     if source.problems:

@@ -111,7 +111,14 @@ class SoftCap:
 HARMLESS = frozenset(
     (
         *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path"),
-        *("_attn_implementation_autoset", "attn_implementation", "use_cache", "cache_implementation", "model_type"),
+        *(
+            "_attn_implementation_autoset",
+            "_attn_implementation",
+            "attn_implementation",
+            "use_cache",
+            "cache_implementation",
+            "model_type",
+        ),
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id", "decoder_start_token_id"),
         *("attention_dropout", "hidden_dropout", "classifier_dropout", "initializer_range", "pretraining_tp"),
         *(

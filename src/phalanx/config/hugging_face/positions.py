@@ -139,6 +139,8 @@ def scaling(rope: ConfigReader, context: int) -> RopeScaling:
         rope.seen |= set(rope.left())
         return RopeScaling()
     if kind == "default":
+        if not rope.holds("type") and not rope.holds("rope_type") and rope.take("factor", float, 1.0) != 1:
+            rope.problem("factor", f"is {rope.raw('factor'):g}, and no rope_type says how it stretches")
         # What other kinds need is without effect.
         rope.seen |= {"factor", "original_max_position_embeddings"}
         return RopeScaling()
@@ -222,11 +224,13 @@ class Windows:
         """Sets window and full_every."""
         window = source.take("sliding_window", int, 0 if source.names("sliding_window") else self.default)
         pattern = source.take("sliding_window_pattern", int, self.full_every)
-        first = source.take("max_window_layers", int, 0)
+        first = source.take("max_window_layers", int, 28 if self.switch and self.layers else 0)
         if self.switch and not source.take(self.switch, bool, False):
             window = 0
         if window and self.switch and first and not source.holds("layer_types"):
-            source.problem("max_window_layers", f"is {first}, supported: layer_types, or 0")
+            if not self.layers or first < fields["n_layers"]:
+                source.problem("max_window_layers", f"is {first}, supported: layer_types, or 0")
+            window = 0  # the first layers have none
         kinds = source.take("layer_types", list, [])
         fields["window"], fields["full_every"] = window, pattern if window else 0
         if not kinds:

@@ -11,7 +11,7 @@ from math import isfinite
 from typing import Any, Protocol
 
 from phalanx.config.model import ModelConfig
-from phalanx.nearest import did_you_mean
+from phalanx.nearest import nearest
 
 REQUIRED: Any = object()
 """The default of a field without which a configuration says nothing."""
@@ -232,13 +232,12 @@ def written(terms: Iterable[Term], model: ModelConfig) -> Fields:
 
 def refuse_unknown(source: ConfigReader, harmless: frozenset[str] = frozenset(), where: str = "") -> None:
     """Notes every field that nothing has read and that is not known to change nothing; `where` says of what. The first
-    message says how to read the file without those that are no slip of the pen."""
+    message says how to read the file without them. Programs write these files, so that few names are slips of the
+    pen."""
     unknown = [name for name in source.left() if name not in harmless and not name.startswith(HARMLESS_PREFIX)]
-    near = {name: did_you_mean(name, [*source.seen, *harmless]) for name in unknown}
-    foreign = [name for name in unknown if not near[name]]
-    listed = ",".join(f"{source.prefix}{name}" for name in foreign)
+    listed = ",".join(f"{source.prefix}{name}" for name in unknown)
     for name in unknown:
-        way = (
-            f" (what changes no number may be left out: model.ignore_config=[{listed}])" if name in foreign[:1] else ""
-        )
-        source.problem(name, f"is not understood{where}{near[name]}{way}")
+        meant = nearest(name, [*source.seen, *harmless], strictly=True)
+        hint = f"; did you mean {meant}?" if meant else ""
+        way = f" (what changes no number may be left out: model.ignore_config=[{listed}])" if name == unknown[0] else ""
+        source.problem(name, f"is not understood{where}{hint}{way}")
