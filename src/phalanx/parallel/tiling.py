@@ -21,7 +21,7 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.model.experts import GroupedLinear, Sizes, add_bias
+from phalanx.model.experts import Ends, GroupedLinear, add_bias
 from phalanx.model.layers import Linear, project, uncompiled
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.modules import Tile
@@ -40,20 +40,20 @@ class ExpertTile(GroupedLinear, Tile):
 
 
 class TiledRows(nn.Module):
-    """Maps (..., inputs) to (..., outputs): each tile has some of the outputs. Rows of experts come with `sizes`."""
+    """Maps (..., inputs) to (..., outputs): each tile has some of the outputs. Rows of experts come with `ends`."""
 
     def __init__(self, tiles: nn.ModuleList):
         super().__init__()
         self.tiles = tiles
 
     @uncompiled
-    def forward(self, x: Tensor, *sizes: Sizes) -> Tensor:
+    def forward(self, x: Tensor, *ends: Ends) -> Tensor:
         tokens = x.flatten(0, -2)  # of a matrix a product is no view, which FSDP2 warns of
-        return torch.cat([tile(tokens, *sizes) for tile in self.tiles], dim=-1).unflatten(0, x.shape[:-1])
+        return torch.cat([tile(tokens, *ends) for tile in self.tiles], dim=-1).unflatten(0, x.shape[:-1])
 
 
 class TiledColumns(nn.Module):
-    """Maps (..., inputs) to (..., outputs): each tile has some of the inputs. Rows of experts come with `sizes`."""
+    """Maps (..., inputs) to (..., outputs): each tile has some of the inputs. Rows of experts come with `ends`."""
 
     def __init__(self, tiles: nn.ModuleList, bias: nn.Parameter | None, bias_factor: float = 1.0):
         """`bias` is multiplied by `bias_factor`, and added to the sum."""
@@ -63,21 +63,21 @@ class TiledColumns(nn.Module):
         """Sums the tensor ranks' outputs, before the bias is added."""
 
     @uncompiled
-    def forward(self, x: Tensor, *sizes: Sizes) -> Tensor:
+    def forward(self, x: Tensor, *ends: Ends) -> Tensor:
         parts = x.flatten(0, -2).chunk(len(self.tiles), dim=-1)
-        if sizes:
+        if ends:
             parts = [part.contiguous() for part in parts]  # as torch's grouped product needs them
         first, *others = parts
-        y = self.tiles[0](first, *sizes)
+        y = self.tiles[0](first, *ends)
         for tile, part in zip(list(self.tiles)[1:], others, strict=True):
-            y = y + tile(part, *sizes)
+            y = y + tile(part, *ends)
         y = y.unflatten(0, x.shape[:-1])
         if self.reduce is not None:
             y = self.reduce(self, (x,), y)
         if self.bias is None:
             return y
         bias = self.bias if self.bias_factor == 1 else self.bias * self.bias_factor
-        return add_bias(y, bias, *sizes) if sizes else y + bias
+        return add_bias(y, bias, *ends) if ends else y + bias
 
 
 @dataclass(frozen=True)
