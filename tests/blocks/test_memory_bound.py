@@ -71,16 +71,20 @@ def test_a_ring_merges_the_output_of_each_step_but_the_first():
 
 
 def test_a_mixture_of_experts():
-    """Scores are read and written four times, in fp32, which counts twice; rows are copied into the order of their
-    experts and back, with expert ranks once more on the other side. Each of eight experts gets a fourth of the
-    tokens."""
+    """Scores are read and written four times, in fp32, which counts twice; rows are read and
+    written in the order of their experts, and summed to tokens; backward a token's gradients are summed, and the
+    gradient of a sum is read for every row, with the row for its gate. With expert ranks rows are copied once more on
+    the other side. Each of eight experts gets a fourth of the tokens."""
     rows = TOKENS * 2
+    row, token = rows * D, TOKENS * D
     found = of_block(MIXTURE)
     assert found["route"] == (8 * TOKENS * 8,) * 2
-    assert found["dispatch"] == found["combine"] == (2 * rows * D,) * 2
+    assert found["dispatch"] == (2 * row, row + token)
+    assert found["combine"] == (row + token, 3 * row)
     assert found["experts.activation"] == (3 * rows * WIDTH, 5 * rows * WIDTH)
     spread = of_block(MIXTURE, Layout(dp_shard=4, ep=4))
-    assert spread["dispatch"] == spread["combine"] == (4 * rows * D,) * 2
+    assert spread["dispatch"] == (4 * row, 3 * row + token)
+    assert spread["combine"] == (3 * row + token, 5 * row)
     assert spread["experts.activation"] == found["experts.activation"]
 
 

@@ -82,7 +82,7 @@ def test_experts_by_hand():
     found = parts(MIXTRAL, experts=True)
     assert found["experts.up"] == rows * 2 * h
     assert found["experts"] == rows * 4 * 2 * ff
-    assert found["combine"] == 2 * rows * 2 * h
+    assert found["combine"] == rows * 2 * h
     assert found["scores"] == 8 * 4
     assert found["places"] == 2 * 8 * rows
     assert "combine" not in parts(MIXTRAL, memory_profile=MEGATRON_CORE, experts=True)

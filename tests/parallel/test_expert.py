@@ -100,13 +100,18 @@ def run(layer: nn.Module | Callable[..., Tensor], x: Tensor, weights: Tensor) ->
     return y.detach(), x.grad
 
 
+def sizes_of(rows: Tensor, ends: Tensor | None, experts: int) -> list[int]:
+    """Rows of each expert."""
+    return [len(rows) // experts] * experts if ends is None else ends.diff(prepend=ends.new_zeros(1)).tolist()
+
+
 def watch_sizes(layer: layers.MixtureOfExperts) -> list[list[int]]:
     """What goes to the experts here, a list for each call."""
     seen: list[list[int]] = []
 
     def note(_: nn.Module, inputs: tuple[Tensor, Any]) -> None:
-        rows, sizes = inputs
-        seen.append(sizes.tolist() if isinstance(sizes, Tensor) else list(sizes))
+        rows, ends = inputs
+        seen.append(sizes_of(rows, ends, layer.experts.up.experts))
         assert sum(seen[-1]) == len(rows)
 
     layer.experts.register_forward_pre_hook(note)
@@ -168,9 +173,9 @@ def traffic(ranks: Any, capacity: float, recomputed: bool) -> tuple[dict[str, tu
     chosen: list[list[int]] = []
     compute = part.compute
 
-    def noted(rows: Tensor, sizes: Any, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
-        chosen.append(sizes.tolist() if isinstance(sizes, Tensor) else list(sizes))
-        return compute(rows, sizes, tokens)
+    def noted(rows: Tensor, ends: Tensor | None, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        chosen.append(sizes_of(rows, ends, model.moe.n_experts))
+        return compute(rows, ends, tokens)
 
     part.compute = noted
     again = (lambda x: checkpoint(part, x, use_reentrant=False)) if recomputed else part

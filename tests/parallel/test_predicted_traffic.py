@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from parallel.steps import micro_batches
 from phalanx.check.job import problems_of
@@ -21,7 +22,6 @@ from phalanx.config.train import Train
 from phalanx.cost.traffic.step import step_traffic
 from phalanx.cost.traffic.table import Traffic
 from phalanx.data.loader import MicroBatch
-from phalanx.model.experts import Sizes
 from phalanx.parallel import expert
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipedream import PipeDream
@@ -74,17 +74,18 @@ def counted(ranks, job: Job) -> tuple[Traffic, float, float]:
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     steps = job.layout.sync_every if job.layout.independent_replicas > 1 else 1
-    rows, table_of, share = [], expert._gather_sizes, 1.0
+    rows, table_of, share = [], expert._gather_counts, 1.0
 
-    def sizes_of_all(ep: Axis, sizes: Sizes) -> list[list[int]]:
-        table = table_of(ep, sizes)
+    def counts_of_all(ep: Axis, *own: Any) -> Tensor:
+        counts = table_of(ep, *own)
+        table = counts.tolist()
         experts = [expert.experts_of(len(table[0]), ep.size, rank) for rank in range(ep.size)]
         away = [(a, b) for a in range(ep.size) for b in range(ep.size) if a != b and ep.rank in (a, b)]
         rows.append(sum(table[a][n] for a, b in away for n in experts[b]))
-        return table
+        return counts
 
     mesh.ledger.clear()
-    with mock.patch.object(expert, "_gather_sizes", sizes_of_all):
+    with mock.patch.object(expert, "_gather_counts", counts_of_all):
         if isinstance(stepper.replica.runner, PipeDream):
             steps = 3
             stream(job, stepper, steps)

@@ -26,10 +26,12 @@ def experts(place: Place) -> Iterator[Operator]:
     spread: Spread = "tokens" if place.profile.routes_shards else "whole"
     stream, rows = model.d_model * width, routed_rows(place) / place.tokens
     arrived = rows * (place.profile.imbalance if place.ep > 1 else 1)
-    yield _router(place, spread, rows)
-    # A row's token and its choice, and for each bias with a gradient its expert.
-    places = 2 + (model.bias and not model.lora.rank) * (2 + model.gated)
-    yield _moving(place, "dispatch", rows, SavedTensor("places", places * INDEX * rows, spread))
+    yield _router(place, spread)
+    # Each row's choice and each choice's row; with a capacity whether there is one.
+    places = INDEX * (rows + moe.top_k) + moe.top_k * (moe.capacity > 0)
+    token, row = place.hidden, routed_rows(place) * model.d_model
+    work = MemoryBound("dispatch", 2 * row, row + token, cheap=True)
+    yield _moving(place, work, rows, SavedTensor("places", places, spread))
     up, activation, down = mlp(
         place, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts), tiled=True
     )
@@ -44,10 +46,9 @@ def experts(place: Place) -> Iterator[Operator]:
     yield replace(activation, memory_bound=tuple(each))
     hidden = hidden_saved(place, "experts", arrived * model.expert_ff_size)
     yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,), results=down_result(place))
-    # The experts' outputs, before and after the gates: torch's index_add keeps what it adds.
-    both = SavedTensor("combine", 2 * rows * stream, spread, cheap=rows * stream)
-    combined = () if place.profile.weights_inside else (both,)
-    yield _moving(place, "combine", rows, *combined).sending(*leave(place, again=needs_sum(model)))
+    combined = () if place.profile.weights_inside else (SavedTensor("combine", rows * stream, spread),)
+    work = MemoryBound("combine", row + token, 3 * row)
+    yield _moving(place, work, rows, *combined).sending(*leave(place, again=needs_sum(model)))
     if moe.n_shared:
         for part in mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens, tiled=True):
             yield _in_mixture(part)
@@ -63,7 +64,7 @@ def routed_rows(place: Place) -> int:
     return moe.n_experts * place.sequences * min(most, model.seq_len // place.cp)
 
 
-def _router(place: Place, spread: Spread, rows: float) -> Operator:
+def _router(place: Place, spread: Spread) -> Operator:
     model, moe = place.model, place.model.moe
     weights = [Weight("moe.router.weight", (moe.n_experts, model.d_model), gradient="partial")]
     if moe.bias_balanced:
@@ -77,6 +78,7 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
     )
     read = model.d_model * place.width if reads else 0
     gates = moe.top_k * (INDEX + (WIDE if moe.renormalise else 0)) + (2 * WIDE if moe.renormalise else 0)
+    gates += moe.top_k * place.width  # as they multiply the experts' outputs
     return Operator(
         "router",
         tuple(weights),
@@ -86,7 +88,7 @@ def _router(place: Place, spread: Spread, rows: float) -> Operator:
         saved=(
             SavedTensor("router", read, spread, cheap=place.repeats_input(read, regathered=False)),
             SavedTensor("scores", moe.n_experts * WIDE * (2 if moe.z_loss else 1), spread),
-            SavedTensor("gates", gates + rows * place.width, spread),
+            SavedTensor("gates", gates, spread),
         ),
         messages=(*enter(place), *_routing_messages(place)),
     )
@@ -106,16 +108,18 @@ def _routing_messages(place: Place) -> Iterator[Message]:
         yield Message("ep", "all_gather", place.ep * moe.n_experts, "index", forward=n, full=n)
 
 
-def _moving(place: Place, name: str, rows: float, *saved: SavedTensor) -> Operator:
-    """Returns the dispatch to experts or the combine with gates: rows are permuted on both sides of the all-to-all."""
-    copies = 2 if place.ep > 1 else 1
-    moved = 2 * copies * routed_rows(place) * place.model.d_model
-    message = Message(
-        "ep", "all_to_all", routed_rows(place) * place.model.d_model, forward=1, full=1, backward=1, copies=rows
+def _moving(place: Place, work: MemoryBound, rows: float, *saved: SavedTensor) -> Operator:
+    """Returns the dispatch to experts or the combine with gates, a gather each way, and the all-to-all, on whose other
+    side rows are permuted again."""
+    moved = routed_rows(place) * place.model.d_model
+    message = Message("ep", "all_to_all", moved, forward=1, full=1, backward=1, copies=rows)
+    again = 2 * moved * (place.ep > 1)
+    work = work._replace(
+        forward=work.forward + again,
+        backward=work.backward + again,
+        kernels=PERMUTE_KERNELS // 2 + 1 + (place.ep > 1),
     )
-    kernels = PERMUTE_KERNELS // 2 + copies
-    work = MemoryBound(name, moved, moved, kernels, cheap=True)
-    return Operator(name, memory_bound=(work,), saved=saved, messages=(message,))
+    return Operator(work.name, memory_bound=(work,), saved=saved, messages=(message,))
 
 
 def _in_mixture(operator: Operator, n_experts: int = 0) -> Operator:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model.documents import Conversations
-from phalanx.model.experts import Experts, Sizes
+from phalanx.model.experts import Ends, Experts
 from phalanx.model.layers import MLP, Linear, RunCheap, run, uncompiled
 
 _Key = TypeVar("_Key")
@@ -103,9 +103,13 @@ class Slots(NamedTuple):
     """The assignment of tokens to rows of the experts' input."""
 
     choices: Tensor
-    """The index of each row's choice among all (batch × seq × top_k); that total for an empty row."""
-    sizes: Sizes
-    """Rows of each expert."""
+    """The index of each row's choice among all (batch × seq × top_k), (rows,); that total for an empty row."""
+    rows: Tensor
+    """The row of each choice, (batch × seq, top_k); any row for a choice that is dropped."""
+    ends: Ends
+    """The end of each expert's rows."""
+    kept: Tensor | None
+    """Whether each choice has a row of an expert, in the shape of `rows`; None if all have."""
 
 
 class Router(Linear):
@@ -121,13 +125,13 @@ class Router(Linear):
         return self.multiply(input, self.weight, self.logit_bias)
 
 
-Dispatch = Callable[["MixtureOfExperts", Tensor, Sizes, Tensor], tuple[Tensor, Tensor | None]]
-"""Computes a layer's routed and shared experts: (layer, rows, sizes, tokens), as `MixtureOfExperts.compute`."""
+Dispatch = Callable[["MixtureOfExperts", Tensor, Ends, Tensor], tuple[Tensor, Tensor | None]]
+"""Computes a layer's routed and shared experts: (layer, rows, ends, tokens), as `MixtureOfExperts.compute`."""
 
 
-def compute_here(moe: MixtureOfExperts, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+def compute_here(moe: MixtureOfExperts, rows: Tensor, ends: Ends, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
     """Applies the experts of `moe`, all of which this rank holds."""
-    return moe.experts(rows, sizes), None if moe.shared is None else moe.shared(tokens)
+    return moe.experts(rows, ends), None if moe.shared is None else moe.shared(tokens)
 
 
 class MixtureOfExperts(nn.Module):
@@ -149,21 +153,19 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor, conversations: Conversations | None = None) -> Tensor:
         """Applies the layer, (batch, seq, d_model) to the same shape. Without `conversations` every sequence is one."""
         routes, tokens = self.route(x, conversations), x.flatten(0, 1)
-        top_k, gates = self.config.moe.top_k, routes.gates.flatten()
         slots = self.slots(routes.chosen, conversations)
-        # An empty row reads zeros, and its output goes to a token that does not exist.
-        empty = int(self.config.moe.capacity > 0)
-        gates = F.pad(gates, (0, empty)) if empty else gates
-        source = slots.choices // top_k
-        rows = self.run_cheap(_rows, tokens, source, empty)
-        routed, shared = self.compute(rows, slots.sizes, tokens)
-        out = self.run_cheap(_combined, routed, gates, slots.choices, source, len(tokens) + empty)[: len(tokens)]
+        gates = routes.gates.flatten(0, 1)
+        if slots.kept is not None:
+            gates = gates.where(slots.kept, 0)
+        rows = self.run_cheap(_Dispatch.apply, tokens, slots.choices, slots.rows, slots.kept)
+        routed, shared = self.compute(rows, slots.ends, tokens)
+        out: Tensor = _Combine.apply(routed, gates.to(routed.dtype), slots.choices, slots.rows)  # pyright: ignore[reportAssignmentType]
         return (out if shared is None else out + shared).view_as(x)
 
-    def compute(self, rows: Tensor, sizes: Sizes, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def compute(self, rows: Tensor, ends: Ends, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Returns the experts' outputs for `rows` (rows, d_model), sorted by expert, and the shared experts' for all
         `tokens` (batch × seq, d_model): in one call, so that a layout can overlap both with communication."""
-        return self.dispatch(self, rows, sizes, tokens)
+        return self.dispatch(self, rows, ends, tokens)
 
     def route(self, x: Tensor, conversations: Conversations | None = None) -> Routes:
         """Returns the experts of each token of `x` (batch, seq, d_model), and their gates."""
@@ -225,12 +227,24 @@ class MixtureOfExperts(nn.Module):
         )
 
     def slots(self, chosen: Tensor, conversations: Conversations | None = None) -> Slots:
-        """Returns the rows of the choices (batch, seq, top_k): all of them, or those within the experts' capacity."""
+        """Returns the rows of the choices (batch, seq, top_k): all but padding's, or those within the experts'
+        capacity."""
         if self.config.moe.capacity:
             return self._within_capacity(chosen, conversations)
-        flat = chosen.flatten()
-        sizes = _counts(flat.unsqueeze(0), self.config.moe.n_experts)[0]
-        return Slots(flat.argsort(stable=True), sizes)
+        n, kept = self.config.moe.n_experts, None
+        if conversations is not None:
+            kept = conversations.real.unsqueeze(-1).expand_as(chosen)
+            chosen = chosen.where(kept, n)  # behind the rows of all experts
+            kept = kept.flatten(0, 1)
+        experts, choices = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(experts, torch.arange(n, device=chosen.device), right=True).int()
+        rows = torch.empty_like(choices).scatter_(0, choices, torch.arange(len(choices), device=chosen.device))
+        rows = rows.view(-1, chosen.shape[-1])
+        if kept is not None:
+            rows = rows.where(kept, 0)
+            # That row is computed even if all is padding: it is multiplied by zero, which it must stay.
+            ends = ends.maximum(F.pad(ends.new_ones(1), (n - 1, 0)))
+        return Slots(choices, rows, ends, kept)
 
     @uncompiled
     def _within_capacity(self, chosen: Tensor, conversations: Conversations | None) -> Slots:
@@ -252,10 +266,11 @@ class MixtureOfExperts(nn.Module):
         sequence = torch.arange(batch, device=chosen.device)[:, None, None]
         row = (chosen * batch + sequence) * rows + _places(chosen, kept.long(), moe.n_experts)
         # Dropped choices go to an extra row, which is then cut off.
-        row = row.where(kept, moe.n_experts * batch * rows).flatten()
-        choices = row.new_full((moe.n_experts * batch * rows + 1,), chosen.numel())
-        choices.scatter_(0, row, torch.arange(chosen.numel(), device=chosen.device))
-        return Slots(choices[:-1], [batch * rows] * moe.n_experts)
+        last = moe.n_experts * batch * rows
+        choices = row.new_full((last + 1,), chosen.numel())
+        places = torch.arange(chosen.numel(), device=chosen.device)
+        choices.scatter_(0, row.where(kept, last).flatten(), places)
+        return Slots(choices[:-1], row.where(kept, 0).flatten(0, 1), None, kept.flatten(0, 1))
 
 
 class _LayerStatistics(NamedTuple):
@@ -323,16 +338,63 @@ def _capacities(moe: MoE, seq_len: int, device: torch.device) -> Tensor:
     return torch.tensor([moe.most_tokens(tokens) for tokens in range(seq_len + 1)], device=device)
 
 
-def _rows(tokens: Tensor, source: Tensor, empty: int) -> Tensor:
-    """Returns the rows (rows, d_model) of `tokens` (tokens, d_model) and of `empty` tokens of zeros after them."""
-    return (F.pad(tokens, (0, 0, 0, empty)) if empty else tokens).index_select(0, source)
+class _Dispatch(torch.autograd.Function):
+    """Copies tokens (tokens, d_model) to the rows of their choices, (rows, d_model). The backward pass gathers the
+    gradients of a token's rows, and sums them."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, choices: Tensor, rows: Tensor, kept: Tensor | None) -> Tensor:
+        ctx.save_for_backward(rows, kept)
+        return tokens.index_select(0, _tokens_of(choices, rows))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (gradient,), (rows, kept) = grad_outputs, ctx.saved_tensors
+        return _sums(gradient, rows, None if kept is None else kept.to(gradient.dtype)), None, None, None
 
 
-def _combined(routed: Tensor, gates: Tensor, choices: Tensor, source: Tensor, tokens: int) -> Tensor:
-    """Returns the sums of experts' outputs `routed` (rows, d_model), times the gates of their `choices`, over the rows
-    of each token in `source`: (tokens, d_model)."""
-    weighted = routed * gates.index_select(0, choices).unsqueeze(1).to(routed.dtype)
-    return routed.new_zeros(tokens, routed.shape[1]).index_add(0, source, weighted)
+class _Combine(torch.autograd.Function):
+    """Sums the rows `routed` (rows, d_model) of each token's choices, times their gates (tokens, top_k): (tokens,
+    d_model). The backward pass gathers as well."""
+
+    @staticmethod
+    def forward(ctx: Any, routed: Tensor, gates: Tensor, choices: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(routed, gates, choices, rows)
+        return _sums(routed, rows, gates)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (gradient,), (routed, gates, choices, rows) = grad_outputs, ctx.saved_tensors
+        choices = choices[: len(routed)]  # fewer if padding was not sent to other ranks
+        gate_of_rows = F.pad(gates.flatten(), (0, 1)).index_select(0, choices).unsqueeze(1)
+        of_rows = _sums(gradient, _tokens_of(choices, rows).unsqueeze(1), gate_of_rows)
+        return of_rows, _dots(gradient.contiguous(), routed, rows), None, None
+
+
+def _tokens_of(choices: Tensor, rows: Tensor) -> Tensor:
+    """Returns the token of each of the `choices` whose `rows` are (tokens, top_k); the last one for an empty row."""
+    tokens, top_k = rows.shape
+    return (choices // top_k).clamp_(max=tokens - 1)
+
+
+def _sums(x: Tensor, rows: Tensor, factors: Tensor | None) -> Tensor:
+    """Returns for each token the sum of its `rows` (tokens, top_k) of `x` (rows, d_model), times `factors` of the same
+    shape: (tokens, d_model)."""
+    if torch.compiler.is_compiling():  # in one kernel with its surroundings
+        each = x.index_select(0, rows.flatten()).unflatten(0, rows.shape)
+        return (each if factors is None else each * factors.unsqueeze(-1)).sum(1)
+    return F.embedding_bag(rows, x.contiguous(), mode="sum", per_sample_weights=factors)
+
+
+def _dots(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+    """Returns the dot products of each token's `x` (tokens, d_model) and its `rows` (tokens, top_k) of `y` (rows,
+    d_model): (tokens, top_k)."""
+    if torch.compiler.is_compiling():
+        return (x.unsqueeze(1) * y.index_select(0, rows.flatten()).unflatten(0, rows.shape)).sum(-1)
+    n, top_k = rows.numel(), rows.shape[1]
+    begins, token = torch.arange(0, n, top_k, device=x.device), torch.arange(n, device=x.device) // top_k
+    dots = torch.ops.aten._embedding_bag_per_sample_weights_backward(x, y, rows.flatten(), begins, token, 0)
+    return dots.view_as(rows)
 
 
 def _add(sums: dict[_Key, Tensor], key: _Key, more: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis, Pending
-from phalanx.model.experts import GroupedLinear, Sizes
+from phalanx.model.experts import Ends, GroupedLinear
 from phalanx.model.layers import uncompiled
 from phalanx.model.moe import MixtureOfExperts
 from phalanx.partition.tensor_slices import experts_of
@@ -32,6 +32,7 @@ def cut_experts(model: nn.Module, ep: Axis) -> None:
                 mine = experts_of(stack.shape[0], ep.size, ep.rank)
                 held = torch.empty(len(mine), *stack.shape[1:], dtype=stack.dtype, device="meta")
                 setattr(module, name, nn.Parameter(held, requires_grad=stack.requires_grad))
+                module.experts = len(mine)
 
 
 def connect(model: nn.Module, ep: Axis) -> None:
@@ -48,34 +49,38 @@ class ExpertExchange:
     ep: Axis
 
     @uncompiled
-    def __call__(
-        self, moe: MixtureOfExperts, rows: Tensor, sizes: Sizes, tokens: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, moe: MixtureOfExperts, rows: Tensor, ends: Ends, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         """Applies the experts, wherever they are, to `rows` (rows, d_model), and the shared experts to `tokens`.
 
-        `rows` are sorted by expert, `sizes` of them for each; a list of sizes is the same on all ranks."""
-        ep, table = self.ep, _gather_sizes(self.ep, sizes)
+        `rows` are sorted by expert; `ends` of None is the same on all ranks."""
+        ep = self.ep
+        counts = _gather_counts(ep, rows, ends, moe.config.moe.n_experts)
+        # The host waits here for the device, once per layer and forward pass: an all-to-all needs to be told its sizes.
+        table = counts.tolist()
         mine = experts_of(len(table[0]), ep.size, ep.rank)
         by_rank = [line[mine.start : mine.stop] for line in table]
         by_expert = [list(column) for column in zip(*by_rank, strict=True)]
         sent_rows, received_rows = _parts(table[ep.rank], ep.size), [sum(line) for line in by_rank]
         out, back = _ExchangeRows(ep, sent_rows, received_rows), _ExchangeRows(ep, received_rows, sent_rows)
 
-        received = out.start(rows)
+        sent = sum(sent_rows)  # without those of padding
+        received = out.start(rows if sent == len(rows) else rows[:sent])
         shared = None if moe.shared is None else moe.shared(tokens)
         # Reusing the name frees the received rows before the experts run.
         received = _transpose_blocks(out.wait(received), by_rank)
-        computed = moe.experts(received, [sum(line) for line in by_expert])
+        of_each = None if ends is None else counts[:, mine.start : mine.stop].sum(0).cumsum(0).to(ends.dtype)
+        computed = moe.experts(received, of_each)
         return back.wait(back.start(_transpose_blocks(computed, by_expert))), shared
 
 
-def _gather_sizes(ep: Axis, sizes: Sizes) -> list[list[int]]:
-    """Returns the number of rows that each rank has for each expert."""
-    if not isinstance(sizes, Tensor):
-        return [list(sizes)] * ep.size
-    every = sizes.new_empty(ep.size, len(sizes))
-    ep.all_gather(every.view(-1), sizes).wait()
-    return every.tolist()
+def _gather_counts(ep: Axis, rows: Tensor, ends: Ends, experts: int) -> Tensor:
+    """Returns the number of rows that each rank has for each expert, (ranks, experts)."""
+    if ends is None:
+        return torch.full((ep.size, experts), len(rows) // experts)
+    counts = ends.long().diff(prepend=ends.new_zeros(1))
+    every = counts.new_empty(ep.size, experts)
+    ep.all_gather(every.view(-1), counts).wait()
+    return every
 
 
 def _parts(sizes: Sequence[int], ep: int) -> list[int]:

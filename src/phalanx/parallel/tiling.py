@@ -21,7 +21,7 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.model.experts import GroupedLinear, Sizes, add_bias
+from phalanx.model.experts import Ends, GroupedLinear, add_bias
 from phalanx.model.layers import Linear, project, uncompiled
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.modules import Tile
@@ -47,25 +47,25 @@ class _Tiled(nn.Module):
         self.tiles, self.lora_a, self.lora_b = tiles, whole.lora_a, whole.lora_b
         self.lora_scale = whole.lora_scale
 
-    def adapt(self, y: Tensor, x: Tensor, *sizes: Sizes) -> Tensor:
+    def adapt(self, y: Tensor, x: Tensor, *ends: Ends) -> Tensor:
         """Returns `y` (..., outputs) and the adapter's output for `x` (..., inputs), if there is one."""
         if self.lora_a is None or self.lora_b is None:
             return y
-        return y + self.lora_b(self.lora_a(x, *sizes) * self.lora_scale, *sizes)
+        return y + self.lora_b(self.lora_a(x, *ends) * self.lora_scale, *ends)
 
 
 class TiledRows(_Tiled):
-    """Maps (..., inputs) to (..., outputs): each tile has some of the outputs. Rows of experts come with `sizes`."""
+    """Maps (..., inputs) to (..., outputs): each tile has some of the outputs. Rows of experts come with `ends`."""
 
     @uncompiled
-    def forward(self, x: Tensor, *sizes: Sizes) -> Tensor:
+    def forward(self, x: Tensor, *ends: Ends) -> Tensor:
         tokens = x.flatten(0, -2)  # of a matrix a product is no view, which FSDP2 warns of
-        y = torch.cat([tile(tokens, *sizes) for tile in self.tiles], dim=-1).unflatten(0, x.shape[:-1])
-        return self.adapt(y, x, *sizes)
+        y = torch.cat([tile(tokens, *ends) for tile in self.tiles], dim=-1).unflatten(0, x.shape[:-1])
+        return self.adapt(y, x, *ends)
 
 
 class TiledColumns(_Tiled):
-    """Maps (..., inputs) to (..., outputs): each tile has some of the inputs. Rows of experts come with `sizes`."""
+    """Maps (..., inputs) to (..., outputs): each tile has some of the inputs. Rows of experts come with `ends`."""
 
     def __init__(self, whole: Linear | GroupedLinear, tiles: nn.ModuleList, bias_factor: float = 1.0):
         """The bias is multiplied by `bias_factor`, and added to the sum."""
@@ -75,21 +75,21 @@ class TiledColumns(_Tiled):
         """Sums the tensor ranks' outputs, before the bias is added."""
 
     @uncompiled
-    def forward(self, x: Tensor, *sizes: Sizes) -> Tensor:
+    def forward(self, x: Tensor, *ends: Ends) -> Tensor:
         parts = x.flatten(0, -2).chunk(len(self.tiles), dim=-1)
-        if sizes:
+        if ends:
             parts = [part.contiguous() for part in parts]  # as torch's grouped product needs them
         first, *others = parts
-        y = self.tiles[0](first, *sizes)
+        y = self.tiles[0](first, *ends)
         for tile, part in zip(list(self.tiles)[1:], others, strict=True):
-            y = y + tile(part, *sizes)
-        y = self.adapt(y.unflatten(0, x.shape[:-1]), x, *sizes)
+            y = y + tile(part, *ends)
+        y = self.adapt(y.unflatten(0, x.shape[:-1]), x, *ends)
         if self.reduce is not None:
             y = self.reduce(self, (x,), y)
         if self.bias is None:
             return y
         bias = self.bias if self.bias_factor == 1 else self.bias * self.bias_factor
-        return add_bias(y, bias, *sizes) if sizes else y + bias
+        return add_bias(y, bias, *ends) if ends else y + bias
 
 
 @dataclass(frozen=True)
