@@ -13,7 +13,15 @@ from phalanx.cost.frameworks import memory_profiles as profiles
 from phalanx.cost.frameworks.framework import Framework
 
 PHALANX = Framework(
-    name="phalanx", slowdown=1.14, interference=1.5, passes=2.0, clip_bytes=0, memory_profile=profiles.PHALANX
+    name="phalanx",
+    slowdown=1.14,
+    interference=1.5,
+    passes=2.0,
+    cast_bytes=9,
+    casts_each=True,
+    narrow_experts=False,
+    clip_bytes=0,
+    memory_profile=profiles.PHALANX,
 )
 """Phalanx: operations in torch's eager mode, flash attention, everything overlapped. Not measured on GPUs: its slowdown
 is the middle of those fitted to torchtitan, which runs the same kernels of the same library; its interference is
