@@ -272,6 +272,21 @@ def test_what_does_not_fit_is_skipped_with_its_size():
         memory.measure(small, shapes.GPT[0], ["layout.micro_batch=4"], 1)
 
 
+@pytest.mark.usefixtures("_predicts_here")
+def test_fp8_is_measured_compiled_and_skipped_where_a_device_has_none(monkeypatch):
+    cases = {case.name: case for case in throughput.cases(H100)}
+    assert [name for name in cases if "fp8" in name and "350M" in name] == ["350M, phalanx in fp8, compiled"]
+    assert not any("fp8" in case.name for case in throughput.cases(find("cpu", quick=True)))
+
+    def refuses(words: list[str], **_: object) -> None:
+        assert words[-2:] == ["train.compile=true", "++train.precision=fp8"]
+        raise commands.CaseError("train.precision: NVIDIA A100 has no products in fp8; nearest legal: bf16")
+
+    monkeypatch.setattr(commands, "train", refuses)
+    with pytest.raises(SkippedError, match="has no products in fp8"):
+        cases["350M, phalanx in fp8, compiled"].measure()
+
+
 def test_a_run_that_ends_too_early_or_late_says_why():
     words = shapes.training(find("cpu", quick=True), shapes.TINY, "layout.micro_batch=2", "layout.tp=3")
     with pytest.raises(commands.CaseError, match="MLP width 128 / tp 3 are not integers"):

@@ -35,6 +35,14 @@ def test_too_many_ranks_are_refused_unless_the_user_insists(ranks: int) -> None:
     assert not said(ranks, "cpu", LAPTOP, oversubscribe=True)
 
 
+def test_training_in_fp8_needs_an_accelerator() -> None:
+    (text,) = problems(1, "auto", LAPTOP, oversubscribe=True, precision="fp8")
+    assert "only emulated" in text
+    assert text.endswith("nearest legal: bf16")
+    assert [*problems(1, "cpu", SERVER, oversubscribe=False, precision="fp8")] == [text]
+    assert not [*problems(1, "auto", SERVER, oversubscribe=False, precision="fp8")]
+
+
 def test_memory_counts_as_well_as_cores() -> None:
     assert "0.5 GiB are free" in said(8, "cpu", Machine(8, 2**29, 0))
     assert not said(2, "cpu", Machine(8, 2**29, 0))

@@ -14,7 +14,7 @@ from phalanx.blocks.kinds import block_kinds
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import LoRA, ModelConfig, MoE
-from phalanx.config.train import Train
+from phalanx.config.train import Precision, Train
 from phalanx.launch.ranks import Ranks
 from phalanx.model.documents import Documents
 from phalanx.model.noise import Noise
@@ -40,6 +40,7 @@ def run(
     compiled: bool,
     length: int,
     documents: bool = False,
+    precision: Precision = "fp64",
 ) -> tuple[Tensor, dict[str, Tensor], list[int]]:
     """Returns the loss and gradients of the last step, and the number of graphs after each step."""
     import torch._dynamo
@@ -53,7 +54,7 @@ def run(
     try:
         with torch.device("meta"):
             made = Transformer(model, VOCABULARY)
-        train = Train(compile=compiled, cpu_linear="mkl", precision="fp64", global_batch=micros * layout.dp_shard)
+        train = Train(compile=compiled, cpu_linear="mkl", precision=precision, global_batch=micros * layout.dp_shard)
         job = Job(model=model, layout=layout, train=train)
         mesh = build(layout, "cpu")
         replica = apply(made.double(), job, mesh, torch.device("cpu"))
@@ -112,6 +113,8 @@ MORE: dict[str, tuple[ModelConfig, Layout]] = {
     "recompute=products": (LLAMA, Layout(recompute="products")),
     "tiles": (LLAMA, Layout(dp_shard=2, zero=3, tiles=2)),
     "1f1b": (LLAMA, Layout(pp=2, schedule="1f1b")),
+    "fp8": (LLAMA, Layout()),
+    "fp8, sequence parallel, recomputed": (LLAMA, Layout(tp=2, sp=True, recompute="full")),
     "split backward pass": (LLAMA, Layout(pp=2, schedule="zb_h1")),
     "split backward pass, tiles": (LLAMA, Layout(pp=2, schedule="zb_h1", tiles=2)),
     "split backward pass, offload": (LLAMA, Layout(pp=2, schedule="zb_h1", offload="activations")),
@@ -127,6 +130,7 @@ def test_layers_of_a_kind_share_their_graphs_and_compute_the_same(ranks, name):
     def runs(layers, compiled):
         world = layout.tp * layout.cp * layout.dp_shard * layout.pp
         call = partial(run, compiled=compiled, length=length, documents=name == "documents")
+        call.keywords["precision"] = "fp8" if name.startswith("fp8") else "fp64"
         return ranks(call, world, replace(model, n_layers=layers * at_least), layout, timeout=300)
 
     at_least = len(kinds(model)) * layout.pp
@@ -141,7 +145,7 @@ def test_layers_of_a_kind_share_their_graphs_and_compute_the_same(ranks, name):
             assert graphs[0] == len(kinds(model)) + OUTSIDE
 
 
-WHOLE = ("plain", "recomputed", "LoRA", "ZeRO-1", "FSDP", "FSDP, recomputed")
+WHOLE = ("plain", "recomputed", "LoRA", "ZeRO-1", "FSDP", "FSDP, recomputed", "fp8")
 """Those whose blocks are one graph each: nothing in them is left out of compilation."""
 
 

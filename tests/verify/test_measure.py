@@ -14,10 +14,12 @@ from phalanx.config.data import Data
 from phalanx.config.job import Job
 from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig
+from phalanx.config.train import Train
 from phalanx.errors import RunError
 from phalanx.model import moe
 from phalanx.model.noise import Noise
 from phalanx.parallel.data import Replica
+from phalanx.parallel.fp8 import Fp8Product
 from phalanx.parallel.mesh import build
 from phalanx.train.step import Stepper
 from phalanx.verify import measure
@@ -30,6 +32,9 @@ JOB = Job(model=ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_
 
 
 MASKED = replace(JOB, data=Data(document_mask=True))
+
+
+FP8 = replace(JOB, train=Train(precision="fp8"))
 
 
 def plan_of(*lines: str, job: Job = JOB) -> Selection:
@@ -96,6 +101,7 @@ def without_loads(ranks, *args):
     [
         (JOB, "tp=2,sp=true", without_summing_partials, "positions.weight"),
         (JOB, "dp_replicate=2", every_micro_batch_the_same_masks, "embed.weight"),
+        (FP8, "tp=2,sp=true", without_summing_partials, "positions.weight"),
         (MASKED, "cp=2", without_documents, "embed.weight"),
         (JOB, "dp_shard=2,ep=2", without_loads, "blocks.0.moe.router.bias"),
     ],
@@ -107,6 +113,33 @@ def test_a_broken_technique_is_named_by_the_first_parameter(ranks, tmp_path, job
     assert found is not None
     assert (found.what, found.step) == ("gradient", 1)
     assert found.name == name
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "dp_shard=2,tp=2,zero=3,sp=true,recompute=products,accumulation=2",
+        "cp=2,pp=2,schedule=zb_h1,accumulation=4,recompute=full",
+        "dp_shard=2,ep=2,zero=1",
+    ],
+)
+def test_products_in_8_bits_are_those_of_one_process_but_for_the_scales_of_parts(ranks, tmp_path, line):
+    selection, path = plan_of(line, job=FP8), tmp_path / "record"
+    (layout,) = selection.layouts
+    case = layout.processes, selection.case(layout), selection.compared.vocab_size, 2, path
+    recorded(ranks, selection, path)
+    assert first_difference(ranks(compare, *case)[0], TOLERANCE) is None
+    scales = max(ranks(with_scales, *case)[0].gradients[0].values())
+    recorded(ranks, plan_of(line, job=JOB), path)
+    rounding = max(ranks(compare, *case)[0].gradients[0].values())
+    assert 0 < scales < 1e-3
+    assert rounding > 1e-2
+
+
+def with_scales(ranks, *args):
+    """As products in 8 bits are trained with."""
+    with mock.patch.object(Fp8Product, "on", lambda _, scaling, __: Fp8Product(scaling, emulated=True)):
+        return compare(ranks, *args)
 
 
 def without_one_stage(ranks, *args):

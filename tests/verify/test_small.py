@@ -15,6 +15,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.presets import PRESETS
+from phalanx.config.train import Train
 from phalanx.verify.small import CHEAP_PARAMETERS, alike, compared_job
 
 
@@ -25,6 +26,9 @@ def test_a_cheap_model_stays_as_it_is():
     assert compared.vocab_size == 50
     assert set(compared.changes) == {"layout.bucket_mb"}
     assert compared.job.train.precision == "fp64"
+    narrow = Train(precision="fp8", fp8_scaling="tensorwise", compile=True)
+    compared = compared_job(replace(job, train=narrow), False, 8)
+    assert compared.job.train == replace(narrow, compile=False), "in fp64, with emulated products in 8 bits"
 
 
 def test_the_tokenizer_s_vocabulary_is_a_prime_here():

@@ -108,6 +108,8 @@ class Product(NamedTuple):
     """Whether it stays in 16 bits if the others run in 8 or 4 (router, head and adapters)."""
     frozen: bool = False
     """Whether no gradient of its weights is computed."""
+    grouped: bool = False
+    """Whether it is that of experts, each with its own rows."""
 
     @property
     def flops(self) -> int:
@@ -238,10 +240,11 @@ class Operator:
         matrices = [weight.shape_on(tp, ep) for weight in self.weights if weight.is_matrix]
         if not matrices or not self.rows:
             return None
-        number = matrices[0][0] if len(matrices[0]) == 3 else 1
+        grouped = len(matrices[0]) == 3
+        number = matrices[0][0] if grouped else 1
         outputs = sum(shape[-2] for shape in matrices)
         frozen = all(weight.frozen for weight in self.weights)
-        return Product(self.rows, outputs, matrices[0][-1], number, self.sixteen, frozen)
+        return Product(self.rows, outputs, matrices[0][-1], number, self.sixteen, frozen, grouped)
 
     def sending(self, *messages: Message) -> Operator:
         """Returns the operator with more messages."""

@@ -190,6 +190,7 @@ CONDITIONS: dict[str, Condition] = {
     "data.tokenizer": _TEXT,
     **{f"data.{name}": _TEXT for name in ("workers", "limit_mb")},
     "data.skip_quota": (lambda job: job.data.on_corruption == "skip", "is for data.on_corruption=skip"),
+    "train.fp8_scaling": (lambda job: job.train.precision == "fp8", "is for train.precision=fp8"),
     "train.eval_every": (lambda job: job.train.eval_samples, "is for train.eval_samples above 0"),
     "data.bpe_vocab": (
         lambda job: job.data.tokenizer in TOKENIZERS and "bpe_vocab" in TOKENIZERS[job.data.tokenizer].settings,

@@ -189,6 +189,15 @@ def _train(job: Job) -> Iterator[Problem]:
             "train.cpu_linear",
             "onednn needs precision fp32 on a CPU, without compile; auto uses it where it can",
         )
+    device = job.cluster.accelerator
+    if train.precision == "fp8" and device.name and not device.fp8_tflops:
+        yield (
+            "train.precision",
+            f"fp8 needs matrix products in 8 bits, and {device.name} has none (cluster.accelerator.fp8_tflops is 0); "
+            "nearest legal: bf16",
+        )
+    if train.precision == "fp8" and job.model.lora.rank:
+        yield "train.precision", "fp8 is for training whole weights, not adapters (model.lora); nearest legal: bf16"
 
 
 def _checkpoint(job: Job) -> Iterator[Problem]:

@@ -129,8 +129,8 @@ def _require_machine(job: Job, *, oversubscribe: bool) -> None:
 
         devices = torch.cuda.device_count()
     ranks = job.layout.processes // job.run.most_nodes
-    wrong = capacity.problems(ranks, device, capacity.this_machine(devices), oversubscribe=oversubscribe)
-    if found := [*wrong]:
+    machine, precision = capacity.this_machine(devices), job.train.precision
+    if found := [*capacity.problems(ranks, device, machine, oversubscribe=oversubscribe, precision=precision)]:
         raise JobError(found)
 
 
@@ -143,7 +143,7 @@ def _require_cores(job: Job, ranks: Ranks, *, oversubscribe: bool) -> None:
         return
     machine = replace(capacity.this_machine(0), cores=os.cpu_count() or 1)
     here = ranks.local_world or capacity.tasks_per_node(os.environ)
-    if found := [*capacity.problems(here, "cpu", machine, oversubscribe=oversubscribe)]:
+    if found := [*capacity.problems(here, "cpu", machine, oversubscribe=oversubscribe, precision=job.train.precision)]:
         raise JobError(found)
 
 

@@ -11,7 +11,14 @@ from phalanx.config import presets
 from phalanx.config.corpora import CORPORA
 
 VALUES: Mapping[str, Mapping[str, str]] = {
-    "train.precision": {"bfloat16": "bf16", "float16": "fp16", "half": "fp16", "float32": "fp32", "float64": "fp64"},
+    "train.precision": {
+        "bfloat16": "bf16",
+        "float16": "fp16",
+        "half": "fp16",
+        "float32": "fp32",
+        "float64": "fp64",
+        "float8": "fp8",
+    },
     "layout.zero": {"fsdp": "3"},
     "model.preset": {
         "shakespeare": "baby",  # wordplay's conf/model/shakespeare.yaml

@@ -9,7 +9,8 @@ from phalanx.config.constraints import AtLeast
 from phalanx.config.dpo import DpoOptions
 from phalanx.config.profile import ProfileOptions
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
+Fp8Scaling = Literal["rowwise", "tensorwise"]
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,10 @@ class Train:
     global_batch: Annotated[int, AtLeast(0)] = 0
     """Sequences per step over all ranks = micro-batch × accumulation × data ranks; 0: follows from the layout."""
     precision: Precision = "fp32"
-    """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights."""
+    """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights. fp8: bf16, with the
+    matrix products of blocks in 8 bits."""
+    fp8_scaling: Fp8Scaling = "rowwise"
+    """precision=fp8: one scale per row of each factor, or one per tensor."""
     gradients: Literal["same", "fp32"] = "same"
     """Precision in which gradients are summed over ranks (and, in flat buckets, over micro-batches): that of training,
     or fp32 for twice the memory and traffic of bf16."""

@@ -85,6 +85,7 @@ def _as_trained(job: Job, framework: Framework) -> Framework:
     profile = framework.memory_profile
     if compiles(job) and job.layout.tp == 1:  # that of a cut vocabulary communicates
         profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
+    framework = replace(framework, cast_bytes=5) if job.train.compile else framework
     if job.train.gradients != "same":
         profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])
     low, high = framework.spread

@@ -99,7 +99,7 @@ def points(spec: StepSpec) -> tuple[OperatorPoint, ...]:
         alone = replace(operator, memory_bound=(), saved=(), messages=())
         waits = _waits(spec, here, operator)
         if product := operator.product(spec.layout.tp, spec.layout.ep):
-            narrow = number_format(product, spec.products)
+            narrow = number_format(product, spec.products, spec.framework)
             products.append(_point(spec, operator.name, alone, product.flops, narrow, waits))
         elif operator.core and len(windows) > 1:
             for window in windows:

@@ -96,7 +96,7 @@ class ScoringOptions:
     stride: int = 0
     """Tokens between the beginnings of windows; 0: the context."""
     precision: str = ""
-    """That of training, unless it is given."""
+    """That of training, unless it is given; bf16 where that is fp8."""
 
 
 def scoring_job(manifest: Manifest, scoring: ScoringOptions, device: str) -> Job:
@@ -114,7 +114,7 @@ def scoring_job(manifest: Manifest, scoring: ScoringOptions, device: str) -> Job
         train=replace(
             job.train,
             global_batch=micro * accumulation * layout.data_ranks,
-            precision=scoring.precision or job.train.precision,  # pyright: ignore[reportArgumentType]
+            precision=scoring.precision or job.train.precision.replace("fp8", "bf16"),  # pyright: ignore[reportArgumentType]
             compile=False,
         ),
         optimizer=Optimizer(name="sgd", momentum=0.0),

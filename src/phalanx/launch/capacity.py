@@ -62,9 +62,10 @@ def tasks_per_node(env: Mapping[str, str]) -> int:
     return int(match[1]) if match else 0
 
 
-def problems(ranks: int, device: str, machine: Machine, *, oversubscribe: bool) -> Iterator[str]:
-    """Yields why `ranks` processes cannot run here. `device` is the job's: auto, cpu or cuda. `oversubscribe` allows
-    more than cores and memory bear; an accelerator has one rank all the same."""
+def problems(ranks: int, device: str, machine: Machine, *, oversubscribe: bool, precision: str = "") -> Iterator[str]:
+    """Yields why `ranks` processes cannot run here. `device` is the job's: auto, cpu or cuda; `precision` is
+    that of training. `oversubscribe` allows more than cores and memory bear; an accelerator has one rank all the same.
+    """
     if device == "cuda" and not machine.devices:
         yield "cluster.device is cuda, but this machine has 0 CUDA devices; use cluster.device=cpu"
         return
@@ -75,6 +76,11 @@ def problems(ranks: int, device: str, machine: Machine, *, oversubscribe: bool) 
                 f"use a layout of {machine.devices}, or cluster.device=cpu"
             )
         return
+    if precision == "fp8":
+        yield (
+            "train.precision: fp8 needs a GPU with matrix products in 8 bits; on a CPU they are only emulated, slower "
+            "than in bf16, as `phalanx verify` does; nearest legal: bf16"
+        )
     if oversubscribe:
         return
     most = max(FEW_RANKS, RANKS_PER_CORE * machine.cores)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,8 +26,9 @@ from phalanx.model.transformer import Block, Transformer
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.parallel import context, expert, tensor, vocabulary
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
+from phalanx.parallel.fp8 import ALIGNMENT, Fp8Product
 from phalanx.parallel.fsdp import ShardedReplica
-from phalanx.parallel.linear import DeferredWeightGrads, defer_weight_grads, onednn_is_faster, use_onednn
+from phalanx.parallel.linear import DeferredWeightGrads, defer_weight_grads, onednn_is_faster, use_fp8, use_onednn
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import ChunkedObjective, Loss, Objective, TiledObjective
 from phalanx.parallel.offload.activations import offload_activations
@@ -69,6 +70,7 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device, host: 
     sum_between_stages(parts)
     apply_tiling(parts)
     apply_onednn(parts)
+    apply_fp8(parts)
     apply_deferred_weight_grads(parts)
     apply_recompute(parts)
     apply_compile(parts)
@@ -217,6 +219,22 @@ def apply_onednn(parts: Construction) -> None:
     chosen = wanted == "auto" and not parts.compiled and onednn_is_faster(parts.device, parts.dtype)
     if chosen or wanted == "onednn":
         parts.log("linear layers: %d through oneDNN", use_onednn(parts.model))
+
+
+def apply_fp8(parts: Construction) -> None:
+    """Makes the linear layers of blocks multiply in 8 bits."""
+    train = parts.job.train
+    if train.precision != "fp8":
+        return
+    product = Fp8Product.on(parts.device, train.fp8_scaling, parts.dtype)
+    if train.compile:  # also where products are outside of the blocks' graphs, as between collectives
+        prepare_compiler()
+        product = replace(product, rounded=torch.compile(product.rounded, dynamic=True))
+    taken, left = use_fp8(parts.model, product)
+    how = "emulated, " if product.emulated else ""
+    parts.log("fp8: %s, %s%s scales", counted(len(taken), "linear layer"), how, train.fp8_scaling)
+    if left:
+        parts.log("fp8: in bf16, whose sizes are no multiples of %d: %s", ALIGNMENT, ", ".join(left))
 
 
 def apply_deferred_weight_grads(parts: Construction) -> None:

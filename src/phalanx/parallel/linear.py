@@ -1,4 +1,5 @@
-"""Linear layers with other kernels (oneDNN instead of MKL on a CPU), and with deferred weight gradients.
+"""Linear layers with other kernels (oneDNN instead of MKL on a CPU, products in 8 bits), and with deferred weight
+gradients.
 
 torch multiplies fp32 matrices on x86 with MKL, which takes its AVX-512 path on Intel's processors only. On an AMD EPYC
 with AVX-512 oneDNN makes a whole training step 1.5 times faster (benchmarks/results/throughput.md). oneDNN's kernel is
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 from phalanx.model.experts import GroupedLinear, GroupedProduct
 from phalanx.model.layers import Linear, Multiply, uncompiled
+from phalanx.model.moe import Router
 from phalanx.model.transformer import Head, Transformer
+from phalanx.parallel.fp8 import Fp8Product
 
 Product = tuple[Multiply | GroupedProduct, Tensor, Tensor, Tensor]
 """The factors of a weight's gradient: (multiply, gradient of the output, input, weight)."""
@@ -43,9 +46,34 @@ def use_onednn(model: Transformer) -> int:
     return len(layers)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs), in fp32 on a CPU."""
-    return _Linear.apply(x, weight, bias, _multiply)
+def use_fp8(model: Transformer, product: Fp8Product) -> tuple[list[str], list[str]]:
+    """Makes the linear layers of blocks multiply by `product`, but for routers. Returns the names of those that it
+    accepts, and of the others."""
+    taken, left = list[str](), list[str]()
+    for name, layer in model.blocks.named_modules(prefix="blocks"):
+        if isinstance(layer, Linear) and not isinstance(layer, Router):
+            layer.multiply = OwnProduct(product)
+            (taken if product.accepts(*layer.weight.shape) else left).append(name)
+    return taken, left
+
+
+@dataclass(frozen=True)
+class OwnProduct:
+    """A linear layer's product by kernels that autograd does not know."""
+
+    product: Multiply
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Returns x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs)."""
+        return _Linear.apply(x, weight, bias, self.product)  # pyright: ignore[reportReturnType]
+
+
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+linear = OwnProduct(_multiply)
+"""oneDNN's product, in fp32 on a CPU."""
 
 
 def defer_weight_grads(modules: Iterable[nn.Module], deferred: DeferredWeightGrads) -> None:
@@ -141,7 +169,8 @@ class _Linear(torch.autograd.Function):
 
 def gradient_of_input(multiply: Multiply, gradient: Tensor, weight: Tensor) -> Tensor:
     """Returns the gradient of a linear layer's input (..., inputs) from that of its output, (..., outputs)."""
-    return multiply(gradient, weight.t())
+    product = _kernel(multiply)
+    return (product.backward if isinstance(product, Fp8Product) else product)(gradient, weight.t())
 
 
 def gradient_of_weight(multiply: Multiply | GroupedProduct, gradient: Tensor, x: Tensor) -> Tensor:
@@ -149,11 +178,14 @@ def gradient_of_weight(multiply: Multiply | GroupedProduct, gradient: Tensor, x:
     its input `x` (..., inputs); for experts (experts, outputs, inputs)."""
     if isinstance(multiply, GroupedProduct):
         return multiply.weight_gradient(gradient, x)
-    return multiply(gradient.flatten(0, -2).t(), x.flatten(0, -2).t())
+    gradient, x, product = gradient.flatten(0, -2), x.flatten(0, -2), _kernel(multiply)
+    if isinstance(product, Fp8Product):
+        return product.weight_gradient(gradient, x)
+    return product(gradient.t(), x.t())
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def _kernel(multiply: Multiply) -> Multiply:
+    return multiply.product if isinstance(multiply, OwnProduct) else multiply
 
 
 def _available() -> bool:

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
+"""The parameters' type, by `train.precision`."""
 
 
 def needs_master_weights(dtype: torch.dtype) -> bool:

@@ -11,7 +11,12 @@ from phalanx.config.devices import device_reported_as
 from phalanx.cost.time.kernel import peak_flops as data_sheet_peak
 from phalanx.errors import RunError
 
-DTYPES: dict[torch.dtype, str] = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+DTYPES: dict[torch.dtype, str] = {
+    torch.float8_e4m3fn: "fp8",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
 """Precisions of matrix products for which the device table has peaks."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h

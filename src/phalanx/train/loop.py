@@ -159,7 +159,8 @@ class Trainer:
         self.profile = StepProfile(self.stepper, self.directory, ranks.rank, self.state.step)
         self.first_step = self.state.step
         self.per_node = max(1, job.layout.processes // job.cluster.nodes)
-        self.peak = peak_flops(job.cluster, device, DTYPES[job.train.precision], self.per_node)
+        products = torch.float8_e4m3fn if job.train.precision == "fp8" else DTYPES[job.train.precision]
+        self.peak = peak_flops(job.cluster, device, products, self.per_node)
         if self.peak.flops:
             log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", self.peak.flops / 1e12, self.peak.source)
         else:

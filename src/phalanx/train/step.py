@@ -114,9 +114,10 @@ class Computed:
 class Stepper:
     """A job's model with its optimizer, distributed as the layout says, on one rank."""
 
-    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int):
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, dtype: torch.dtype | None = None):
+        """`dtype`: the parameters' type, if it is not the one that the job's precision has."""
         self.job, self.mesh, self.device, self.vocab_size = job, mesh, device, vocab_size
-        dtype = DTYPES[job.train.precision]
+        dtype = dtype or DTYPES[job.train.precision]
         with torch.device("meta"):
             model = Transformer(job.model, vocab_size).to(dtype)
         self.routing = model.routing

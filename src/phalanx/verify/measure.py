@@ -212,7 +212,7 @@ class _ObservedStepper(Stepper):
     """A Stepper that reports its gradients before the optimizer uses them."""
 
     def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, observe: Observe, keep: bool):
-        super().__init__(job, mesh, device, vocab_size)
+        super().__init__(job, mesh, device, vocab_size, torch.float64)
         self.observe, self.keep, self.seen = observe, keep, 0
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:

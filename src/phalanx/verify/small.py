@@ -58,7 +58,10 @@ def compared_job(job: Job, as_is: bool, max_ranks: int) -> ComparedJob:
         for path in fields.leaves()
         if fields.get(job, path) != fields.get(small, path)
     }
-    train = replace(small.train, precision="fp64", gradients="same", compile=False, cpu_linear="auto", global_batch=0)
+    precision = "fp8" if job.train.precision == "fp8" else "fp64"
+    train = replace(
+        small.train, precision=precision, gradients="same", compile=False, cpu_linear="auto", global_batch=0
+    )
     layout = Layout(bucket_mb=small.layout.bucket_mb)
     cluster = Cluster(device="cuda" if job.cluster.device == "cuda" else "cpu")
     return ComparedJob(replace(small, train=train, layout=layout, cluster=cluster), vocab, changes)

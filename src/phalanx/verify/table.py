@@ -40,7 +40,8 @@ def introduction(selection: Selection, steps: int) -> list[str]:
     """Returns lines about the layouts to compare and the changes of the job."""
     job = selection.compared.job
     what = f"{_number(len(selection.layouts), 'layout')} with one process"
-    lines = [f"comparing {what}: {_number(steps, 'step')} in {job.train.precision}"]
+    products = " with products in fp8" if job.train.precision == "fp8" else ""
+    lines = [f"comparing {what}: {_number(steps, 'step')} in fp64{products}"]
     lines += [
         f"{path}: {wanted} in the job, {used} here" for path, (wanted, used) in selection.compared.changes.items()
     ]

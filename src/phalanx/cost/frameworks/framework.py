@@ -39,6 +39,11 @@ class Framework(Hashed):
     writing, and a mask of one byte."""
     cast_bytes: float = 3.0
     """fp8, fp4: bytes moved per element of an operand to cast it to 8 bits (read two, write one)."""
+    casts_each: bool = False
+    """fp8, fp4: whether each of the three products casts both operands, weights too; otherwise an activation and its
+    gradient are cast once, and weights with the optimizer's step."""
+    narrow_experts: bool = True
+    """fp8, fp4: whether the products of experts run in that format, too."""
     tp_hidden: float = 0.0
     """Share of tensor-parallel traffic that overlaps with matrix products (user buffers, AsyncTP)."""
     dp_overlaps: bool = True

@@ -12,12 +12,22 @@ from dataclasses import replace
 from phalanx.cost.frameworks import memory_profiles as profiles
 from phalanx.cost.frameworks.framework import Framework
 
-_PHALANX = Framework(name="phalanx", interference=1.5, passes=2.0, clip_bytes=0, memory_profile=profiles.PHALANX)
+_PHALANX = Framework(
+    name="phalanx",
+    interference=1.5,
+    passes=2.0,
+    cast_bytes=9,
+    casts_each=True,
+    narrow_experts=False,
+    clip_bytes=0,
+    memory_profile=profiles.PHALANX,
+)
 PHALANX = replace(_PHALANX, slowdown=1.14, alone=replace(_PHALANX, passes=2.5, moe_slowdown=1.4))
 """Phalanx: operations in torch's eager mode, flash attention, everything overlapped. In a cluster it was not measured:
 its slowdown is the middle of those fitted to torchtitan, which runs the same kernels of the same library; its
 interference is assumed to be near that of FSDP1. Alone it is fitted to the kernels of three steps on one H200
-(tests/cost/one_device.yaml), which are the best ones; rows of experts are summed by an atomic addition per element."""
+(tests/cost/one_device.yaml), which are the best ones; there rows of experts were still summed by an atomic addition per
+element."""
 
 COMPILED_PASSES, COMPILED_KERNEL_US = 0.56, 4
 """train.compile: memory-bound work over that of the eager mode (the same steps; half in torchtitan's rows), and

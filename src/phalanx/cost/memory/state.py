@@ -30,8 +30,8 @@ from phalanx.partition.tiles import first_rank_tiles
 from phalanx.partition.wire import sent_as, wire_bytes
 
 ADAMW = Optimizer()
-WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Bytes per element, by `train.precision`."""
+WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes per element of a parameter, by `train.precision`."""
 
 
 @dataclass(frozen=True)

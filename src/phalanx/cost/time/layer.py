@@ -56,25 +56,31 @@ def operator_seconds(
     operators = tuple(operators)
     every = [product for operator in operators if (product := operator.product(tp, ep))]
     streams = [stream for operator in operators for stream in operator.memory_bound]
-    forward = inputs = weights = narrow = 0.0
+    forward = inputs = weights = narrow = narrow_back = 0.0
     for p in every:
-        kind = number_format(p, products)
+        kind = number_format(p, products, framework)
         forward += product_seconds(device, kind, p.m, p.n, p.k, p.number)
         inputs += product_seconds(device, kind, p.m, p.k, p.n, p.number)
         weights += 0.0 if p.frozen else product_seconds(device, kind, p.n, p.k, p.m, p.number)
-        if kind in ("fp8", "fp4"):
+        if kind in ("fp8", "fp4") and framework.casts_each:
+            narrow += p.number * p.k * (p.m + p.n)
+            narrow_back += p.number * (p.k * (p.m + p.n) + 2 * p.m * p.n)
+        elif kind in ("fp8", "fp4"):
             narrow += p.number * p.m * (p.k + p.n / 2)
+            narrow_back += p.number * p.m * (p.k + p.n / 2)
     scores = scores_back = 0.0
     kernels = len(every)
     for core in (operator.core for operator in operators if operator.core):
         there, back, started = _attention(device, core, framework, products)
         scores, scores_back, kernels = scores + there, scores_back + back, kernels + started
-    casts = narrow * framework.cast_bytes
     width = max(2, WIDTHS[products])
     launches = sum(stream.launches for stream in streams)
     moved, moved_back = (
-        stream_seconds(device, framework.passes * width * numbers + casts, launches)
-        for numbers in (sum(stream.forward for stream in streams), sum(stream.backward for stream in streams))
+        stream_seconds(device, framework.passes * width * numbers + framework.cast_bytes * cast, launches)
+        for numbers, cast in (
+            (sum(stream.forward for stream in streams), narrow),
+            (sum(stream.backward for stream in streams), narrow_back),
+        )
     )
     cheap = [stream for stream in streams if stream.cheap]
     moved_again = stream_seconds(
@@ -100,9 +106,10 @@ def operator_seconds(
     )
 
 
-def number_format(product: Product, products: str) -> str:
+def number_format(product: Product, products: str, framework: Framework) -> str:
     """Returns the number format of one product if the others run in `products`."""
-    return "bf16" if product.sixteen and products in ("fp8", "fp4") else products
+    wide = product.sixteen or (product.grouped and not framework.narrow_experts)
+    return "bf16" if wide and products in ("fp8", "fp4") else products
 
 
 def _attention(

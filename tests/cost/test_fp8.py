@@ -1,0 +1,82 @@
+"""What a job in fp8 is predicted to take, and on which devices it is legal."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from phalanx.blocks.operator import Operator, Weight
+from phalanx.check.load import load_words
+from phalanx.config.devices import ACCELERATORS
+from phalanx.config.job import Job
+from phalanx.config.overrides import parse
+from phalanx.cost.frameworks.known import PHALANX, TORCHTITAN
+from phalanx.cost.job_spec import step_spec
+from phalanx.cost.predict import predict
+from phalanx.cost.time.kernel import product_seconds, stream_seconds
+from phalanx.cost.time.layer import operator_seconds
+from phalanx.errors import JobError
+
+H200 = ACCELERATORS["h200"]
+ONE = ("cluster.devices_per_node=1", "global_batch=1", "model.n_layers=6")
+
+
+def job(*words: str) -> Job:
+    return load_words(parse(["train.precision=fp8", *words])).job
+
+
+@pytest.mark.parametrize("cluster", ["dgx-h100", "dgx-h200", "dgx-b200", "mi300x"])
+def test_devices_with_products_in_8_bits_take_it(cluster):
+    assert job(f"cluster={cluster}", "model=llama3-8b", *ONE).train.precision == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["cluster=dgx-a100", "model=llama3-8b", *ONE], "a100-80gb has none .* nearest legal: bf16"),
+        (["cluster=dgx-v100", "model=llama3-8b", *ONE], "has none"),
+        (["model.lora.rank=4"], "whole weights, not adapters"),
+        (["train.precision=bf16", "train.fp8_scaling=tensorwise"], "it is for train.precision=fp8"),
+        (["train.fp8_scaling=blockwise"], "rowwise.*tensorwise"),
+    ],
+)
+def test_refusals_say_what_is_legal(words, says):
+    with pytest.raises(JobError, match=says):
+        job(*words)
+
+
+def test_a_step_takes_less_time_and_the_same_memory_as_in_bf16():
+    wide, narrow, compiled, tensorwise = (
+        predict(step_spec(job("model=llama3-8b", "cluster=dgx-h200", *ONE, *more), 128256))
+        for more in (
+            ["train.precision=bf16"],
+            [],
+            ["train.compile=true"],
+            ["train.fp8_scaling=tensorwise"],
+        )
+    )
+    assert compiled.step_time_s < narrow.step_time_s < wide.step_time_s
+    assert narrow.memory == wide.memory, "what blocks save stays in bf16"
+    assert tensorwise == narrow
+    assert narrow.peak_flops == 1979e12
+    assert wide.peak_flops == 989e12
+
+
+def test_each_product_casts_both_factors_and_experts_stay_in_bf16():
+    m, n, k = 8192, 14336, 4096
+    matrix = Operator("up", (Weight("mlp.up.weight", (n, k)),), m)
+    seconds, titan = (operator_seconds(H200, [matrix], each, "fp8") for each in (PHALANX, TORCHTITAN))
+    product = product_seconds(H200, "fp8", m, n, k)
+    assert seconds.forward == pytest.approx(
+        product + stream_seconds(H200, PHALANX.cast_bytes * k * (m + n), 0), rel=1e-3
+    )
+    again = stream_seconds(H200, PHALANX.cast_bytes * (k * (m + n) + 2 * m * n), 0)
+    assert seconds.backward == pytest.approx(
+        product_seconds(H200, "fp8", m, k, n) + product_seconds(H200, "fp8", n, k, m) + again, rel=1e-3
+    )
+    assert titan.backward < seconds.backward
+    experts = replace(matrix, weights=(Weight("moe.experts.up.weight", (8, n, k)),), rows=m // 8)
+    of_experts = {each: operator_seconds(H200, [experts], PHALANX, each).products for each in ("bf16", "fp8")}
+    assert of_experts["bf16"] == of_experts["fp8"]
+    assert operator_seconds(H200, [experts], TORCHTITAN, "fp8").products < of_experts["fp8"]

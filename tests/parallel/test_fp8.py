@@ -1,0 +1,199 @@
+"""Products in 8 bits: how near they come, that they reach torch's kernel in the layout that it takes, and the training
+that they make."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from phalanx.config.job import Job
+from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.optimizer import Optimizer
+from phalanx.config.train import Fp8Scaling, Train
+from phalanx.data.loader import MicroBatch
+from phalanx.model.transformer import Transformer
+from phalanx.parallel import mesh as meshes
+from phalanx.parallel.fp8 import Fp8Product, rounded
+from phalanx.parallel.linear import OwnProduct, gradient_of_input, gradient_of_weight, use_fp8
+from phalanx.train.step import Stepper
+
+VOCABULARY, STEPS = 48, 40
+SCALINGS: tuple[Fp8Scaling, ...] = ("rowwise", "tensorwise")
+LLAMA = ModelConfig(
+    n_layers=2, d_model=64, n_heads=4, n_kv_heads=2, seq_len=32, norm="rmsnorm", activation="swiglu", positions="rope"
+)
+
+
+def three_products(multiply: OwnProduct, x: Tensor, weight: Tensor, gradient: Tensor) -> list[Tensor]:
+    """Returns the output of a layer, and the gradients of its input and its weight."""
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = multiply(x, weight)
+    return [y.detach(), *torch.autograd.grad(y, [x, weight], gradient)]
+
+
+def factors(outlier: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns an input (2, 40, 96), a weight (48, 96) and a gradient of the output, of which one row is large."""
+    generator = torch.Generator().manual_seed(3)
+    x, weight, gradient = (torch.randn(*shape, generator=generator) for shape in ((2, 40, 96), (48, 96), (2, 40, 48)))
+    x[0, 0] *= outlier
+    return x.to(dtype), weight.to(dtype), gradient.to(dtype)
+
+
+def errors(scaling: Fp8Scaling, outlier: float = 1.0) -> list[float]:
+    """Returns the relative errors, in norm, of the three products without the outlier's row."""
+    exact = three_products(OwnProduct(torch.nn.functional.linear), *factors(outlier))
+    found = three_products(OwnProduct(Fp8Product(scaling, emulated=True)), *factors(outlier))
+    parts = [(a.flatten(0, -2)[1:], b.flatten(0, -2)[1:]) for a, b in zip(found, exact, strict=True)]
+    return [float((a - b).norm() / b.norm()) for a, b in parts]
+
+
+def test_errors_are_those_of_three_bits_of_mantissa_and_of_two_for_gradients_tensorwise():
+    # A number is rounded by at most 2^-4 of itself with three bits, by 2^-3 with two, uniformly: over sqrt(3), for both
+    # factors, and less for numbers just above a power of two.
+    three, two = (2**-4 * 2**0.5 / 3**0.5, (2**-6 + 2**-8) ** 0.5 / 3**0.5)
+    assert all(three / 3 < error < three for error in errors("rowwise"))
+    output, *gradients = errors("tensorwise")
+    assert three / 3 < output < three
+    assert all(three < error < two for error in gradients) or all(two / 3 < error < two for error in gradients)
+
+
+def test_a_row_of_outliers_costs_the_other_rows_nothing_with_scales_of_rows():
+    assert errors("rowwise", 1e6)[0] == errors("rowwise")[0]
+    assert errors("tensorwise", 1e6)[0] > 5 * errors("rowwise", 1e6)[0]
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_scales_are_powers_of_two_and_rows_of_zeros_stay_zeros(scaling):
+    product = Fp8Product(scaling, emulated=True)
+    x = torch.randn(6, 32) * torch.logspace(-30, 20, 6).unsqueeze(1)
+    x[2] = 0
+    narrow, scale = rounded(x, torch.float8_e4m3fn, scaling)
+    assert (torch.frexp(scale).mantissa == 0.5).all()
+    assert (narrow.float()[2] == 0).all()
+    assert 224 <= narrow.float().abs().max() <= 448
+    torch.testing.assert_close(product(x, torch.eye(32))[-1], x[-1], rtol=2**-4, atol=0)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_does_not_become_finite(scaling, value):
+    x = torch.ones(4, 32)
+    x[1, 5] = value
+    assert not Fp8Product(scaling, emulated=True)(x, torch.ones(16, 32))[1].isfinite().any()
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_a_part_of_the_inner_dimension_with_a_scale_of_its_own_changes_only_the_smallest_numbers(scaling):
+    product = Fp8Product(scaling, emulated=True)
+    x, weight, _ = factors(dtype=torch.float64)
+    x[..., 48:] /= 64
+    whole = product(x, weight)
+    parts = sum(product(x[..., part], weight[:, part]) for part in (slice(0, 48), slice(48, 96)))
+    assert 0 < float((parts - whole).abs().max() / whole.abs().max()) < 1e-4
+    exact = torch.nn.functional.linear(x, weight)
+    assert float((whole - exact).abs().max() / exact.abs().max()) > 1e-2
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_numbers_with_scales_of_their_own_are_rounded_alike_in_a_part_and_otherwise_only_if_they_are_small(scaling):
+    alike = Fp8Product(scaling, emulated=True, elementwise=True)
+    x, weight, _ = factors(dtype=torch.float64)
+    whole = alike(x, weight)
+    parts = alike(x[..., :48], weight[:, :48]) + alike(x[..., 48:], weight[:, 48:])
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(Fp8Product(scaling, emulated=True)(x, weight), whole, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_the_kernel_computes_what_is_emulated(scaling):
+    given = factors(dtype=torch.bfloat16)
+    found = three_products(OwnProduct(Fp8Product(scaling)), *given)
+    emulated = three_products(OwnProduct(Fp8Product(scaling, emulated=True)), *given)
+    for ours, expected in zip(found, emulated, strict=True):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.float(), expected.float(), rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("tokens", [40, 37])
+def test_a_gpu_s_kernel_gets_factors_in_the_layout_that_it_takes(scaling, tokens, monkeypatch):
+    """torch checks layouts, sizes and scales of tensors on a GPU, here of fake ones."""
+    calls = list[tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.dtype, bool]]()
+    real: Any = torch._scaled_mm  # pyright: ignore[reportPrivateImportUsage]
+
+    def seen(a: Tensor, b: Tensor, *scales: Tensor, **options: Any):
+        calls.append((tuple(a.shape), tuple(b.shape), a.dtype, b.dtype, options["use_fast_accum"]))
+        return real(a, b, *scales, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", seen)
+    with FakeTensorMode():
+        x, weight, bias = (
+            torch.empty(*shape, dtype=torch.bfloat16, device="cuda") for shape in ((2, tokens, 96), (48, 96), (48,))
+        )
+        product = Fp8Product(scaling)  # without autograd, which has no fake GPU
+        y = product(x, weight, bias)
+        of_x = gradient_of_input(OwnProduct(product), y, weight)
+        of_weight = gradient_of_weight(OwnProduct(product), y, x)
+    assert (y.shape, of_x.shape, of_weight.shape) == ((2, tokens, 48), x.shape, weight.shape)
+    rows, padded, rowwise = 2 * tokens, -(-2 * tokens // 16) * 16, scaling == "rowwise"
+    e4m3, of_gradient = torch.float8_e4m3fn, torch.float8_e4m3fn if rowwise else torch.float8_e5m2
+    assert calls == [
+        ((rows, 96), (96, 48), e4m3, e4m3, True),
+        ((rows, 48), (48, 96), of_gradient, e4m3, rowwise),
+        ((48, padded), (padded, 96), of_gradient, e4m3, rowwise),
+    ]
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(40, 96), (48, 88)])
+def test_matrices_whose_sizes_the_kernel_does_not_take_stay_in_their_own_type(outputs, inputs, monkeypatch):
+    monkeypatch.setattr(torch, "_scaled_mm", None)
+    x, weight, gradient = torch.randn(32, inputs), torch.randn(outputs, inputs), torch.randn(32, outputs)
+    plain = three_products(OwnProduct(torch.nn.functional.linear), x, weight, gradient)
+    torch.testing.assert_close(three_products(OwnProduct(Fp8Product("rowwise")), x, weight, gradient), plain)
+
+
+def test_only_linear_layers_of_blocks_take_it_and_not_routers_or_experts():
+    model = Transformer(replace(LLAMA, moe=MoE(n_experts=4, n_shared=1)), 48)
+    taken, left = use_fp8(model, Fp8Product("rowwise"))
+    names = ("attn.wq", "attn.wk", "attn.wv", "attn.wo", "moe.shared.up", "moe.shared.gate", "moe.shared.down")
+    assert sorted(taken) == sorted(f"blocks.{layer}.{name}" for layer in range(2) for name in names)
+    assert not left
+    odd = Transformer(replace(LLAMA, d_ff=100), 48)
+    assert use_fp8(odd, Fp8Product("rowwise"))[1] == [
+        f"blocks.{layer}.mlp.{name}" for layer in range(2) for name in ("up", "gate", "down")
+    ]
+
+
+def losses(train: Train, count: int) -> list[float]:
+    """Returns the loss of each step of a small model on sequences in which each token follows from the one before.
+    All is in fp32 but for the factors of products in 8 bits."""
+    job = Job(
+        model=replace(LLAMA, n_layers=1),
+        train=replace(train, global_batch=4),
+        optimizer=Optimizer(lr=3e-3, warmup_steps=1),
+    )
+    stepper = Stepper(job, meshes.alone(), torch.device("cpu"), VOCABULARY, torch.float32)
+    found = []
+    for step in range(count):
+        tokens = np.random.default_rng(step).integers(VOCABULARY, size=(4, LLAMA.seq_len + 1))
+        for place in range(1, LLAMA.seq_len + 1):
+            tokens[:, place] = (5 * tokens[:, place - 1] + 3) % VOCABULARY
+        batch = MicroBatch(tokens[:, :-1], tokens[:, 1:].copy(), np.arange(4))
+        found.append(stepper.step([batch], step, 4 * LLAMA.seq_len, 3e-3).loss)
+    return found
+
+
+def test_a_small_model_learns_as_fast_as_without():
+    plain = losses(Train(precision="bf16"), STEPS)
+    assert plain[-1] < plain[0] / 4, "it learns"
+    for scaling in SCALINGS:
+        found = losses(Train(precision="fp8", fp8_scaling=scaling), STEPS)
+        assert found != plain
+        assert found == pytest.approx(plain, rel=0.05), scaling
+        assert sum(found) == pytest.approx(sum(plain), rel=0.01), scaling
