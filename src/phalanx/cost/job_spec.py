@@ -85,13 +85,13 @@ def _as_trained(job: Job, framework: Framework) -> Framework:
     profile = framework.memory_profile
     if compiles(job) and job.layout.tp == 1:  # that of a cut vocabulary communicates
         profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
-    framework = replace(framework, cast_bytes=5) if job.train.compile else framework
+    framework = replace(framework, cast_bytes=5) if compiles(job) else framework
     if job.train.gradients != "same":
         profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])
     low, high = framework.spread
     if not job.cluster.preset:  # nobody measured this machine
         low, high = low / DESCRIBED_SPREAD, high * DESCRIBED_SPREAD
-    if job.train.compile and job.cluster.device != "cpu":
+    if compiles(job) and job.cluster.device != "cpu":
         framework = replace(framework, passes=COMPILED_PASSES * framework.passes, kernel_us=COMPILED_KERNEL_US)
     return replace(framework, memory_profile=profile, spread=(low, high))
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import weight_of
 from phalanx.check.compile import compiles, refusal
 from phalanx.comm.axis import Axis
@@ -20,11 +17,12 @@ from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.errors import JobError
 from phalanx.model.init import initialise_part
-from phalanx.model.layers import Run, prepare_compiler
+from phalanx.model.layers import prepare_compiler
 from phalanx.model.loss import cross_entropy, cross_entropy_sum
-from phalanx.model.transformer import Block, Transformer
+from phalanx.model.transformer import Transformer
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.parallel import context, expert, tensor, vocabulary
+from phalanx.parallel.compiled import compile_blocks, keep_compiled
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
 from phalanx.parallel.fp8 import ALIGNMENT, Fp8Product
 from phalanx.parallel.fsdp import ShardedReplica
@@ -63,6 +61,8 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device, host: 
     """
     parts = Construction(model, job, mesh, device, host or Host(device))
     parts.log("mesh: %s", mesh)
+    if parts.compiled or device.type == "cuda":  # optimizers have kernels that are compiled for it
+        keep_compiled()
     apply_pipeline(parts)
     apply_tensor_parallel(parts)
     apply_context_parallel(parts)
@@ -227,7 +227,7 @@ def apply_fp8(parts: Construction) -> None:
     if train.precision != "fp8":
         return
     product = Fp8Product.on(parts.device, train.fp8_scaling, parts.dtype)
-    if train.compile:  # also where products are outside of the blocks' graphs, as between collectives
+    if parts.compiled:  # also where products are outside of the blocks' graphs, as between collectives
         prepare_compiler()
         product = replace(product, rounded=torch.compile(product.rounded, dynamic=True))
     taken, left = use_fp8(parts.model, product)
@@ -271,33 +271,8 @@ def apply_compile(parts: Construction) -> None:
         parts.log("compile: off, %s", reason)
     if not parts.compiled:
         return
-    import torch._dynamo  # two seconds, for those who compile
-
-    prepare_compiler()
-    kinds = len({(kind, model.config.window_of(layer)) for layer, kind in enumerate(block_kinds(model.config))})
-    # The compiler's limit is per function, which all kinds of blocks share: with and without gradients, and again where
-    # lengths change.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 8 * kinds)
-    for block in model.blocks.values():
-        assert isinstance(block, Block), "nothing wraps blocks before this"
-        block.run = CompiledRun(block.run, torch.compile(_compute))
-    model.embed_tokens, model.normed = torch.compile(model.embed_tokens), torch.compile(model.normed)
+    kinds = compile_blocks(model)
     parts.log("compile: %d blocks of %s, embedding and final norm", len(model.blocks), counted(kinds, "kind"))
-
-
-@dataclass(frozen=True)
-class CompiledRun:
-    """The `run` of a block that is compiled: the graph is what the `run` that it replaces calls, and computes again."""
-
-    outer: Run
-    compiled: Run
-
-    def __call__(self, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
-        return self.outer(partial(self.compiled, compute), *inputs)
-
-
-def _compute(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    return compute(*inputs)
 
 
 def apply_loss(parts: Construction) -> Objective:

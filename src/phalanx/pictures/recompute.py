@@ -13,7 +13,12 @@ from phalanx.partition.recompute import Mode, RecomputeRun
 from phalanx.pictures.canvas import Panel
 from phalanx.pictures.canvas import svg as panels
 
-_MIXED: tuple[tuple[Mode, Mode], ...] = ("none", "products"), ("none", "full"), ("products", "full"), ("none", "selective")
+_MIXED: tuple[tuple[Mode, Mode], ...] = (
+    ("none", "products"),
+    ("none", "full"),
+    ("products", "full"),
+    ("none", "selective"),
+)
 """The modes of a line: of the last layers, and of the first."""
 _PLACES = 8
 """Parts into which a line divides the layers."""
