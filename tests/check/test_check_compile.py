@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.check.compile import compiles
+from phalanx.check.compile import compile_problems, compiles
 from phalanx.check.load import load_words
 from phalanx.check.show import as_dict
 from phalanx.config.cluster import Cluster
@@ -13,7 +13,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.overrides import parse
 from phalanx.config.train import Train
 
-SLICED = Layout(pp=2, schedule="terapipe")
+THREADS = Layout(dp_replicate=2, data_parallel="threads")
 
 
 @pytest.mark.parametrize(("device", "on"), [("auto", True), ("cuda", True), ("cpu", False)])
@@ -23,9 +23,11 @@ def test_predictions_follow_the_cluster_and_runs_their_device(device, on):
 
 
 def test_what_torch_cannot_compile_is_left_alone_unless_it_was_asked_for():
-    job = Job(layout=SLICED)
-    assert not compiles(job, "cuda")
-    assert compiles(replace(job, train=Train(compile=True)), "cpu")  # whose refusal is that of check/pipeline.py
+    job = Job(layout=THREADS)
+    assert (compiles(job, "cuda"), [*compile_problems(job)]) == (False, [])
+    ((path, problem),) = compile_problems(replace(job, train=Train(compile=True)))
+    assert path == "train.compile"
+    assert problem.endswith("graphs of its own; nearest legal: train.compile=auto, which leaves it off")
 
 
 @pytest.mark.parametrize(

@@ -185,10 +185,3 @@ def test_a_file_without_a_flush_has_to_be_pipedreams(tmp_path):
     path.write_text(file.text(replace(own, programs=(first, own.programs[1]))))
     (found,) = problems(pp=2, schedule=str(path), accumulation=2)
     assert "spans 2 optimizer steps without a flush in an order of its own" in found
-
-
-@pytest.mark.parametrize(("schedule", "legal"), [("1f1b", True), ("zb_v", True), ("terapipe", False)])
-def test_what_the_compiler_does_not_see_is_refused(schedule, legal):
-    compiled = replace(JOB, train=replace(JOB.train, compile=True))
-    found = problems(compiled, pp=2, schedule=schedule, accumulation=4)
-    assert found == [] if legal else "nearest legal: train.compile=auto, which leaves it off" in found[0]

@@ -2,14 +2,17 @@
 
 import logging
 import shutil
+from typing import Literal
 
 import pytest
 import torch
 
+from phalanx.check.compile import refusal
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
+from phalanx.errors import JobError
 from phalanx.launch.ranks import Ranks
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import Construction, apply, apply_compile
@@ -76,17 +79,23 @@ def test_each_technique_is_one_line_of_rank_zero_in_the_order_in_which_they_comp
     assert all(changed == [] for _, changed in results), "layers are exchanged by name or by declared hooks"
 
 
-def test_auto_compiles_on_gpus_alone_and_says_why_it_does_not(caplog):
-    caplog.set_level(logging.INFO, "phalanx")
-
-    def compiled(device, layout):
+def test_auto_compiles_on_gpus_alone_and_says_why_it_does_not(caplog, monkeypatch):
+    def compiled(device, layout, *, triton=True, asked: bool | Literal["auto"] = "auto"):
+        caplog.clear()
+        caplog.set_level(logging.INFO, "phalanx")
+        monkeypatch.setattr("phalanx.parallel.compiled.has_triton", lambda: triton)
         with torch.device("meta"):
             model = Transformer(SHAPE, 11)
-        parts = Construction(model, Job(SHAPE, layout=layout), alone(), torch.device(device), Host(torch.device("cpu")))
+        job = Job(SHAPE, layout=layout, train=Train(compile=asked))
+        parts = Construction(model, job, alone(), torch.device(device), Host(torch.device("cpu")))
         apply_compile(parts)
         return parts.compiled, "run" in vars(model.blocks["0"]), [each.getMessage() for each in caplog.records]
 
     assert compiled("cpu", Layout()) == (False, False, [])
-    off = "compile: off, compiled blocks handle whole sequences and one step at a time, terapipe does not"
-    assert compiled("cuda", Layout(pp=2, schedule="terapipe")) == (False, False, [off])
+    threads = Layout(dp_replicate=2, data_parallel="threads")
+    assert compiled("cuda", threads) == (False, False, [f"compile: off, {refusal(Job(layout=threads))}"])
     assert compiled("cuda", Layout())[:2] == (True, True)
+    off = "compile: off, torch finds no Triton for this GPU"
+    assert compiled("cuda", Layout(), triton=False) == (False, False, [off])
+    with pytest.raises(JobError, match="no Triton for this GPU; nearest legal: train.compile=auto"):
+        compiled("cuda", Layout(), triton=False, asked=True)

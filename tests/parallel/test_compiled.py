@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
@@ -66,7 +67,9 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_folder_is_the_users_own(cache, monkeypatch):
+@pytest.mark.parametrize("stated", ["", default_cache_dir()])
+def test_the_folder_is_the_users_own(cache, monkeypatch, stated):
+    monkeypatch.setenv(FOLDER, stated)
     keep_compiled()
     folder = Path(os.environ[FOLDER])
     assert folder.parent == cache / "phalanx" / "compiled"

@@ -13,7 +13,7 @@ from phalanx.plan.report.advice import advice, shortfall
 
 
 def spec(*words: str) -> StepSpec:
-    job = load_words(overrides.parse(["train.precision=bf16", *words])).job
+    job = load_words(overrides.parse(["train.precision=bf16", "train.compile=false", *words])).job
     return step_spec(job, job.model.vocab_size or 256)
 
 

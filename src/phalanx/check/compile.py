@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from phalanx.check.layout import Problem
 from phalanx.config.job import Job
-from phalanx.partition.pipeline import flushes, slices_of
 
 
 def compiles(job: Job, device: str = "") -> bool:
@@ -18,13 +17,13 @@ def compiles(job: Job, device: str = "") -> bool:
 
 
 def compile_problems(job: Job) -> Iterator[Problem]:
-    """Yields why a job that asks for it is not compiled. Raises JobError if a schedule's file is none."""
+    """Yields why a job that asks for it is not compiled."""
     if job.train.compile is True and (reason := refusal(job)):
         yield "train.compile", f"{reason}; nearest legal: train.compile=auto, which leaves it off"
 
 
 def refusal(job: Job) -> str:
-    """Returns why torch.compile does not take a job; empty if it does. Raises JobError if a schedule's file is none."""
-    if slices_of(job.layout) > 1 or not flushes(job.layout):
-        return f"compiled blocks handle whole sequences and one step at a time, {job.layout.schedule} does not"
+    """Returns why torch.compile does not take a job; empty if it does."""
+    if job.layout.data_parallel == "threads" and job.layout.dp_replicate > 1:
+        return "torch compiles in one thread at a time, and each of data_parallel=threads would make graphs of its own"
     return ""

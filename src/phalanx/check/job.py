@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.blocks.kinds import attention_models
+from phalanx.check.compile import compile_problems
 from phalanx.check.guard import guard_problems
 from phalanx.check.layout import Problem, layout_problems, tensor_problems
 from phalanx.check.lora import lora_problems
@@ -183,6 +184,7 @@ def _vocabulary(job: Job) -> Iterator[Problem]:
 
 def _train(job: Job) -> Iterator[Problem]:
     train = job.train
+    yield from compile_problems(job)
     compiled = train.compile is True
     if train.cpu_linear == "onednn" and (train.precision != "fp32" or compiled or job.cluster.device == "cuda"):
         yield (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from phalanx.check.compile import compile_problems
 from phalanx.check.layout import Problem, context_problems
 from phalanx.config.job import Job
 from phalanx.errors import JobError
@@ -61,7 +60,6 @@ def _named(job: Job) -> Iterator[Problem]:
         yield from _slices(job, layout.pp_slices or entry.slices)
     if entry.steps > 1:
         yield from _without_flush(job)
-    yield from compile_problems(job)
 
 
 def _file(job: Job) -> Iterator[Problem]:
@@ -102,7 +100,6 @@ def _file(job: Job) -> Iterator[Problem]:
                 "pipedream's is trained. Nearest legal: schedule=pipedream, or a file with one step",
             )
         yield from _without_flush(job)
-    yield from compile_problems(job)
 
 
 def _stages(job: Job, stages: int, equals: str, legal: str) -> Iterator[Problem]:

@@ -22,7 +22,7 @@ from phalanx.model.loss import cross_entropy, cross_entropy_sum
 from phalanx.model.transformer import Transformer
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.parallel import context, expert, tensor, vocabulary
-from phalanx.parallel.compiled import compile_blocks, keep_compiled
+from phalanx.parallel.compiled import compile_blocks, keep_compiled, missing
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
 from phalanx.parallel.fp8 import ALIGNMENT, Fp8Product
 from phalanx.parallel.fsdp import ShardedReplica
@@ -114,7 +114,7 @@ class Construction:
 
     def __post_init__(self) -> None:
         self.vocab, self.dtype = self.model.embed.num_embeddings, self.model.embed.weight.dtype
-        self.compiled = compiles(self.job, self.device.type)
+        self.compiled = compiles(self.job, self.device.type) and not missing(self.device)
 
     def log(self, line: str, *values: object) -> None:
         """Logs a line once for all ranks."""
@@ -266,10 +266,12 @@ def apply_offload(parts: Construction) -> None:
 
 def apply_compile(parts: Construction) -> None:
     """Compiles the blocks, those of a kind by the same graphs, the embedding and the final norm."""
-    model = parts.model
-    if parts.job.train.compile == "auto" and parts.device.type == "cuda" and (reason := refusal(parts.job)):
-        parts.log("compile: off, %s", reason)
+    model, wanted = parts.model, parts.job.train.compile
+    if wanted is True and (reason := missing(parts.device)):
+        raise JobError(f"train.compile: {reason}; nearest legal: train.compile=auto, which leaves it off")
     if not parts.compiled:
+        if wanted == "auto" and parts.device.type == "cuda":
+            parts.log("compile: off, %s", refusal(parts.job) or missing(parts.device))
         return
     kinds = compile_blocks(model)
     parts.log("compile: %d blocks of %s, embedding and final norm", len(model.blocks), counted(kinds, "kind"))

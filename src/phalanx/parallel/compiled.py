@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._triton import has_triton
 
 from phalanx.blocks.kinds import block_kinds
 from phalanx.config.this_machine import processor
@@ -28,6 +29,11 @@ FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """The variable from which torch reads where it keeps what it compiles."""
 
 log = logging.getLogger(__name__)
+
+
+def missing(device: torch.device) -> str:
+    """Returns what torch lacks to compile for a device, or nothing."""
+    return "" if device.type != "cuda" or has_triton() else "torch finds no Triton for this GPU"
 
 
 def compile_blocks(model: Transformer) -> int:
@@ -65,7 +71,10 @@ def keep_compiled() -> None:
     """Makes torch keep what it compiles in the user's cache folder, from which later processes read it: several may
     write, as torch replaces whole files. It holds code that runs: a folder that others can write is not used, and what
     is compiled goes to a temporary one."""
-    folder = Path(os.environ.get(FOLDER) or _own_folder(os.environ))
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    stated = os.environ.get(FOLDER, "")  # by the user, or by torch, which sets it when its compiler is imported
+    folder = _own_folder(os.environ) if stated in ("", default_cache_dir()) else Path(stated)
     if reason := _refused(folder):
         log.warning("compile: nothing is kept for the next start: %s %s", folder, reason)
         folder = Path(tempfile.mkdtemp(prefix="phalanx-compiled-"))
