@@ -19,8 +19,9 @@ from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.errors import JobError
 from phalanx.model.init import initialise_part
-from phalanx.model.layers import Run, prepare_compiler
+from phalanx.model.layers import Run, prepare_compiler, run
 from phalanx.model.loss import cross_entropy, cross_entropy_sum
+from phalanx.model.moe import MixtureOfExperts
 from phalanx.model.transformer import Block, Transformer
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.parallel import context, expert, tensor, vocabulary
@@ -256,6 +257,12 @@ def apply_compile(parts: Construction) -> None:
     for block in model.blocks.values():
         assert isinstance(block, Block), "nothing wraps blocks before this"
         block.run = CompiledRun(block.run, torch.compile(_compute))
+    if parts.job.layout.ep > 1:  # activations beside all-to-alls, whose numbers of rows change
+        for module in model.modules():
+            if isinstance(module, MixtureOfExperts):
+                for mlp in (module.experts, module.shared):
+                    if mlp is not None:
+                        mlp.run_cheap = torch.compile(run, dynamic=True)
     model.embed_tokens, model.normed = torch.compile(model.embed_tokens), torch.compile(model.normed)
     parts.log("compile: %d blocks of %s, embedding and final norm", len(model.blocks), counted(kinds, "kind"))
 
