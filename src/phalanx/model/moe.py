@@ -60,6 +60,15 @@ class WholeSequences:
         return x
 
 
+class Statistics(NamedTuple):
+    """What backward passes record."""
+
+    loads: dict[int, Tensor]
+    """By layer, the number of tokens that chose each expert, (n_experts,) of int64, without padding."""
+    penalties: dict[str, Tensor]
+    """"aux_loss" and "z_loss", coefficients included, summed over layers and tokens, in fp64."""
+
+
 @dataclass(eq=False)
 class Routing:
     """The state that a model's routers share: inputs from the trainer, and statistics recorded by backward passes."""
@@ -72,22 +81,32 @@ class Routing:
     summed."""
     sequences: Sequences = field(default_factory=WholeSequences)
     loads: dict[int, Tensor] = field(default_factory=dict)
-    """By layer, the number of tokens that chose each expert, (n_experts,) of int64, without padding, in the backward
-    passes since `clear`."""
+    """The loads of `Statistics` in the backward passes since `clear`."""
     penalties: dict[str, Tensor] = field(default_factory=dict)
-    """"aux_loss" and "z_loss", coefficients included, summed over layers and tokens since `clear`, in fp64."""
+    """The penalties of `Statistics` in them."""
 
     def clear(self) -> None:
         """Forgets the recorded statistics."""
+        self.take()
+
+    def take(self) -> Statistics:
+        """Returns the recorded statistics, and forgets them."""
         with _STATISTICS_LOCK:
+            taken = Statistics(self.loads, self.penalties)
             self.loads, self.penalties = {}, {}
+        return taken
+
+    def add(self, statistics: Statistics) -> None:
+        """Adds statistics that were taken."""
+        with _STATISTICS_LOCK:
+            for layer, load in statistics.loads.items():
+                _add(self.loads, layer, load)
+            for name, penalty in statistics.penalties.items():
+                _add(self.penalties, name, penalty)
 
     def note(self, layer: int, load: Tensor, penalties: dict[str, Tensor]) -> None:
         """Adds the statistics of one layer's backward pass."""
-        with _STATISTICS_LOCK:
-            _add(self.loads, layer, load)
-            for name, penalty in penalties.items():
-                _add(self.penalties, name, penalty.double())
+        self.add(Statistics({layer: load}, {name: penalty.double() for name, penalty in penalties.items()}))
 
 
 class Routes(NamedTuple):

@@ -273,7 +273,7 @@ def apply_compile(parts: Construction) -> None:
         if wanted == "auto" and parts.device.type == "cuda":
             parts.log("compile: off, %s", refusal(parts.job) or missing(parts.device))
         return
-    kinds = compile_blocks(model)
+    kinds = compile_blocks(model, exchanged=parts.job.layout.ep > 1)
     parts.log("compile: %d blocks of %s, embedding and final norm", len(model.blocks), counted(kinds, "kind"))
 
 

@@ -22,7 +22,8 @@ from torch.utils._triton import has_triton
 
 from phalanx.blocks.kinds import block_kinds
 from phalanx.config.this_machine import processor
-from phalanx.model.layers import Run, prepare_compiler
+from phalanx.model.layers import Run, prepare_compiler, run
+from phalanx.model.moe import MixtureOfExperts
 from phalanx.model.transformer import Block, Transformer
 
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
@@ -36,8 +37,9 @@ def missing(device: torch.device) -> str:
     return "" if device.type != "cuda" or has_triton() else "torch finds no Triton for this GPU"
 
 
-def compile_blocks(model: Transformer) -> int:
-    """Compiles the blocks, embedding and final norm of a model. Returns the number of kinds of blocks."""
+def compile_blocks(model: Transformer, *, exchanged: bool = False) -> int:
+    """Compiles the blocks, embedding and final norm of a model; with `exchanged` rows of experts their activations,
+    too, which stand beside all-to-alls. Returns the number of kinds of blocks."""
     import torch._dynamo  # two seconds, for those who compile
 
     prepare_compiler()
@@ -48,6 +50,12 @@ def compile_blocks(model: Transformer) -> int:
     for block in model.blocks.values():
         assert isinstance(block, Block), "nothing wraps blocks before this"
         block.run = CompiledRun(block.run, torch.compile(_compute))
+    if exchanged:
+        for module in model.modules():
+            if isinstance(module, MixtureOfExperts):
+                for mlp in (module.experts, module.shared):
+                    if mlp is not None:
+                        mlp.run_cheap = torch.compile(run, dynamic=True)  # the numbers of rows change
     model.embed_tokens, model.normed = torch.compile(model.embed_tokens), torch.compile(model.normed)
     return kinds
 

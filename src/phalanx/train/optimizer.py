@@ -19,7 +19,7 @@ from phalanx.optimizers.facts import state_tensors
 from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
-from phalanx.train.optimizers.rule import CHUNK, ElementwiseRule, Groups, MatrixRule, one_pass_of
+from phalanx.train.optimizers.rule import CHUNK, Groups, MatrixRule, UpdateRule, one_pass_of
 from phalanx.train.optimizers.shapes import state_shapes
 from phalanx.train.residence import OnDevice
 
@@ -75,8 +75,9 @@ class ShardedOptimizer:
 
     @property
     def skips(self) -> bool:
-        """Whether a flag on the device can keep a step from changing anything: one pass does all of it."""
-        return isinstance(self.rule, ElementwiseRule) and type(self.residence) is OnDevice and not self.biases
+        """Whether a flag on the device can keep a step from changing anything."""
+        heeds = isinstance(self.rule, UpdateRule | MatrixRule) and self.rule.skips
+        return heeds and type(self.residence) is OnDevice
 
     def square_norm(self, loss_scale: float = 1.0) -> Tensor:
         """Returns the sum of squares, in fp64, of the gradients that this rank counts: over all ranks that hold
@@ -112,15 +113,17 @@ class ShardedOptimizer:
         with self.residence.memory():
             for bias in self.biases:
                 if bias.grad is not None:
-                    bias.add_(bias.grad.sign(), alpha=-self.bias_rate)
+                    sign = bias.grad.sign()
+                    bias.add_(sign if bad is None else sign.where(~bad, 0), alpha=-self.bias_rate)
                     bias.grad = None  # it takes no part in clipping
             scale = self._scale(norm)
             if scale is not None:
                 for master in self.masters.values():
                     if master.grad is not None and master not in self.in_one_pass:
                         master.grad.mul_(scale)
-        if isinstance(self.one_pass, ElementwiseRule):
-            self.one_pass.bad = bad
+        for rule in (self.rule, self.one_pass):
+            if isinstance(rule, UpdateRule | MatrixRule):
+                rule.bad = bad
         if self.one_pass is not None:
             self.one_pass.scale, self.one_pass.count = scale, self.updates + 1
         for group in self.rule.param_groups:

@@ -245,10 +245,8 @@ class Stepper:
 
     @property
     def launches(self) -> bool:
-        """Whether `launch` can take the steps: what the host decides in a step (fp16's scale, an update on the host, an
-        optimizer of several kernels, experts' loads) is not in them."""
-        whole = self.optimizer.skips and not self.loss_scale.dynamic and self.sync is None
-        return whole and not self.job.model.moe.n_experts
+        """Whether `launch` can take the steps: the host decides nothing in them, and updates nothing itself."""
+        return self.optimizer.skips and self.sync is None
 
     def launch(self, computed: Computed, lr: float) -> None:
         """Updates the parameters with a step's gradients as `finish` does, but the host waits for nothing, and the

@@ -16,6 +16,7 @@ from parallel.steps import micro_batches
 from phalanx.checkpoint.validity import check
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
+from phalanx.config.model import MoE
 from phalanx.errors import NotFiniteError, StoppedError
 from phalanx.parallel import mesh as meshes
 from phalanx.train.guard.guard import Guard
@@ -69,6 +70,38 @@ def test_a_run_has_the_same_bits(ranks, job, layout):
     assert [row["step"] for row in rows(later, "step")] == [1, 2, 3, 4, 5, 6]
     found = weights(later)
     assert all(torch.equal(tensor, found[name]) for name, tensor in weights(job).items())
+
+
+MIXTURE = MoE(n_experts=4, top_k=2, d_ff=8, aux_loss=0.01, bias_balanced=True)
+KINDS: dict[str, dict[str, dict[str, Any]]] = {
+    "muon": {"optimizer": {"name": "muon"}},
+    "adamw8bit": {"optimizer": {"name": "adamw8bit"}},
+    "fp16": {"train": {"precision": "fp16"}},
+    "experts": {"model": {"moe": MIXTURE}},
+}
+
+
+def of_kind(job: Job, name: str) -> Job:
+    for section, values in KINDS.get(name, {}).items():
+        job = change(job, section, **values)
+    return job
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("fault", [None, Fault("nan", 1, 2, times=2)], ids=["good", "not finite"])
+def test_so_it_has_with_every_kind_of_state(ranks, job, name, fault):
+    """With fp16 a step that is not finite halves the loss scale; experts' loads count each token of the steps once."""
+    job = kept(of_kind(dataclasses.replace(job, layout=Layout(dp_replicate=2)), name), on_nan="skip")
+    job = change(job, "train", log_every=2)
+    faults = [fault] if fault else []
+    ranks(train_with, 2, job, *faults)
+    later = change(job, "run", name="later")
+    assert ranks(launched, 2, later, *faults)[0] > 3
+    assert losses(later) == losses(job)
+    experts = [[row | {"time": 0} for row in rows(each, "experts")] for each in (later, job)]
+    assert experts[0] == experts[1]
+    found = weights(later)
+    assert all(torch.equal(tensor, found[key]) for key, tensor in weights(job).items())
 
 
 @pytest.mark.parametrize("times", [1, 2], ids=["transient", "comes again"])
@@ -137,10 +170,11 @@ def without_reads(ranks: Any, job: Job) -> list[float]:
     return shown
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", *KINDS])
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_replicate=2), Layout(dp_shard=2)], ids=lambda lay: lay.line())
 def test_a_step_reads_nothing_of_the_device(ranks, job, layout, name):
-    job = dataclasses.replace(job, layout=layout, optimizer=dataclasses.replace(job.optimizer, name=name))
+    job = dataclasses.replace(job, layout=layout)
     job = kept(change(job, "train", precision="bf16", global_batch=4))
+    job = of_kind(job, name) if name in KINDS else change(job, "optimizer", name=name)
     for shown in ranks(without_reads, layout.processes, job):
         assert len(shown) == 3, "the last one is known one step later"

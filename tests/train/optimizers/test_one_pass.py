@@ -26,6 +26,10 @@ CONFIGS = {
     "lion": Optimizer(name="lion", lr=1e-2, betas=(0.9, 0.99), clip=0.5),
     "sgd": Optimizer(name="sgd", lr=1e-2, momentum=0.9, clip=0.5),
 }
+SEVERAL_KERNELS = {
+    "adamw8bit": Optimizer(name="adamw8bit", lr=1e-2, clip=0.5),
+    "muon": Optimizer(name="muon", lr=1e-2, clip=0.5),
+}
 HOST_READS = ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal")
 
 
@@ -100,10 +104,11 @@ def test_the_formula_that_is_compiled_is_that_of_chunks(monkeypatch, name, dtype
             torch.testing.assert_close(state(whole)[key], tensor, rtol=tolerance, atol=tolerance / 10)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [*CONFIGS, *SEVERAL_KERNELS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_nothing_changes_while_a_step_is_marked_as_bad(name, dtype):
-    optimizer = optimizer_of(CONFIGS[name], dtype)
+    optimizer = optimizer_of((CONFIGS | SEVERAL_KERNELS)[name], dtype)
+    assert optimizer.skips
     step(optimizer, 1)
     before = copy.deepcopy(state(optimizer))
     step(optimizer, 2, torch.nan, torch.tensor(True))

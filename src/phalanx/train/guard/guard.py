@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.errors import CorruptionError, NotFiniteError, SpikeError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
+from phalanx.model.moe import Statistics
 from phalanx.train.guard.attempt import Attempt, OwnGradients, repeats_exactly
 from phalanx.train.guard.history import LIMIT_STEPS, History
 from phalanx.train.guard.replicas import GRADIENT, MASTER, PARAMETER, Difference, Replicas
@@ -58,6 +59,8 @@ class Launched:
     batch: tuple[Sequence[MicroBatch], int, int, float, Requests]
     """The arguments of Guard.step."""
     samples: range
+    routed: Statistics
+    """The statistics of its routers, which the run's have once the step is judged."""
 
 
 class Guard:
@@ -87,22 +90,25 @@ class Guard:
         *,
         samples: range,
         settles: bool,
-    ) -> list[tuple[int, Step]]:
-        """Takes optimizer step `step` as `step` does. Returns the steps, by their numbers from 1, that are known by
-        now: not this one, where the guard `defers`, unless it `settles` or an earlier one asks for a checkpoint. If an
-        earlier one was void, it is the last. Raises as `step` does."""
+    ) -> Iterator[tuple[int, Step]]:
+        """Takes optimizer step `step` as `step` does. Yields the steps that become known, with their numbers from 1:
+        not this one, where the guard `defers`, unless it `settles` or an earlier one asks for a checkpoint. If an
+        earlier one was void, it is the last. The routers' statistics are those of the steps yielded so far. Raises as
+        `step` does."""
         batch = micro_batches, step, global_tokens, lr, requests
         pending, launched, self.pending = self.pending, None, None
         due = _is_due(self.options.every, step + 1) or _is_due(self.options.repeat_every, step + 1)
         if self.defers and not settles and not due:
             launched = self._launch(batch, samples)
         before, applied = self._conclude(pending, launched) if pending else (None, True)
-        if before is None or before.requests == NO_REQUESTS:
-            known, asked = [(step, before)] if before else [], NO_REQUESTS
-        elif before.requests.void:
-            return [(step, before)]
-        else:  # met after this step, which the weights already have
-            known, asked = [(step, replace(before, requests=NO_REQUESTS))], before.requests
+        asked = NO_REQUESTS
+        if before is not None and before.requests.void:
+            yield step, before
+            return
+        if before is not None:
+            # Its requests are met after this step, which the weights already have.
+            asked = before.requests
+            yield step, replace(before, requests=NO_REQUESTS)
         if launched is None:
             last = self.step(*batch, samples=samples)
         elif not applied:
@@ -112,17 +118,21 @@ class Guard:
             last, _ = self._conclude(launched, None)
         else:
             self.pending = launched
-            return known
-        return [*known, (step + 1, replace(last, requests=last.requests | asked))]
+            return
+        yield step + 1, replace(last, requests=last.requests | asked)
 
     def _launch(self, batch: tuple[Sequence[MicroBatch], int, int, float, Requests], samples: range) -> Launched:
         """Takes a step without waiting for it."""
         self.own_gradients.clear()
         micro_batches, step, global_tokens, lr, requests = batch
+        routing = self.stepper.routing
+        before = routing.take()
         computed = self.stepper.compute(micro_batches, step, global_tokens, requests)
+        routed = routing.take()
+        routing.add(before)
         self.stepper.launch(computed, lr)
         result = torch.stack((computed.own_loss, self.own_gradients.total, computed.square))
-        return Launched(computed, result, batch, samples)
+        return Launched(computed, result, batch, samples, routed)
 
     def _conclude(self, launched: Launched, following: Launched | None) -> tuple[Step, bool]:
         """Returns a launched step, and whether the device has applied it. If it is in doubt it is answered now:
@@ -130,14 +140,20 @@ class Guard:
         computed = launched.computed
         heartbeat.enter(Phase.EXCHANGE)
         computed.wait()
+        self.stepper.routing.add(launched.routed)
         judged = self._judge(computed)
-        if not judged.kind and not computed.requests.void:
+        taken = Step(computed.loss, computed.grad_norm, computed.requests, computed.pairs)
+        overflow = not (math.isfinite(taken.loss) and math.isfinite(taken.grad_norm))
+        if not judged.kind and not overflow and not computed.requests.void:
             self.stepper.loss_scale.fine()
-            self.history.take(computed.loss, computed.grad_norm)
-            return Step(computed.loss, computed.grad_norm, computed.requests, computed.pairs), True
+            self.history.take(taken.loss, taken.grad_norm)
+            return taken, True
         self.stepper.revert(1 if following is None else 2)
         if computed.requests.void:
-            return Step(computed.loss, computed.grad_norm, computed.requests, computed.pairs), False
+            return taken, False
+        if not judged.kind:
+            self.stepper.loss_scale.overflow()
+            return taken, False
         judged.result = launched.result
         return self.step(*launched.batch, samples=launched.samples, first=judged), False
 
@@ -223,12 +239,12 @@ class Guard:
         return [difference for difference in differences if difference.kind != GRADIENT]
 
     def _again(self, attempt: Callable[[], Attempt]) -> Attempt:
-        routing = self.stepper.routing
-        loads, penalties = dict(routing.loads), dict(routing.penalties)
+        routed = self.stepper.routing.take()
         self.stepper.discard()
         with self.stepper.mesh.ledger.untracked():
             another = attempt()
-        routing.loads, routing.penalties = loads, penalties  # each token is routed once
+        self.stepper.routing.clear()
+        self.stepper.routing.add(routed)  # each token is routed once
         self._compare(another)
         another.result = self._result(another)
         return another

@@ -13,7 +13,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.optimizers.blocks import block_of
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train.optimizers.quantise import table
-from phalanx.train.optimizers.rule import Groups, UpdateRule
+from phalanx.train.optimizers.rule import Groups, UpdateRule, undone
 
 
 def adamw8bit(groups: Groups, config: Optimizer) -> torch.optim.Optimizer:
@@ -26,6 +26,8 @@ class AdamW8bit(UpdateRule):
     shape), with a scale for each block of phalanx.optimizers.blocks; where a parameter has no blocks, they are the
     moments themselves."""
 
+    skips = True
+
     def update(self, parameter: Tensor, shard: ParameterShard, group: dict[str, Any]) -> None:
         """Updates a shard's parameter and its moments."""
         block, state = block_of(shard.tensor_slice.whole), self.state[parameter]
@@ -36,7 +38,9 @@ class AdamW8bit(UpdateRule):
             self._quantised(step, block, parameter)
             return
         for part in self.chunks(1, parameter, state["exp_avg"], state["exp_avg_sq"]):
-            step(*part)
+            w, _, *moments = part
+            with undone(self.bad, w, *moments):
+                step(*part)
 
     def _quantised(self, step: _AdamStep, block: int, parameter: Tensor) -> None:
         state, device = self.state[parameter], parameter.device
@@ -49,9 +53,10 @@ class AdamW8bit(UpdateRule):
             m_scales, v_scales = state["exp_avg_scale"][scales], state["exp_avg_sq_scale"][scales]
             first = scales.stop
             m, v = signed.dequantise(m_codes, m_scales), positive.dequantise(v_codes, v_scales)
-            step(w, g, m.view(-1), v.view(-1))
-            signed.quantise(m, m_codes, m_scales)
-            positive.quantise(v, v_codes, v_scales)
+            with undone(self.bad, w, m_codes, v_codes, m_scales, v_scales):
+                step(w, g, m.view(-1), v.view(-1))
+                signed.quantise(m, m_codes, m_scales)
+                positive.quantise(v, v_codes, v_scales)
 
 
 class _AdamStep:

@@ -17,7 +17,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.optimizers.matrices import ITERATIONS, NEWTON_SCHULZ, is_hidden_matrix
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train.optimizers.adamw import adamw
-from phalanx.train.optimizers.rule import Groups, MatrixRule
+from phalanx.train.optimizers.rule import Groups, MatrixRule, undone
 
 RMS = 0.2
 """Root mean square of an update, relative to the rate."""
@@ -33,6 +33,8 @@ def muon(groups: Groups, config: Optimizer) -> Muon:
 class Muon(MatrixRule):
     """m ← μ m + g, w ← (1 - lr λ) w - 0.2 lr √max(rows, columns) O, where O is the orthogonal factor of m; with
     Nesterov of g + μ m. A rank keeps the momentum of its shards' elements; for O a matrix is whole on one rank."""
+
+    skips = True
 
     def __init__(self, groups: Groups, config: Optimizer):
         super().__init__(groups, {"lr": config.lr})
@@ -56,17 +58,20 @@ class Muon(MatrixRule):
             state, gradient = self.state[parameter], _gradient(parameter)
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            buffer = state["momentum_buffer"].mul_(momentum).add_(gradient)
-            # The direction takes the gradient's memory.
-            direction = gradient.add_(buffer, alpha=momentum) if self.config.nesterov else gradient.copy_(buffer)
+            buffer = state["momentum_buffer"]
+            with undone(self.bad, buffer):
+                buffer.mul_(momentum).add_(gradient)
+                # The direction takes the gradient's memory.
+                direction = gradient.add_(buffer, alpha=momentum) if self.config.nesterov else gradient.copy_(buffer)
             directions[shard.name] = direction
         for name in self.matrices.names - directions.keys():
             directions[name] = torch.zeros_like(self.parameters[name])
         self.matrices.apply(directions, self._orthogonal)
         for group, parameter, shard in self._matrices():
             rows, columns = shard.tensor_slice.whole[-2:]
-            parameter.mul_(1 - lr * group["weight_decay"])
-            parameter.add_(directions[shard.name], alpha=-lr * RMS * sqrt(max(rows, columns)))
+            with undone(self.bad, parameter):
+                parameter.mul_(1 - lr * group["weight_decay"])
+                parameter.add_(directions[shard.name], alpha=-lr * RMS * sqrt(max(rows, columns)))
         if self.rest is not None:
             for group in self.rest.param_groups:
                 group["lr"] = lr

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, ClassVar
 
@@ -38,6 +39,10 @@ Formula = Callable[..., tuple[Tensor, ...]]
 class UpdateRule(torch.optim.Optimizer):
     """A torch optimizer that updates one parameter shard after the other."""
 
+    skips: ClassVar[bool] = False
+    """Whether `bad` is heeded."""
+    bad: Tensor | None = None
+    """A flag on the device, (): where it is set, nothing changes. None if the host has seen that the step is good."""
     scale: Tensor | None = None
     """The factor of this step's gradients: clipping and fp16's loss scale; None for 1."""
     count = 1
@@ -82,13 +87,12 @@ class UpdateRule(torch.optim.Optimizer):
 class ElementwiseRule(UpdateRule):
     """A rule whose elements do not depend on each other: one formula, which on a GPU is compiled to one kernel."""
 
+    skips = True
     kinds: tuple[str, ...] = ()
     """The kinds of its state, each of the parameter's shape."""
     formula: ClassVar[Formula]
     has_fused: ClassVar[bool] = False
     """Whether torch has a kernel of the formula for gradients in the parameter's type, which `fused` calls."""
-    bad: Tensor | None = None
-    """A flag on the device, (): where it is set, nothing changes. None if the host has seen that the step is good."""
 
     @abstractmethod
     def numbers(self, group: dict[str, Any]) -> list[float]:
@@ -183,9 +187,22 @@ def compiled() -> Callable[..., None]:
     return torch.compile(one_pass, dynamic=True, fullgraph=True)
 
 
+@contextmanager
+def undone(bad: Tensor | None, *tensors: Tensor) -> Iterator[None]:
+    """Gives `tensors` back, after the block has changed them, the values that they had, where the flag `bad` is set."""
+    before = [] if bad is None else [tensor.clone() for tensor in tensors]
+    yield
+    for tensor, old in zip(tensors, before, strict=False):
+        torch.where(bad, old, tensor, out=tensor)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
 class MatrixRule(torch.optim.Optimizer):
     """A torch optimizer that updates whole matrices, of which ranks have shards: granularity "matrix"."""
 
+    skips: ClassVar[bool] = False
+    """As `UpdateRule.skips`."""
+    bad: Tensor | None = None
+    """As `UpdateRule.bad`."""
     matrices: MatrixUpdates
     """Computes with whole matrices, each on one rank."""
     parameters: Mapping[str, Tensor]
