@@ -27,6 +27,7 @@ from phalanx.config.presets import states_no_rows
 from phalanx.config.run import RunOptions
 from phalanx.config.tokenizers import TOKENIZERS, vocabulary_of
 from phalanx.config.trackers import TRACKERS
+from phalanx.config.train import FP8_ALIGNMENT
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples, nearest_divisors
 
 
@@ -197,6 +198,16 @@ def _train(job: Job) -> Iterator[Problem]:
             "train.precision",
             f"fp8 needs matrix products in 8 bits, and {device.name} has none (cluster.accelerator.fp8_tflops is 0); "
             "nearest legal: bf16",
+        )
+    if train.precision == "fp8" and device.fp8_tflops and job.model.d_model % FP8_ALIGNMENT:
+        yield (
+            "model.d_model",
+            Misfit(
+                f"d_model {job.model.d_model} is not a multiple of {FP8_ALIGNMENT}, so that train.precision=fp8 would "
+                "leave every matrix in bf16",
+                job.model.d_model,
+                {"model.d_model": multiples(FP8_ALIGNMENT, job.model.d_model)},
+            ),
         )
     if train.precision == "fp8" and job.model.lora.rank:
         yield "train.precision", "fp8 is for training whole weights, not adapters (model.lora); nearest legal: bf16"

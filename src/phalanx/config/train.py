@@ -11,6 +11,8 @@ from phalanx.config.profile import ProfileOptions
 
 Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Fp8Scaling = Literal["rowwise", "tensorwise"]
+FP8_ALIGNMENT = 16
+"""Elements: torch._scaled_mm takes products whose inner dimension and whose columns are multiples of it."""
 
 
 @dataclass(frozen=True)

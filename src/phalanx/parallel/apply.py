@@ -15,6 +15,7 @@ from phalanx.comm.axis import Axis
 from phalanx.comm.calls import name_modules
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
+from phalanx.config.train import FP8_ALIGNMENT
 from phalanx.errors import JobError
 from phalanx.model.init import initialise_part
 from phalanx.model.layers import prepare_compiler
@@ -24,7 +25,7 @@ from phalanx.optimizers.catalogue import entry_of
 from phalanx.parallel import context, expert, tensor, vocabulary
 from phalanx.parallel.compiled import compile_blocks, keep_compiled, missing
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
-from phalanx.parallel.fp8 import ALIGNMENT, Fp8Product
+from phalanx.parallel.fp8 import Fp8Product
 from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import DeferredWeightGrads, defer_weight_grads, onednn_is_faster, use_fp8, use_onednn
 from phalanx.parallel.mesh import Mesh
@@ -234,7 +235,7 @@ def apply_fp8(parts: Construction) -> None:
     how = "emulated, " if product.emulated else ""
     parts.log("fp8: %s, %s%s scales", counted(len(taken), "linear layer"), how, train.fp8_scaling)
     if left:
-        parts.log("fp8: in bf16, whose sizes are no multiples of %d: %s", ALIGNMENT, ", ".join(left))
+        parts.log("fp8: in bf16, whose sizes are no multiples of %d: %s", FP8_ALIGNMENT, ", ".join(left))
 
 
 def apply_deferred_weight_grads(parts: Construction) -> None:

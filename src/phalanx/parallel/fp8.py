@@ -18,11 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.config.train import Fp8Scaling
+from phalanx.config.train import FP8_ALIGNMENT, Fp8Scaling
 from phalanx.errors import JobError
 
-ALIGNMENT = 16
-"""Elements: torch._scaled_mm takes products whose inner dimension and whose columns are multiples of it."""
 SMALLEST = 2.0**-100
 """Rows whose largest element is smaller are scaled as if it were this: of a row of zeros no scale would be finite."""
 _EXPONENT = 0x7F800000
@@ -92,13 +90,13 @@ class Fp8Product:
         (tokens, inputs)."""
         if not self.accepts(gradient.shape[1], x.shape[1]):
             return gradient.t() @ x
-        if missing := 0 if self.emulated else -len(x) % ALIGNMENT:  # rows of zeros change neither sums nor scales
+        if missing := 0 if self.emulated else -len(x) % FP8_ALIGNMENT:  # rows of zeros change neither sums nor scales
             gradient, x = (F.pad(each, (0, 0, 0, missing)) for each in (gradient, x))
         return self.backward(gradient.t(), x.t())
 
     def accepts(self, outputs: int, inputs: int) -> bool:
         """Returns whether a weight (outputs, inputs) is multiplied in 8 bits; others are in their own type."""
-        return self.emulated or not (outputs % ALIGNMENT or inputs % ALIGNMENT)
+        return self.emulated or not (outputs % FP8_ALIGNMENT or inputs % FP8_ALIGNMENT)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs)."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.blocks.operator import AttentionCore, Operator, Product
 from phalanx.config.cluster import Accelerator
+from phalanx.config.train import FP8_ALIGNMENT
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.time.kernel import WIDTHS, attention_seconds, product_seconds, stream_seconds
 
@@ -109,6 +110,7 @@ def operator_seconds(
 def number_format(product: Product, products: str, framework: Framework) -> str:
     """Returns the number format of one product if the others run in `products`."""
     wide = product.sixteen or (product.grouped and not framework.narrow_experts)
+    wide = wide or product.n % FP8_ALIGNMENT or product.k % FP8_ALIGNMENT
     return "bf16" if wide and products in ("fp8", "fp4") else products
 
 

@@ -36,6 +36,10 @@ def test_devices_with_products_in_8_bits_take_it(cluster):
     [
         (["cluster=dgx-a100", "model=llama3-8b", *ONE], "a100-80gb has none .* nearest legal: bf16"),
         (["cluster=dgx-v100", "model=llama3-8b", *ONE], "has none"),
+        (
+            ["cluster=dgx-h100", "model.d_model=1000", "model.n_heads=10", "cluster.devices_per_node=1"],
+            "d_model 1000 is not a multiple of 16.* nearest d_model: 960, 1040",
+        ),
         (["model.lora.rank=4"], "whole weights, not adapters"),
         (["train.precision=bf16", "train.fp8_scaling=tensorwise"], "it is for train.precision=fp8"),
         (["train.fp8_scaling=blockwise"], "rowwise.*tensorwise"),
@@ -76,6 +80,10 @@ def test_each_product_casts_both_factors_and_experts_stay_in_bf16():
         product_seconds(H200, "fp8", m, k, n) + product_seconds(H200, "fp8", n, k, m) + again, rel=1e-3
     )
     assert titan.backward < seconds.backward
+    odd = replace(matrix, weights=(Weight("mlp.up.weight", (n + 8, k)),))
+    assert operator_seconds(H200, [odd], PHALANX, "fp8").products == pytest.approx(
+        operator_seconds(H200, [odd], PHALANX, "bf16").products
+    )
     experts = replace(matrix, weights=(Weight("moe.experts.up.weight", (8, n, k)),), rows=m // 8)
     of_experts = {each: operator_seconds(H200, [experts], PHALANX, each).products for each in ("bf16", "fp8")}
     assert of_experts["bf16"] == of_experts["fp8"]
