@@ -14,7 +14,7 @@ BESIDE := $(addprefix tests/,blocks check comm config cost evaluate examples exc
 	test_lora_memory test_offload test_offload_all)))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify verify-families test memory faults fuzz lora compiled offload tiles zero-plus-plus test-smollm2 test-families \
+.PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled offload tiles zero-plus-plus test-smollm2 test-families \
 	reference lint format wheel docs pictures docs-check course bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
@@ -47,6 +47,9 @@ endif
 
 fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 	PHALANX_FUZZ=$(COUNT) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
+
+rehearsal: setup ## rehearse training on a GPU without one, in more layouts: minutes
+	PHALANX_REHEARSAL=1 $(BIN)/python -m pytest tests/train/test_rehearsed_cuda.py tests/model/test_attention_kernels.py $(ARGS)
 
 faults: setup ## make every fault that the watchdog finds, and try every launcher, also on two nodes (as root): minutes
 	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/doctor/test_doctor_two_nodes.py tests/launch/test_every_launcher.py tests/benchmarks/test_chaos.py $(ARGS)

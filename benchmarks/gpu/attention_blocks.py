@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.attention_blocks --device cuda
 
 `phalanx verify` compares in float64, which a GPU's flash attention does not compute: this covers the kernel that ring
-attention calls in training. On a CPU the same code runs in fp32. Prints one JSON document.
+attention calls in training, and layers with windows or documents. On a CPU the same code runs in fp32. Prints one JSON
+document.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor
 
 from phalanx.model.attention_blocks import Seen, attend, gradients
+from phalanx.model.blocked_attention import Reach, blocked_attention
+from phalanx.model.documents import Documents
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-5}
 """Allowed difference relative to the largest element: bf16 has 8 bits, and the output's gradient passes through three
 products."""
+NAMES = "output", "gradient of q", "gradient of k", "gradient of v"
 SHAPES = [(2, 4, 4, 256, 256, 64), (1, 8, 2, 128, 384, 128), (1, 4, 4, 64, 64, 20)]
 """batch, heads, key/value heads, queries, keys, head size: the last one is no multiple of 8."""
 
@@ -37,11 +41,30 @@ def largest_difference(shape: tuple[int, ...], causal: bool, device: str, dtype:
 
     found = both_passes(*(x.to(device) for x in (q, k, v, given)))
     expected = both_passes(*(x.double() for x in (q, k, v, given)))
-    names = ("output", "gradient of q", "gradient of k", "gradient of v")
     return {
         name: float((a.cpu().double() - b).abs().max() / b.abs().max())
-        for name, a, b in zip(names, found, expected, strict=True)
+        for name, a, b in zip(NAMES, found, expected, strict=True)
     }
+
+
+REACHES = [(100, False), (0, True), (100, True)]
+"""Window and whether there are documents, of one layer."""
+
+
+def difference_of_layers(window: int, documents: bool, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Returns the same of a whole layer's attention, which the kernel computes in one call."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, heads, 512, 64) for heads in (4, 2, 2, 4)]
+    *qkv, given = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    numbers = Documents((torch.rand(2, 512, generator=generator) < 0.02).long().cumsum(1)) if documents else None
+
+    def both_passes(place: str, wide: torch.dtype) -> list[Tensor]:
+        inputs = [x.to(place, wide).requires_grad_() for x in qkv]
+        o = blocked_attention(*inputs, Reach(window, numbers and numbers.to(torch.device(place))))
+        return [x.detach().cpu().double() for x in (o, *torch.autograd.grad(o, inputs, given.to(place, wide)))]
+
+    pairs = zip(both_passes(device, dtype), both_passes("cpu", torch.float64), strict=True)
+    return {name: float((a - b).abs().max() / b.abs().max()) for name, (a, b) in zip(NAMES, pairs, strict=True)}
 
 
 def main() -> None:
@@ -50,10 +73,14 @@ def main() -> None:
     device = parser.parse_args().device
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     worst: dict[str, float] = {}
-    for shape in SHAPES:
-        for causal in (False, True) if shape[3] == shape[4] else (False,):
-            for name, value in largest_difference(shape, causal, device, dtype).items():
-                worst[name] = max(worst.get(name, 0.0), value)
+    found = [
+        largest_difference(shape, causal, device, dtype)
+        for shape in SHAPES
+        for causal in ((False, True) if shape[3] == shape[4] else (False,))
+    ]
+    for figures in (*found, *(difference_of_layers(*reach, device, dtype) for reach in REACHES)):
+        for name, value in figures.items():
+            worst[name] = max(worst.get(name, 0.0), value)
     gradient = max(value for name, value in worst.items() if name != "output")
     figures = {"loss_max_rel": worst["output"], "grad_max_rel": gradient, "tolerance": TOLERANCE[dtype], "ranks": 1}
     print(json.dumps({"ok": max(worst.values()) <= TOLERANCE[dtype], **figures, "worst": worst, "dtype": str(dtype)}))

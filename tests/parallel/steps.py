@@ -13,6 +13,8 @@ from phalanx.parallel.parameter_shards import wholes
 from phalanx.partition import batch
 from phalanx.train.step import Stepper
 
+CPU = torch.device("cpu")
+
 
 def micro_batches(job: Job, step: int, data_rank: int, vocab: int) -> tuple[list[MicroBatch], int]:
     """This data rank's micro-batches of a step, and the valid tokens of the whole batch, which rows share unevenly."""
@@ -37,16 +39,17 @@ def micro_batches(job: Job, step: int, data_rank: int, vocab: int) -> tuple[list
     return batches, int((targets != IGNORE).sum())
 
 
-def steps(ranks, job: Job, vocab: int, count: int = 2):
+def steps(ranks, job: Job, vocab: int, count: int = 2, device: torch.device = CPU):
     """Losses, norms, the gradients of the last step and the parameters after it. Tensors on rank 0 only."""
-    mesh = meshes.build(job.layout, "cpu")
-    stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
+    mesh = meshes.build(job.layout, device.type)
+    stepper = Stepper(job, mesh, device, vocab)
     shards = stepper.replica.shards
     shown, gradients = [], {}
     real = stepper.optimizer.square_norm
 
     def square_norm(scale):
         trained = [f for f in shards if not f.frozen]
+        stepper.optimizer.residence.settle()  # gradients may be on their way
         found = {f.name: f.gradient for f in trained}
         # Copies: clipping works in place.
         gradients.update((name, t.clone()) for name, t in wholes(trained, found, mesh, ranks.rank == 0))

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig, window_within
-from phalanx.model.attention_blocks import Scoring, bias, capped
+from phalanx.model.attention_blocks import Scoring, bias, capped, is_cudnn, is_flash
 from phalanx.model.blocked_attention import Reach, blocked_attention
 from phalanx.model.documents import Documents
 from phalanx.model.layers import Linear, Project, Run, RunCheap, make_norm, project, run, uncompiled
@@ -167,8 +167,8 @@ class CoreAttention(nn.Module):
         causal = documents is None
         if seq != keys:  # in a compiled graph a branch is decided, where a comparison's result would be a symbol
             causal = False
-        if causal and v.shape[-1] != q.shape[-1] and q.device.type == "cpu" and _flash_enabled():
-            plain = False  # torch's function would compute, and keep, whole scores
+        if causal and v.shape[-1] != q.shape[-1] and not _takes_unequal_heads(q, v):
+            plain = False
         if plain and (causal or (seq < keys and not torch.is_grad_enabled())):
             # torch's is_causal would align the first query with the first key. One query sees all keys.
             mask = None if documents is None and seq in (1, keys) else self._visible(q, k, documents)
@@ -204,6 +204,10 @@ class CoreAttention(nn.Module):
 
 
 @uncompiled
-def _flash_enabled() -> bool:
-    """Returns torch's switch of flash attention, which is that of its kernels for CPUs, too."""
-    return torch.backends.cuda.flash_sdp_enabled()
+def _takes_unequal_heads(q: Tensor, v: Tensor) -> bool:
+    """Returns whether torch's function is best for values of another size than the queries. On CPUs it would compute,
+    and keep, whole scores. On GPUs cuDNN computes them, in fp32 memory-efficient attention does, and where flash
+    attention is the fastest it gets padded values."""
+    if q.device.type == "cpu":
+        return not torch.backends.cuda.flash_sdp_enabled()  # also the switch of torch's kernels for CPUs
+    return is_cudnn(q, v) or not is_flash(q, v)

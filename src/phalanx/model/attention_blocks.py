@@ -6,7 +6,8 @@ and the log-sum-exp over all keys, a block's gradients follow from its own keys 
 
 Three back ends: torch's fused kernel for the CPU, its flash attention on CUDA, and products and a softmax step by step
 for what these cannot do: dropout, capped scores, masks on CUDA, wide numbers there. Documents that flash attention gets
-as runs of tokens need no mask.
+as runs of tokens need no mask, nor does a window. Attention without any of these is torch's own function's, whose
+kernels `kernel_order` ranks.
 
 Shapes: batch, heads, queries, keys; kv_heads divides heads.
 """
@@ -14,11 +15,14 @@ Shapes: batch, heads, queries, keys; kv_heads divides heads.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from phalanx.blocks.attention_runs import MOST_CAPPED_SCORES, MOST_SCORES
 from phalanx.model.documents import Documents
@@ -42,6 +46,13 @@ class Seen:
     documents: Documents | None = None
     """Those of exactly the keys, of which a query sees its own alone: with `causal` where it `is_flash`, and as many
     queries as keys."""
+    window: int = 0
+    """Keys up to its own that a query sees at most, with `causal` where it `is_flash`; 0: all."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """How flash attention is told of the window, by the keys on both sides of a query's own."""
+        return {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,41 @@ def is_flash(q: Tensor, v: Tensor) -> bool:
     return q.device.type == "cuda" and half and max(q.shape[-1], v.shape[-1]) <= 256
 
 
+CUDNN_WIDEST = {(9, 0): 256, (10, 0): 128}
+"""By compute capability, where cuDNN's attention comes before flash attention, the widest heads that torch gives it. On
+Hopper it was measured: an H200 reaches 533 TFLOP/s with it and 286 with flash attention, causal, forward and backward,
+heads of 128, 8,192 tokens (docs/gpu.md). On data-centre Blackwell it is what torch itself prefers: flash attention 2
+has no code of its own there."""
+
+
+def kernel_order(device: torch.device) -> list[SDPBackend]:
+    """Returns the kernels behind torch's attention on a GPU, of which it takes the first that can compute a call."""
+    flash, cudnn = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], [SDPBackend.CUDNN_ATTENTION]
+    first = torch.cuda.get_device_capability(device) in CUDNN_WIDEST
+    return [*(cudnn + flash if first else flash + cudnn), SDPBackend.MATH]
+
+
+def ordered_kernels(device: torch.device) -> AbstractContextManager[None]:
+    """Makes torch's attention rank its kernels by `kernel_order` on a GPU, whatever this version of torch prefers."""
+    return sdpa_kernel(kernel_order(device), set_priority=True) if device.type == "cuda" else nullcontext()
+
+
+def kernels_text(device: torch.device) -> str:
+    """Returns what `kernel_order` has chosen for a GPU, for a log."""
+    names = ", ".join(kernel.name.removesuffix("_ATTENTION").lower() for kernel in kernel_order(device))
+    capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+    return f"kernels by rank {names} (compute capability {capability}); windows and documents in half precision: flash"
+
+
+def is_cudnn(q: Tensor, v: Tensor) -> bool:
+    """Returns whether `kernel_order` makes cuDNN compute heads of these sizes, which may differ there."""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    sizes = q.shape[-1], v.shape[-1]
+    fits = max(sizes) <= CUDNN_WIDEST.get(torch.cuda.get_device_capability(q.device), 0)
+    return fits and not any(size % 8 for size in sizes) and torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
     mask = None if seen.mask is None else bias(seen.mask, q.dtype)
     o, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, seen.causal, attn_mask=mask, scale=scale)
@@ -171,13 +217,20 @@ def bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float) -> tuple[Tensor, Tensor]:
     if seen.documents is None:
-        outputs = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, seen.causal, scale=scale)
-        return outputs[0], outputs[1]
+        tokens = [x.transpose(1, 2) for x in (q, k, v)]
+        longest = None, None, q.shape[2], k.shape[2]
+        o, lse, *_ = _aten._flash_attention_forward(
+            *tokens, *longest, 0.0, seen.causal, False, scale=scale, **seen.options
+        )
+        return o.transpose(1, 2), lse
     batch, outputs, sums = len(q), [], []
     packed = [_packed(x) for x in (q, k, v)]
     for tokens, bounds, longest in seen.documents.packed:
         o, lse, *_ = _aten._flash_attention_forward(
-            *(x[tokens] for x in packed), bounds, bounds, longest, longest, 0.0, seen.causal, False, scale=scale
+            *(x[tokens] for x in packed),
+            *(bounds, bounds, longest, longest, 0.0, seen.causal, False),
+            scale=scale,
+            **seen.options,
         )
         outputs.append(o)
         sums.append(lse)
@@ -189,16 +242,17 @@ def _cuda_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # A random state is read only with dropout.
     random = torch.empty(2, dtype=torch.int64, device=q.device)
+    rest = 0.0, seen.causal, random, random
+    backward = partial(_aten._flash_attention_backward, scale=scale, **seen.options)
     if seen.documents is None:
-        inputs = gradient, q, k, v, o, lse.contiguous(), None, None, q.shape[2], k.shape[2]
-        backward = _aten._scaled_dot_product_flash_attention_backward
-        return backward(*inputs, 0.0, seen.causal, random, random, scale=scale)
+        tokens = [x.transpose(1, 2) for x in (gradient, q, k, v, o)]
+        of_q, of_k, of_v = backward(*tokens, lse.contiguous(), None, None, q.shape[2], k.shape[2], *rest)
+        return of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2)
     packed, sums = [_packed(x) for x in (gradient, q, k, v, o)], lse.transpose(0, 1).flatten(1)
     parts = []
     for tokens, bounds, longest in seen.documents.packed:
         inputs = *(x[tokens] for x in packed), sums[:, tokens].contiguous()
-        lengths = bounds, bounds, longest, longest
-        parts.append(_aten._flash_attention_backward(*inputs, *lengths, 0.0, seen.causal, random, random, scale=scale))
+        parts.append(backward(*inputs, bounds, bounds, longest, longest, *rest))
     of_q, of_k, of_v = (_unpacked(_joined(gradients), len(q)) for gradients in zip(*parts, strict=True))
     return of_q, of_k, of_v
 

@@ -111,13 +111,13 @@ def _blocks(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Iterator[tuple[sli
 def _seen_at_once(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Seen | None:
     """Returns what all queries see of all keys where one call without a mask computes it; otherwise None."""
     seq, keys, documents = q.shape[2], k.shape[2], reach.documents
-    if reach.window or reach.scoring.softcap:
+    if reach.scoring.softcap:
         return None
     if documents is None:
-        alone = seq == keys or is_flash(q, v)
+        alone = (seq == keys and not reach.window) or is_flash(q, v)
     else:
         alone = seq == keys == documents.numbers.shape[1] and is_flash(q, v)
-    return Seen(causal=True, documents=documents) if alone else None
+    return Seen(causal=True, documents=documents, window=reach.window) if alone else None
 
 
 def _runs(queries: range, keys: int, reach: Reach) -> Iterator[tuple[range, range]]:

@@ -25,6 +25,7 @@ from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
+from phalanx.model.attention_blocks import kernels_text, ordered_kernels
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.offload.budget import device_budget
@@ -88,6 +89,7 @@ def train(job: Job, ranks: Ranks, log_file: Path | None, store: Store | None = N
         nullcontext() if ranks.rank or not job.run.report else RunReport(RunDirectory.of(job).path),
         _tracked(job, ranks, log_file),
         process_group(ranks, device=device, timeout_s=job.run.timeout_s, store=store),
+        ordered_kernels(device),
     ):
         logs = on_rank_zero(lambda: str(log_file.parents[1]) if log_file else "")  # or the error of `refuse`
         copy = log_file_of(Path(logs), ranks) if logs and not log_file else None
@@ -333,6 +335,8 @@ class Trainer:
         log.info("model: %s parameters, %s, vocabulary %d", f"{count(model, vocab):,}", layers, vocab)
         if lora := model.lora.rank:
             log.info("adapters: rank %d beside %s, training %s", lora, model.lora.targets, trained_text(model, vocab))
+        if self.device.type == "cuda":
+            log.info("attention: %s", kernels_text(self.device))
         log.info("batch: %s; %s training samples", self.batch.equation(), f"{self.train_data.sample_count:,}")
         if isinstance(self.train_data, ConversationData):
             log.info("data: %s", self.train_data.facts.line())

@@ -98,7 +98,7 @@ class Computed:
     @property
     def grad_norm(self) -> float:
         """The norm of the gradients, of a settled step."""
-        return self.square.sqrt().item()
+        return self.status[1].sqrt().item()  # not of `square`, which stays on the device
 
     @property
     def requests(self) -> Requests:
