@@ -198,6 +198,18 @@ def test_a_holder_s_heart_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert run_lock._beats(tmp_path / LOCK)
 
 
+def test_a_new_directory_in_which_nothing_was_written_is_removed(tmp_path: Path) -> None:
+    with locked(tmp_path / "new"):
+        assert (tmp_path / "new" / LOCK).exists()
+    assert not (tmp_path / "new").exists()
+    with locked(tmp_path / "new"):
+        (tmp_path / "new" / "config.yaml").touch()
+    assert (tmp_path / "new" / LOCK).exists()
+    with locked(tmp_path):
+        pass
+    assert (tmp_path / LOCK).exists()  # it was there before
+
+
 def test_a_lock_that_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "target").write_text("precious")
     (tmp_path / LOCK).symlink_to(tmp_path / "target")

@@ -1,7 +1,8 @@
 """Names in other frameworks and their counterparts here, offered as suggestions and not taken.
 
 torchtitan (job_config.py), Megatron-LM (arguments.py), DeepSpeed (JSON configuration), Accelerate and transformers'
-Trainer, torchrun. Names of ezpz, wordplay and nanoGPT with a counterpart are in aliases.py; here are those without one.
+Trainer, trl, axolotl, LLaMA-Factory, torchrun. Names of ezpz, wordplay and nanoGPT with a counterpart are in
+aliases.py; here are those without one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ _NAMES = {
     "train.global_batch": "batch global_batch_size train_batch_size",
     "train.steps": "max_steps",
     # the model
-    "model.seq_len": "max_length max_position_embeddings max_seq_len max_seq_length n_ctx n_positions",
+    "model.seq_len": (
+        "cutoff_len max_length max_position_embeddings max_seq_len max_seq_length n_ctx n_positions sequence_len"
+    ),
     "model.window": "sliding_window window_size",
     "model.full_every": "sliding_window_pattern",
     "model.qk_norm": "qk_layernorm use_qk_norm",
@@ -51,9 +54,13 @@ _NAMES = {
     # the layout
     "layout.dp_replicate": "data_parallel_replicate_degree dp_replicate_size",
     "layout.dp_shard": "data_parallel_shard_degree dp_shard_size shard",
-    "layout.tp": "autotp_size tensor_model_parallel_size tensor_parallel tensor_parallel_degree tp_size",
+    "layout.tp": (
+        "autotp_size tensor_model_parallel_size tensor_parallel tensor_parallel_degree tensor_parallel_size tp_size"
+    ),
     "layout.sp": "sequence_parallel",
-    "layout.pp": "pipeline_model_parallel_size pipeline_parallel pipeline_parallel_degree pp_size",
+    "layout.pp": (
+        "pipeline_model_parallel_size pipeline_parallel pipeline_parallel_degree pipeline_parallel_size pp_size"
+    ),
     "layout.schedule": "pipeline_parallel_schedule",
     "layout.pp_chunks": "num_layers_per_virtual_pipeline_stage virtual_pipeline_model_parallel_size",
     "layout.cp": "context_parallel context_parallel_degree context_parallel_size cp_size",
@@ -71,7 +78,8 @@ _NAMES = {
     "layout.bucket_mb": "reduce_bucket_size",
     # optimizer
     "optimizer.betas": "adam_beta adam_beta1 adam_beta2",
-    "optimizer.eps": "adam_eps",
+    "optimizer.name": "optim",
+    "optimizer.eps": "adam_eps adam_epsilon",
     "optimizer.clip": "clip_grad gradient_clip gradient_clip_val gradient_clipping max_norm",
     "optimizer.schedule": "decay_type lr_scheduler scheduler lr_decay_style lr_scheduler_type",
     "optimizer.decay_fraction": "decay_ratio",
@@ -90,7 +98,13 @@ _NAMES = {
     "guard.on_nan": "check_for_nan_in_loss_and_grad",
     "guard.on_spike": "check_for_large_grads check_for_spiky_loss",
     "data.path": "data_path dataset_path",
-    "data.tokenizer": "tokenizer_model tokenizer_type",
+    "data.packing": "sample_packing",
+    "data.template": "chat_template",
+    "data.text_field": "dataset_text_field",
+    "data.val_fraction": "val_set_size val_size",
+    "data.workers": "preprocessing_num_workers",
+    "data.tokenizer": "merge_file tokenizer_model tokenizer_type vocab_file",
+    "train.dpo.beta": "pref_beta",
     "run.dir": "dump_folder folder output_dir",
     "run.trackers": "report_to wandb",
     "run.timeout_s": "ddp_timeout nccl_timeout init_timeout_seconds train_timeout_seconds",
@@ -115,7 +129,33 @@ _HABITS = {
     "meta_init": f"{_NOTHING}: parameters are created on the meta device",
     "compile_mode": "train.compile uses torch.compile's default mode",
     "act_mem_budget": "layout.recompute is none, products, selective or full; layout.recompute_cut names it per layer",
-    "num_workers": f"{_NOTHING}: a thread of each rank reads batches ahead (data.prefetch)",
+    **dict.fromkeys(
+        ("num_workers", "dataloader_num_workers"),
+        f"{_NOTHING}: a thread of each rank reads batches ahead (data.prefetch)",
+    ),
+    "datasets": "data.path is the data set and data.corpus how it is read; data.mix takes several",
+    "train_on_inputs": "data.loss_on=all also trains on what is no answer",
+    **dict.fromkeys(("assistant_only_loss", "completion_only_loss"), "data.loss_on=answers is the default of rows"),
+    **dict.fromkeys(("max_prompt_length", "truncation_mode"), "sequences end at model.seq_len, as data.too_long says"),
+    **dict.fromkeys(
+        ("loss_type", "pref_loss"), "pairs are compared by DPO: train.dpo; other losses are not implemented"
+    ),
+    "finetuning_type": "model.lora.rank above 0 trains adapters; otherwise all weights are trained",
+    **dict.fromkeys(
+        ("adapter", "lora_target_linear"), "model.lora.rank above 0 trains adapters, those of model.lora.targets"
+    ),
+    "overwrite_output_dir": "--fresh starts a run over, and keeps the one that is there under another name",
+    "warmup_ratio": "optimizer.warmup_steps is that share of train.steps",
+    **dict.fromkeys(
+        ("eval_strategy", "evals_per_epoch"), "train.eval_every is the number of steps between validations"
+    ),
+    **dict.fromkeys(
+        ("save_strategy", "saves_per_epoch"), "checkpoint.every is the number of steps between checkpoints"
+    ),
+    "per_device_eval_batch_size": "train.eval_samples is the number of sequences of a validation",
+    **dict.fromkeys(
+        ("recompute_method", "recompute_num_layers"), "layout.recompute_cut names the layers that recompute"
+    ),
     "warmup": "optimizer.warmup_steps is the learning rate's warm-up",
     "depth_init": "weights start at model.init_std, residual outputs at init_std / sqrt(2 n_layers)",
     "ckpt_dir": "checkpoints are in the run's directory: set run.dir and run.name, or checkpoint.remote",
@@ -125,8 +165,11 @@ _HABITS = {
     "hf_split": "no data sets are downloaded from the hub; data.val_fraction is the share of the corpus for validation",
     "hf_limit": "data.limit_mb uses a part of the corpus",
     "tokenizer_name": "data.tokenizer is char, byte, bpe (trained on the corpus), or the path of a tokenizer.json",
-    "model_name_or_path": "model.from is a run or a Hugging Face folder to start from; `phalanx import hf "
-    "hub:OWNER/NAME --out RUN` downloads one",
+    **dict.fromkeys(
+        ("base_model", "model_name_or_path"),
+        "model.from is a run or a Hugging Face folder to start from; `phalanx import hf hub:OWNER/NAME --out RUN` "
+        "downloads one",
+    ),
     **dict.fromkeys(("lora_rank", "lora_r"), "that is model.lora.rank"),
     "use_cache": f"{_NOTHING}: `phalanx generate` keeps keys and values, training needs none",
     "neftune_noise_alpha": "noise on embeddings is not implemented; model.dropout is the model's",
@@ -144,7 +187,17 @@ _HABITS = {
 """Names of ezpz and wordplay that no field corresponds to."""
 ADVICE = {
     **dict.fromkeys(
-        ("backend", "ddp", "deepspeed", "distributed_type", "ds_config_path", "fsdp", "fsdp_version", "strategy"),
+        (
+            "backend",
+            "ddp",
+            "deepspeed",
+            "distributed_type",
+            "ds_config_path",
+            "fsdp",
+            "fsdp_config",
+            "fsdp_version",
+            "strategy",
+        ),
         f"set the layout instead: {_DATA_PARALLEL}",
     ),
     **dict.fromkeys(
@@ -168,12 +221,14 @@ ADVICE = {
         "the number of processes is the product of the layout's axes, or -1 in dp_replicate or dp_shard takes the rest",
     ),
     **dict.fromkeys(("overlap_comm", "overlap_grad_reduce", "overlap_param_gather"), f"{_NOTHING}: it always overlaps"),
-    "label_smoothing": "label smoothing of the cross-entropy is not implemented",
+    **dict.fromkeys(
+        ("label_smoothing", "label_smoothing_factor"), "label smoothing of the cross-entropy is not implemented"
+    ),
     **dict.fromkeys(("temperature", "top_p", "max_new_tokens"), _SAMPLING),
     **dict.fromkeys(("ema", "ema_decay", "swa"), "averages of the weights over steps are not implemented"),
     **dict.fromkeys(("shuffle", "shuffle_seed"), f"{_NOTHING}: samples come in an order drawn from train.seed"),
     **dict.fromkeys(
-        ("load_in_4bit", "load_in_8bit", "quantization", "quantization_config"),
+        ("load_in_4bit", "load_in_8bit", "quantization", "quantization_bit", "quantization_config"),
         "models are trained from whole weights: train.precision",
     ),
     **dict.fromkeys(
@@ -197,6 +252,8 @@ ADVICE = {
             "use_flash_attention",
             "attn_implementation",
             "use_flash_attention_2",
+            "sdp_attention",
+            "xformers_attention",
         ),
         f"{_NOTHING}: attention never stores its scores where torch has a kernel for it (docs/memory.md)",
     ),

@@ -87,11 +87,14 @@ def locked(directory: Path, *, fresh: bool = False) -> Iterator[Path | None]:
     """Holds the lock of a run directory, which is created if it does not exist. With `fresh` the directory is new: one
     that holds anything is renamed to NAME.1, NAME.2, ... and that path is yielded (otherwise None).
 
+    A directory that was created and in which nothing was written is removed again, as after a mistyped data.path.
+
     The rename happens under the old directory's lock, and the new directory appears with its own lock held already: at
     no instant can another trainer enter either of them.
 
     Raises RunError that names the holder if another process uses the directory, OSError if it cannot be written.
     """
+    is_new = not os.path.lexists(directory)
     descriptor, renamed = _take(directory), None
     try:
         while fresh and os.listdir(directory) != [LOCK]:
@@ -99,6 +102,10 @@ def locked(directory: Path, *, fresh: bool = False) -> Iterator[Path | None]:
         with _heartbeat(descriptor):
             yield renamed
     finally:
+        with suppress(OSError):  # whoever waits for this lock finds out, as after a rename
+            if is_new and os.listdir(directory) == [LOCK] and _is_at(directory / LOCK, descriptor):
+                os.unlink(directory / LOCK)
+                os.rmdir(directory)
         _release(descriptor)
 
 
