@@ -82,10 +82,10 @@ def rows(rounds: int) -> Iterator[str]:
     yield "|---|---:|---:|---:|---:|---:|"
     for name in OPTIMIZERS:
         costs = optimizer_costs(Optimizer(name=name), MODEL, 4)
-        predicted = costs.moved / bandwidth + costs.flops / rate
+        predicted = costs.moved_on_cpu / bandwidth + costs.flops / rate
         measured = best[name] / count
         yield (
-            f"| {name} | {costs.state:.2f} | {costs.moved:.0f} | {measured * 1e9:.2f} | {predicted * 1e9:.2f} | "
+            f"| {name} | {costs.state:.2f} | {costs.moved_on_cpu:.0f} | {measured * 1e9:.2f} | {predicted * 1e9:.2f} | "
             f"{predicted / measured - 1:+.0%} |"
         )
 

@@ -41,6 +41,12 @@ def _lion_moved(config: Optimizer, name: str, shape: Shape) -> float:
     return 20
 
 
+def _lion_moved_on_cpu(config: Optimizer, name: str, shape: Shape) -> float:
+    """Returns the bytes of its kernels over chunks in the cache, in fp32: the direction (12), its threshold and its
+    sign (8 each), the weights' decay (8) and step (12), and the momentum (12)."""
+    return 60
+
+
 def _adamw8bit_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind, ...]:
     if not (block := block_of(shape)):
         return ADAM_MOMENTS
@@ -115,6 +121,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             rule="phalanx.train.optimizers.lion:lion",
             state=_lion_state,
             moved=_lion_moved,
+            moved_on_cpu=_lion_moved_on_cpu,
             options=("betas", "eps"),
             defaults={"betas": (0.9, 0.99), "lr": 1e-4, "weight_decay": 1.0},
         ),

@@ -72,6 +72,8 @@ class OptimizerEntry:
     moved: Callable[[Optimizer, str, Shape], float]
     """Bytes read and written per parameter in a step, with everything in fp32. In half precision a gradient and the
     parameter's own copy together have the bytes of a gradient in fp32."""
+    moved_on_cpu: Callable[[Optimizer, str, Shape], float] | None = None
+    """The same on a CPU, by all kernels together, where no compiler makes one of them; None: as `moved` says."""
     options: tuple[str, ...] = ()
     """Fields of `optimizer` that it reads, besides those of every optimizer."""
     defaults: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -112,7 +114,8 @@ def _wrong_facts(entry: OptimizerEntry) -> Iterator[str]:
     arguments = Optimizer(), "blocks.0.mlp.up.weight" if entry.by_shape else "", (512, 512) if entry.by_shape else ()
     with package_code("its facts cannot be computed"):
         tensors = entry.state(*arguments)
-        numbers = {fact: getattr(entry, fact)(*arguments) for fact in ("moved", "flops", "transient", "widened")}
+        facts = "moved", "moved_on_cpu", "flops", "transient", "widened"
+        numbers = {name: fact(*arguments) for name in facts if (fact := getattr(entry, name))}
     kinds = [tensor.kind for tensor in tensors]
     if len(set(kinds)) < len(kinds) or MASTER in kinds or not all(map(_KIND.fullmatch, kinds)):
         yield f"kinds of state need names of their own, other than {MASTER}, are: {', '.join(kinds)}"

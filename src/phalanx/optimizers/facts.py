@@ -68,6 +68,8 @@ class OptimizerCosts:
     """Bytes of state."""
     moved: float
     """Bytes read and written in a step."""
+    moved_on_cpu: float
+    """The same where a CPU updates."""
     flops: float
     """FLOPs of matrix products in a step."""
     transient: float
@@ -95,7 +97,8 @@ def _costs_of_one(config: Optimizer, name: str, whole: Shape, width: int) -> Opt
     """Returns the costs per element of one parameter; with "" and () of any."""
     entry, size = entry_of(config.name), prod(whole)
     state = state_bytes_of(config, name, whole, size, width)
-    facts = (fact(config, name, whole) for fact in (entry.moved, entry.flops, entry.transient, entry.widened))
+    moved = entry.moved, entry.moved_on_cpu or entry.moved
+    facts = (fact(config, name, whole) for fact in (*moved, entry.flops, entry.transient, entry.widened))
     return OptimizerCosts(state if size == 1 else state / size, *facts)
 
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.optimizers.catalogue import OPTIMIZERS
+from phalanx.optimizers.facts import optimizer_costs
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import ShardedOptimizer
@@ -30,6 +32,7 @@ SEVERAL_KERNELS = {
     "adamw8bit": Optimizer(name="adamw8bit", lr=1e-2, clip=0.5),
     "muon": Optimizer(name="muon", lr=1e-2, clip=0.5),
 }
+UNMOVED = ("detach", "split", "new_empty")
 HOST_READS = ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "equal")
 
 
@@ -132,7 +135,7 @@ class Moved(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         assert name not in HOST_READS, f"{name} waits for the device"
         result = func(*args, **(kwargs or {}))
-        if func.is_view or name in ("detach", "split", "new_empty"):
+        if func.is_view or name in UNMOVED:
             return result
         for place, argument in enumerate(func._schema.arguments):
             given = args[place] if place < len(args) else (kwargs or {}).get(argument.name)
@@ -170,3 +173,27 @@ def test_a_step_moves_what_the_facts_say_and_waits_for_nothing(monkeypatch, name
     with Moved([*gradients, *state(optimizer).values()]) as moved:
         optimizer.step(1e-2, square.sqrt())
     assert moved.bytes == OPTIMIZERS[name].moved(CONFIGS[name], "", ()) * ELEMENTS
+
+
+class AllMoved(TorchDispatchMode):
+    """Bytes of all tensors that operations read and write, in the cache or not."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view or func._schema.name.removeprefix("aten::") in UNMOVED:
+            return result
+        read = [tensor for given in args for tensor in tensors_in(given)]
+        self.bytes += sum(tensor.nbytes for tensor in (*read, *tensors_in(result)))
+        return result
+
+
+def test_lion_moves_the_bytes_of_every_kernel_on_a_cpu():
+    optimizer = optimizer_of(CONFIGS["lion"], torch.float32)
+    for shard in optimizer.shards:
+        shard.value.grad = drawn(2, torch.float32)[shard.name]
+    optimizer.rule.step()  # makes the state
+    with AllMoved() as moved:
+        optimizer.rule.step()
+    assert optimizer_costs(CONFIGS["lion"], ModelConfig(vocab_size=1), 4).moved_on_cpu * ELEMENTS == moved.bytes

@@ -40,7 +40,7 @@ def require_host(cluster: Cluster, layout: Layout) -> None:
 def host_update_seconds(host: HostShare, costs: OptimizerCosts, updated: Any, clipped: Any) -> Any:
     """Returns the seconds in which a device's share of the host updates `updated` parameters, and clips gradients that
     have `clipped` bytes to be read: numbers or arrays."""
-    return (updated * costs.moved + clipped) / (host.update_gbs * 1e9)
+    return (updated * costs.moved_on_cpu + clipped) / (host.update_gbs * 1e9)
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,8 @@ def update_seconds(
     device = cluster.accelerator
     if is_offloaded(layout, "optimizer"):
         return host_update_seconds(cluster.host, costs, updated, updated * clips)
-    moving = stream_seconds(device, updated * costs.moved + clipped * clips, 10)
+    moved = costs.moved_on_cpu if cluster.device == "cpu" else costs.moved
+    moving = stream_seconds(device, updated * moved + clipped * clips, 10)
     return moving + updated * costs.flops / rate(device, "fp32") if costs.flops else moving
 
 
