@@ -33,6 +33,7 @@ CASES = {
         SCORES,
         ["tp=1", "recompute=full", "recompute=selective", "tp=2", RING, SPLIT, SPLIT.replace("h1", "h2")],
     ),
+    "long scores": (replace(SCORES, seq_len=512), [SLICED]),
     "latent": (LATENT, ["tp=1", "tp=2", "recompute=full", RING, SPLIT, SLICED]),
     "latent, rmsnorm": (replace(LATENT, norm="rmsnorm"), ["tp=1", "recompute=selective"]),
     "experts": (EXPERTS, ["tp=1", "recompute=full", "tp=2", SPLIT, SLICED]),

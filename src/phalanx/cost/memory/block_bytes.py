@@ -63,6 +63,7 @@ class BlockBytes:
         self.kept, whole = step.tokens * sum(parts), step.tokens * sum(every)
         if kind.recompute == "products":  # each comes back when it is needed, and goes before the next
             whole = self.kept + step.tokens * max(map(sub, every, parts), default=0.0)
+        self._of_slices = step, kind, layout, width, memory_profile, narrow
         self.again = max(0.0, whole - self.kept) / step.slices
         self.deferred = step.tokens * deferred(model, layout, width, kind.block)
         """Bytes that wait for the weights' gradients where these are put off."""
@@ -93,6 +94,24 @@ class BlockBytes:
         )
         self.backward = self.again + max(step.pass_tokens * wide * width, attention), outputs * step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
+
+    def kept_of(self, slices: int) -> float:
+        """Returns the bytes that the block keeps of the first slices of a micro-batch, as many as of sequences of these
+        alone, since later slices see more keys; and once the backward pass of a later slice has been, of the gradients
+        of their keys and values. What is fully recomputed counts as the average slice."""
+        step, kind, layout, width, profile, narrow = self._of_slices
+        share, tokens = slices / step.slices, slices * step.pass_tokens
+        if not slices or slices == step.slices or kind.recompute == "full":
+            return share * self.kept
+        model = replace(step.spec.model, seq_len=int(step.spec.model.seq_len * share))
+        return tokens * sum(size for _, size in saved(model, layout, width, kind.block, profile, narrow, slices))
+
+    def seen_gradients(self, slices: int) -> float:
+        """Returns the bytes of the gradients of the keys and values of the first slices, which later ones have seen."""
+        step, kind, layout, width, profile, narrow = self._of_slices
+        whole = replace(layout, recompute="full")  # keeps these beside the block's input
+        _, *seen = saved(step.spec.model, whole, width, kind.block, profile, narrow, step.slices)
+        return slices * step.pass_tokens * sum(size for _, size in seen)
 
 
 class BlockRun(NamedTuple):

@@ -158,7 +158,7 @@ class RankParts:
     def kept(self) -> tuple[float, float]:
         """Returns the most bytes that blocks keep on the device for all micro-batches in flight, and the number of
         these."""
-        bytes_of = {counts: sum(map(mul, counts, self._kept)) for counts in self.flight.most}
+        bytes_of = {counts: self._kept_of(counts) for counts in self.flight.most}
         most = max(bytes_of, key=bytes_of.__getitem__)
         return self._deferred if self.flight.deferring else bytes_of[most], sum(most) / len(most)
 
@@ -166,7 +166,32 @@ class RankParts:
         """Returns the same bytes when all stages have gradients of an earlier micro-batch."""
         if self.flight.deferring:
             return self._deferred
-        return max(sum(map(mul, counts, self._kept)) for counts in self.flight.later)
+        return max(self._kept_of(counts) for counts in self.flight.later)
+
+    def _kept_of(self, counts: Sequence[float]) -> float:
+        """Returns the bytes that blocks keep for so many micro-batches in flight per stage."""
+        found = sum(map(mul, counts, self._kept))
+        if self.step.slices > 1:
+            runs = [[(run.many, run.block) for run in held if not run.leaves] for held in self.runs]
+            found += sum(map(self._by_slice, counts, runs))
+        return found
+
+    def _by_slice(self, count: float, blocks: Sequence[tuple[int, BlockBytes]]) -> float:
+        """Returns how many bytes more blocks keep than of average slices. Of a micro-batch that is not whole the first
+        slices are there: forward passes add the next one, backward passes take the last. So they are of the one that
+        goes back, with gradients from its later slices, of whole ones, and of the newest."""
+        slices, others = self.step.slices, self.step.spec.batch.accumulation - 1
+        there, most = round(count * slices), 0.0
+        for back in range(max(1, there - others * slices), min(there, slices) + 1):
+            whole, newest = divmod(there - back, slices)
+            more = sum(
+                many * (block.kept_of(back) + (back < slices) * block.seen_gradients(back) + block.kept_of(newest))
+                for many, block in blocks
+            )
+            average = sum(many * block.kept for many, block in blocks)
+            more -= (count - whole) * average
+            most = more if back == max(1, there - others * slices) else max(most, more)
+        return most
 
     @cached_property
     def _deferred(self) -> float:
