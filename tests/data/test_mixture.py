@@ -17,11 +17,11 @@ from phalanx.config.overrides import parse
 from phalanx.data.index import read_index, write_index
 from phalanx.data.loader import Batches, MicroBatch, evaluation_batches
 from phalanx.data.mixture import MixedData, Rounds
-from phalanx.data.prepare import prepare
+from phalanx.data.prepare import absent, prepare
 from phalanx.data.settings import prepared_path
 from phalanx.data.shards import open_shards
 from phalanx.data.split import open_split
-from phalanx.errors import DataError, JobError
+from phalanx.errors import DataError, JobError, NotFoundError
 
 TEXTS = {"a": "abcdefgh", "b": "ABCDEFGHIJKL", "c": "0123456789"}
 
@@ -146,6 +146,7 @@ def test_the_same_mixture_is_read_from_a_file_the_command_line_and_a_checkpoint(
         ("[{path: a, weight: [1]}]", r"data.mix.*item 1: weight: expected a number, found '\[1\]'"),
         ("[{path: a, weight: 1, epochs: -1}]", r"data.mix.*item 1 \(a\): epochs must not be negative"),
         ("[{path: a, weight: 1}, {path: a, weight: 1}]", "data.mix.*item 2: a is item 1, too"),
+        ("[{path: a, weight: 1}, {path: ./a, weight: 1}]", r"data.mix.*item 2: \./a is item 1, too"),
         ("[{path: a, weight: 1}, {path: b, weight: 1e-9}]", "data.mix.*item 2: weight 1e-09 is less than"),
         ("[{path: '', weight: 1}]", "data.mix.*item 1: path is ''"),
         ("[a, b]", "data.mix.*item 1: expected a mapping of path, weight, .* and ignore_keys, found 'a'"),
@@ -344,6 +345,13 @@ def test_pairs_of_several_sources_stay_together_and_keep_their_reference(talks: 
 def test_sources_that_do_not_go_together_are_refused(mix: str, message: str) -> None:
     with pytest.raises(JobError, match=f"data.mix.*{message}"):
         load_words(parse([f"data.mix=[{mix}]"]))
+
+
+def test_a_source_that_is_not_there_is_named_by_its_item(mix: Data) -> None:
+    other = replace(mix, mix=(*mix.mix, MixSource(mix.mix[0].path + "t", 1)))
+    with pytest.raises(NotFoundError, match=r"data\.mix: item 4: .*a\.txtt: there is no such file .*a\.txt"):
+        prepare(other)
+    assert ["data.mix: item 4" in problem for problem in absent(other)] == [True]
 
 
 def test_a_mixture_is_of_what_its_sources_are() -> None:

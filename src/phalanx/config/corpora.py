@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
 
@@ -110,8 +111,8 @@ def _source_problems(data: Data) -> Iterator[tuple[str, str]]:
                 f"item {number} ({source.path}): corpus {source.corpus} is no source of data.corpus={data.corpus} "
                 f"(known: {', '.join(_SOURCES[data.corpus])}): {_ONE_LOSS}",
             )
-        elif source.path in first:
-            yield "data.mix", f"item {number}: {source.path} is item {first[source.path]}, too; add their weights"
+        elif (before := first.setdefault(os.path.normpath(source.path), number)) != number:
+            yield "data.mix", f"item {number}: {source.path} is item {before}, too; add their weights"
         if corpus_of(source, data) == "text":
             for name in ("columns", "ignore_keys"):
                 if getattr(source, name):
@@ -122,7 +123,6 @@ def _source_problems(data: Data) -> Iterator[tuple[str, str]]:
                 f"item {number}: weight {source.weight:g} is less than 1/{MIX_ROUND:,} of all weights; leave it out, "
                 f"or give at least {smallest:.2g}",
             )
-        first.setdefault(source.path, number)
 
 
 def _chat_problems(data: Data) -> Iterator[tuple[str, str]]:

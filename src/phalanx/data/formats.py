@@ -69,11 +69,12 @@ def suffix_of(file: Path) -> str:
     return (Path(name.stem) if name.suffix in COMPRESSED else name).suffix
 
 
-def missing(path: Path, corpus: str) -> NotFoundError:
-    """Returns the error about a data.path that does not exist."""
+def missing(path: Path, corpus: str, item: int = 0) -> NotFoundError:
+    """Returns the error about a data.path that does not exist, or about that of an item of data.mix, from 1."""
+    where = f"data.mix: item {item}: {path}" if item else f"data.path={path}"
     if os.path.exists(path):
-        return NotFoundError(f"data.path={path}: it is neither a file nor a folder (corpus {corpus})")
-    return NotFoundError(f"data.path={path}: there is no such file or folder (corpus {corpus}){near_file(path)}")
+        return NotFoundError(f"{where}: it is neither a file nor a folder (corpus {corpus})")
+    return NotFoundError(f"{where}: there is no such file or folder (corpus {corpus}){near_file(path)}")
 
 
 def pair_of(path: str) -> tuple[Path, Path] | None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.check.job import data_problems
-from phalanx.config.corpora import CORPORA, number_of
+from phalanx.config.corpora import CORPORA, corpus_of, number_of
 from phalanx.config.data import Data
 from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.data import corpus
@@ -107,12 +107,17 @@ def absent(data: Data) -> Iterator[str]:
             find_template(data)
     except (DataError, JobError) as error:
         wrong.append(error)
-    entry = CORPORA[data.corpus]
-    paths = [source.path for source in data.mix] or [data.path] * ("path" in entry.settings and bool(data.path))
-    for path in paths:
+    yield from map(str, [*_missing_paths(data), *wrong])
+
+
+def _missing_paths(data: Data) -> Iterator[PhalanxError]:
+    """Yields the errors about data.path, or the paths of data.mix, that do not exist."""
+    own = bool(data.path) and "path" in CORPORA[data.corpus].settings
+    paths = enumerate((source.path for source in data.mix), start=1) if data.mix else [(0, data.path)] * own
+    for item, path in paths:
         if not pair_of(path) and not os.path.exists(Path(path).expanduser()):
-            yield str(missing(Path(path), data.corpus))
-    yield from map(str, wrong)
+            corpus_name = corpus_of(data.mix[item - 1], data) if item else data.corpus
+            yield missing(Path(path), corpus_name, item)
 
 
 def segments_of(data: Data, split: str) -> Iterator[Segment]:
@@ -256,6 +261,8 @@ def _tokens(data: Data, vocab: int, split: str, start: int, size: int) -> np.nda
 
 def _build_mix(folder: Path, data: Data, old: Index | None, progress: Progress, *, force: bool) -> None:
     """Prepares every source of a mixture in a folder of its own, with one tokenizer for all."""
+    for error in _missing_paths(data):
+        raise error
     sources = source_settings(data, folder)
     counts, cuts, digests = np.zeros(0x110000, dtype=np.int64), [], []
     unmade = [replace(source, tokenizer=data.tokenizer) for source in sources]
