@@ -4,6 +4,7 @@ that they make."""
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Fp8Scaling, Train
 from phalanx.data.loader import MicroBatch
+from phalanx.errors import JobError
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fp8 import Fp8Product, rounded
@@ -148,6 +150,31 @@ def test_a_gpu_s_kernel_gets_factors_in_the_layout_that_it_takes(scaling, tokens
         ((rows, 48), (48, 96), of_gradient, e4m3, rowwise),
         ((48, padded), (padded, 96), of_gradient, e4m3, rowwise),
     ]
+
+
+def test_each_device_has_its_own_formats_or_is_refused(monkeypatch):
+    def product(dtype: torch.dtype = torch.bfloat16) -> Fp8Product:
+        return Fp8Product.on(torch.device("cuda"), "rowwise", dtype)
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA X")
+    for capability in ((8, 9), (9, 0), (10, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, own=capability: own)
+        assert product() == Fp8Product("rowwise")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(JobError, match="NVIDIA X has no products in fp8; nearest legal: bf16"):
+        product()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    formats = {}
+    for kind in ("gfx942:sramecc+", "gfx950"):
+        own = SimpleNamespace(gcnArchName=kind)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, own=own: own)
+        formats[kind] = product().formats[0]
+    assert [*formats.values()] == [torch.float8_e4m3fnuz, torch.float8_e4m3fn]
+    own = SimpleNamespace(gcnArchName="gfx90a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: own)
+    with pytest.raises(JobError, match="has no products in fp8"):
+        product()
+    assert product(torch.float64) == Fp8Product("rowwise", emulated=True, elementwise=True)
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(40, 96), (48, 88)])
