@@ -66,7 +66,7 @@ lora: setup ## compare adapters in every layout: bytes sent, and memory (a quart
 offload: setup ## compare offloaded activations and parameters in every layout: minutes
 	PHALANX_OFFLOAD_MATRIX=1 $(BIN)/python -m pytest tests/train/test_offload_all.py $(ARGS)
 
-compiled: setup ## count the compiled graphs of every kind of block in every layout: a quarter of an hour
+compiled: setup ## count the compiled graphs of every kind of block in every layout: an hour
 	PHALANX_COMPILE=1 $(BIN)/python -m pytest tests/parallel/test_compiled_once.py tests/parallel/test_compiled.py $(ARGS)
 
 tiles: setup ## compare tiles of every layer in every layout: results, and bytes sent
