@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -253,9 +254,17 @@ class Rehearsal:
         self.pinned: dict[int, Any] = {}
         self.launched: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         """The kernels of GPUs that ran: name, arguments, options."""
-        self.calls: list[tuple[bool, bool]] = []
-        """The call of a function of torch that Python code is in: whether it names a CPU, and whether tensors of the
-        GPU are among its arguments."""
+        self.threads = threading.local()
+
+    @property
+    def calls(self) -> list[tuple[bool, bool]]:
+        """The calls of torch's functions that Python code in this thread is in: whether each names a CPU, and whether
+        tensors of the GPU are among its arguments."""
+        return self.threads.__dict__.setdefault("calls", [])
+
+    @calls.setter
+    def calls(self, calls: list[tuple[bool, bool]]) -> None:
+        self.threads.calls = calls
 
     def run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Computes an operation on the CPU tensors under those of the GPU, and gives results their place."""
