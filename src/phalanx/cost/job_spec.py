@@ -6,6 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from phalanx.config.clusters import CLUSTERS
+from phalanx.config.corpora import has_pairs
 from phalanx.config.cpu_node import with_processes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -13,6 +14,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.known import PHALANX, PHALANX_CPU
 from phalanx.cost.frameworks.memory_profiles import COMPILED_LOSS_TENSORS
+from phalanx.cost.loss_chunk import with_loss_chunk
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.offload_time import require_host
@@ -48,7 +50,7 @@ def rank_spec(job: Job, vocab: int) -> StepSpec:
     """Returns the spec of a job without checking that the devices are known, for the memory of a rank."""
     precision = job.train.precision
     model = replace(job.model, vocab_size=vocab)
-    return StepSpec(
+    spec = StepSpec(
         model=model,
         cluster=with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world),
         layout=job.layout,
@@ -59,7 +61,9 @@ def rank_spec(job: Job, vocab: int) -> StepSpec:
         optimizer=job.optimizer,
         stages=stages(model, job.layout),
         document_mask=job.data.document_mask,
+        pairs=has_pairs(job.data),
     )
+    return with_loss_chunk(spec)
 
 
 def _framework(job: Job) -> Framework:
