@@ -1,4 +1,5 @@
-"""The loss compiled and in torch's eager mode: memory at its peak, and time of a forward and a backward pass.
+"""Head and loss in torch's eager mode, compiled, in chunks of tokens, and by torch's linear_cross_entropy in as large
+chunks: memory at the peak, and time of a forward and a backward pass.
 
     python -m benchmarks.compiled_loss
 
@@ -19,11 +20,12 @@ import torch
 from torch.nn import functional
 
 from benchmarks.report import machine, save
-from phalanx.model.loss import cross_entropy_sum
+from phalanx.comm.axis import Axis
+from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy, losses_and_slopes
 
-TOKENS, VOCABULARY, WIDTH = 4096, 50304, 64
-ROUNDS, STEPS, THREADS = 3, 3, 2
-MODES = ("eager", "compiled")
+TOKENS, VOCABULARY, WIDTH, CHUNK = 4096, 50304, 256, 512
+ROUNDS, STEPS, THREADS = 2, 2, 2
+MODES = ("eager", "compiled", "in chunks", "torch in chunks")
 
 
 def measure(precision: str, mode: str) -> dict[str, object]:
@@ -32,14 +34,24 @@ def measure(precision: str, mode: str) -> dict[str, object]:
     torch.manual_seed(0)
     dtype = getattr(torch, precision)
     head = torch.randn(VOCABULARY, WIDTH, dtype=dtype, requires_grad=True)
-    hidden = torch.randn(TOKENS, WIDTH, dtype=dtype)
+    hidden = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=True)
     targets = torch.randint(0, VOCABULARY, (TOKENS,))
-    loss = torch.compile(cross_entropy_sum) if mode == "compiled" else cross_entropy_sum
+    compute = torch.compile(losses_and_slopes) if mode == "compiled" else losses_and_slopes
+    loss = CrossEntropy(Axis("tp"), VOCABULARY, compute=compute)
+    chunked = ChunkedLoss(loss, CHUNK)
+    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK) if mode == "torch in chunks" else None
+
+    def of_hidden(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if options is not None:
+            return functional.linear_cross_entropy(x, head, target, reduction="sum", options=options)
+        if mode == "in chunks":
+            return chunked(x, functional.linear, head, target, shared=False)
+        return loss(functional.linear(x, head), target).sum()
 
     def step(tokens: int) -> float:
         began = time.perf_counter()
-        loss(functional.linear(hidden[:tokens], head), targets[:tokens]).backward()
-        head.grad = None
+        of_hidden(hidden[:tokens], targets[:tokens]).backward()
+        head.grad = hidden.grad = None
         return time.perf_counter() - began
 
     step(TOKENS // 32)  # compiles and allocates what does not depend on the number of tokens

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from phalanx.config.job import Job
 from phalanx.model.init import initialise
-from phalanx.model.loss import cross_entropy_sum
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.stages import Stage, Stages
 from phalanx.partition import batch
@@ -64,7 +64,9 @@ class TorchPipeline:
         self.schedule = SCHEDULES[job.layout.schedule](
             stages if schedule.stages > schedule.ranks else stages[0],
             n_microbatches=steps.accumulation,
-            loss_fn=lambda logits, targets: cross_entropy_sum(logits, targets) * factor,
+            loss_fn=lambda logits, targets: (
+                F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="sum") * factor
+            ),
             scale_grads=False,
         )
 

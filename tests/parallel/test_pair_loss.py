@@ -8,11 +8,11 @@ from phalanx.comm.axis import Axis
 from phalanx.config.data import IGNORE
 from phalanx.config.dpo import DpoOptions
 from phalanx.config.model import ModelConfig
-from phalanx.model.loss import cross_entropy
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.objective import ChunkedObjective, Objective
+from phalanx.parallel.objective import Objective
 from phalanx.parallel.preferences import PairFacts, PairLoss
+from phalanx.parallel.vocabulary import CrossEntropy
 
 SMALL = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)
 VOCAB = 11
@@ -53,11 +53,7 @@ def expected(transformer: Transformer, micro: MicroTensors, rows: int, beta: flo
 def test_loss_and_gradients_are_those_of_the_formula(smoothing, chunk):
     micro, transformer = pairs(padding=2), model()
     loss = PairLoss(DpoOptions(0.3, smoothing), Axis("cp"))
-    objective = (
-        ChunkedObjective(transformer, chunk, cross_entropy, loss)
-        if chunk
-        else Objective(transformer, cross_entropy, loss)
-    )
+    objective = Objective(transformer, CrossEntropy(Axis("tp"), VOCAB), loss, chunk)
     found = objective(micro)
     gradients = torch.autograd.grad(found, list(transformer.parameters()))
     formula = expected(transformer, micro, 4, 0.3, smoothing)
@@ -83,12 +79,3 @@ def test_facts_are_means_over_pairs_without_padding():
         reward_accuracy=0.5,
     )
     assert PairFacts.of(loss.take(first)) is None
-
-
-def test_losses_of_tokens_sum_to_the_loss():
-    logits, targets = torch.randn(2, 5, VOCAB), torch.randint(VOCAB, (2, 5))
-    targets[0, 2] = IGNORE
-    found = cross_entropy(logits, targets)
-    assert found.shape == targets.shape
-    assert found[0, 2] == 0
-    torch.testing.assert_close(found.sum(), F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"))

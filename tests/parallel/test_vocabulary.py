@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross-entropy equals torch's, in fp64, loss and gradient."""
+"""Cross-entropy over a whole and a cut vocabulary equals torch's, in fp64, loss and gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from phalanx.comm.axis import Axis
 from phalanx.config.data import IGNORE
-from phalanx.parallel.vocabulary import cross_entropy_sum
+from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy
 from phalanx.partition.tensor_slices import padded_vocabulary
 
 SHAPE = (3, 5)
@@ -25,19 +25,23 @@ def inputs(vocab: int, scale: float = 3.0) -> tuple[torch.Tensor, torch.Tensor]:
     return logits, targets
 
 
+def tensor_axis(ranks) -> Axis:
+    if ranks.world == 1:
+        return Axis("tp")
+    return Axis("tp", ranks.world, ranks.rank, dist.distributed_c10d._get_default_group())
+
+
 def cut_loss(ranks, vocab: int, scale: float, dtype: torch.dtype, ignore_all: bool):
     """The loss on this rank and the gradient of three times it, with respect to this rank's logits."""
-    axis = Axis("tp", ranks.world, ranks.rank, dist.distributed_c10d._get_default_group())
+    axis = tensor_axis(ranks)
     logits, targets = inputs(vocab, scale)
     if ignore_all:
         targets.fill_(IGNORE)
     size = padded_vocabulary(vocab, ranks.world)
     padded = F.pad(logits, (0, size - vocab), value=50.0)  # what padding rows compute must not matter
     mine = padded.chunk(ranks.world, dim=-1)[ranks.rank].to(dtype).requires_grad_()
-    kept = mine.detach().clone()
-    loss = cross_entropy_sum(mine, targets, tp=axis, vocab=vocab)
+    loss = CrossEntropy(axis, vocab)(mine * 1, targets).sum()  # whose logits are overwritten
     (3 * loss).backward()
-    assert torch.equal(mine.detach(), kept)  # the copy is worked on, not the logits
     assert mine.grad is not None
     return loss.detach(), mine.grad
 
@@ -52,7 +56,7 @@ def reference(vocab: int, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scale", [3.0, 1000.0])
-@pytest.mark.parametrize(("vocab", "world"), [(8, 2), (11, 2), (13, 4), (5, 4), (2, 3), (1, 2)])
+@pytest.mark.parametrize(("vocab", "world"), [(11, 1), (8, 2), (11, 2), (13, 4), (5, 4), (2, 3), (1, 2)])
 def test_equals_torch(ranks, vocab, world, scale):
     """Also where ranks have nothing but padding: 5 rows make 2, 2, 1 and none."""
     expected_loss, expected = reference(vocab, scale)
@@ -84,10 +88,87 @@ def test_without_valid_targets_loss_and_gradient_are_zero(ranks):
 
 
 def nan_logits(ranks):
-    axis = Axis("tp", ranks.world, ranks.rank, dist.distributed_c10d._get_default_group())
-    logits = torch.full((2, 4), float("nan") if ranks.rank == 0 else 0.0, requires_grad=True)
-    return cross_entropy_sum(logits, torch.tensor([1, 6]), tp=axis, vocab=8).detach()
+    logits = torch.full((2, 4), float("nan") if ranks.rank == 0 else 0.0)
+    return CrossEntropy(tensor_axis(ranks), 8)(logits, torch.tensor([1, 6])).sum()
 
 
 def test_a_nan_on_one_rank_is_everybodys_loss(ranks):
     assert all(loss.isnan() for loss in ranks(nan_logits, 2))
+
+
+def test_a_likely_target_has_a_gradient_with_all_its_digits():
+    """In bf16 its probability is 1: 1 subtracted from it would leave nothing."""
+    logits = torch.tensor([[9.0, 0, 0]], dtype=torch.bfloat16, requires_grad=True)
+    CrossEntropy(Axis("tp"), 3)(logits * 1, torch.tensor([0])).sum().backward()
+    assert logits.grad is not None
+    assert logits.grad[0, 0].item() == pytest.approx(torch.tensor([9.0, 0, 0]).softmax(0)[0].item() - 1, rel=4e-3)
+
+
+VOCAB, WIDTH, CAP = 11, 6, 2.5
+
+
+def chunked_losses(ranks, chunk: int, cap: float, frozen: bool, micros: int):
+    """The losses and gradients of micro-batches whose backward passes come after all forward passes."""
+    axis, generator = tensor_axis(ranks), torch.Generator().manual_seed(1)
+    size = padded_vocabulary(VOCAB, ranks.world)
+    x = torch.randn(micros, 15, WIDTH, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64)
+    targets = torch.randint(VOCAB, (micros, 15), generator=generator)
+    targets[0, 3:9] = IGNORE
+    rows = F.pad(weight, (0, 0, 0, size - VOCAB)).chunk(ranks.world)[ranks.rank].clone().requires_grad_(not frozen)
+    how = ChunkedLoss(CrossEntropy(axis, VOCAB, cap), chunk)
+    losses = [how(x[m], F.linear, rows, targets[m], shared=True).sum() for m in range(micros)]
+    arrived = []
+    for loss in losses:
+        (0.3 * loss).backward()
+        arrived.append(rows.grad is not None)
+    whole, matrix = x.detach().clone().requires_grad_(), weight.clone().requires_grad_()
+    logits = whole @ matrix.t()
+    logits = torch.tanh(logits / cap) * cap if cap else logits
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    (0.3 * expected).backward()
+    assert x.grad is not None
+    assert matrix.grad is not None
+    padded = F.pad(matrix.grad, (0, 0, 0, size - VOCAB)).chunk(ranks.world)[ranks.rank]
+    axis.all_reduce(x.grad).wait()
+    torch.testing.assert_close(sum(losses), expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(x.grad, whole.grad, rtol=1e-10, atol=1e-13)
+    if not frozen:
+        torch.testing.assert_close(rows.grad, padded, rtol=1e-10, atol=1e-13)
+    return arrived
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("chunk", [1, 4, 15, 99])
+@pytest.mark.parametrize("cap", [0.0, CAP])
+def test_chunks_have_the_gradients_of_the_whole(ranks, world, chunk, cap):
+    """Micro-batches that wait for their backward pass have one gradient of the matrix, which comes with the last."""
+    assert ranks(chunked_losses, world, chunk, cap, False, 3) == [[False, False, True]] * world
+
+
+def test_the_losses_of_a_frozen_head_have_factors_of_their_own(ranks):
+    assert ranks(chunked_losses, 2, 4, CAP, True, 2) == [[False, False]] * 2
+
+
+def test_a_dropped_loss_leaves_nothing_behind():
+    how = ChunkedLoss(CrossEntropy(Axis("tp"), VOCAB), 4)
+    weight, targets = torch.randn(VOCAB, WIDTH, requires_grad=True), torch.arange(9)
+    loss = how(torch.randn(9, WIDTH), F.linear, weight, targets, shared=True)
+    del loss
+    x = torch.randn(9, WIDTH)
+    how(x, F.linear, weight, targets, shared=True).backward()
+    mine, weight.grad = weight.grad, None
+    F.cross_entropy(x @ weight.t(), targets, reduction="sum").backward()
+    torch.testing.assert_close(mine, weight.grad)
+
+
+def test_gradients_in_bf16_are_scaled_by_a_factor_with_all_its_digits():
+    """In bf16 1.3 would be 1.2969."""
+    x, weight = (torch.randn(n, 32).bfloat16().requires_grad_() for n in (64, VOCAB))
+    sums = []
+    for factor in (1.0, 1.3):
+        how = ChunkedLoss(CrossEntropy(Axis("tp"), VOCAB), 16)
+        loss = how(x, F.linear, weight, torch.arange(64) % VOCAB, shared=False)
+        sums.append([g.double().abs().sum() for g in torch.autograd.grad(factor * loss, (x, weight))])
+    for one, more in zip(*sums, strict=True):
+        assert (more / one).item() == pytest.approx(1.3, abs=1e-3)

@@ -356,7 +356,7 @@ SHORT = replace(DEEP, seq_len=32)
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(loss_chunk=128)], ids=Layout.line
+    "layout", [Layout(), Layout(tp=2), Layout(tp=2, sp=True), Layout(loss_chunk=512)], ids=Layout.line
 )
 def test_it_may_be_the_loss(ranks, layout, precision):
     assert compare(ranks, Job(model=WORDS, layout=layout, train=Train(global_batch=16, precision=precision))) == {

@@ -27,7 +27,7 @@ CASES = {
     "clamped, recomputed": (CLAMPED, "recompute=full", "fp32"),
     "capped": (CAPPED, "tp=1", "bf16"),
     "capped, cut vocabulary": (CAPPED, "tp=2", "fp32"),
-    "capped, in chunks": (CAPPED, "loss_chunk=128", "fp32"),
+    "capped, in chunks": (CAPPED, "loss_chunk=256", "fp32"),
 }
 
 

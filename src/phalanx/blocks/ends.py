@@ -36,8 +36,7 @@ def embedding(place: Place, vocabulary: int) -> Operator:
 
 def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     """Yields the final norm, the head and the loss, whose fp32 logits are read and written by the softmax and by its
-    gradient. With `loss_chunk` the backward pass recomputes the logits and their sums over the tensor ranks; with
-    tiles the logits alone."""
+    gradient."""
     model = place.model
     yield Operator(
         "final norm",
@@ -47,20 +46,14 @@ def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     )
     matrix = _table("head.weight", model, vocabulary)
     yield Operator("head", frozen(model, (matrix,)), place.tokens, sixteen=True)
-    chunked = place.loss_chunk > 0 and not in_tiles(place)
     logits = place.tokens * matrix.part(place.tp)
     if model.logit_softcap:
         yield Operator("soft cap", memory_bound=(MemoryBound("soft cap", 2 * logits, 3 * logits, 3),))
     yield Operator(
         "loss",
         memory_bound=(MemoryBound("loss", 8 * logits, 6 * logits, LOSS_KERNELS),),
-        messages=(Message("tp", "all_reduce", LOSS_NUMBERS * place.tokens, "wide", forward=1, backward=chunked),),
+        messages=(Message("tp", "all_reduce", LOSS_NUMBERS * place.tokens, "wide", forward=1),),
     )
-
-
-def in_tiles(place: Place) -> bool:
-    """Returns whether the head runs in tiles, and computes the loss with each of them."""
-    return "head" in place.tiled and not place.model.tied
 
 
 def boundary(place: Place) -> Message:

@@ -63,12 +63,16 @@ class MemoryProfile(Hashed):
     """The meaning of recompute=selective: `core` repeats attention's core (Korthikanti et al. 2022, section 5);
     `products` keeps the block's input, attention's output and every other matrix product (torchtitan's `op`); `layers`
     repeats every other block."""
-    loss_tensors: tuple[int, int] = (3, 0)
-    """Tensors as large as the logits at the peak of the loss: in fp32, and in the width of the computation. In torch's
-    eager mode log-probabilities and two gradients; compiled, the logits and their gradient; fused, with the gradient in
-    place, the logits alone."""
-    split_loss_tensors: tuple[int, int] = (2, 1)
-    """These if tensor ranks share the vocabulary. Phalanx: probabilities, their gradient, and that of the logits."""
+    loss_tensors: tuple[int, int] = (1, 1)
+    """Tensors as large as the logits at the peak of the loss: in fp32, and in the width of the computation. Phalanx:
+    probabilities beside the logits, which they replace as their gradient; in torch's eager mode log-probabilities and
+    two gradients (3, 0); compiled, the logits and their gradient; fused, with the gradient in place, the logits alone.
+    """
+    split_loss_tensors: tuple[int, int] = (1, 1)
+    """These if tensor ranks share the vocabulary."""
+    saves_slopes: bool = True
+    """Whether the loss saves the gradient of the logits, in their place and width, until the backward pass; otherwise
+    it saves log-probabilities in fp32, or where it is fused, the logits."""
     reduces_each: bool = False
     """Whether ZeRO-2 and 3 reduce the gradients of every micro-batch, whatever the layout says."""
     whole_under_pp: bool = False

@@ -27,7 +27,6 @@ class Place(NamedTuple):
     ring: int = 1
     ulysses: int = 1
     ep: int = 1
-    loss_chunk: int = 0
     sequences: int = 1
     conversations: int = 1
     """The most conversations that are packed into a sequence, which routers count each for itself."""
@@ -119,7 +118,6 @@ def place_of(
         layout.ring,
         layout.cp_ulysses,
         layout.ep,
-        layout.loss_chunk,
         sequences,
         conversations,
         slices,

@@ -72,6 +72,8 @@ def _of_field(field: FieldReference, names: list[str]) -> dict[str, Any]:
     for each in field.ranges:
         if field.kind in (int, float, str):
             _limit(found, each)
+        elif "anyOf" in found:
+            _limit(found["anyOf"][0], each)
     if field.path in REST:
         found = {"description": field.about, "anyOf": [{"const": -1}, found]}
     return {**found, "default": [*field.default] if isinstance(field.default, tuple) else field.default}

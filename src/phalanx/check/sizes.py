@@ -133,7 +133,7 @@ BOUNDS = {path: (most, reason) for most, reason, paths in AT_MOST for path in pa
 def size_problems(job: Job) -> Iterator[Problem]:
     """Yields each number that is too large or too small by itself, and a product of axes that is too large."""
     for path, (most, reason) in BOUNDS.items():
-        if (value := get(job, path)) > most:
+        if not isinstance(value := get(job, path), str) and value > most:
             yield path, f"must be at most {most:,}, is {value:,}: {reason}"
     for path in (path for path, kind in leaves().items() if kind is float):
         if 0 < abs(value := get(job, path)) < SMALLEST:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AtLeast:
-    """The smallest legal value; of a tuple, that of each of its values."""
+    """The smallest legal value; of a tuple, that of each of its values. A word in place of a number is legal."""
 
     least: float
 
@@ -21,8 +21,10 @@ class AtLeast:
         """The range in a few words."""
         return f"≥ {self.least:g}"
 
-    def problem(self, value: float | tuple[float, ...]) -> str:
+    def problem(self, value: float | str | tuple[float, ...]) -> str:
         """Returns what is wrong with a value or a tuple of them, or nothing."""
+        if isinstance(value, str):
+            return ""
         if min(value) >= self.least if isinstance(value, tuple) else value >= self.least:
             return ""
         is_ = "are" if isinstance(value, tuple) else "is"

@@ -85,8 +85,9 @@ class Layout(Hashed):
     """Activations that the backward pass recomputes instead of keeping them."""
     recompute_cut: str = ""
     """Recomputation per layer as runs of layers, 8*full+4*selective+20*none; empty: `recompute` for all layers."""
-    loss_chunk: Annotated[int, AtLeast(0)] = 0
-    """Tokens whose logits exist at once while the loss is computed; 0: all of a micro-batch."""
+    loss_chunk: Annotated[int | Literal["auto"], AtLeast(0)] = 0
+    """Tokens whose logits exist at once while the loss is computed; 0: all of a micro-batch; auto: some, where logits
+    would be a tenth of the memory at the peak."""
     offload: str = "none"
     """State that leaves the device: optimizer (its state, updated by the host's processors), parameters (zero=3) and
     activations (of blocks); several as optimizer+activations, or all."""
@@ -106,6 +107,14 @@ class Layout(Hashed):
     """local_sgd, diloco: steps that a replica makes alone between two synchronisations."""
     bucket_mb: Annotated[float, Above(0)] = 25.0
     """Size in MiB of the buckets in which gradients are reduced during the backward pass."""
+
+    def logits_of(self, tokens: int) -> int:
+        """Returns how many of a micro-batch's `tokens` have logits at once in the loss; 0 if all have, without chunks.
+        With auto an eighth of them, a power of two between 256 and 1,024."""
+        if self.loss_chunk != "auto":
+            return self.loss_chunk
+        chunk = max(256, min(1024, 2 ** ((tokens // 8).bit_length() - 1)))
+        return chunk if chunk < tokens and tokens >= 8 else 0
 
     @property
     def world(self) -> int:

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from phalanx.check.compile import compiles
 from phalanx.config.clusters import CLUSTERS
+from phalanx.config.corpora import has_pairs
 from phalanx.config.cpu_node import with_processes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -14,6 +15,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.known import COMPILED_KERNEL_US, COMPILED_PASSES, PHALANX, PHALANX_CPU
 from phalanx.cost.frameworks.memory_profiles import COMPILED_LOSS_TENSORS
+from phalanx.cost.loss_chunk import with_loss_chunk
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.spec import StepSpec, alone
 from phalanx.cost.time.offload_time import require_host
@@ -56,7 +58,7 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
     framework = framework_of(job)
     if job.layout.world == 1:
         cluster, framework = alone(cluster, framework)
-    return StepSpec(
+    spec = StepSpec(
         model=model,
         cluster=cluster,
         layout=job.layout,
@@ -67,7 +69,9 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
         optimizer=job.optimizer,
         stages=stages(model, job.layout),
         document_mask=job.data.document_mask,
+        pairs=has_pairs(job.data),
     )
+    return with_loss_chunk(spec)
 
 
 def framework_of(job: Job) -> Framework:

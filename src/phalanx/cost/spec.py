@@ -36,6 +36,8 @@ class StepSpec(Hashed):
     """The optimizer: its state, and what its step takes."""
     document_mask: bool = False
     """Whether attention must not cross documents (data.document_mask)."""
+    pairs: bool = False
+    """Whether the loss compares pairs of sequences (DPO), so that the gradients of one follow the other."""
 
 
 def alone(cluster: Cluster, framework: Framework) -> tuple[Cluster, Framework]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import torch
 from torch import nn
@@ -16,20 +15,20 @@ from phalanx.comm.calls import name_modules
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.config.train import FP8_ALIGNMENT
+from phalanx.cost.job_spec import rank_spec
 from phalanx.errors import JobError
 from phalanx.model.init import initialise_part
 from phalanx.model.layers import prepare_compiler
-from phalanx.model.loss import cross_entropy, cross_entropy_sum
 from phalanx.model.transformer import Transformer
 from phalanx.optimizers.catalogue import entry_of
-from phalanx.parallel import context, expert, tensor, vocabulary
+from phalanx.parallel import context, expert, tensor
 from phalanx.parallel.compiled import compile_blocks, keep_compiled, missing
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
 from phalanx.parallel.fp8 import Fp8Product
 from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import DeferredWeightGrads, defer_weight_grads, onednn_is_faster, use_fp8, use_onednn
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import ChunkedObjective, Loss, Objective, TiledObjective
+from phalanx.parallel.objective import Objective
 from phalanx.parallel.offload.activations import offload_activations
 from phalanx.parallel.offload.host import Host, on_host
 from phalanx.parallel.pipedream import PipeDream
@@ -39,6 +38,7 @@ from phalanx.parallel.recompute import recompute
 from phalanx.parallel.stages import Stages
 from phalanx.parallel.tiled_vocabulary import HeadTile, TiledHead
 from phalanx.parallel.tiling import project_tiles, tile
+from phalanx.parallel.vocabulary import CrossEntropy
 from phalanx.parallel.zero import BucketReplica
 from phalanx.partition import batch
 from phalanx.partition.cut import describe, layer_costs, stages_of
@@ -116,6 +116,8 @@ class Construction:
     def __post_init__(self) -> None:
         self.vocab, self.dtype = self.model.embed.num_embeddings, self.model.embed.weight.dtype
         self.compiled = compiles(self.job, self.device.type) and not missing(self.device)
+        if self.job.layout.loss_chunk == "auto":
+            self.job = replace(self.job, layout=rank_spec(self.job, self.vocab, self.device.type).layout)
 
     def log(self, line: str, *values: object) -> None:
         """Logs a line once for all ranks."""
@@ -280,24 +282,17 @@ def apply_compile(parts: Construction) -> None:
 
 def apply_loss(parts: Construction) -> Objective:
     """Adds the loss to the model: over a cut vocabulary if needed, and with `loss_chunk` for some tokens at a time."""
-    tp, chunk = parts.mesh.axis("tp"), parts.job.layout.loss_chunk
+    tp, chunk = parts.mesh.axis("tp"), int(parts.job.layout.loss_chunk)
     pairs = PairLoss(parts.job.train.dpo, parts.mesh.axis("cp")) if has_pairs(parts.job.data) else None
-    loss: Loss = cross_entropy if pairs else cross_entropy_sum
-    if tp.size > 1:
-        cut = vocabulary.cross_entropy if pairs else vocabulary.cross_entropy_sum
-        loss = partial(cut, tp=tp, vocab=parts.vocab)
+    loss = CrossEntropy(tp, parts.vocab, parts.model.config.logit_softcap)
     if pairs:
         parts.log("loss: DPO, %s", pairs.options.line())
     if chunk:
         parts.log("loss: the logits of %d tokens at a time", chunk)
-    if isinstance(parts.model.head, TiledHead):
-        return TiledObjective(parts.model, pairs=pairs)
-    if parts.compiled and tp.size == 1:  # fused with its cast, so that no logits are saved in fp32
-        loss = torch.compile(loss)
+    if parts.compiled and not isinstance(parts.model.head, TiledHead):  # fused with its cast
+        loss = replace(loss, compute=torch.compile(loss.compute))
         parts.log("compile: the loss")
-    if not chunk:
-        return Objective(parts.model, loss, pairs)
-    return ChunkedObjective(parts.model, chunk, loss, pairs)
+    return Objective(parts.model, loss, pairs, chunk)
 
 
 def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:

@@ -10,6 +10,7 @@ time; with `loss_chunk` those of one tile exist for that many tokens at a time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,12 +19,12 @@ from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis
 from phalanx.config.model import ModelConfig
-from phalanx.model.layers import soft_cap
+from phalanx.model.layers import Multiply, soft_cap
 from phalanx.model.transformer import Head
 from phalanx.parallel.linear import gradient_of_input, gradient_of_weight
 from phalanx.parallel.modules import Tile
 from phalanx.parallel.tensor import ParallelEmbedding, ReduceOutput
-from phalanx.parallel.vocabulary import merged_loss
+from phalanx.parallel.vocabulary import CrossEntropy, merged_loss
 from phalanx.partition.tensor_slices import TensorSlice
 
 
@@ -64,26 +65,31 @@ class TiledEmbedding(nn.Module):
         return x if self.reduce is None else self.reduce(self, (tokens,), x)
 
 
-class HeadTile(Head, Tile):
-    """Some rows of a head."""
+@dataclass(frozen=True)
+class HeadRows:
+    """Some rows of a head's matrix, by which logits are reduced and computed again in the backward pass."""
 
-    def __init__(self, model: ModelConfig, part: TensorSlice, chunk: int):
-        """`chunk` tokens have logits at once; 0: all."""
-        super().__init__(model, part.size)
-        self.first, self.real, self.chunk, self.cap = part.start, part.real, chunk, model.logit_softcap
+    first: int
+    real: int
+    """Rows before padding."""
+    chunk: int
+    """Tokens that have logits at once; 0: all."""
+    cap: float
+    """The logits' soft cap; 0: none."""
 
-    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def reduce(self, x: Tensor, multiply: Multiply, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the logarithm of the sum of exp(logit) over the rows here, and the target's logit, 0 if it is not
-        here, for each token: (tokens,) both, in fp32 or wider; from `x` (tokens, d_model) and `targets` (tokens,)."""
-        return _Reduced.apply(x, self.weight, targets, self)  # pyright: ignore[reportReturnType]
+        here, for each token: (tokens,) both, in fp32 or wider; from the head's input `x` (tokens, d_model), product and
+        matrix, and `targets` (tokens,)."""
+        return _Reduced.apply(x, weight, targets, self, multiply)  # pyright: ignore[reportReturnType]
 
     def chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """Yields the parts of tensors (tokens, ...) whose logits exist at once."""
         return zip(*(tensor.split(self.chunk or len(tensor)) for tensor in tensors), strict=True)
 
-    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+    def logits(self, x: Tensor, multiply: Multiply, weight: Tensor) -> Tensor:
         """Returns the logits (tokens, rows) of `x` (tokens, d_model)."""
-        logits = self.multiply(x, weight)
+        logits = multiply(x, weight)
         return soft_cap(logits, self.cap) if self.cap else logits
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -97,6 +103,31 @@ class HeadTile(Head, Tile):
         local = (targets - self.first).unsqueeze(-1)
         mine = (local >= 0) & (local < self.real)
         return mine, local.where(mine, 0)
+
+
+class HeadTile(Head, Tile):
+    """Some rows of a head."""
+
+    def __init__(self, model: ModelConfig, part: TensorSlice, chunk: int):
+        """`chunk` tokens have logits at once; 0: all."""
+        super().__init__(model, part.size)
+        self.rows = HeadRows(part.start, part.real, chunk, model.logit_softcap)
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Calls `HeadRows.reduce`."""
+        assert self.weight is not None, "a tied head has no tiles"
+        return self.rows.reduce(x, self.multiply, self.weight, targets)
+
+
+def recomputed_loss(
+    x: Tensor, multiply: Multiply, weight: Tensor, targets: Tensor, loss: CrossEntropy, chunk: int
+) -> Tensor:
+    """Returns -log p(target) of every token (tokens,), with logits of `chunk` tokens at a time, as a head in one tile:
+    for losses whose derivatives are known when all tokens have theirs. Arguments are those of `ChunkedLoss`."""
+    first = loss.tp.rank * len(weight)
+    rows = HeadRows(first, min(max(0, loss.vocab - first), len(weight)), chunk, loss.cap)
+    sums, chosen = rows.reduce(x, multiply, weight, targets)
+    return merged_loss(sums.unsqueeze(0), chosen.unsqueeze(0), targets, tp=loss.tp)
 
 
 class TiledHead(nn.Module):
@@ -120,42 +151,44 @@ class TiledHead(nn.Module):
 
 
 class _Reduced(torch.autograd.Function):
-    """Reduces the logits of a tile: the backward pass computes them again."""
+    """Reduces the logits of some rows: the backward pass computes them again."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, tile: HeadTile) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: HeadRows, multiply: Multiply
+    ) -> tuple[Tensor, Tensor]:
         found = []
-        for hidden, target in tile.chunks(x, targets):
-            scores = tile.scores(tile.logits(hidden, weight))
-            mine, local = tile.place(target)
+        for hidden, target in rows.chunks(x, targets):
+            scores = rows.scores(rows.logits(hidden, multiply, weight))
+            mine, local = rows.place(target)
             chosen = scores.gather(-1, local).where(mine, 0).squeeze(-1)
             # Padding alone has no finite maximum.
             top = scores.amax(dim=-1).clamp_(min=torch.finfo(scores.dtype).min)
             found.append((scores.sub_(top.unsqueeze(-1)).exp_().sum(dim=-1).log_().add_(top), chosen))
         sums, chosen = (torch.cat(parts) for parts in zip(*found, strict=True))
         ctx.save_for_backward(x, weight, targets, sums)
-        ctx.tile = tile
+        ctx.rows, ctx.multiply = rows, multiply
         return sums, chosen
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         x, weight, targets, sums = ctx.saved_tensors
-        tile: HeadTile = ctx.tile
+        rows: HeadRows = ctx.rows
         of_x, of_weight = list[Tensor](), None
-        for hidden, target, total, of_sum, of_chosen in tile.chunks(x, targets, sums, *grad_outputs):
-            logits = tile.logits(hidden, weight)
-            slope = 1 - (logits / tile.cap).square() if tile.cap else None
-            scores = tile.scores(logits).sub_(total.clamp(min=torch.finfo(total.dtype).min).unsqueeze(-1)).exp_()
+        for hidden, target, total, of_sum, of_chosen in rows.chunks(x, targets, sums, *grad_outputs):
+            logits = rows.logits(hidden, ctx.multiply, weight)
+            slope = 1 - (logits / rows.cap).square() if rows.cap else None
+            scores = rows.scores(logits).sub_(total.clamp(min=torch.finfo(total.dtype).min).unsqueeze(-1)).exp_()
             del logits
             scores *= of_sum.unsqueeze(-1)
-            mine, local = tile.place(target)
+            mine, local = rows.place(target)
             scores.scatter_add_(-1, local, of_chosen.unsqueeze(-1).where(mine, 0))
             gradient = scores.to(x.dtype)
             del scores
             if slope is not None:
                 gradient *= slope
-            of_x.append(gradient_of_input(tile.multiply, gradient, weight))
+            of_x.append(gradient_of_input(ctx.multiply, gradient, weight))
             if ctx.needs_input_grad[1]:
-                of_chunk = gradient_of_weight(tile.multiply, gradient, hidden)
+                of_chunk = gradient_of_weight(ctx.multiply, gradient, hidden)
                 of_weight = of_chunk if of_weight is None else of_weight.add_(of_chunk)
-        return of_x[0] if len(of_x) == 1 else torch.cat(of_x), of_weight, None, None
+        return of_x[0] if len(of_x) == 1 else torch.cat(of_x), of_weight, None, None, None

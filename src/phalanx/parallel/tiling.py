@@ -136,7 +136,7 @@ def tile(
     if of_tiles := rows["embed.weight"]:
         model.set_submodule("embed", TiledEmbedding(model.embed, of_tiles))
     if of_tiles := rows["head.weight"]:
-        model.set_submodule("head", TiledHead(model.head, model.config, of_tiles, layout.loss_chunk, tp))
+        model.set_submodule("head", TiledHead(model.head, model.config, of_tiles, int(layout.loss_chunk), tp))
     return slices, names
 
 

@@ -1,37 +1,211 @@
-"""Cross-entropy with the vocabulary cut over the tensor ranks: no rank ever has all logits."""
+"""Cross-entropy over a vocabulary that is whole or cut over the tensor ranks, from logits or without any in memory.
+
+A rank's logits become, in their own memory, the slopes of the loss: the backward pass of the loss only scales them.
+In chunks of tokens the slopes of one chunk exist at a time: the forward pass multiplies them by the head's matrix and
+by the hidden states at once, so that their gradients wait for the backward pass instead of logits, which nothing
+computes again (Hsu et al. 2024, section 3.2, "FusedLinearCrossEntropy").
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.config.data import IGNORE
+from phalanx.model.layers import Multiply, uncompiled
+from phalanx.parallel.linear import gradient_of_input, gradient_of_weight
 
 
-def cross_entropy_sum(logits: Tensor, targets: Tensor, *, tp: Axis, vocab: int) -> Tensor:
-    """Returns the sum over valid tokens of -log p(target), in nats, the same scalar on every rank of `tp`.
+def losses_and_slopes(
+    logits: Tensor, targets: Tensor, tp: Axis, vocab: int, cap: float, sloped: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns -log p(target) of every token, in nats and in at least fp32, 0 where a position does not count, the same
+    on every rank of `tp`; and, if `sloped`, its derivatives by the logits.
 
-    `logits` (..., padded vocabulary / tp) are this rank's; `targets` (...) with IGNORE where a position does not count.
-    Rows beyond `vocab` are padding: their probability is zero. Two numbers per token are communicated (Shoeybi et al.
-    2019, section 3)."""
-    return cross_entropy(logits, targets, tp=tp, vocab=vocab).sum()
+    `logits` (tokens, padded vocabulary / tp) are this rank's, without the soft cap `cap`; the derivatives are written
+    in their place. `targets` (tokens,) with IGNORE where a position does not count. Rows beyond `vocab` are padding:
+    their probability is zero. Three numbers per token are communicated (Shoeybi et al. 2019, section 3)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    rows = logits.shape[1]
+    first = tp.rank * rows
+    scores = logits.div_(cap).tanh_().to(wide, copy=True).mul_(cap) if cap else logits.to(wide)
+    if vocab < first + rows:
+        scores[:, max(0, vocab - first) :] = float("-inf")
+    top = scores.amax(dim=-1, keepdim=True)
+    if tp.size > 1:
+        _reduce(top, tp, dist.ReduceOp.MAX)
+    scores.sub_(top)
+    mine = ((targets >= first) & (targets < first + rows)).unsqueeze(-1)
+    local = (targets.unsqueeze(-1) - first).where(mine, 0)
+    chosen = scores.gather(-1, local).where(mine, 0)
+    sums = torch.cat((scores.exp_().sum(dim=-1, keepdim=True), chosen), dim=-1)
+    if tp.size > 1:
+        _reduce(sums, tp, dist.ReduceOp.SUM)
+    total, chosen = sums.split(1, dim=-1)
+    valid = (targets != IGNORE).unsqueeze(-1)
+    losses = (total.log() - chosen).where(valid, 0)
+    if not sloped:
+        return losses.squeeze(-1), None
+    factor = valid / total
+    # Close to 1, the target's probability has too few digits for 1 to be subtracted.
+    of_target = torch.expm1(-losses).where(mine, scores.gather(-1, local) * factor)
+    if cap:
+        scores.mul_(factor).scatter_(-1, local, of_target)
+        logits.square_().neg_().add_(1).mul_(scores)
+    else:
+        torch.mul(scores, factor, out=logits)
+        logits.scatter_(-1, local, of_target.to(logits.dtype))
+    return losses.squeeze(-1), logits
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, *, tp: Axis, vocab: int) -> Tensor:
-    """Returns -log p(target) of every token, 0 where a position does not count: the shape of `targets`. Arguments are
-    those of `cross_entropy_sum`."""
-    losses = _Loss.apply(logits.flatten(0, -2), targets.flatten(), tp, vocab)
-    return losses.view_as(targets)  # pyright: ignore[reportAttributeAccessIssue,reportOptionalMemberAccess]
+@uncompiled
+def _reduce(x: Tensor, tp: Axis, operation: dist.ReduceOp.RedOpType) -> None:
+    tp.all_reduce(x, operation).wait()
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The loss of tokens from hidden states or from logits, of whose columns each rank of `tp` has a part."""
+
+    tp: Axis
+    vocab: int
+    """Tokens in the vocabulary: columns beyond are padding."""
+    cap: float = 0.0
+    """The logits' soft cap, which this loss applies; 0: none."""
+    compute: Callable[..., tuple[Tensor, Tensor | None]] = losses_and_slopes
+    """`losses_and_slopes`, perhaps compiled."""
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Returns -log p(target) of every token, 0 where a position does not count: the shape of `targets`. The logits
+        (..., columns) are overwritten."""
+        losses = _Loss.apply(logits.flatten(0, -2), targets.flatten(), self, torch.is_grad_enabled())
+        return losses.view_as(targets)  # pyright: ignore[reportAttributeAccessIssue,reportOptionalMemberAccess]
+
+    def parts(self, logits: Tensor, targets: Tensor, *, sloped: bool) -> tuple[Tensor, Tensor | None]:
+        """Calls `compute`."""
+        return self.compute(logits, targets, self.tp, self.vocab, self.cap, sloped)
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, loss: CrossEntropy, graded: bool) -> Tensor:
+        losses, slopes = loss.parts(logits.detach(), targets, sloped=graded)
+        if slopes is not None:
+            ctx.save_for_backward(slopes)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        (slopes,) = ctx.saved_tensors
+        return slopes.mul_(grad_outputs[0].unsqueeze(-1)), None, None, None
+
+
+@dataclass
+class ChunkedLoss:
+    """The loss of tokens from the head's input, with logits of `chunk` tokens at a time."""
+
+    loss: CrossEntropy
+    chunk: int
+    pending: ReferenceType[_HeadGradient] | None = field(default=None, repr=False)
+
+    def __call__(self, x: Tensor, multiply: Multiply, weight: Tensor, targets: Tensor, *, shared: bool) -> Tensor:
+        """Returns the sum of -log p(target) over valid tokens, or, where the matrix has no gradient, every token's loss
+        (tokens,); from the head's input `x` (tokens, d_model), product and matrix (rows, d_model), and `targets`
+        (tokens,).
+
+        `shared`: micro-batches whose backward pass is still to come have one gradient of the matrix, which the last of
+        these backward passes returns. All must have the same factor."""
+        graded = torch.is_grad_enabled()
+        gradient = None
+        if graded and weight.requires_grad:
+            gradient = self.pending() if shared and self.pending is not None else None
+            gradient = gradient or _HeadGradient()
+            gradient.waiting += 1
+            self.pending = ref(gradient) if shared else None
+        return _Chunked.apply(x, weight, targets, self, multiply, gradient, graded)  # pyright: ignore[reportReturnType]
+
+
+ROWS = 1024
+"""Rows of a head's gradient that are computed at a time where the product does not add them itself."""
+
+
+class _HeadGradient:
+    """The gradient of a head's matrix by the losses of micro-batches whose backward pass is still to come."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self.waiting = 0
+        """The number of these micro-batches."""
+
+    def add(self, multiply: Multiply, slopes: Tensor, x: Tensor) -> None:
+        """Adds that of a chunk of tokens, from the `slopes` (tokens, rows) and the head's input (tokens, d_model)."""
+        if self.value is None:
+            self.value = gradient_of_weight(multiply, slopes, x)
+        elif multiply is F.linear:
+            self.value.addmm_(slopes.t(), x)
+        else:  # a product that cannot add: of a few rows at a time, whose results need little room
+            for rows, part in zip(self.value.split(ROWS), slopes.split(ROWS, dim=1), strict=True):
+                rows.add_(gradient_of_weight(multiply, part, x))
+
+    def take(self) -> Tensor | None:
+        """Returns the gradient in the last of the backward passes, None in the others."""
+        self.waiting -= 1
+        if self.waiting:
+            return None
+        value, self.value = self.value, None
+        return value
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        how: ChunkedLoss,
+        multiply: Multiply,
+        of_weight: _HeadGradient | None,
+        graded: bool,
+    ) -> Tensor:
+        of_x = torch.empty_like(x) if graded else None
+        found = list[Tensor]()
+        for place in range(0, len(x), how.chunk):
+            chunk = slice(place, place + how.chunk)
+            losses, slopes = how.loss.parts(multiply(x[chunk], weight), targets[chunk], sloped=graded)
+            found.append(losses)
+            if slopes is None or of_x is None:
+                continue
+            of_x[chunk] = gradient_of_input(multiply, slopes, weight)
+            if of_weight is not None:
+                of_weight.add(multiply, slopes, x[chunk])
+            del slopes  # before the next chunk has logits
+        ctx.of_x, ctx.of_weight = of_x, of_weight
+        losses = torch.cat(found)
+        return losses if of_weight is None else losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        factor = grad_outputs[0].view(-1, 1)  # with dimensions, so that bf16 is multiplied by all its digits
+        of_x, ctx.of_x = ctx.of_x, None
+        of_weight = None if ctx.of_weight is None else ctx.of_weight.take()
+        if of_weight is not None:
+            of_weight.mul_(factor)
+        return of_x.mul_(factor), of_weight, None, None, None, None, None
 
 
 def merged_loss(sums: Tensor, chosen: Tensor, targets: Tensor, *, tp: Axis) -> Tensor:
     """Returns -log p(target) of every token, 0 where a position does not count, from parts of the vocabulary (tiles of
     each rank of `tp`): `sums` (tiles, tokens) are the logarithms of their sums of exp(logit), `chosen` (tiles, tokens)
-    the target's logit or 0, `targets` (tokens,). As many numbers are communicated as in `cross_entropy`."""
+    the target's logit or 0, `targets` (tokens,). `losses_and_slopes` communicates as many numbers."""
     return _Merged.apply(sums, chosen, targets, tp)  # pyright: ignore[reportReturnType]
 
 
@@ -53,34 +227,3 @@ class _Merged(torch.autograd.Function):
         shares, valid = ctx.saved_tensors
         gradient = grad_outputs[0] * valid
         return shares * gradient, -gradient.expand_as(shares), None, None
-
-
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, tp: Axis, vocab: int) -> Tensor:
-        ctx.dtype = logits.dtype
-        rows = logits.shape[1]
-        first = tp.rank * rows
-        # One copy, which becomes the probabilities.
-        scores = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
-        scores[:, max(0, vocab - first) :] = float("-inf")
-        top = scores.amax(dim=-1)
-        tp.all_reduce(top, dist.ReduceOp.MAX).wait()
-        scores -= top.unsqueeze(-1)
-        mine = (targets >= first) & (targets < first + rows)
-        local = (targets - first).where(mine, 0).unsqueeze(-1)
-        chosen = scores.gather(-1, local).squeeze(-1).where(mine, 0)
-        probabilities = scores.exp_()
-        sums = torch.stack((probabilities.sum(dim=-1), chosen))
-        tp.all_reduce(sums).wait()
-        probabilities /= sums[0].unsqueeze(-1)
-        valid = targets != IGNORE
-        ctx.save_for_backward(probabilities, local, mine, valid)
-        return (sums[0].log() - sums[1]).where(valid, 0)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
-        probabilities, local, mine, valid = ctx.saved_tensors
-        gradient = probabilities.scatter_add(-1, local, -mine.to(probabilities.dtype).unsqueeze(-1))
-        gradient *= (grad_outputs[0] * valid).unsqueeze(-1)
-        return gradient.to(ctx.dtype), None, None, None

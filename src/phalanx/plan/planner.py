@@ -13,6 +13,7 @@ import numpy as np
 
 from phalanx.check.offload import offloads
 from phalanx.config.layout import Layout
+from phalanx.cost.loss_chunk import with_loss_chunk
 from phalanx.errors import JobError
 from phalanx.gc import gc_paused
 from phalanx.partition.tiers import gathers_parameters
@@ -57,6 +58,8 @@ def _last_resorts(request: PlanRequest) -> Iterator[tuple[dict[str, Any], str]]:
     do not fit: parts on the host, ever more of them, layers in tiles, both."""
     offload: dict[str, Any] = {}
     plain = replace(Layout(), **request.fixed)
+    if "loss_chunk" not in request.fixed:
+        yield {"loss_chunk": "auto"}, "Without loss_chunk {}: the loss computes logits of some tokens at a time."
     if "offload" not in request.fixed:
         for layout in offloads(plain, request.optimizer, request.cluster):
             offload = {"offload": layout.offload}
@@ -85,7 +88,7 @@ def _search(request: PlanRequest, progress: Progress | None, sample: int) -> Pla
         raise JobError(problems)
     found = [(each, each.best()) for each in searches]
     candidates = ranked(candidate for each, results in found for candidate in _best(each, results))
-    best = distinct(candidates)
+    best = [_settled(candidate) for candidate in distinct(candidates)]
     weighed = alternatives(*_search_of(found, best), best[0] if best else None)
     rejected = sum((results.rejected for _, results in found), Counter[str]())
     asked = replace(searches[0].request, fixed=request.fixed)
@@ -100,6 +103,12 @@ def _search(request: PlanRequest, progress: Progress | None, sample: int) -> Pla
         seconds=time.perf_counter() - began,
         notes=notes(best, weighed) if best else enough_devices(searches[-1].request),
     )
+
+
+def _settled(candidate: Candidate) -> Candidate:
+    """Returns a candidate whose `loss_chunk` is a number."""
+    auto = candidate.layout.loss_chunk == "auto"
+    return Candidate.of(with_loss_chunk(candidate.spec)) if auto else candidate
 
 
 def _best(space: Search, found: Found) -> list[Candidate]:

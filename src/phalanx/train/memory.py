@@ -79,8 +79,9 @@ class Memory:
         """Returns the smallest change of the layout that makes a part smaller."""
         layout, model = self.job.layout, self.job.model
         if part == "logits":
-            tokens = layout.loss_chunk or batch.solve(self.job.train.global_batch, layout).micro_batch * model.seq_len
-            return f"layout.loss_chunk={max(1, tokens // 4)}"
+            tokens = batch.solve(self.job.train.global_batch, layout).micro_batch * model.seq_len
+            smaller = max(1, (layout.logits_of(tokens) or tokens) // 4)
+            return f"layout.loss_chunk={smaller if layout.loss_chunk else 'auto'}"
         if part == "activations":
             if layout.recompute_cut:
                 return "layout.recompute=full layout.recompute_cut="

@@ -214,7 +214,7 @@ def _own(selection: Selection, job: Job, max_ranks: int) -> None:
         accumulation=_accumulation(layout, accumulation),
         pp_cut=layout.pp_cut if selection.compared.job.model.n_layers == job.model.n_layers else "",
         recompute_cut=layout.recompute_cut if selection.compared.job.model.n_layers == job.model.n_layers else "",
-        loss_chunk=min(layout.loss_chunk, max(1, selection.compared.job.model.seq_len // 2)),
+        loss_chunk=min(layout.logits_of(1 << 20), max(1, selection.compared.job.model.seq_len // 2)),
         bucket_mb=Layout.bucket_mb,
     )
     if reasons := _reasons(job, selection, layout, max_ranks):

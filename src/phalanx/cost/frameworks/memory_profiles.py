@@ -15,6 +15,7 @@ _MEGATRON_FP16 = MemoryProfile(
     regathers=True,
     loss_tensors=(1, 1),
     split_loss_tensors=(1, 1),
+    saves_slopes=False,
     context_mib=1000,
     swiglu_kept=3,
 )
@@ -59,6 +60,7 @@ MEGATRON_CORE = MemoryProfile(
     values_apart=True,
     loss_tensors=(0, 1),
     split_loss_tensors=(0, 1),
+    saves_slopes=False,
     reduces_each=True,
     keeps_narrow=True,
     dummy_gradients=True,
@@ -73,7 +75,7 @@ NEMO = replace(MEGATRON_CORE, gradient_bytes=0, step_gradient_bytes=4)
 DEEPSPEED_ZERO3 = replace(_MEGATRON_FP16, reduces_each=True, gathers_matrices=True)
 """DeepSpeed's ZeRO-3 of 2021: one module's parameters are gathered at a time."""
 
-FSDP1 = MemoryProfile(parameter_bytes=4, scores="never", loss_tensors=(0, 1), reduces_each=True)
+FSDP1 = MemoryProfile(parameter_bytes=4, scores="never", loss_tensors=(0, 1), saves_slopes=False, reduces_each=True)
 """llm-foundry on torch's first FSDP: fp32 shards, bf16 computation and reduction; the loss of flash_attn, which writes
 the gradient over the logits."""
 
@@ -83,7 +85,9 @@ TORCHTITAN = MemoryProfile(
     scores="never",
     selective="products",
     whole_under_pp=True,
+    loss_tensors=(3, 0),
     split_loss_tensors=(5, 0),
+    saves_slopes=False,
     reserve=1.08,
 )
 """torchtitan in eager mode on FSDP2: fp32 shards, bf16 computation, gradients reduced in fp32. DTensor's loss_parallel
@@ -106,6 +110,7 @@ XLA = MemoryProfile(
     swiglu_kept=2,
     loss_tensors=(1, 1),
     split_loss_tensors=(1, 1),
+    saves_slopes=False,
     reduces_each=True,
     gathers_matrices=True,
     reserve=1.0,

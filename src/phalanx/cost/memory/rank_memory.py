@@ -131,7 +131,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     stepping = rank.stepping(gradients) + copied
     host, disk = rank.beside()
     moments: list[tuple[Moment, float, float, float, float]] = [
-        ("backward", early, kept + again, waiting, moving),
+        ("backward", early, kept + again, waiting + rank.waiting_head(), moving),
         ("loss", early, kept + hidden, logits + waiting, 0),
     ]
     if flight.later and not stays:

@@ -205,7 +205,7 @@ class RankParts:
         """Returns the bytes of a micro-batch's input of the head and gradient of the logits, unless these come in
         chunks or the head is frozen."""
         step, layout = self.step, self.layout
-        if layout.loss_chunk or head_tiles(self.model, layout) > 1 or self.model.lora.rank:
+        if self.logits_of or head_tiles(self.model, layout) > 1 or self.model.lora.rank:
             return 0.0
         return step.tokens * (table(self.model, layout.tp) // self.model.d_model + self.model.d_model) * self.width
 
@@ -288,6 +288,11 @@ class RankParts:
             each += numbers * self.formulas.per_parameter(layout.zero, ranks, self.step.data_ranks)[1]
         return each
 
+    @property
+    def logits_of(self) -> int:
+        """Tokens that have logits at once in a loss in chunks; 0 without chunks."""
+        return self.layout.logits_of(int(self.step.pass_tokens))
+
     def logits(self) -> tuple[float, float]:
         """Returns the bytes of the logits at the peak of the loss, or of what the final norm's backward pass adds if
         that is more, and of the inputs of head and final norm."""
@@ -296,7 +301,7 @@ class RankParts:
         step, layout = self.step, self.layout
         tiles = head_tiles(self.model, layout)
         rows = -(-table(self.model, layout.tp) // self.model.d_model // tiles)
-        tokens = min(layout.loss_chunk or step.pass_tokens, step.pass_tokens)
+        tokens = min(self.logits_of or step.pass_tokens, step.pass_tokens)
         wide, narrow = TILE_LOSS_TENSORS if tiles > 1 else self._loss_tensors()
         # What is in fp32 anyway needs no second form.
         each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
@@ -304,22 +309,26 @@ class RankParts:
         read = step.head_reads + (step.stream if layout.sp and layout.tp > 1 else 0)
         if tiles > 1:  # gradients of what this tile read and of what the others did, and of the tile
             read += 2 * step.stream + rows * self.model.d_model * self.width
-        elif layout.loss_chunk:  # of chunks before this one: gradients of what they read, and of the head
-            read += step.stream + self._head_gradient() * self.width
-        return max(tokens * rows * each, step.final_norm - step.head_reads), read
+        elif self.logits_of:  # of chunks before this one: gradients of what they read, and of the head
+            read += step.stream + self.head_gradient()
+        most = tokens * rows * each
+        if self.memory_profile.saves_slopes and not self.logits_of and tiles == 1 and not self.flight.deferring:
+            most = max(most, tokens * rows * self.width + step.stream + self.head_gradient())
+        return max(most, step.final_norm - step.head_reads), read
 
     def waiting_logits(self, *, later: bool = False) -> float:
-        """Returns the bytes of what the loss saves (log-probabilities in fp32, or the logits as they are) and of what
-        the head read, of micro-batches in flight other than the one that the moment is about. `later`: when all stages
-        have gradients of an earlier one."""
+        """Returns the bytes of what the loss saves (the gradient of the logits, log-probabilities in fp32, or logits)
+        and of what the head read, of micro-batches in flight other than the one that the moment is about.
+        `later`: when all stages have gradients of an earlier one."""
         others = (self.flight.later_losses if later else self.flight.losses) - 1 / self.step.slices
         if not self.last or others <= 0:
             return 0
         step, layout = self.step, self.layout
-        chunked = layout.loss_chunk or head_tiles(self.model, layout) > 1
+        chunked = self.logits_of or head_tiles(self.model, layout) > 1
         rows = 0 if chunked else table(self.model, layout.tp) // self.model.d_model
-        wide, _ = self._loss_tensors()
-        each = (max(4, self.width) if wide else self.width) + self._capped()
+        each = self.width
+        if not self.memory_profile.saves_slopes:
+            each = (max(4, self.width) if self._loss_tensors()[0] else self.width) + self._capped()
         return others * step.slices * (step.pass_tokens * rows * each + step.head_reads)
 
     def _loss_tensors(self) -> tuple[int, int]:
@@ -328,8 +337,10 @@ class RankParts:
         return self.memory_profile.split_loss_tensors if self.layout.tp > 1 else self.memory_profile.loss_tensors
 
     def _capped(self) -> int:
-        """Returns the bytes per logit that a soft cap saves: its result."""
-        return self.width if self.model.logit_softcap else 0
+        """Returns the bytes per logit of a soft cap's result, which needs room where the logits are not in fp32 twice
+        anyway."""
+        beside = self.width >= 4 if self.memory_profile.saves_slopes else True
+        return self.width if self.model.logit_softcap and beside else 0
 
     def whole(self) -> float:
         """Returns the bytes of ZeRO-3's unsharded parameters and their gradients in transit, of the second copy of the
@@ -365,6 +376,11 @@ class RankParts:
             found += 2 * max(held.trained, ends.block, ends.tile) * wire_width(layout.quantise_gradients, self.width)
         return found + self.formulas.gathered(ends.block + ends.trained, held, blocks, kept)
 
-    def _head_gradient(self) -> int:
-        """Returns the numbers of the gradient of the head's part here."""
-        return 0 if self.model.lora.rank else table(self.model, self.layout.tp)
+    def head_gradient(self) -> int:
+        """Returns the bytes of the gradient of the head's part here. ZeRO-3's is in `whole`."""
+        counted = self.model.lora.rank or gathers_parameters(self.layout)
+        return 0 if counted else table(self.model, self.layout.tp) * self.width
+
+    def waiting_head(self) -> int:
+        """Returns these bytes where losses in chunks wait for their backward pass: one gradient of all."""
+        return self.head_gradient() if self.last and self.logits_of and self.flight.losses > 1 else 0

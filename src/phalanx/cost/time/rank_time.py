@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
+from math import ceil
 from operator import add, attrgetter, sub
 
 from phalanx.blocks.ends import embedding, head
 from phalanx.blocks.kinds import HALVES, BlockKind, Half, half_block
-from phalanx.blocks.operator import Operator
+from phalanx.blocks.operator import MemoryBound, Operator
 from phalanx.blocks.parameters import weight_of
 from phalanx.config.cluster import Accelerator
 from phalanx.cost.held import block_parameters, outside, table, trained_outside
@@ -308,41 +309,78 @@ def _fetching(spec: StepSpec, held: ParameterCounts, block: RankTime) -> tuple[f
 
 
 def around_time(spec: StepSpec, content: Content) -> RankTime:
-    """Returns the time of embedding, head and loss with their communication."""
+    """Returns the time of embedding, head and loss with their communication. A loss in chunks of tokens computes all
+    gradients in the forward pass (parallel/vocabulary.py)."""
     time, here, vocab = RankTime(), place(spec), spec.model.vocab_size
     parts: list[tuple[Operator, ...]] = []
     if content.embedding:
         parts.append((embedding(here, vocab),))
     if content.head:
-        parts.append(tuple(head(here, vocab)))
+        norm, *loss = head(here, vocab)
+        parts += [(norm,), tuple(loss)] if _is_fused(spec) else [(norm, *loss)]
     for operators in parts:
+        fused = operators[-1].name == "loss" and _is_fused(spec)
+        chunks = max(1.0, here.tokens / spec.layout.logits_of(here.tokens)) if fused else 1.0
+        work = tuple(_of_chunk(spec, operators, chunks)) if fused else operators
         seconds = operator_seconds(
             spec.cluster.accelerator,
-            operators,
+            work,
             spec.framework,
             spec.products,
             spec.layout.tp,
             slowdown=spec.framework.slowdown,
         )
-        tp = messages_seconds(spec, here, operators)[0].get("tp", NO_MESSAGES)
-        time += RankTime(
+        tp = messages_seconds(spec, here, work)[0].get("tp", NO_MESSAGES)
+        one = RankTime(
             products=seconds.products,
             streams=seconds.streams,
             recompute=_logits_again(spec, operators),
-            host_forward=seconds.host_forward,
-            host_backward=seconds.host_backward,
+            host_forward=seconds.host_forward + (seconds.host_backward if fused else 0.0),
+            host_backward=0.0 if fused else seconds.host_backward,
             tp=tp.forward + tp.backward,
-            forward=seconds.forward + tp.forward,
-            weights=seconds.weights,
+            forward=seconds.forward + tp.forward + (seconds.backward if fused else 0.0),
+            weights=0.0 if fused else seconds.weights,
             forward_communication=tp.forward,
         )
+        time += one.scaled(chunks)
     return time
 
 
+def _is_fused(spec: StepSpec) -> bool:
+    """Returns whether the loss computes the gradients of head and hidden states of one chunk of tokens at a time."""
+    return spec.layout.logits_of(place(spec).tokens) > 0 and not _repeats_logits(spec)
+
+
+def _of_chunk(spec: StepSpec, operators: Iterable[Operator], chunks: float) -> Iterator[Operator]:
+    """Yields the operators of one of `chunks` chunks of tokens, each of which adds to the gradient of the head."""
+    for operator in operators:
+        yield replace(
+            operator,
+            rows=ceil(operator.rows / chunks),
+            memory_bound=tuple(
+                each._replace(forward=each.forward / chunks, backward=each.backward / chunks)
+                for each in operator.memory_bound
+            ),
+            messages=tuple(each._replace(elements=each.elements / chunks) for each in operator.messages),
+        )
+    if chunks > 1 and not spec.model.lora.rank:
+        yield Operator(
+            "sum", memory_bound=(MemoryBound("sum", 2 * table(spec.model, spec.layout.tp), 0, kernels=0, launches=0),)
+        )
+
+
+def _repeats_logits(spec: StepSpec) -> bool:
+    """Returns whether the backward pass computes logits again: of tiles, or of chunks of preference pairs, the factors
+    of whose gradients are known when the whole loss is."""
+    return head_tiles(spec.model, spec.layout) > 1 or (
+        spec.pairs and not spec.model.lora.rank and spec.layout.logits_of(place(spec).tokens) > 0
+    )
+
+
 def _logits_again(spec: StepSpec, operators: Iterable[Operator]) -> float:
-    """Returns the seconds in which the backward pass computes logits again: of chunks of tokens, or of tiles."""
+    """Returns the seconds in which the backward pass computes logits again."""
     again = [operator for operator in operators if operator.name == "head"]
-    if not again or (not spec.layout.loss_chunk and head_tiles(spec.model, spec.layout) == 1):
+    if not again or not _repeats_logits(spec):
         return 0.0
     device, framework = spec.cluster.accelerator, spec.framework
     seconds = operator_seconds(device, again, framework, spec.products, spec.layout.tp, slowdown=framework.slowdown)

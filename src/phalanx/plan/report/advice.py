@@ -121,7 +121,7 @@ def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
     if layout.tp > 1 and not layout.sp:
         yield "layout.sp=true", replace(layout, sp=True)
     if not layout.loss_chunk:
-        yield "layout.loss_chunk=1024", replace(layout, loss_chunk=1024)
+        yield "layout.loss_chunk=auto", replace(layout, loss_chunk="auto")
     open_micro = {"micro_batch": min(1, layout.micro_batch), "accumulation": 0}
     for axis, legal in (("tp", model.n_heads % (2 * layout.tp) == 0), ("pp", model.n_layers >= 2 * layout.pp)):
         for data in ("dp_shard", "dp_replicate"):

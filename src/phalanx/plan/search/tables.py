@@ -42,7 +42,6 @@ from phalanx.cost.time.state_time import conversion_seconds, costs_of, groups, n
 from phalanx.cost.traffic.collectives import Collective
 from phalanx.partition.batch import Batch
 from phalanx.partition.pipeline import is_file, schedule_of
-from phalanx.partition.tiles import head_tiles
 from phalanx.plan.search.request import PlanRequest
 from phalanx.plan.search.space import RECOMPUTE, Scheduled, Space
 from phalanx.schedule import catalogue
@@ -224,10 +223,7 @@ class Tables:
             step = StepParts(spec)
             return sum(RankParts(step, step.flights[0]).logits())
 
-        # With chunks of tokens, or tiles of the head, not everything is in proportion to the tokens.
-        parts = self.space.base.loss_chunk > 0 or head_tiles(self.request.model, self.space.base) > 1
-        found = self._figures(("loss", ""), (TP, SP, CP, MICRO) if parts else (TP, SP, CP), ask)[inner]
-        return found if parts else found * self.inner[inner, MICRO]
+        return self._figures(("loss", ""), (TP, SP, CP, MICRO), ask)[inner]
 
     def boundary(self) -> Floats:
         """Returns, by inner combination, the bytes of a message from a stage to the next."""
