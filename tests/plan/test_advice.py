@@ -28,7 +28,7 @@ def test_single_changes_that_fit_come_first_and_the_fastest_of_them_first() -> N
 
 
 def test_what_one_change_does_not_do_several_may() -> None:
-    tight = spec("model=llama3-70b", "cluster=dgx-a100:4", "dp_shard=32", "train.global_batch=64", "micro_batch=2")
+    tight = spec("model=llama3-70b", "cluster=dgx-a100:4", "dp_shard=32", "train.global_batch=64", "micro_batch=1")
     (only,) = advice(tight)
     assert only.fits
     assert " layout." in only.change
