@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.check.load import load_words
-from phalanx.config import overrides
+from phalanx.config import overrides, values
+from phalanx.config.fields import leaves
+from phalanx.config.layout import Layout
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
@@ -28,7 +30,7 @@ def test_single_changes_that_fit_come_first_and_the_fastest_of_them_first() -> N
 
 
 def test_what_one_change_does_not_do_several_may() -> None:
-    tight = spec("model=llama3-70b", "cluster=dgx-a100:4", "dp_shard=32", "train.global_batch=64", "micro_batch=2")
+    tight = spec("model=llama3-70b", "cluster=dgx-a100:4", "dp_shard=32", "train.global_batch=64", "micro_batch=1")
     (only,) = advice(tight)
     assert only.fits
     assert " layout." in only.change
@@ -53,7 +55,7 @@ def test_changes_keep_devices_and_batch() -> None:
     tight = spec("model=llama3-8b", "cluster=dgx-a100:1", "dp_replicate=8", "train.global_batch=64")
     for one in advice(tight):
         words = dict(word.split("=") for word in one.change.replace("layout.", "").split())
-        kinds = {name: type(getattr(tight.layout, name))(value) for name, value in words.items()}
+        kinds = {name: values.convert(value, leaves(Layout)[name]) for name, value in words.items()}
         assert replace(tight.layout, **kinds).world == 8
 
 

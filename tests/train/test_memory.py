@@ -271,14 +271,14 @@ def test_a_pipeline_rank_counts_its_stages_and_what_it_has_in_flight():
     # Besides those in flight, four of one block and one of two, either rank has what one backward pass makes.
     assert first["activations"] - last["activations"] == (4 * 1 - 1 * 2) * block
     assert 2 * block < last["activations"] < 3 * block
-    assert (first["logits"], 8 * last["logits"]) == (0, one["logits"])
+    assert 0 == first["logits"] < last["logits"] < one["logits"]
     gpipe = replace(job, layout=replace(job.layout, schedule="gpipe"))
     # Of the micro-batches that wait only the log-probabilities are there, in fp32, and what the head read.
     waiting = 7 * model.seq_len * 4 * (VOCAB + 2 * model.d_model)
     assert Memory(gpipe, torch.device("cpu"), VOCAB, 3).table()["logits"] == last["logits"] + waiting
     chunked = replace(job, layout=replace(gpipe.layout, loss_chunk=model.seq_len))
     waiting = 7 * model.seq_len * 4 * 2 * model.d_model
-    assert Memory(chunked, torch.device("cpu"), VOCAB, 3).table()["logits"] == last["logits"] + waiting
+    assert Memory(chunked, torch.device("cpu"), VOCAB, 3).table()["logits"] == 4 * model.seq_len * VOCAB + waiting
 
 
 def test_a_pipeline_without_room_for_activations_says_so():

@@ -293,9 +293,10 @@ class RankParts:
         """Tokens that have logits at once in a loss in chunks; 0 without chunks."""
         return self.layout.logits_of(int(self.step.pass_tokens))
 
-    def logits(self) -> tuple[float, float]:
+    def logits(self, *, least: bool = False) -> tuple[float, float]:
         """Returns the bytes of the logits at the peak of the loss, or of what the final norm's backward pass adds if
-        that is more, and of the inputs of head and final norm."""
+        that is more, and of the inputs of head and final norm. `least`: without the gradient of the head, as in the
+        layouts that count it elsewhere."""
         if not self.last:
             return 0, 0
         step, layout = self.step, self.layout
@@ -310,10 +311,10 @@ class RankParts:
         if tiles > 1:  # gradients of what this tile read and of what the others did, and of the tile
             read += 2 * step.stream + rows * self.model.d_model * self.width
         elif self.logits_of:  # of chunks before this one: gradients of what they read, and of the head
-            read += step.stream + self.head_gradient()
+            read += step.stream + (0 if least else self.head_gradient())
         most = tokens * rows * each
         if self.memory_profile.saves_slopes and not self.logits_of and tiles == 1 and not self.flight.deferring:
-            most = max(most, tokens * rows * self.width + step.stream + self.head_gradient())
+            most = max(most, tokens * rows * self.width + step.stream + (0 if least else self.head_gradient()))
         return max(most, step.final_norm - step.head_reads), read
 
     def waiting_logits(self, *, later: bool = False) -> float:

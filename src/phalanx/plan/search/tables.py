@@ -221,7 +221,7 @@ class Tables:
 
         def ask(spec: StepSpec) -> float:
             step = StepParts(spec)
-            return sum(RankParts(step, step.flights[0]).logits())
+            return sum(RankParts(step, step.flights[0]).logits(least=True))
 
         return self._figures(("loss", ""), (TP, SP, CP, MICRO), ask)[inner]
 
