@@ -92,7 +92,7 @@ def parse_json(text: str | bytes, *, lenient: bool = False, once: str = "") -> A
     bits, half a surrogate pair (a lone "\\ud800", which can be neither printed nor written).
     """
     text = text if isinstance(text, str) else text.decode()
-    checks = {} if lenient and not once else {"object_pairs_hook": lambda pairs: _object(pairs, once)}
+    checks: dict[str, Any] = {} if lenient and not once else {"object_pairs_hook": lambda pairs: _object(pairs, once)}
     try:
         value = json.loads(text.removeprefix("\ufeff"), parse_int=_first_digits if lenient else _integer, **checks)
     except RecursionError:
