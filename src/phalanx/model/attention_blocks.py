@@ -168,7 +168,7 @@ def kernel_order(device: torch.device) -> list[SDPBackend]:
     return [*(cudnn + flash if first else flash + cudnn), SDPBackend.MATH]
 
 
-def ordered_kernels(device: torch.device) -> AbstractContextManager[None]:
+def ordered_kernels(device: torch.device) -> AbstractContextManager[object]:
     """Makes torch's attention rank its kernels by `kernel_order` on a GPU, whatever this version of torch prefers."""
     return sdpa_kernel(kernel_order(device), set_priority=True) if device.type == "cuda" else nullcontext()
 
