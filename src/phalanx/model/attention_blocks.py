@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -169,7 +168,7 @@ def kernel_order(device: torch.device) -> list[SDPBackend]:
     return [*(cudnn + flash if first else flash + cudnn), SDPBackend.MATH]
 
 
-def ordered_kernels(device: torch.device) -> AbstractContextManager[Any]:
+def ordered_kernels(device: torch.device) -> AbstractContextManager[object]:
     """Makes torch's attention rank its kernels by `kernel_order` on a GPU, whatever this version of torch prefers."""
     return sdpa_kernel(kernel_order(device), set_priority=True) if device.type == "cuda" else nullcontext()
 
