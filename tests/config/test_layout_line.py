@@ -16,6 +16,8 @@ KINDS = {int: st.integers(0, 10**6), bool: st.booleans(), str: st.sampled_from([
 
 
 def values_of(kind):
+    if typing.get_origin(kind) is typing.Union:
+        return st.one_of(*map(values_of, typing.get_args(kind)))
     return st.sampled_from(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else KINDS[kind]
 
 
