@@ -11,7 +11,7 @@ from phalanx.cli.main import main
 
 ROOT = Path(__file__).parents[2]
 JOB = ["simulate", "model=gpt2", "cluster=dgx-h100:1", "pp=4", "dp_shard=2", "zero=1", "micro_batch=2"]
-JOB += ["train.global_batch=32", "train.precision=bf16"]
+JOB += ["train.global_batch=32", "train.precision=bf16", "train.compile=false"]
 
 
 def simulated(capsys: pytest.CaptureFixture[str], *words: str) -> dict:

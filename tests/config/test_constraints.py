@@ -17,6 +17,7 @@ NUMBERS = {path: kind for path, kind in leaves().items() if kind in (int, float,
 def test_every_number_has_a_range():
     assert set(constraints()) == {
         *NUMBERS,
+        "layout.loss_chunk",
         "run.name",
         "run.dir",
         "run.nnodes",

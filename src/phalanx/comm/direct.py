@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -90,7 +91,8 @@ def record() -> None:
     for module in list(sys.modules.values()):
         own = (getattr(module, "__file__", None) or _TORCH).startswith(_OWN)
         for name, value in list(vars(module).items()):
-            if inspect.isfunction(value) and value in (found := everywhere if own else replaced):
+            # isinstance would ask torch's deprecated names for their class, of which they warn.
+            if type(value) is FunctionType and value in (found := everywhere if own else replaced):
                 setattr(module, name, found[value])
 
 

@@ -181,7 +181,7 @@ def _entry_problems(name: str, entry: CorpusEntry) -> Iterator[str]:
     """Yields the problems of an entry that is added."""
     yield from setting_problems(entry.settings, entry.count, entry.vocab)
     computed = entry.documents != CorpusEntry.documents
-    if entry.tokens is None and entry.files is None and entry.rows is None and not computed:
+    if entry.tokens is None and entry.files is None and entry.rows is None and not computed and name != "mix":
         yield "states too little; missing: files, documents, rows, or tokens"
     if entry.tokens is not None and (entry.files is not None or computed):
         yield "tokens stand instead of a text: leave out files and documents"
