@@ -81,11 +81,11 @@ class Bucket:
         self.waiting = len(self.slots)
 
     def take(self, slot: Slot) -> None:
-        """Moves a parameter's new gradient into the buffer, where autograd accumulates those of later micro-batches."""
+        """Moves a parameter's new gradient into the buffer, where autograd accumulates those of later micro-batches. There
+        is none yet of a head whose micro-batches share one (vocabulary.py), before the last of them."""
         view = self._buffer()[slot.start : slot.stop].view_as(slot.parameter)
         gradient = slot.parameter.grad
-        assert gradient is not None, "the hook runs after a gradient came"
-        if gradient.data_ptr() != view.data_ptr():
+        if gradient is not None and gradient.data_ptr() != view.data_ptr():
             if slot.filled:
                 view.add_(gradient)
             else:
