@@ -159,7 +159,7 @@ def test_memory_of_codes_in_flight(ranks, format):
     plain, coded = (
         job_of(WIDE, Layout(dp_shard=4, hpz=2, accumulation=2, quantise_gradients=each)) for each in ("none", format)
     )
-    expected, without = (step_memory(rank_spec(job, VOCAB))[0].allocated for job in (coded, plain))
+    expected, without = (step_memory(rank_spec(job, VOCAB, "cpu"))[0].allocated for job in (coded, plain))
     for found in ranks(in_flight, 4, coded):
         assert expected - without == pytest.approx(found, rel=0.01)
 

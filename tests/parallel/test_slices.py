@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.model.init import initialise
@@ -18,6 +19,7 @@ from phalanx.parallel.objective import Objective
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage
+from phalanx.parallel.vocabulary import CrossEntropy
 from phalanx.partition.recompute import Mode
 
 VOCAB = 13
@@ -30,7 +32,7 @@ def objective_of(shape: ModelConfig, recomputed: Mode = "none") -> Objective:
     model = Transformer(shape, VOCAB).double()
     initialise(model, shape, 1)
     recompute(model, Layout(recompute=recomputed))
-    return Objective(model)
+    return Objective(model, CrossEntropy(Axis("tp"), VOCAB))
 
 
 def micro_of(shape: ModelConfig) -> MicroTensors:

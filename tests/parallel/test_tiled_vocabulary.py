@@ -86,7 +86,7 @@ def counted(ranks, job: Job) -> tuple[int, list[int]]:
 def test_neither_matrix_nor_logits_are_whole_and_memory_is_the_predicted_one(ranks, layout, largest):
     train = Train(precision="fp32", global_batch=4)
     job = Job(model=LARGE, layout=replace(layout, recompute="full"), train=train)
-    (predicted,) = step_memory(rank_spec(job, LARGE_VOCAB))
+    (predicted,) = step_memory(rank_spec(job, LARGE_VOCAB, "cpu"))
     for peak, sizes in ranks(counted, 2, job):
         print(layout.line(), f"{peak:,} bytes, predicted {predicted.allocated:,}, largest all-gather {max(sizes):,}")
         assert max(sizes) == largest

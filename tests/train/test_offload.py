@@ -124,7 +124,7 @@ def test_memory_of_device_and_host_is_the_predicted_one(ranks, layout, train):
     """The device to 10 %, the host to 1 %: small buffers weigh more than in a model that needs offload."""
     layout = replace(layout, offload="optimizer")
     job = job_of(layout, DEEP, **({"precision": "bf16", "global_batch": 4} | train))
-    expected = step_memory(rank_spec(job, VOCAB))
+    expected = step_memory(rank_spec(job, VOCAB, "cpu"))
     for rank, (device, host, _, _) in enumerate(ranks(counted, layout.world, job, 0)):
         predicted = expected[rank // (layout.world // layout.pp)]
         print(layout.line(), rank, device, predicted.allocated, host, predicted.host, predicted)

@@ -95,7 +95,8 @@ def test_activations_are_where_they_are_predicted(ranks, layout):
     """The device to 10 %, the host to 1 %; a pipeline has some of several micro-batches there."""
     job = job_of(replace(layout, offload="activations"), LONG, precision="fp32", global_batch=8)
     expected, plain = (
-        step_memory(rank_spec(each, VOCAB)) for each in (job, replace(job, layout=replace(layout, offload_blocks=0)))
+        step_memory(rank_spec(each, VOCAB, "cpu"))
+        for each in (job, replace(job, layout=replace(layout, offload_blocks=0)))
     )
     for rank, (device, host, copied, _) in enumerate(ranks(counted, layout.world, job, 0)):
         assert expected[rank].allocated == pytest.approx(device, rel=0.1)
@@ -111,7 +112,7 @@ def test_activations_are_where_they_are_predicted(ranks, layout):
 )
 def test_parameters_are_where_they_are_predicted(ranks, layout):
     job = job_of(replace(layout, offload="optimizer+parameters"), DEEP, precision="fp32", global_batch=4)
-    expected = step_memory(rank_spec(job, VOCAB))[0]
+    expected = step_memory(rank_spec(job, VOCAB, "cpu"))[0]
     on_its_way = 0
     if layout.dp_shard > 1 and layout.accumulate == "local":
         # gloo sums one block's gradients, in a buffer as large, while the next block's are computed.

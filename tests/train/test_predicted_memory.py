@@ -234,7 +234,7 @@ def compare(ranks, job: Job, bound: float = 0.04) -> set[str]:
     stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else ()
     width = WIDTHS[job.train.precision]
     spec = StepSpec(model, Cluster(), layout, equation, "bf16", width, stages=stages, optimizer=job.optimizer)
-    spec = replace(spec, framework=rank_spec(job, VOCAB).framework, document_mask=job.data.document_mask)
+    spec = replace(spec, framework=rank_spec(job, VOCAB, "cpu").framework, document_mask=job.data.document_mask)
     moments = set()
     for rank, size in enumerate(ranks(stepped, layout.world, job)):
         expected = step_memory(spec)[rank // (layout.world // layout.pp)]
@@ -380,7 +380,7 @@ def test_then_muon_has_whole_matrices(ranks, layout):
     """Of ranks that have different matrices of a bucket the fullest is predicted."""
     train = Train(global_batch=2, precision="bf16")
     job = Job(model=SHORT, layout=layout, train=train, optimizer=Optimizer(name="muon"))
-    spec = replace(rank_spec(job, VOCAB), cluster=Cluster(), products="bf16")
+    spec = replace(rank_spec(job, VOCAB, "cpu"), cluster=Cluster(), products="bf16")
     (expected,) = step_memory(spec)
     found = max(ranks(stepped, layout.world, job))
     print(layout.line(), f"{found:,} {expected.allocated:,} {expected.allocated / found - 1:.1%}")
@@ -414,6 +414,6 @@ def test_experts_that_one_rank_has_alone_wait_for_the_last_micro_batch_like_the_
     model = replace(EXPERTS, n_layers=3)
     job = Job(model=model, layout=Layout(dp_shard=2, ep=2, zero=zero, micro_batch=1), train=Train(global_batch=8))
     found = ranks(stepped, 2, job)
-    (expected,) = step_memory(rank_spec(job, VOCAB))
+    (expected,) = step_memory(rank_spec(job, VOCAB, "cpu"))
     print(zero, expected.allocated, *found)
     assert expected.allocated == pytest.approx(sum(found) / 2, rel=0.04)

@@ -81,8 +81,8 @@ class Bucket:
         self.waiting = len(self.slots)
 
     def take(self, slot: Slot) -> None:
-        """Moves a parameter's new gradient into the buffer, where autograd accumulates those of later micro-batches. There
-        is none yet of a head whose micro-batches share one (vocabulary.py), before the last of them."""
+        """Moves a parameter's new gradient into the buffer, where autograd accumulates those of later micro-batches. A
+        head whose micro-batches share one (vocabulary.py) has none before the last of them."""
         view = self._buffer()[slot.start : slot.stop].view_as(slot.parameter)
         gradient = slot.parameter.grad
         if gradient is not None and gradient.data_ptr() != view.data_ptr():

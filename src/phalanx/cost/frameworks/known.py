@@ -34,7 +34,7 @@ COMPILED_PASSES, COMPILED_KERNEL_US = 0.56, 4
 `kernel_us`, as torchtitan's."""
 
 PHALANX_CPU = replace(
-    PHALANX,
+    _PHALANX,
     name="phalanx-cpu",
     slowdown=1.0,
     interference=1.5,
