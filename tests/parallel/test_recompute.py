@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.model.init import initialise
@@ -11,6 +12,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.recompute import recompute
+from phalanx.parallel.vocabulary import CrossEntropy
 from phalanx.partition.recompute import MODES, modes, written
 
 VOCAB, SEQ, BATCH, WIDTH, LAYERS = 11, 32, 2, 16, 3
@@ -36,7 +38,7 @@ def step(layout: Layout, dropout: float) -> tuple[torch.Tensor, dict[str, torch.
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = Objective(model)(MicroTensors(tokens, tokens, noise))
+        loss = Objective(model, CrossEntropy(Axis("tp"), VOCAB))(MicroTensors(tokens, tokens, noise))
     total = sum(kept.values())
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, total

@@ -56,7 +56,7 @@ def refined(model: ModelConfig, layout: Layout) -> StepSpec:
     """The layout's refinement where all layers keeping everything is a little too much for a device."""
     asked = PlanRequest(replace(model, vocab_size=VOCAB), cluster(layout.world), 12, "fp32", 8, PHALANX_CPU)
     least, most = (needed_bytes(asked.spec(replace(layout, recompute=mode))) for mode in ("full", "none"))
-    memory = (least + 0.5 * (most - least)) / 2**30
+    memory = (least + 0.4 * (most - least)) / 2**30
     small = replace(asked.cluster, accelerator=replace(asked.cluster.accelerator, memory_gib=memory))
     asked = replace(asked, cluster=small)
     found = refinement(asked, asked.spec(replace(layout, recompute="full")))
