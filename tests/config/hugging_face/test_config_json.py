@@ -165,6 +165,17 @@ def test_a_released_config_is_the_preset():
     assert found.model.seq_len == 131072
 
 
+def test_what_transformers_would_do_and_this_program_does_not_is_said():
+    """Dropout counts where transformers trains, and the code of auto_map where it loads the folder."""
+    more = {"attention_dropout": 0.1, "hidden_dropout": 0.0, "auto_map": {"AutoModelForCausalLM": "own.Model"}}
+    found = config_json.read({**LLAMA_3_1_8B, **more})
+    assert found.model == config_json.read(LLAMA_3_1_8B).model
+    assert found.notes == (
+        "attention_dropout 0.1: not taken; training has no dropout unless model.dropout is set",
+        "auto_map: the folder's own code is not run; the model is that of its model_type",
+    )
+
+
 def test_deepseek_with_stretched_positions():
     """mscale and mscale_all_dim cancel in queries and keys and enlarge the scores."""
     found = config_json.read(DEEPSEEK_V3)

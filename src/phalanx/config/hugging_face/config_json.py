@@ -26,6 +26,10 @@ _TOP = frozenset({"text_config", "vision_config", "mm_tokens_per_image", "boi_to
     "image_token_index"
 }
 _QUANTISED = "quantization_config"
+_DROPOUT = (
+    *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob"),
+    *("embedding_dropout", "attn_dropout"),
+)
 _TRAINING_ONLY = (
     "preset",
     "from_",
@@ -126,10 +130,19 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
         refuse_unknown(part, without_effect, f" for model_type {family.model_type}")
     if source.problems:
         raise JobError(source.problems)
-    notes = (*family.notes, *source.notes)
+    notes = (*family.notes, *source.notes, *_not_taken(source))
     if outer:
         notes += ("the language model, without the encoder of images",)
     return HuggingFaceModel(family, model, notes, outer is not None, quantised)
+
+
+def _not_taken(source: ConfigReader) -> Iterator[str]:
+    """Yields what transformers would do with the model, and this program does not."""
+    rates = [f"{name} {rate:g}" for name in _DROPOUT if isinstance(rate := source.raw(name), int | float) and rate > 0]
+    if rates:
+        yield f"{', '.join(rates)}: not taken; training has no dropout unless model.dropout is set"
+    if source.raw("auto_map"):
+        yield "auto_map: the folder's own code is not run; the model is that of its model_type"
 
 
 def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Fields]:
