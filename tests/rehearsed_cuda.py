@@ -431,6 +431,8 @@ def rehearsal(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
 
     def backward(*args: Any, **kwargs: Any) -> Any:
         """Runs hooks and gradients written in Python as Python code: nothing is noted of the call around them."""
+        if gpu not in _GPU:  # the test goes on without it
+            return run_backward(*args, **kwargs)
         before, gpu.calls = gpu.calls, []
         try:
             with _Calls():
