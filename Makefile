@@ -10,8 +10,9 @@ ARGS ?=
 BESIDE := $(addprefix tests/,blocks check comm config cost evaluate examples exchange extend families fuzz generate model \
 	optimizers oracle partition pictures plan schedule simulate validation verify train/optimizers \
 	$(addprefix parallel/,$(addsuffix .py,test_predicted_traffic test_tiled_layers test_tiling test_second_copy test_quantised \
-	test_pair_loss test_lora_layouts)) $(addprefix train/,$(addsuffix .py,test_predicted_memory test_structure_memory \
-	test_lora_memory test_offload test_offload_all)))
+	test_pair_loss test_lora_layouts test_compiled test_compiled_once test_pipeline test_fp8)) \
+	$(addprefix train/,$(addsuffix .py,test_predicted_memory test_structure_memory test_lora_memory test_offload \
+	test_offload_all test_rehearsed_cuda)))
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled offload tiles zero-plus-plus test-smollm2 test-families \
