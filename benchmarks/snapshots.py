@@ -1,4 +1,4 @@
-"""What the program says, kept before a change of its structure and compared after it.
+"""Records what the program prints, so that a change of its structure can be shown to change nothing else.
 
     python -m benchmarks.snapshots before.json      keep it
     (change something)

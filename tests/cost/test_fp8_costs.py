@@ -1,4 +1,4 @@
-"""What a job in fp8 is predicted to take, and on which devices it is legal."""
+"""Predictions for jobs in fp8, and the devices on which such jobs are legal."""
 
 from __future__ import annotations
 

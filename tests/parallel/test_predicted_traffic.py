@@ -69,8 +69,8 @@ DROPPING = dataclasses.replace(SWITCH, dropout=0.1)
 
 
 def counted(ranks, job: Job) -> tuple[Traffic, float, float]:
-    """What this rank's ledger has of a step (the mean, where steps differ), the rows that it sent in it to other ranks'
-    experts, or as theirs back, and the parts of a step that its replica computed."""
+    """Returns the traffic of one step in this rank's ledger, or the mean where steps differ; the number of rows that
+    the rank exchanged with other ranks' experts; and the number of parts of a step that its replica computed."""
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     steps = job.layout.sync_every if job.layout.independent_replicas > 1 else 1

@@ -2,19 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from phalanx.config.job import Job
 from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
+from phalanx.partition.recompute import Mode
 from phalanx.pictures import recompute
 from phalanx.pictures.canvas import Panel
 from pictures.test_prediction_picture import given_case
 
 
-def end(spec: StepSpec, mode: str) -> tuple[float, float]:
-    found = predict(replace(spec, layout=replace(spec.layout, recompute=mode)))  # type: ignore[arg-type]
+def end(spec: StepSpec, mode: Mode) -> tuple[float, float]:
+    found = predict(replace(spec, layout=replace(spec.layout, recompute=mode)))
     return found.fullest.peak / 2**30, found.step_time_s
 
 
@@ -29,7 +31,7 @@ def test_lines_lead_from_mode_to_mode(case, monkeypatch):
     [(title, (costs, needs))] = drawn
     assert title == f"a model, {spec.cluster.accelerator.memory_gib:g} GiB each"
     for name, line in costs.lines.items():
-        rest, first = name.split(" to ")
+        rest, first = (cast(Mode, mode) for mode in name.split(" to "))
         assert (line[0], line[-1]) == (end(spec, rest), end(spec, first))
         assert costs.marks[name] == line[-1]
         assert [place for place, _ in needs.lines[name]] == sorted({round(layers * n / 8) for n in range(9)})

@@ -181,7 +181,8 @@ def _entry_problems(name: str, entry: CorpusEntry) -> Iterator[str]:
     """Yields the problems of an entry that is added."""
     yield from setting_problems(entry.settings, entry.count, entry.vocab)
     computed = entry.documents != CorpusEntry.documents
-    if entry.tokens is None and entry.files is None and entry.rows is None and not computed and name != "mix":
+    drawn = "mix" in entry.settings  # its sources have the texts
+    if entry.tokens is None and entry.files is None and entry.rows is None and not computed and not drawn:
         yield "states too little; missing: files, documents, rows, or tokens"
     if entry.tokens is not None and (entry.files is not None or computed):
         yield "tokens stand instead of a text: leave out files and documents"

@@ -22,7 +22,7 @@ class MixSource:
     epochs: Annotated[float, AtLeast(0)] = 0.0
     """The most passes over it: a run that needs more is refused; 0: as many as it needs."""
     corpus: Literal["", "text", "chat", "preferences"] = ""
-    """What it holds; empty: the same as the mixture, which is text unless data.corpus says otherwise."""
+    """The kind of its content. Empty: that of data.corpus, or text if that is not set either."""
     columns: tuple[str, ...] = ()
     """Instead of data.columns."""
     ignore_keys: tuple[str, ...] = ()

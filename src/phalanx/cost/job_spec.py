@@ -17,7 +17,7 @@ from phalanx.cost.frameworks.known import COMPILED_KERNEL_US, COMPILED_PASSES, P
 from phalanx.cost.frameworks.memory_profiles import COMPILED_LOSS_TENSORS
 from phalanx.cost.loss_chunk import with_loss_chunk
 from phalanx.cost.memory.state import WIDTHS
-from phalanx.cost.spec import StepSpec, alone
+from phalanx.cost.spec import StepSpec, as_used_by
 from phalanx.cost.time.offload_time import require_host
 from phalanx.errors import JobError
 from phalanx.partition import batch
@@ -55,9 +55,7 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
     precision = job.train.precision
     model = replace(job.model, vocab_size=vocab)
     cluster = with_processes(job.cluster, job.cluster.devices_per_node or job.layout.world)
-    framework = framework_of(job)
-    if job.layout.world == 1:
-        cluster, framework = alone(cluster, framework)
+    cluster, framework = as_used_by(job.layout.world, cluster, framework_of(job))
     spec = StepSpec(
         model=model,
         cluster=cluster,
@@ -87,15 +85,16 @@ def framework_of(job: Job) -> Framework:
 def _as_trained(job: Job, framework: Framework) -> Framework:
     """Returns a framework with what the job's options change."""
     profile = framework.memory_profile
-    if compiles(job) and job.layout.tp == 1:  # that of a cut vocabulary communicates
+    compiled = compiles(job)
+    if compiled and job.layout.tp == 1:  # that of a cut vocabulary communicates
         profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
-    framework = replace(framework, cast_bytes=5) if compiles(job) else framework
+    framework = replace(framework, cast_bytes=5) if compiled else framework
     if job.train.gradients != "same":
         profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])
     low, high = framework.spread
     if not job.cluster.preset:  # nobody measured this machine
         low, high = low / DESCRIBED_SPREAD, high * DESCRIBED_SPREAD
-    if compiles(job) and job.cluster.device != "cpu":
+    if compiled and job.cluster.device != "cpu":
         framework = replace(framework, passes=COMPILED_PASSES * framework.passes, kernel_us=COMPILED_KERNEL_US)
     return replace(framework, memory_profile=profile, spread=(low, high))
 

@@ -40,8 +40,11 @@ class StepSpec(Hashed):
     """Whether the loss compares pairs of sequences (DPO), so that the gradients of one follow the other."""
 
 
-def alone(cluster: Cluster, framework: Framework) -> tuple[Cluster, Framework]:
-    """Returns the machine and the framework as a job of one device has them (Accelerator.alone, Framework.alone)."""
+def as_used_by(world: int, cluster: Cluster, framework: Framework) -> tuple[Cluster, Framework]:
+    """Returns the machine and the framework as a job of `world` devices has them: one device has rates of its own
+    (Accelerator.alone, Framework.alone)."""
     device = cluster.accelerator
+    if world > 1:
+        return cluster, framework
     own = replace(device, sustained=device.alone or device.sustained)
     return replace(cluster, accelerator=own), framework.alone or framework

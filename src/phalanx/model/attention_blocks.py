@@ -51,7 +51,7 @@ class Seen:
 
     @property
     def options(self) -> dict[str, int]:
-        """How flash attention is told of the window, by the keys on both sides of a query's own."""
+        """The window in the arguments of flash attention: how many keys before and after its own a query sees."""
         return {"window_size_left": self.window - 1, "window_size_right": 0} if self.window else {}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from phalanx.cost.frameworks.calibration import calibrated
-from phalanx.cost.spec import StepSpec, alone
+from phalanx.cost.spec import StepSpec, as_used_by
 from phalanx.errors import JobError
 from phalanx.validation import row_layout, row_machine, row_shape
 from phalanx.validation.convention import Convention, convention_of, flops_per_step, peak_tflops
@@ -93,8 +93,7 @@ def read(row: Mapping[str, str]) -> Reading:
         raise JobError(cells.problems)
     layout, batch = found
     width = 4 if products == "fp32" else 2
-    machine = cluster, calibrated(framework, cluster.accelerator)
-    cluster, program = alone(*machine) if layout.world == 1 else machine
+    cluster, program = as_used_by(layout.world, cluster, calibrated(framework, cluster.accelerator))
     spec = StepSpec(model, cluster, layout, batch, products, width, program)
     reading = _measured(cells, _unmeasured(cells, spec, framework))
     if cells.problems:

@@ -67,7 +67,6 @@ class RecordedCall:
     @property
     def signature(self) -> tuple[object, ...]:
         """What must be equal on all ranks: a message's bytes and type; a collective's operation, root, shape and type.
-        The
         The shapes of an all-to-all and of a shift may differ."""
         if self.channel.source >= 0:
             return self.dtype, self.nbytes

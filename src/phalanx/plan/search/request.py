@@ -19,7 +19,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.job_spec import framework_of, stages, step_spec
-from phalanx.cost.spec import Products, StepSpec, alone
+from phalanx.cost.spec import Products, StepSpec, as_used_by
 from phalanx.errors import JobError
 from phalanx.partition import batch
 
@@ -56,8 +56,7 @@ class PlanRequest:
         """Yields one request per number of devices. Processes on the same CPU each have their part of it."""
         for world in self.devices:
             per_node = max(1, world // self.cluster.nodes)
-            machine = with_processes(self.cluster, per_node), self.framework
-            cluster, framework = alone(*machine) if world == 1 else machine
+            cluster, framework = as_used_by(world, with_processes(self.cluster, per_node), self.framework)
             yield replace(self, cluster=cluster, framework=framework, worlds=(world,))
 
     def spec(self, layout: Layout) -> StepSpec:
