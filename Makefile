@@ -79,8 +79,8 @@ test-smollm2: setup ## import the real SmolLM2-135M and compare it with transfor
 test-families: setup ## export a small model of every family and load it with transformers: a minute
 	PHALANX_FAMILIES=1 $(BIN)/python -m pytest tests/exchange/test_export.py -k computes $(ARGS)
 
-reference: setup ## write docs/job.md, docs/cli.md and docs/api.md from the code
-	$(BIN)/phalanx schema --markdown --out docs/job.md
+reference: setup ## write docs/reference/job.md, docs/reference/cli.md and docs/reference/api.md from the code
+	$(BIN)/phalanx schema --markdown --out docs/reference/job.md
 	$(BIN)/python docs/cli_reference.py
 	$(BIN)/python docs/api_reference.py
 
@@ -107,7 +107,7 @@ pictures: setup ## make the pictures of docs/pictures again that a command on a 
 docs-check: setup ## run every command that README and docs show with its output, and compare: an hour; ARGS='-k tutorials'
 	PHALANX_DOCS=1 $(BIN)/python -m pytest -q --timeout=0 tests/documented $(ARGS)
 
-course: setup ## run the commands of every lecture of docs/course.md, in runs/course: ARGS=examples/course/03-zero.sh
+course: setup ## run the commands of every lecture of docs/tutorials/course.md, in runs/course: ARGS=examples/course/03-zero.sh
 	@mkdir -p runs/course && cp -r examples runs/course/ && cd runs/course && \
 	for lecture in $(or $(ARGS),$(sort $(wildcard examples/course/*.sh))); do \
 		echo "== $$lecture"; PATH=$(CURDIR)/$(BIN):$$PATH bash -e $$lecture || exit 1; done

@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the Python API, from the docstrings of what it lists.
+"""Writes docs/reference/api.md, the Python API, from the docstrings of what it lists.
 
 python docs/api_reference.py
 """
@@ -26,7 +26,7 @@ from phalanx.report.run import RunRecord
 from phalanx.simulate.timeline import Span, Timeline, TimeShares
 from phalanx.verify.run import LayoutCase, VerifyReport
 
-PAGE = Path(__file__).with_name("api.md")
+PAGE = Path(__file__).with_name("reference") / "api.md"
 RESULTS: dict[type, tuple[str, ...]] = {
     Plan: ("best", "nearest", "alternatives", "rejected", "searched", "seconds", "notes"),
     Alternative: ("name", "candidate", "why"),

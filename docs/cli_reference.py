@@ -1,5 +1,5 @@
-"""Writes docs/cli.md: every verb with its commands, options, exit codes and examples, from the descriptions that the
-verbs parse with.
+"""Writes docs/reference/cli.md: every verb with its commands, options, exit codes and examples, from the descriptions
+that the verbs parse with.
 
     python docs/cli_reference.py
 """
@@ -17,7 +17,7 @@ from phalanx.cli.page import PageOption, VerbPage, flag_of
 from phalanx.cli.verbs import EXIT_CODES, VERBS, description_of
 from phalanx.config.reference import type_words
 
-PAGE = Path(__file__).with_name("cli.md")
+PAGE = Path(__file__).with_name("reference") / "cli.md"
 COMMAND = "make reference"
 HEAD = f"""\
 # The command line: every verb

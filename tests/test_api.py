@@ -65,7 +65,7 @@ def test_the_example_works(name, here, monkeypatch, request):
 def test_the_page_is_current(name, monkeypatch):
     monkeypatch.syspath_prepend(str(DOCS))
     made = importlib.import_module(f"{name}_reference").page()
-    assert (DOCS / f"{name}.md").read_text(encoding="utf-8") == made, "write it again: make reference"
+    assert (DOCS / "reference" / f"{name}.md").read_text(encoding="utf-8") == made, "write it again: make reference"
 
 
 def test_the_package_offers_the_functions_and_a_type_checker_knows_them():

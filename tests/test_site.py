@@ -31,14 +31,16 @@ def test_every_page_is_in_the_navigation_once():
 
 
 def test_every_picture_is_in_the_gallery_with_a_caption():
-    shown = re.findall(r"!\[([^\]]+)\]\((pictures/[^)]+)\)", (DOCS / "gallery.md").read_text(encoding="utf-8"))
+    shown = re.findall(
+        r"!\[([^\]]+)\]\(\.\./(pictures/[^)]+)\)", (DOCS / "reference" / "gallery.md").read_text(encoding="utf-8")
+    )
     assert sorted(path for _, path in shown) == sorted(f"pictures/{path.name}" for path in DOCS.glob("pictures/*"))
 
 
 def test_every_lecture_is_in_the_course():
-    text = (DOCS / "course.md").read_text(encoding="utf-8")
+    text = (DOCS / "tutorials" / "course.md").read_text(encoding="utf-8")
     assert LECTURES
-    assert not [path.name for path in LECTURES if f"(../examples/course/{path.name})" not in text]
+    assert not [path.name for path in LECTURES if f"(../../examples/course/{path.name})" not in text]
 
 
 @pytest.mark.parametrize("lecture", LECTURES, ids=lambda path: path.stem)

@@ -4,7 +4,7 @@
     python -m benchmarks.chaos --list
 
 Results are kept after every fault: an interrupted bench goes on where it was. With all faults done it writes
-benchmarks/results/chaos.json and chaos.md. See docs/chaos.md.
+benchmarks/results/chaos.json and chaos.md. See docs/guides/chaos.md.
 """
 
 from __future__ import annotations

@@ -96,7 +96,9 @@ def page(results: Results, faults: Mapping[str, Fault], main: str, peer: str) ->
         "# Faults",
         "",
         "{processor}, {cores} cores, {memory_gib} GiB, Linux {kernel}, torch {torch}, Python {python}, "
-        "phalanx {phalanx} ({commit}), {date}. `make chaos`; [how to read it](../../docs/chaos.md)".format(**facts),
+        "phalanx {phalanx} ({commit}), {date}. `make chaos`; [how to read it](../../docs/guides/chaos.md)".format(
+            **facts
+        ),
         "",
         summary(own),
         "",

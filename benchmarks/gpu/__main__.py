@@ -6,7 +6,7 @@
 Writes benchmarks/results/gpu-NAME.json and .md after every case, NAME being the device's. An interrupted run resumes:
 cases with figures are not measured again, unless --fresh. `--quick` uses tiny sizes; on a CPU they exercise the same
 code, and the results go to a temporary folder. `--minutes` takes the cases in the order of their worth, and stops in
-time; the same command goes on. See docs/gpu.md.
+time; the same command goes on. See docs/guides/gpu.md.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Results:
             f"# On {many}{facts['device']}",
             "",
             f"{facts['memory_gib']} GiB per device; {', '.join(versions)}; written {time.strftime('%Y-%m-%d')}. "
-            "`make gpu`; [what it measures](../../docs/gpu.md)",
+            "`make gpu`; [what it measures](../../docs/guides/gpu.md)",
         ]
         for title, rows in tables.items():
             lines += ["", f"## {title}", "", *markdown(rows)]

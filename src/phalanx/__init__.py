@@ -1,6 +1,6 @@
 """Phalanx: plan, predict, rehearse, launch, train and keep alive N-D parallel language-model training.
 
-The functions for programs (docs/api.md) are those of phalanx.api, imported when they are first used.
+The functions for programs (docs/reference/api.md) are those of phalanx.api, imported when they are first used.
 """
 
 import importlib

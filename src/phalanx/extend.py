@@ -1,4 +1,4 @@
-"""The door for things from outside: one call and one object per thing. docs/extending.md has examples.
+"""The door for things from outside: one call and one object per thing. docs/reference/extending.md has examples.
 
 A package calls these functions in its entry point of the group `phalanx.extensions` (registry.py), and its things are
 then used like the project's own, which stand in the same tables. An object states all facts of its thing; one that

@@ -145,6 +145,6 @@ def test_a_file_that_deadlocks_is_refused_with_its_circle(capsys, tmp_path):
 
 @pytest.mark.parametrize("name", list(catalogue.SCHEDULES))
 def test_every_schedule_is_on_the_page_with_its_picture(name):
-    page = (ROOT / "docs" / "schedules.md").read_text()
+    page = (ROOT / "docs" / "techniques" / "schedules.md").read_text()
     assert f"| `{name}` |" in page
-    assert f"(pictures/schedule-{name}.svg)" in page
+    assert f"(../pictures/schedule-{name}.svg)" in page

@@ -38,7 +38,7 @@ def test_an_example_brings_its_rows_and_overwrites_nothing(tmp_path: Path, monke
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("word", ["job", "docs/job.md", "job.md"])
+@pytest.mark.parametrize("word", ["job", "docs/reference/job.md", "job.md"])
 def test_a_page_is_found_by_the_name_that_messages_have(word: str, capsys) -> None:
     assert run(["docs", word]) == 0
     assert capsys.readouterr().out.startswith("# The job file")
@@ -48,4 +48,4 @@ def test_a_mistyped_name_gets_a_near_one() -> None:
     with pytest.raises(JobError, match="did you mean main?"):
         run(["examples", "mian"])
     with pytest.raises(JobError, match="did you mean"):
-        run(["docs", "tutorial/plan"])
+        run(["docs", "tutorial/first-run"])

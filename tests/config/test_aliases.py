@@ -116,6 +116,6 @@ def test_presets_and_their_values_exist() -> None:
 
 
 def test_the_page_names_every_alias() -> None:
-    page = Path(__file__).parents[2] / "docs" / "habits.md"
+    page = Path(__file__).parents[2] / "docs" / "guides" / "habits.md"
     text = page.read_text(encoding="utf-8")
     assert not [name for name in NAMES if f"`{name}" not in text]

@@ -7,7 +7,7 @@ import pytest
 from phalanx.config.clusters import CLUSTERS, MACHINES, MachineEntry
 from phalanx.config.devices import ACCELERATORS, DEVICES, DeviceEntry, device_reported_as
 
-PAGE = Path(__file__).parents[2] / "docs" / "devices.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "devices.md"
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_every_row_has_a_source_and_what_a_prediction_needs():
 def test_the_page_shows_the_tables():
     page = PAGE.read_text(encoding="utf-8")
     for table in (device_table(), machine_table()):
-        assert table in page, f"docs/devices.md should have\n\n{table}"
+        assert table in page, f"docs/reference/devices.md should have\n\n{table}"
 
 
 def device_table() -> str:

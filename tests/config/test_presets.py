@@ -236,7 +236,7 @@ def test_presets_are_whole_shapes(name: str):
 
 
 def test_the_documented_table_equals_the_presets():
-    text = (Path(__file__).parents[2] / "docs" / "model.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "reference" / "model.md").read_text()
     section = text.split("## Presets")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `([^`]+)` \|(.+)\|$", section, flags=re.MULTILINE)
     table = {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}

@@ -1,4 +1,4 @@
-"""The chat templates that trl ships: the text of transformers' own rendering, or refused (docs/fine-tuning.md).
+"""The chat templates that trl ships: the text of transformers' own rendering, or refused (docs/guides/fine-tuning.md).
 
 trl is no dependency: its package is looked for, or PHALANX_TRL names the folder of its templates."""
 

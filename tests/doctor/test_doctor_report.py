@@ -75,7 +75,7 @@ def test_the_document():
 
 
 def test_every_check_belongs_to_a_group_and_is_documented():
-    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "doctor.md").read_text()
     env = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for check in checks(machine(job="model=tiny", env=env)):
         assert check.group in GROUPS

@@ -1,4 +1,4 @@
-"""The real SmolLM2-135M-Instruct, from a GGUF file that PHALANX_SMOLLM2 names (docs/gguf.md says where it is from)."""
+"""The real SmolLM2-135M-Instruct, from a GGUF file that PHALANX_SMOLLM2 names (docs/guides/gguf.md has its source)."""
 
 import os
 from pathlib import Path

@@ -13,7 +13,7 @@ PACKAGES = Path(__file__).parent / "packages"
 
 def install(folder: Path, module: str, *, version: str = "1.0", text: str | None = None) -> Path:
     """Puts a module and its metadata into a folder, and returns the folder. The module is an example of
-    docs/extending.md, or `text`."""
+    docs/reference/extending.md, or `text`."""
     source = (PACKAGES / f"{module}.py").read_text() if text is None else text
     metadata = folder / f"phalanx_{module}-{version}.dist-info"
     metadata.mkdir(parents=True)

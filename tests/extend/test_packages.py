@@ -1,6 +1,6 @@
 """A package adds a schedule, an optimizer, a cluster with its device, a corpus with its tokenizer: one file each.
 
-The packages are those of docs/extending.md, installed as pip would do it, and used by the commands themselves.
+The packages are those of docs/reference/extending.md, installed as by pip, and used by the commands themselves.
 """
 
 from __future__ import annotations
@@ -236,11 +236,11 @@ def test_a_tokenizer_that_gives_other_ids_than_it_says_is_refused(phalanx, tmp_p
     "entry", [*KINDS, ScheduleEntry, DeviceEntry, MachineEntry, CorpusEntry, TokenizerEntry, TrackerEntry]
 )
 def test_the_documentation_names_every_fact(entry: type):
-    page = (ROOT / "docs" / "extending.md").read_text()
+    page = (ROOT / "docs" / "reference" / "extending.md").read_text()
     assert not [field.name for field in fields(entry) if f"`{field.name}`" not in page]
 
 
 @pytest.mark.parametrize("name", [*EXAMPLES, "gated", "csv_tracker"])
 def test_the_documentation_shows_the_examples_as_they_are(name: str):
-    page = (ROOT / "docs" / "extending.md").read_text()
+    page = (ROOT / "docs" / "reference" / "extending.md").read_text()
     assert f"```python\n{(PACKAGES / f'{name}.py').read_text()}```" in page

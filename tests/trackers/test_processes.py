@@ -76,7 +76,7 @@ def job_with(*names: str, wait_s: float = 60.0) -> Job:
 
 
 def test_a_tracker_that_fails_hangs_or_dies_costs_a_warning_and_a_limited_time(tmp_path, monkeypatch):
-    """The one of docs/extending.md beside them gets everything, and goes on where it ended."""
+    """The one of docs/reference/extending.md beside them gets everything, and goes on where it ended."""
     for path in (install(tmp_path / "a", "csv_tracker"), install(tmp_path / "b", "broken", text=BROKEN)):
         monkeypatch.syspath_prepend(str(path))
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")

@@ -1,4 +1,4 @@
-"""docs/job.md: every field of a job, as Markdown."""
+"""docs/reference/job.md: every field of a job, as Markdown."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from phalanx.check.known_names import known_names
 from phalanx.config import reference
 from phalanx.config.reference import FieldReference
 
-COMMAND = "phalanx schema --markdown --out docs/job.md"
+COMMAND = "phalanx schema --markdown --out docs/reference/job.md"
 MOST_NAMES = 20
 """Longest catalogue that is listed beside its field; models and machines have pages of their own."""
 HEAD = f"""\

@@ -121,7 +121,7 @@ def _check(words: CommandWords) -> None:
 
 
 def as_json(program: CollectiveProgram, element_bytes: int) -> dict[str, Any]:
-    """Returns the document of `show --json` (docs/collectives.md)."""
+    """Returns the document of `show --json` (docs/techniques/collectives.md)."""
     return {
         "name": program.name,
         "ranks": program.ranks,

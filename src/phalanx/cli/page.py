@@ -1,4 +1,4 @@
-"""The one description of a verb, from which help pages, docs/cli.md and shell completion are made."""
+"""The one description of a verb, from which help pages, docs/reference/cli.md and shell completion are made."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def _picture(name: str, job: Job, spec: StepSpec, prediction: Prediction) -> str
 
 
 def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:
-    """Returns the document of `--json` (docs/predict.md)."""
+    """Returns the document of `--json` (docs/guides/predict.md)."""
     hints = [] if prediction.fits else [vars(one) for one in advice(spec)]
     sizes = {"parameters": count(spec.model), "active_parameters": count_active(spec.model)}
     if spec.model.lora.rank:

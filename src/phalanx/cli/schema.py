@@ -19,7 +19,7 @@ VERB = CommandVerb(
         WHOLE: Command(
             (),
             {"out": Option(str, "", "file to write instead of standard output", value="FILE")},
-            switches={"markdown": "as a page (docs/job.md)", "json": "as JSON schema, the default"},
+            switches={"markdown": "as a page (docs/reference/job.md)", "json": "as JSON schema, the default"},
         )
     },
     (

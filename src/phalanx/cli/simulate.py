@@ -237,7 +237,7 @@ def _marks(disturbance: Disturbance) -> dict[int, str]:
 
 
 def as_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
-    """Returns the document of `--json` (docs/simulate.md)."""
+    """Returns the document of `--json` (docs/guides/simulate.md)."""
     found = result.figures
     document: dict[str, Any] = {
         "step_time_s": found.step_time_s,

@@ -21,7 +21,7 @@ Measurement = Literal["compute", "comm"]
 
 STABLE_SPREAD = 0.05
 """Spread up to which independent rounds agree, so that no further one is measured: the cost model's own median error
-(5.3 %, docs/accuracy.md)."""
+(5.3 %, docs/explanation/accuracy.md)."""
 
 
 class ErrorBounds(NamedTuple):
@@ -32,10 +32,10 @@ class ErrorBounds(NamedTuple):
 
 
 DEVICE_ERROR = ErrorBounds(0.25, 0.5)
-"""Bounds on the fit error of products, attention and streams. On idle CPUs it is 1 to 15 % (docs/bench.md)."""
+"""Bounds on the fit error of products, attention and streams. On idle CPUs it is 1 to 15 % (docs/guides/bench.md)."""
 LINK_ERROR = ErrorBounds(0.4, 0.8)
 """Bounds on the fit error of links. One latency and one bandwidth stand for five collectives, which alone gives 27 %
-on an idle CPU with gloo (docs/bench.md)."""
+on an idle CPU with gloo (docs/guides/bench.md)."""
 SPREAD = ErrorBounds(0.25, 1.0)
 """Bounds on the spread. A machine whose rounds differ by a factor of two says nothing about a step's time."""
 

@@ -3,7 +3,7 @@
 Peaks are dense, of the form that the row names, without sparsity. Some figures are not on data sheets: `ceiling` and
 `fp8_ceiling` come from ml-engineering's table of maximum achievable matmul FLOPs, or from a device of the same family
 if that lacks it; `sustained` and `older` are calibrated on published runs of clusters, `alone` on the steps of one
-H200 (docs/cost-model.md).
+H200 (docs/explanation/cost-model.md).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from phalanx.config.constraints import Above, AtLeast, Below
 
 @dataclass(frozen=True)
 class DpoOptions:
-    """Direct preference optimisation, which corpus preferences trains with (docs/preference-tuning.md)."""
+    """Direct preference optimisation, which corpus preferences trains with (docs/guides/preference-tuning.md)."""
 
     beta: Annotated[float, Above(0), Below(1e6)] = 0.1
     """Strength of the tie to the reference model: rewards are beta × log(probability / the reference's)."""

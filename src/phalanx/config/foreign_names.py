@@ -255,7 +255,7 @@ ADVICE = {
             "sdp_attention",
             "xformers_attention",
         ),
-        f"{_NOTHING}: attention never stores its scores where torch has a kernel for it (docs/memory.md)",
+        f"{_NOTHING}: attention never stores its scores where torch has a kernel for it (docs/explanation/memory.md)",
     ),
     **_HABITS,
     **dict.fromkeys(

@@ -15,7 +15,7 @@ MOST_TRACED = 16
 
 @dataclass(frozen=True)
 class ProfileOptions:
-    """A profile of some steps, in the run's folder traces (docs/profile.md)."""
+    """A profile of some steps, in the run's folder traces (docs/guides/profile.md)."""
 
     steps: Annotated[tuple[int, int], AtLeast(0)] = (0, 0)
     """First and last step to profile, such as [10, 12]; steps count from 1. [0, 0]: none."""

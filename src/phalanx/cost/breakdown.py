@@ -65,7 +65,7 @@ def duration(seconds: float) -> str:
 
 
 def document(prediction: Prediction) -> dict[str, Any]:
-    """Returns the figures of `--json` (docs/predict.md), in seconds, bytes and FLOPs."""
+    """Returns the figures of `--json` (docs/guides/predict.md), in seconds, bytes and FLOPs."""
     fullest = prediction.fullest
     low, high = prediction.spread
     least, most = prediction.memory_spread

@@ -1,4 +1,4 @@
-"""Token shards: the files of prepared tokens, with their reader, writer and validation. See docs/data.md."""
+"""Token shards: the files of prepared tokens, with their reader, writer and validation. See docs/guides/data.md."""
 
 from __future__ import annotations
 

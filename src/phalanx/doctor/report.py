@@ -47,7 +47,7 @@ class DoctorReport:
         return 1 if worst(self.findings) == "ERROR" else 0
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the document of `--json` (docs/doctor.md)."""
+        """Returns the document of `--json` (docs/guides/doctor.md)."""
         return {
             "format": FORMAT,
             "phalanx": phalanx.__version__,

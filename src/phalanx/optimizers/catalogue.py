@@ -1,4 +1,4 @@
-"""The catalogue of optimizers: their facts by name. docs/optimizers.md compares them."""
+"""The catalogue of optimizers: their facts by name. docs/techniques/optimizers.md compares them."""
 
 from __future__ import annotations
 

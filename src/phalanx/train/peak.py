@@ -55,7 +55,7 @@ def peak_flops(cluster: Cluster, device: torch.device, dtype: torch.dtype, proce
         kind = str(dtype).removeprefix("torch.")
         return Peak(
             0.0,
-            f"{name} with {gib:.0f} GiB has no peak in {kind} in the table of devices (docs/devices.md): lines have "
+            f"{name} with {gib:.0f} GiB has no peak in {kind} in the table of devices (docs/reference/devices.md): lines have "
             "no mfu; set cluster.peak_tflops",
         )
     if device.type == "cpu":

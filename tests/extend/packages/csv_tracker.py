@@ -26,4 +26,6 @@ def make(run):
 
 def register() -> None:
     """The package's entry point."""
-    extend.tracker("csv", extend.TrackerEntry("lines of a CSV file", "docs/extending.md", open="csv_tracker:make"))
+    extend.tracker(
+        "csv", extend.TrackerEntry("lines of a CSV file", "docs/reference/extending.md", open="csv_tracker:make")
+    )

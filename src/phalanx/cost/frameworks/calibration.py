@@ -1,7 +1,7 @@
 """The few numbers that were fitted to published runs: `Framework.slowdown` of a framework on a kind of device.
 
 Each is one factor on the time of the device, fitted as the median over at most eight runs, which are named here by
-their place in their source; docs/accuracy.md reports errors without them. A pair that is not here has a slowdown of 1:
+their place in their source; docs/explanation/accuracy.md reports errors without them. A pair that is not here has a slowdown of 1:
 data sheets and ceilings alone.
 """
 

@@ -73,7 +73,7 @@ class Framework(Hashed):
     """Factor on the time of a product during a collective (Galvatron measured 1.13)."""
     spread: tuple[float, float] = (0.91, 1.23)
     """Measured over predicted time, 10th and 90th percentiles of 765 published steps, calibrated or not
-    (docs/accuracy.md)."""
+    (docs/explanation/accuracy.md)."""
     memory_spread: tuple[float, float] = (0.95, 1.05)
     """Measured over predicted memory, the same percentiles of 100 published figures."""
     memory_profile: MemoryProfile = field(default_factory=MemoryProfile)

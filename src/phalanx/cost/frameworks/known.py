@@ -1,7 +1,7 @@
 """Known training frameworks by name, with the constants of time and memory that depend on them.
 
 Values that stand in a framework's code or paper are taken from there. Two numbers are calibrated, `slowdown` and
-`kernel_us`, each on the named rows of docs/accuracy.md and never on more than eight of them; without them a family has
+`kernel_us`, each on the named rows of docs/explanation/accuracy.md and never on more than eight of them; without them a family has
 the general values below.
 """
 

@@ -2,7 +2,7 @@
 
 With bf16 and AdamW 2 + 2 + 12 bytes per parameter, of which the ZeRO stages divide the last, the last two, or all three
 by the ranks (Rajbhandari et al. 2020, section 5). Activations are in activations.py. Tests compare both with the memory
-of real ranks (docs/memory.md); rank_memory.py adds them up over a step.
+of real ranks (docs/explanation/memory.md); rank_memory.py adds them up over a step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The output of `phalanx plan`: the text for a terminal, and the document of `--json` (docs/plan.md)."""
+"""The output of `phalanx plan`: the text for a terminal, and the document of `--json` (docs/guides/plan.md)."""
 
 from __future__ import annotations
 
