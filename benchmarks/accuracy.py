@@ -4,8 +4,8 @@
 
 TRUTH is a folder of CSV files, or one file, with the columns that `phalanx predict --table` reads; by default the
 environment variable PHALANX_TRUTH names it. Figures and pictures go to benchmarks/results, the rows stay where they
-are. Rows of the calibration (docs/explanation/accuracy.md) do not count in any error. `constant` is the result of one constant
-efficiency for each source and device, fitted in hindsight to the rows it is judged on.
+are. Rows of the calibration (docs/explanation/accuracy.md) do not count in any error. `constant` is the result of one
+constant efficiency for each source and device, fitted in hindsight to the rows it is judged on.
 """
 
 from __future__ import annotations

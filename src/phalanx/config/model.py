@@ -168,8 +168,8 @@ class ModelConfig(Hashed):
     """With a window: every n-th layer attends to all keys, with n this number, counted from 1 (Gemma 2 and gpt-oss: 2,
     Gemma 3: 6); 0 means no layer."""
     attention: str = ""
-    """Kind of attention: heads, latent, or one that a package adds (docs/reference/extending.md); a list such as latent,heads
-    repeats over the layers; empty: latent with mla.kv_rank, otherwise heads."""
+    """Kind of attention: heads, latent, or one that a package adds (docs/reference/extending.md); a list such as
+    latent,heads repeats over the layers; empty: latent with mla.kv_rank, otherwise heads."""
     feed_forward: str = ""
     """Kind of feed-forward layer: dense, experts, or one that a package adds; a list repeats over the layers; empty:
     experts with moe.n_experts, otherwise dense."""

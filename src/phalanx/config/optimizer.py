@@ -10,7 +10,7 @@ from phalanx.config.constraints import Above, AtLeast, Between, HalfOpen
 
 @dataclass(frozen=True)
 class Optimizer:
-    """The optimizer with its options, and its learning rate. docs/techniques/optimizers.md says which one reads what."""
+    """The optimizer with its options, and its learning rate. docs/techniques/optimizers.md says which reads what."""
 
     name: str = "adamw"
     """adamw, sgd, lion, muon, adamw8bit, or one that a package adds."""

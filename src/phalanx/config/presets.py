@@ -1,4 +1,4 @@
-"""Known models by name, from the files of `config/families`. docs/reference/model.md tabulates them with their parameter counts.
+"""Known models by name, from the files of `config/families`. docs/reference/model.md has their parameter counts.
 
 A job names a preset, and overrides its sequence length or any other field after that.
 """

@@ -16,8 +16,8 @@ _PALE = f"fill='{NEUTRAL}' fill-opacity='.25' stroke='{NEUTRAL}' stroke-width='.
 
 
 def svg(profile: Mapping[str, Any]) -> str:
-    """Draws the document of a profile (docs/guides/profile.md): a bar per rank, and two bars per part of a step if it has a
-    prediction."""
+    """Draws the document of a profile (docs/guides/profile.md): a bar per rank, and two bars per part of a step if it
+    has a prediction."""
     first, last = profile["steps"]
     steps = f"step {first}" if first == last else f"steps {first} to {last}"
     title = f"Profile of {steps}: {', '.join(_subject(profile))}"

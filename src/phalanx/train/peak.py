@@ -55,8 +55,8 @@ def peak_flops(cluster: Cluster, device: torch.device, dtype: torch.dtype, proce
         kind = str(dtype).removeprefix("torch.")
         return Peak(
             0.0,
-            f"{name} with {gib:.0f} GiB has no peak in {kind} in the table of devices (docs/reference/devices.md): lines have "
-            "no mfu; set cluster.peak_tflops",
+            f"{name} with {gib:.0f} GiB has no peak in {kind} in the table of devices (`phalanx docs devices`): lines "
+            "have no mfu; set cluster.peak_tflops",
         )
     if device.type == "cpu":
         # Rank 0's file decides for all, so that all ranks continue alike.

@@ -1,8 +1,8 @@
 """The few numbers that were fitted to published runs: `Framework.slowdown` of a framework on a kind of device.
 
 Each is one factor on the time of the device, fitted as the median over at most eight runs, which are named here by
-their place in their source; docs/explanation/accuracy.md reports errors without them. A pair that is not here has a slowdown of 1:
-data sheets and ceilings alone.
+their place in their source; docs/explanation/accuracy.md reports errors without them. A pair that is not here has
+a slowdown of 1: data sheets and ceilings alone.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Known training frameworks by name, with the constants of time and memory that depend on them.
 
 Values that stand in a framework's code or paper are taken from there. Two numbers are calibrated, `slowdown` and
-`kernel_us`, each on the named rows of docs/explanation/accuracy.md and never on more than eight of them; without them a family has
-the general values below.
+`kernel_us`, each on the named rows of docs/explanation/accuracy.md and never on more than eight of them; without them a
+family has the general values below.
 """
 
 from __future__ import annotations
