@@ -1,1 +1,1 @@
-"""`make gpu`: parity, memory, throughput and kernels of Phalanx on a machine with NVIDIA GPUs. See docs/guides/gpu.md."""
+"""`make gpu`: parity, memory, throughput and kernels of Phalanx on a machine with NVIDIA GPUs. docs/guides/gpu.md."""

@@ -1,7 +1,7 @@
 """Every field of a job as its readers need it: type, default, range, meaning and an example, from the dataclasses.
 
-The help pages, docs/reference/job.md and the JSON schema are views of it. The meaning of a field is the text below it in
-its dataclass; the meaning of a section is the dataclass's docstring.
+The help pages, docs/reference/job.md and the JSON schema are views of it. The meaning of a field is the text below it
+in its dataclass; the meaning of a section is the dataclass's docstring.
 """
 
 from __future__ import annotations

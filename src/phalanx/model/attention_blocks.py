@@ -157,8 +157,8 @@ def is_flash(q: Tensor, v: Tensor) -> bool:
 CUDNN_WIDEST = {(9, 0): 256, (10, 0): 128}
 """By compute capability, where cuDNN's attention comes before flash attention, the widest heads that torch gives it. On
 Hopper it was measured: an H200 reaches 533 TFLOP/s with it and 286 with flash attention, causal, forward and backward,
-heads of 128, 8,192 tokens (docs/guides/gpu.md). On data-centre Blackwell it is what torch itself prefers: flash attention
-2 has no code of its own there."""
+heads of 128, 8,192 tokens (docs/guides/gpu.md). On data-centre Blackwell it is what torch itself prefers: flash
+attention 2 has no code of its own there."""
 
 
 def kernel_order(device: torch.device) -> list[SDPBackend]:
