@@ -17,6 +17,7 @@ STAGE = ROOT / "dist" / "docs"
 COPIES = "repository"
 """Folder of the site with files from outside docs/."""
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
+_PICTURE = re.compile(r"^(!\[[^\]]*\]\(([^)]+)\))$", flags=re.MULTILINE)
 _CODE = {".yaml": "yaml", ".py": "python", ".sh": "bash"}
 """Endings of files that become a page with their code."""
 
@@ -49,7 +50,7 @@ def linked(text: str, page: Path) -> list[Path]:
 
 
 def led(text: str, page: Path) -> str:
-    """Returns a page's text with links to the places that files have in the site."""
+    """Returns a page's text with links to the places that files have in the site, and pictures that open larger."""
 
     def new(found: re.Match[str]) -> str:
         target = (page.parent / found[2]).resolve()
@@ -57,7 +58,7 @@ def led(text: str, page: Path) -> str:
             return found[0]
         return found[1] + Path(os.path.relpath(place(target), place(page).parent)).as_posix()
 
-    return _LINK.sub(new, text)
+    return _PICTURE.sub(r"[\1](\2)", _LINK.sub(new, text))
 
 
 def place(file: Path) -> Path:
