@@ -36,12 +36,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.report import machine, save
-from phalanx.config.checkpoint import Checkpoint
 from phalanx.config.cluster import Cluster
-from phalanx.config.job import Job
+from phalanx.config.job import Checkpoint, Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.data.loader import MicroBatch
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks

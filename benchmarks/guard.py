@@ -27,11 +27,9 @@ import torch
 from benchmarks.report import machine, save
 from benchmarks.turns import Turns, lasted, prepare, ratio, take_turns
 from phalanx.blocks.parameters import count
-from phalanx.config.guard import GuardOptions
-from phalanx.config.job import Job
+from phalanx.config.job import GuardOptions, Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.data.loader import MicroBatch
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks

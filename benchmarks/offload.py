@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.blocks.parameters import count
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.data.loader import MicroBatch

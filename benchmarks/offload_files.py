@@ -17,10 +17,9 @@ import torch
 
 from benchmarks.offload import SEQUENCES, take_step
 from phalanx.blocks.parameters import count
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget
 from phalanx.train.in_files import InFiles

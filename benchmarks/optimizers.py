@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.config.presets import PRESETS
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.optimizers.facts import optimizer_costs

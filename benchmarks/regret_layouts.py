@@ -8,11 +8,9 @@ from itertools import product
 from typing import Any
 
 from phalanx.check.job import problems_of
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.config.train import Train
 
 LLAMA: dict[str, Any] = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False}
 SMALL = ModelConfig(n_layers=4, d_model=128, n_heads=4, d_ff=384, vocab_size=96, seq_len=128, **LLAMA)

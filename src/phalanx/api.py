@@ -92,7 +92,7 @@ def plan_layout(job: Job, *, fixed: Mapping[str, Any] | None = None, top: int = 
         >>> best.seconds <= plan.best[-1].seconds
         True
     """
-    from phalanx.data.vocabulary import vocabulary_size
+    from phalanx.data.settings import vocabulary_size
     from phalanx.plan.planner import search
     from phalanx.plan.search.request import plan_request
 
@@ -136,7 +136,7 @@ def predict_traffic(job: Job) -> dict[str, dict[str, float]]:
         {'dp_replicate': {'all_reduce': 482304.0}, 'world': {'all_reduce': 24.0}}
     """
     from phalanx.cost.job_spec import rank_spec
-    from phalanx.data.vocabulary import vocabulary_size
+    from phalanx.data.settings import vocabulary_size
     from phalanx.report.expected import rank_traffic
 
     _require_layout(job)
@@ -308,7 +308,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int = 0) -> Reader:
 def _spec(job: Job) -> StepSpec:
     """Returns the spec of a job's step. Raises JobError if its layout is open."""
     from phalanx.cost.job_spec import step_spec
-    from phalanx.data.vocabulary import vocabulary_size
+    from phalanx.data.settings import vocabulary_size
 
     _require_layout(job)
     return step_spec(job, vocabulary_size(job))

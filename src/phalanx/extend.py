@@ -17,11 +17,10 @@ from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import MACHINES, MachineEntry
 from phalanx.config.constraints import Above, AtLeast, Below, Between, HalfOpen
-from phalanx.config.corpora import CORPORA, CorpusEntry
-from phalanx.config.data import Data
+from phalanx.config.corpora import CORPORA, TOKENIZERS, CorpusEntry, TokenizerEntry
 from phalanx.config.device_entry import DeviceEntry
 from phalanx.config.devices import DEVICES
-from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry
+from phalanx.config.job import Data
 from phalanx.config.trackers import TRACKERS, TrackerEntry
 from phalanx.errors import DataError, ExtensionError, JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS

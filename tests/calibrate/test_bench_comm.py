@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from phalanx.calibrate import clock, comm
 from phalanx.calibrate.clock import WINDOW
 from phalanx.cost.fit import COLLECTIVES
-from phalanx.data.progress import silent
+from phalanx.data.files import silent
 from phalanx.errors import JobError
 from phalanx.launch.ranks import SINGLE, Ranks
 

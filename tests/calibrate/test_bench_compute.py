@@ -7,7 +7,7 @@ from phalanx.calibrate import clock, compute, shapes
 from phalanx.calibrate.clock import WINDOW
 from phalanx.calibrate.shapes import Shape
 from phalanx.cost.fit import UNCACHED_BYTES, median_error
-from phalanx.data.progress import silent
+from phalanx.data.files import silent
 
 CPU = torch.device("cpu")
 

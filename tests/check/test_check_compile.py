@@ -8,10 +8,9 @@ from phalanx.check.compile import compile_problems, compiles
 from phalanx.check.load import load_words
 from phalanx.check.show import as_dict
 from phalanx.config.cluster import Cluster
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.overrides import parse
-from phalanx.config.train import Train
 
 THREADS = Layout(dp_replicate=2, data_parallel="threads")
 

@@ -2,12 +2,9 @@
 
 import pytest
 
-from phalanx.check.guard import unguarded
-from phalanx.check.job import problems_of
-from phalanx.config.guard import GuardOptions
-from phalanx.config.job import Job
+from phalanx.check.job import problems_of, unguarded
+from phalanx.config.job import GuardOptions, Job, Train
 from phalanx.config.layout import Layout
-from phalanx.config.train import Train
 
 TRAIN = Train(global_batch=12)
 

@@ -8,11 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.check.job import problems_of
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.partition.sequence import rank_positions
 
 MODEL = ModelConfig(n_layers=4, d_model=96, n_heads=12, n_kv_heads=4, d_ff=96, seq_len=48)

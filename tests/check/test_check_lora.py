@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 
 from phalanx.check.job import problems_of
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
 from phalanx.config.overrides import parse
-from phalanx.config.train import Train
 from phalanx.config.yaml_file import parse as parse_yaml
 
 MODEL = ModelConfig(vocab_size=64, positions="rope", lora=LoRA(rank=4))

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from phalanx.check.job import problems_of
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.partition.pipeline import schedule_of
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.pipedream import pipedream

@@ -10,11 +10,11 @@ import pytest
 from phalanx.check.effect import CONDITIONS
 from phalanx.check.load import from_dict, load_file, load_words
 from phalanx.check.show import as_dict
+from phalanx.config.corpora import vocabulary_of
 from phalanx.config.fields import leaves
 from phalanx.config.overrides import parse
-from phalanx.config.tokenizers import vocabulary_of
+from phalanx.data.settings import vocabulary_size
 from phalanx.data.tokenizer import ByteTokenizer
-from phalanx.data.vocabulary import vocabulary_size
 from phalanx.errors import JobError
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.start import vocabulary_of as vocabulary_of_run

@@ -6,10 +6,8 @@ import pytest
 import yaml
 
 import phalanx
-from phalanx.check.known_names import known_names
 from phalanx.check.load import from_dict, resolve
-from phalanx.check.reference_page import COMMAND, page
-from phalanx.check.schema import schema
+from phalanx.check.schema import COMMAND, known_names, page, schema
 from phalanx.check.show import as_dict, as_yaml
 from phalanx.config import reference, values
 from phalanx.config.fields import leaves

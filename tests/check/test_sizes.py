@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from phalanx.check.load import load_words
-from phalanx.check.sizes import AT_MOST, size_problems
+from phalanx.check.model import AT_MOST, size_problems
 from phalanx.cli.main import main
 from phalanx.config import overrides
 from phalanx.config.constraints import Above, Between

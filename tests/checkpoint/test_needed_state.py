@@ -1,7 +1,7 @@
 """The tensors that a state needs which is converted to a run's: the optimizer's own only where it keeps them."""
 
 from phalanx.checkpoint.convert import _needed
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 
 SHAPES = {"norm.weight": (128,), "down.weight": (128, 512)}
 

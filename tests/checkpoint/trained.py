@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from phalanx.config.checkpoint import Checkpoint
 from phalanx.config.cluster import Cluster
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Checkpoint, Data, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.run import RunOptions
-from phalanx.config.train import Train
 
 
 def small_job(folder: Path, layout: Layout, precision: str) -> Job:

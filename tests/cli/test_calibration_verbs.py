@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.config import this_machine
+from phalanx.config import calibration
 
 MACHINE = """\
 cluster:
@@ -35,8 +35,8 @@ VERBS = (PREDICT, ("simulate", *JOB, "layout=dp_replicate=2"), ("plan", *JOB), (
 def machine(tmp_path, monkeypatch):
     """Writes the file of cluster=local, measured on this machine with these fit errors."""
     monkeypatch.setenv("PHALANX_HOME", str(tmp_path))
-    monkeypatch.setattr(this_machine, "processor", lambda: "a cpu")
-    monkeypatch.setattr(this_machine, "core_count", lambda: 2)
+    monkeypatch.setattr(calibration, "processor", lambda: "a cpu")
+    monkeypatch.setattr(calibration, "core_count", lambda: 2)
 
     def write(products: float | None, links: float = 0.27) -> Path:
         quality = MEASURED.replace("PRODUCTS", str(products)).replace("LINKS", str(links))
@@ -117,7 +117,7 @@ def test_an_old_file_is_read_and_its_quality_is_unknown(machine, capsys):
 
 def test_a_changed_machine_is_told_on_it_and_not_elsewhere(machine, capsys, monkeypatch):
     path = machine(0.03)
-    monkeypatch.setattr(this_machine, "core_count", lambda: 64)
+    monkeypatch.setattr(calibration, "core_count", lambda: 64)
     assert main([*PREDICT]) == 0
     (line,), _ = lines_of(capsys)
     assert "; this machine (a cpu, 64 cores) is not the measured one (a cpu, 2 cores): run" in line

@@ -19,8 +19,7 @@ from phalanx.check.show import as_dict
 from phalanx.checkpoint import inventory, manifest, validity
 from phalanx.checkpoint.save import save_tensors
 from phalanx.cli.main import main
-from phalanx.config.checkpoint import Checkpoint
-from phalanx.config.job import Job
+from phalanx.config.job import Checkpoint, Job
 from phalanx.config.layout import Layout
 
 JOB = Job(layout=Layout(dp_shard=2, zero=1), checkpoint=Checkpoint(keep=2, keep_every=20, keep_best=True))

@@ -76,7 +76,7 @@ def test_it_asks_until_the_answers_are_legal(here, capsys, monkeypatch):
 def init_progress():
     from contextlib import nullcontext
 
-    from phalanx.data.progress import silent
+    from phalanx.data.files import silent
 
     return nullcontext(silent)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.check import derived
+from phalanx.check.load import RULES
 from phalanx.cli.job_words import COMMON_SWITCHES, JobVerb
 from phalanx.config import aliases, foreign_names, spelling, values
 from phalanx.config.aliases import ALIASES
@@ -40,7 +40,7 @@ def test_an_alias_stands_for_a_field_a_rule_or_nothing_to_set(name: str) -> None
     assert not alias.nothing or name.rpartition(".")[2] in foreign_names.ADVICE
     for value in alias.values.values():
         values.convert(value, leaves()[alias.path])
-    assert alias.rule == (name in derived.RULES)
+    assert alias.rule == (name in RULES)
 
 
 def test_flags_switches_and_groups_exist() -> None:

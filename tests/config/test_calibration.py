@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.config import this_machine
+from phalanx.config import calibration
 from phalanx.config.calibration import (
     DEVICE_ERROR,
     LINK_ERROR,
@@ -28,8 +28,8 @@ CALIBRATION = Calibration(COMPUTE, LinkCalibration(HERE, FitQuality(0.27, 0.06, 
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch):
-    monkeypatch.setattr(this_machine, "processor", lambda: "a cpu")
-    monkeypatch.setattr(this_machine, "core_count", lambda: 2)
+    monkeypatch.setattr(calibration, "processor", lambda: "a cpu")
+    monkeypatch.setattr(calibration, "core_count", lambda: 2)
 
 
 def test_the_spread_is_relative():
@@ -94,8 +94,8 @@ def test_a_file_without_quality_is_of_unknown_quality():
 
 @pytest.mark.parametrize(("processor", "cores"), [("another cpu", 2), ("a cpu", 64)])
 def test_a_changed_machine_is_reported(monkeypatch, processor, cores):
-    monkeypatch.setattr(this_machine, "processor", lambda: processor)
-    monkeypatch.setattr(this_machine, "core_count", lambda: cores)
+    monkeypatch.setattr(calibration, "processor", lambda: processor)
+    monkeypatch.setattr(calibration, "core_count", lambda: cores)
     found = assess(CALIBRATION, ("compute", "comm"), here=True, cpu="a cpu")
     said = f"this machine ({processor}, {cores} cores) is not the measured one (a cpu, 2 cores)"
     assert found.changed == said
@@ -107,4 +107,4 @@ def test_a_changed_machine_is_reported(monkeypatch, processor, cores):
 
 
 def test_this_machine_has_a_name():
-    assert this_machine.host_name()
+    assert calibration.host_name()

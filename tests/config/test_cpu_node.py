@@ -5,9 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
+from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing, with_processes
 from phalanx.config.clusters import CLUSTERS
-from phalanx.config.cpu_node import with_processes
 
 DEVICE = Accelerator("a cpu", fp32_tflops=0.2, memory_gib=8, bandwidth_gbs=20, launch_us=2, product_us=20, host_us=10)
 NODE = Cluster(

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from phalanx.blocks.kinds import block, block_kinds
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import cluster_of
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.config.train import Train
 from phalanx.cost.frameworks.known import MEGATRON_CORE, PHALANX
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.placed import contents

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from phalanx.blocks.kinds import block as block_of
 from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.place import Place
-from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
-from phalanx.config.cpu_node import with_processes
+from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing, with_processes
 from phalanx.config.model import ModelConfig
 from phalanx.cost.fit import (
     TORCHS_KERNEL,

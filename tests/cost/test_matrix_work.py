@@ -10,9 +10,9 @@ from math import prod
 import pytest
 
 from phalanx.config.clusters import cluster_of
+from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.config.presets import PRESETS
 from phalanx.cost.matrices import matrix_work
 from phalanx.cost.placed import Content, contents

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.cost.frameworks.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
 from phalanx.cost.held import GatheredParameters
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks, fullest

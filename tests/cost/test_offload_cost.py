@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from phalanx.blocks.parameters import count
 from phalanx.cli.main import main
 from phalanx.config.clusters import cluster_of
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.config.train import Train
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec

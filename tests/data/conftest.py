@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.data import Data
-from phalanx.data import prepare, random_tokens
+from phalanx.config.job import Data
+from phalanx.data import corpus, prepare
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def shakespeare() -> Path:
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shards of 400 characters, so that a small corpus gives several."""
     monkeypatch.setattr(prepare, "SHARD_CHARACTERS", 400)
-    for module in (prepare, random_tokens):
+    for module in (prepare, corpus):
         monkeypatch.setattr(module, "TOKEN_SHARD_TOKENS", 300)
 
 

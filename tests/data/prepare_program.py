@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import time
 
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.data import prepare
 
 # No `if __name__ == "__main__"`: a preparation that imported its caller's main module again would show here.

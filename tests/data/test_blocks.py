@@ -11,13 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.data import blocks
 from phalanx.data.blocks import SplitReader, split_blocks
-from phalanx.data.index import BLOCK_BYTES, SPLITS, CorpusRecord, Index, read_index, write_index
+from phalanx.data.files import SPLITS
+from phalanx.data.index import (
+    BLOCK_BYTES,
+    CorpusRecord,
+    Index,
+    add_block_digests,
+    open_shards,
+    read_index,
+    write_index,
+    write_shard,
+)
+from phalanx.data.inspect import prepare_and_report
 from phalanx.data.loader import Batches, TokenData, evaluation_batches
-from phalanx.data.report import prepare_and_report
-from phalanx.data.shards import add_block_digests, open_shards, write_shard
 from phalanx.data.tokenizer import NumberTokenizer
 from phalanx.errors import DataError
 

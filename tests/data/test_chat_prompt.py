@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.data import Data
-from phalanx.data.chat_prompt import ChatPrompts
+from phalanx.config.job import Data
 from phalanx.data.prepare import prepare
-from phalanx.data.template import ChatTemplate
+from phalanx.data.template import ChatPrompts, ChatTemplate
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer
 
 ASKED = {"role": "user", "content": "What is 2+2?"}

@@ -9,15 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from phalanx.config.data import IGNORE, Data
+from phalanx.config.job import IGNORE, Data
 from phalanx.data import prepare as module
 from phalanx.data.conversations import ConversationData
-from phalanx.data.index import read_index
+from phalanx.data.index import open_shards, read_index
 from phalanx.data.loader import Batches, evaluation_batches
+from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
-from phalanx.data.row_text import encode_rows
-from phalanx.data.shards import open_shards
-from phalanx.data.split import open_split
+from phalanx.data.rows import encode_rows
 from phalanx.data.tokenizer import train_bpe
 from phalanx.errors import DataError
 

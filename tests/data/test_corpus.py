@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.data import corpus
 from phalanx.data.corpus import Segment, scan, segments, sources, stamp
 from phalanx.errors import DataError

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.data.corpus import segments, text_files
 from phalanx.data.formats import form_of, records
 from phalanx.errors import DataError, JobError, NotFoundError

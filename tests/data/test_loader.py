@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config.data import IGNORE
-from phalanx.data.index import SPLITS, CorpusRecord, Index, write_index
-from phalanx.data.loader import Batches, MicroBatch, TokenData, evaluation_batches
-from phalanx.data.order import sample_ids
-from phalanx.data.shards import write_shard
+from phalanx.config.job import IGNORE
+from phalanx.data.files import SPLITS
+from phalanx.data.index import CorpusRecord, Index, write_index, write_shard
+from phalanx.data.loader import Batches, MicroBatch, TokenData, evaluation_batches, sample_ids
 from phalanx.data.tokenizer import ByteTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import DataError, JobError
 

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.config.data import Data, MixSource
+from phalanx.config.job import Data, MixSource
 from phalanx.data.formats import pair_of
-from phalanx.data.index import read_index
+from phalanx.data.index import open_shards, read_index
 from phalanx.data.megatron import open_megatron
-from phalanx.data.mixture import MixedData
+from phalanx.data.mixture import MixedData, open_split
 from phalanx.data.prepare import prepare
-from phalanx.data.shards import open_shards
-from phalanx.data.split import open_split
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.errors import DataError, JobError
 from phalanx.evaluate.text import ScoredText, read_text

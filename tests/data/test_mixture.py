@@ -12,15 +12,13 @@ import pytest
 from phalanx.check.load import from_dict, load_words
 from phalanx.check.show import as_dict
 from phalanx.config.corpora import MIX_ROUND
-from phalanx.config.data import IGNORE, Data, MixSource
+from phalanx.config.job import IGNORE, Data, MixSource
 from phalanx.config.overrides import parse
-from phalanx.data.index import read_index, write_index
+from phalanx.data.index import open_shards, read_index, write_index
 from phalanx.data.loader import Batches, MicroBatch, evaluation_batches
-from phalanx.data.mixture import MixedData, Rounds
+from phalanx.data.mixture import MixedData, Rounds, open_split
 from phalanx.data.prepare import absent, prepare
 from phalanx.data.settings import prepared_path
-from phalanx.data.shards import open_shards
-from phalanx.data.split import open_split
 from phalanx.errors import DataError, JobError, NotFoundError
 
 TEXTS = {"a": "abcdefgh", "b": "ABCDEFGHIJKL", "c": "0123456789"}

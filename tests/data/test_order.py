@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.order import order_key, permute, sample_ids
+from phalanx.data.loader import order_key, permute, sample_ids
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**40), epoch=st.integers(0, 1000))

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.data.packing import one_each, pack
+from phalanx.data.conversations import one_each, pack
 
 CAPACITY = 50
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from phalanx.check.job import data_problems
-from phalanx.config.data import IGNORE, Data
+from phalanx.config.job import IGNORE, Data
 from phalanx.data.loader import Batches, evaluation_batches
+from phalanx.data.mixture import open_split
 from phalanx.data.preferences import PreferenceData, pair_of
 from phalanx.data.prepare import prepare
-from phalanx.data.split import open_split
 from phalanx.errors import DataError, JobError
 
 ASKED, GOOD, BAD = ({"role": r, "content": c} for r, c in (("user", "2+2?"), ("assistant", "4"), ("assistant", "5")))

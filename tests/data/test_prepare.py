@@ -12,14 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.data import prepare as module
 from phalanx.data.corpus import Segment
-from phalanx.data.index import read_index
+from phalanx.data.index import open_shards, read_index
 from phalanx.data.loader import TokenData
-from phalanx.data.prepare import prepare
-from phalanx.data.shards import open_shards
-from phalanx.data.splits import split_segments
+from phalanx.data.prepare import prepare, split_segments
 from phalanx.data.tokenizer import Tokenizer, train_bpe
 from phalanx.errors import DataError
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from phalanx.data.progress import stderr_progress
+from phalanx.data.files import stderr_progress
 
 
 def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -24,7 +24,7 @@ def test_plain_lines_become_rarer_and_say_how_long_it_takes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock = [100.0]
-    monkeypatch.setattr("phalanx.data.progress.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("phalanx.data.files.time.monotonic", lambda: clock[0])
     with stderr_progress() as progress:
         for done in range(1001):
             progress("working", done, 1000)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.data.preferences import pair_of, preference_rows
 from phalanx.data.prepare import prepare
 from phalanx.errors import DataError

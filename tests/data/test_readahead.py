@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from phalanx.data.readahead import ReadAhead
+from phalanx.data.loader import ReadAhead
 
 
 def threads() -> list[threading.Thread]:

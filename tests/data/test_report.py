@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.data import Data
-from phalanx.data.report import prepare_and_report
+from phalanx.config.job import Data
+from phalanx.data.inspect import prepare_and_report
 from phalanx.errors import DataError
 
 
@@ -51,7 +51,7 @@ def test_stopping_says_how_to_go_on(
     def stopped(*arguments: object, **options: object) -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("phalanx.data.report.prepare", stopped)
+    monkeypatch.setattr("phalanx.data.inspect.prepare", stopped)
     with pytest.raises(KeyboardInterrupt):
         prepare_and_report(data, 16, force=False, verify=False, as_json=True)
     assert "finished shards are kept" in capsys.readouterr().err

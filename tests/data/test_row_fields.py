@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config.data import Data
-from phalanx.data.row_fields import METADATA, conversation_of, for_template, renamed, tools_of, trained, unwritten
+from phalanx.config.job import Data
+from phalanx.data.rows import METADATA, conversation_of, for_template, renamed, tools_of, trained, unwritten
 
 USER, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 

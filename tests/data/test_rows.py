@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.data.corpus import text_files
 from phalanx.data.prepare import prepare
-from phalanx.data.row_fields import conversation_of
-from phalanx.data.row_text import row_texts
-from phalanx.data.rows import chat_rows, row_files
+from phalanx.data.rows import chat_rows, conversation_of, row_files, row_texts
 from phalanx.errors import DataError
 
 ASKED = {"role": "user", "content": "2+2?"}

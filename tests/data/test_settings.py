@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.data.settings import overrides, prepared_path
 from phalanx.data.tokenizer import train_bpe
 from phalanx.errors import DataError, JobError

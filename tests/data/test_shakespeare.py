@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.data.shakespeare import find_shakespeare
+from phalanx.data.corpus import find_shakespeare
 from phalanx.errors import DataError
 
 

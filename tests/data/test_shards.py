@@ -10,8 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from phalanx.data.index import CorpusRecord, Index, dtype_for, read_index, write_index
-from phalanx.data.shards import map_shard, open_shards, write_shard
+from phalanx.data.index import (
+    CorpusRecord,
+    Index,
+    dtype_for,
+    map_shard,
+    open_shards,
+    read_index,
+    write_index,
+    write_shard,
+)
 from phalanx.data.tokenizer import ByteTokenizer, NumberTokenizer
 from phalanx.errors import DataError
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.data import Data
-from phalanx.config.templates import BUILT_IN
-from phalanx.data.render import TemplateRenderer
-from phalanx.data.template import ChatTemplate, Renderer, find_template, own_template
+from phalanx.config.corpora import BUILT_IN
+from phalanx.config.job import Data
+from phalanx.data.template import ChatTemplate, Renderer, TemplateRenderer, find_template, own_template
 from phalanx.data.tokenizer import Tokenizer, train_bpe
 from phalanx.errors import DataError, JobError
 

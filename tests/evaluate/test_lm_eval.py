@@ -15,9 +15,8 @@ import torch
 from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.cli.main import main
-from phalanx.config.templates import BUILT_IN
-from phalanx.data.chat_prompt import ChatPrompts
-from phalanx.data.template import ChatTemplate
+from phalanx.config.corpora import BUILT_IN
+from phalanx.data.template import ChatPrompts, ChatTemplate
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.evaluate import harness
 from phalanx.evaluate.harness import MOST_NEW_TOKENS

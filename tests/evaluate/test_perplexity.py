@@ -15,13 +15,12 @@ import torch
 from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.cli.main import main
-from phalanx.config.data import IGNORE, Data, MixSource
-from phalanx.config.job import Job
+from phalanx.config.job import IGNORE, Data, Job, MixSource
 from phalanx.config.layout import Layout
 from phalanx.data.corpus import code_points
 from phalanx.data.loader import TokenData
+from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
-from phalanx.data.split import open_split
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, Tokenizer
 from phalanx.errors import DataError
 from phalanx.evaluate.perplexity import Perplexity, ScoringOptions, score

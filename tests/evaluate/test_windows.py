@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config.data import IGNORE
+from phalanx.config.job import IGNORE
 from phalanx.errors import JobError
 from phalanx.evaluate.windows import batches, count, legal_stride, windows
 

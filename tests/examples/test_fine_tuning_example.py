@@ -8,8 +8,8 @@ import pytest
 from phalanx.check.job import problems_of
 from phalanx.check.load import load_file
 from phalanx.data.conversations import ConversationData
+from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
-from phalanx.data.split import open_split
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,8 +11,8 @@ from exchange.folders import LLAMA, write_folder
 from phalanx.check.job import problems_of
 from phalanx.check.load import load_file
 from phalanx.data.conversations import ConversationData
+from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
-from phalanx.data.split import open_split
 from phalanx.exchange.import_run import import_folder
 
 ROOT = Path(__file__).parents[2]

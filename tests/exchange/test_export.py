@@ -17,10 +17,9 @@ from phalanx.check.show import as_dict
 from phalanx.checkpoint.save import save_tensors
 from phalanx.checkpoint.sources import open_source
 from phalanx.cli.main import main
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.config.train import Train
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, LibraryTokenizer, Tokenizer, train_bpe
 from phalanx.errors import CheckpointError, JobError
 from phalanx.exchange.export import export

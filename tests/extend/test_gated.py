@@ -31,11 +31,10 @@ from phalanx.blocks.place import Place
 from phalanx.check.job import problems_of
 from phalanx.cli.main import main
 from phalanx.config import layout_line
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MoE
 from phalanx.config.presets import PRESETS
-from phalanx.config.train import Train
 from phalanx.errors import ExtensionError
 from phalanx.verify.small import compared_job
 from train import test_predicted_memory as memory

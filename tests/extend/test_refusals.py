@@ -12,11 +12,10 @@ import pytest
 from phalanx import extend, facts
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import CLUSTERS, MACHINES, MachineEntry
-from phalanx.config.corpora import CORPORA, CorpusEntry
-from phalanx.config.data import Data
+from phalanx.config.corpora import CORPORA, TOKENIZERS, CorpusEntry, TokenizerEntry, vocabulary_of
 from phalanx.config.device_entry import DeviceEntry
 from phalanx.config.devices import DEVICES, device_reported_as
-from phalanx.config.tokenizers import TOKENIZERS, TokenizerEntry, vocabulary_of
+from phalanx.config.job import Data
 from phalanx.data.corpus import segments, sources
 from phalanx.data.index import read_index
 from phalanx.data.prepare import prepare

@@ -28,14 +28,13 @@ from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, folder_of
 from phalanx.checkpoint.sources import open_source
 from phalanx.checkpoint.validity import check
 from phalanx.config import local_cluster, overrides
-from phalanx.config.data import Data
 from phalanx.config.hugging_face import config_json
+from phalanx.config.job import Data
 from phalanx.config.presets import PRESETS
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.data.corpus import scan, segments
-from phalanx.data.index import CorpusRecord, Index, write_index
-from phalanx.data.shards import map_shard, open_shards, write_shard
+from phalanx.data.index import CorpusRecord, Index, map_shard, open_shards, write_index, write_shard
 from phalanx.data.token_table import definition_of
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import JobError

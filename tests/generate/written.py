@@ -7,10 +7,8 @@ from pathlib import Path
 from model.kinds import build
 from phalanx.check.show import as_dict
 from phalanx.checkpoint.save import save_tensors
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Train
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.data.tokenizer import NumberTokenizer
 from phalanx.model.transformer import Transformer
 

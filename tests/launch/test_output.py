@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.job import Job
-from phalanx.config.run import RunOptions
+from phalanx.config.job import Job, RunOptions
 from phalanx.launch.output import Outlet, UnblockedStream, unblocked
 from phalanx.train.terminal import Terminal
 

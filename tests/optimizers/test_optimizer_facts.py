@@ -10,12 +10,10 @@ from hypothesis import strategies as st
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.job import problems_of
 from phalanx.config.constraints import Above
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.config.presets import PRESETS
-from phalanx.config.train import Train
 from phalanx.errors import ExtensionError, JobError
 from phalanx.optimizers.blocks import BLOCK, ROW_PARTS, block_of
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of

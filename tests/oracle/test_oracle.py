@@ -13,13 +13,9 @@ import torch
 from oracle import plain
 from oracle.runs import VOCAB, batches, differences, expected, start, stepped, trained
 from phalanx.config.cluster import Cluster
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.run import RunOptions
-from phalanx.config.train import Train
 from phalanx.parallel.data import Replica
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train import learning_rate

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from phalanx.config.data import IGNORE
-from phalanx.config.job import Job
+from phalanx.config.job import IGNORE, Job
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes

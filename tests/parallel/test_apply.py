@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from phalanx.check.compile import refusal
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.errors import JobError
 from phalanx.launch.ranks import Ranks
 from phalanx.model.transformer import Transformer

@@ -16,12 +16,9 @@ from phalanx.blocks.kinds import block_kinds, model_for
 from phalanx.check.job import problems_of
 from phalanx.comm.ledger import Ledger
 from phalanx.config import layout_line
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, RopeScaling
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.cost.traffic.step import step_traffic
 from phalanx.cost.traffic.table import Traffic
 from phalanx.model.transformer import Transformer

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.launch.ranks import Ranks
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from phalanx.blocks.kinds import block_kinds
 from phalanx.check.job import problems_of
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Precision, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
-from phalanx.config.train import Precision, Train
 from phalanx.launch.ranks import Ranks
 from phalanx.model.documents import Documents
 from phalanx.model.noise import Noise

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from parallel import structures
 from parallel.steps import steps, worst
 from phalanx.check.job import problems_of
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 
 VOCAB = 13
 """Divides by nothing: the last tensor rank's rows are padded."""

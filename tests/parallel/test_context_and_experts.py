@@ -8,12 +8,9 @@ from parallel.steps import steps
 from parallel.test_composition import GPT, LLAMA, VOCAB, compare
 from phalanx.check.job import problems_of
 from phalanx.config import layout_line
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 
 BATCH = 8
 DENSE = dataclasses.replace(LLAMA, n_layers=2, seq_len=16)

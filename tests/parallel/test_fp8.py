@@ -13,10 +13,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from phalanx.config.job import Job
+from phalanx.config.job import Fp8Scaling, Job, Optimizer, Train
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Fp8Scaling, Train
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import JobError
 from phalanx.model.transformer import Transformer

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from phalanx.config import layout_line
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.presets import PRESETS
-from phalanx.config.train import Train
 from phalanx.parallel import mesh
 from phalanx.train.step import Stepper
 

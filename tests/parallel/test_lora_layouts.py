@@ -15,11 +15,9 @@ from parallel.steps import steps, worst
 from parallel.test_predicted_traffic import CASES, DEEP, GPT, LLAMA, ONE_KEY, SWITCH, check, job_of
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.config import layout_line
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import LoRA, ModelConfig
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.model.init import initial_value
 
 VOCAB = 29

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config import layout_line
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.config.train import Train
 from phalanx.model.seeding import derive_seed
 from phalanx.model.transformer import Transformer
 from phalanx.optimizers.matrices import is_hidden_matrix

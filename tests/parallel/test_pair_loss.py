@@ -5,8 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.comm.axis import Axis
-from phalanx.config.data import IGNORE
-from phalanx.config.dpo import DpoOptions
+from phalanx.config.job import IGNORE, DpoOptions
 from phalanx.config.model import ModelConfig
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.micro import MicroTensors

@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.model.init import initial_value
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply

@@ -7,11 +7,9 @@ import torch
 
 from parallel.stale import emulated, streamed
 from parallel.steps import worst
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.cost.memory.state import state_bytes
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipedream import _split_by_batch, version

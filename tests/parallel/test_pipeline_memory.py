@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import Execution
 from phalanx.parallel.transfers import RECEIVE_AHEAD

@@ -14,11 +14,9 @@ from parallel.steps import micro_batches
 from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis
 from phalanx.config import layout_line
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.cost.traffic.step import step_traffic
 from phalanx.cost.traffic.table import Traffic
 from phalanx.data.loader import MicroBatch

@@ -12,11 +12,9 @@ from parallel.steps import micro_batches, steps
 from parallel.test_composition import compare
 from parallel.test_predicted_traffic import DEEP, DROPS, GPT, LLAMA, SWITCH, VOCAB, check, job_of
 from phalanx.config import layout_line
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.cost.memory.state import second_copy_bytes
 from phalanx.cost.traffic.step import step_traffic
 from phalanx.parallel import gather

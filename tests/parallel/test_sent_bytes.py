@@ -8,10 +8,9 @@ import torch
 
 from parallel.steps import micro_batches
 from phalanx.blocks.parameters import block_shapes, count
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.config.train import Train
 from phalanx.parallel import mesh as meshes
 from phalanx.partition import batch
 from phalanx.schedule.catalogue import build

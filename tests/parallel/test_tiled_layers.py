@@ -13,9 +13,9 @@ from parallel.steps import steps
 from parallel.test_composition import VOCAB, compare, job_of
 from phalanx.check.job import problems_of
 from phalanx.config import layout_line
+from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
 
 DEEPSEEK = dataclasses.replace(
     structures.LLAMA,

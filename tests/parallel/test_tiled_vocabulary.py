@@ -16,9 +16,8 @@ from parallel.test_tiled_layers import EVERY
 from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis
 from phalanx.config import layout_line
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
-from phalanx.config.train import Train
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.errors import JobError
 from phalanx.parallel import mesh as meshes

@@ -11,11 +11,9 @@ from parallel.steps import micro_batches, steps, worst
 from phalanx.blocks.kinds import block_kinds
 from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis
-from phalanx.config.checkpoint import Checkpoint
-from phalanx.config.job import Job
+from phalanx.config.job import Checkpoint, Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.cost.held import block_parameters, outside
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fsdp_private import is_whole

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from phalanx.comm.axis import Axis
-from phalanx.config.data import IGNORE
+from phalanx.config.job import IGNORE
 from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy
 from phalanx.partition.tensor_slices import padded_vocabulary
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 import pytest
 
 from phalanx.check.job import problems_of
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
-from phalanx.config.train import Train
 from phalanx.cost.predict import predict
 from phalanx.plan.planner import search
 from phalanx.schedule import catalogue, check

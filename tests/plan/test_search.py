@@ -12,10 +12,8 @@ import pytest
 
 from phalanx.check.job import problems_of
 from phalanx.config.clusters import cluster_of
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.cost.predict import predict
 from phalanx.errors import JobError

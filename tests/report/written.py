@@ -11,13 +11,10 @@ from typing import Any
 from phalanx.check.load import LoadedJob
 from phalanx.check.show import as_yaml
 from phalanx.config.cluster import Cluster
-from phalanx.config.data import Data
 from phalanx.config.fields import leaves
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.run import RunOptions
-from phalanx.config.train import Train
 
 JOB = Job(
     model=ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=16),

@@ -2,14 +2,9 @@
 
 import pytest
 
-from phalanx.config.checkpoint import Checkpoint
 from phalanx.config.cluster import Cluster
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Checkpoint, Data, Job, Optimizer, RunOptions, Train
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.run import RunOptions
-from phalanx.config.train import Train
 
 SHAPE = ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=16)
 

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.errors import StoppedError

@@ -9,18 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from phalanx.config.checkpoint import Checkpoint
 from phalanx.config.cluster import Cluster
-from phalanx.config.data import IGNORE, Data
-from phalanx.config.job import Job
+from phalanx.config.job import IGNORE, Checkpoint, Data, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.run import RunOptions
-from phalanx.config.train import Train
 from phalanx.cost.traffic.step import step_traffic
+from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
-from phalanx.data.split import open_split
 from phalanx.errors import JobError, StoppedError
 from phalanx.parallel import mesh as meshes
 from phalanx.partition import batch

@@ -12,10 +12,9 @@ import pytest
 
 from cost.activation_bytes import activation_bytes
 from phalanx.config import layout_line
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import LoRA
-from phalanx.config.train import Train
 from phalanx.cost.memory.state import WIDTHS, state_bytes
 from train.test_memory import GPT, VOCAB, held
 from train.test_predicted_memory import BLOCKS, DEEP, WORDS, compare, kept

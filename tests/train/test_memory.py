@@ -10,10 +10,9 @@ import torch
 from cost.activation_bytes import activation_bytes
 from parallel.steps import micro_batches
 from phalanx.blocks.parameters import count
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.config.train import Train
 from phalanx.cost.memory.state import StateBytes, state_bytes
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes

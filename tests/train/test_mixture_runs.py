@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from phalanx.config.data import Data, MixSource
+from phalanx.config.job import Data, MixSource
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError, StoppedError
 from train.runs import change, losses, rows, train, weights

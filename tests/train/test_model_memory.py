@@ -10,10 +10,8 @@ import pytest
 
 from phalanx.config import layout_line
 from phalanx.config.cluster import Cluster
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Train
 from phalanx.config.model import MLA, MoE
-from phalanx.config.train import Train
 from train.test_predicted_memory import DEEP, compare
 
 RMS = replace(DEEP, norm="rmsnorm")

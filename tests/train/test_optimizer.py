@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.precision import LossScale
 from phalanx.partition.tensor_slices import TensorSlice

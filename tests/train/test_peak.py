@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from phalanx.config import this_machine
+from phalanx.config import calibration
 from phalanx.config.calibration import Calibration, ComputeCalibration, FitQuality, Provenance
 from phalanx.config.cluster import Accelerator, Cluster, Sharing
 from phalanx.train import peak
@@ -32,8 +32,8 @@ QUALITY = """\
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     monkeypatch.setenv("PHALANX_HOME", str(tmp_path))
-    monkeypatch.setattr(this_machine, "processor", lambda: "a cpu")
-    monkeypatch.setattr(this_machine, "core_count", lambda: 2)
+    monkeypatch.setattr(calibration, "processor", lambda: "a cpu")
+    monkeypatch.setattr(calibration, "core_count", lambda: 2)
     monkeypatch.setattr(peak, "MEASUREMENT_S", 0.0)
     return tmp_path / "cluster.yaml"
 

@@ -16,12 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from cost.activation_bytes import activation_bytes
 from parallel.steps import micro_batches
 from phalanx.config.cluster import Cluster
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.memory.state import WIDTHS

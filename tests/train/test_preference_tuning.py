@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from phalanx.check.job import problems_of
 from phalanx.config.clusters import cluster_of
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig
 from phalanx.cost.job_spec import stages

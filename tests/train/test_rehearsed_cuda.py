@@ -13,13 +13,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from parallel.steps import micro_batches, steps, worst
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Optimizer, ProfileOptions, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.profile import ProfileOptions
-from phalanx.config.train import Train
 from phalanx.parallel.mesh import build
 from phalanx.train import loop
 from phalanx.train.device import choose

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.data import readahead
+from phalanx.data import loader
 from phalanx.errors import StoppedError
 from phalanx.train import feed, loop
 from phalanx.train.requests import Requests, SaveTimer
@@ -96,7 +96,7 @@ def asked_in(ranks, job: Job, where: str) -> str:
     else:
         trainer.train_data.samples = then_ask(trainer.train_data.samples)
     try:
-        with patch.object(feed, "_PATIENCE_S", 0.3), patch.object(readahead, "_LAST_ITEM_S", 0.1):
+        with patch.object(feed, "_PATIENCE_S", 0.3), patch.object(loader, "_LAST_ITEM_S", 0.1):
             trainer.run()
     except StoppedError as stopped:
         return str(stopped)

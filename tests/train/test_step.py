@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError
 from phalanx.parallel.mesh import build
 from phalanx.parallel.parameter_shards import wholes

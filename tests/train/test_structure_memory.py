@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.config import layout_line
-from phalanx.config.job import Job
-from phalanx.config.train import Train
+from phalanx.config.job import Job, Train
 from train.test_predicted_memory import DEEP, WORDS, compare
 
 PARALLEL = replace(DEEP, parallel_block=True, activation="gelu", bias=True)

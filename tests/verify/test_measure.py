@@ -10,11 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.errors import RunError
 from phalanx.model import moe
 from phalanx.model.noise import Noise

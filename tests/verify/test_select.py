@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 
 from phalanx.check.job import problems_of
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.presets import PRESETS
-from phalanx.config.train import Train
 from phalanx.errors import JobError
 from phalanx.schedule import catalogue, file
 from phalanx.verify import covering, matrix

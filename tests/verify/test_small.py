@@ -10,12 +10,10 @@ from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import count
 from phalanx.check.job import problems_of
 from phalanx.check.model import model_problems
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
 from phalanx.config.presets import PRESETS
-from phalanx.config.train import Train
 from phalanx.verify.small import CHEAP_PARAMETERS, alike, compared_job
 
 

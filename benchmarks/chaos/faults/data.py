@@ -12,7 +12,7 @@ from benchmarks.chaos.fault import Fault
 from benchmarks.chaos.faults.checkpoints import flip
 from benchmarks.chaos.faults.moments import at_step
 from benchmarks.chaos.program import JOB
-from phalanx.config.train import Train
+from phalanx.config.job import Train
 
 _TOKEN_BYTES = 2
 _GOLD = "stopped with exit code 4, the shard is named; nothing is reordered; the same command resumes once it is mended"
@@ -37,7 +37,7 @@ def _swap(train: Path, val: Path) -> None:
 
 def _flip_last(train: Path, val: Path) -> None:
     """Flips a bit of a token that is read at the last step, in a block that was read before."""
-    from phalanx.data.order import sample_ids
+    from phalanx.data.loader import sample_ids
 
     length = JOB["model.seq_len"]
     samples = (train.stat().st_size // _TOKEN_BYTES - 1) // length

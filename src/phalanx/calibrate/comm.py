@@ -22,7 +22,7 @@ from phalanx.config.cluster import Cluster, Link
 from phalanx.cost.fit import FitRow, Transfer, fit_link, link_rows, median_error
 from phalanx.cost.time.link import RankGroup
 from phalanx.cost.traffic.collectives import Collective
-from phalanx.data.progress import Progress
+from phalanx.data.files import Progress
 from phalanx.errors import JobError
 from phalanx.launch.ranks import Ranks
 from phalanx.train.device import keep_freed_memory

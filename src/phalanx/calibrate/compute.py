@@ -22,10 +22,9 @@ import torch.nn.functional as F
 from phalanx.calibrate import cpu, host, shapes
 from phalanx.calibrate.clock import WINDOW, Clock, Timings
 from phalanx.calibrate.shapes import Shape
-from phalanx.config.calibration import ComputeCalibration, FitQuality
+from phalanx.config.calibration import ComputeCalibration, FitQuality, processor
 from phalanx.config.cluster import Accelerator, HostShare, Sharing
 from phalanx.config.model import ModelConfig
-from phalanx.config.this_machine import processor
 from phalanx.cost.fit import (
     TINY_PRODUCT,
     UNCACHED_BYTES,
@@ -41,7 +40,7 @@ from phalanx.cost.fit import (
     median_error,
     product_call_us,
 )
-from phalanx.data.progress import Progress
+from phalanx.data.files import Progress
 from phalanx.parallel.linear import linear, onednn_is_faster
 from phalanx.train.device import data_sheet_flops, keep_freed_memory
 

@@ -14,10 +14,9 @@ import torch.distributed as dist
 
 from phalanx.calibrate.clock import Timings
 from phalanx.config.cluster import Sharing
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.cost.fit import Precision
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes

@@ -15,8 +15,8 @@ import torch
 
 from phalanx.comm.agree import on_every_rank, on_rank_zero
 from phalanx.config.cluster import HostShare
+from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.errors import OffloadError
 from phalanx.optimizers.facts import optimizer_costs
 from phalanx.parallel.offload.state_file import StateFile

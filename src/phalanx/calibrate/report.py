@@ -12,7 +12,7 @@ from typing import Any
 import phalanx
 from phalanx.calibrate.comm import Fitted, chosen
 from phalanx.calibrate.compute import Measured
-from phalanx.config import this_machine
+from phalanx.config import calibration
 from phalanx.config.calibration import (
     Assessment,
     Calibration,
@@ -34,9 +34,9 @@ def provenance() -> Provenance:
     torch = importlib.metadata.version("torch")
     return Provenance(
         date=time.strftime("%Y-%m-%d"),
-        host=this_machine.host_name(),
-        processor=this_machine.processor(),
-        cores=this_machine.core_count(),
+        host=calibration.host_name(),
+        processor=calibration.processor(),
+        cores=calibration.core_count(),
         versions=f"phalanx {phalanx.__version__}, torch {torch}, python {platform.python_version()}",
     )
 

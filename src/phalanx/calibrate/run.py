@@ -14,7 +14,7 @@ from phalanx.calibrate.report import CalibrationReport
 from phalanx.comm.agreement import Facts
 from phalanx.cost.fit import Precision
 from phalanx.cost.traffic.collectives import Collective
-from phalanx.data.progress import Progress, silent, stderr_progress
+from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.train.agreement import agree

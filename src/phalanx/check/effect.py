@@ -1,6 +1,6 @@
 """Conditions under which a field has an effect: what a user sets where it has none is an error that names them.
 
-Fields whose conditions are part of another rule are refused there: optimizer options by check/optimizer.py, kinds of
+Fields whose conditions are part of another rule are refused there: optimizer options by check/job.py, kinds of
 layers by check/model.py, parts of offloading and tiles by their own files."""
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 
 from phalanx.check.layout import Problem
-from phalanx.config.corpora import CORPORA
+from phalanx.config.corpora import CORPORA, TOKENIZERS, vocabulary_of
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.presets import FROM_FILE, states_no_rows
-from phalanx.config.tokenizers import TOKENIZERS, vocabulary_of
 from phalanx.partition.tiers import has_buckets, is_offloaded, named
 
 Condition = tuple[Callable[[Job], object], str]

@@ -7,28 +7,194 @@ from typing import Any
 
 from phalanx.blocks.kinds import attention_models
 from phalanx.check.compile import compile_problems
-from phalanx.check.guard import guard_problems
-from phalanx.check.layout import Problem, layout_problems, tensor_problems
-from phalanx.check.lora import lora_problems
-from phalanx.check.model import model_problems, unusable_kinds
-from phalanx.check.offload import offload_problems
-from phalanx.check.optimizer import optimizer_problems
+from phalanx.check.layout import Problem, layout_problems, offload_problems, tensor_problems
+from phalanx.check.model import lora_problems, model_problems, size_problems, unusable_kinds
 from phalanx.check.pipeline import pipeline_problems
-from phalanx.check.preferences import pair_batch_problems, preference_problems
-from phalanx.check.profile import profile_problems
-from phalanx.check.sizes import size_problems
-from phalanx.check.sync import sync_problems
-from phalanx.config.corpora import CORPORA, number_of
-from phalanx.config.data import Data
+from phalanx.config.corpora import CORPORA, PAIR, TOKENIZERS, has_pairs, number_of, vocabulary_of
 from phalanx.config.fields import constraints, get
-from phalanx.config.job import Job
+from phalanx.config.job import FP8_ALIGNMENT, MOST_STEPS, Data, DpoOptions, Job, RunOptions
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import states_no_rows
-from phalanx.config.run import RunOptions
-from phalanx.config.tokenizers import TOKENIZERS, vocabulary_of
 from phalanx.config.trackers import TRACKERS
-from phalanx.config.train import FP8_ALIGNMENT
+from phalanx.errors import JobError
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples, nearest_divisors
+from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
+from phalanx.optimizers.facts import extra_options, unread
+from phalanx.partition import batch
+from phalanx.partition.pipeline import flushes
+
+
+def preference_problems(job: Job) -> Iterator[Problem]:
+    """Yields what does not suit pairs, and options of pairs where there are none."""
+    if not has_pairs(job.data):
+        if job.train.dpo.label_smoothing:
+            yield (
+                "data.corpus",
+                "label smoothing is that of preference tuning (nearest legal: corpus=preferences), that of the "
+                "cross-entropy is not implemented",
+            )
+        elif job.train.dpo != DpoOptions():
+            changed = next(name for name, value in vars(job.train.dpo).items() if value != getattr(DpoOptions(), name))
+            where = f"train.dpo.{changed}"
+            yield where, f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences"
+        return
+    layout = job.layout
+    if layout.sync != "bsp":
+        yield "layout.sync", f"the loss of pairs needs sync=bsp, is {layout.sync}; nearest legal: sync=bsp"
+    if layout.data_parallel == "threads":
+        yield "layout.data_parallel", "threads would cut pairs; nearest legal: data_parallel=ddp"
+    if layout.pp > 1 and not flushes(layout):
+        yield "layout.schedule", f"{layout.schedule} does not end a step's pairs with it; nearest legal: schedule=1f1b"
+
+
+def pair_batch_problems(job: Job) -> Iterator[Problem]:
+    """Yields why the micro-batches of a whole layout would cut pairs."""
+    if not has_pairs(job.data):
+        return
+    try:
+        micro = batch.solve(job.train.global_batch, job.layout).micro_batch
+    except ValueError:
+        return  # reported with the layout
+    if micro % PAIR:
+        yield (
+            "layout.micro_batch",
+            f"is {micro} sequences, which cuts a pair of {PAIR}; nearest legal: {micro + 1}"
+            + (f" or {micro - 1}" if micro > 1 else ""),
+        )
+
+
+def profile_problems(job: Job) -> Iterator[Problem]:
+    """Yields what is wrong with train.profile. Ranks are compared with the layout once it is chosen."""
+    profile, layout = job.train.profile, job.layout
+    if not profile.is_on:
+        if profile.memory or profile.python or profile.ranks != "all":
+            yield "train.profile.steps", "no step is profiled; name the first and the last, such as steps=[10, 12]"
+        return
+    (first, last), steps = profile.steps, job.train.steps
+    if first > last:
+        yield "train.profile.steps", f"the first is {first}, the last {last}; nearest legal: [{last or 1}, {first}]"
+    elif first < 1 or last > steps:
+        legal = f"[{min(max(1, first), steps)}, {min(last, steps)}]"
+        yield "train.profile.steps", f"[{first}, {last}] lies outside of steps 1 to {steps}; nearest legal: {legal}"
+    elif last - first >= MOST_STEPS:
+        yield (
+            "train.profile.steps",
+            f"{last - first + 1} steps, but a trace of one step takes megabytes per rank: at most {MOST_STEPS}; "
+            f"nearest legal: [{first}, {first + MOST_STEPS - 1}]",
+        )
+    if layout.sync == "asp":
+        yield "train.profile.steps", "sync=asp has no steps that all ranks take together; nearest legal: sync=bsp"
+    if layout.data_parallel == "threads":
+        yield (
+            "train.profile.steps",
+            "the replicas of data_parallel=threads share one interpreter; nearest legal: data_parallel=ddp",
+        )
+    if profile.ranks == "all":
+        return
+    world = layout.processes
+    if len(set(profile.ranks)) < len(profile.ranks):
+        yield "train.profile.ranks", f"each once: {sorted(set(profile.ranks))}"
+    elif min(profile.ranks) < 0 or (not layout.auto and max(profile.ranks) >= world):
+        legal = sorted({min(max(0, rank), world - 1) for rank in profile.ranks})
+        yield (
+            "train.profile.ranks",
+            f"are {list(profile.ranks)}, but there are ranks 0 to {world - 1}; nearest legal: {legal}",
+        )
+
+
+def sync_problems(job: Job) -> Iterator[tuple[str, str]]:
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
+    layout, sync = job.layout, job.layout.sync
+    if sync == "bsp":
+        return
+    if layout.dp_replicate < 2:
+        yield (
+            "layout.sync",
+            f"{sync} synchronises replicas, dp_replicate is {layout.dp_replicate}; nearest "
+            "legal: dp_replicate=2, or sync=bsp",
+        )
+    if layout.data_parallel == "threads":
+        yield (
+            "layout.sync",
+            f"{sync} needs replicas with their own parameters, threads share them; nearest legal: "
+            "data_parallel=ddp, or sync=bsp",
+        )
+    if job.train.precision == "fp16":
+        yield (
+            "layout.sync",
+            f"{sync} does not work with fp16, whose loss scale all replicas would share in every step; nearest "
+            "legal: precision=bf16, or sync=bsp",
+        )
+    if sync != "asp":
+        for path in ("train.eval_every", "checkpoint.every"):
+            every = get(job, path)
+            if every % layout.sync_every:
+                below = every // layout.sync_every * layout.sync_every
+                legal = f"{below} or {below + layout.sync_every}" if below else f"{layout.sync_every}"
+                yield (
+                    path,
+                    f"replicas synchronise every sync_every {layout.sync_every} steps and differ in between; {every} "
+                    "is not a "
+                    f"multiple of it, nearest: {legal}",
+                )
+
+
+def guard_problems(job: Job) -> Iterator[Problem]:
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
+    if not (reason := unguarded(job)):
+        return
+    for name, legal in (("on_spike", "off"), ("on_nan", "stop")):
+        if (policy := getattr(job.guard, name)) not in (legal, "stop"):
+            yield (
+                f"guard.{name}",
+                f"{policy} needs the loss and norm of all ranks before the optimizer writes, and {reason}; nearest "
+                f"legal: {name}={legal}",
+            )
+    if job.guard.on_spike == "stop":
+        yield "guard.on_spike", f"no step is compared with earlier ones: {reason}; nearest legal: on_spike=off"
+    if job.guard.repeat_every:
+        yield "guard.repeat_every", f"no step is computed again: {reason}; nearest legal: repeat_every=0"
+
+
+def unguarded(job: Job) -> str:
+    """Returns why no step of a job can be judged before the optimizer writes; nothing if it can be."""
+    if job.layout.sync != "bsp":
+        return f"replicas train independently (sync={job.layout.sync})"
+    try:
+        overlaps = not flushes(job.layout)
+    except (JobError, KeyError):
+        return ""  # the schedule has a message of its own
+    return f"steps overlap (schedule={job.layout.schedule})" if overlaps else ""
+
+
+def optimizer_problems(job: Job) -> Iterator[tuple[str, str]]:
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
+    config = job.optimizer
+    try:
+        entry = entry_of(config.name)
+    except JobError as error:
+        yield "optimizer.name", str(error)
+        return
+    for option in unread(config):
+        readers = [name for name, other in OPTIMIZERS.items() if option in other.options]
+        yield (
+            f"optimizer.{option}",
+            f"{config.name} does not read it, {' and '.join(readers) or 'no optimizer'} "
+            f"{'do' if len(readers) > 1 else 'does'}; its own options: {', '.join(entry.options) or 'none'}",
+        )
+    try:
+        extra_options(config)
+    except ValueError as error:
+        yield "optimizer.options", str(error)
+    if "nesterov" in entry.options and config.nesterov and not config.momentum:
+        yield "optimizer.nesterov", "Nesterov's momentum needs a momentum above 0; nearest legal: nesterov=false"
+    layout = job.layout
+    if entry.needs_whole_matrices and layout.sync == "asp" and layout.tp * layout.shard_ranks > 1:
+        yield (
+            "layout.sync",
+            f"with asp each rank's server updates by itself, but {config.name} needs whole matrices of all "
+            f"{layout.tp * layout.shard_ranks} ranks that share them; nearest legal: sync=bsp, or tp=1 and dp_shard=1",
+        )
 
 
 def problems_of(job: Job) -> list[Problem]:

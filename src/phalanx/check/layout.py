@@ -4,20 +4,233 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from math import gcd
 
+from phalanx.blocks.ends import VOCABULARY, embedding_weights, head_weights
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
-from phalanx.blocks.parameters import block_weights
-from phalanx.check.optimizer import block_problems
-from phalanx.check.tiles import tile_problems
-from phalanx.config.job import Job
-from phalanx.config.layout import Layout
+from phalanx.blocks.operator import Weight
+from phalanx.blocks.parameters import block_weights, parameter_shapes
+from phalanx.config.cluster import Cluster
+from phalanx.config.job import Job, Optimizer
+from phalanx.config.layout import TILED, Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.nearest import Misfit, divisors, multiples
+from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
+from phalanx.optimizers.blocks import block_of
+from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.partition import batch, recompute
+from phalanx.partition.pipeline import flushes
 from phalanx.partition.second_copy import legal_hpz
+from phalanx.partition.tiers import PARTS, Part, figures, is_offloaded, named
+from phalanx.partition.tiles import ENDS, first_rank_tiles, is_tiled, layers_of, too_few_rows
+
+
+def tile_problems(job: Job) -> Iterator[Problem]:
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
+    layout, model = job.layout, job.model
+    unknown = [name for name in layout.tiled_layers if name not in TILED]
+    for name in sorted(unknown):
+        yield "layout.tile", f"no layers {name!r}{did_you_mean(name, TILED)} ({', '.join(TILED)}, joined by +, or all)"
+    if layout.tiles == 1 or unknown:
+        return
+    tiled = list(_tileable(model))
+    there = [name for name in TILED if any(layers_of(weight.name) == name for weight in tiled)]
+    absent = [name for name in TILED if name in layout.tiled_layers and name not in there]
+    tied = [name for name in absent if name in ENDS.values()]
+    if tied and layout.tile != "all":
+        legal = "+".join(name for name in there if name in layout.tiled_layers) or "all"
+        yield (
+            "layout.tile",
+            f"embedding and head are one matrix (model.tied=true), which both ends of the model read whole; nearest "
+            f"legal: tile={legal}, or model.tied=false",
+        )
+        absent = [name for name in absent if name not in tied]
+    if absent and (layout.tile != "all" or len(absent) == len(TILED)):
+        legal = [f"tile={'+'.join(there)}"] if there else []
+        yield (
+            "layout.tile",
+            f"this model has no layers of {' and '.join(absent)} that run in tiles, tiles is {layout.tiles}; nearest "
+            f"legal: {', or '.join((*legal, 'tiles=1'))}",
+        )
+    if layout.sp_regather and layout.tp > 1:
+        yield (
+            "layout.sp_regather",
+            f"the tiles {layout.tiles} of a matrix share the gathered input, which they save whole; nearest legal: "
+            "sp_regather=false, or tiles=1",
+        )
+    yield from _divided(layout, model, [weight for weight in tiled if is_tiled(weight, layout) and not weight.padded])
+    if any(is_tiled(weight, layout) for weight in tiled if weight.padded):
+        rows = VOCABULARY._replace(shape=(model.vocab_size, 1)).part(layout.tp)
+        # Without one the vocabulary is the tokenizer's, which is known at the start of the run.
+        if model.vocab_size and (message := too_few_rows(rows, layout.tiles)):
+            yield "layout.tiles", message
+
+
+def _tileable(model: ModelConfig) -> Iterator[Weight]:
+    """Yields the weights that may run in tiles, one of each kind of block, and those of the vocabulary."""
+    every = [weight for kind in dict.fromkeys(block_kinds(model)) for weight in block_weights(model, kind)]
+    every += [*embedding_weights(model, model.vocab_size), *head_weights(model, model.vocab_size)]
+    yield from (weight for weight in every if weight.tiled)
+
+
+def _divided(layout: Layout, model: ModelConfig, tiled: list[Weight]) -> Iterator[Problem]:
+    """Yields the first of each size that a tensor rank holds and that does not divide by the tiles."""
+    sizes = {weight.part(layout.tp): weight for weight in tiled[::-1] if weight.is_matrix}
+    legal = {"layout.tiles": divisors(gcd(*sizes))}
+    for size, weight in reversed(sizes.items()):
+        assert weight.dim is not None, "a weight in tiles is cut"
+        if size % layout.tiles:
+            over = f"(tp {layout.tp} × tiles {layout.tiles})" if layout.tp > 1 else f"tiles {layout.tiles}"
+            yield (
+                "layout.tiles",
+                Misfit(f"{_size_of(weight, model)} / {over} is not an integer", layout.tiles, legal),
+            )
+
+
+def _size_of(weight: Weight, model: ModelConfig) -> str:
+    """Returns the size of a weight that tiles cut, in words."""
+    assert weight.dim is not None, "a weight in tiles is cut"
+    size = weight.shape[weight.dim]
+    for kind in dict.fromkeys(each.feed_forward for each in block_kinds(model)):
+        if not weight.name.startswith("attn.") and FEED_FORWARD[kind].width(model) == size:
+            return f"{FEED_FORWARD[kind].width_name} {size}"
+    return f"{size} {weight.cut} of {weight.name.removesuffix('.weight')}"
+
+
+CHEAPEST_FIRST: tuple[Part, ...] = ("optimizer", "activations", "parameters")
+"""Parts in the order in which they are offloaded where nothing fits otherwise."""
+_NO_FOLDERS: dict[str, str] = {
+    **dict.fromkeys(("", "host", "ram", "memory", "none"), "offload_to=cpu"),
+    **dict.fromkeys(("disk", "nvme", "ssd", "file", "files"), "offload_to=/a/folder/on/the/disk"),
+}
+"""Words that `layout.offload_to` may get by mistake, each with its nearest legal choice."""
+
+
+def offload_problems(job: Job) -> Iterator[Problem]:
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
+    words = named(job.layout)
+    known = ["none", "all", *PARTS]
+    for word in words:
+        if word not in PARTS:
+            yield (
+                "layout.offload",
+                f"knows no {word!r}{did_you_mean(word, known)} (known: {', '.join(known)}; several with +)",
+            )
+    if len(set(words)) < len(words):
+        yield "layout.offload", f"names a part twice; nearest legal: offload={'+'.join(dict.fromkeys(words))}"
+    yield from _place(job)
+    if job.layout.data_parallel == "threads" and words:
+        yield "layout.offload", "threads of one process share its device; nearest legal: offload=none, or ddp"
+    if is_offloaded(job.layout, "optimizer"):
+        yield from _optimizer(job)
+    if is_offloaded(job.layout, "parameters"):
+        yield from _parameters(job.layout)
+    yield from _activations(job)
+
+
+def with_offload(part: Part, layout: Layout) -> Layout:
+    """Returns the layout that also offloads a part; parameters with their optimizer."""
+    wanted = {*named(layout), part, *(["optimizer"] if part == "parameters" else [])}
+    parts = [each for each in PARTS if each in wanted]
+    return replace(layout, offload="all" if len(parts) == len(PARTS) else "+".join(parts))
+
+
+def can_offload(part: Part, layout: Layout, optimizer: Optimizer, cluster: Cluster) -> Layout | None:
+    """Returns `with_offload`; None if the layout does it already, if it cannot, or if too little is known about the
+    host to predict it."""
+    more = with_offload(part, layout)
+    if part in named(layout) or any(not getattr(cluster.host, name) for name in figures(more)):
+        return None
+    return None if any(True for _ in offload_problems(Job(layout=more, optimizer=optimizer))) else more
+
+
+def offloads(layout: Layout, optimizer: Optimizer, cluster: Cluster) -> Iterator[Layout]:
+    """Yields layouts that offload ever more, the parts first that cost least time."""
+    for part in CHEAPEST_FIRST:
+        if more := can_offload(part, layout, optimizer, cluster):
+            layout = more
+            yield layout
+
+
+def _place(job: Job) -> Iterator[Problem]:
+    place = job.layout.offload_to
+    if place.lower() in _NO_FOLDERS:
+        legal = _NO_FOLDERS[place.lower()]
+        yield "layout.offload_to", f"{place!r} is neither cpu nor a folder of files; nearest legal: {legal}"
+
+
+def _optimizer(job: Job) -> Iterator[Problem]:
+    """Yields what cannot be combined with an optimizer on the host."""
+    layout, name = job.layout, job.optimizer.name
+    if layout.sync != "bsp":
+        yield (
+            "layout.offload",
+            f"sync={layout.sync} averages parameters on the devices, which state on the host would miss; nearest "
+            "legal: offload=none, or sync=bsp",
+        )
+    if name in OPTIMIZERS and OPTIMIZERS[name].needs_whole_matrices:
+        legal = ", ".join(each for each, entry in OPTIMIZERS.items() if not entry.needs_whole_matrices)
+        yield (
+            "optimizer.name",
+            f"{name} makes whole matrices orthogonal, which devices exchange and multiply, and an offloaded update "
+            "runs on the host, element by element; nearest legal: offload=none, or "
+            f"optimizer={legal.split(', ')[0]} (or {legal})",
+        )
+    try:
+        overlaps = layout.pp > 1 and not flushes(layout)
+    except (JobError, KeyError):
+        return  # the schedule has a message of its own
+    if overlaps:
+        yield (
+            "layout.offload",
+            f"schedule {layout.schedule} computes with older versions of weights, which stay on the device; nearest "
+            "legal: offload=none, or schedule=1f1b",
+        )
+
+
+def _parameters(layout: Layout) -> Iterator[Problem]:
+    """Yields what cannot be combined with parameters on the host."""
+    rest = "+".join(part for part in named(layout) if part != "parameters") or "none"
+    if not is_offloaded(layout, "optimizer"):
+        legal = "+".join(part for part in PARTS if part == "optimizer" or part in named(layout))
+        yield (
+            "layout.offload",
+            f"parameters on the host are updated there, so their optimizer has to be there; nearest legal: "
+            f"offload={'all' if legal == '+'.join(PARTS) else legal}, or offload={rest}",
+        )
+    if layout.zero != 3:
+        yield (
+            "layout.offload",
+            f"parameters come from the host block by block, which is zero=3, and zero is {layout.zero}; nearest legal: "
+            f"zero=3, or offload={rest}",
+        )
+    if layout.hpz > 1:
+        yield (
+            "layout.hpz",
+            f"hpz {layout.hpz} keeps a second copy of the parameters on the devices, which offload={layout.offload} "
+            "is to spare; nearest legal: hpz=1",
+        )
+
+
+def _activations(job: Job) -> Iterator[Problem]:
+    """Yields what cannot be combined with activations on the host, and layers that there are not."""
+    layout, layers = job.layout, job.model.n_layers
+    if not is_offloaded(layout, "activations"):
+        if layout.offload_blocks:
+            yield (
+                "layout.offload_blocks",
+                f"counts layers whose activations leave the device, offload={layout.offload} keeps them; nearest "
+                "legal: offload_blocks=0, or offload=activations",
+            )
+        return
+    if layout.offload_blocks > layers:
+        yield (
+            "layout.offload_blocks",
+            f"{layout.offload_blocks} layers of a model with n_layers {layers}; nearest legal: {layers}",
+        )
+
 
 Problem = tuple[str, str]
 """The dotted path of the field at fault, and the message."""
@@ -317,3 +530,30 @@ def _batch(job: Job) -> Iterator[Problem]:
         batch.solve(job.train.global_batch, job.layout)
     except ValueError as error:
         yield "train.global_batch", str(error)
+
+
+def block_problems(job: Job) -> Iterator[Problem]:
+    """Yields the tensor ranks, or the tiles, that cut the blocks over which an optimizer's state has a scale."""
+    layout, model, name = job.layout, job.model, job.optimizer.name
+    if name not in OPTIMIZERS or OPTIMIZERS[name].granularity != "block":
+        return
+    shapes = parameter_shapes(model, model.vocab_size or 1)
+    for field, of_ranks in (("tp", Layout(tp=layout.tp)), ("tiles", layout)):
+        parts = getattr(layout, field)
+        for weight, _, held in first_rank_tiles(shapes, of_ranks, model) if parts > 1 else ():
+            whole = held.whole
+            block = block_of(whole)
+            if block and held.dim == len(whole) - 1 and held.size % block:
+                rest = whole[-1] // (layout.tp if field == "tiles" else 1)
+                legal = [n for n in divisors(max(1, rest // block)) if n < parts]
+                yield (
+                    f"layout.{field}",
+                    Misfit(
+                        f"{name} has a scale per {block} elements of a row, and {field} {parts} cuts the rows of "
+                        f"{weight} ({whole[-1]}) into parts of {held.size}",
+                        parts,
+                        {f"layout.{field}": legal},
+                        ", or optimizer=adamw",
+                    ),
+                )
+                break

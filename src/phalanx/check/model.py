@@ -4,11 +4,213 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.blocks.kinds import HALVES, TABLES, Half, attention_models, chosen_kinds
-from phalanx.check.lora import adapter_problems
-from phalanx.config.fields import get
+from phalanx.blocks.kinds import HALVES, TABLES, attention_models, block_kinds, chosen_kinds
+from phalanx.blocks.lora import EVERY, can_adapt, is_target, layer_of, names_of
+from phalanx.blocks.place import Half, Place
+from phalanx.check.layout import Problem
+from phalanx.config.fields import get, leaves
+from phalanx.config.job import Job
+from phalanx.config.layout import AXES
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
+from phalanx.optimizers.catalogue import OPTIMIZERS
+from phalanx.partition.pipeline import flushes
+from phalanx.schedule.catalogue import SCHEDULES
+
+
+def adapter_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Yields targets that are no layer of the model, and kinds of layers without any. The model is legal otherwise."""
+    if not model.lora.rank:
+        return
+    known: dict[str, None] = dict.fromkeys((EVERY, *HALVES))
+    more = dict[str, None]()
+    without = dict[str, list[str]]()
+    for kind in dict.fromkeys(kind._replace(window=0) for kind in block_kinds(model)):
+        layers: dict[str, Half] = {
+            layer_of(weight.name): half
+            for half in HALVES
+            for operator in TABLES[half][getattr(kind, half)].operators(Place(model))
+            for weight in operator.weights
+            if can_adapt(weight)
+        }
+        for layer in layers:
+            *longer, shortest = names_of(layer)
+            known[shortest] = None
+            more |= dict.fromkeys(longer)
+        if not any(is_target(model.lora, half, layer) for layer, half in layers.items()):
+            without[f"{kind.attention}, {kind.feed_forward}"] = list(layers)
+    unknown = [name for name in model.lora.names if name not in known | more]
+    for name in unknown:
+        hint = did_you_mean(name, known | more)
+        yield (
+            "model.lora.targets",
+            f"no matrix {name!r}{hint} (this model's: {', '.join(known)}, or longer, such as {next(iter(more))})",
+        )
+    for kinds, legal in without.items() if not unknown else ():
+        yield (
+            "model.lora.targets",
+            f"{model.lora.targets} leaves blocks of {kinds} without an adapter, so that nothing in them is trained; "
+            f"nearest legal: {model.lora.targets},{legal[0]}, or all",
+        )
+
+
+def lora_problems(job: Job) -> Iterator[Problem]:
+    """Yields what cannot leave weights frozen."""
+    if not job.model.lora.rank:
+        return
+    layout, name = job.layout, job.optimizer.name
+    if layout.sync != "bsp":
+        yield (
+            "layout.sync",
+            f"{layout.sync} averages all parameters between replicas, and with lora.rank {job.model.lora.rank} most "
+            "are frozen; nearest legal: sync=bsp, or lora.rank=0",
+        )
+    if layout.pp > 1 and layout.schedule in SCHEDULES and not flushes(layout):
+        yield (
+            "layout.schedule",
+            f"{layout.schedule} keeps several versions of all weights, and with lora.rank {job.model.lora.rank} most "
+            "are frozen; nearest legal: schedule=1f1b, or lora.rank=0",
+        )
+    if name in OPTIMIZERS and OPTIMIZERS[name].needs_whole_matrices:
+        yield (
+            "optimizer.name",
+            f"{name} makes a matrix's update orthogonal, which is meant for whole weights, not for the two factors of "
+            f"an adapter (lora.rank {job.model.lora.rank}); nearest legal: optimizer=adamw, or lora.rank=0",
+        )
+
+
+MOST_STAGES = 1024
+"""Most stages, and most layers of a model."""
+MOST_DEVICES = 1 << 20
+AT_MOST: list[tuple[int, str, list[str]]] = [
+    (
+        MOST_STAGES,
+        "the deepest published transformer has 1,000 layers (DeepNet, Wang et al. 2022)",
+        [
+            *("model.n_layers", "model.full_every", "model.moe.n_dense_layers"),
+            *("layout.pp", "layout.pp_chunks", "layout.offload_blocks"),
+        ],
+    ),
+    (
+        1 << 20,
+        "forty times the widest published transformer, 25,600 (Megatron-LM's 1T)",
+        [
+            *(f"model.{name}" for name in ("d_model", "d_ff", "head_dim", "moe.d_ff")),
+            *(f"model.mla.{name}" for name in ("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")),
+            "model.lora.rank",
+        ],
+    ),
+    (
+        1 << 14,
+        "a hundred times the heads of the widest published transformer, 160",
+        ["model.n_heads", "model.n_kv_heads"],
+    ),
+    (
+        1 << 14,
+        "eight times the most experts of a published transformer, 2,048 (Switch-C, Fedus et al. 2021)",
+        [f"model.moe.{name}" for name in ("n_experts", "top_k", "n_shared", "n_groups", "top_groups", "capacity")],
+    ),
+    (1 << 24, "sixty times the largest published vocabulary, 256,000 tokens", ["model.vocab_size"]),
+    (
+        1 << 27,
+        "the longest published context has 100 million tokens",
+        [
+            *("model.seq_len", "model.window", "model.rope_scaling.original_seq_len"),
+            *("layout.loss_chunk", "run.sample_tokens"),
+        ],
+    ),
+    (
+        MOST_DEVICES,
+        "ten times the largest cluster that trained one model",
+        [
+            *("cluster.nodes", "cluster.domain", "cluster.pod"),
+            *(f"layout.{name}" for name in ("dp_replicate", "dp_shard", "cp", "cp_ulysses", "tp", "ep", "hpz")),
+        ],
+    ),
+    (
+        4096,
+        "no node has so many devices or processors",
+        [
+            *("cluster.devices_per_node", "cluster.accelerator.cores", "run.threads", "data.workers"),
+            *(f"cluster.sharing.{name}" for name in ("node_cores", "processes", "linked")),
+        ],
+    ),
+    (
+        1 << 20,
+        "sixteen times the largest published batch, 65,536 sequences (LAMB, You et al. 2020)",
+        ["train.global_batch", "optimizer.base_batch", "layout.micro_batch", "layout.accumulation"],
+    ),
+    (
+        1 << 20,
+        "more would be kept in memory at once than any host has",
+        ["layout.pp_slices", "layout.tiles", "layout.prefetch", "layout.bucket_mb", "data.prefetch", "data.bpe_vocab"],
+    ),
+    (
+        10**9,
+        "a year of steps of 30 ms",
+        [
+            *("train.steps", "train.log_every", "train.eval_every", "train.eval_samples", "checkpoint.every"),
+            *(
+                "checkpoint.keep",
+                "checkpoint.keep_every",
+                "optimizer.warmup_steps",
+                "optimizer.decay_steps",
+                "layout.sync_every",
+            ),
+        ],
+    ),
+    (10**12, "a prepared corpus of random tokens lies on disk whole", ["data.random_tokens"]),
+    (1 << 63, "it has to be a number of 63 bits", ["train.seed"]),
+    (
+        10**12,
+        "nothing that is measured or set is so large",
+        [
+            *(f"cluster.{name}" for name in ("peak_tflops", "oversubscription")),
+            *(f"cluster.accelerator.{name}_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "fp32")),
+            *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "alone", "older")),
+            *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
+            *(f"cluster.sharing.{name}" for name in ("alone_products", "alone_streams")),
+            *(f"cluster.host.{name}" for name in ("memory_gib", "link_gbs", "update_gbs", "disk_gbs", "disk_gib")),
+            *(f"cluster.{link}.{name}" for link in ("intra", "inter") for name in ("gbs", "latency_us", "pair_gbs")),
+            *(f"model.rope_scaling.{name}" for name in ("factor", "low_freq_factor", "high_freq_factor", "magnitude")),
+            *("model.rope_scaling.beta_fast", "model.rope_scaling.beta_slow"),
+            *(f"model.moe.{name}" for name in ("route_scale", "aux_loss", "z_loss", "bias_rate")),
+            *(f"model.{name}" for name in ("norm_eps", "rope_theta", "window_rope_theta", "init_std")),
+            *("model.lora.alpha", "model.mla.norm_eps"),
+            *(f"model.{name}" for name in ("attention_scale", "attention_softcap", "logit_softcap")),
+            *(f"optimizer.{name}" for name in ("lr", "eps", "weight_decay", "clip", "outer_lr")),
+            *(f"cluster.calibration.{command}.provenance.cores" for command in ("compute", "comm")),
+            *(
+                f"cluster.calibration.{part}.{figure}"
+                for part in (
+                    *("compute.products", "compute.attention", "compute.streams", "compute.blocks"),
+                    *("comm.intra", "comm.inter"),
+                )
+                for figure in ("error", "spread", "rounds")
+            ),
+            "run.timeout_s",
+        ],
+    ),
+]
+"""Upper bounds, each with its reason: beyond them a typing error is more likely than a job, and answers would take
+minutes or all memory."""
+SMALLEST = 1e-30
+"""Smallest number other than 0: quotients by smaller ones, and their powers, exceed the range of floating point."""
+BOUNDS = {path: (most, reason) for most, reason, paths in AT_MOST for path in paths}
+"""Upper bounds with their reasons, by path."""
+
+
+def size_problems(job: Job) -> Iterator[Problem]:
+    """Yields each number that is too large or too small by itself, and a product of axes that is too large."""
+    for path, (most, reason) in BOUNDS.items():
+        if not isinstance(value := get(job, path), str) and value > most:
+            yield path, f"must be at most {most:,}, is {value:,}: {reason}"
+    for path in (path for path, kind in leaves().items() if kind is float):
+        if 0 < abs(value := get(job, path)) < SMALLEST:
+            yield path, f"must be 0 or at least {SMALLEST:g}, is {value:g}"
+    if (world := job.layout.world) > MOST_DEVICES >= max(getattr(job.layout, axis) for axis in AXES):
+        product = " × ".join(f"{axis} {getattr(job.layout, axis)}" for axis in AXES)
+        yield "layout", f"{product} = {world:,} devices, at most {MOST_DEVICES:,}"
 
 
 def model_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:

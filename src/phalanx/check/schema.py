@@ -5,16 +5,85 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
+from collections.abc import Iterator
 from typing import Any
 
-from phalanx.check.known_names import known_names
 from phalanx.config import reference
+from phalanx.config.clusters import CLUSTERS, LOCAL
 from phalanx.config.constraints import Above, AtLeast, Below, Between, Constraint, FolderName, HalfOpen, Matches
+from phalanx.config.corpora import BUILT_IN, CORPORA, OWN_TEMPLATE, TOKENIZERS
+from phalanx.config.devices import ACCELERATORS
 from phalanx.config.fields import NESTED_SECTIONS, SECTION_SHORTHAND, constraints
+from phalanx.config.layout import TILED
 from phalanx.config.layout_line import SECTION
+from phalanx.config.presets import CATALOGUE
 from phalanx.config.reference import FieldReference
-from phalanx.config.rows import row_of
+from phalanx.config.trackers import TRACKERS
+from phalanx.config.values import row_of
 from phalanx.config.yaml_file import SET_FIELDS
+from phalanx.optimizers.catalogue import OPTIMIZERS
+from phalanx.schedule.catalogue import SCHEDULES
+
+
+def known_names() -> dict[str, list[str]]:
+    """Returns the names by the dotted path of the field. A field may take others, too: a path, or `dgx-h100:4`."""
+    return {
+        "model.preset": [*CATALOGUE],
+        "cluster.preset": [*CLUSTERS, LOCAL],
+        "cluster.accelerator.name": [*ACCELERATORS],
+        "layout.schedule": [*SCHEDULES],
+        "layout.tile": [*TILED, "all"],
+        "data.corpus": [*CORPORA],
+        "data.tokenizer": [*TOKENIZERS],
+        "data.template": [OWN_TEMPLATE, *BUILT_IN],
+        "optimizer.name": [*OPTIMIZERS],
+        "run.trackers": [*TRACKERS],
+    }
+
+
+COMMAND = "phalanx schema --markdown --out docs/reference/job.md"
+MOST_NAMES = 20
+"""Longest catalogue that is listed beside its field; models and machines have pages of their own."""
+HEAD = f"""\
+# The job file: every field
+
+<!-- `{COMMAND}` writes this page from the dataclasses in src/phalanx/config; edit those. -->
+
+A job is one YAML file of sections. Every field has a default, and the command line may set it by its dotted path, or
+by its last name where only one field has that: `phalanx train job.yaml layout.tp=2`, `--tp 2`. `phalanx init` writes
+a file to begin with, `phalanx train --help SECTION` shows a section with the values of a job, and `phalanx schema`
+prints a JSON schema, with which an editor completes and checks the file. Later values win: default, preset, job files
+in order, command line.
+
+The first column has the name that the command line takes. In a file each field stands in its section.
+"""
+
+
+def page() -> str:
+    """Returns the page."""
+    return "\n".join(_lines()) + "\n"
+
+
+def _lines() -> Iterator[str]:
+    names = known_names()
+    yield HEAD
+    for section in reference.section_texts():
+        yield from (f"## {section}", "", reference.section_texts()[section], "")
+        yield from ("| field | type | default | meaning | example |", "|---|---|---|---|---|")
+        for field in reference.fields().values():
+            if field.section == section:
+                yield _row(field, names.get(field.path, []))
+        yield ""
+
+
+def _row(field: FieldReference, names: list[str]) -> str:
+    about = field.about
+    if names and len(names) <= MOST_NAMES and any(name not in about for name in names):
+        about = f"{about} Known: {', '.join(names)}."
+    default = f"`{reference.shown(field.default)}`"
+    cells = (f"`{field.short}`", field.type_words, default, about, f"`{field.name}: {field.example}`")
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
 
 TITLE = "Phalanx job"
 REST = ("layout.dp_replicate", "layout.dp_shard")

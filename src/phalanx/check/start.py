@@ -12,12 +12,12 @@ from pathlib import Path
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.layout import Problem
 from phalanx.config import values, yaml_file
+from phalanx.config.corpora import tokenizer_in, tokens_at
 from phalanx.config.fields import get, leaves, replace
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
 from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import states_no_rows
-from phalanx.config.tokenizers import tokenizer_in, tokens_at
 from phalanx.errors import JobError
 from phalanx.nearest import near_file
 

@@ -27,9 +27,8 @@ from phalanx.checkpoint.meta import job_of, problems
 from phalanx.checkpoint.new_target import MOST_FILE_BYTES, WrittenFiles, target_problems, write_run, written_beside
 from phalanx.checkpoint.parts import is_finite
 from phalanx.checkpoint.reader import TORCH_DTYPES, Reader
-from phalanx.config.optimizer import Optimizer
-from phalanx.data.files import write_atomic
-from phalanx.data.progress import Progress, meter, silent
+from phalanx.config.job import Optimizer
+from phalanx.data.files import Progress, meter, silent, write_atomic
 from phalanx.data.tokenizer import FILE as TOKENIZER
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, RunError
 from phalanx.optimizers.entry import Shape

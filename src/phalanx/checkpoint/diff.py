@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx.checkpoint.manifest import StoredTensor
 from phalanx.checkpoint.reader import Reader
-from phalanx.data.progress import Progress, meter, silent
+from phalanx.data.files import Progress, meter, silent
 
 CHUNK_ELEMENTS = 2**20
 """Elements that are compared at a time."""

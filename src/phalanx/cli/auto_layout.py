@@ -20,8 +20,8 @@ from phalanx.config.fields import get, leaves
 from phalanx.config.fields import replace as with_value
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.data.progress import stderr_progress
-from phalanx.data.vocabulary import vocabulary_size
+from phalanx.data.files import stderr_progress
+from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.ranks import Ranks, detect

@@ -16,7 +16,7 @@ from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.checkpoint.validity import by_age, check
 from phalanx.cli.commands import JSON, Command, CommandVerb, CommandWords
 from phalanx.cli.option import Option
-from phalanx.data.progress import meter, stderr_progress
+from phalanx.data.files import meter, stderr_progress
 from phalanx.echo import echo
 from phalanx.errors import CheckpointError, JobError
 

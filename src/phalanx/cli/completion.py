@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from phalanx.check.known_names import known_names
+from phalanx.check.schema import known_names
 from phalanx.cli import completion_scripts
 from phalanx.cli.commands import Command, CommandVerb
 from phalanx.cli.completion_scripts import Words

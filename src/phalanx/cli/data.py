@@ -61,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     words = VERB.parse(argv[1:])
     if words is None:
         return 0
-    from phalanx.data.report import prepare_and_report
+    from phalanx.data.inspect import prepare_and_report
 
     chosen = words.switches
     return prepare_and_report(

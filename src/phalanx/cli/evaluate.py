@@ -16,9 +16,9 @@ from phalanx.cli.commands import WHOLE, CommandVerb
 from phalanx.cli.options import command_of, read_options, run_on_ranks
 from phalanx.cli.page import flag_of
 from phalanx.config.corpora import CORPORA
+from phalanx.config.job import RunOptions
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse as parse_layout
-from phalanx.config.run import RunOptions
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.ranks import SINGLE, Ranks
@@ -170,7 +170,7 @@ def _launch(argv: Sequence[str], options: Evaluate, layout: Layout) -> int:
 
 def _be_a_rank(options: Evaluate, ranks: Ranks, store: Store | None = None) -> int:
     from phalanx.config.job import Job
-    from phalanx.data.progress import silent, stderr_progress
+    from phalanx.data.files import silent, stderr_progress
     from phalanx.data.tokenizer import Tokenizer
     from phalanx.evaluate.perplexity import score
     from phalanx.evaluate.text import ScoredConversations, ScoredText, other_corpus, read_texts

@@ -12,7 +12,7 @@ from typing import Literal
 
 from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.cli.option import Option
-from phalanx.data.progress import stderr_progress
+from phalanx.data.files import stderr_progress
 from phalanx.echo import echo
 from phalanx.errors import JobError, NotFoundError
 from phalanx.nearest import no_run

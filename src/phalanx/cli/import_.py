@@ -14,7 +14,7 @@ from phalanx.cli.option import Option
 from phalanx.cli.page import flag_of
 from phalanx.config.families import kinds
 from phalanx.config.hugging_face.families import BY_TYPE
-from phalanx.data.progress import stderr_progress
+from phalanx.data.files import stderr_progress
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.units import gib

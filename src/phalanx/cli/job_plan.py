@@ -14,11 +14,10 @@ from phalanx.cli.auto_layout import fixed_of, on_known_devices, with_layout, wor
 from phalanx.config import local_cluster, overrides, yaml_file
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
-from phalanx.config.corpora import CORPORA
+from phalanx.config.corpora import CORPORA, MIN_BPE_VOCAB
 from phalanx.config.presets import FROM_FILE, named, preset_of
-from phalanx.config.tokenizers import MIN_BPE_VOCAB
-from phalanx.data.progress import stderr_progress
-from phalanx.data.vocabulary import vocabulary_size
+from phalanx.data.files import stderr_progress
+from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.units import gib

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.cli.option import Option
+from phalanx.config.job import RunOptions
 from phalanx.config.reference import texts_below
-from phalanx.config.run import RunOptions
 from phalanx.errors import JobError
 from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.lifeline import die_with_launcher

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from phalanx.cli.option import Option
-from phalanx.config.rows import row_of
+from phalanx.config.values import row_of
 
 Example = tuple[str, str]
 """Words after `phalanx`, and what they do."""

@@ -16,8 +16,8 @@ from phalanx.cli.framework import OPTIONS, asked
 from phalanx.cli.job_words import JobVerb
 from phalanx.cli.option import Option
 from phalanx.cost.breakdown import subject
-from phalanx.data.progress import stderr_progress
-from phalanx.data.vocabulary import vocabulary_size
+from phalanx.data.files import stderr_progress
+from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo, terminal_columns
 from phalanx.errors import DoesNotFitError
 from phalanx.plan.plan import Candidate, Plan

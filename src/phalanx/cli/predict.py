@@ -19,8 +19,8 @@ from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
-from phalanx.data.progress import stderr_progress
-from phalanx.data.vocabulary import vocabulary_size
+from phalanx.data.files import stderr_progress
+from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.pictures import context as context_picture

@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     out = words.options.get("out", "")
     check_folders({"out": out}, "out")
     if "markdown" in words.switches:
-        from phalanx.check.reference_page import page
+        from phalanx.check.schema import page
 
         text = page()
     else:

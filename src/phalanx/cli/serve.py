@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
         from phalanx.serve import server
     except ImportError as error:
         raise JobError(f"{error.name} is not installed: pip install 'phalanx[serve]'") from error
-    from phalanx.data.chat_prompt import ChatPrompts
+    from phalanx.data.template import ChatPrompts
     from phalanx.generate.batch import assistant_of
     from phalanx.generate.engine import Engine
     from phalanx.generate.load import load_run

@@ -22,8 +22,8 @@ from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
-from phalanx.data.progress import Progress, silent, stderr_progress
-from phalanx.data.vocabulary import vocabulary_size
+from phalanx.data.files import Progress, silent, stderr_progress
+from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.gc import gc_paused

@@ -89,9 +89,9 @@ def run(argv: Sequence[str]) -> int:
     as_json = "json" in words.switches
     if is_ours:
         return _be_a_rank(job, ranks or SINGLE, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)
+    from phalanx.data.files import stderr_progress
+    from phalanx.data.mixture import open_split
     from phalanx.data.prepare import prepare
-    from phalanx.data.progress import stderr_progress
-    from phalanx.data.split import open_split
 
     _require_machine(job, oversubscribe="oversubscribe" in words.switches)
     directory = RunDirectory.of(job)

@@ -21,7 +21,7 @@ class Alias:
     nothing: Mapping[str, str] = field(default_factory=dict)
     """Values that ask for what happens anyway, with what happens. Others are refused, with foreign_names.ADVICE."""
     rule: bool = False
-    """Whether the value depends on other fields, by the rule of this name in check/derived.py."""
+    """Whether the value depends on other fields, by the rule of this name in check/load.py."""
 
 
 @dataclass(frozen=True)

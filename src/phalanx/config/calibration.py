@@ -7,13 +7,33 @@ difference between independent rounds of the same measurements (calibrate/clock.
 
 from __future__ import annotations
 
+import os
+import platform
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from phalanx.config import this_machine
 from phalanx.config.constraints import AtLeast
+
+
+def processor() -> str:
+    """Returns the CPU's model name from /proc/cpuinfo, or the architecture where there is none."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def core_count() -> int:
+    """Returns the number of logical cores of the machine, whichever of them this process may use."""
+    return os.cpu_count() or 1
+
+
+def host_name() -> str:
+    """Returns the network name of this machine."""
+    return platform.node()
+
 
 Measurement = Literal["compute", "comm"]
 """The two measurements of `phalanx bench`."""
@@ -224,12 +244,12 @@ def _parts(calibration: Calibration, needed: tuple[Measurement, ...]) -> Iterato
 
 
 def _machine_change(made: list[Provenance], cpu: str) -> str:
-    processor, cores = this_machine.processor(), this_machine.core_count()
+    here, cores = processor(), core_count()
     if not made:
-        if cpu in ("", processor):
+        if cpu in ("", here):
             return ""
-        return f"this machine has another processor ({processor}) than the measured one ({cpu})"
-    other = next((one for one in made if (one.processor, one.cores) != (processor, cores)), None)
+        return f"this machine has another processor ({here}) than the measured one ({cpu})"
+    other = next((one for one in made if (one.processor, one.cores) != (here, cores)), None)
     if other is None:
         return ""
-    return f"this machine ({processor}, {cores} cores) is not the measured one ({other.processor}, {other.cores} cores)"
+    return f"this machine ({here}, {cores} cores) is not the measured one ({other.processor}, {other.cores} cores)"

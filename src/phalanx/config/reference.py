@@ -19,7 +19,7 @@ from typing import Any
 from phalanx.config.constraints import Constraint
 from phalanx.config.fields import constraints, get, leaves, name_of, short_names
 from phalanx.config.job import Job
-from phalanx.config.rows import row_of
+from phalanx.config.values import row_of
 
 MEASURED = "cluster.calibration"
 """The section that `phalanx bench` writes: help leaves it out."""

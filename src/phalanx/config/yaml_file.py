@@ -11,7 +11,7 @@ import yaml
 from phalanx.bounded import read_text
 from phalanx.config import layout_line
 from phalanx.config.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion, within
-from phalanx.config.rows import LOADER, MOST_NESTING, row_of, too_deep
+from phalanx.config.values import LOADER, MOST_NESTING, row_of, too_deep
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import near_file, nearest
 from phalanx.units import listed

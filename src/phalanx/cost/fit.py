@@ -15,8 +15,7 @@ from typing import Literal
 
 from phalanx.blocks.kinds import block, block_kinds
 from phalanx.blocks.place import Place
-from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
-from phalanx.config.cpu_node import with_processes
+from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing, with_processes
 from phalanx.config.model import ModelConfig
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.frameworks.known import PHALANX_CPU

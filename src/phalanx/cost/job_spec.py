@@ -6,9 +6,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from phalanx.check.compile import compiles
+from phalanx.config.cluster import with_processes
 from phalanx.config.clusters import CLUSTERS
 from phalanx.config.corpora import has_pairs
-from phalanx.config.cpu_node import with_processes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from phalanx.config.cluster import Cluster
+from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.hashed import Hashed, hashed_once
 from phalanx.partition.batch import Batch

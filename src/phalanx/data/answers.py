@@ -96,3 +96,7 @@ def replaced(value: Any, path: Sequence[Any], text: str) -> Any:
     copy = dict(value) if isinstance(value, Mapping) else list(value)
     copy[path[0]] = replaced(copy[path[0]], path[1:], text)
     return copy
+
+
+ANSWERS = "assistant"
+"""The role whose contents are answers."""

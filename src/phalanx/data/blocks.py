@@ -16,8 +16,7 @@ from threading import Lock
 
 import numpy as np
 
-from phalanx.data.index import DTYPES, Index, Shard, repair_command
-from phalanx.data.shards import DIGEST_BYTES, blocks_file
+from phalanx.data.index import DIGEST_BYTES, DTYPES, Index, Shard, blocks_file, repair_command
 from phalanx.errors import DataError
 
 MAX_OPEN_FILES = 256

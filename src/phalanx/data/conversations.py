@@ -7,17 +7,54 @@ the sequence length nor on packing.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from phalanx.config.corpora import has_answers
-from phalanx.config.data import IGNORE, Data
+from phalanx.config.job import IGNORE, Data
+from phalanx.data.index import ANSWER, read_table, token_ids
 from phalanx.data.loader import MicroBatch, ShardData
-from phalanx.data.packing import one_each, pack
-from phalanx.data.shards import ANSWER, read_table, token_ids
 from phalanx.errors import DataError
+
+
+def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
+    """Packs items of `lengths` (items,), each from 1 to `capacity`, into bins of `capacity`.
+
+    Returns the items in the order of their bins, (items,) int64, and where each bin begins, (bins + 1,) int64: bin b
+    holds items[starts[b] : starts[b + 1]]. The result depends on the lengths alone."""
+    free: list[int] = []
+    """Room that some bin has left, in ascending order, each once."""
+    bins_with: dict[int, list[int]] = {}
+    bins = 0
+    bin_of = np.empty(len(lengths), dtype=np.int64)
+    order = np.argsort(-lengths, kind="stable")
+    for item, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        place = bisect_left(free, length)
+        if place == len(free):
+            chosen, room = bins, capacity
+            bins += 1
+        else:
+            room = free[place]
+            chosen = bins_with[room].pop()
+            if not bins_with[room]:
+                del bins_with[room], free[place]
+        bin_of[item] = chosen
+        if left := room - length:
+            if left not in bins_with:
+                bins_with[left] = []
+                insort(free, left)
+            bins_with[left].append(chosen)
+    items = np.argsort(bin_of, kind="stable")
+    return items, np.searchsorted(bin_of[items], np.arange(bins + 1))
+
+
+def one_each(items: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the result of `pack` with a bin for each item."""
+    return np.arange(items), np.arange(items + 1)
+
 
 PADDING = 0
 """The token id of padding, which no token of a conversation sees and whose targets do not count."""

@@ -14,6 +14,8 @@ import platform
 import re
 import sys
 import sysconfig
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -22,9 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.bounded import parse_json
+from phalanx.bounded import parse_json, read_bytes
 from phalanx.config.corpora import CORPORA
-from phalanx.config.data import Data
+from phalanx.config.job import Data
+from phalanx.data.files import SPLITS, TOKEN_SHARD_TOKENS, write_atomic
 from phalanx.data.formats import (
     LINE_BYTES,
     ROW_SUFFIXES,
@@ -40,9 +43,65 @@ from phalanx.data.formats import (
     rows_in_text,
     suffix_of,
 )
-from phalanx.data.shakespeare import find_shakespeare
 from phalanx.errors import DataError, ExtensionError, NotFoundError
 from phalanx.units import gib
+
+URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+BYTES = 1_115_394
+TIMEOUT_S = 30
+
+
+def find_shakespeare(path: str, data_dir: Path) -> Path:
+    """Returns the verified file: `path` if given, else `data_dir/downloads/tinyshakespeare.txt`, downloaded if absent.
+
+    Raises DataError if it is not available or its text differs.
+    """
+    file = Path(path).expanduser() if path else data_dir / "downloads" / "tinyshakespeare.txt"
+    if os.path.isfile(file):
+        _check(_content(file), str(file))
+    elif path:
+        raise DataError(f"data.path={path}: there is no such file (corpus shakespeare_char)")
+    else:
+        content = _download()
+        _check(content, URL)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, content)
+    return file
+
+
+def _content(file: Path) -> bytes:
+    try:
+        return read_bytes(file, 2 * BYTES)
+    except OSError as error:
+        raise DataError(f"cannot read {file} (corpus shakespeare_char): {error.strerror}") from None
+
+
+def _download() -> bytes:
+    try:
+        with urllib.request.urlopen(URL, timeout=TIMEOUT_S) as response:
+            return response.read(BYTES + 1)
+    except (OSError, urllib.error.URLError) as error:
+        raise DataError(
+            f"could not download tiny Shakespeare from {URL}: {error}. Fetch it on a machine with a network and set "
+            "data.path to it, or use data.corpus=stdlib, which needs no network"
+        ) from error
+
+
+def _check(content: bytes, where: str) -> None:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != SHA256:
+        raise DataError(
+            f"{where} is not tiny Shakespeare: expected {BYTES:,} bytes with sha256 {SHA256}, found {len(content):,} "
+            f"with {digest}. For your own text set data.corpus=text; remove a damaged download to fetch it again"
+        )
+
+
+def random_tokens(data: Data, split: str, start: int, size: int) -> np.ndarray:
+    """Returns the tokens of a shard of corpus random, which begins at `start`: (size,) int64."""
+    generator = np.random.Generator(np.random.Philox(key=[SPLITS.index(split), start // TOKEN_SHARD_TOKENS]))
+    return generator.integers(0, data.random_vocab, size)
+
 
 SEGMENT_CHARACTERS = 1 << 20
 """Characters of the longest text tokenized at once; longer documents are cut after a line (which affects the

@@ -6,23 +6,165 @@ resuming needs only `first_sample`. Every rank reads only its own samples, and c
 
 from __future__ import annotations
 
+import hashlib
+import math
+import queue
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
+from typing import Generic, TypeVar
 
 import numpy as np
 
-from phalanx.config.data import IGNORE
+from phalanx.config.job import IGNORE
 from phalanx.data.blocks import SplitReader
-from phalanx.data.index import SPLITS, repair_command
-from phalanx.data.order import samples_of
-from phalanx.data.readahead import ReadAhead
-from phalanx.data.shards import check_tokenizer, open_shards
+from phalanx.data.files import SPLITS
+from phalanx.data.index import check_tokenizer, open_shards, repair_command
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError
+
+ROUNDS = 8
+"""Feistel rounds, each with a 64-bit key: together they use one blake2b digest."""
+
+
+def order_key(seed: int, epoch: int) -> bytes:
+    """Returns the 64-byte key of one epoch's order, hashed from (seed, "order", epoch)."""
+    return hashlib.blake2b(f"{seed}/order/{epoch}".encode(), digest_size=8 * ROUNDS).digest()
+
+
+def permute(index: np.ndarray, n: int, key: bytes) -> np.ndarray:
+    """Returns the images of `index` (any shape) under the permutation of [0, n) chosen by `key` (64 bytes), in int64.
+
+    Raises ValueError if an index lies outside [0, n).
+    """
+    index = np.asarray(index)
+    if index.size and (index.min() < 0 or index.max() >= n):
+        raise ValueError(f"an index to permute lies outside [0, {n}): {index.min()} .. {index.max()}")
+    side = np.uint64(math.isqrt(max(n - 1, 0)) + 1)  # the least a with a² >= n
+    keys = np.frombuffer(key, dtype="<u8")
+    values = index.reshape(-1).astype(np.uint64)
+    outside = np.arange(values.size)
+    while outside.size:
+        values[outside] = _encipher(values[outside], side, keys)
+        outside = outside[values[outside] >= n]
+    return values.astype(np.int64).reshape(index.shape)
+
+
+def sample_ids(first: int, count: int, n: int, seed: int) -> np.ndarray:
+    """Returns which of `n` samples the global sample numbers first .. first+count-1 stand for, as `samples_of`."""
+    return samples_of(np.arange(first, first + count, dtype=np.int64), n, seed)
+
+
+def samples_of(numbers: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """Returns which of `n` samples global sample numbers stand for: (count,) int64.
+
+    Global sample number g lies in epoch g // n; every epoch visits each of the n samples once, in its own order.
+    """
+    ids = np.empty(numbers.size, dtype=np.int64)
+    epochs = numbers // n
+    for epoch in np.unique(epochs):
+        chosen = epochs == epoch
+        ids[chosen] = permute(numbers[chosen] % n, n, order_key(seed, int(epoch)))
+    return ids
+
+
+def _encipher(values: np.ndarray, side: np.uint64, keys: np.ndarray) -> np.ndarray:
+    left, right = values // side, values % side
+    for key in keys:
+        left, right = right, (left + _mix(right ^ key) % side) % side
+    return left * side + right
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """Applies the finalizer of SplitMix64 (Steele, Lea, Flood 2014): every input bit affects every output bit."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+T = TypeVar("T")
+
+_LAST_ITEM_S = 2.0  # a reader that slow storage blocks for longer is left behind: it is a daemon
+
+
+@dataclass(frozen=True)
+class _End:
+    """The last entry of the queue: the items ended, were closed, or raised."""
+
+    error: BaseException | None = None
+
+
+class ReadAhead(Generic[T]):
+    """An iterator over `items` that prefetches at most `depth` of them.
+
+    An exception raised by `items` is raised here, in its turn. `close`, or dropping the last reference, ends the thread
+    as soon as the item in progress is done.
+    """
+
+    def __init__(self, items: Iterator[T], depth: int):
+        self._ready: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
+        self._seen: list[T | _End] = []  # the next item, once `wait` has found it
+        self._free = threading.Semaphore(depth)
+        self._stop = threading.Event()
+        # The thread holds no reference to self, or self would live as long as the thread.
+        arguments = (items, self._ready, self._free, self._stop)
+        self._thread = threading.Thread(target=_fill, args=arguments, name="read-ahead", daemon=True)
+        self._signal = weakref.finalize(self, _signal, self._free, self._stop)
+        self._thread.start()
+
+    def __iter__(self) -> ReadAhead[T]:
+        return self
+
+    def __next__(self) -> T:
+        if self._stop.is_set():
+            raise StopIteration
+        item = self._seen.pop() if self._seen else self._ready.get()
+        if isinstance(item, _End):
+            self.close()
+            raise item.error or StopIteration
+        self._free.release()
+        return item
+
+    def wait(self, seconds: float) -> bool:
+        """Waits until the next item can be taken without waiting, at most `seconds`; returns whether it can."""
+        if not self._seen and not self._stop.is_set():
+            try:
+                self._seen.append(self._ready.get(timeout=seconds))
+            except queue.Empty:
+                return False
+        return True
+
+    def close(self) -> None:
+        """Stops reading, waits for the thread and drops prefetched items; the next item raises StopIteration.
+
+        A thread that stays in one item for longer than two seconds, on slow storage, ends after it."""
+        self._signal()
+        self._thread.join(_LAST_ITEM_S)
+
+
+def _fill(
+    items: Iterator[T], ready: queue.SimpleQueue[T | _End], free: threading.Semaphore, stop: threading.Event
+) -> None:
+    try:
+        free.acquire()
+        while not stop.is_set():
+            ready.put(next(items))
+            free.acquire()
+    except StopIteration:
+        pass
+    except BaseException as error:
+        ready.put(_End(error))
+    ready.put(_End())
+
+
+def _signal(free: threading.Semaphore, stop: threading.Event) -> None:
+    stop.set()
+    free.release()
 
 
 @dataclass(frozen=True)

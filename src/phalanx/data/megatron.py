@@ -15,13 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
-from phalanx.data.files import write_atomic
+from phalanx.data.files import SPLITS, Progress, write_atomic
 from phalanx.data.formats import pair_of
-from phalanx.data.index import BLOCK_BYTES, DTYPES, SPLITS, Shard, shard_file
+from phalanx.data.index import (
+    BLOCK_BYTES,
+    DTYPES,
+    Shard,
+    blocks_file,
+    shard_file,
+)
 from phalanx.data.loader import TokenData
-from phalanx.data.progress import Progress
-from phalanx.data.shards import blocks_file
-from phalanx.data.splits import cut_of
 from phalanx.errors import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -154,3 +157,8 @@ class MegatronData(TokenData):
         return numbers - numbers[:, :1]
 
     _starts: np.ndarray | None = None
+
+
+def cut_of(total: int, val_fraction: float) -> int:
+    """Returns how many of a corpus's characters or tokens are of the training split."""
+    return int(total * (1 - val_fraction))

@@ -1,4 +1,4 @@
-"""A mixture: samples of several prepared folders, drawn by weight.
+"""A mixture: samples of several prepared folders, drawn by weight; and the opening of any split as what it holds.
 
 Global sample numbers are taken in rounds of MIX_ROUND. Each source has a fixed number of places in a round, in
 proportion to its weight and as evenly spaced as they can be, so every batch has nearly the weights. The source of a
@@ -9,16 +9,21 @@ the number of ranks does not matter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
-from phalanx.config.corpora import MIX_ROUND
-from phalanx.config.data import MixSource
-from phalanx.data.loader import MicroBatch, ShardData
+from phalanx.config.corpora import MIX_ROUND, PAIR
+from phalanx.config.job import Data, MixSource
+from phalanx.data.conversations import ConversationData
+from phalanx.data.index import read_index
+from phalanx.data.loader import MicroBatch, ShardData, TokenData
+from phalanx.data.megatron import MegatronData
+from phalanx.data.preferences import PreferenceData
 
 
 @dataclass(frozen=True)
@@ -169,3 +174,24 @@ def _joined(rows: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """Returns the rows of a micro-batch as one array; None if they have none."""
     found = [row for row in rows if row is not None]
     return np.concatenate(found) if found else None
+
+
+NONE: Mapping[Path, Collection[int]] = MappingProxyType({})
+
+
+def open_split(
+    folder: Path, split: str, seq_len: int, data: Data, damaged: Mapping[Path, Collection[int]] = NONE
+) -> ShardData:
+    """Returns the samples of one split of a job's prepared folder; `damaged` are those of each folder of shards that
+    are not read. Raises DataError as their class does."""
+    index = read_index(folder)
+    found: list[ShardData] = []
+    for each in index.folders(folder):
+        own = read_index(each)
+        if own.row_size:
+            kind = PreferenceData if own.row_size == PAIR else ConversationData
+            found.append(kind(each, split, seq_len, data))
+        else:
+            text = MegatronData if own.elsewhere else TokenData
+            found.append(text(each, split, seq_len, document_mask=data.document_mask, damaged=damaged.get(each, ())))
+    return MixedData(folder, split, seq_len, data.mix, found) if index.sources else found[0]

@@ -7,58 +7,242 @@ The contents of the shards depend on the corpus and the settings alone, not on t
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 
 from phalanx.check.job import data_problems
-from phalanx.config.corpora import CORPORA, corpus_of, number_of
-from phalanx.config.data import Data
-from phalanx.config.tokenizers import TOKENIZERS
+from phalanx.config.corpora import CORPORA, TOKENIZERS, corpus_of, number_of
+from phalanx.config.job import Data
 from phalanx.data import corpus
-from phalanx.data.build import BuildTask, ShardMaker
 from phalanx.data.corpus import Scan, Segment
 from phalanx.data.encode import Encoder
-from phalanx.data.files import TEMPORARY, locked
+from phalanx.data.files import SPLITS, TEMPORARY, TOKEN_SHARD_TOKENS, Progress, locked, silent
 from phalanx.data.formats import missing, pair_of
 from phalanx.data.index import (
     BLOCK_BYTES,
     INDEX,
-    SPLITS,
     CorpusRecord,
+    EncodedRows,
     Index,
+    Shard,
     SourceRecord,
+    blocks_file,
+    damage,
     dtype_for,
     read_index,
     repair_command,
+    shard_file,
     write_index,
+    write_shard,
+    write_table,
 )
-from phalanx.data.megatron import index_splits, open_megatron
-from phalanx.data.prepared_otherwise import prepared_otherwise
-from phalanx.data.progress import Progress, silent
-from phalanx.data.row_text import RowText, encode_rows, row_texts, scan_rows
+from phalanx.data.megatron import cut_of, index_splits, open_megatron
+from phalanx.data.rows import RowText, encode_rows, row_texts, scan_rows
 from phalanx.data.settings import is_made_of_text, overrides, prepared_path, source_settings, tokenizer_path
-from phalanx.data.shards import TOKEN_SHARD_TOKENS, blocks_file, damage
-from phalanx.data.splits import (
-    BPE_CHARACTERS,
-    chunks,
-    cut_of,
-    grouped,
-    split_segments,
-    training_texts,
-    watched,
-)
 from phalanx.data.template import find_template
-from phalanx.data.tokenizer import NumberTokenizer, Tokenizer, require_in_vocabulary
-from phalanx.data.tokenizer_check import check_tokenizer_class
+from phalanx.data.tokenizer import (
+    FORMAT,
+    LARGEST_VOCABULARY,
+    NumberTokenizer,
+    Tokenizer,
+    read_definition,
+    require_in_vocabulary,
+)
 from phalanx.echo import echo
-from phalanx.errors import DataError, JobError, PhalanxError
+from phalanx.errors import DataError, ExtensionError, JobError, PhalanxError
+
+T = TypeVar("T", Segment, RowText)
+
+BPE_CHARACTERS = 100_000_000
+"""Characters of training text for BPE: more would take hours and hardly change the merges."""
+
+
+def split_segments(segments: Iterable[Segment], cut: int) -> Iterator[tuple[str, Segment]]:
+    """Yields the segments with their split: the first `cut` characters of the corpus for training, the rest for val."""
+    train, val = SPLITS
+    left = cut
+    for segment in segments:
+        if len(segment) <= left:
+            yield train, segment
+        elif left == 0:
+            yield val, segment
+        else:
+            place = left - segment.separated
+            yield train, Segment(segment.text[:place], segment.separated)
+            yield val, Segment(segment.text[place:], False)
+        left = max(0, left - len(segment))
+
+
+def grouped(parts: Iterable[tuple[str, T]], size: int) -> Iterator[tuple[str, list[T]]]:
+    """Yields the contents of each shard: consecutive segments or rows of one split, up to `size` characters."""
+    group: list[T] = []
+    held, of_split = 0, ""
+    for split, segment in parts:
+        if group and (split != of_split or held >= size):
+            yield of_split, group
+            group, held = [], 0
+        of_split = split
+        group.append(segment)
+        held += len(segment)
+    if group:
+        yield of_split, group
+
+
+def training_texts(parts: Iterable[tuple[str, Segment]]) -> Iterator[str]:
+    left = BPE_CHARACTERS
+    for split, segment in parts:
+        if split != SPLITS[0] or left <= 0:
+            return
+        yield segment.text[:left]
+        left -= len(segment)
+
+
+def watched(segments: Iterable[Segment], files: list[Path], progress: Progress) -> Iterator[Segment]:
+    """Yields the segments while showing the progress of reading, in bytes of the files, taken as characters."""
+    total = sum(file.stat().st_size for file in files)
+    done = 0
+    for segment in segments:
+        yield segment
+        done += len(segment)
+        if total:
+            progress("reading", min(done, total - 1), total)
+    if total:
+        progress("reading", total, total)
+
+
+def chunks(total: int, size: int) -> list[tuple[int, int]]:
+    """Returns the start and the size of each part of at most `size`."""
+    return [(start, min(size, total - start)) for start in range(0, total, size)]
+
+
+TOKENIZER = ("data.tokenizer=", "data.bpe_vocab=")
+
+
+def prepared_otherwise(folder: Path, data: Data) -> str:
+    """Returns a line about a whole preparation of the corpus that differs in the tokenizer alone, or nothing.
+
+    Args:
+        folder: the folder of the shards that `data` asks for.
+        data: a job's data settings.
+    """
+    wanted = overrides(data)
+    for other in sorted(folder.parent.glob(f"{data.corpus}-*")):
+        if other == folder or not (other / INDEX).is_file():
+            continue
+        try:
+            index = read_index(other)
+        except DataError:
+            continue
+        if not index.complete or _without_tokenizer(index.settings) != _without_tokenizer(wanted):
+            continue
+        theirs = [setting for setting in index.settings if setting not in wanted]
+        ours = [setting for setting in wanted if setting not in index.settings]
+        return (
+            f"the corpus is prepared in {other} with {' '.join(theirs)}; this job has {' '.join(ours)}, and prepares "
+            f"{folder}"
+        )
+    return ""
+
+
+def _without_tokenizer(settings: list[str] | tuple[str, ...]) -> list[str]:
+    return [setting for setting in settings if not setting.startswith(TOKENIZER)]
+
+
+def check_tokenizer_class(kind: str, made: object) -> None:
+    """Raises ExtensionError, naming the package, with everything that the tokenizer which a kind of the table has made
+    lacks: sizes, a definition that is read back, and ids that stand for a text."""
+    if problems := list(_class_problems(kind, made)):
+        whose = f"tokenizer {kind!r} of {TOKENIZERS.owner(kind)}"
+        raise ExtensionError([f"{whose}: {problem}" for problem in problems])
+
+
+def _class_problems(kind: str, made: object) -> Iterator[str]:
+    if not isinstance(made, Tokenizer):
+        yield f"make returned {type(made).__name__}, not a subclass of phalanx.data.tokenizer.Tokenizer"
+        return
+    size, separator = getattr(made, "vocab_size", None), getattr(made, "separator", None)
+    if not (isinstance(size, int) and 0 < size <= LARGEST_VOCABULARY):
+        yield f"vocab_size must be a whole number from 1 to {LARGEST_VOCABULARY:,}, is {size!r}"
+    elif not (isinstance(separator, tuple) and all(isinstance(id, int) and 0 <= id < size for id in separator)):
+        yield f"separator must be a tuple of ids below {size}, is {separator!r}"
+    try:
+        stored = json.loads(made.definition())
+        again = read_definition(stored) if stored.get("format") == FORMAT else made
+        if again.fingerprint != made.fingerprint:
+            yield "its definition does not come back the same when it is read"
+    except (ValueError, AttributeError, ExtensionError) as error:
+        yield f"its definition cannot be read back: {error}"
+
+
+@dataclass(frozen=True)
+class BuildTask:
+    """A shard to build. `start` begins to produce its content, tokens (tokens,) or EncodedRows; `size` is its part of
+    the total progress."""
+
+    split: str
+    size: int
+    start: Callable[[], Future[Any]]
+
+
+class ShardMaker:
+    """Builds the shards of `folder`. Shards listed in `old`, the index of an interrupted preparation, are kept if they
+    were built from the same text with the same tokenizer and are intact; all others are removed."""
+
+    def __init__(self, folder: Path, index: Index, old: Index | None, progress: Progress):
+        text = index.corpus.sha256, index.tokenizer, index.block_bytes
+        same = old and (old.corpus.sha256, old.tokenizer, old.block_bytes) == text
+        self._folder, self._index, self._progress = folder, index, progress
+        self._old = old if same else None
+        self._begun: deque[tuple[BuildTask, Shard | Future[Any]]] = deque()
+        self._done = 0
+        if not same:
+            for stale in (path for kind in ("bin", "blocks", "rows") for path in folder.glob(f"*.{kind}")):
+                stale.unlink()
+
+    def run(self, work: Iterable[BuildTask], total: int, *, ahead: int) -> None:
+        """Builds the shards in order, at most `ahead` started beyond the one being written; `total` is their size."""
+        begun = dict.fromkeys(SPLITS, 0)
+        write_index(self._folder, self._index)
+        for item in work:
+            self._begun.append((item, self._intact(item.split, begun[item.split]) or item.start()))
+            begun[item.split] += 1
+            if len(self._begun) > ahead:
+                self._finish(total)
+        while self._begun:
+            self._finish(total)
+        write_index(self._folder, replace(self._index, complete=True))
+
+    def _intact(self, split: str, number: int) -> Shard | None:
+        if self._old is None or number >= len(self._old.splits[split]):
+            return None
+        shard = self._old.splits[split][number]
+        return None if damage(self._folder, self._old, shard, verify=True) else shard
+
+    def _finish(self, total: int) -> None:
+        item, made = self._begun.popleft()
+        shards = self._index.splits[item.split]
+        if isinstance(made, Future):
+            file, index = shard_file(item.split, len(shards)), self._index
+            content = made.result()
+            tokens = content.tokens if isinstance(content, EncodedRows) else content
+            made = write_shard(self._folder, file, tokens, index.dtype, index.block_bytes)
+            if isinstance(content, EncodedRows):
+                made = write_table(self._folder, made, content.table)
+        self._index = replace(self._index, splits={**self._index.splits, item.split: (*shards, made)})
+        write_index(self._folder, self._index)
+        self._done += item.size
+        self._progress("tokenizing", self._done, total)
+
 
 SHARD_CHARACTERS = 1 << 21
 """Minimum number of characters per shard …"""

@@ -10,16 +10,42 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from phalanx.check.job import data_problems
-from phalanx.config.corpora import CORPORA, corpus_of, number_of
-from phalanx.config.data import Data, MixSource
-from phalanx.config.rows import written
-from phalanx.config.tokenizers import TOKENIZERS
+from phalanx.config.corpora import CORPORA, TOKENIZERS, corpus_of, number_of, vocabulary_of
+from phalanx.config.job import Data, Job, MixSource
+from phalanx.config.presets import states_no_rows
+from phalanx.config.values import written
 from phalanx.data.formats import pair_of
 from phalanx.data.index import TOKENS_VERSION
 from phalanx.data.tokenizer import FILE as TOKENIZER_FILE
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.errors import JobError, NotFoundError
+from phalanx.errors import DataError, JobError, NotFoundError
 from phalanx.registry import OWN
+
+
+def vocabulary_size(job: Job) -> int:
+    """Returns the rows of the embedding that training gives the job, or the vocabulary without padding where they are
+    its own: `model.vocab_size`, unless that only is the size of a preset's own tokenizer and the job names another; or
+    the size given by the data's settings, or that of the prepared shards.
+
+    Raises JobError if only reading the corpus would tell."""
+    data, rows = job.data, job.model.vocab_size
+    named = (data.corpus, data.tokenizer) != (Data.corpus, Data.tokenizer)
+    if rows and (job.model.from_ or not named or not states_no_rows(job.model)):
+        return rows
+    if stated := vocabulary_of(data):
+        return stated
+    # A prediction that knows the vocabulary need not wait for numpy.
+    from phalanx.data.index import read_index
+
+    try:
+        return read_index(prepared_path(data)).vocab_size
+    except DataError:
+        if rows:
+            return rows
+        raise JobError(
+            f"model.vocab_size is 0, which means that of data.tokenizer={data.tokenizer}, and the data is not "
+            "prepared: set model.vocab_size to a number, or first run `phalanx data prepare` with the same job"
+        ) from None
 
 
 def prepared_path(data: Data) -> Path:

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from phalanx.bounded import parse_json, read_bytes
-from phalanx.check.sizes import BOUNDS
-from phalanx.config.data import Data
-from phalanx.config.tokenizers import END_OF_TEXT, END_OF_TURN, TOKENIZERS, tokenizer_in
+from phalanx.check.model import BOUNDS
+from phalanx.config.corpora import END_OF_TEXT, END_OF_TURN, TOKENIZERS, tokenizer_in
+from phalanx.config.job import Data
 from phalanx.data.corpus import code_points
 from phalanx.data.files import write_atomic
 from phalanx.errors import DataError, ExtensionError, NotFoundError, PhalanxError

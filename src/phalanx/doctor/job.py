@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.checkpoint.retention import space_for
-from phalanx.config.corpora import CORPORA
+from phalanx.config.corpora import CORPORA, TOKENIZERS
 from phalanx.config.fields import replace
-from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.config.trackers import missing
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.memory.state import checkpoint_bytes
-from phalanx.data.vocabulary import vocabulary_size
+from phalanx.data.settings import vocabulary_size
 from phalanx.doctor.findings import CheckResult, DoctorCheck, error, ok, warn
 from phalanx.doctor.limits import memory_bytes
 from phalanx.doctor.machine import CheckedMachine
@@ -74,9 +73,8 @@ def layout_here(machine: CheckedMachine) -> Iterator[CheckResult]:
 def data_here(machine: CheckedMachine) -> Iterator[CheckResult]:
     """Yields whether the token shards are there and whole, or can be made here."""
     from phalanx.data.formats import pair_of
-    from phalanx.data.index import INDEX
+    from phalanx.data.index import INDEX, open_shards
     from phalanx.data.settings import prepared_path, tokenizer_path
-    from phalanx.data.shards import open_shards
 
     data = machine.job.data
     prepare = "prepare the data: phalanx data prepare JOB, with the same settings"

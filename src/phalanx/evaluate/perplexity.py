@@ -20,16 +20,11 @@ from phalanx.checkpoint.parts import held
 from phalanx.checkpoint.reader import Reader
 from phalanx.checkpoint.validity import check
 from phalanx.comm.agree import on_every_rank, on_rank_zero
-from phalanx.config.checkpoint import Checkpoint
 from phalanx.config.corpora import has_pairs
-from phalanx.config.data import Data
-from phalanx.config.guard import GuardOptions
-from phalanx.config.job import Job
+from phalanx.config.job import Checkpoint, Data, GuardOptions, Job, Optimizer, Train
 from phalanx.config.layout import Layout
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
+from phalanx.data.files import Progress, silent
 from phalanx.data.loader import MicroBatch, evaluation_batches
-from phalanx.data.progress import Progress, silent
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
 from phalanx.evaluate import windows

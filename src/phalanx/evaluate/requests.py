@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from phalanx.config.data import IGNORE
-from phalanx.data.chat_prompt import ChatPrompts
+from phalanx.config.job import IGNORE
+from phalanx.data.template import ChatPrompts
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.evaluate.windows import ContextWindow, batches, windows
 from phalanx.generate.decoder import ModelDecoder

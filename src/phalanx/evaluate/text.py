@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from phalanx.config.corpora import CORPORA, has_pairs
-from phalanx.config.data import Data
+from phalanx.config.job import Data
 from phalanx.data import corpus
 from phalanx.data.corpus import Segment
 from phalanx.data.encode import encode_segments
@@ -17,9 +17,9 @@ from phalanx.data.formats import pair_of
 from phalanx.data.index import DTYPES
 from phalanx.data.loader import ShardData, TokenData
 from phalanx.data.megatron import open_megatron
+from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare, segments_of
 from phalanx.data.settings import prepared_path, source_settings
-from phalanx.data.split import open_split
 from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
 from phalanx.errors import DataError
 

@@ -14,7 +14,7 @@ from itertools import islice
 
 import numpy as np
 
-from phalanx.config.data import IGNORE
+from phalanx.config.job import IGNORE
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import JobError
 

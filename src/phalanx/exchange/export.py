@@ -39,8 +39,7 @@ from phalanx.checkpoint.reader import Reader
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.kinds import HARMLESS
 from phalanx.config.model import ModelConfig
-from phalanx.data.files import write_atomic
-from phalanx.data.progress import Progress, meter, silent
+from phalanx.data.files import Progress, meter, silent, write_atomic
 from phalanx.data.template import CONFIG_FILE as TOKENIZER_CONFIG
 from phalanx.data.template import JINJA_FILE
 from phalanx.data.tokenizer import FILE as TOKENIZER

@@ -17,11 +17,11 @@ from phalanx.check.start import ADAPTER
 from phalanx.checkpoint.consolidated import INDEX, SUFFIX, describe
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.reader import Reader
+from phalanx.config.corpora import TOKENIZER_FILES
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.config_json import HuggingFaceModel
+from phalanx.config.job import Precision
 from phalanx.config.model import ModelConfig
-from phalanx.config.tokenizers import TOKENIZER_FILES
-from phalanx.config.train import Precision
 from phalanx.errors import CheckpointError, JobError, NotFoundError
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.peft_adapter import WEIGHTS as ADAPTER_WEIGHTS

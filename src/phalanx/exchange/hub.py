@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from phalanx.check.start import ADAPTER
-from phalanx.config.tokenizers import TOKENIZER_FILES
+from phalanx.config.corpora import TOKENIZER_FILES
 from phalanx.errors import CheckpointError, JobError, RunError
 from phalanx.exchange.folder import BESIDE
 

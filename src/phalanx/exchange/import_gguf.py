@@ -12,7 +12,7 @@ from phalanx.checkpoint.convert import TYPES, as_type
 from phalanx.checkpoint.manifest import StoredTensor
 from phalanx.checkpoint.new_target import target_problems
 from phalanx.config.hugging_face import config_json
-from phalanx.data.progress import Progress, silent
+from phalanx.data.files import Progress, silent
 from phalanx.data.token_table import definition_of, settings_of, token_ids_of
 from phalanx.data.tokenizer import LibraryTokenizer, Tokenizer
 from phalanx.errors import DataError, JobError

@@ -28,12 +28,9 @@ from phalanx.checkpoint.new_target import target_problems, write_run, written_be
 from phalanx.checkpoint.parts import is_finite
 from phalanx.checkpoint.reader import TORCH_DTYPES, Reader
 from phalanx.checkpoint.shard_file import DTYPES
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Data, Job, Precision, Train
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Precision, Train
-from phalanx.data.files import write_atomic
-from phalanx.data.progress import Progress, meter, silent
+from phalanx.data.files import Progress, meter, silent, write_atomic
 from phalanx.data.template import TEMPLATE_FILES
 from phalanx.data.tokenizer import FILE as TOKENIZER
 from phalanx.data.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.reader import Reader
 from phalanx.checkpoint.validity import check, newest_valid
-from phalanx.data.chat_prompt import ChatPrompts
+from phalanx.data.template import ChatPrompts
 from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import CheckpointError, JobError
 from phalanx.generate.decoder import Decoder, ModelDecoder

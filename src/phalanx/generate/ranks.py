@@ -24,10 +24,9 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.meta import job_of
 from phalanx.checkpoint.validity import check
 from phalanx.comm.agree import broadcast_json, on_rank_zero
-from phalanx.config.job import Job
+from phalanx.config.job import Job, RunOptions
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.run import RunOptions
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
 from phalanx.generate.decoder import ModelDecoder, Rows

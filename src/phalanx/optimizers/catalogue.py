@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.blocks import block_of

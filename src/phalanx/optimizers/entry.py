@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from phalanx.config.constraints import Above, AtLeast, Below, Between, HalfOpen
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.facts import Lazy, stated
 from phalanx.registry import package_code
 

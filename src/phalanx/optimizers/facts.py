@@ -8,9 +8,9 @@ from functools import lru_cache
 from math import isfinite, prod
 
 from phalanx.blocks.parameters import trained_shapes
+from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.optimizers.entry import COMMON, Shape, StateKind

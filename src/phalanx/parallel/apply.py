@@ -13,8 +13,7 @@ from phalanx.check.compile import compiles, refusal
 from phalanx.comm.axis import Axis
 from phalanx.comm.calls import name_modules
 from phalanx.config.corpora import has_pairs
-from phalanx.config.job import Job
-from phalanx.config.train import FP8_ALIGNMENT
+from phalanx.config.job import FP8_ALIGNMENT, Job
 from phalanx.cost.job_spec import rank_spec
 from phalanx.errors import JobError
 from phalanx.model.init import initialise_part

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from phalanx.blocks.kinds import block_kinds
-from phalanx.config.this_machine import processor
+from phalanx.config.calibration import processor
 from phalanx.model.layers import Run, prepare_compiler, run
 from phalanx.model.moe import MixtureOfExperts
 from phalanx.model.transformer import Block, Transformer

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.config.train import FP8_ALIGNMENT, Fp8Scaling
+from phalanx.config.job import FP8_ALIGNMENT, Fp8Scaling
 from phalanx.errors import JobError
 
 SMALLEST = 2.0**-100

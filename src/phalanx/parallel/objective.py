@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from phalanx.config.data import IGNORE
+from phalanx.config.job import IGNORE
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.preferences import PairLoss

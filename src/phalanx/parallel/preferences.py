@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.config.dpo import DpoOptions
+from phalanx.config.job import DpoOptions
 from phalanx.parallel.micro import MicroTensors
 
 

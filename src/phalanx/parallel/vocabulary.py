@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.config.data import IGNORE
+from phalanx.config.job import IGNORE
 from phalanx.model.layers import Multiply, uncompiled
 from phalanx.parallel.linear import gradient_of_input, gradient_of_weight
 

@@ -15,10 +15,9 @@ from math import prod
 from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import Shapes, block_shapes, parameter_shapes, vocabulary
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.cost.breakdown import subject
 from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of

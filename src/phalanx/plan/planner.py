@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.check.offload import offloads
+from phalanx.check.layout import offloads
 from phalanx.config.layout import Layout
 from phalanx.cost.loss_chunk import with_loss_chunk
 from phalanx.errors import JobError

@@ -14,7 +14,7 @@ from phalanx.cost.predict import predict
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.traffic.step import step_traffic
-from phalanx.data.vocabulary import vocabulary_size
+from phalanx.data.settings import vocabulary_size
 from phalanx.errors import PhalanxError
 from phalanx.report.run import RunRecord
 from phalanx.simulate.step import simulate

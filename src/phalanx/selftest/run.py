@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the 
 from phalanx.comm.agree import gather_json, on_rank_zero
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Job
-from phalanx.data.progress import Progress, silent, stderr_progress
-from phalanx.data.vocabulary import vocabulary_size
+from phalanx.data.files import Progress, silent, stderr_progress
+from phalanx.data.settings import vocabulary_size
 from phalanx.errors import JobError
 from phalanx.launch.environment import HEARTBEATS
 from phalanx.launch.process_group import backend_of, process_group

@@ -25,7 +25,7 @@ from phalanx.bounded import read_json
 from phalanx.check.load import from_dict
 from phalanx.config.trackers import TRACKERS
 from phalanx.data.files import locked, write_atomic
-from phalanx.data.vocabulary import vocabulary_size
+from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import PhalanxError
 from phalanx.pictures import layout as layout_picture

@@ -18,11 +18,9 @@ from torch.cuda import nccl
 import phalanx
 from phalanx.comm.agree import on_every_rank
 from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
-from phalanx.config.data import Data
-from phalanx.config.job import Job
-from phalanx.data.index import Index, read_index, repair_command
+from phalanx.config.job import Data, Job
+from phalanx.data.index import Index, open_shards, read_index, repair_command
 from phalanx.data.prepare import prepare
-from phalanx.data.shards import open_shards
 from phalanx.errors import DataError, JobError, RunError
 from phalanx.train.facts import extension_facts, job_facts, source_digest
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.entry import MASTER
 from phalanx.parallel.offload.host import Host, on_host

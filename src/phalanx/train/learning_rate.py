@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 
 
 def peak(optimizer: Optimizer, global_batch: int) -> float:

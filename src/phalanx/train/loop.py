@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the 
 
 from phalanx.blocks.flops import train_flops_per_step
 from phalanx.blocks.parameters import count, trained_text
-from phalanx.check.guard import unguarded
+from phalanx.check.job import unguarded
 from phalanx.comm.agree import on_rank_zero
 from phalanx.comm.same_calls import require_same_calls
 from phalanx.config.job import Job

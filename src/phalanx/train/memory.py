@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from phalanx.check.offload import offload_problems, with_offload
+from phalanx.check.layout import offload_problems, with_offload
 from phalanx.config.job import Job
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_parts import RankParts, StepParts

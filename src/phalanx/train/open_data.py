@@ -7,7 +7,7 @@ from pathlib import Path
 from phalanx.comm.agree import on_rank_zero
 from phalanx.config.job import Job
 from phalanx.data.loader import ShardData
-from phalanx.data.split import open_split
+from phalanx.data.mixture import open_split
 from phalanx.errors import JobError
 from phalanx.launch.ranks import Ranks
 from phalanx.train.agreement import find_shards, open_same_shards

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.optimizers.entry import MASTER, StateKind
 from phalanx.optimizers.facts import state_tensors

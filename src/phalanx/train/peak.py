@@ -15,8 +15,7 @@ from phalanx.comm import blocking
 from phalanx.comm.agree import on_rank_zero
 from phalanx.config import local_cluster
 from phalanx.config.calibration import assess, relative_spread
-from phalanx.config.cluster import Cluster
-from phalanx.config.cpu_node import with_processes
+from phalanx.config.cluster import Cluster, with_processes
 from phalanx.errors import JobError
 from phalanx.parallel.linear import linear, onednn_is_faster
 from phalanx.train.device import data_sheet_flops, reported

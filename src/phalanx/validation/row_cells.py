@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from phalanx.check.sizes import BOUNDS
+from phalanx.check.model import BOUNDS
 
 COLUMNS = (
     *("source", "row_id", "model_name", "n_params_b", "n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads"),

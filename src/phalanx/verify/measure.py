@@ -22,8 +22,7 @@ from torch import Tensor
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.comm.axis import Pending
 from phalanx.config.corpora import CORPORA, PAIR, has_answers, has_pairs
-from phalanx.config.data import IGNORE
-from phalanx.config.job import Job
+from phalanx.config.job import IGNORE, Job
 from phalanx.data.loader import MicroBatch
 from phalanx.launch.process_group import device_of
 from phalanx.launch.ranks import Ranks

@@ -10,7 +10,7 @@ from phalanx.check.effect import effect_problems
 from phalanx.check.job import out_of_range, problems_of
 from phalanx.check.layout import Problem
 from phalanx.check.load import spelled
-from phalanx.check.sizes import size_problems
+from phalanx.check.model import size_problems
 from phalanx.config import layout_line
 from phalanx.config.corpora import PAIR, has_answers, has_pairs
 from phalanx.config.job import Job

@@ -14,7 +14,7 @@ from phalanx.check.show import as_yaml
 from phalanx.cli.main import main
 from phalanx.config import overrides
 from phalanx.config.hugging_face import config_json
-from phalanx.config.hugging_face.lines import lines_of
+from phalanx.config.hugging_face.config_json import lines_of
 from phalanx.config.presets import CATALOGUE, PRESETS
 from phalanx.errors import JobError
 

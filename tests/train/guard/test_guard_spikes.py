@@ -11,7 +11,7 @@ import torch
 
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.validity import check
-from phalanx.config.guard import GuardOptions
+from phalanx.config.job import GuardOptions
 from phalanx.config.layout import Layout
 from phalanx.errors import NotFiniteError, SpikeError
 from phalanx.train.guard.history import History

@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from parallel.steps import steps, worst
 from phalanx.check.job import problems_of
 from phalanx.config import layout_line
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.cost.memory.state import state_bytes
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice

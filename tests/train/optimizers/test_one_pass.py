@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.optimizers.facts import optimizer_costs
 from phalanx.parallel.parameter_shards import ParameterShard

@@ -11,11 +11,9 @@ import torch
 from parallel.steps import steps, worst
 from phalanx.check.job import problems_of
 from phalanx.config import layout_line
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.cost.memory.state import checkpoint_bytes, state_bytes
 from train.runs import change, moves_between, train, weights
 from train.test_memory import held

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import ShardedOptimizer

@@ -10,9 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from phalanx.config.job import Job
+from phalanx.config.job import Job, ProfileOptions
 from phalanx.config.layout import Layout
-from phalanx.config.profile import ProfileOptions
 from phalanx.train.profile import report, tracing
 from phalanx.train.profile.window import StepProfile
 from train.runs import change, losses, train

@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from parallel.steps import micro_batches
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.run import RunOptions
-from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes

@@ -8,15 +8,10 @@ import pytest
 import torch
 
 from phalanx.check.job import problems_of
-from phalanx.config.checkpoint import Checkpoint
 from phalanx.config.cluster import Cluster
-from phalanx.config.data import Data
-from phalanx.config.job import Job
+from phalanx.config.job import Checkpoint, Data, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.run import RunOptions
-from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError, StoppedError
 from phalanx.train import loop
 from phalanx.train.stop import StopRequest

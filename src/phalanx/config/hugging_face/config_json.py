@@ -2,23 +2,97 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import isclose
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx import bounded
 from phalanx.config.hugging_face.families import BY_TYPE, FAMILIES, REFUSED
-from phalanx.config.hugging_face.ignored import read_without
 from phalanx.config.hugging_face.kinds import HARMLESS, OWN_VALUES, ConfigFamily
-from phalanx.config.hugging_face.lines import lines_of
 from phalanx.config.hugging_face.terms import ConfigReader, Fields, refuse_unknown, shown, value_of, written
 from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
 from phalanx.errors import JobError
-from phalanx.nearest import nearest
+from phalanx.nearest import did_you_mean, nearest
+
+FIELD = "model.ignore_config"
+Described = TypeVar("Described")
+
+
+def read_without(
+    values: Mapping[str, Any], ignored: Sequence[str], read: Callable[[Mapping[str, Any]], Described]
+) -> Described:
+    """Returns what `read` makes of a configuration without some of its fields, named as in "rope_scaling.factor".
+
+    Raises JobError for names that it does not have, or that it does not refuse; and for what is still refused."""
+    names = dict.fromkeys(ignored)
+    problems = []
+    for name in names:
+        if not _removed(copy.deepcopy(dict(values)), name):
+            problems.append(f"{FIELD} names {name}, which the file does not have{did_you_mean(name, _names(values))}")
+        elif name not in _refused(_without(values, names.keys() - {name}), read):
+            problems.append(f"{FIELD} names {name}, which is not refused: remove it from the list")
+    if problems:
+        raise JobError(problems)
+    return read(_without(values, names))
+
+
+def _without(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    left = copy.deepcopy(dict(values))
+    for name in names:
+        _removed(left, name)
+    return left
+
+
+def _refused(values: Mapping[str, Any], read: Callable[[Mapping[str, Any]], object]) -> set[str]:
+    """Returns the names of the fields that are refused."""
+    try:
+        read(values)
+    except JobError as error:
+        return {problem.partition(" ")[0] for problem in error.problems}
+    return set()
+
+
+def _removed(values: dict[str, Any], name: str) -> bool:
+    """Removes a field; returns whether it was there."""
+    *outer, last = name.split(".")
+    for each in outer:
+        values = values.get(each, {})
+        if not isinstance(values, dict):
+            return False
+    return values.pop(last, None) is not None
+
+
+def _names(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        yield f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _names(value, f"{prefix}{name}.")
+
+
+_TOKEN = re.compile(r'"(?P<text>(?:[^"\\]|\\.)*)"(?P<colon>\s*:)?|[{}\n]')
+
+
+def lines_of(text: str) -> dict[str, int]:
+    """Returns the line of every field of valid JSON, from 1, by dotted path such as "rope_scaling.factor"."""
+    lines: dict[str, int] = {}
+    around: list[str] = []
+    line, field = 1, ""
+    for token in _TOKEN.finditer(text):
+        if token["colon"] is not None:
+            field = token["text"]
+            lines[".".join((*around, field))] = line
+        elif token[0] == "{":
+            around += [field] if lines else []
+        elif token[0] == "}":
+            del around[-1:]
+        line += token[0].count("\n")
+    return lines
+
 
 MOST_BYTES = 4 * 2**20
 """Most bytes of a config.json; published ones have a few kB, with labels of classes some more."""

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import weight_of
+from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.optimizers.entry import Granularity, Shape
 from phalanx.optimizers.facts import outer_bytes, state_bytes_of

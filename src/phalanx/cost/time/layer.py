@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from phalanx.blocks.operator import AttentionCore, Operator, Product
 from phalanx.config.cluster import Accelerator
-from phalanx.config.train import FP8_ALIGNMENT
+from phalanx.config.job import FP8_ALIGNMENT
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.time.kernel import WIDTHS, attention_seconds, product_seconds, stream_seconds
 

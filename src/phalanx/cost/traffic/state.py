@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from phalanx.blocks.state import state_messages
+from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.traffic.matrices import Instance, instances_of, matrix_traffic
 from phalanx.cost.traffic.parameters import HeldParameter, LayerRun

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from phalanx.blocks.ends import boundary
 from phalanx.blocks.place import place_of
+from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
 from phalanx.cost.held import LayerKind, kinds_of
 from phalanx.cost.memory.state import WIDTHS
 from phalanx.cost.traffic.blocks import around_traffic, balanced_rows, block_traffic, row_traffic

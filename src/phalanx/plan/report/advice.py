@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from phalanx.check.offload import CHEAPEST_FIRST, can_offload
+from phalanx.check.layout import CHEAPEST_FIRST, can_offload
 from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import MOMENTS
 from phalanx.cost.job_spec import stages

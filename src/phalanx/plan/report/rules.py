@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import product
 from math import gcd
 
-from phalanx.check.offload import offloads
+from phalanx.check.layout import offloads
 from phalanx.config.layout import Layout
 from phalanx.cost.memory.rank_memory import needed_bytes
 from phalanx.partition.tiers import named, tier_of

@@ -6,17 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from phalanx.check.layout import layout_problems
-from phalanx.check.offload import offload_problems
+from phalanx.check.layout import layout_problems, offload_problems
 from phalanx.check.pipeline import pipeline_problems
-from phalanx.config.cluster import Cluster
+from phalanx.config.cluster import Cluster, with_processes
 from phalanx.config.corpora import PAIR, has_pairs
-from phalanx.config.cpu_node import with_processes
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.optimizer import Optimizer
-from phalanx.config.train import Train
 from phalanx.cost.frameworks.framework import Framework
 from phalanx.cost.job_spec import framework_of, stages, step_spec
 from phalanx.cost.spec import Products, StepSpec, as_used_by

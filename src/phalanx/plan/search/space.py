@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 
 from phalanx.check.layout import layout_problems
 from phalanx.config.cluster import Cluster
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.train import Train
 from phalanx.errors import JobError
 from phalanx.partition.recompute import MODES
 from phalanx.partition.second_copy import legal_hpz

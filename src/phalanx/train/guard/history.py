@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from phalanx.config.guard import GuardOptions
+from phalanx.config.job import GuardOptions
 
 LIMIT_STEPS = 1000
 """The steps over which interventions are counted against `guard.limit`."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.train.optimizers.rule import ElementwiseRule, Groups, Numbers, Options, Tensors
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.optimizers.blocks import block_of
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train.optimizers.quantise import table

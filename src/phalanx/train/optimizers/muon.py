@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.optimizers.matrices import ITERATIONS, NEWTON_SCHULZ, is_hidden_matrix
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train.optimizers.adamw import adamw

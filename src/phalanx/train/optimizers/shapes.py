@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from phalanx.config.optimizer import Optimizer
+from phalanx.config.job import Optimizer
 from phalanx.optimizers.facts import state_tensors
 from phalanx.parallel.parameter_shards import ParameterShard
 
