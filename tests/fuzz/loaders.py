@@ -20,13 +20,12 @@ from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.check.load import load_file, load_words
 from phalanx.check.show import as_yaml
+from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.convert import convert
-from phalanx.checkpoint.manifest import MANIFEST, manifest_digest
-from phalanx.checkpoint.meta import job_of
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.inventory import check
+from phalanx.checkpoint.manifest import MANIFEST, job_of, manifest_digest
 from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, folder_of
-from phalanx.checkpoint.sources import open_source
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.config import local_cluster, overrides
 from phalanx.config.data import Data
 from phalanx.config.hugging_face import config_json

@@ -14,7 +14,7 @@ from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.train import Train
 from phalanx.model.seeding import derive_seed
 from phalanx.model.transformer import Transformer
-from phalanx.optimizers.matrices import is_hidden_matrix
+from phalanx.optimizers.entry import is_hidden_matrix
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.apply import apply
 from phalanx.parallel.matrices import MatrixUpdates

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from checkpoint.contents import contents
-from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.inventory import newest_valid
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import StoppedError

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 
-from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.inventory import newest_valid
 from phalanx.comm import direct, same_calls
 from phalanx.config.layout import Layout
 from phalanx.errors import MismatchError

@@ -12,7 +12,7 @@ import torch
 
 from checkpoint.contents import contents
 from phalanx.checkpoint import shard_file
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.inventory import check
 from phalanx.config.layout import Layout
 from phalanx.errors import NotFiniteError, PhalanxError
 from phalanx.launch import generation

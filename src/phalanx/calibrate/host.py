@@ -18,7 +18,7 @@ from phalanx.config.cluster import HostShare
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.errors import OffloadError
-from phalanx.optimizers.facts import optimizer_costs
+from phalanx.optimizers.catalogue import optimizer_costs
 from phalanx.parallel.offload.state_file import StateFile
 from phalanx.partition.tiers import BUFFER_BYTES
 from phalanx.train.optimizers.adamw import adamw

@@ -9,9 +9,8 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, divisors
-from phalanx.optimizers.blocks import block_of
-from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
-from phalanx.optimizers.facts import extra_options, unread
+from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, unread
+from phalanx.optimizers.entry import block_of
 from phalanx.partition.tiles import first_rank_tiles
 
 

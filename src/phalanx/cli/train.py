@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.check.load import LoadedJob
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.meta import job_of
+from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.cli.job_words import JobVerb, JobWords
 from phalanx.cli.options import as_foreign_rank
 from phalanx.config.corpora import CORPORA
@@ -298,8 +297,7 @@ def _train_together(loaded: LoadedJob, ranks: Ranks, as_json: bool, store: Store
 def _require_no_copies(job: Job) -> None:
     """Raises JobError if the store holds checkpoints of this run: objects cannot be renamed, and the run would resume
     from them."""
-    from phalanx.checkpoint.remote import RemoteCheckpoints
-    from phalanx.checkpoint.store import with_patience
+    from phalanx.checkpoint.remote import RemoteCheckpoints, with_patience
 
     remote, timeout_s = job.checkpoint.remote, job.checkpoint.timeout_s
     if steps := with_patience(timeout_s, remote, lambda _: RemoteCheckpoints.of(remote, job.run.name).steps()):

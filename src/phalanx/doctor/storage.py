@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.checkpoint.files import REMOVED, sync
+from phalanx.checkpoint.inventory import REMOVED, sync
 from phalanx.data.files import TEMPORARY, open_regular, write_atomic
 from phalanx.doctor.findings import CheckResult, DoctorCheck, error, ok, warn
 from phalanx.doctor.machine import CheckedMachine

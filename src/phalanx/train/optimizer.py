@@ -13,9 +13,8 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.config.optimizer import Optimizer
-from phalanx.optimizers.catalogue import OPTIMIZERS
+from phalanx.optimizers.catalogue import OPTIMIZERS, state_tensors
 from phalanx.optimizers.entry import MASTER, StateKind
-from phalanx.optimizers.facts import state_tensors
 from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights

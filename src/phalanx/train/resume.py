@@ -17,12 +17,11 @@ from typing import Any
 
 from phalanx.bounded import MOST_BYTES
 from phalanx.checkpoint import manifest as manifests
+from phalanx.checkpoint.inventory import check_digests, directory_of
 from phalanx.checkpoint.manifest import MANIFEST
-from phalanx.checkpoint.mirror import share_of
-from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, manifest_of
+from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, manifest_of, with_patience
 from phalanx.checkpoint.save import KEEP_ALL, Save
-from phalanx.checkpoint.store import with_patience
-from phalanx.checkpoint.validity import check_digests, directory_of
+from phalanx.checkpoint.writer import share_of
 from phalanx.comm.agree import on_every_rank, on_rank_zero
 from phalanx.config.job import Job
 from phalanx.data.files import write_atomic

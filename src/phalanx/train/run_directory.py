@@ -24,10 +24,8 @@ import phalanx
 from phalanx.check.load import LoadedJob
 from phalanx.check.show import as_yaml
 from phalanx.check.start import KEPT
-from phalanx.checkpoint.files import set_aside
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.meta import job_of
-from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.inventory import newest_valid, set_aside
+from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.data.files import open_regular, write_atomic

@@ -13,12 +13,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.mirror import Mirror, Upload
-from phalanx.checkpoint.parts import Part, Share, all_finite, is_finite
-from phalanx.checkpoint.retention import Retention
-from phalanx.checkpoint.snapshot import Snapshot
-from phalanx.checkpoint.validity import directory_of, newest_valid
-from phalanx.checkpoint.writer import Order, Writer
+from phalanx.checkpoint.inventory import Retention, directory_of, newest_valid
+from phalanx.checkpoint.parts import Part, Share, Snapshot, all_finite, is_finite
+from phalanx.checkpoint.writer import Mirror, Order, Upload, Writer
 from phalanx.comm.agree import on_rank_zero
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, SupersededError
 from phalanx.launch.watchdog import heartbeat

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from phalanx.check.start import KEPT, StartingPoint, is_hugging_face, run_of, starting_point
-from phalanx.checkpoint.merge import merged
-from phalanx.checkpoint.meta import job_of
-from phalanx.checkpoint.reader import Reader
-from phalanx.checkpoint.sources import open_source
-from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.consolidated import open_source
+from phalanx.checkpoint.convert import merged
+from phalanx.checkpoint.inventory import newest_valid
+from phalanx.checkpoint.manifest import job_of
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig

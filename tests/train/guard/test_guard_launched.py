@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.steps import micro_batches
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.inventory import check
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MoE

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.validity import check
 from phalanx.config.guard import GuardOptions
 from phalanx.config.layout import Layout
 from phalanx.errors import NotFiniteError, SpikeError

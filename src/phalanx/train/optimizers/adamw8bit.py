@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.optimizer import Optimizer
-from phalanx.optimizers.blocks import block_of
+from phalanx.optimizers.entry import block_of
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train.optimizers.quantise import table
 from phalanx.train.optimizers.rule import Groups, UpdateRule, undone
@@ -23,7 +23,7 @@ def adamw8bit(groups: Groups, config: Optimizer) -> torch.optim.Optimizer:
 
 class AdamW8bit(UpdateRule):
     """AdamW (Loshchilov & Hutter 2019, algorithm 2). `exp_avg` and `exp_avg_sq` are codes (uint8, of the parameter's
-    shape), with a scale for each block of phalanx.optimizers.blocks; where a parameter has no blocks, they are the
+    shape), with a scale for each block of phalanx.optimizers.entry; where a parameter has no blocks, they are the
     moments themselves."""
 
     skips = True

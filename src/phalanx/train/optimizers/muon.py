@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.optimizer import Optimizer
-from phalanx.optimizers.matrices import ITERATIONS, NEWTON_SCHULZ, is_hidden_matrix
+from phalanx.optimizers.entry import ITERATIONS, NEWTON_SCHULZ, is_hidden_matrix
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train.optimizers.adamw import adamw
 from phalanx.train.optimizers.rule import Groups, MatrixRule, undone

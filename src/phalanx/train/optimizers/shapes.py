@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from phalanx.config.optimizer import Optimizer
-from phalanx.optimizers.facts import state_tensors
+from phalanx.optimizers.catalogue import state_tensors
 from phalanx.parallel.parameter_shards import ParameterShard
 
 DTYPES = {1: torch.uint8}
