@@ -45,7 +45,7 @@ from phalanx.launch.verdict import End, verdict
 from phalanx.pictures import experts
 from phalanx.schedule import catalogue
 from phalanx.schedule import file as schedule_file
-from phalanx.train.restarted import newest_step
+from phalanx.train.run_directory import newest_step
 from phalanx.validation import table
 
 JOB = b"""\

@@ -19,8 +19,8 @@ from phalanx.cli.train import _is_finished
 from phalanx.config.layout import Layout
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, StoppedError
 from phalanx.train import loop
+from phalanx.train.requests import StopRequest
 from phalanx.train.run_directory import RunDirectory
-from phalanx.train.stop import StopRequest
 from train.runs import change, rows, train, weights
 
 HYBRID = Layout(dp_shard=2, tp=2, zero=3)

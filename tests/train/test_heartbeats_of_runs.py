@@ -17,7 +17,7 @@ from phalanx.errors import MismatchError
 from phalanx.launch.watchdog.diagnosis import diagnose
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.train import loop
-from phalanx.train.stop import StopRequest
+from phalanx.train.requests import StopRequest
 from train.beating import beating, views
 from train.runs import train
 

@@ -18,8 +18,8 @@ from phalanx.errors import NotFiniteError, PhalanxError
 from phalanx.launch import generation
 from phalanx.launch.environment import GENERATION
 from phalanx.train import loop
+from phalanx.train.requests import StopRequest
 from phalanx.train.run_directory import RunDirectory
-from phalanx.train.stop import StopRequest
 from train.runs import change, rows, train
 
 

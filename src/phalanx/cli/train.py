@@ -25,9 +25,8 @@ from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.meet.detected import detected
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import SINGLE, Ranks
-from phalanx.train.append import AppendedFile
-from phalanx.train.run_directory import RunDirectory
-from phalanx.train.schedule_end import end_of, resumed_end
+from phalanx.train.learning_rate import end_of, resumed_end
+from phalanx.train.run_directory import AppendedFile, RunDirectory
 from phalanx.units import counted
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     from phalanx.launch.restart import Restarts
     from phalanx.launch.watchdog.diagnosis import Limits
     from phalanx.train.device import threads_for
-    from phalanx.train.restarted import newest_step
+    from phalanx.train.run_directory import newest_step
 
     processes = job.layout.processes // job.run.most_nodes
     if job.cluster.nodes > 1 and not job.run.nnodes:

@@ -116,7 +116,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
         "adamw": OptimizerEntry(
             "Adam with decoupled weight decay",
             "Loshchilov & Hutter 2019, algorithm 2",
-            rule="phalanx.train.optimizers.adamw:adamw",
+            rule="phalanx.train.optimizers.rule:adamw",
             state=_adamw_state,
             moved=_adamw_moved,
             options=("betas", "eps"),
@@ -124,7 +124,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
         "sgd": OptimizerEntry(
             "stochastic gradient descent with momentum, also Nesterov's",
             "Sutskever et al. 2013, section 2",
-            rule="phalanx.train.optimizers.sgd:sgd",
+            rule="phalanx.train.optimizers.rule:sgd",
             state=_sgd_state,
             moved=_sgd_moved,
             options=("momentum", "nesterov"),
@@ -133,7 +133,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
         "lion": OptimizerEntry(
             "the sign of an interpolated momentum, with decoupled weight decay",
             "Chen et al. 2023, algorithm 2",
-            rule="phalanx.train.optimizers.lion:lion",
+            rule="phalanx.train.optimizers.rule:lion",
             state=_lion_state,
             moved=_lion_moved,
             moved_on_cpu=_lion_moved_on_cpu,

@@ -19,8 +19,7 @@ from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
 from phalanx.train.optimizers.rule import CHUNK, Groups, MatrixRule, UpdateRule, one_pass_of
-from phalanx.train.optimizers.shapes import state_shapes
-from phalanx.train.residence import OnDevice
+from phalanx.train.residence import OnDevice, state_shapes
 
 
 class ShardedOptimizer:

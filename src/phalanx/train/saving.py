@@ -20,8 +20,8 @@ from phalanx.comm.agree import on_rank_zero
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, SupersededError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.parallel.offload.state_file import will_read
+from phalanx.train.requests import StopRequest
 from phalanx.train.state import TrainState
-from phalanx.train.stop import StopRequest
 from phalanx.units import seconds as as_time
 
 log = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.catalogue import kinds
 from phalanx.optimizers.entry import MASTER
 from phalanx.parallel.offload.host import on_host
-from phalanx.train.facts import extension_facts
-from phalanx.train.guard.history import History
-from phalanx.train.schedule_end import ScheduleEnd, end_of, resumed_end
+from phalanx.train.guard import History
+from phalanx.train.learning_rate import ScheduleEnd, end_of, resumed_end
+from phalanx.train.run_directory import extension_facts
 from phalanx.train.step import Stepper
 
 

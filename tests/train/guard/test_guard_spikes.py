@@ -14,7 +14,7 @@ from phalanx.checkpoint.manifest import Manifest
 from phalanx.config.guard import GuardOptions
 from phalanx.config.layout import Layout
 from phalanx.errors import NotFiniteError, SpikeError
-from phalanx.train.guard.history import History
+from phalanx.train.guard import History
 from train.guard.faults import Fault, train_with
 from train.runs import change, rows, weights
 

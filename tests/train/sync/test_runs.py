@@ -19,7 +19,7 @@ from phalanx.config.run import RunOptions
 from phalanx.config.train import Train
 from phalanx.errors import NotFiniteError, StoppedError
 from phalanx.train import loop
-from phalanx.train.stop import StopRequest
+from phalanx.train.requests import StopRequest
 from train.runs import change, rows, weights
 
 
