@@ -45,10 +45,10 @@ from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.train.device import keep_freed_memory
+from phalanx.train.requests import StopRequest
 from phalanx.train.saving import Saving
 from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
-from phalanx.train.stop import StopRequest
 from phalanx.units import seconds as as_time
 
 MODEL = ModelConfig(n_layers=8, d_model=640, n_heads=10, seq_len=256, vocab_size=8192)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from phalanx.train.peak import measured_peak
+from phalanx.train.device import measured_peak
 
 REPEATS = 2
 """Measurements of half a second; the best counts, since other programs can only slow it down."""

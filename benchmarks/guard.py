@@ -34,8 +34,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
-from phalanx.train.guard.guard import Guard
-from phalanx.train.guard.history import History
+from phalanx.train.guard import Guard, History
 from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import Stepper
 

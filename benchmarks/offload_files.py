@@ -22,7 +22,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget
-from phalanx.train.in_files import InFiles
+from phalanx.train.residence import InFiles
 from phalanx.train.step import Stepper
 from phalanx.units import counted, gib
 

@@ -21,8 +21,7 @@ import torch
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.job import Optimizer
 from phalanx.config.presets import PRESETS
-from phalanx.optimizers.catalogue import OPTIMIZERS
-from phalanx.optimizers.facts import optimizer_costs
+from phalanx.optimizers.catalogue import OPTIMIZERS, optimizer_costs
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.device import keep_freed_memory

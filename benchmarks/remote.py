@@ -4,7 +4,7 @@
 
 Without a URL the store is moto's S3 server, in a process of its own on loopback: what is measured then is that server
 and the processor, which all of them share. Every round moves the same bytes three times: up with s3fs's put_file, one
-thread per file; up as a run does it (`checkpoint/mirror.py`, one thread per rank), until the checkpoint is committed;
+thread per file; up as a run does it (`checkpoint/writer.py`, one thread per rank), until the checkpoint is committed;
 and down with the digests checked, as a run on an empty machine fetches it.
 """
 
@@ -25,12 +25,12 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import machine, save
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.mirror import Mirror, Upload
+from phalanx.checkpoint.inventory import check
+from phalanx.checkpoint.manifest import Box
 from phalanx.checkpoint.parts import Part
 from phalanx.checkpoint.remote import RemoteCheckpoints
 from phalanx.checkpoint.save import KEEP_ALL, Save
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.writer import Mirror, Upload
 from phalanx.units import seconds as as_time
 
 

@@ -23,8 +23,7 @@ from phalanx.cli.train import PRELOAD
 from phalanx.data.prepare import prepare
 from phalanx.launch.local import launch_local
 from phalanx.launch.restart import Restarts
-from phalanx.train.restarted import newest_step
-from phalanx.train.run_directory import RunDirectory
+from phalanx.train.run_directory import RunDirectory, newest_step
 
 JOB = """
 model: {n_layers: 2, d_model: 64, n_heads: 2, seq_len: 64}

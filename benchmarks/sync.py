@@ -29,7 +29,7 @@ from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.train import device as devices
 from phalanx.train import loop
-from phalanx.train.stop import StopRequest
+from phalanx.train.requests import StopRequest
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pictures" / "sync.svg"

@@ -16,7 +16,7 @@ from markdown_table import table
 import phalanx.api
 from phalanx import errors, extend
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.reference import texts_below
 from phalanx.cost.memory.rank_memory import RankMemory
 from phalanx.cost.prediction import Parts, Prediction

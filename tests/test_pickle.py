@@ -14,8 +14,8 @@ UNPICKLING_CALLS = {
 """torch's collectives of objects."""
 UNPICKLING_LOADS = {"torch.load", "torch.save", "np.load", "numpy.load"}
 ALLOWED = {
-    "checkpoint/dcp.py": "torch.load(weights_only=True) of the tensors of a DCP checkpoint, with --trust only",
-    "checkpoint/dcp_metadata.py": "an unpickler that calls nothing and knows only DCP's names, with --trust only",
+    "checkpoint/dcp.py": "an unpickler that calls nothing and knows only DCP's names, and torch.load(weights_only=True)"
+    " of the tensors, with --trust only",
     "train/profile/window.py": "writes the CUDA allocator's history for another program, and reads no pickle",
     "launch/pool.py": "functions and results go through pipes between a process and its own forks",
 }

@@ -24,8 +24,8 @@ def newest_step(checkpoints: Path) -> int:
 
 def load(checkpoints: Path, step: int) -> State | None:
     """Returns the state in the newest whole checkpoint, or None if that is not of `step`."""
-    from phalanx.checkpoint.reader import Reader
-    from phalanx.checkpoint.validity import newest_valid
+    from phalanx.checkpoint.inventory import newest_valid
+    from phalanx.checkpoint.shard_file import Reader
     from phalanx.errors import PhalanxError
 
     try:

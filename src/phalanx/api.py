@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.errors import JobError, RunError
 
 if TYPE_CHECKING:
-    from phalanx.checkpoint.reader import Reader
+    from phalanx.checkpoint.shard_file import Reader
     from phalanx.config.job import Job
     from phalanx.cost.prediction import Prediction
     from phalanx.cost.spec import StepSpec
@@ -300,7 +300,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, step: int = 0) -> Reader:
         >>> checkpoint.manifest.step, names[:2], weight.shape, weight.dtype
         (1, ['embed.weight', 'blocks.0.attn_norm.weight'], torch.Size([37, 24]), torch.float64)
     """
-    from phalanx.checkpoint.sources import open_source
+    from phalanx.checkpoint.consolidated import open_source
 
     return open_source(Path(path), step)
 

@@ -24,8 +24,8 @@ from phalanx.config.job import Data
 from phalanx.config.trackers import TRACKERS, TrackerEntry
 from phalanx.errors import DataError, ExtensionError, JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
+from phalanx.optimizers.catalogue import extra_options as optimizer_options
 from phalanx.optimizers.entry import ExtraOption, OptimizerEntry, StateKind
-from phalanx.optimizers.facts import extra_options as optimizer_options
 from phalanx.registry import Registry
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.entry import ScheduleEntry

@@ -4,8 +4,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from phalanx.checkpoint.reader import Reader
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.inventory import check
+from phalanx.checkpoint.shard_file import Reader
 
 
 def contents(path: Path) -> dict[str, Tensor]:

@@ -16,12 +16,10 @@ import torch
 from checkpoint.contents import contents
 from phalanx.checkpoint import save as saves
 from phalanx.checkpoint import shard_file
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.parts import Part
-from phalanx.checkpoint.retention import Retention
+from phalanx.checkpoint.inventory import Retention, check
+from phalanx.checkpoint.manifest import Box
+from phalanx.checkpoint.parts import Part, Snapshot
 from phalanx.checkpoint.save import save_tensors
-from phalanx.checkpoint.snapshot import Snapshot
-from phalanx.checkpoint.validity import check
 from phalanx.checkpoint.writer import Order, Writer
 from phalanx.errors import NotFiniteError, RunError
 

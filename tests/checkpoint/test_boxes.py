@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.checkpoint.boxes import MOST_DIVIDED, Box, flat_boxes, tiles
+from phalanx.checkpoint.manifest import MOST_DIVIDED, Box, flat_boxes, tiles
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -14,12 +14,12 @@ from checkpoint.test_validity import flip_a_bit, forge
 from checkpoint.trained import small_job
 from generate.written import write_run
 from model.kinds import KINDS
+from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.convert import convert
 from phalanx.checkpoint.diff import compare
 from phalanx.checkpoint.inventory import damage
 from phalanx.checkpoint.manifest import read
 from phalanx.checkpoint.save import save_tensors
-from phalanx.checkpoint.sources import open_source
 from phalanx.config.layout import Layout
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, PhalanxError, RunError
 from phalanx.generate.load import load_run

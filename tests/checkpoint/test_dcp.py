@@ -21,10 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from phalanx.checkpoint import dcp
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.dcp import FACTS, DcpReader
-from phalanx.checkpoint.dcp_metadata import OPERATIONS
-from phalanx.checkpoint.manifest import StoredTensor
+from phalanx.checkpoint.dcp import FACTS, OPERATIONS, DcpReader
+from phalanx.checkpoint.manifest import Box, StoredTensor
 from phalanx.checkpoint.shard_file import DTYPES
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError
 

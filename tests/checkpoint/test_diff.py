@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 
 from checkpoint.test_validity import SHARDS
 from phalanx.checkpoint import diff
-from phalanx.checkpoint.boxes import Box
+from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.diff import MISSING, FieldDifference, compare
+from phalanx.checkpoint.inventory import Retention
+from phalanx.checkpoint.manifest import Box
 from phalanx.checkpoint.parts import Part
-from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.save import Save, save_tensors
-from phalanx.checkpoint.sources import open_source
 from phalanx.errors import DamagedCheckpointError
 
 W = torch.arange(24.0).view(4, 6)

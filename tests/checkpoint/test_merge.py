@@ -13,12 +13,11 @@ from safetensors.torch import load_file
 from checkpoint.contents import contents
 from checkpoint.trained import small_job
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.convert import convert
-from phalanx.checkpoint.merge import merged
-from phalanx.checkpoint.reader import Reader
-from phalanx.checkpoint.sources import open_source
-from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.consolidated import open_source
+from phalanx.checkpoint.convert import convert, merged
+from phalanx.checkpoint.inventory import newest_valid
+from phalanx.checkpoint.manifest import Box
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.layout import Layout
 from phalanx.config.model import LoRA, MoE
 from phalanx.errors import CheckpointError, JobError

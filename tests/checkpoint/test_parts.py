@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.checkpoint.boxes import Box
+from phalanx.checkpoint.manifest import Box
 from phalanx.checkpoint.parts import HeldTensor, is_finite, shares
 from phalanx.config.model import ModelConfig
 from phalanx.parallel.parameter_shards import ParameterShard, cut

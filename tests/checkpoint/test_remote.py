@@ -15,14 +15,19 @@ import torch
 from checkpoint.s3 import serving
 from phalanx.check.job import problems_of
 from phalanx.checkpoint import manifest as manifests
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.mirror import Mirror, Upload
+from phalanx.checkpoint.inventory import Retention, check
+from phalanx.checkpoint.manifest import Box
 from phalanx.checkpoint.parts import Part
-from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, folder_of, manifest_of
-from phalanx.checkpoint.retention import Retention
+from phalanx.checkpoint.remote import (
+    CommitRecord,
+    ObjectStore,
+    RemoteCheckpoints,
+    folder_of,
+    manifest_of,
+    with_patience,
+)
 from phalanx.checkpoint.save import Save, save_tensors
-from phalanx.checkpoint.store import ObjectStore, with_patience
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.writer import Mirror, Upload
 from phalanx.config.fields import replace
 from phalanx.config.job import Job
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, RunError
@@ -233,7 +238,7 @@ import os, signal, sys
 from pathlib import Path
 from checkpoint.test_remote import local, uploaded
 from phalanx.checkpoint.remote import RemoteCheckpoints
-from phalanx.checkpoint.store import ObjectStore
+from phalanx.checkpoint.remote import ObjectStore
 
 url, root, left = sys.argv[1], Path(sys.argv[2]), [int(sys.argv[3])]
 put = ObjectStore.upload

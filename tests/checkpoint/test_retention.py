@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from phalanx.checkpoint import files
+from phalanx.checkpoint import inventory as files
+from phalanx.checkpoint.inventory import Retention, expired
 from phalanx.checkpoint.manifest import MANIFEST
-from phalanx.checkpoint.retention import Retention, expired
 from phalanx.checkpoint.save import save_tensors
 
 

@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 
 from checkpoint.contents import contents
 from phalanx.checkpoint import shard_file
-from phalanx.checkpoint.boxes import Box
+from phalanx.checkpoint.inventory import Retention, check, newest_valid
+from phalanx.checkpoint.manifest import Box
 from phalanx.checkpoint.parts import Part
-from phalanx.checkpoint.retention import Retention
 from phalanx.checkpoint.save import Save, save_tensors
-from phalanx.checkpoint.validity import check, newest_valid
 from phalanx.errors import RunError
 from phalanx.launch import generation
 from phalanx.launch.environment import GENERATION
@@ -160,11 +159,11 @@ KILLED = """
 import json, os, shutil, signal, sys
 from pathlib import Path
 import torch
-from phalanx.checkpoint.boxes import Box
+from phalanx.checkpoint.manifest import Box
 from phalanx.checkpoint.parts import Part
-from phalanx.checkpoint.retention import Retention
+from phalanx.checkpoint.inventory import Retention
 from phalanx.checkpoint.save import Save
-from phalanx.checkpoint.validity import check, newest_valid
+from phalanx.checkpoint.inventory import check, newest_valid
 
 def save(root, step):
     pending = Save.begin(root, step, 2, 24)

@@ -9,11 +9,10 @@ import sys
 import pytest
 import torch
 
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.manifest import manifest_digest
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.inventory import check, newest_valid
+from phalanx.checkpoint.manifest import Box, manifest_digest
 from phalanx.checkpoint.save import save_tensors
-from phalanx.checkpoint.validity import check, newest_valid
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 
 TENSORS = {"w": torch.arange(6.0).reshape(2, 3), "exp_avg/w": torch.ones(2, 3)}
@@ -144,7 +143,7 @@ def test_a_file_that_changes_after_it_was_checked_is_named(root, content):
 
 def test_looking_for_checkpoints_imports_no_torch():
     program = (
-        "import sys, phalanx.checkpoint.retention, phalanx.train.run_directory; "
+        "import sys, phalanx.checkpoint.inventory, phalanx.train.run_directory; "
         "sys.exit(any(name.split('.')[0] in ('torch', 'safetensors') for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

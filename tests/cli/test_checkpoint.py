@@ -16,7 +16,8 @@ from checkpoint.test_validity import flip_a_bit, forge
 from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.check.show import as_dict
-from phalanx.checkpoint import inventory, manifest, validity
+from phalanx.checkpoint import inventory, manifest
+from phalanx.checkpoint import inventory as validity
 from phalanx.checkpoint.save import save_tensors
 from phalanx.cli.main import main
 from phalanx.config.job import Checkpoint, Job

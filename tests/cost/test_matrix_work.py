@@ -19,7 +19,7 @@ from phalanx.cost.placed import Content, contents
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.kernel import rate
 from phalanx.cost.time.matrix_time import matrix_seconds
-from phalanx.optimizers.matrices import newton_schulz_flops
+from phalanx.optimizers.entry import newton_schulz_flops
 from phalanx.partition.batch import Batch
 from plan.questions import request
 from plan.test_bounds import compare

@@ -13,7 +13,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.cost.frameworks.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
 from phalanx.cost.held import GatheredParameters
 from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks, fullest
-from phalanx.optimizers.facts import OptimizerCosts, optimizer_costs
+from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs
 
 FP32_GRADIENTS = replace(PHALANX, gradient_bytes=4, unbuffered_gradient_bytes=2)
 PROFILES = [PHALANX, FP32_GRADIENTS, FSDP1, TORCHTITAN, NEMO, MEGATRON_DEEPSPEED]

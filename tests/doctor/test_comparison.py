@@ -147,7 +147,7 @@ def test_two_nodes_that_do_not_reach_each_other(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_the_other_node_does_not_see(tmp_path, monkeypatch):
-    from phalanx.train import shared
+    from phalanx.train import agreement as shared
 
     monkeypatch.setattr(shared, "sees", lambda path, deadline: False)
     assert compared(tmp_path, monkeypatch)["run directory"].status == "ERROR"

@@ -13,7 +13,7 @@ import pytest
 from disks import fill, mounted
 from doctor.machines import machine, only, program, statuses, write
 from phalanx.doctor import storage
-from phalanx.train.run_lock import Holder
+from phalanx.train.run_directory import Holder
 
 MOUNTS = "1 0 8:1 / / rw,relatime - ext4 /dev/vda rw\n2 1 0:5 / {point} {options} - {kind} server:/x rw\n"
 

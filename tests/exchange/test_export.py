@@ -14,8 +14,8 @@ from generate.texts import generate
 from generate.written import write_run
 from model.kinds import build
 from phalanx.check.show import as_dict
+from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.save import save_tensors
-from phalanx.checkpoint.sources import open_source
 from phalanx.cli.main import main
 from phalanx.config.job import Job, Train
 from phalanx.config.model import LoRA, ModelConfig

@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from exchange.folders import LLAMA, VOCABULARY, write_folder, write_tensors
 from phalanx.checkpoint.inventory import damage
-from phalanx.checkpoint.meta import job_of
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.manifest import job_of
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.cli.main import main
 from phalanx.errors import CheckpointError, DataError, JobError, PhalanxError
 from phalanx.exchange import import_run
@@ -218,7 +218,7 @@ def test_a_missing_folder_of_runs_is_made_and_left_only_if_the_run_is(folder: Pa
 
 
 def test_an_imported_run_does_not_resume(folder: Path, out: Path):
-    from phalanx.checkpoint.meta import require_resumable
+    from phalanx.checkpoint.manifest import require_resumable
 
     write_folder(folder)
     import_folder([folder], out)

@@ -16,7 +16,7 @@ from torch import Tensor
 from exchange.folders import LLAMA, write_folder, write_tensors
 from families.counterparts import COUNTERPARTS, small_model
 from phalanx.check.load import load_words
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.cli.main import main
 from phalanx.config import overrides
 from phalanx.config.model import ModelConfig

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from exchange import gguf_files
 from exchange.test_gguf import llama
 from families.counterparts import COUNTERPARTS, small_model
-from phalanx.checkpoint.sources import open_source
+from phalanx.checkpoint.consolidated import open_source
 from phalanx.cli.main import main
 from phalanx.config.presets import PRESETS
 from phalanx.data.tokenizer import Tokenizer, train_bpe

@@ -20,13 +20,12 @@ from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.check.load import load_file, load_words
 from phalanx.check.show import as_yaml
+from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.convert import convert
-from phalanx.checkpoint.manifest import MANIFEST, manifest_digest
-from phalanx.checkpoint.meta import job_of
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.inventory import check
+from phalanx.checkpoint.manifest import MANIFEST, job_of, manifest_digest
 from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, folder_of
-from phalanx.checkpoint.sources import open_source
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.config import local_cluster, overrides
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Data
@@ -45,7 +44,7 @@ from phalanx.launch.verdict import End, verdict
 from phalanx.pictures import experts
 from phalanx.schedule import catalogue
 from phalanx.schedule import file as schedule_file
-from phalanx.train.restarted import newest_step
+from phalanx.train.run_directory import newest_step
 from phalanx.validation import table
 
 JOB = b"""\

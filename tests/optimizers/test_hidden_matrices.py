@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.optimizers.matrices import is_hidden_matrix, matrix_elements, newton_schulz_flops
+from phalanx.optimizers.entry import is_hidden_matrix, matrix_elements, newton_schulz_flops
 
 
 def test_hidden_matrices_are_those_of_blocks():

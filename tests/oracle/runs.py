@@ -18,10 +18,10 @@ from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
 from phalanx.partition import batch as batch_equation
 from phalanx.train import learning_rate
+from phalanx.train.learning_rate import end_of
 from phalanx.train.loop import Trainer
-from phalanx.train.schedule_end import end_of
+from phalanx.train.requests import StopRequest
 from phalanx.train.step import Stepper
-from phalanx.train.stop import StopRequest
 
 VOCAB = 37
 

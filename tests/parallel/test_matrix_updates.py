@@ -13,7 +13,7 @@ from phalanx.config.job import Job, Train
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.model.seeding import derive_seed
 from phalanx.model.transformer import Transformer
-from phalanx.optimizers.matrices import is_hidden_matrix
+from phalanx.optimizers.entry import is_hidden_matrix
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.apply import apply
 from phalanx.parallel.matrices import MatrixUpdates

@@ -26,10 +26,10 @@ from phalanx.parallel.pipedream import PipeDream
 from phalanx.partition import batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.pipeline import schedule_of
+from phalanx.train.asp import Asynchronous
+from phalanx.train.drivers import UnflushedSteps
 from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import Stepper
-from phalanx.train.stream import UnflushedSteps
-from phalanx.train.sync.asp import Asynchronous
 
 Precision = Literal["fp64", "fp32", "bf16"]
 Gradients = Literal["same", "fp32"]

@@ -23,8 +23,7 @@ from phalanx.errors import JobError
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget
 from phalanx.parallel.vocabulary import merged_loss
-from phalanx.train.memory import rank_spec
-from phalanx.train.step import Stepper
+from phalanx.train.step import Stepper, rank_spec
 from train.measured_memory import least_device_peak
 
 LLAMA = replace(structures.LLAMA, dropout=0.2)

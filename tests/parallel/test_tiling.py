@@ -18,10 +18,10 @@ from phalanx.cost.held import block_parameters, outside
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fsdp_private import is_whole
 from phalanx.parallel.modules import Tile
+from phalanx.train.requests import StopRequest
 from phalanx.train.saving import Saving
 from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
-from phalanx.train.stop import StopRequest
 
 VOCAB = 13
 GPT = ModelConfig(n_layers=2, d_model=8, n_heads=2, seq_len=6, d_ff=48, dropout=0.1)

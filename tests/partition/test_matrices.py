@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from phalanx.optimizers.matrices import newton_schulz_flops
+from phalanx.optimizers.entry import newton_schulz_flops
 from phalanx.partition.matrices import (
     Owner,
     Piece,

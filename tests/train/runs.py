@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from checkpoint.contents import contents
-from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.inventory import newest_valid
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import StoppedError
 from phalanx.train import loop
-from phalanx.train.requests import Requests
-from phalanx.train.stop import StopRequest
+from phalanx.train.requests import Requests, StopRequest
 
 
 def change(job: Job, section: str, **values) -> Job:

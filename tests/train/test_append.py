@@ -12,9 +12,9 @@ import pytest
 
 from disks import mounted
 from phalanx.errors import RunError
-from phalanx.train import append
-from phalanx.train.append import AppendedFile
+from phalanx.train import run_directory as append
 from phalanx.train.metrics import MetricsFile
+from phalanx.train.run_directory import AppendedFile
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_what_does_not_fit_into_memory_either_is_counted(tmp_path: Path, monkeyp
     messages: list[str] = []
     with AppendedFile(tmp_path / "file", messages.append) as file:
         with monkeypatch.context() as broken:
-            broken.setattr("phalanx.train.append.os.write", full)
+            broken.setattr("phalanx.train.run_directory.os.write", full)
             for number in range(5):
                 file.append(f"line {number}")
         file.append("line 5")

@@ -12,15 +12,15 @@ import torch
 
 from checkpoint.contents import contents
 from phalanx.checkpoint import shard_file
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.save import save_tensors
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.cli.train import _is_finished
 from phalanx.config.layout import Layout
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, StoppedError
 from phalanx.train import loop
+from phalanx.train.requests import StopRequest
 from phalanx.train.run_directory import RunDirectory
-from phalanx.train.stop import StopRequest
 from train.runs import change, rows, train, weights
 
 HYBRID = Layout(dp_shard=2, tp=2, zero=3)

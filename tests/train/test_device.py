@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from phalanx.config.cluster import Cluster
+from phalanx.train.device import peak_flops
 from phalanx.train.metrics import Meter, line
-from phalanx.train.peak import peak_flops
 
 CUDA = torch.device("cuda", 0)
 

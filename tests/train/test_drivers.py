@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from phalanx.config.layout import Layout
-from phalanx.train.milestones import Milestones
+from phalanx.train.requests import Milestones
 from train.runs import change, rows, train
 
 

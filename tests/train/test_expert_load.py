@@ -15,7 +15,7 @@ from phalanx.launch.ranks import SINGLE
 from phalanx.model.moe import Routing
 from phalanx.parallel import mesh as meshes
 from phalanx.pictures.experts import svg
-from phalanx.train.expert_load import ExpertLoads, line
+from phalanx.train.metrics import ExpertLoads, line
 from train.runs import change, rows, train
 
 EXPERTS = MoE(n_experts=4, top_k=2, d_ff=8, n_dense_layers=1, aux_loss=0.01, z_loss=0.001)

@@ -10,14 +10,14 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 
-from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.inventory import newest_valid
 from phalanx.comm import direct, same_calls
 from phalanx.config.layout import Layout
 from phalanx.errors import MismatchError
 from phalanx.launch.watchdog.diagnosis import diagnose
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.train import loop
-from phalanx.train.stop import StopRequest
+from phalanx.train.requests import StopRequest
 from train.beating import beating, views
 from train.runs import train
 

@@ -15,7 +15,7 @@ from phalanx.errors import JobError, OffloadError
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget
 from phalanx.parallel.offload.state_file import ALIGNMENT, StateFile
-from phalanx.train import in_files
+from phalanx.train import residence as in_files
 from phalanx.train.step import Stepper
 from train.test_offload import DEEP, EXPERTS, GPT, VOCAB, job_of
 

@@ -12,7 +12,7 @@ from phalanx.config.layout import Layout
 from phalanx.errors import CheckpointError, JobError, NotFiniteError, StoppedError
 from phalanx.launch.ranks import SINGLE
 from phalanx.train import loop
-from phalanx.train.stop import StopRequest
+from phalanx.train.requests import StopRequest
 from train.runs import change, losses, moves_between, rows, train, weights
 
 LAYOUTS = [

@@ -16,8 +16,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.cost.memory.state import StateBytes, state_bytes
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
-from phalanx.train.memory import Memory
-from phalanx.train.step import Stepper
+from phalanx.train.step import Memory, Stepper
 from train.measured_memory import activation_memory, state_memory
 
 VOCAB = 64

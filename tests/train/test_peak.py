@@ -10,8 +10,8 @@ import torch
 from phalanx.config import calibration
 from phalanx.config.calibration import Calibration, ComputeCalibration, FitQuality, Provenance
 from phalanx.config.cluster import Accelerator, Cluster, Sharing
-from phalanx.train import peak
-from phalanx.train.peak import MEASUREMENT_S, MEASUREMENTS, measured_peak, peak_flops
+from phalanx.train import device as peak
+from phalanx.train.device import MEASUREMENT_S, MEASUREMENTS, measured_peak, peak_flops
 
 CPU = torch.device("cpu")
 FILE = """\

@@ -15,7 +15,7 @@ from phalanx.config.layout import Layout
 from phalanx.data.prepare import prepare
 from phalanx.errors import DataError, JobError, PhalanxError, RunError
 from phalanx.train import agreement
-from phalanx.train import facts as shared_facts
+from phalanx.train import run_directory as shared_facts
 from train.runs import change, train
 
 HOST = platform.node()

@@ -21,8 +21,8 @@ from phalanx.train import loop
 from phalanx.train.device import choose
 from phalanx.train.optimizers import rule
 from phalanx.train.profile import tracing
+from phalanx.train.requests import StopRequest
 from phalanx.train.step import Stepper
-from phalanx.train.stop import StopRequest
 from rehearsed_cuda import CUDA, rehearsal
 from train.runs import change, losses, rows, train, weights
 

@@ -11,15 +11,13 @@ import torch
 
 from checkpoint.contents import contents
 from checkpoint.s3 import serving
-from phalanx.checkpoint.remote import RemoteCheckpoints
-from phalanx.checkpoint.store import ObjectStore
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.inventory import check
+from phalanx.checkpoint.remote import ObjectStore, RemoteCheckpoints
 from phalanx.cli.train import _require_no_copies
 from phalanx.errors import CheckpointError, JobError, PhalanxError, RunError, StoppedError
 from phalanx.train import loop
-from phalanx.train.requests import Requests
+from phalanx.train.requests import Requests, StopRequest
 from phalanx.train.run_directory import RunDirectory
-from phalanx.train.stop import StopRequest
 from train.runs import change, rows
 
 

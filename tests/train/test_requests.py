@@ -19,8 +19,7 @@ from phalanx.config.layout import Layout
 from phalanx.data import loader
 from phalanx.errors import StoppedError
 from phalanx.train import feed, loop
-from phalanx.train.requests import Requests, SaveTimer
-from phalanx.train.stop import SIGNALS, StopRequest
+from phalanx.train.requests import SIGNALS, Requests, SaveTimer, StopRequest
 from train.runs import change, rows, train, weights
 
 ONE_RANK = st.builds(Requests, stop=st.booleans(), void=st.booleans())

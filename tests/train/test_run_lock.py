@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import RunError
-from phalanx.train import run_lock
-from phalanx.train.run_lock import LOCK, Holder, locked
+from phalanx.train import run_directory as run_lock
+from phalanx.train.run_directory import LOCK, Holder, locked
 
 TRAINER = """
 import os, random, sys
 from pathlib import Path
 from phalanx.errors import RunError
-from phalanx.train.run_lock import locked
+from phalanx.train.run_directory import locked
 
 directory, seed = Path(sys.argv[1]), int(sys.argv[2])
 dice, trained = random.Random(seed), 0
@@ -129,7 +129,7 @@ def test_a_directory_that_is_renamed_before_it_is_locked(tmp_path: Path, monkeyp
 
 
 def test_the_lock_of_a_killed_trainer_is_free(tmp_path: Path) -> None:
-    program = "import sys, os; from pathlib import Path; from phalanx.train.run_lock import locked\n"
+    program = "import sys, os; from pathlib import Path; from phalanx.train.run_directory import locked\n"
     program += "with locked(Path(sys.argv[1])): os.kill(os.getpid(), 9)"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False)
     assert json.loads((tmp_path / LOCK).read_text())["host"] == platform.node()  # it left its name
@@ -143,7 +143,7 @@ def without_flock(monkeypatch: pytest.MonkeyPatch) -> None:
     def flock(*_: object) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr("phalanx.train.run_lock.fcntl.flock", flock)
+    monkeypatch.setattr("phalanx.train.run_directory.fcntl.flock", flock)
     monkeypatch.setattr(run_lock, "SETTLE_S", 0.05)
 
 

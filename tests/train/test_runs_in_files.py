@@ -10,7 +10,8 @@ import torch
 from checkpoint.contents import contents
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.train import in_files, saving
+from phalanx.train import residence as in_files
+from phalanx.train import saving
 from train.runs import change, losses, moves_between, rows, train
 
 

@@ -12,14 +12,14 @@ import torch
 
 from checkpoint.contents import contents
 from phalanx.checkpoint import shard_file
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.inventory import check
 from phalanx.config.layout import Layout
 from phalanx.errors import NotFiniteError, PhalanxError
 from phalanx.launch import generation
 from phalanx.launch.environment import GENERATION
 from phalanx.train import loop
+from phalanx.train.requests import StopRequest
 from phalanx.train.run_directory import RunDirectory
-from phalanx.train.stop import StopRequest
 from train.runs import change, rows, train
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.config.job import Job
-from phalanx.train.schedule_end import end_of, resumed_end
+from phalanx.train.learning_rate import end_of, resumed_end
 
 
 def job(steps: int, **optimizer) -> Job:

@@ -13,7 +13,7 @@ import pytest
 from phalanx.data.index import INDEX
 from phalanx.errors import RunError
 from phalanx.launch.ranks import Ranks
-from phalanx.train import shared
+from phalanx.train import agreement as shared
 from phalanx.train.run_directory import RunDirectory
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from exchange.folders import LLAMA, write_folder, write_tensors
 from phalanx.check.load import load_words
-from phalanx.checkpoint.sources import open_source
+from phalanx.checkpoint.consolidated import open_source
 from phalanx.config import overrides
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout

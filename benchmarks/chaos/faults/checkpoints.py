@@ -52,7 +52,7 @@ def _renewed(arena: Arena, story: Story) -> Sequence[str]:
     """The newest checkpoint is whole again at the end."""
     if arena.program.name != Phalanx.name:
         return []
-    from phalanx.checkpoint.validity import check
+    from phalanx.checkpoint.inventory import check
     from phalanx.errors import PhalanxError
 
     try:

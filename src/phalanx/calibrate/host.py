@@ -18,10 +18,10 @@ from phalanx.config.cluster import HostShare
 from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
 from phalanx.errors import OffloadError
-from phalanx.optimizers.facts import optimizer_costs
+from phalanx.optimizers.catalogue import optimizer_costs
 from phalanx.parallel.offload.state_file import StateFile
 from phalanx.partition.tiers import BUFFER_BYTES
-from phalanx.train.optimizers.adamw import adamw
+from phalanx.train.optimizers.rule import adamw
 
 Call = Callable[[], Any]
 DISK_BYTES = {True: 2**24, False: BUFFER_BYTES}

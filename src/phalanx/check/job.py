@@ -18,8 +18,7 @@ from phalanx.config.presets import states_no_rows
 from phalanx.config.trackers import TRACKERS
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples, nearest_divisors
-from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
-from phalanx.optimizers.facts import extra_options, unread
+from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, unread
 from phalanx.partition import batch
 from phalanx.partition.pipeline import flushes
 

@@ -18,8 +18,8 @@ from phalanx.config.layout import TILED, Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
-from phalanx.optimizers.blocks import block_of
 from phalanx.optimizers.catalogue import OPTIMIZERS
+from phalanx.optimizers.entry import block_of
 from phalanx.partition import batch, recompute
 from phalanx.partition.pipeline import flushes
 from phalanx.partition.second_copy import legal_hpz

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from phalanx.bounded import open_regular, parse_json, read_json
 from phalanx.checkpoint import shard_file
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.manifest import ITEM_BYTES, Manifest, ShardFile, StoredTensor
-from phalanx.errors import CheckpointError, DamagedCheckpointError
+from phalanx.checkpoint.inventory import check, checkpoint_at, form_of
+from phalanx.checkpoint.manifest import ITEM_BYTES, Box, Manifest, ShardFile, StoredTensor
+from phalanx.checkpoint.shard_file import Reader
+from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
@@ -155,3 +156,22 @@ def _require_indexed(folder: Path, tensors: Mapping[str, StoredTensor]) -> None:
                 f"{path} names {len(missing)} tensors that its files lack, such as {missing[0]}; look for "
                 f"{', '.join(files[:5])}"
             )
+
+
+def open_source(path: Path, step: int = 0, trusted: bool = False) -> Reader:
+    """Returns the tensors at `path`, whose manifest has the step and metadata of a checkpoint that Phalanx wrote or
+    converted, and otherwise 0 and none. A run's checkpoint is that of `step`, or the newest whole one; digests are not
+    checked. `trusted` allows to read DCP's metadata, which are pickle.
+
+    Raises CheckpointError if there is none, or a damaged one; JobError for DCP without `trusted`, and for a step where
+    there is only one."""
+    form = form_of(path)
+    if form == "checkpoint":
+        return Reader(check(checkpoint_at(path, step), verify=False))
+    if step:
+        raise JobError(f"--step {step}: {path} is no run, and holds one state only")
+    if form == "dcp":
+        from phalanx.checkpoint.dcp import DcpReader  # imported here, because it takes long
+
+        return DcpReader(path, trusted)
+    return Reader(describe(path))

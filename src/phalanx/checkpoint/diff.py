@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import StoredTensor
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.data.files import Progress, meter, silent
 
 CHUNK_ELEMENTS = 2**20

@@ -1,24 +1,308 @@
-"""The checkpoints of a run as `phalanx checkpoint` lists, shows and verifies them. Imports no torch."""
+"""The checkpoints of a run: which are whole, which are kept, and what `phalanx checkpoint` lists, shows and verifies.
+Imports no torch.
+
+A checkpoint is whole by its manifest, sizes and digests. Kept are the newest ones, every N-th step's, and the best.
+Only whole ones count: a damaged one never displaces a good one. Removal renames first, so that every directory named
+step-NNNNNN is either whole or was damaged from outside.
+"""
 
 from __future__ import annotations
 
+import itertools
+import logging
+import math
 import os
+import re
+import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
-from phalanx.bounded import read_bytes
+import xxhash
+
+from phalanx.bounded import open_regular, read_bytes
 from phalanx.checkpoint import manifest as manifests
-from phalanx.checkpoint.manifest import MANIFEST, Manifest
-from phalanx.checkpoint.meta import job_of, problems
-from phalanx.checkpoint.retention import Retention, SurveyedCheckpoint, best_path, expired_of, survey, val_loss_of
-from phalanx.checkpoint.validity import by_age, digest_problem, directory_of, newest_valid, size_problem
-from phalanx.errors import CheckpointError, NotFoundError
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, job_of, problems
+from phalanx.echo import echo
+from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFoundError
 from phalanx.nearest import no_run
+
+REMOVED = ".removed-"
+"""Prefix of directories that are being deleted."""
+
+
+def sync(path: Path) -> None:
+    """Waits until a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Renames a file or directory within its parent directory, durably."""
+    path.rename(target)
+    sync(target.parent)
+
+
+def set_aside(path: Path, prefix: str) -> Path:
+    """Renames `path` to PREFIX + NAME-1, or -2, ..., the first that is free. Returns the new path."""
+    for number in itertools.count(1):
+        target = path.with_name(f"{prefix}{path.name}-{number}")
+        if not target.exists():
+            rename(path, target)
+            return target
+    raise AssertionError("there is always a free number")
+
+
+def remove(path: Path) -> None:
+    """Deletes a directory. It is renamed first, so that an interrupted removal leaves no half of it under its name."""
+    hidden = path if path.name.startswith(REMOVED) else set_aside(path, REMOVED)
+    shutil.rmtree(hidden)
+
+
+CHUNK_BYTES = 2**20
+"""Bytes that are read and hashed at a time."""
+
+
+def directory_of(root: Path, step: int) -> Path:
+    """Returns the directory of the checkpoint after `step` steps."""
+    return root / name_of(step)
+
+
+def name_of(step: int) -> str:
+    """Returns the name of the checkpoint after `step` steps: step-000100."""
+    return f"step-{step:06d}"
+
+
+def check(path: Path, verify: bool = True) -> Manifest:
+    """Reads a checkpoint's manifest and checks the shard files' sizes, and with `verify` their digests.
+
+    Raises DamagedCheckpointError that names the file at fault; CheckpointError if another version of the program wrote
+    the checkpoint.
+    """
+    manifest = manifests.read(path)
+    if not manifest.finite:
+        raise DamagedCheckpointError(f"checkpoint {path} was not checked for NaN and infinity before it was saved")
+    for name in manifest.files:
+        if wrong := size_problem(manifest, name):
+            raise DamagedCheckpointError(wrong)
+    if verify:
+        check_digests(manifest, manifest.files)
+    return manifest
+
+
+def check_digests(manifest: Manifest, names: Iterable[str]) -> None:
+    """Checks the digests of some of a checkpoint's shard files. Raises DamagedCheckpointError that names the file."""
+    for name in names:
+        if wrong := digest_problem(manifest, name):
+            raise DamagedCheckpointError(wrong)
+
+
+def size_problem(manifest: Manifest, name: str) -> str:
+    """Returns why a shard file cannot be whole, by its size; nothing if it has the right one."""
+    file, expected = manifest.path / name, manifest.files[name].bytes
+    if not file.is_file():
+        return f"checkpoint file {file} is missing"
+    size = file.stat().st_size
+    return f"checkpoint file {file} has {size} bytes, its manifest says {expected}" if size != expected else ""
+
+
+def digest_problem(manifest: Manifest, name: str, progress: Callable[[int], None] = lambda _: None) -> str:
+    """Returns why a shard file is corrupt, by its digest; nothing if it is not. `progress` gets the size of every chunk
+    that was read."""
+    file, expected = manifest.path / name, manifest.files[name].digest
+    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK_BYTES))
+    try:
+        with open_regular(file) as stream:
+            while size := stream.readinto(buffer):
+                digest.update(buffer[:size])
+                progress(size)
+    except OSError as error:
+        return f"checkpoint file {file} cannot be read: {error}"
+    if digest.hexdigest() != expected:
+        return f"checkpoint file {file} does not match its digest {expected[:12]}…: it is corrupt"
+    return ""
+
+
+def newest_valid(
+    root: Path, verify: bool = True, report: Callable[[str], None] = echo, before: int | None = None
+) -> Manifest | None:
+    """Returns the newest checkpoint that is whole (if given, of a step below `before`), or None if there is none at
+    all. Damaged ones are reported.
+
+    Raises CheckpointError if there are checkpoints and every one of them is damaged.
+    """
+    wrong = ""
+    for step, path in by_age(root):
+        if before is not None and step >= before:
+            continue
+        try:
+            return check(path, verify)
+        except CheckpointError as error:
+            wrong = str(error)
+            report(f"{error}; trying the one before it")
+    if wrong:
+        raise CheckpointError(f"no checkpoint in {root} is whole; the oldest: {wrong}")
+    return None
+
+
+def by_age(root: Path) -> list[tuple[int, Path]]:
+    """Returns step and path of the checkpoints in `root`, whole or not, the newest (highest step) first."""
+    named = {path: re.fullmatch(r"step-([0-9]+)", path.name) for path in root.glob("step-*")}
+    return sorted(((int(match[1]), path) for path, match in named.items() if match), reverse=True)
+
+
+log = logging.getLogger(__name__)
+
+DAMAGED = ".damaged-"
+"""Prefix of damaged checkpoints that gave way to a new one of the same step."""
+
+T = TypeVar("T")
+
+
+def space_for(need: int, checkpoints: int = 1) -> float:
+    """Returns the free bytes that so many checkpoints of `need` bytes ask for, with their manifests."""
+    return checkpoints * need * 1.01 + 2**20
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The policy of one job."""
+
+    keep: int = 0
+    """Newest checkpoints kept; 0 keeps all."""
+    keep_every: int = 0
+    """Checkpoints of steps divisible by it are kept for ever; 0: none."""
+    keep_best: bool = False
+    """Keep the checkpoint with the lowest validation loss."""
+    uploading: int | None = None
+    """The step of a checkpoint that stays since it is being copied elsewhere."""
+
+    def expired(self, whole: Sequence[WholeCheckpoint[T]], damaged: Sequence[tuple[int, T]]) -> list[T]:
+        """Returns the places of the checkpoints that are not kept. `whole` begins with the newest; `damaged` ones, each
+        with its step, go once they are older than the `keep` newest whole ones."""
+        if not self.keep or len(whole) < self.keep:
+            return []
+        oldest = whole[self.keep - 1].step
+        best = _best(whole) if self.keep_best else None
+        old = [
+            checkpoint.place
+            for checkpoint in whole[self.keep :]
+            if checkpoint is not best and checkpoint.step != self.uploading and not self.is_permanent(checkpoint.step)
+        ]
+        return old + [place for step, place in damaged if step < oldest]
+
+    def is_permanent(self, step: int) -> bool:
+        """Returns whether the checkpoint of a step is kept for ever."""
+        return self.keep_every > 0 and step % self.keep_every == 0
+
+
+@dataclass(frozen=True)
+class WholeCheckpoint(Generic[T]):
+    """What decides whether a checkpoint is kept."""
+
+    place: T
+    step: int
+    val_loss: float | None
+    """The validation loss that was measured at this very step."""
+
+
+def remove_expired(root: Path, policy: Retention) -> None:
+    """Removes the checkpoints in `root` that `policy` does not keep. A failure is logged: the run is not at risk."""
+    try:
+        for path in expired(root, policy):
+            remove(path)
+    except OSError as error:
+        log.warning("an old checkpoint could not be removed: %s", error)
+
+
+@dataclass(frozen=True)
+class SurveyedCheckpoint:
+    """A directory that is, or was, a checkpoint."""
+
+    step: int
+    path: Path
+    manifest: Manifest | None
+    """The manifest, if the checkpoint is whole."""
+    error: CheckpointError | None = None
+    """Why it is not."""
+
+    @property
+    def damaged(self) -> bool:
+        """True if it is not whole, and not another version's."""
+        return isinstance(self.error, DamagedCheckpointError)
+
+
+def survey(root: Path) -> list[SurveyedCheckpoint]:
+    """Returns all checkpoints in `root`, the newest (highest step) first, with those that gave way to another of their
+    step at the end. Digests are not checked."""
+    found: list[SurveyedCheckpoint] = []
+    for step, path in by_age(root):
+        try:
+            found.append(SurveyedCheckpoint(step, path, check(path, verify=False)))
+        except CheckpointError as error:
+            found.append(SurveyedCheckpoint(step, path, None, error))
+    gave_way = DamagedCheckpointError("it was damaged and gave way to a new checkpoint of its step")
+    return found + [
+        SurveyedCheckpoint(int(match[1]), path, None, gave_way) for path, match in _set_aside(root) if match
+    ]
+
+
+def expired(root: Path, policy: Retention) -> list[Path]:
+    """Returns the checkpoints in `root` that `policy` does not keep."""
+    return expired_of(survey(root), policy)
+
+
+def expired_of(found: Sequence[SurveyedCheckpoint], policy: Retention) -> list[Path]:
+    """Returns which of the surveyed checkpoints `policy` does not keep. Those of other versions of the program stay."""
+    return policy.expired(_whole(found), [(each.step, each.path) for each in found if each.damaged])
+
+
+def best_path(found: Sequence[SurveyedCheckpoint]) -> Path | None:
+    """Returns the whole checkpoint with the lowest validation loss; None if none was validated."""
+    best = _best(_whole(found))
+    return best.place if best else None
+
+
+def _whole(found: Sequence[SurveyedCheckpoint]) -> list[WholeCheckpoint[Path]]:
+    return [WholeCheckpoint(each.path, each.step, val_loss_of(each.manifest)) for each in found if each.manifest]
+
+
+def val_loss_of(manifest: Manifest) -> float | None:
+    """Returns the validation loss that was measured at a checkpoint's own step, if it was."""
+    loss = manifest.meta.get("val_loss")
+    return loss if manifest.meta.get("val_step") == manifest.step and isinstance(loss, float) else None
+
+
+def remove_leftovers(root: Path) -> None:
+    """Deletes the remains of interrupted saves and removals: only one save at a time works in a run's directory."""
+    for pattern in (".step-*.tmp-*", f"{REMOVED}*"):
+        for path in root.glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+    for path in root.parent.glob(".latest.*.tmp"):
+        path.unlink(missing_ok=True)
+
+
+def _set_aside(root: Path) -> list[tuple[Path, re.Match[str] | None]]:
+    pattern = re.escape(DAMAGED) + r"step-([0-9]+)-[0-9]+"
+    return [(path, re.fullmatch(pattern, path.name)) for path in root.glob(f"{DAMAGED}*")]
+
+
+def _best(whole: Sequence[WholeCheckpoint[T]]) -> WholeCheckpoint[T] | None:
+    """Returns the checkpoint with the lowest validation loss, the older of two equal ones."""
+    losses = {
+        number: checkpoint.val_loss
+        for number, checkpoint in enumerate(whole)
+        if checkpoint.val_loss is not None and math.isfinite(checkpoint.val_loss)
+    }
+    return whole[min(losses, key=lambda number: (losses[number], -number))] if losses else None
+
 
 HASHING_THREADS = 4
 """Files that are hashed at a time, on as many cores: their digests keep up with the disk."""

@@ -21,13 +21,12 @@ from torch import Tensor
 
 from phalanx.check.load import LoadedJob, origins_of
 from phalanx.check.show import as_yaml
-from phalanx.checkpoint import consolidated, files
-from phalanx.checkpoint.boxes import Box
+from phalanx.checkpoint import consolidated
 from phalanx.checkpoint.consolidated import PlannedFile, plan
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, ShardFile, StoredTensor
+from phalanx.checkpoint.inventory import directory_of, sync
+from phalanx.checkpoint.manifest import MANIFEST, Box, Manifest, ShardFile, StoredTensor
 from phalanx.checkpoint.parts import is_finite
 from phalanx.checkpoint.save import LATEST
-from phalanx.checkpoint.validity import directory_of
 from phalanx.config.job import Job
 from phalanx.data.files import write_atomic
 from phalanx.errors import CheckpointError, RunError
@@ -79,11 +78,11 @@ def written_beside(target: Path, need: int) -> Iterator[NewTarget]:
             directory.mkdir(parents=True)
             with _locked(directory):
                 yield new
-                files.sync(directory)
+                sync(directory)
                 if os.path.lexists(target) and not is_empty_folder(target):
                     raise FileExistsError(17, "it has come into being meanwhile", str(target))
                 new.product.rename(target)
-                files.sync(target.parent)
+                sync(target.parent)
     except OSError as error:
         raise RunError(f"{target} could not be written: {error}") from error
     finally:
@@ -189,7 +188,7 @@ def write_run(
     shards = consolidated.write(checkpoint, planned, finite, None, progress)
     written = manifest_of(checkpoint, planned, shards, manifest.step, manifest.meta)
     write_atomic(checkpoint / MANIFEST, written.text().encode())
-    files.sync(checkpoint.parent)
+    sync(checkpoint.parent)
     run = dataclasses.replace(job.run, dir=str(target.parent), name=target.name)
     job = dataclasses.replace(job, run=run)
     text = as_yaml(LoadedJob(job, origins_of(job, origin)))

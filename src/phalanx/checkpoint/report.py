@@ -7,10 +7,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.inventory import Listed, Listing, age_of, layout_of, precision_of
-from phalanx.checkpoint.manifest import Manifest, StoredTensor, kind_of
-from phalanx.checkpoint.retention import Retention
+from phalanx.checkpoint.inventory import Listed, Listing, Retention, age_of, layout_of, precision_of
+from phalanx.checkpoint.manifest import Box, Manifest, StoredTensor, kind_of
 from phalanx.units import counted, gib, seconds
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import platform
@@ -29,17 +30,74 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.checkpoint import files, shard_file
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, ShardFile, StoredTensor
+from phalanx.checkpoint import shard_file
+from phalanx.checkpoint.inventory import (
+    DAMAGED,
+    REMOVED,
+    Retention,
+    by_age,
+    check,
+    directory_of,
+    remove_expired,
+    remove_leftovers,
+    rename,
+    set_aside,
+    space_for,
+)
+from phalanx.checkpoint.manifest import MANIFEST, Box, Manifest, ShardFile, StoredTensor
 from phalanx.checkpoint.parts import Part, whole_parts
-from phalanx.checkpoint.reports import Reports
-from phalanx.checkpoint.retention import DAMAGED, Retention, remove_expired, remove_leftovers, space_for
-from phalanx.checkpoint.validity import by_age, check, directory_of
 from phalanx.data.files import TEMPORARY, write_atomic
-from phalanx.errors import CheckpointError, PhalanxError, RunError
+from phalanx.errors import CheckpointError, NotFiniteError, PhalanxError, RunError
 from phalanx.launch import generation
 from phalanx.units import gib
+
+_FAILED = "failed-"
+
+
+class Reports:
+    """The reports of `ranks` ranks in a directory. Methods raise OSError unless they say otherwise."""
+
+    def __init__(self, directory: Path, ranks: int):
+        self.directory, self.ranks = directory, ranks
+
+    def write(self, rank: int, content: Mapping[str, Any]) -> None:
+        """Tells rank 0 that a rank has done its work."""
+        _write_visibly(self.path(rank), json.dumps(content).encode())
+
+    def read(self, rank: int) -> Mapping[str, Any]:
+        """Returns what a rank has told."""
+        return json.loads(self.path(rank).read_text(encoding="utf-8"))
+
+    def missing(self) -> list[int]:
+        """Returns the ranks that have not finished, as far as this machine sees."""
+        return [rank for rank in range(self.ranks) if not self.path(rank).is_file()]
+
+    def fail(self, rank: int, error: PhalanxError) -> None:
+        """Tells rank 0 why a rank failed, as far as the file system allows. Raises nothing."""
+        with contextlib.suppress(OSError):
+            content = json.dumps({"error": type(error).__name__, "message": str(error)})
+            _write_visibly(self.directory / f"{_FAILED}{rank:05d}", content.encode())
+
+    def failure(self) -> PhalanxError | None:
+        """Returns the error of the first rank that failed."""
+        failed = min(self.directory.glob(f"{_FAILED}*"), default=None)
+        if failed is None:
+            return None
+        found = json.loads(failed.read_text(encoding="utf-8"))
+        kind = NotFiniteError if found["error"] == "NotFiniteError" else RunError
+        return kind(found["message"])
+
+    def path(self, rank: int) -> Path:
+        """Returns the file of a rank's report."""
+        return self.directory / f"rank-{rank:05d}.json"
+
+
+def _write_visibly(path: Path, content: bytes) -> None:
+    """Writes a message to rank 0, whole or not at all. It need not survive a power cut: then there is no rank 0."""
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
+
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +144,7 @@ class Save:
                 try:
                     check(final)
                 except CheckpointError:
-                    files.set_aside(final, DAMAGED)
+                    set_aside(final, DAMAGED)
                 else:
                     return None
             _require_space(root, need, retention)
@@ -174,7 +232,7 @@ class Save:
         checkpoint's path. Raises RunError."""
         with _failing(self.final):
             generation.check(self.root.parent)
-            files.rename(self.directory, self.final)
+            rename(self.directory, self.final)
         try:
             write_atomic(self.root.parent / LATEST, f"{self.root.name}/{self.final.name}\n".encode())
         except OSError as error:
@@ -189,7 +247,7 @@ class Save:
 
     def discard(self) -> None:
         """Deletes what was written of a checkpoint that failed, on rank 0. Ranks that still write find no directory."""
-        hidden = self.directory.with_name(f"{files.REMOVED}{self.directory.name}")
+        hidden = self.directory.with_name(f"{REMOVED}{self.directory.name}")
         with contextlib.suppress(OSError):
             self.directory.rename(hidden)
         shutil.rmtree(hidden, ignore_errors=True)

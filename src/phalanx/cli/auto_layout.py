@@ -10,8 +10,8 @@ from typing import Any
 
 from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob
-from phalanx.checkpoint.meta import job_of
-from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.inventory import newest_valid
+from phalanx.checkpoint.manifest import job_of
 from phalanx.cli.calibration import check_calibration
 from phalanx.config import local_cluster
 from phalanx.config.cluster import Cluster

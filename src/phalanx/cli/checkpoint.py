@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from phalanx.checkpoint import inventory, report
 from phalanx.checkpoint import manifest as manifests
+from phalanx.checkpoint.inventory import by_age, check
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
-from phalanx.checkpoint.validity import by_age, check
 from phalanx.cli.commands import JSON, Command, CommandVerb, CommandWords
 from phalanx.cli.option import Option
 from phalanx.data.files import meter, stderr_progress
@@ -102,7 +102,7 @@ def _show(words: CommandWords) -> int:
         manifest = manifests.read(inventory.checkpoint_at(path, _step(words)))
         damage = _damage(manifest)
     else:
-        from phalanx.checkpoint.sources import open_source  # imported here and below, because it imports torch
+        from phalanx.checkpoint.consolidated import open_source  # imported here and below, because it imports torch
 
         manifest, damage = open_source(path, _step(words), "trust" in words.switches).manifest, ""
     pattern, limit = (words.options.get(name, option.default) for name, option in CHOSEN.items())
@@ -154,8 +154,8 @@ def _convert(words: CommandWords) -> int:
     source, target = map(Path, words.subjects)
     if "to" not in words.options:
         raise JobError("phalanx checkpoint convert needs --to safetensors, --to dcp or --to phalanx")
+    from phalanx.checkpoint.consolidated import open_source
     from phalanx.checkpoint.convert import convert
-    from phalanx.checkpoint.sources import open_source
 
     with open_source(source, _step(words), "trust" in words.switches) as tensors, stderr_progress() as progress:
         done = convert(
@@ -175,8 +175,8 @@ def _convert(words: CommandWords) -> int:
 
 
 def _diff(words: CommandWords) -> int:
+    from phalanx.checkpoint.consolidated import open_source
     from phalanx.checkpoint.diff import compare
-    from phalanx.checkpoint.sources import open_source
 
     step, trusted = _step(words), "trust" in words.switches
     pattern, limit = (words.options.get(name, option.default) for name, option in CHOSEN.items())

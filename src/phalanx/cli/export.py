@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
     limit = {"most_file_bytes": _bytes(words.options["max_shard_size"])} if "max_shard_size" in words.options else {}
     if not os.path.exists(words.subjects[0]):
         raise NotFoundError(no_run(Path(words.subjects[0]), "nothing"))  # before torch is imported, which takes seconds
-    from phalanx.checkpoint.sources import open_source  # imported here, because it imports torch
+    from phalanx.checkpoint.consolidated import open_source  # imported here, because it imports torch
     from phalanx.exchange import export_report
     from phalanx.exchange.export import export
 

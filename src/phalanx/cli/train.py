@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.check.load import LoadedJob
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.meta import job_of
+from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.cli.job_words import JobVerb, JobWords
 from phalanx.cli.options import as_foreign_rank
 from phalanx.config.corpora import CORPORA
@@ -26,9 +25,8 @@ from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.meet.detected import detected
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import SINGLE, Ranks
-from phalanx.train.append import AppendedFile
-from phalanx.train.run_directory import RunDirectory
-from phalanx.train.schedule_end import end_of, resumed_end
+from phalanx.train.learning_rate import end_of, resumed_end
+from phalanx.train.run_directory import AppendedFile, RunDirectory
 from phalanx.units import counted
 
 if TYPE_CHECKING:
@@ -162,7 +160,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     from phalanx.launch.restart import Restarts
     from phalanx.launch.watchdog.diagnosis import Limits
     from phalanx.train.device import threads_for
-    from phalanx.train.restarted import newest_step
+    from phalanx.train.run_directory import newest_step
 
     processes = job.layout.processes // job.run.most_nodes
     if job.cluster.nodes > 1 and not job.run.nnodes:
@@ -298,8 +296,7 @@ def _train_together(loaded: LoadedJob, ranks: Ranks, as_json: bool, store: Store
 def _require_no_copies(job: Job) -> None:
     """Raises JobError if the store holds checkpoints of this run: objects cannot be renamed, and the run would resume
     from them."""
-    from phalanx.checkpoint.remote import RemoteCheckpoints
-    from phalanx.checkpoint.store import with_patience
+    from phalanx.checkpoint.remote import RemoteCheckpoints, with_patience
 
     remote, timeout_s = job.checkpoint.remote, job.checkpoint.timeout_s
     if steps := with_patience(timeout_s, remote, lambda _: RemoteCheckpoints.of(remote, job.run.name).steps()):

@@ -16,7 +16,7 @@ from phalanx.blocks.parameters import block_weights
 from phalanx.config.model import ModelConfig
 from phalanx.cost.spec import StepSpec
 from phalanx.optimizers.catalogue import entry_of
-from phalanx.optimizers.matrices import is_hidden_matrix, matrix_elements, newton_schulz_flops
+from phalanx.optimizers.entry import is_hidden_matrix, matrix_elements, newton_schulz_flops
 from phalanx.partition.matrices import ROUND_ELEMENTS, Owner, Piece, ShardRanges, SharedMatrix, bucket_cut, rounds
 from phalanx.partition.tensor_slices import in_buckets
 

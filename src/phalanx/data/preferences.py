@@ -198,7 +198,7 @@ class PreferenceData(ConversationData):
 
     group = PAIR
     reference: np.ndarray | None = None
-    """What `refer` gave (train/reference.py)."""
+    """What `refer` gave (train/evaluate.py)."""
 
     def valid_tokens(self, first: int, count: int, seed: int) -> int:
         """Returns the number of pairs: the loss is their mean."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.checkpoint.retention import space_for
+from phalanx.checkpoint.inventory import space_for
 from phalanx.config.corpora import CORPORA, TOKENIZERS
 from phalanx.config.fields import replace
 from phalanx.config.trackers import missing

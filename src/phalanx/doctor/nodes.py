@@ -132,8 +132,8 @@ def _may_form(hellos: comparison.Told, seen: comparison.Told) -> bool:
 def _token(machine: CheckedMachine) -> str:
     """Writes a file that all nodes should see, in the run directory or the first folder above it that exists. Returns
     its path; empty if that fails, which `storage` reports."""
+    from phalanx.train.agreement import write_token
     from phalanx.train.run_directory import RunDirectory
-    from phalanx.train.shared import write_token
 
     folder = nearest_folder(machine.folder)
     try:
@@ -144,7 +144,7 @@ def _token(machine: CheckedMachine) -> str:
 
 def _look(agenda: Mapping[str, Any], rank: int) -> dict[str, Any]:
     """Returns which other nodes are not reached from here, with the reason, and whether the token is seen."""
-    from phalanx.train.shared import VISIBLE_S, sees
+    from phalanx.train.agreement import VISIBLE_S, sees
 
     others = sorted(int(other) for other in agenda["leaders"] if int(other) != rank)
     later = [other for other in others if other > rank]

@@ -19,7 +19,7 @@ from phalanx.doctor import job as job_checks
 from phalanx.doctor.findings import GROUPS, CheckResult, DoctorCheck, error, run, worst
 from phalanx.doctor.machine import CheckedMachine
 from phalanx.echo import visible
-from phalanx.train.facts import extension_facts, job_facts, source_digest
+from phalanx.train.run_directory import extension_facts, job_facts, source_digest
 from phalanx.units import listed, seconds
 
 FORMAT = 1

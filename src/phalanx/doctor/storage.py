@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.checkpoint.files import REMOVED, sync
+from phalanx.checkpoint.inventory import REMOVED, sync
 from phalanx.data.files import TEMPORARY, open_regular, write_atomic
 from phalanx.doctor.findings import CheckResult, DoctorCheck, error, ok, warn
 from phalanx.doctor.machine import CheckedMachine
 from phalanx.errors import RunError
-from phalanx.train.run_directory import ENTRIES
-from phalanx.train.run_lock import LOCK, Holder
+from phalanx.train.run_directory import ENTRIES, LOCK, Holder
 from phalanx.units import counted, gib, seconds
 
 _PATIENCE = 1.5

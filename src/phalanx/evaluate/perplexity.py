@@ -14,11 +14,10 @@ import torch
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.job import problems_of
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.meta import job_of
+from phalanx.checkpoint.inventory import check
+from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.checkpoint.parts import held
-from phalanx.checkpoint.reader import Reader
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_every_rank, on_rank_zero
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Checkpoint, Data, GuardOptions, Job, Optimizer, Train

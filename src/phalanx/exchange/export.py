@@ -24,10 +24,8 @@ from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.start import KEPT
 from phalanx.checkpoint import consolidated
 from phalanx.checkpoint.consolidated import numbered, plan
-from phalanx.checkpoint.convert import TYPES, as_type, verify
-from phalanx.checkpoint.manifest import MANIFEST, Manifest, StoredTensor
-from phalanx.checkpoint.merge import merged
-from phalanx.checkpoint.meta import job_of
+from phalanx.checkpoint.convert import TYPES, as_type, merged, verify
+from phalanx.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, job_of
 from phalanx.checkpoint.new_target import (
     MOST_FILE_BYTES,
     WrittenFiles,
@@ -35,7 +33,7 @@ from phalanx.checkpoint.new_target import (
     parent_problems,
     written_beside,
 )
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.kinds import HARMLESS
 from phalanx.config.model import ModelConfig

@@ -16,7 +16,7 @@ from phalanx.bounded import read_json
 from phalanx.check.start import ADAPTER
 from phalanx.checkpoint.consolidated import INDEX, SUFFIX, describe
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.corpora import TOKENIZER_FILES
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.config_json import HuggingFaceModel

@@ -21,13 +21,11 @@ from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.job import problems_of
 from phalanx.check.show import as_dict
 from phalanx.check.start import KEPT
-from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.convert import as_type
-from phalanx.checkpoint.manifest import Manifest, StoredTensor
+from phalanx.checkpoint.manifest import Box, Manifest, StoredTensor
 from phalanx.checkpoint.new_target import target_problems, write_run, written_beside
 from phalanx.checkpoint.parts import is_finite
-from phalanx.checkpoint.reader import TORCH_DTYPES, Reader
-from phalanx.checkpoint.shard_file import DTYPES
+from phalanx.checkpoint.shard_file import DTYPES, TORCH_DTYPES, Reader
 from phalanx.config.job import Data, Job, Precision, Train
 from phalanx.config.model import ModelConfig
 from phalanx.data.files import Progress, meter, silent, write_atomic

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from phalanx.bounded import read_json
-from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.consolidated import SUFFIX, describe
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.reader import Reader
+from phalanx.checkpoint.manifest import Box, Manifest
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.hugging_face.terms import ConfigReader, shown
 from phalanx.config.model import ModelConfig
 from phalanx.errors import CheckpointError

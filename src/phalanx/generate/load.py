@@ -11,12 +11,9 @@ import torch
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.bounded import field
-from phalanx.checkpoint.boxes import Box
-from phalanx.checkpoint.inventory import checkpoint_at
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.meta import job_of
-from phalanx.checkpoint.reader import Reader
-from phalanx.checkpoint.validity import check, newest_valid
+from phalanx.checkpoint.inventory import check, checkpoint_at, newest_valid
+from phalanx.checkpoint.manifest import Box, Manifest, job_of
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.data.template import ChatPrompts
 from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import CheckpointError, JobError

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
 from phalanx.check.layout import tensor_problems
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.meta import job_of
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.inventory import check
+from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.comm.agree import broadcast_json, on_rank_zero
 from phalanx.config.job import Job, RunOptions
 from phalanx.config.layout import Layout

@@ -8,15 +8,73 @@ which is imported when a run begins. Tests compare each fact with what a rank re
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import prod
 from types import MappingProxyType
 from typing import Any, Literal
 
+from phalanx.blocks.operator import is_expert
 from phalanx.config.constraints import Above, AtLeast, Below, Between, HalfOpen
 from phalanx.config.job import Optimizer
 from phalanx.facts import Lazy, stated
 from phalanx.registry import package_code
+
+# Blocks over which 8-bit states share a scale. Dettmers et al. 2022 (section 2.1) quantise blocks of consecutive
+# elements of the flattened tensor, which shards would cut anywhere, so that each layout would train differently. Here
+# blocks lie within rows (the last dimension), and a row has a multiple of ROW_PARTS blocks: so tensor parallelism may
+# cut rows and columns, FSDP rows, and flat buckets are cut at multiples of BLOCK elements.
+BLOCK = 256
+"""Most elements of a block; a power of two, as every block's length is."""
+LEAST_BLOCK = 16
+"""Fewest elements: with fewer the scales take more memory than the 8 bits save."""
+ROW_PARTS = 8
+"""Largest power of two into which a layout may cut rows; odd factors do not matter, as blocks are powers of two."""
+LEAST_ELEMENTS = 4096
+"""Fewest elements of a parameter that is quantised (Dettmers et al. 2022, section 2; bitsandbytes' min_8bit_size)."""
+
+
+def block_of(shape: tuple[int, ...]) -> int:
+    """Returns the elements per block of a parameter of this whole shape; 0 if it is not quantised: a norm or a bias, a
+    small one, or one whose rows do not divide."""
+    if len(shape) < 2 or prod(shape) < LEAST_ELEMENTS:
+        return 0
+    block = BLOCK
+    while block >= LEAST_BLOCK and shape[-1] % (block * ROW_PARTS):
+        block //= 2
+    return block if block >= LEAST_BLOCK else 0
+
+
+NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+"""Coefficients a, b, c of an iteration X ← a X + (b A + c A²) X with A = X Xᵀ (Jordan et al. 2024): singular values
+come near 1 fast, and stay between 0.7 and 1.2."""
+ITERATIONS = 5
+
+
+def is_hidden_matrix(name: str, whole: Sequence[int]) -> bool:
+    """Returns whether a parameter of this whole shape is a matrix inside a block, or the matrices of its experts: those
+    that Muon (Jordan et al. 2024) orthogonalises; AdamW updates embeddings, the head, norms and biases."""
+    stacked = len(whole) == 3 and is_expert(name)
+    return name.startswith("blocks.") and name.endswith(".weight") and (len(whole) == 2 or stacked)
+
+
+def matrix_elements(name: str, whole: Sequence[int], shape: Sequence[int]) -> int:
+    """Returns the elements that a rank computes with of one matrix of a parameter, of which it has a part of this
+    `shape`; 0 if the parameter is none of the hidden matrices."""
+    return prod(shape[-2:]) if is_hidden_matrix(name, whole) else 0
+
+
+def newton_schulz_flops(rows: int, columns: int) -> int:
+    """Returns the FLOPs of orthogonalising one matrix: in each iteration A, A² and the product with X, the narrow side
+    first."""
+    return ITERATIONS * sum(2 * m * n * k for m, n, k in newton_schulz_products(rows, columns))
+
+
+def newton_schulz_products(rows: int, columns: int) -> tuple[tuple[int, int, int], ...]:
+    """Returns the three products of an iteration, (m × k) by (k × n) each, as (m, n, k)."""
+    narrow, wide = sorted((rows, columns))
+    return (narrow, narrow, wide), (narrow, narrow, narrow), (narrow, wide, narrow)
+
 
 Shape = tuple[int, ...]
 Granularity = Literal["element", "block", "matrix"]
@@ -88,7 +146,7 @@ class OptimizerEntry:
     """Bytes per parameter of a gradient's copy in fp32 that a step makes of gradients in half precision; 0 if the rule
     is an UpdateRule (train/optimizers/rule.py), which reads them as they are, 4 if it is a torch optimizer."""
     granularity: Granularity = "element"
-    """Where shards may be cut: between any elements; between blocks of BLOCK elements (phalanx.optimizers.blocks),
+    """Where shards may be cut: between any elements; between blocks of BLOCK elements (phalanx.optimizers.entry),
     whose elements are updated together; or between parameters, if the update needs whole matrices."""
     by_shape: bool = False
     """Whether the facts depend on a parameter's name and shape."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.comm.axis import Axis
-from phalanx.optimizers.matrices import is_hidden_matrix
+from phalanx.optimizers.entry import is_hidden_matrix
 from phalanx.parallel.parameter_shards import ParameterShard, cut
 from phalanx.partition.matrices import (
     Piece,

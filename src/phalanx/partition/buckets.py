@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from phalanx.optimizers.blocks import BLOCK
-from phalanx.optimizers.entry import Granularity, Shape
-from phalanx.optimizers.matrices import matrix_elements
+from phalanx.optimizers.entry import BLOCK, Granularity, Shape, matrix_elements
 from phalanx.partition.matrices import BucketCut, bucket_cut, equal_cut
 
 

@@ -24,7 +24,7 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from phalanx.optimizers.matrices import newton_schulz_flops
+from phalanx.optimizers.entry import newton_schulz_flops
 
 ROUND_ELEMENTS = 2**24
 """Elements of whole matrices that a rank computes with at a time, if several matrices are that small."""

@@ -8,6 +8,10 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +20,18 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 import phalanx
-from phalanx.comm.agree import on_every_rank
+from phalanx.comm.agree import gather_json, on_every_rank, on_rank_zero
 from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
 from phalanx.config.job import Data, Job
-from phalanx.data.index import Index, open_shards, read_index, repair_command
+from phalanx.data.blocks import SplitReader, split_blocks
+from phalanx.data.index import INDEX, Index, open_shards, read_index, repair_command
+from phalanx.data.loader import ShardData
+from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError, JobError, RunError
-from phalanx.train.facts import extension_facts, job_facts, source_digest
+from phalanx.launch.ranks import Ranks
+from phalanx.train.run_directory import RunDirectory, extension_facts, job_facts, source_digest
 
 log = logging.getLogger(__name__)
 
@@ -146,3 +155,154 @@ def _message(found: list[Disagreement], program: Facts) -> str:
             "--threads, or OMP_NUM_THREADS)."
         )
     return "\n".join(lines)
+
+
+VISIBLE_S = 10.0
+"""Seconds after which a file that another node has written must be visible: NFS caches directories."""
+_SHOWN = 4
+
+
+def require_shared(directory: RunDirectory, shards: Path, ranks: Ranks) -> None:
+    """Raises RunError on every rank, naming ranks and hosts, if a rank does not see the run directory or the token
+    shards that rank 0 sees. Ranks of one node are not asked. A collective; the path `shards` is rank 0's."""
+    if ranks.one_node:
+        return
+    token = directory.path / on_rank_zero(lambda: write_token(directory))
+    paths = {"run.dir": token, "data.dir": shards / INDEX}
+    deadline = time.monotonic() + VISIBLE_S
+    hidden = {field: str(path.parent.absolute()) for field, path in paths.items() if not sees(path, deadline)}
+    answers = gather_json({"host": platform.node(), "hidden": hidden})
+    if ranks.rank == 0:
+        token.unlink(missing_ok=True)
+    problems = [problem for field in paths if (problem := _problem(field, answers))]
+    if problems:
+        raise RunError("\n".join(problems))
+
+
+def write_token(directory: RunDirectory) -> str:
+    """Creates an empty file in the directory, and returns its name. Raises RunError if that fails."""
+    name = f".seen-{secrets.token_hex(8)}"
+    with directory.writing():
+        directory.path.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(directory.path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666))
+    return name
+
+
+def sees(path: Path, deadline: float) -> bool:
+    """Returns whether a file that another node has written is seen before `deadline`, by time.monotonic()."""
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        with suppress(OSError):
+            os.listdir(path.parent.parent)  # makes an NFS client ask its server again
+            os.listdir(path.parent)
+        time.sleep(0.1)
+    return True
+
+
+def _problem(field: str, answers: list[Mapping[str, Mapping[str, str]]]) -> str:
+    blind = [
+        f"rank {rank} on {answer['host']} does not see {answer['hidden'][field]}"
+        for rank, answer in enumerate(answers)
+        if field in answer["hidden"]
+    ]
+    if not blind:
+        return ""
+    more = f", and {len(blind) - _SHOWN} more ranks" if len(blind) > _SHOWN else ""
+    remedy = " (or prepare the data on every node)" if field == "data.dir" else ""
+    return (
+        f"{field} is not shared: {'; '.join(blind[:_SHOWN])}{more}, as rank 0 on {answers[0]['host']} does; set it to "
+        f"a folder on a filesystem that every node mounts{remedy}"
+    )
+
+
+SHOWN_BLOCKS = 10
+
+_Found = tuple[str, int, int, str]
+"""Split, shard, block, and what is wrong with it."""
+
+
+def damaged_samples(job: Job, folder: Path) -> dict[str, frozenset[int]]:
+    """Returns the damaged samples of each split of a folder of shards; nothing unless the job skips them.
+
+    A collective; each block is read once per host. Raises DataError on every rank if the shards have no block digests,
+    if there are more damaged samples than data.skip_quota, or if a shard cannot be read.
+    """
+    if job.data.on_corruption == "stop":
+        return {}
+    index = read_index(folder)
+    if not index.block_bytes:
+        raise DataError(
+            f"{folder}: data.on_corruption=skip needs digests of blocks, which version 1 has not. "
+            f"Add them with: {repair_command(folder, index, switch='--verify')}"
+        )
+    readers = {
+        split: SplitReader(folder, index, split, job.model.seq_len)
+        for split in (["train", "val"] if job.train.eval_samples else ["train"])
+    }
+    hosts = gather_json(platform.node())
+    found = on_every_rank(lambda: _scan(readers, *_place(hosts)))
+    every = sorted({tuple(each) for theirs in gather_json(found) for each in theirs})
+    before = len(Tokenizer.load(folder).separator) if job.data.document_mask else 0
+    damaged: dict[str, set[int]] = {split: set() for split in readers}
+    for split, shard, block, _ in every:
+        damaged[split].update(readers[split].samples_of(shard, block, before))
+    _report(job, folder, index, every, damaged)
+    return {split: frozenset(samples) for split, samples in damaged.items()}
+
+
+def _place(hosts: list[str]) -> tuple[int, int]:
+    """Returns this rank's place among the ranks of its host, and their number."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+
+
+def _scan(readers: Mapping[str, SplitReader], place: int, places: int) -> list[_Found]:
+    """Returns the damaged blocks of the `place`-th of `places` equal parts of all blocks."""
+    found = []
+    for split, reader in readers.items():
+        blocks = split_blocks(reader.shards, reader.index.block_bytes)
+        for shard, block in blocks[len(blocks) * place // places : len(blocks) * (place + 1) // places]:
+            if problem := reader.problem(shard, block):
+                found.append((split, shard, block, problem))
+    return found
+
+
+def _report(job: Job, folder: Path, index: Index, found: list[_Found], damaged: Mapping[str, set[int]]) -> None:
+    """Logs on rank 0 what is replaced. Raises DataError if it is more than the quota."""
+    shown = "".join(
+        f"\n  {folder / index.splits[split][shard].file}: block {block}: {problem}"
+        for split, shard, block, problem in found[:SHOWN_BLOCKS]
+    )
+    if len(found) > SHOWN_BLOCKS:
+        shown += f"\n  ... and {len(found) - SHOWN_BLOCKS} more"
+    for split, samples in damaged.items():
+        if len(samples) > job.data.skip_quota:
+            raise DataError(
+                f"{len(samples):,} samples of split {split} are damaged, more than data.skip_quota "
+                f"{job.data.skip_quota:,}. Restore the shards, or make them again with: "
+                f"{repair_command(folder, index)}{shown}"
+            )
+    if found and not (dist.is_initialized() and dist.get_rank()):
+        counts = " and ".join(f"{len(samples):,} samples of {split}" for split, samples in damaged.items())
+        log.warning("data: %s are damaged and replaced by others (data.on_corruption=skip):%s", counts, shown)
+
+
+def open_data(job: Job, directory: RunDirectory, ranks: Ranks) -> tuple[ShardData, ShardData | None]:
+    """Returns the training samples, and those of the validation if there is one. A collective.
+
+    Raises DataError for data that cannot be made or read, RunError if the ranks see different data, and JobError if the
+    run reads a source of a mixture more often than the job allows."""
+    shards = Path(on_rank_zero(lambda: str(find_shards(job.data))))
+    require_shared(directory, shards, ranks)
+    index = open_same_shards(shards)
+    damaged = {folder: damaged_samples(job, folder) for folder in index.folders(shards)}
+
+    def opened(split: str) -> ShardData:
+        of_split = {folder: samples.get(split, ()) for folder, samples in damaged.items()}
+        return open_split(shards, split, job.model.seq_len, job.data, of_split)
+
+    train = opened("train")
+    if problems := train.epoch_problems(job.train.steps * job.train.global_batch):
+        raise JobError(problems)
+    return train, opened("val") if job.train.eval_samples else None

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
 from torch import Tensor
 
-from phalanx.data.loader import ShardData, evaluation_batches
+from phalanx.comm.agree import on_rank_zero
+from phalanx.config.corpora import PAIR, has_pairs
+from phalanx.data.files import write_atomic
+from phalanx.data.loader import MicroBatch, ShardData, evaluation_batches
+from phalanx.errors import StoppedError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.preferences import PairFacts
 from phalanx.partition import batch
+from phalanx.train.requests import StopRequest
+from phalanx.train.run_directory import REFERENCE, RunDirectory
 from phalanx.train.step import Stepper
+from phalanx.units import counted
+from phalanx.units import seconds as as_time
 
 
 @dataclass(frozen=True)
@@ -83,3 +99,113 @@ def pair_facts(replica: Replica, mesh: Mesh, device: torch.device) -> PairFacts 
     sums = pairs.take(torch.zeros((), device=device)) * mesh.owns_loss
     mesh.axis("world").all_reduce(sums).wait()
     return PairFacts.of(sums)
+
+
+log = logging.getLogger(__name__)
+
+PROGRESS_S = 10.0
+"""Seconds between lines of progress."""
+
+
+def refer(
+    stepper: Stepper,
+    directory: RunDirectory,
+    fingerprint: str,
+    splits: Iterable[ShardData | None],
+    stop: StopRequest,
+    start: Callable[[], None],
+) -> bool:
+    """Gives the pairs of every split their log-probabilities: those of the run directory, or by the initial weights,
+    which a new model has after `start`. Returns whether it started. All ranks call it, before the model has other
+    weights; it does nothing for other data.
+
+    Raises StoppedError if a request to stop comes while they are computed, RunError if they cannot be written."""
+    job = stepper.job
+    if not has_pairs(job.data):
+        return False
+    pairs = [data for data in splits if data is not None]
+    identity = {"data": fingerprint, "seed": job.train.seed, "model": repr(job.model)}
+    micro_batch = batch.solve(job.train.global_batch, job.layout).micro_batch
+    return _Reference(stepper, directory, identity, micro_batch, stop, start).attach(pairs)
+
+
+@dataclass
+class _Reference:
+    stepper: Stepper
+    directory: RunDirectory
+    identity: dict[str, Any]
+    """Everything that the numbers depend on: they are reused only if it is equal."""
+    micro_batch: int
+    stop: StopRequest
+    start: Callable[[], None]
+
+    @property
+    def path(self) -> Path:
+        return self.directory.path / REFERENCE
+
+    def attach(self, splits: Sequence[ShardData]) -> bool:
+        if on_rank_zero(lambda: self._is_there(splits)):
+            with safe_open(self.path, "np") as stored:
+                for data in splits:
+                    data.refer(stored.get_tensor(data.split))
+            return False
+        began = time.perf_counter()
+        self.start()
+        found = {data.split: self._computed(data) for data in splits}
+        for data in splits:
+            data.refer(found[data.split])
+        on_rank_zero(lambda: self._write(found))
+        pairs = sum(data.sample_count for data in splits) // PAIR
+        log.info(
+            "reference: log-probabilities of %s (%s)", counted(pairs, "pair"), as_time(time.perf_counter() - began)
+        )
+        return True
+
+    def _write(self, tables: dict[str, np.ndarray]) -> None:
+        with self.directory.writing():
+            write_atomic(self.path, save(tables, {"identity": json.dumps(self.identity)}))
+
+    def _is_there(self, splits: Sequence[ShardData]) -> bool:
+        try:
+            with safe_open(self.path, "np") as stored:
+                same = json.loads((stored.metadata() or {}).get("identity", "null")) == self.identity
+                return same and all(stored.get_slice(data.split).get_shape() == [data.sample_count] for data in splits)
+        except (OSError, SafetensorError, ValueError):
+            return False
+
+    def _computed(self, data: ShardData) -> np.ndarray:
+        """Returns the log-probability of every sample of a split, (sample_count,), on every rank."""
+        stepper, mesh = self.stepper, self.stepper.mesh
+        pairs = stepper.replica.objective.pairs
+        assert pairs is not None, "the job has pairs"
+        values = torch.zeros(data.sample_count, dtype=torch.float64, device=stepper.device)
+        mine = mesh.owns_loss and mesh.coordinates["cp"] == 0
+        world = mesh.axis("world")
+        shown = time.perf_counter()
+        with mesh.ledger.untracked():
+            for done, micro in self._batches(data):
+                heartbeat.beat()
+                stopping = torch.tensor([self.stop.requested], dtype=torch.float32, device=stepper.device)
+                world.all_reduce(stopping).wait()
+                if stopping.item():
+                    raise StoppedError(f"stopped before the first step, at sequence {done:,} of {len(values):,}")
+                pairs.log_probabilities = None
+                stepper.replica.loss(stepper.tensors(micro, 0, validates=True))
+                real = torch.from_numpy(micro.sample_ids >= 0).to(values.device)
+                if mine and pairs.log_probabilities is not None:
+                    places = torch.from_numpy(micro.sample_ids).to(values.device)[real]
+                    values[places] = pairs.log_probabilities[real]
+                if time.perf_counter() - shown > PROGRESS_S:
+                    shown = time.perf_counter()
+                    log.info("reference: %s: %.0f%%", data.split, 100 * done / len(values))
+            world.all_reduce(values).wait()
+        pairs.take(values)
+        return values.cpu().numpy()
+
+    def _batches(self, data: ShardData) -> Iterator[tuple[int, MicroBatch]]:
+        """Yields the number of samples before, and this rank's micro-batch of the next ones; -1 stands for padding."""
+        mesh, size = self.stepper.mesh, self.micro_batch
+        for first in range(0, data.sample_count, mesh.data_ranks * size):
+            numbers = first + mesh.data_rank * size + np.arange(size)
+            real = numbers < data.sample_count
+            yield first, data.micro_batch(np.where(real, numbers, numbers % PAIR), np.where(real, numbers, -1))

@@ -34,29 +34,21 @@ from phalanx.partition import batch as batch_equation
 from phalanx.trackers.processes import Trackers
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, metrics, start
-from phalanx.train.agreement import agree_on_job
+from phalanx.train.agreement import agree_on_job, open_data
+from phalanx.train.device import peak_flops
 from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
-from phalanx.train.evaluate import validate
-from phalanx.train.expert_load import ExpertLoads
+from phalanx.train.evaluate import refer, validate
 from phalanx.train.feed import Feed
-from phalanx.train.guard.guard import Guard, Rewind
-from phalanx.train.milestones import Milestones
-from phalanx.train.open_data import open_data
-from phalanx.train.peak import peak_flops
+from phalanx.train.guard import Guard, Rewind
+from phalanx.train.metrics import ExpertLoads, Recorder, report_restart
 from phalanx.train.profile.window import StepProfile
-from phalanx.train.recorder import Recorder
-from phalanx.train.reference import refer
-from phalanx.train.reports import RunReport
-from phalanx.train.requests import Requests, SaveTimer
-from phalanx.train.restarted import report_restart
-from phalanx.train.resume import Resume
+from phalanx.train.requests import Milestones, Requests, SaveTimer, StopRequest
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.saving import Saving
+from phalanx.train.start import Resume, watch
 from phalanx.train.state import TrainState
 from phalanx.train.step import Step, Stepper
-from phalanx.train.stop import StopRequest
-from phalanx.train.terminal import Terminal, copied_to, error_copied_to, logging_to
-from phalanx.train.watched import watch
+from phalanx.train.terminal import RunReport, Terminal, copied_to, error_copied_to, logging_to
 from phalanx.units import counted
 
 log = logging.getLogger(__name__)

@@ -5,14 +5,34 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from phalanx.train.append import AppendedFile
+import torch
+
+from phalanx.blocks.kinds import block_kinds
+from phalanx.comm.ledger import Ledger
+from phalanx.config.job import Job
+from phalanx.cost.breakdown import subject
+from phalanx.data.files import write_atomic
+from phalanx.echo import shortened
+from phalanx.errors import DataError
+from phalanx.launch.environment import RESTARTED
+from phalanx.launch.watchdog import heartbeat
+from phalanx.model.moe import Routing
+from phalanx.parallel.mesh import Mesh
+from phalanx.pictures import experts as experts_picture
+from phalanx.train import device as devices
+from phalanx.train.evaluate import Validation
+from phalanx.train.requests import Milestones
+from phalanx.train.run_directory import AppendedFile, RunDirectory
 from phalanx.units import gib
+from phalanx.units import seconds as as_time
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +84,7 @@ class Meter:
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per line, written row by row (train/append.py). A context manager.
+    """metrics.jsonl: one JSON object per line, written row by row (train/run_directory.py). A context manager.
 
     Without a path (every rank but the first) rows are discarded.
     """
@@ -113,3 +133,180 @@ def line(row: dict[str, float], memory: int) -> str:
 def _significant(value: float) -> str:
     """Formats a value with three significant digits and no exponent: 163, 1.23, 0.0519."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+class Recorder:
+    """Records one rank's results. A context manager; without a path (every rank but the first) the rows of
+    metrics.jsonl are discarded."""
+
+    def __init__(
+        self,
+        path: Path | None,
+        meter: Meter,
+        milestones: Milestones,
+        device: torch.device,
+        source_tokens: Callable[[int], dict[str, int]] = lambda step: {},
+    ):
+        self.source_tokens = source_tokens
+        self.rows, self.meter, self.milestones = MetricsFile(path), meter, milestones
+        self.device = device
+        self.newest = 0
+        """The newest step."""
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.end(self.newest, "failed", str(error) or type(error).__name__)
+        self.rows.__exit__(kind, error, trace)
+
+    def step(self, number: int, values: dict[str, float]) -> None:
+        """Records step `number`, which ends now: `values` has its loss, gradient norm and learning rate."""
+        row = {"step": number, **values, **self.meter.step(number), "memory": devices.peak_memory(self.device)}
+        self.newest = number
+        heartbeat.memory(row["memory"])
+        sources = self.source_tokens(number)
+        self.rows.write("step", **row, **({"source_tokens": sources} if sources else {}))
+        if self.milestones.shows(number):
+            log.info("%s", line({**row, **self.meter.since_shown()}, devices.peak_memory(self.device)))
+
+    def validation(self, step: int, found: Validation, seconds: float) -> None:
+        """Records a validation after step `step`. Its time is not training."""
+        self.meter.pause(seconds)
+        pairs = found.pairs
+        facts: dict[str, Any] = {f"val_{name}": value for name, value in asdict(pairs).items()} if pairs else {}
+        facts |= {"source_losses": found.sources} if found.sources else {}
+        self.rows.write("validation", step=step, val_loss=found.loss, **facts, seconds=seconds)
+        shown = f"margin: {pairs.reward_margin:.3f}  accuracy: {pairs.reward_accuracy:.1%}  " if pairs else ""
+        shown += "".join(f"{path}: {loss:.4f}  " for path, loss in found.sources.items())
+        log.info("step: %d  val_loss: %.4f  %s(%s)", step, found.loss, shown, as_time(seconds))
+
+    def guard(self, step: int, text: str, values: dict[str, Any]) -> None:
+        """Records what the guard found in step `step`, and what it did."""
+        self.rows.write("guard", step=step, text=text, **values)
+        log.warning("step: %d  guard: %s", step, text)
+
+    def restart(self, resumed: int, attempt: int, reason: str, seconds: float) -> None:
+        """Records that attempt `attempt` continued from step `resumed` after a failure, and took its first step so many
+        seconds after that."""
+        self.rows.write("restart", step=resumed, attempt=attempt, reason=reason, down_s=seconds)
+        log.info("restart: attempt %d resumed from step %d, %s down: %s", attempt, resumed, as_time(seconds), reason)
+
+    def checkpoint(self, step: int, path: Path, seconds: float, waited: float) -> None:
+        """Records that the checkpoint of step `step` is whole, its seconds, and those that training waited for it."""
+        size = sum(file.stat().st_size for file in path.iterdir())
+        self.rows.write("checkpoint", step=step, name=path.name, seconds=seconds, waited_s=waited, bytes=size)
+
+    def end(self, step: int, status: str, reason: str = "") -> None:
+        """Records how this attempt ends: finished, stopped or failed."""
+        self.rows.write("end", step=step, status=status, reason=shortened(reason.partition("\n")[0], 500))
+
+    def traffic(self, step: int, ledger: Ledger, steps: int) -> None:
+        """Records the bytes that this rank sent per step, over the last `steps` steps, by axis and collective."""
+        self.rows.write("traffic", step=step, steps=steps, traffic_bytes=ledger.traffic(steps))
+        for text in ledger.lines(steps):
+            log.info("sent per step by rank 0 over %s", text)
+
+    def offload(self, step: int, copied: dict[str, int], steps: int) -> None:
+        """Records the bytes that this rank copied per step between the tiers of memory, over the last `steps` steps;
+        nothing if nothing is offloaded."""
+        if not copied:
+            return
+        each = {name: count // steps for name, count in copied.items()}
+        self.rows.write("offload", step=step, steps=steps, bytes=each)
+        log.info("copied per step by rank 0: %s", ", ".join(f"{name} {gib(size)}" for name, size in each.items()))
+
+    def staleness(self, step: int, summary: dict[str, Any]) -> None:
+        """Records the staleness of gradients since this attempt began."""
+        self.rows.write("staleness", step=step, **summary)
+        log.info("staleness of %d gradients: mean %.3g, max %d", summary["updates"], summary["mean"], summary["max"])
+
+
+def report_restart(recorder: Recorder, resumed: int) -> None:
+    """Records the restart of this attempt, which continued from step `resumed`, now that its first step is done: the
+    failure before it, and the seconds from there to here. Does nothing in an attempt that follows no failure."""
+    if facts := os.environ.pop(RESTARTED, ""):
+        found = json.loads(facts)
+        recorder.restart(resumed, found["attempt"], found["reason"], time.time() - found["time"])
+
+
+class ExpertLoads:
+    """One rank's part in summing the loads. A dense model has none, and nothing is done."""
+
+    def __init__(self, job: Job, mesh: Mesh, routing: Routing, device: torch.device, step: int):
+        self.job, self.mesh, self.routing, self.device = job, mesh, routing, device
+        self.step = step
+        """The step up to which loads have been summed."""
+        self.layers = [layer for layer, kind in enumerate(block_kinds(job.model)) if kind.routed]
+        self.penalties = [name for name in ("aux_loss", "z_loss") if getattr(job.model.moe, name)]
+
+    def restart(self, step: int) -> None:
+        """Forgets what was recorded: the run goes on from an earlier step."""
+        self.routing.clear()
+        self.step = step
+
+    def after(self, step: int, rows: MetricsFile, *, shown: bool, ends: bool) -> None:
+        """Writes a row after a step that is shown, and after the last one of the run. All ranks call this after every
+        step.
+
+        Independent replicas do not wait for each other here: they write a row when they synchronize anyway, with
+        local_sgd and diloco if the step is also shown, with asp at a validation or checkpoint, which call `collect`."""
+        layout = self.job.layout
+        synchronizes = layout.sync in ("bsp", "asp") or step % layout.sync_every == 0
+        if self.layers and (ends or layout.sync == "asp" or (shown and synchronizes)):
+            row = self.collect(step)
+            rows.write("experts", **row)
+            log.info("%s", balance_line(row))
+
+    def collect(self, step: int) -> dict[str, Any]:
+        """Sums what all ranks' routers recorded since the last call, up to `step`, and returns a row. A collective."""
+        n, top_k, routing = self.job.model.moe.n_experts, self.job.model.moe.top_k, self.routing
+        noted = torch.zeros(len(self.layers) * n + len(self.penalties), dtype=torch.float64, device=self.device)
+        of_layers, of_penalties = noted[: len(self.layers) * n].view(-1, n), noted[len(self.layers) * n :]
+        # All tensor ranks record the same tokens. Layers of other pipeline ranks are zero here.
+        if self.mesh.owns_loss:
+            for place, layer in enumerate(self.layers):
+                of_layers[place] += routing.loads.get(layer, 0)
+            for place, name in enumerate(self.penalties):
+                of_penalties[place] += routing.penalties.get(name, 0.0)
+        routing.clear()
+        with self.mesh.ledger.untracked():
+            self.mesh.axis("world").all_reduce(noted).wait()
+        loads = {layer: [int(load) for load in row] for layer, row in zip(self.layers, of_layers.tolist(), strict=True)}
+        tokens = sum(loads[self.layers[0]]) / top_k
+        violations = {layer: max(row) * n / sum(row) - 1 for layer, row in loads.items()}
+        worst = max(violations, key=lambda layer: violations[layer])
+        steps, self.step = step - self.step, step
+        return {
+            "step": step,
+            "steps": steps,
+            "loads": loads,
+            "max_violation": violations[worst],
+            "worst_layer": worst,
+            "idle": sum(row.count(0) for row in loads.values()),
+            **{name: sum_ / tokens for name, sum_ in zip(self.penalties, of_penalties.tolist(), strict=True)},
+        }
+
+    def draw(self, directory: RunDirectory) -> None:
+        """Writes the picture of the run so far into its directory, on rank 0."""
+        if self.layers and self.mesh.axis("world").rank == 0:
+            path, model = directory.path / "experts.svg", subject(self.job, self.job.layout.world)
+            try:
+                write_atomic(path, experts_picture.svg(directory.path.name, directory.metrics, model).encode())
+            except (OSError, DataError) as error:  # the rows may still wait for a full disk
+                log.warning("experts: %s was not drawn: %s", path, error)
+            else:
+                log.info("experts: %s", path)
+
+
+def balance_line(row: dict[str, Any]) -> str:
+    """Returns the log balance_line of a row:
+
+    experts: max_violation 0.42 (layer 3) idle: 0 aux_loss: 0.0213
+    """
+    parts = [f"max_violation {row['max_violation']:.2f} (layer {row['worst_layer']})", f"idle: {row['idle']}"]
+    parts += [f"{name}: {row[name]:.4f}" for name in ("aux_loss", "z_loss") if name in row]
+    return f"experts: {'  '.join(parts)}"

@@ -8,37 +8,368 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import functools
+import hashlib
 import json
 import logging
 import os
 import platform
+import secrets
 import shlex
+import stat
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import phalanx
+from phalanx.bounded import field, parse_json, read_tail
 from phalanx.check.load import LoadedJob
-from phalanx.check.show import as_yaml
+from phalanx.check.show import as_dict, as_yaml
 from phalanx.check.start import KEPT
-from phalanx.checkpoint.files import set_aside
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.meta import job_of
-from phalanx.checkpoint.validity import newest_valid
+from phalanx.checkpoint.inventory import newest_valid, set_aside
+from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.data.files import open_regular, write_atomic
 from phalanx.data.template import TEMPLATE_FILES
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, NotFoundError, RunError
+from phalanx.launch.watchdog.processes import process_state
 from phalanx.nearest import no_run
-from phalanx.train import run_lock
-from phalanx.train.facts import extension_facts
+from phalanx.registry import installed
+
+LOCK = ".lock"
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats of a holder."""
+SILENCE_S = 3 * HEARTBEAT_S
+"""Seconds without a heartbeat after which a holder on another host counts as gone."""
+SETTLE_S = 2.0
+"""Where flock cannot be relied on: seconds after which the file must still name the process that wrote its name."""
+_NAMING_S = 1.0  # the holder writes its name right after it has the lock
+_POLL_S = 0.05
+_NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A process that uses a run directory, as its .lock names it."""
+
+    host: str
+    pid: int
+    since: str
+    """Local time at which it took the lock."""
+    ticks: int
+    """When the process started, in clock ticks since its host's boot: tells it from a later one with the same pid."""
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """Returns this process as a holder."""
+        return cls(platform.node(), os.getpid(), time.strftime("%Y-%m-%dT%H:%M:%S%z"), _start_of(os.getpid()))
+
+    @classmethod
+    def read(cls, descriptor: int) -> Holder | None:
+        """Returns the holder that an open lock file names, or None if it names none."""
+        try:
+            found = json.loads(os.pread(descriptor, 4096, 0))
+            return cls(str(found["host"]), int(found["pid"]), str(found["since"]), int(found["ticks"]))
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            return None
+
+    def write(self, descriptor: int) -> None:
+        """Writes the holder to an open lock file."""
+        content = json.dumps(asdict(self)).encode()
+        os.ftruncate(descriptor, os.pwrite(descriptor, content, 0))
+
+    @property
+    def is_here(self) -> bool:
+        """True if it was started on this host."""
+        return self.host == platform.node()
+
+    @property
+    def is_gone(self) -> bool:
+        """True if it was started on this host and has ended."""
+        return self.is_here and _start_of(self.pid) != self.ticks
+
+    def __str__(self) -> str:
+        host, since = (ascii(text)[1:-1][:100] for text in (self.host, self.since))  # whoever wrote them
+        return f"process {self.pid} on {host} since {since}"
+
+
+@contextmanager
+def locked(directory: Path, *, fresh: bool = False) -> Iterator[Path | None]:
+    """Holds the lock of a run directory, which is created if it does not exist. With `fresh` the directory is new: one
+    that holds anything is renamed to NAME.1, NAME.2, ... and that path is yielded (otherwise None).
+
+    A directory that was created and in which nothing was written is removed again, as after a mistyped data.path.
+
+    The rename happens under the old directory's lock, and the new directory appears with its own lock held already: at
+    no instant can another trainer enter either of them.
+
+    Raises RunError that names the holder if another process uses the directory, OSError if it cannot be written.
+    """
+    is_new = not os.path.lexists(directory)
+    descriptor, renamed = _take(directory), None
+    try:
+        while fresh and os.listdir(directory) != [LOCK]:
+            descriptor, renamed = _start_over(directory, descriptor)
+        with _heartbeat(descriptor):
+            yield renamed
+    finally:
+        with suppress(OSError):  # whoever waits for this lock finds out, as after a rename
+            if is_new and os.listdir(directory) == [LOCK] and _is_at(directory / LOCK, descriptor):
+                os.unlink(directory / LOCK)
+                os.rmdir(directory)
+        _release(descriptor)
+
+
+def _take(directory: Path) -> int:
+    """Locks the directory's lock file and returns its descriptor."""
+    while True:
+        _make(directory)
+        try:
+            descriptor = open_regular(directory / LOCK, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:
+            continue  # the directory was renamed just now
+        try:
+            _lock(descriptor, directory)
+            if _is_at(directory / LOCK, descriptor):
+                return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        _release(descriptor)  # it is the lock of a directory that was renamed in the meantime
+
+
+def _make(directory: Path) -> None:
+    """Creates the directory if it does not exist, also while another process renames it.
+
+    `mkdir` with `exist_ok` fails if the directory is there when it is created and gone when it is looked at.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        with suppress(FileNotFoundError):  # renamed: whoever opens the lock file finds out and comes back
+            if not stat.S_ISDIR(directory.lstat().st_mode):
+                raise
+
+
+def _lock(descriptor: int, directory: Path) -> None:
+    """Locks the open lock file and writes this process into it. Raises RunError if another process holds it."""
+    trusted = True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise _in_use(directory, _named(descriptor)) from None
+    except OSError as error:
+        if error.errno not in _NO_FLOCK:
+            raise
+        trusted = False
+    last, me = Holder.read(descriptor), Holder.this_process()
+    if last and last.is_here and not trusted and not last.is_gone:
+        raise _in_use(directory, last)
+    if last and not last.is_here:
+        # It did not end cleanly, or the lock does not reach its host.
+        if _beats(directory / LOCK):
+            raise _in_use(directory, last)
+        trusted = False
+    me.write(descriptor)
+    if not trusted:
+        # Another process may have written its name at the same time: the last of them has the lock (M. Fischer's
+        # algorithm, in Lamport, "A fast mutual exclusion algorithm", 1987).
+        time.sleep(SETTLE_S)
+        winner = _holder_at(directory / LOCK)
+        if winner and winner != me:
+            raise _in_use(directory, winner)
+
+
+def _start_over(directory: Path, old: int) -> tuple[int, Path]:
+    """Renames the directory, whose lock is `old`, and puts an empty one in its place. Returns the new lock's descriptor
+    and the path of the renamed directory."""
+    empty = directory.with_name(f".{directory.name}.{secrets.token_hex(4)}")
+    new, renamed = _take(empty), None
+    try:
+        renamed = _rename(directory)
+        # If another process has made an empty directory in the meantime, this replaces it, and it finds our lock there.
+        empty.rename(directory)
+    except OSError:
+        _release(new)
+        (empty / LOCK).unlink()
+        empty.rmdir()
+        if renamed is None:
+            raise
+        try:
+            new = _take(directory)
+        except RunError as error:
+            raise RunError(f"{error}; the run that was there before is now {renamed}") from None
+    _release(old)
+    return new, renamed
+
+
+def _rename(directory: Path) -> Path:
+    """Renames a directory to NAME.1, NAME.2, ...: starting over deletes nothing."""
+    number = 1
+    while os.path.lexists(renamed := directory.with_name(f"{directory.name}.{number}")):
+        number += 1
+    return directory.rename(renamed)
+
+
+def _release(descriptor: int) -> None:
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+    os.close(descriptor)
+
+
+@contextmanager
+def _heartbeat(descriptor: int) -> Iterator[None]:
+    """Renews the modification time of the open lock file inside the `with` block."""
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(HEARTBEAT_S):
+            with suppress(OSError):
+                os.utime(descriptor)
+
+    thread = threading.Thread(target=beat, name="phalanx-run-lock", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(1.0)
+
+
+def _beats(path: Path) -> bool:
+    """Returns whether a lock file's heartbeat is seen within SILENCE_S. Clocks of hosts are not compared."""
+    first, end = _modified(path), time.monotonic() + SILENCE_S
+    while time.monotonic() < end:
+        time.sleep(_POLL_S)
+        if _modified(path) != first:
+            return True
+    return False
+
+
+def _modified(path: Path) -> int:
+    """Returns the modification time in ns. The file is opened for it: NFS then asks the server."""
+    descriptor = open_regular(path, os.O_RDONLY)
+    try:
+        return os.fstat(descriptor).st_mtime_ns
+    finally:
+        os.close(descriptor)
+
+
+def _holder_at(path: Path) -> Holder | None:
+    descriptor = open_regular(path, os.O_RDONLY)
+    try:
+        return Holder.read(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _named(descriptor: int) -> Holder | None:
+    """Returns the holder of a lock that is held; waits a moment for one that has not written its name yet."""
+    end = time.monotonic() + _NAMING_S
+    while ((holder := Holder.read(descriptor)) is None or holder.is_gone) and time.monotonic() < end:
+        time.sleep(_POLL_S)
+    return holder
+
+
+def _in_use(directory: Path, holder: Holder | None) -> RunError:
+    elsewhere = f"; if it ended without a trace, delete {directory / LOCK}" if holder and not holder.is_here else ""
+    return RunError(
+        f"{directory} is in use by {holder or 'another process'}; wait for it, or choose another run.name{elsewhere}"
+    )
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Returns whether `path` is the open file."""
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _start_of(pid: int) -> int:
+    """Returns when a process of this host started, in clock ticks since boot; -1 if it has ended."""
+    process = process_state(pid)
+    return -1 if process is None or process.state in "ZX" else process.start_ticks
+
+
+MAY_DIFFER = (
+    "run.threads",  # the number of threads itself is compared, where results depend on it
+    "run.log_level",
+    "run.all_ranks",
+    # cluster=local reads these from the measurements of each machine; only predictions depend on them.
+    "cluster.accelerator.",
+    "cluster.intra.",
+    "cluster.inter.",
+    "cluster.sharing.",
+    "cluster.calibration.",
+)
+"""Fields of a job, or their beginnings, that may differ between ranks."""
+
+
+def job_facts(job: Job) -> dict[str, Any]:
+    """Returns every field of the job that must be the same on all ranks, by dotted path."""
+    document = as_dict(job)
+    return {
+        path: functools.reduce(lambda values, name: values[name], path.split("."), document)
+        for path in leaves()
+        if not path.startswith(MAY_DIFFER)
+    }
+
+
+@functools.cache
+def source_digest() -> str:
+    """Returns a digest (sha256, 16 hexadecimal digits) of the program's own source files, by relative path and content:
+    what a version number does not tell while somebody edits a working copy."""
+    return _digest([Path(phalanx.__file__).parent])
+
+
+@functools.cache
+def extension_facts() -> dict[str, str]:
+    """Returns the installed packages that extend Phalanx by name, each with its version and the digest of its source
+    files. Nothing of them is imported."""
+    return {
+        package.name: f"{package.version}, source {_digest(_places(tops))}" for package, tops in installed().items()
+    }
+
+
+def _places(modules: Iterable[str]) -> list[Path]:
+    """Returns the folders and files of top-level modules."""
+    found = list[Path]()
+    for module in modules:
+        with suppress(ImportError, ValueError):  # loading it will say more
+            spec = find_spec(module)
+            if spec and spec.submodule_search_locations:
+                found += map(Path, spec.submodule_search_locations)
+            elif spec and spec.origin and Path(spec.origin).is_file():
+                found.append(Path(spec.origin))
+    return found
+
+
+def _digest(places: Iterable[Path]) -> str:
+    """Returns a digest of Python files: those in folders, by relative path and content, and single ones."""
+    digest = hashlib.sha256()
+    for place in places:
+        root = place if place.is_dir() else place.parent
+        for path in sorted(root.rglob("*.py")) if place.is_dir() else [place]:
+            content = path.read_bytes()
+            digest.update(json.dumps([str(path.relative_to(root)), len(content)]).encode() + content)
+    return digest.hexdigest()[:16]
+
 
 log = logging.getLogger(__name__)
+
+_TAIL_BYTES = 1 << 16  # of metrics.jsonl; a row has a few hundred, one about experts some thousands
 
 NOT_OF_STRUCTURE = ("model.preset", "model.from", "model.dropout")
 """Fields of the model that may differ from those of a checkpoint."""
@@ -55,11 +386,11 @@ STRUCTURE = (
 """Fields that must equal those of a checkpoint for a job to resume from it. Others may change between attempts."""
 
 REFERENCE = "reference.safetensors"
-"""The reference log-probabilities of preference tuning (train/reference.py)."""
+"""The reference log-probabilities of preference tuning (train/evaluate.py)."""
 
 ENTRIES = (
     *("config.yaml", "command.txt", "env.json", "metrics.jsonl", "logs", "checkpoints", "latest"),
-    *("tokenizer.json", *TEMPLATE_FILES, KEPT, REFERENCE, "experts.svg", "traces", "trackers", run_lock.LOCK),
+    *("tokenizer.json", *TEMPLATE_FILES, KEPT, REFERENCE, "experts.svg", "traces", "trackers", LOCK),
     *("report.html", "loss.svg"),
 )
 """Names that a run writes in its directory. None of them may be a link."""
@@ -164,7 +495,7 @@ class RunDirectory:
         or if it cannot be written."""
         with contextlib.ExitStack() as held:
             with self.writing():
-                renamed = held.enter_context(run_lock.locked(self.path, fresh=fresh))
+                renamed = held.enter_context(locked(self.path, fresh=fresh))
             yield renamed
 
     def resume_from(self, job: Job, verify: bool = False, before: int | None = None) -> Manifest | None:
@@ -187,6 +518,21 @@ class RunDirectory:
             now = extension_facts()
             log.warning("resuming with a change: extensions: %s -> %s", shortened(repr(before_it)), now)
         return manifest
+
+
+def newest_step(metrics: Path) -> tuple[int, float] | None:
+    """Returns the newest step that metrics.jsonl reports, and when it was done, in seconds since the epoch; None if it
+    reports none in its last rows."""
+    try:
+        lines = read_tail(metrics, _TAIL_BYTES).splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if line.startswith(b'{"event": "step"'):
+            with suppress(ValueError):  # half a line, left by a rank that was killed
+                row = parse_json(line)
+                return field(row, "step", int), field(row, "time", float)
+    return None
 
 
 def require_same_job(manifest: Manifest, job: Job, where: str) -> Job:
@@ -242,3 +588,85 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return commit.stdout.strip() or None
+
+
+MOST_WAITING = 10_000
+"""Lines that wait in memory for the disk; later ones are lost."""
+_BLOCK = 1 << 16
+
+
+class AppendedFile:
+    """A text file, one line at a time, each written at once. A context manager.
+
+    A line that cannot be written waits in memory and is tried again with the next one; the first failure, and the lines
+    lost in the end, are reported. A last line that a killed process has left half-written is removed.
+    Raises RunError if the path is a link or no regular file.
+    """
+
+    def __init__(self, path: Path, report: Callable[[str], None]):
+        self.path, self.lost = path, 0
+        self._report, self._failed = report, False
+        self._descriptor = -1
+        self._waiting: deque[bytes] = deque()
+        self._write()
+
+    def __enter__(self) -> AppendedFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def append(self, line: str) -> None:
+        """Appends a line, given without its newline."""
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting.append(f"{line}\n".encode(errors="backslashreplace"))
+        else:
+            self.lost += 1
+        self._write()
+
+    def close(self) -> None:
+        """Closes the file, after a last try to write the lines that wait."""
+        self._write()
+        self.lost += len(self._waiting)
+        self._waiting.clear()
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+        if self.lost:
+            self._report(f"{self.path}: {self.lost:,} lines could not be written and are lost")
+
+    def _write(self) -> None:
+        try:
+            if self._descriptor < 0:
+                self._descriptor = open_regular(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+                _remove_half_line(self._descriptor)
+            while self._waiting:
+                written = os.write(self._descriptor, self._waiting[0])
+                if rest := self._waiting[0][written:]:  # the disk became full within the line
+                    self._waiting[0] = rest
+                else:
+                    self._waiting.popleft()
+        except OSError as error:
+            if not self._failed:
+                self._report(
+                    f"{self.path} cannot be written: {error.strerror}; training goes on, and its lines wait in memory"
+                )
+            self._failed = True
+        else:
+            if self._failed:
+                self._report(f"{self.path} can be written again")
+            self._failed = False
+
+
+def _remove_half_line(descriptor: int) -> None:
+    end = os.fstat(descriptor).st_size
+    if not end or os.pread(descriptor, 1, end - 1) == b"\n":
+        return
+    while end:
+        start = max(0, end - _BLOCK)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            os.ftruncate(descriptor, start + newline + 1)
+            return
+        end = start
+    os.ftruncate(descriptor, 0)

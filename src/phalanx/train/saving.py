@@ -13,18 +13,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.mirror import Mirror, Upload
-from phalanx.checkpoint.parts import Part, Share, all_finite, is_finite
-from phalanx.checkpoint.retention import Retention
-from phalanx.checkpoint.snapshot import Snapshot
-from phalanx.checkpoint.validity import directory_of, newest_valid
-from phalanx.checkpoint.writer import Order, Writer
+from phalanx.checkpoint.inventory import Retention, directory_of, newest_valid
+from phalanx.checkpoint.parts import Part, Share, Snapshot, all_finite, is_finite
+from phalanx.checkpoint.writer import Mirror, Order, Upload, Writer
 from phalanx.comm.agree import on_rank_zero
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, SupersededError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.parallel.offload.state_file import will_read
+from phalanx.train.requests import StopRequest
 from phalanx.train.state import TrainState
-from phalanx.train.stop import StopRequest
 from phalanx.units import seconds as as_time
 
 log = logging.getLogger(__name__)
@@ -92,23 +89,29 @@ class Saving:
         self.last = last
         if status and status[0] == _FATAL:
             on_rank_zero(self._raise_fatal)
-        if hanging := [rank for rank, code in enumerate(status) if code == _HANGING]:
-            self._refuse(hanging)
+        if hanging := [str(rank) for rank, code in enumerate(status) if code == _HANGING]:
+            message = (
+                f"no checkpoint of step {self.state.step}: the storage of rank {', '.join(hanging)} still hangs in the "
+                f"one before; earlier checkpoints in {self.root} are untouched"
+            )
+            if last:
+                raise RunError(message)
+            self._fail(message)
             return time.perf_counter() - began
         shares = self.state.shares()
         values = self._copied(shares) if self.options.background and not last else None
         token, need, goes_on = self._agree(shares, copied=values is not None)
         self.told = False
-        order = self._order(need, token)
+        uploading = self.mirror.current if self.mirror else None
+        retention = replace(self.retention, uploading=uploading.step if uploading else None)
+        meta, timeout_s = copy.deepcopy(self.state.meta()), self.options.timeout_s
+        order = Order(self.root, self.state.step, self.world.size, token, need, meta, retention, timeout_s)
         if values is not None:
             self.snapshot.begin()
-        self.writer = Writer(
-            order,
-            self.world.rank,
-            _parts(shares, values),
-            check=self._check(shares) if values is not None else lambda part: None,
-            nice=goes_on,
-        )
+        copies = zip(shares, values or [None] * len(shares), strict=True)
+        parts = (part for share, value in copies for part in share.parts(value))
+        check = self._check(shares) if values is not None else lambda part: None
+        self.writer = Writer(order, self.world.rank, parts, check, nice=goes_on)
         if goes_on and self.state.stepper.job.layout.sync != "bsp":
             self.snapshot.hold()  # replicas average their parameters, or adopt a server's, beside the optimizer
         self.blocked = time.perf_counter() - began
@@ -243,7 +246,10 @@ class Saving:
         first_bad = len(names)
         if not copied:
             # What other ranks write is checked here, too: replicas may differ by mistake.
-            first_bad = _first_not_finite(names, [(share, value) for share in shares for value in share.all])
+            held = [(share.tensor.name, value) for share in shares for value in share.all]
+            finite = all_finite([value for _, value in held]).tolist()  # waits for the device
+            found = {name for (name, _), good in zip(held, finite, strict=True) if not good}
+            first_bad = min(map(names.index, found), default=len(names))
         uploading = self.mirror.withdraw() if self.mirror and self.world.rank == 0 else ""
         mine = [secrets.randbits(_TOKEN_BITS), size, first_bad, copied, int(uploading or "0", 16)]
         every = torch.empty(self.world.size, len(mine), dtype=torch.int64, device=self.device)
@@ -268,19 +274,6 @@ class Saving:
                 raise NotFiniteError(_not_saved(step, part.tensor))
 
         return check
-
-    def _order(self, need: int, token: str) -> Order:
-        uploading = self.mirror.current if self.mirror else None
-        return Order(
-            root=self.root,
-            step=self.state.step,
-            ranks=self.world.size,
-            token=token,
-            need=need,
-            meta=copy.deepcopy(self.state.meta()),
-            retention=replace(self.retention, uploading=uploading.step if uploading else None),
-            timeout_s=self.options.timeout_s,
-        )
 
     def _status(self, writer: Writer) -> int:
         if writer.done:

@@ -12,20 +12,19 @@ import torch
 from phalanx.blocks.lora import is_adapter
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.check.show import as_dict
-from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.meta import job_of, require_resumable
+from phalanx.checkpoint.inventory import check, check_digests
+from phalanx.checkpoint.manifest import Manifest, job_of, require_resumable
 from phalanx.checkpoint.parts import HeldTensor, Share, held, is_finite, shares
-from phalanx.checkpoint.reader import Reader
-from phalanx.checkpoint.validity import check, check_digests
+from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_every_rank
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
+from phalanx.optimizers.catalogue import kinds
 from phalanx.optimizers.entry import MASTER
-from phalanx.optimizers.facts import kinds
 from phalanx.parallel.offload.host import on_host
-from phalanx.train.facts import extension_facts
-from phalanx.train.guard.history import History
-from phalanx.train.schedule_end import ScheduleEnd, end_of, resumed_end
+from phalanx.train.guard import History
+from phalanx.train.learning_rate import ScheduleEnd, end_of, resumed_end
+from phalanx.train.run_directory import extension_facts
 from phalanx.train.step import Stepper
 
 

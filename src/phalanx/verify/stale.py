@@ -13,9 +13,9 @@ from torch import Tensor
 
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel.pipedream import PipeDream
+from phalanx.train.drivers import UnflushedSteps
 from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import Stepper
-from phalanx.train.stream import UnflushedSteps
 
 MIN_STEPS = 4
 """The minimum number of steps: the first two use the same weights, the third one's are stale, the last one drains the

@@ -9,9 +9,8 @@ from unittest.mock import patch
 import torch
 
 from phalanx.config.job import Job
-from phalanx.train import loop
-from phalanx.train.guard import guard
-from phalanx.train.stop import StopRequest
+from phalanx.train import guard, loop
+from phalanx.train.requests import StopRequest
 
 WRONG_FACTORS = {"nan": float("nan"), "own gradient": 64.0, "last digits of own gradient": 1 + 2.0**-20}
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from phalanx.train.guard.digest import digests, words
-from phalanx.train.guard.replicas import Difference
+from phalanx.train.replicas import Difference, digests, words
 
 CPU = torch.device("cpu")
 KINDS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}

@@ -13,14 +13,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.steps import micro_batches
-from phalanx.checkpoint.validity import check
+from phalanx.checkpoint.inventory import check
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MoE
 from phalanx.errors import NotFiniteError, StoppedError
 from phalanx.parallel import mesh as meshes
-from phalanx.train.guard.guard import Guard
-from phalanx.train.guard.history import History
+from phalanx.train.guard import Guard, History
 from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import Stepper
 from train.guard.faults import Fault, train_with
@@ -36,7 +35,7 @@ def kept(job: Job, **guard: Any) -> Job:
 
 
 def deferring() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch("phalanx.train.guard.guard.repeats_exactly", return_value=False)
+    return mock.patch("phalanx.train.guard.repeats_exactly", return_value=False)
 
 
 def launched(ranks: Any, job: Job, *faults: Fault) -> int:

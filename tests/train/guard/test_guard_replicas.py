@@ -10,7 +10,7 @@ import torch
 from phalanx.config.layout import Layout
 from phalanx.errors import CorruptionError
 from phalanx.parallel import mesh as meshes
-from phalanx.train.guard.replicas import Replicas
+from phalanx.train.replicas import Replicas
 from phalanx.train.step import Stepper
 from train.guard.faults import Fault, train_as_on_a_gpu, train_with
 from train.runs import change, losses, rows, weights

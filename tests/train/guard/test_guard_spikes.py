@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import Manifest
-from phalanx.checkpoint.validity import check
 from phalanx.config.job import GuardOptions
 from phalanx.config.layout import Layout
 from phalanx.errors import NotFiniteError, SpikeError
-from phalanx.train.guard.history import History
+from phalanx.train.guard import History
 from train.guard.faults import Fault, train_with
 from train.runs import change, rows, weights
 

@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
-from phalanx.optimizers.catalogue import OPTIMIZERS
-from phalanx.optimizers.facts import optimizer_costs
+from phalanx.optimizers.catalogue import OPTIMIZERS, optimizer_costs
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import ShardedOptimizer

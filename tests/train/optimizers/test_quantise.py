@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.train.optimizers.quantise import table
+from phalanx.train.optimizers.adamw8bit import table
 
 CPU = torch.device("cpu")
 

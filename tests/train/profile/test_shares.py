@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.train.profile.shares import (
+from phalanx.train.profile.report import (
     Communication,
     ProfiledRank,
     Shares,

@@ -7,11 +7,9 @@ import pytest
 
 from phalanx.errors import DataError
 from phalanx.train.profile import report, trace_file
-from phalanx.train.profile.kernels import by_kernels
-from phalanx.train.profile.largest import LiveTensor, Range, at_peak
-from phalanx.train.profile.shares import Communication, ProfiledRank, Shares
-from phalanx.train.profile.summary import Gathered, busiest, on_one_clock
-from phalanx.train.profile.trace_file import TraceClock, completed, merged, own_rows
+from phalanx.train.profile.report import Communication, ProfiledRank, Shares, by_kernels
+from phalanx.train.profile.trace_file import LiveTensor, Range, TraceClock, at_peak, completed, merged, own_rows
+from phalanx.train.profile.window import Gathered, busiest, on_one_clock
 
 CLOCK = TraceClock({"baseTimeNanoseconds": 5000}, 5000)
 """Microseconds of the trace are nanoseconds of the record / 1000."""

@@ -15,10 +15,9 @@ from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
+from phalanx.train.asp import Asynchronous, Update
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Stepper
-from phalanx.train.sync.asp import Asynchronous
-from phalanx.train.sync.server import Update
 
 SHAPE = ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=13)
 VOCAB = 13

@@ -14,7 +14,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import NotFiniteError, StoppedError
 from phalanx.train import loop
-from phalanx.train.stop import StopRequest
+from phalanx.train.requests import StopRequest
 from train.runs import change, rows, weights
 
 

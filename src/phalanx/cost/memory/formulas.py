@@ -13,7 +13,7 @@ from typing import Any
 from phalanx.blocks.memory_profile import MemoryProfile
 from phalanx.cost.elementwise import larger, smaller
 from phalanx.cost.held import GatheredParameters
-from phalanx.optimizers.facts import OptimizerCosts, offloaded_bytes
+from phalanx.optimizers.catalogue import OptimizerCosts, offloaded_bytes
 from phalanx.partition.tiers import BUFFER_BYTES, BUFFERS, Tier
 from phalanx.partition.wire import Format, wire_width
 from phalanx.units import MIB

@@ -25,7 +25,7 @@ from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks
 from phalanx.cost.memory.in_flight import Flight
 from phalanx.cost.placed import placed
 from phalanx.cost.spec import StepSpec
-from phalanx.optimizers.facts import OptimizerCosts, optimizer_costs, outer_bytes
+from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs, outer_bytes
 from phalanx.partition.pipeline import flushes
 from phalanx.partition.recompute import written
 from phalanx.partition.second_copy import is_copied, near_ranks

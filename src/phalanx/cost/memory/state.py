@@ -17,9 +17,8 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.optimizers.catalogue import entry_of
+from phalanx.optimizers.catalogue import entry_of, outer_bytes, state_bytes_of
 from phalanx.optimizers.entry import Granularity, Shape
-from phalanx.optimizers.facts import outer_bytes, state_bytes_of
 from phalanx.partition.buckets import granular_cut
 from phalanx.partition.matrices import BucketCut, ShardRanges
 from phalanx.partition.pipeline import flushes

@@ -8,7 +8,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.communication import group
 from phalanx.cost.time.kernel import product_seconds
 from phalanx.cost.time.link import RankGroup, seconds
-from phalanx.optimizers.matrices import ITERATIONS, newton_schulz_products
+from phalanx.optimizers.entry import ITERATIONS, newton_schulz_products
 
 
 def matrix_seconds(spec: StepSpec, content: Content) -> float:

@@ -17,7 +17,7 @@ from phalanx.cost.memory.rank_parts import StepParts
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.time.exposed import added
 from phalanx.errors import JobError
-from phalanx.optimizers.facts import OptimizerCosts
+from phalanx.optimizers.catalogue import OptimizerCosts
 from phalanx.partition.tiers import BUFFER_BYTES, figures, is_offloaded, tier_of
 
 PARTS = 16

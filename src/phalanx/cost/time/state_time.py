@@ -17,8 +17,7 @@ from phalanx.cost.time.communication import group
 from phalanx.cost.time.kernel import rate, stream_seconds
 from phalanx.cost.time.link import RankGroup, load, seconds
 from phalanx.cost.time.offload_time import HostWork, host_update_seconds, host_work
-from phalanx.optimizers.catalogue import entry_of
-from phalanx.optimizers.facts import OptimizerCosts, offloaded_bytes, optimizer_costs, own_width
+from phalanx.optimizers.catalogue import OptimizerCosts, entry_of, offloaded_bytes, optimizer_costs, own_width
 from phalanx.partition.second_copy import is_copied
 from phalanx.partition.tiers import gathers_parameters, is_offloaded
 from phalanx.partition.wire import wire_width

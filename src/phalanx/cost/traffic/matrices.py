@@ -9,7 +9,7 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.config.model import ModelConfig
 from phalanx.cost.traffic.parameters import HeldParameter, LayerRun
 from phalanx.cost.traffic.table import Table
-from phalanx.optimizers.matrices import is_hidden_matrix, matrix_elements
+from phalanx.optimizers.entry import is_hidden_matrix, matrix_elements
 from phalanx.partition.matrices import Piece, ShardRanges, SharedMatrix, rounds, sent_elements
 
 

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from phalanx.config.job import Optimizer
-from phalanx.optimizers.matrices import ITERATIONS, NEWTON_SCHULZ, is_hidden_matrix
+from phalanx.optimizers.entry import ITERATIONS, NEWTON_SCHULZ, is_hidden_matrix
 from phalanx.parallel.parameter_shards import ParameterShard
-from phalanx.train.optimizers.adamw import adamw
-from phalanx.train.optimizers.rule import Groups, MatrixRule, undone
+from phalanx.train.optimizers.rule import Groups, MatrixRule, adamw, undone
 
 RMS = 0.2
 """Root mean square of an update, relative to the rate."""

@@ -10,12 +10,14 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from math import sqrt
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.utils._triton import has_triton
 
+from phalanx.config.job import Optimizer
 from phalanx.parallel.matrices import MatrixUpdates
 from phalanx.parallel.parameter_shards import ParameterShard
 
@@ -219,3 +221,122 @@ def one_pass_of(rule: torch.optim.Optimizer) -> UpdateRule | None:
     """Returns what reads gradients in their own type: the rule or a part of it; None if it is torch's own."""
     part = rule.rest if isinstance(rule, MatrixRule) else rule
     return part if isinstance(part, UpdateRule) else None
+
+
+def adamw(groups: Groups, config: Optimizer) -> AdamW:
+    """Returns AdamW, which decays the weights by lr × weight_decay."""
+    return AdamW(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps})
+
+
+def adamw_formula(w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns new weights and moments."""
+    kept, rate, root, beta1, rest1, beta2, rest2, eps = (numbers[place] for place in range(8))
+    m = m * beta1 + g * rest1
+    v = v * beta2 + g * g * rest2
+    return w * kept - rate * m / (v.sqrt() / root + eps), m, v
+
+
+class AdamW(ElementwiseRule):
+    """m ← β1 m + (1 - β1) g, v ← β2 v + (1 - β2) g², w ← (1 - lr λ) w - lr m' / (√v' + ε), where m' and v' are divided
+    by 1 - β^step."""
+
+    kinds = ("exp_avg", "exp_avg_sq")
+    formula = staticmethod(adamw_formula)
+    has_fused = True
+
+    def numbers(self, group: Options) -> list[float]:
+        lr, (beta1, beta2) = group["lr"], group["betas"]
+        rate, root = lr / (1 - beta1**self.count), sqrt(1 - beta2**self.count)
+        return [1 - lr * group["weight_decay"], rate, root, beta1, 1 - beta1, beta2, 1 - beta2, group["eps"]]
+
+    def fused(self, weights: Tensors, gradients: Tensors, state: list[Tensors], group: Options, **flags: Any) -> None:
+        steps = [torch.full((), self.count, dtype=torch.float32, device=weights[0].device)] * len(weights)
+        beta1, beta2 = group["betas"]
+        numbers = {"lr": group["lr"], "beta1": beta1, "beta2": beta2, "weight_decay": group["weight_decay"]}
+        torch.ops.aten._fused_adamw_.default(
+            weights, gradients, *state, [], steps, **numbers, eps=group["eps"], amsgrad=False, maximize=False, **flags
+        )
+
+
+def sgd(groups: Groups, config: Optimizer) -> SGD:
+    """Returns SGD. Its weight decay is a part of the gradient, and so of the momentum."""
+    return SGD(groups, {"lr": config.lr, "momentum": config.momentum, "nesterov": config.nesterov})
+
+
+def sgd_formula(w: Tensor, g: Tensor, *state_and_numbers: Any) -> tuple[Tensor, ...]:
+    """Returns new weights and momentum, if there is one."""
+    *state, numbers = state_and_numbers
+    lr, decay, momentum, ahead, last = (numbers[place] for place in range(5))
+    g = g + decay * w
+    if not state:
+        return (w - lr * g,)
+    m = momentum * state[0] + g
+    return w - lr * (ahead * m + last * g), m
+
+
+class SGD(ElementwiseRule):
+    """m ← μ m + g + λ w, w ← w - lr m; with Nesterov w ← w - lr (μ m + g + λ w), without momentum w - lr (g + λ w)."""
+
+    formula = staticmethod(sgd_formula)
+    has_fused = True
+
+    def __init__(self, groups: Groups, defaults: dict[str, Any]):
+        super().__init__(groups, defaults)
+        self.kinds = ("momentum_buffer",) if defaults["momentum"] else ()
+
+    def numbers(self, group: Options) -> list[float]:
+        momentum, nesterov = group["momentum"], group["nesterov"]
+        return [group["lr"], group["weight_decay"], momentum, *((momentum, 1.0) if nesterov else (1.0, 0.0))]
+
+    def fused(self, weights: Tensors, gradients: Tensors, state: list[Tensors], group: Options, **flags: Any) -> None:
+        torch.ops.aten._fused_sgd_.default(
+            weights,
+            gradients,
+            *(state or [[]]),
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=False,
+            is_first_step=False,
+            **flags,
+        )
+
+
+def lion(groups: Groups, config: Optimizer) -> Lion:
+    """Returns Lion with the job's betas."""
+    return Lion(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps})
+
+
+def lion_formula(w: Tensor, g: Tensor, m: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor]:
+    """Returns new weights and momentum."""
+    kept, lr, beta1, beta2, eps = (numbers[place] for place in range(5))
+    direction = g + beta1 * (m - g)
+    direction = torch.where(direction.abs() > eps, direction.sign(), 0)
+    return w * kept - lr * direction, m + (1 - beta2) * (g - m)
+
+
+class Lion(ElementwiseRule):
+    """w ← w - lr (sign(β1 m + (1 - β1) g) + λ w), m ← β2 m + (1 - β2) g.
+
+    Elements of the interpolation that are not above `eps` have no direction: the sign of a gradient that is zero except
+    for rounding would differ from layout to layout."""
+
+    kinds = ("exp_avg",)
+    formula = staticmethod(lion_formula)
+
+    def numbers(self, group: dict[str, Any]) -> list[float]:
+        lr = group["lr"]
+        return [1 - lr * group["weight_decay"], lr, *group["betas"], group["eps"]]
+
+    def update_chunk(self, w: Tensor, g: Tensor, state: list[Tensor], group: dict[str, Any]) -> None:
+        if self.bad is not None:
+            super().update_chunk(w, g, state, group)
+            return
+        # The formula in place: a third of the kernels.
+        (m,), (kept, lr, beta1, beta2, eps) = state, self.numbers(group)
+        direction = torch.lerp(g, m, beta1)
+        torch.hardshrink(direction, eps, out=direction).sign_()
+        w.mul_(kept).add_(direction, alpha=-lr)
+        m.lerp_(g, 1 - beta2)

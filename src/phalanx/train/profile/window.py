@@ -7,35 +7,291 @@ first profiled step and after the last one nothing of this is in place.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import logging
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from phalanx.check.compile import compiles
 from phalanx.comm import blocking
 from phalanx.comm.agree import gather_json, on_every_rank
 from phalanx.comm.recorded import Recording, now, recorded
-from phalanx.errors import RunError
+from phalanx.config.job import Job
+from phalanx.cost.breakdown import model_name
+from phalanx.cost.compared import ComparedPart, compared, compared_memory
+from phalanx.cost.job_spec import rank_spec, step_spec
+from phalanx.cost.local import on_known_cluster
+from phalanx.cost.memory.rank_memory import step_memory
+from phalanx.cost.prediction import Parts
+from phalanx.cost.time.step_time import step_parts
+from phalanx.errors import JobError, PhalanxError, RunError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
+from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.zero import BucketReplica
+from phalanx.pictures import profile as picture
 from phalanx.train.metrics import Meter
-from phalanx.train.profile import samples, tracing
-from phalanx.train.profile.held import held_tensors
-from phalanx.train.profile.kernels import by_kernels
-from phalanx.train.profile.largest import Range, at_peak
-from phalanx.train.profile.passes import PassSpans, observed
-from phalanx.train.profile.record import ranges_of, record_of, rows_of
-from phalanx.train.profile.summary import Gathered, summarise
-from phalanx.train.profile.trace_file import MOST_BYTES, TraceClock, completed, own_rows
+from phalanx.train.profile import report, tracing
+from phalanx.train.profile.passes import PassSpans, observed, ranges_of, record_of, rows_of
+from phalanx.train.profile.report import (
+    ProfiledRank,
+    Shares,
+    by_kernels,
+    latest_starts,
+    mean,
+    shares_of,
+    spans_of_last_step,
+    typical,
+)
+from phalanx.train.profile.trace_file import (
+    MOST_BYTES,
+    LiveTensor,
+    Range,
+    TraceClock,
+    at_peak,
+    completed,
+    merged,
+    own_rows,
+)
 from phalanx.train.run_directory import RunDirectory
 from phalanx.train.step import Step, Stepper
 from phalanx.units import counted
+
+MERGED, PICTURE = "merged.json.gz", "profile.svg"
+
+
+@dataclass
+class Gathered:
+    """The report of every rank to rank 0, as plain values."""
+
+    host: str
+    clocks: list[int]
+    """The rank's clock after each of some barriers."""
+    record: dict[str, Any] | None
+    memory: dict[str, Any] | None
+    files: list[str]
+    notes: list[str]
+
+
+def summarise(
+    stepper: Stepper, traces: Path, steps: tuple[int, int], every: Sequence[Gathered], notes: list[str]
+) -> list[str]:
+    """Writes the document, the picture and the merged trace, and returns the profile's lines. A file that cannot be
+    written is a note."""
+    records = on_one_clock(every)
+    latest = latest_starts(records)
+    each_step = [shares_of(record, latest) for record in records]
+    means = [mean(shares) for shares in each_step]
+    middle = records[typical(means)].rank
+    beside, reason = _compared(stepper, records, means)
+    files = [name for each in every for name in each.files]
+    document: dict[str, Any] = {
+        "steps": list(steps),
+        "device": stepper.device.type,
+        "model": model_name(stepper.job.model),
+        "layout": stepper.job.layout.line(),
+        "median_rank": middle,
+        "ranks": [
+            {
+                "rank": record.rank,
+                "coordinates": record.coordinates,
+                "shares": report.shares_document(whole),
+                "by_step": [report.shares_document(shares) for shares in by_step],
+                "spans": spans_of_last_step(record, latest),
+            }
+            for record, whole, by_step in zip(records, means, each_step, strict=True)
+        ],
+        "compared": beside,
+        "not_compared": reason,
+        "memory": list(_memory_beside_predicted(stepper, every)),
+        "traces": str(traces),
+        "files": files,
+        "notes": notes,
+    }
+
+    def write(name: str, content: Callable[[], bytes]) -> None:
+        try:
+            tracing.write(traces / name, content())
+            files.append(name)
+        except (OSError, ValueError, RunError) as error:
+            notes.append(f"rank 0 could not write {name}: {error}")
+
+    def merge() -> bytes:
+        content, left_out = merged([traces / f for f in files if f.startswith("rank_")])
+        notes.extend(left_out)
+        return content
+
+    if sum(name.startswith("rank_") for name in files) > 1:
+        write(MERGED, merge)
+    write(PICTURE, lambda: picture.svg(document).encode())
+    files.append(report.NAME)
+    try:
+        tracing.write(traces / report.NAME, (json.dumps(document, indent=1) + "\n").encode())
+    except (OSError, RunError) as error:
+        files.remove(report.NAME)
+        notes.append(f"rank 0 could not write {report.NAME}: {error}")
+    return list(report.lines({**document, "notes": []}))
+
+
+def on_one_clock(every: Sequence[Gathered]) -> list[ProfiledRank]:
+    """Returns the records by the clock of rank 0. Processes of a machine share theirs; those of other hosts differ by
+    the median of what they read after the same barriers."""
+    found = []
+    for each in every:
+        if each.record is None:
+            continue
+        record = ProfiledRank.of(each.record)
+        if each.host != every[0].host:
+            ahead = round(median(own - first for own, first in zip(each.clocks, every[0].clocks, strict=True)))
+            record = _shifted(record, -ahead)
+        found.append(record)
+    return found
+
+
+def _shifted(record: ProfiledRank, by: int) -> ProfiledRank:
+    def moved(at: int) -> int:
+        return at + by if at else 0
+
+    return replace(
+        record,
+        steps=[(a + by, b + by) for a, b in record.steps],
+        work={name: [(a + by, b + by) for a, b in spans] for name, spans in record.work.items()},
+        calls=[
+            replace(
+                call,
+                start=moved(call.start),
+                end=moved(call.end),
+                waited=moved(call.waited),
+                launched=moved(call.launched),
+            )
+            for call in record.calls
+        ],
+    )
+
+
+def _compared(
+    stepper: Stepper, records: Sequence[ProfiledRank], means: Sequence[Shares]
+) -> tuple[dict[str, Any] | None, str]:
+    """Returns the prediction beside the median rank of the busiest pipeline stage, or the reason why there is none."""
+    try:
+        predicted, cluster = prediction_of(stepper.job, stepper.vocab_size, stepper.device.type)
+    except PhalanxError as error:
+        return None, str(error)
+    chosen = busiest(records, means)
+    parts: list[ComparedPart] = compared(predicted, dict(means[chosen].parts()))
+    return {"rank": records[chosen].rank, "cluster": cluster, "parts": report.compared_document(parts, "s")}, ""
+
+
+def _memory_beside_predicted(stepper: Stepper, every: Sequence[Gathered]) -> Iterator[dict[str, Any]]:
+    """Yields the memory of each rank that recorded it, with the prediction for its pipeline rank."""
+    job = stepper.job
+    predicted = step_memory(rank_spec(job, stepper.vocab_size, stepper.device.type))
+    for table in (each.memory for each in every if each.memory is not None):
+        own = predicted[table["rank"] // (job.layout.world // job.layout.pp)]  # pp is the outermost axis
+        yield {**table, "compared": report.compared_document(compared_memory(own, table["parts"]), "bytes")}
+
+
+def busiest(records: Sequence[ProfiledRank], means: Sequence[Shares]) -> int:
+    """Returns the index of the median rank among those of the pipeline rank that computes longest: the one whose time a
+    prediction states."""
+    by_stage: dict[int, list[int]] = {}
+    for index, record in enumerate(records):
+        by_stage.setdefault(record.coordinates.get("pp", 0), []).append(index)
+
+    def work(indices: list[int]) -> float:
+        return median(means[n].forward + means[n].backward + means[n].recompute for n in indices)
+
+    slowest = max(by_stage.values(), key=work)
+    return slowest[typical([means[n] for n in slowest])]
+
+
+def prediction_of(job: Job, vocab: int, device: str) -> tuple[Parts, str]:
+    """Returns the predicted parts of a step on the job's cluster, or on cluster=local if the job names none, and the
+    cluster's name. Raises JobError if nothing is known about it."""
+    job = on_known_cluster(job, device)
+    return step_parts(step_spec(job, vocab)), job.cluster.preset or job.cluster.accelerator.name
+
+
+def held_tensors(stepper: Stepper) -> list[LiveTensor]:
+    """Returns parameters, gradient buffers and optimizer state, between two steps."""
+    seen: set[int] = set()
+    found = []
+    for part, name, tensor in _tensors(stepper):
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = local.untyped_storage()
+        if storage.nbytes() and storage._cdata not in seen:
+            seen.add(storage._cdata)
+            found.append(LiveTensor(part, name, storage.nbytes()))
+    return found
+
+
+def _tensors(stepper: Stepper) -> Iterator[tuple[str, str, Tensor]]:
+    replica, optimizer = stepper.replica, stepper.optimizer
+    for number, bucket in enumerate(replica.buckets if isinstance(replica, BucketReplica) else ()):
+        yield "parameters", f"bucket {number} of parameters", bucket.parameters
+        if bucket.gradients is not None:
+            yield "gradients", f"bucket {number} of gradients", bucket.gradients
+    for name, parameter in replica.objective.model.named_parameters():
+        yield "parameters", name, parameter
+        if parameter.grad is not None:
+            yield "gradients", f"{name}.grad", parameter.grad
+    for shard in replica.shards:
+        yield "parameters", shard.name, shard.value
+    if isinstance(replica.runner, PipeDream):
+        for number, weights in enumerate(replica.runner.versions):
+            for weight in weights:
+                yield "parameters", f"version {number} of the weights", weight
+    for kind, tensors in optimizer.state_tensors().items():
+        for name, tensor in tensors.items():
+            yield "optimizer", f"{name} ({kind})", tensor
+
+
+INTERVAL_S = 0.001
+"""Seconds between samples."""
+
+
+def require() -> None:
+    """Raises JobError without pyinstrument."""
+    if importlib.util.find_spec("pyinstrument") is None:
+        raise JobError(
+            "train.profile.python needs pyinstrument: pip install 'phalanx[profile]', or set train.profile.python=false"
+        )
+
+
+class Samples:
+    """Samples the stack of the thread that starts it."""
+
+    def __init__(self) -> None:
+        from pyinstrument import Profiler
+
+        self.profiler: Any = Profiler(interval=INTERVAL_S, async_mode="disabled")
+
+    def start(self) -> None:
+        self.profiler.start()
+
+    def stop(self) -> None:
+        if self.profiler.is_running:
+            self.profiler.stop()
+
+    def write(self, traces: Path, rank: int) -> list[str]:
+        """Writes the call tree as text and HTML. Returns the files' names. Raises OSError and RunError."""
+        text = self.profiler.output_text(unicode=True, color=False, show_all=False)
+        names = {f"python-rank_{rank}.txt": text, f"python-rank_{rank}.html": self.profiler.output_html()}
+        for name, content in names.items():
+            tracing.write(traces / name, content.encode())
+        return list(names)
+
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +318,7 @@ class StepProfile:
         self.notes: list[str] = []
         self.held = ExitStack()
         if self.pending and self.options.python:
-            on_every_rank(samples.require)
+            on_every_rank(require)
 
     def around(self, steps: Iterator[tuple[int, Step]], done: int, meter: Meter) -> Iterator[tuple[int, Step]]:
         """Returns the same steps, the first of which follows `done` steps. Profiling takes no time of `meter`'s."""
@@ -127,7 +383,7 @@ class StepProfile:
             self.held.callback(lambda: torch.cuda.memory._record_memory_history(enabled=None))
 
     def _start_samples(self) -> None:
-        self.samples = samples.Samples()
+        self.samples = Samples()
         self.samples.start()
         self.held.callback(self.samples.stop)
 

@@ -14,23 +14,151 @@ from __future__ import annotations
 
 import math
 import platform
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
+from phalanx.config.job import GuardOptions
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import CorruptionError, NotFiniteError, SpikeError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.model.moe import Statistics
-from phalanx.train.guard.attempt import Attempt, OwnGradients, repeats_exactly
-from phalanx.train.guard.history import LIMIT_STEPS, History
-from phalanx.train.guard.replicas import GRADIENT, MASTER, PARAMETER, Difference, Replicas
+from phalanx.parallel.data import Replica
+from phalanx.train.replicas import GRADIENT, MASTER, PARAMETER, Difference, Replicas, words
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Computed, Step, Stepper
 from phalanx.units import listed
+
+LIMIT_STEPS = 1000
+"""The steps over which interventions are counted against `guard.limit`."""
+
+
+@dataclass
+class History:
+    """Running medians of the steps that were taken, and the steps at which the guard intervened."""
+
+    options: GuardOptions
+    steps: int = 0
+    """Steps taken since the run began."""
+    losses: deque[float] = field(init=False)
+    norms: deque[float] = field(init=False)
+    interventions: list[int] = field(default_factory=list)
+    """Steps, from 1, that were skipped, healed, or led to a rewind, those of the last LIMIT_STEPS."""
+
+    def __post_init__(self) -> None:
+        self.losses = deque(maxlen=self.options.spike_window)
+        self.norms = deque(maxlen=self.options.spike_window)
+
+    def take(self, loss: float, norm: float) -> None:
+        """Records a step that the optimizer takes."""
+        self.steps += 1
+        self.losses.append(loss)
+        self.norms.append(norm)
+
+    def spike(self, loss: float, norm: float) -> str:
+        """Returns how a step's loss or gradient norm jumps; nothing if they do not, or if it is too early to tell."""
+        if self.steps < self.options.spike_warmup or not self.losses:
+            return ""
+        texts = []
+        for name, value, values, factor in (
+            ("loss", loss, self.losses, self.options.spike_loss),
+            ("gradient norm", norm, self.norms, self.options.spike_norm),
+        ):
+            usual = median(values)
+            if value > factor * usual:
+                texts.append(f"{name} {value:.4g} is {value / usual:.3g} × its median of {usual:.4g}")
+        return ", ".join(texts)
+
+    def intervene(self, step: int) -> bool:
+        """Records an intervention at `step`. Returns whether the limit allows it."""
+        self.interventions = [each for each in self.interventions if each > step - LIMIT_STEPS]
+        if len(self.interventions) >= self.options.limit:
+            return False
+        self.interventions.append(step)
+        return True
+
+    def restart(self) -> None:
+        """Forgets the steps, and keeps the interventions: a run that goes back must not go back for ever."""
+        self.steps = 0
+        self.losses.clear()
+        self.norms.clear()
+
+    def state(self) -> dict[str, Any]:
+        """Returns everything as JSON-able values, for a checkpoint."""
+        return {
+            "steps": self.steps,
+            "losses": list(self.losses),
+            "norms": list(self.norms),
+            "interventions": self.interventions,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Adopts a checkpoint's state. Interventions of this process, which led here, stay."""
+        self.restart()
+        self.steps = int(state["steps"])
+        self.losses.extend(map(float, state["losses"]))
+        self.norms.extend(map(float, state["norms"]))
+        self.interventions = self.interventions or [*map(int, state["interventions"])]
+
+
+NOISE = 0.01
+"""Relative difference up to which two results agree on devices whose kernels are not deterministic."""
+
+
+def repeats_exactly(device: torch.device) -> bool:
+    """Returns whether a step computed twice on `device` has the same bits."""
+    return device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
+
+
+class OwnGradients:
+    """Adds up this rank's own gradients, bit by bit, before they are summed over the data ranks."""
+
+    def __init__(self, replica: Replica, device: torch.device, *, exact: bool):
+        self.exact = exact
+        self.total = torch.zeros((), dtype=torch.int64 if exact else torch.float64, device=device)
+        replica.observe(self)
+
+    def __call__(self, gradients: Tensor) -> None:
+        # One read of the gradients. A sum of words modulo 2^64 differs after any change of one word.
+        if self.exact:
+            self.total += words(gradients).sum()
+        else:
+            dtype = torch.promote_types(gradients.dtype, torch.float32)
+            self.total += torch.linalg.vector_norm(gradients.detach(), dtype=dtype).double() ** 2
+
+    def clear(self) -> None:
+        self.total.zero_()
+
+
+@dataclass
+class Attempt:
+    """One computation of a step, settled."""
+
+    computed: Computed
+    kind: str = ""
+    """The kind of doubt about it: "differs", "not_finite", "spike"; empty if there is none."""
+    doubt: str = ""
+    """The doubt in words."""
+    differences: list[Difference] = field(default_factory=list)
+    """Gradients whose replicas differ."""
+    result: Tensor | None = None
+    """This rank's loss, its gradients before, and those after they were summed over ranks, (3,): digests where kernels
+    repeat exactly, otherwise the loss and norms."""
+
+    def agrees(self, other: Attempt, *, exact: bool) -> Tensor:
+        """Returns where this rank's result is that of another attempt, (3,) of bool."""
+        assert self.result is not None, "it was kept"
+        assert other.result is not None, "it was kept"
+        if exact:
+            return self.result == other.result
+        return torch.isclose(self.result, other.result, rtol=NOISE, atol=0.0, equal_nan=True)
+
 
 MOST_ATTEMPTS = 3
 NAMED = 4
