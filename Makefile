@@ -6,13 +6,8 @@ BIN := $(VENV)/bin
 JOB ?= examples/main.yaml
 COUNT ?= 20000
 ARGS ?=
-# Tests that measure no wall-clock time and send no signals: `make test` runs them beside the others.
-BESIDE := $(addprefix tests/,blocks check comm config cost evaluate examples exchange extend families fuzz generate model \
-	optimizers oracle partition pictures plan schedule simulate validation verify train/optimizers \
-	$(addprefix parallel/,$(addsuffix .py,test_predicted_traffic test_tiled_layers test_tiling test_second_copy test_quantised \
-	test_pair_loss test_lora_layouts test_compiled test_compiled_once test_pipeline test_fp8)) \
-	$(addprefix train/,$(addsuffix .py,test_predicted_memory test_structure_memory test_lora_memory test_offload \
-	test_offload_all test_rehearsed_cuda)))
+# Tests start hundreds of processes: without this each would compile the modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled offload tiles zero-plus-plus test-smollm2 test-families \
@@ -39,9 +34,10 @@ verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 
 test: setup ## run the tests: ARGS='-k checkpoint'
 ifeq ($(ARGS),)
-	@nice -n 19 $(BIN)/python -m pytest -q $(BESIDE) > .beside.log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest $(BESIDE:%=--ignore=%); code=$$?; \
-	echo "Beside it: $(BESIDE)"; wait $$beside || code=1; cat .beside.log; exit $$code
+	@share=$$(mktemp -d); trap 'rm -r $$share' EXIT; \
+	nice -n 10 $(BIN)/python -m pytest -q --share $$share --backwards > .beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest --share $$share; code=$$?; \
+	echo "Beside it:"; wait $$beside || code=1; cat .beside.log; exit $$code
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif

@@ -11,6 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ["shared_run"]
+
+# Tests start hundreds of processes; without this each would compile the modules again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # The first example of a test may load a library; pytest-timeout watches over the whole. The same examples in every run,
 # so that what failed fails again; PHALANX_RANDOM=1 tries others, and twice as many.
 CHANCE = "PHALANX_RANDOM" in os.environ
