@@ -16,7 +16,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.presets import PRESETS
 from phalanx.config.train import Train
-from phalanx.verify.small import CHEAP_PARAMETERS, alike, compared_job
+from phalanx.verify.select import CHEAP_PARAMETERS, alike, compared_job
 
 
 def test_a_cheap_model_stays_as_it_is():
