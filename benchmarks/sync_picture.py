@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.check.load import load_file
 from phalanx.cost.breakdown import model_name
-from phalanx.pictures.canvas import Panel, svg
+from phalanx.pictures.canvas import Panel, panels_svg
 from phalanx.units import counted
 
 JOB = Path(__file__).parents[1] / "examples" / "main.yaml"
@@ -24,7 +24,7 @@ def picture(result: dict[str, Any]) -> str:
 
     loss, replicas = "validation loss, nats per token", counted(result["options"]["replicas"], "replica")
     model = model_name(load_file(JOB, []).job.model)
-    return svg(
+    return panels_svg(
         f"{model}, on {replicas} of one thread each, {result['machine']['processor']}",
         [
             Panel("against steps", "steps", loss, lines(EVEN, 0)),

@@ -21,8 +21,7 @@ from phalanx.config.reference import texts_below
 from phalanx.cost.memory.rank_memory import RankMemory
 from phalanx.cost.prediction import Parts, Prediction
 from phalanx.plan.plan import Alternative, Candidate, Plan
-from phalanx.report.metrics import Metrics
-from phalanx.report.run import RunRecord
+from phalanx.report.run import Metrics, RunRecord
 from phalanx.simulate.timeline import Span, Timeline, TimeShares
 from phalanx.verify.run import LayoutCase, VerifyReport
 

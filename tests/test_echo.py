@@ -16,7 +16,7 @@ from phalanx.cli import generate
 from phalanx.cli.main import main, message_of
 from phalanx.echo import LEAST_COLUMNS, VisibleStream, echo, shortened, terminal_columns, visible, wrapped
 from phalanx.errors import JobError, RunError
-from phalanx.generate.output import OrderedOutput
+from phalanx.generate.text import OrderedOutput
 from phalanx.train.terminal import Terminal, logging_to
 
 ROOT = Path(phalanx.__file__).parent

@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.pictures.canvas import Panel, svg
+from phalanx.pictures.canvas import Panel, panels_svg
 from phalanx.pictures.elements import (
     COLOURS,
     DARK_PAGE,
@@ -25,7 +25,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_every_panel_has_its_lines_and_a_name_has_one_colour():
     lines = {"bsp & co": [(0, 4.0), (100, 2.5)], "asp": [(0, 4.0), (50, 3.0), (100, 1.5)]}
     panels = [Panel("a", "steps", "loss", lines), Panel("b", "seconds", "loss", {"asp": [(0.5, 4.0), (3.0, 1.5)]})]
-    root = ElementTree.fromstring(svg("Loss <of two>", panels))
+    root = ElementTree.fromstring(panels_svg("Loss <of two>", panels))
     first, second = root.findall(f"{SVG}g[@class='panel']")
     shown = [[line.get("stroke") for line in panel.iter(f"{SVG}polyline")] for panel in (first, second)]
     assert len(set(shown[0])) == 2
@@ -46,9 +46,9 @@ def test_ticks_are_round(low, high, expected):
 
 
 def test_one_point_is_a_plot_and_none_is_refused():
-    assert "polyline" in svg("one", [Panel("a", "x", "y", {"p": [(1.0, 1.0)]})])
+    assert "polyline" in panels_svg("one", [Panel("a", "x", "y", {"p": [(1.0, 1.0)]})])
     with pytest.raises(ValueError, match="panel 'a' has no points"):
-        svg("none", [Panel("a", "x", "y", {})])
+        panels_svg("none", [Panel("a", "x", "y", {})])
 
 
 def test_text_and_digits_have_the_contrast_of_wcag():

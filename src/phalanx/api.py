@@ -137,7 +137,7 @@ def predict_traffic(job: Job) -> dict[str, dict[str, float]]:
     """
     from phalanx.cost.job_spec import rank_spec
     from phalanx.data.settings import vocabulary_size
-    from phalanx.report.expected import rank_traffic
+    from phalanx.report.figures import rank_traffic
 
     _require_layout(job)
     return rank_traffic(job, rank_spec(job, vocabulary_size(job)))
@@ -277,7 +277,7 @@ def read_traffic(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:
         >>> read_traffic("runs/main")
         {'pp': {'send': 24576.0}}
     """
-    from phalanx.report.metrics import traffic_of
+    from phalanx.report.run import traffic_of
 
     return traffic_of(read_run(path).metrics.last("traffic"))
 

@@ -12,11 +12,11 @@ import pytest
 
 from phalanx.cli.main import main
 from phalanx.config.layout_line import parse
-from phalanx.verify import covering, matrix
+from phalanx.verify import select as matrix
 
 EXAMPLE = str(Path(__file__).parents[2] / "examples" / "main.yaml")
 SMALL = ["model.n_layers=2", "model.d_model=32", "model.d_ff=48", "model.seq_len=16"]
-LINES = [*matrix.MATRIX[::3], *(layout.line() for layout in covering.pairs(8)[:2])]
+LINES = [*matrix.MATRIX[::3], *(layout.line() for layout in matrix.pairs(8)[:2])]
 """Not all that the command compares where nobody names any: that takes minutes."""
 
 

@@ -20,12 +20,11 @@ from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.cost.fit import COLLECTIVES, AttentionTiming, ProductTiming, StreamTiming, Transfer, device_rows
 from phalanx.cost.time.link import RankGroup
 from phalanx.cost.traffic.collectives import Collective
-from phalanx.pictures import experts, measured_step, profile
+from phalanx.pictures import experts, profile
 from phalanx.pictures.elements import STYLE
 from phalanx.pictures.fit import device_svg, link_svg
-from phalanx.pictures.heat_map import heat_map
-from phalanx.pictures.histogram import histograms
-from phalanx.pictures.measured_step import RankRows
+from phalanx.pictures.heat_map import heat_map, histograms
+from phalanx.pictures.profile import RankRows
 from pictures.contrast import contrasts
 
 MEASURED = Path(__file__).parent / "measured"
@@ -55,7 +54,7 @@ def words(svg: str) -> set[str]:
 
 def step_of_ranks() -> str:
     rows = json.loads((MEASURED / "report-step.json").read_text(encoding="utf-8"))
-    return measured_step.svg(rows["title"], [RankRows(**rank) for rank in rows["ranks"]])
+    return profile.measured_svg(rows["title"], [RankRows(**rank) for rank in rows["ranks"]])
 
 
 def synchronization() -> str:

@@ -19,8 +19,7 @@ from phalanx.config.corpora import BUILT_IN
 from phalanx.data.template import ChatPrompts, ChatTemplate
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.evaluate import harness
-from phalanx.evaluate.harness import MOST_NEW_TOKENS
-from phalanx.evaluate.requests import Prompt, RequestScorer
+from phalanx.evaluate.harness import MOST_NEW_TOKENS, Prompt, RequestScorer
 from phalanx.generate.decoder import ModelDecoder
 from phalanx.generate.load import load_run
 

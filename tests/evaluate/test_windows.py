@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.config.job import IGNORE
 from phalanx.errors import JobError
-from phalanx.evaluate.windows import batches, count, legal_stride, windows
+from phalanx.evaluate.text import batches, count, legal_stride, windows
 
 SIZES = st.tuples(st.integers(0, 60), st.integers(1, 12), st.integers(1, 12)).filter(lambda each: each[2] <= each[1])
 

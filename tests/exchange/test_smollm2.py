@@ -9,10 +9,9 @@ import torch
 from phalanx.data.template import own_template
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.exchange.import_gguf import import_gguf
-from phalanx.generate.engine import Engine
+from phalanx.generate.engine import Engine, GenerationRequest
 from phalanx.generate.load import load_run
 from phalanx.generate.ranks import load_part
-from phalanx.generate.request import GenerationRequest
 from phalanx.generate.sampling import Sampling
 
 PROMPT = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"

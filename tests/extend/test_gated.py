@@ -36,7 +36,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import MoE
 from phalanx.config.presets import PRESETS
 from phalanx.errors import ExtensionError
-from phalanx.verify.small import compared_job
+from phalanx.verify.select import compared_job
 from train import test_predicted_memory as memory
 
 LLAMA = replace(composition.LLAMA, attention="gated")

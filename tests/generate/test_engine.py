@@ -10,8 +10,7 @@ from generate.texts import alone, by_engine, greedy, requests
 from model.kinds import ATTENTION_KINDS, KINDS, MOE_AND_MLA, STRUCTURE_KINDS, build, tokens
 from phalanx.config.model import ModelConfig
 from phalanx.generate.decoder import ModelDecoder
-from phalanx.generate.engine import Engine
-from phalanx.generate.request import GenerationRequest
+from phalanx.generate.engine import Engine, GenerationRequest
 from phalanx.generate.sampling import Sampling
 
 ALL = {**{name: KINDS[name] for name in ("gpt2", "llama")}, **MOE_AND_MLA, **ATTENTION_KINDS, **STRUCTURE_KINDS}

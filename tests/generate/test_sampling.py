@@ -8,9 +8,7 @@ from model.kinds import KINDS, build, tokens
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.generate.decoder import ModelDecoder
-from phalanx.generate.draws import distribution
-from phalanx.generate.engine import Engine
-from phalanx.generate.request import GenerationRequest
+from phalanx.generate.engine import Engine, GenerationRequest, distribution
 from phalanx.generate.sampling import Sampling
 
 kinds = pytest.mark.parametrize("model", [KINDS["gpt2"], KINDS["llama"]], ids=["gpt2", "llama"])

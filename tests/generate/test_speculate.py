@@ -15,18 +15,18 @@ from model.kinds import ATTENTION_KINDS, KINDS, MOE_AND_MLA, build, tokens
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.generate.decoder import ModelDecoder
-from phalanx.generate.draws import distribution
-from phalanx.generate.engine import Engine
-from phalanx.generate.request import GenerationRequest
-from phalanx.generate.sampling import Sampling
-from phalanx.generate.speculate import (
+from phalanx.generate.engine import (
+    Engine,
+    GenerationRequest,
     accept,
     acceptance,
+    distribution,
     expected_speedup,
     expected_tokens,
     require_match,
     residual,
 )
+from phalanx.generate.sampling import Sampling
 
 LONG = 20
 GREEDY_KINDS = {**{name: KINDS[name] for name in ("gpt2", "llama")}, **MOE_AND_MLA, **ATTENTION_KINDS}

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, train_bpe
-from phalanx.generate.output import OrderedOutput
-from phalanx.generate.text import TextStream
+from phalanx.generate.text import OrderedOutput, TextStream
 
 BPE = train_bpe(["the quick brown fox über den Zaun, naïve 日本語 text " * 20], 300)
 TOKENIZERS = [ByteTokenizer(), BPE, CharTokenizer("abc déf\n", unknown=True)]

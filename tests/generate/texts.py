@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from phalanx.generate.decoder import Decoder, ModelDecoder
-from phalanx.generate.engine import Engine
-from phalanx.generate.request import GenerationRequest
+from phalanx.generate.engine import Engine, GenerationRequest
 from phalanx.generate.sampling import Sampling
 from phalanx.model.transformer import Transformer
 

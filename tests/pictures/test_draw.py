@@ -9,7 +9,6 @@ from xml.etree import ElementTree
 import pytest
 
 from phalanx.pictures import schedule as schedule_picture
-from phalanx.pictures import schedule_text
 from phalanx.schedule import catalogue, trace
 from phalanx.schedule.check import in_flight
 from phalanx.schedule.timing import Timing, time
@@ -76,7 +75,7 @@ def test_the_title_says_what_is_drawn():
 
 
 def test_in_a_terminal_every_action_is_as_wide_as_its_time():
-    assert schedule_text.text(timed("1f1b", 2, 3)) == (
+    assert schedule_picture.grid(timed("1f1b", 2, 3)) == (
         "        0              5              10\n"
         "rank 0  F0 F1 ..... B0--- F2 B1--- .. B2---\n"
         "rank 1  .. F0 B0--- F1 B1--- F2 B2--- ....."
@@ -84,7 +83,7 @@ def test_in_a_terminal_every_action_is_as_wide_as_its_time():
 
 
 def test_what_is_wider_than_the_terminal_goes_on_below():
-    assert schedule_text.text(timed("1f1b", 2, 3), width=32) == (
+    assert schedule_picture.grid(timed("1f1b", 2, 3), width=32) == (
         "        0              5\n"
         "rank 0  F0 F1 ..... B0--- F2 B1\n"
         "rank 1  .. F0 B0--- F1 B1--- F2\n"
@@ -99,7 +98,7 @@ def test_what_is_wider_than_the_terminal_goes_on_below():
 @pytest.mark.parametrize("width", [60, 100, 400])
 def test_every_action_is_in_the_terminal_once_and_no_line_is_too_long(name, width):
     timing = timed(name, 8, 16)
-    lines = schedule_text.text(timing, width).splitlines()
+    lines = schedule_picture.grid(timing, width).splitlines()
     assert all(len(line) <= width for line in lines)
     shown = [word.rstrip("-") for line in lines if line.startswith("rank") for word in line.split()[2:]]
     labels = sorted(word for word in shown if word.strip("."))
@@ -107,7 +106,7 @@ def test_every_action_is_in_the_terminal_once_and_no_line_is_too_long(name, widt
 
 
 def test_a_schedule_too_large_for_a_terminal_says_so():
-    assert "--svg FILE draws it" in schedule_text.text(timed("1f1b", 32, 256))
+    assert "--svg FILE draws it" in schedule_picture.grid(timed("1f1b", 32, 256))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,14 +2,15 @@
 
 from xml.etree import ElementTree
 
-from phalanx.pictures.goodput import SIZES, svg
+from phalanx.pictures.timeline import SIZES, goodput_svg
 from phalanx.simulate.goodput import LLAMA_3_RATE
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def test_each_size_has_its_line_with_a_dot_at_its_top():
-    panels = ElementTree.fromstring(svg(SIZES, LLAMA_3_RATE, (30.0, 3.0), 600.0)).findall(f"{SVG}g[@class='panel']")
+    root = ElementTree.fromstring(goodput_svg(SIZES, LLAMA_3_RATE, (30.0, 3.0), 600.0))
+    panels = root.findall(f"{SVG}g[@class='panel']")
     assert len(panels) == 2
     for panel in panels:
         dots = {dot.get("fill"): dot for dot in panel.iter(f"{SVG}circle")}
@@ -23,5 +24,5 @@ def test_each_size_has_its_line_with_a_dot_at_its_top():
 
 
 def test_what_is_best_outside_the_picture_has_no_dot():
-    panel = ElementTree.fromstring(svg((1, 16384), LLAMA_3_RATE, (30.0, 3.0), 600.0))
+    panel = ElementTree.fromstring(goodput_svg((1, 16384), LLAMA_3_RATE, (30.0, 3.0), 600.0))
     assert len(list(panel.iter(f"{SVG}circle"))) == 2

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.pictures.heat_map import MOST_ROWS, NUMBERED_ROWS, heat_map
-from phalanx.pictures.histogram import histograms
+from phalanx.pictures.heat_map import MOST_ROWS, NUMBERED_ROWS, heat_map, histograms
 
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 6.8  # pixels of a letter, generously

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.pictures.plan_pictures import memory_picture, time_picture
-from phalanx.pictures.space import ABOVE, log_ticks, space_picture
+from phalanx.pictures.plan_page import ABOVE, log_ticks, memory_picture, space_picture, time_picture
 from phalanx.units import gib
 from pictures.test_prediction_picture import assert_apart, of_kind, words
 from plan.plans import hopeless, plan

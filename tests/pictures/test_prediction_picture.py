@@ -18,8 +18,8 @@ from phalanx.cost.prediction import Prediction
 from phalanx.cost.roofline import points
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.batch import Batch
+from phalanx.pictures.elements import seconds
 from phalanx.pictures.prediction import svg
-from phalanx.pictures.roofline import seconds
 from phalanx.units import gib
 
 CASES = {

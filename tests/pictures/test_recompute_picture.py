@@ -10,7 +10,7 @@ from phalanx.config.job import Job
 from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.recompute import Mode
-from phalanx.pictures import recompute
+from phalanx.pictures import prediction as recompute
 from phalanx.pictures.canvas import Panel
 from pictures.test_prediction_picture import given_case
 
@@ -26,8 +26,8 @@ def test_lines_lead_from_mode_to_mode(case, monkeypatch):
     layers = spec.model.n_layers
     monkeypatch.setattr(recompute, "subject", lambda job, world: "a model")
     drawn: list[tuple[str, Sequence[Panel]]] = []
-    monkeypatch.setattr(recompute, "panels", lambda title, panels: drawn.append((title, panels)) or "")
-    recompute.svg(Job(), spec)
+    monkeypatch.setattr(recompute, "panels_svg", lambda title, panels: drawn.append((title, panels)) or "")
+    recompute.recompute_svg(Job(), spec)
     [(title, (costs, needs))] = drawn
     assert title == f"a model, {spec.cluster.accelerator.memory_gib:g} GiB each"
     for name, line in costs.lines.items():

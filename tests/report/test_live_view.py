@@ -7,9 +7,8 @@ import pytest
 from rich.console import Console
 
 from phalanx.report import ranks
-from phalanx.report.live import LiveView, RunFollower
+from phalanx.report.live import LiveView, RunFollower, Screen, lines
 from phalanx.report.ranks import RankState, read_nodes
-from phalanx.report.show import Screen, lines
 from report.written import START, rows, run, step
 
 GIB = 2**30

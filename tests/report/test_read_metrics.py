@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from phalanx.report.metrics import Metrics, middle, traffic_of
+from phalanx.report.run import Metrics, middle, traffic_of
 from report.written import START, rows, step
 
 
@@ -75,6 +75,6 @@ def test_traffic_and_medians():
 
 
 def test_many_other_rows_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("phalanx.report.metrics.MOST_EVENTS", 10)
+    monkeypatch.setattr("phalanx.report.run.MOST_EVENTS", 10)
     lines = [{"event": "slow_rank", "step": n, "time": n} for n in range(100)]
     assert len(read(tmp_path / "m", [*rows(3), *lines]).events) <= 10

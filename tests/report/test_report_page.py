@@ -14,9 +14,8 @@ from phalanx.errors import DataError
 from phalanx.pictures import curves
 from phalanx.pictures import page as page_style
 from phalanx.pictures.elements import PAGE
-from phalanx.report import comparison, page
-from phalanx.report.expected import expected
-from phalanx.report.figures import document
+from phalanx.report import page, write
+from phalanx.report.figures import document, expected
 from phalanx.report.run import history, read_run
 from phalanx.report.write import write_report
 from pictures.contrast import contrast, rgb
@@ -64,7 +63,7 @@ def test_nothing_of_a_run_is_markup(tmp_path):
     assert "<script>alert" not in html
     records = [read_run(folder), read_run(folder)]
     for compare in (False, True):
-        several = Balanced(comparison.html(records, [expected(each) for each in records], compare=compare))
+        several = Balanced(write.pages(records, [expected(each) for each in records], compare=compare))
         assert several.seen["script"] == 1
 
 
@@ -119,10 +118,10 @@ def test_the_history_of_a_run_that_was_killed(tmp_path):
 def test_runs_compared(tmp_path):
     other = dataclasses.replace(JOB, layout=Layout(dp_replicate=2))
     records = [read_run(run(tmp_path / "a")), read_run(run(tmp_path / "b", job=other))]
-    assert comparison.differences(records) == {
+    assert write.differences(records) == {
         "layout.dp_replicate": ["1", "2"], "layout.pp": ["2", "1"], "layout.accumulation": ["2", "0"]
     }  # fmt: skip
-    html = comparison.html(records, [], compare=True)
+    html = write.pages(records, [], compare=True)
     Balanced(html)
     assert html.count("<svg") == 6
 
@@ -133,11 +132,11 @@ def test_runs_of_one_name_are_told_apart_by_what_differs(tmp_path):
     for folder in folders:
         folder.mkdir()
     records = [read_run(run(folder / "main", job=job)) for folder, job in zip(folders, jobs, strict=False)]
-    html = comparison.html(records, [], compare=True)
+    html = write.pages(records, [], compare=True)
     assert [record.name for record in records] == [f"main (dp_replicate={count})" for count in (1, 2, 4)]
     assert all(f"main (dp_replicate={count}) " in html for count in (1, 2, 4))
     alike = [read_run(run(folder / "main")) for folder in folders[3:]]
-    comparison.name_apart(alike)
+    write.name_apart(alike)
     assert [record.name for record in alike] == [f"main ({folder})" for folder in folders[3:]]
 
 

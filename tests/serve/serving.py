@@ -15,14 +15,17 @@ from model.kinds import KINDS, build
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.generate.decoder import ModelDecoder
 from phalanx.generate.engine import Engine
-from phalanx.serve.limits import ServeLimits
+from phalanx.serve.bodies import ServeLimits
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("uvicorn")
 
-from phalanx.serve import server as servers  # noqa: E402 (without uvicorn these tests are skipped)
-from phalanx.serve.app import Chat, Service  # noqa: E402
-from phalanx.serve.worker import EngineThread  # noqa: E402
+from phalanx.serve import app as servers  # noqa: E402 (without uvicorn these tests are skipped)
+from phalanx.serve.app import (  # noqa: E402
+    Chat,
+    EngineThread,
+    Service,
+)
 
 MODEL = replace(KINDS["llama"], vocab_size=256, seq_len=64)
 LIMITS = ServeLimits(batch=4, queue=2, max_tokens=50, max_body=5000, grace=5)

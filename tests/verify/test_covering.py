@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
-from phalanx.verify import covering
+from phalanx.verify import select as covering
 
 
 def shows(layout: Layout, entry: str) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
 from phalanx.schedule.catalogue import SCHEDULES
-from phalanx.verify import matrix
+from phalanx.verify import select as matrix
 
 LAYOUTS = [parse(line) for line in matrix.MATRIX]
 
@@ -61,7 +61,7 @@ def test_every_technique_is_there(technique):
 
 
 def test_full_is_every_product_in_every_form():
-    layouts = list(matrix.full(4))
+    layouts = list(matrix.products(4))
     assert len(set(layouts)) == len(layouts)
     assert {(x.dp_replicate, x.dp_shard, x.cp, x.tp) for x in layouts} == {
         (r, s, c, t)
@@ -74,13 +74,13 @@ def test_full_is_every_product_in_every_form():
 
 
 def test_schedules_are_every_one_on_pipelines_of_three_sizes():
-    layouts = list(matrix.schedules(4))
+    layouts = list(matrix.every_schedule(4))
     assert len(set(layouts)) == len(layouts) == 9 * len(SCHEDULES)
     assert {layout.schedule for layout in layouts} == set(SCHEDULES)
     assert {(x.pp, x.accumulation) for x in layouts} == {(p, m) for p in (2, 3, 4) for m in (p, 2 * p, p + 1)}
     assert all(x == Layout(pp=x.pp, schedule=x.schedule, accumulation=x.accumulation) for x in layouts)
-    assert {layout.pp for layout in matrix.schedules(3)} == {2, 3}
-    assert list(matrix.schedules(1)) == []
+    assert {layout.pp for layout in matrix.every_schedule(3)} == {2, 3}
+    assert list(matrix.every_schedule(1)) == []
 
 
 @pytest.mark.parametrize(

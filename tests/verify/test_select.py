@@ -12,7 +12,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
 from phalanx.schedule import catalogue, file
-from phalanx.verify import covering, matrix
+from phalanx.verify import select as matrix
 from phalanx.verify.select import select
 
 JOB = Job(model=ModelConfig(n_layers=2, d_model=32, n_heads=4, seq_len=16))
@@ -24,7 +24,7 @@ def lines(selection):
 
 def test_the_matrix_by_default():
     selection = select(JOB)
-    assert lines(selection) == [layout.line() for layout in (*map(parse, matrix.MATRIX), *covering.pairs(8))]
+    assert lines(selection) == [layout.line() for layout in (*map(parse, matrix.MATRIX), *matrix.pairs(8))]
     assert selection.skipped == []
     stale, cut, deepened, experts = selection.notes
     assert cut == "model.n_layers: 2 in the job, those of recompute_cut in 2 layouts"
@@ -115,7 +115,7 @@ def test_all_mistakes_of_named_layouts_at_once():
 def test_schedules_alone_come_after_the_job_s_own_layout():
     selection = select(replace(JOB, layout=Layout(tp=2)), schedules=True, max_ranks=4)
     assert selection.layouts[0].tp == 2
-    assert [layout.line() for layout in selection.layouts[1:]] == [layout.line() for layout in matrix.schedules(4)]
+    assert [layout.line() for layout in selection.layouts[1:]] == [layout.line() for layout in matrix.every_schedule(4)]
     assert selection.skipped == []
     assert set(selection.layouts[1:]) <= set(select(JOB, full=True, max_ranks=4).layouts)
 

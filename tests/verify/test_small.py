@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import count
+from phalanx.blocks.shrink import alike
 from phalanx.check.job import problems_of
 from phalanx.check.model import model_problems
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.presets import PRESETS
-from phalanx.verify.small import CHEAP_PARAMETERS, alike, compared_job
+from phalanx.verify.select import CHEAP_PARAMETERS, compared_job
 
 
 def test_a_cheap_model_stays_as_it_is():

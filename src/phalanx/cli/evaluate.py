@@ -224,8 +224,7 @@ def table(found: Sequence[Perplexity]) -> str:
 
 def _run_tasks(options: Evaluate) -> int:
     """Runs tasks of lm-eval on every run, one after the other."""
-    from phalanx.evaluate.harness import require_harness, run_tasks
-    from phalanx.evaluate.requests import RequestScorer
+    from phalanx.evaluate.harness import RequestScorer, require_harness, run_tasks
     from phalanx.generate.decoder import ModelDecoder
     from phalanx.generate.load import in_chat, load_run
 

@@ -15,9 +15,8 @@ from phalanx.cli.commands import WHOLE, CommandVerb
 from phalanx.cli.options import command_of, read_options, run_on_ranks
 from phalanx.echo import echo
 from phalanx.errors import JobError
-from phalanx.generate.output import OrderedOutput
-from phalanx.generate.prompts import read_prompts
-from phalanx.generate.sampling import Sampling
+from phalanx.generate.sampling import Sampling, read_prompts
+from phalanx.generate.text import OrderedOutput
 from phalanx.launch.ranks import Ranks
 from phalanx.train.run_directory import RunDirectory
 
@@ -137,8 +136,7 @@ def _be_a_rank(options: Generate, ranks: Ranks, store: Store | None = None) -> i
 
 def _write(loaded: LoadedRun, options: Generate) -> None:
     """Generates the texts and prints them."""
-    from phalanx.generate.batch import TextBatch, comparison, line
-    from phalanx.generate.load import in_chat
+    from phalanx.generate.load import TextBatch, comparison, in_chat, line
 
     prompts = read_prompts(options.prompts) if options.prompts else [options.prompt]
     stop = options.stop

@@ -99,7 +99,7 @@ def _fixed_note(loaded: LoadedJob) -> str:
 
 def _map(plan: Plan) -> str:
     # Imported here and below, because it is rarely asked for.
-    from phalanx.pictures.space import space_picture
+    from phalanx.pictures.plan_page import space_picture
 
     return space_picture(plan)
 

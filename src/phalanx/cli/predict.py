@@ -26,9 +26,8 @@ from phalanx.errors import DoesNotFitError, JobError
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
-from phalanx.pictures import recompute as recompute_picture
 from phalanx.plan.report.advice import advice, shortfall
-from phalanx.report.expected import rank_traffic
+from phalanx.report.figures import rank_traffic
 from phalanx.units import gib
 from phalanx.validation import table
 
@@ -99,7 +98,7 @@ def _picture(name: str, job: Job, spec: StepSpec, prediction: Prediction) -> str
     if name == "context":
         return context_picture.svg(job)
     if name == "recompute":
-        return recompute_picture.svg(job, spec)
+        return prediction_picture.recompute_svg(job, spec)
     return prediction_picture.svg(spec, prediction)
 
 

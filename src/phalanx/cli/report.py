@@ -52,11 +52,9 @@ def run(argv: Sequence[str]) -> int:
     if words is None:
         return 0
     # Imported here: the cost model and the pictures take as long as all of the rest.
-    from phalanx.report import comparison, page
-    from phalanx.report.expected import expected
-    from phalanx.report.figures import document
+    from phalanx.report.figures import document, expected
     from phalanx.report.run import read_run
-    from phalanx.report.write import REPORT, write_record
+    from phalanx.report.write import REPORT, differences, pages, write_record
 
     compare = "compare" in words.switches
     if compare and len(words.subjects) < 2:
@@ -74,11 +72,9 @@ def run(argv: Sequence[str]) -> int:
     predictions = [expected(record) for record in records]
     if words.as_json:
         runs = [document(record, prediction) for record, prediction in zip(records, predictions, strict=True)]
-        differing = comparison.differences(records) if len(records) > 1 else {}
+        differing = differences(records) if len(records) > 1 else {}
         echo(json.dumps({"runs": runs, "differences": differing}, indent=1))
         return 0
-    several = len(records) > 1
-    html = comparison.html(records, predictions, compare=compare) if several else page.html(records[0], predictions[0])
-    write(out or REPORT, html)
+    write(out or REPORT, pages(records, predictions, compare=compare))
     echo(f"written: {out or REPORT}")
     return 0

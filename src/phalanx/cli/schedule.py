@@ -13,7 +13,6 @@ from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.partition.pipeline import is_file
 from phalanx.pictures import schedule as schedule_picture
-from phalanx.pictures import schedule_text
 from phalanx.registry import OWN
 from phalanx.schedule import catalogue, file, timing, trace
 from phalanx.schedule.blocking import blocked
@@ -125,7 +124,7 @@ def _show(words: CommandWords) -> None:
         return
     echo(_report(timed), wrap=True)
     echo()
-    schedule_text.show(timed)
+    schedule_picture.print_grid(timed)
     for path in written.values():
         echo(f"\nwritten: {path}")
 

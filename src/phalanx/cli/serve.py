@@ -13,7 +13,7 @@ from phalanx.cli.commands import WHOLE, CommandVerb
 from phalanx.cli.options import command_of, read_options
 from phalanx.echo import echo
 from phalanx.errors import JobError
-from phalanx.serve.limits import ServeLimits
+from phalanx.serve.bodies import ServeLimits
 from phalanx.train.run_directory import RunDirectory
 
 
@@ -66,15 +66,13 @@ def run(argv: Sequence[str]) -> int:
     for path in filter(None, (options.run, options.assistant)):
         RunDirectory(path).require()  # before torch is imported, which takes seconds
     try:
-        from phalanx.serve import server
+        from phalanx.serve import app as server
     except ImportError as error:
         raise JobError(f"{error.name} is not installed: pip install 'phalanx[serve]'") from error
     from phalanx.data.template import ChatPrompts
-    from phalanx.generate.batch import assistant_of
     from phalanx.generate.engine import Engine
-    from phalanx.generate.load import load_run
-    from phalanx.serve.app import LOOPBACK, Service
-    from phalanx.serve.worker import EngineThread
+    from phalanx.generate.load import assistant_of, load_run
+    from phalanx.serve.app import LOOPBACK, EngineThread, Service
 
     listener = server.listen(options.host, options.port)  # before the model is loaded, which may take long
     loaded = load_run(options.run, options.step, options.device)

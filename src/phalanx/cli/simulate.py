@@ -205,10 +205,10 @@ def _failures(options: Mapping[str, Any]) -> tuple[float, float, float] | None:
 
 
 def _failures_picture(devices: int, failures_per_device_day: float, save_s: float, restart_s: float) -> str:
-    from phalanx.pictures import goodput as goodput_picture
+    from phalanx.pictures.timeline import SIZES, goodput_svg
 
-    sizes = sorted({devices, *goodput_picture.SIZES})
-    return goodput_picture.svg(sizes, failures_per_device_day, (save_s, save_s / 10), restart_s)
+    sizes = sorted({devices, *SIZES})
+    return goodput_svg(sizes, failures_per_device_day, (save_s, save_s / 10), restart_s)
 
 
 def _write(result: Simulated, options: Mapping[str, Any], dark: bool) -> None:

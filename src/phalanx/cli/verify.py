@@ -69,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
     selection = select(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
     # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.verify import run as verify
-    from phalanx.verify.table import introduction, table
+    from phalanx.verify.run import introduction, table
 
     verify.refuse_missing_device(selection)
     for problem in selection.refused:
@@ -88,7 +88,7 @@ def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from phalanx.verify.table import progress
+    from phalanx.verify.run import progress
 
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:

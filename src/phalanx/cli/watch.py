@@ -30,8 +30,7 @@ def run(argv: Sequence[str]) -> int:
     words = VERB.parse(argv)
     if words is None:
         return 0
-    from phalanx.report.live import RunFollower
-    from phalanx.report.show import Screen
+    from phalanx.report.live import RunFollower, Screen
 
     follower = RunFollower(Path(words.subject))
     if words.as_json:

@@ -2,15 +2,156 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
+from phalanx.config.job import IGNORE
+from phalanx.data.template import ChatPrompts
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
-from phalanx.evaluate.requests import Prompt, RequestScorer
+from phalanx.evaluate.text import ContextWindow, batches, windows
+from phalanx.generate.decoder import ModelDecoder
+from phalanx.generate.engine import Engine, GenerationRequest
+from phalanx.generate.sampling import Sampling
+from phalanx.generate.text import TextStream
 from phalanx.nearest import did_you_mean
+
+Batched = tuple[np.ndarray, Sequence[ContextWindow]]
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """The log-likelihood of some tokens, in nats."""
+
+    value: float
+    greedy: bool
+    """Whether each of them is the likeliest one."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A text to continue."""
+
+    text: str
+    stops: Sequence[str]
+    """Texts that end the answer, and are no part of it."""
+    max_new_tokens: int
+    """Tokens at most."""
+    temperature: float = 0.0
+    """0 takes the likeliest token each time."""
+
+
+@dataclass(frozen=True)
+class RequestScorer:
+    """Answers requests with a model that this process holds whole, `batch_size` windows or texts at a time."""
+
+    decoder: ModelDecoder
+    tokenizer: Tokenizer
+    batch_size: int
+    chat: ChatPrompts | None = None
+    """The chat template by which contexts are written; None if they are plain text."""
+
+    @property
+    def context(self) -> int:
+        """The longest input, in tokens."""
+        return self.decoder.config.seq_len
+
+    @property
+    def prefix(self) -> int:
+        """The token before a text that has nothing before it: the end of a document, or token 0."""
+        separator = self.tokenizer.separator
+        return separator[-1] if separator else 0
+
+    def likelihoods(self, pairs: Sequence[tuple[str, str]]) -> list[Likelihood]:
+        """Returns the likelihood of each continuation after its context: pairs of texts. A context that is too long
+        loses its beginning. The text is encoded whole, and the continuation is what follows the tokens of the context,
+        whose spaces at its end belong to the continuation, as in lm-eval's own models."""
+        texts = []
+        for before, after in pairs:
+            stripped = before.rstrip()
+            whole, own = self._encoded(before + after), len(self._encoded(stripped)) if stripped else 0
+            tokens = np.concatenate(([self.prefix], whole)) if own == 0 else whole
+            scored = len(whole) - own
+            tokens = tokens[-(self.context + 1) :] if scored <= self.context else tokens
+            texts.append((tokens, list(_last(len(tokens), self.context, scored))))
+        return self._scored(texts)
+
+    def rolling(self, texts: Sequence[str]) -> list[float]:
+        """Returns the log-likelihood of each whole text, from the prefix token on, in windows that do not overlap."""
+        found = []
+        for text in texts:
+            tokens = np.concatenate(([self.prefix], self._encoded(text)))
+            found.append((tokens, list(windows(len(tokens), self.context, self.context))))
+        return [each.value for each in self._scored(found)]
+
+    def continuations(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Returns the text that follows each prompt, up to the first of its stops, or an end-of-text token."""
+        ids = [self._encoded(prompt.text).tolist() if prompt.text else [self.prefix] for prompt in prompts]
+        ends = [self.chat.end] if self.chat and self.chat.end else []
+        texts = [
+            TextStream(self.tokenizer, own, [*prompt.stops, *ends]) for own, prompt in zip(ids, prompts, strict=True)
+        ]
+        requests = [self._request(*each) for each in zip(ids, prompts, texts, strict=True)]
+        Engine(self.decoder, max_batch=self.batch_size).run(requests)
+        for text in texts:
+            text.finish()
+        return [text.text for text in texts]
+
+    def _request(self, ids: Sequence[int], prompt: Prompt, text: TextStream) -> GenerationRequest:
+        def on_token(token: int) -> bool:
+            text.push(token)
+            return text.stopped
+
+        sampling = Sampling(max_new_tokens=prompt.max_new_tokens, temperature=prompt.temperature)
+        return GenerationRequest(ids, sampling, ends=self.tokenizer.end_ids, on_token=on_token)
+
+    def _encoded(self, text: str) -> np.ndarray:
+        return self.tokenizer.encode(text) if self.chat is None else np.array(self.chat.encode(text), dtype=np.int64)
+
+    def _scored(self, texts: Sequence[Batched]) -> list[Likelihood]:
+        sums, greedy = [0.0] * len(texts), [True] * len(texts)
+        rows = [(number, tokens, window) for number, (tokens, found) in enumerate(texts) for window in found]
+        for first in range(0, len(rows), self.batch_size):
+            group = rows[first : first + self.batch_size]
+            for number, values, best in zip([row[0] for row in group], *self._forward(group), strict=True):
+                sums[number] += values
+                greedy[number] &= best
+        return [Likelihood(*pair) for pair in zip(sums, greedy, strict=True)]
+
+    @torch.inference_mode()
+    def _forward(self, group: Sequence[tuple[int, np.ndarray, ContextWindow]]) -> tuple[list[float], list[bool]]:
+        """Returns the likelihood of each row's scored tokens, and whether all of them are the likeliest."""
+        width = max(window.length for _, _, window in group)
+        made = [next(batches(tokens, [w], context=width, micro_batch=1)) for _, tokens, w in group]
+        inputs, targets = (
+            torch.from_numpy(np.concatenate(parts)).to(self.decoder.device)
+            for parts in ([m.tokens for m in made], [m.targets for m in made])
+        )
+        logits = self.decoder.model(inputs).double()
+        counts = targets != IGNORE
+        chosen = logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+        best = logits.argmax(-1) == targets
+        return (chosen * counts).sum(-1).tolist(), (best | ~counts).all(-1).tolist()
+
+
+def _last(tokens: int, context: int, scored: int) -> Iterator[ContextWindow]:
+    """Yields windows that score the last `scored` predictions of a text, the last window first: a continuation that is
+    longer than the context is cut into windows that do not overlap."""
+    end = tokens - 1
+    while scored > 0:
+        own = min(scored, context)
+        start = max(0, end - context)
+        yield ContextWindow(start, end - start, own)
+        scored -= own
+        end -= own
+
 
 BOOTSTRAPS = 100
 """Resamplings for the errors of metrics that have no formula for them."""

@@ -26,7 +26,7 @@ from phalanx.data.files import Progress, silent
 from phalanx.data.loader import MicroBatch, evaluation_batches
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
-from phalanx.evaluate import windows
+from phalanx.evaluate import text as windows
 from phalanx.evaluate.text import ScoredConversations, ScoredText
 from phalanx.generate.load import find, vocabulary_of
 from phalanx.parallel import mesh as meshes

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,10 +19,176 @@ from torch import Tensor
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.generate.decoder import Decoder
-from phalanx.generate.draws import distribution, draw, next_token
-from phalanx.generate.request import Finish, GenerationRequest
-from phalanx.generate.sampling import prompt_problems
-from phalanx.generate.speculate import accept
+from phalanx.generate.sampling import Sampling, prompt_problems
+from phalanx.model.seeding import derive_seed
+
+Finish = Literal["", "stop", "length", "cancelled", "failed"]
+"""Why a text ended: an end-of-text token or a stop string; max_new_tokens; its owner; an error. Empty until then."""
+
+
+class GenerationRequest:
+    """One text. `on_token` gets each new token as soon as it is chosen, in the thread that runs the engine, and returns
+    whether the text ends with it; `on_end` is called once, after the last token. A token in `ends` ends the text and is
+    not part of it. `cancel` may be called from any thread."""
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        ends: Sequence[int] = (),
+        on_token: Callable[[int], bool | None] | None = None,
+        on_end: Callable[[], None] | None = None,
+        assisted: bool = True,
+    ):
+        self.prompt_length = len(prompt)
+        self.tokens = list(prompt)
+        """The prompt and the new tokens."""
+        self.sampling, self.ends, self.assisted = sampling, frozenset(ends), assisted
+        self.finish: Finish = ""
+        self.generator, self.draft_generator = generator_of(sampling), generator_of(sampling, "draft")
+        self._on_token, self._on_end = on_token, on_end
+        self._cancelled = False
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The generated tokens."""
+        return self.tokens[self.prompt_length :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that may still be generated."""
+        return self.sampling.max_new_tokens - (len(self.tokens) - self.prompt_length)
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether its owner has given it up."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Ends the text before the engine's next step."""
+        self._cancelled = True
+
+    def take(self, token: int) -> None:
+        """Appends the next token, and ends the text if it was the last."""
+        if token in self.ends:
+            self.end("stop")
+            return
+        self.tokens.append(token)
+        stopped = self._on_token is not None and self._on_token(token)
+        if stopped or not self.remaining:
+            self.end("stop" if stopped else "length")
+
+    def end(self, finish: Finish) -> None:
+        """Ends the text, if it has not ended."""
+        if self.finish:
+            return
+        self.finish = finish
+        if self._on_end is not None:
+            self._on_end()
+
+
+def generator_of(sampling: Sampling, role: str = "generate") -> torch.Generator:
+    """Returns the random numbers of one text. They are drawn on the CPU, so that the text does not depend on the device
+    that computes the logits."""
+    key = (sampling.sample,) if sampling.sample else ()
+    return torch.Generator().manual_seed(derive_seed(sampling.seed, role, *key))
+
+
+def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Returns the probabilities with which the next token is drawn, (..., vocab) in float64, from logits (..., vocab).
+    At temperature 0 the likeliest token has all of it."""
+    if sampling.temperature == 0:
+        best = logits.argmax(dim=-1, keepdim=True)
+        return torch.zeros_like(logits, dtype=torch.float64).scatter_(-1, best, 1.0)
+    logits = logits.double() / sampling.temperature
+    if sampling.top_k:
+        weakest = logits.topk(min(sampling.top_k, logits.shape[-1])).values[..., -1:]
+        logits = logits.masked_fill(logits < weakest, float("-inf"))
+    probabilities = logits.softmax(dim=-1)
+    if sampling.top_p < 1:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        before = ordered.cumsum(dim=-1) - ordered
+        kept = ordered.masked_fill(before >= sampling.top_p, 0.0)
+        probabilities = torch.zeros_like(ordered).scatter(-1, order, kept)
+        probabilities /= probabilities.sum(dim=-1, keepdim=True)
+    return probabilities
+
+
+def draw(probabilities: Tensor, generator: torch.Generator) -> int:
+    """Returns a token drawn with `probabilities` (vocab,)."""
+    return int(torch.multinomial(probabilities.cpu(), 1, generator=generator))
+
+
+def next_token(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+    """Returns the next token from `logits` (vocab,)."""
+    if sampling.temperature == 0:
+        return int(logits.argmax())
+    return draw(distribution(logits, sampling), generator)
+
+
+def acceptance(model: Tensor, assistant: Tensor) -> Tensor:
+    """Returns the probability with which each token is accepted once it is proposed, min(1, p / q), (..., vocab), from
+    the probabilities p of the model and q of the assistant. A token that is never proposed has 1."""
+    return torch.where(assistant > 0, model / assistant, 1.0).clamp(max=1)
+
+
+def residual(model: Tensor, assistant: Tensor) -> Tensor:
+    """Returns the probabilities from which a token is drawn in place of a rejected one: max(0, p - q), normalised,
+    (..., vocab). Where p is q, nothing is rejected; the result is p then."""
+    rest = (model - assistant).clamp(min=0)
+    total = rest.sum(dim=-1, keepdim=True)
+    return torch.where(total > 0, rest / total, model)
+
+
+def accept(model: Tensor, assistant: Tensor, proposed: Sequence[int], generator: torch.Generator) -> list[int]:
+    """Returns the next tokens: the proposed ones up to the first that is rejected, and one more, which the model draws.
+
+    `model` (proposed + 1, vocab) are the model's probabilities after none, one, ... all of the `proposed` tokens,
+    `assistant` (proposed, vocab) those from which these were drawn."""
+    chances = acceptance(model[:-1], assistant)
+    for place, token in enumerate(proposed):
+        chance = float(chances[place, token])
+        if chance < 1 and float(torch.rand((), dtype=torch.float64, generator=generator)) >= chance:
+            return [*proposed[:place], draw(residual(model[place], assistant[place]), generator)]
+    return [*proposed, draw(model[-1], generator)]
+
+
+def expected_tokens(alpha: float, drafts: int) -> float:
+    """Returns the tokens per pass of the model, where each of `drafts` tokens is accepted with probability `alpha`
+    (Leviathan et al. 2023, equation 1)."""
+    return drafts + 1.0 if alpha == 1 else (1 - alpha ** (drafts + 1)) / (1 - alpha)
+
+
+def expected_speedup(alpha: float, drafts: int, cost: float) -> float:
+    """Returns how many times faster text becomes, where a step of the assistant takes `cost` times that of the model
+    and checking `drafts` + 1 tokens as long as computing one (Leviathan et al. 2023, theorem 3.8)."""
+    return expected_tokens(alpha, drafts) / (drafts * cost + 1)
+
+
+def require_match(model: ModelConfig, vocab: int, assistant_vocab: int, same_tokenizer: bool, drafts: int) -> None:
+    """Raises JobError, with everything that is in the way, unless an assistant can propose tokens to a model."""
+    problems = []
+    if drafts < 1:
+        problems.append(f"draft_tokens={drafts}: the assistant must propose at least 1 token")
+    if vocab != assistant_vocab:
+        problems.append(
+            f"the assistant's vocabulary has {assistant_vocab:,} tokens, the model's {vocab:,}: an assistant needs the "
+            "model's vocabulary, so train it with the same tokenizer"
+        )
+    elif not same_tokenizer:
+        problems.append(
+            f"the tokenizers of model and assistant differ, although both have {vocab:,} tokens: the same number would "
+            "stand for another text"
+        )
+    if model.moe.capacity:
+        problems.append(
+            f"model.moe.capacity={model.moe.capacity:g} drops tokens by how many come together, so a model that "
+            "checks several tokens at once gives another text; nearest legal: no assistant"
+        )
+    if problems:
+        raise JobError(problems)
+
 
 ASSISTED, PLAIN, SLIDING = "assisted", "plain", "sliding"
 

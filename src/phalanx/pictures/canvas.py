@@ -26,7 +26,7 @@ class Panel:
     """A point that a dot marks, by the name of its line."""
 
 
-def svg(title: str, panels: Sequence[Panel]) -> str:
+def panels_svg(title: str, panels: Sequence[Panel]) -> str:
     """Returns the panels side by side under one legend, as an SVG document. Raises ValueError for an empty panel."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
     each = _LEFT + _WIDTH + _RIGHT

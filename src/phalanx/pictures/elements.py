@@ -74,3 +74,14 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
+
+
+def digits(value: float) -> str:
+    """Formats a number to three digits, larger ones in full."""
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:.3g}"
+
+
+def seconds(value: float) -> str:
+    """Formats a time in a suitable unit, to three digits."""
+    unit, size = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e-3)) if value >= 0.9995 * s), ("µs", 1e-6))
+    return f"{digits(value / size)} {unit}"

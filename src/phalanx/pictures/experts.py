@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from phalanx.bounded import field, open_regular, parse_json
 from phalanx.errors import DataError
-from phalanx.pictures import canvas
-from phalanx.pictures.canvas import Panel
+from phalanx.pictures.canvas import Panel, panels_svg
 from phalanx.pictures.elements import document, heading, text
 
 # White digits are legible on these colours, which are legible on white and on black.
@@ -105,7 +104,7 @@ def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
     """Draws max_violation over the steps as a picture of its own, which may stand inside another."""
     points = [(row["step"], row["max_violation"]) for row in rows]
     panel = Panel("", "step", "max_violation: (largest load - mean) / mean", {"worst layer": points})
-    return canvas.svg("Worst layer over the run", [panel])
+    return panels_svg("Worst layer over the run", [panel])
 
 
 def _cells(shares: Mapping[str, Sequence[float]]) -> _Cells:

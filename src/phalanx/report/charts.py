@@ -7,8 +7,7 @@ from typing import Any
 
 from phalanx.pictures import curves
 from phalanx.pictures.curves import Chart, Curve, Points
-from phalanx.report.metrics import number
-from phalanx.report.run import RunRecord
+from phalanx.report.run import RunRecord, number
 from phalanx.units import gib
 
 NAMED = {

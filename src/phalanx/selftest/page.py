@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
+from phalanx.pictures.elements import seconds
 from phalanx.pictures.fit import link_svg
-from phalanx.pictures.heat_map import heat_map
-from phalanx.pictures.histogram import histograms
+from phalanx.pictures.heat_map import heat_map, histograms
 from phalanx.pictures.page import figure, figures, html_page, list_of, section, table
-from phalanx.pictures.roofline import seconds
 from phalanx.selftest.pairs import PairMatrix
 from phalanx.selftest.report import DistReport, advice, factor_words, pair_kinds
 from phalanx.units import counted, gib

@@ -10,7 +10,7 @@ from typing import Any
 
 from phalanx.config.layout import Layout
 from phalanx.launch.watchdog.slow import FACTOR
-from phalanx.pictures.roofline import seconds
+from phalanx.pictures.elements import seconds
 from phalanx.selftest.check import AxisChecks
 from phalanx.selftest.pairs import PairMatrix
 from phalanx.selftest.stragglers import ProbeTimes, Straggler

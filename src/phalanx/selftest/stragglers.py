@@ -17,7 +17,7 @@ import torch.distributed as dist
 from phalanx.comm import blocking
 from phalanx.comm.axis import Axis
 from phalanx.launch.watchdog.slow import median_if_slow
-from phalanx.pictures.roofline import seconds
+from phalanx.pictures.elements import seconds
 
 PROBE_S = 0.005
 """Seconds that the probe's matrix products should take on one rank."""

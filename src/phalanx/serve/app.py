@@ -9,24 +9,33 @@ import json
 import logging
 import re
 import secrets
+import signal
+import socket
+import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from types import FrameType
 from typing import Any, Protocol
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.errors import PhalanxError
-from phalanx.serve.bodies import ApiError, CompletionBody, read_body, sampling_of
-from phalanx.serve.limits import ServeLimits
-from phalanx.serve.worker import EngineThread, ServedText
+from phalanx.echo import echo
+from phalanx.errors import PhalanxError, RunError
+from phalanx.generate.engine import Engine, GenerationRequest
+from phalanx.generate.sampling import Sampling
+from phalanx.generate.text import TextStream
+from phalanx.serve.bodies import ApiError, CompletionBody, ServeLimits, read_body, sampling_of
 
 
 # The answers of OpenAI's endpoints: whole, or as a stream of server-sent events.
@@ -413,3 +422,176 @@ async def _disconnected(request: Request, error: Exception) -> Response:
 async def _failure(request: Request, error: Exception) -> Response:
     log.error("%s %s failed: %s", request.method, request.url.path, error, exc_info=error)
     return JSONResponse(ApiError(500, "the server failed; its log says why", kind="server_error").body(), 500)
+
+
+class EngineThread:
+    """A thread that runs an engine. Calls `failed` from there if the engine does, after all its requests have ended;
+    nothing runs after that."""
+
+    def __init__(self, engine: Engine, failed: Callable[[], None] = lambda: None):
+        self.engine, self.broken = engine, False
+        self._failed = failed
+        self._work, self._stopping = threading.Event(), False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Puts requests in the engine's queue."""
+        for request in requests:
+            self.engine.submit(request)
+            if self.broken:
+                request.end("failed")
+        self._work.set()
+
+    def stop(self) -> None:
+        """Ends all requests, and the thread after its current step."""
+        self._stopping = True
+        self._work.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._work.clear()
+                if self.engine.step():
+                    continue
+                self._work.wait()
+            self.engine.abort()
+        except BaseException:  # whoever waits for a text must hear of it
+            log.exception("the engine failed")
+            self.broken = True
+            self.engine.abort("failed")
+            self._failed()
+
+
+class ServedText:
+    """One text of a request, whose pieces go to a queue of the event loop as (`index`, piece); the last is None."""
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop: Sequence[str],
+        queue: asyncio.Queue[tuple[int, str | None]],
+    ):
+        self.index = index
+        self._loop, self._queue = asyncio.get_running_loop(), queue
+        self._stream = TextStream(tokenizer, prompt, stop)
+        self.request = GenerationRequest(
+            prompt, sampling, ends=tokenizer.end_ids, on_token=self._on_token, on_end=self._on_end
+        )
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the text ended, in OpenAI's words."""
+        return "stop" if self.request.finish == "stop" else "length"
+
+    def _on_token(self, token: int) -> bool:
+        self._give(self._stream.push(token))
+        return self._stream.stopped
+
+    def _on_end(self) -> None:
+        self._give(self._stream.finish())
+        self._give(None)
+
+    def _give(self, piece: str | None) -> None:
+        if piece == "":
+            return
+        try:
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (self.index, piece))
+        except RuntimeError:  # the loop has ended, and nobody reads
+            self.request.cancel()
+
+
+MOST_CONNECTIONS = 256
+IDLE_S = 30.0
+"""Seconds after which a connection without a whole request head is closed."""
+
+
+class TimedProtocol(H11Protocol):
+    """HTTP/1.1 on a connection that must bring requests. uvicorn waits for ever for the rest of a request's head, so
+    that clients which send nothing could take all connections."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Begins to watch a new connection."""
+        super().connection_made(transport)
+        self.loop.call_later(IDLE_S, self._close_if_idle, None)
+
+    def _close_if_idle(self, idle_since: Any) -> None:
+        """Closes the connection if no request came after `idle_since`, the request that had been answered last; the
+        connection itself stands for none."""
+        answered = self.cycle is None or self.cycle.response_complete
+        if answered and self.cycle is idle_since:
+            self.transport.close()
+        elif not self.transport.is_closing():
+            self.loop.call_later(IDLE_S, self._close_if_idle, self.cycle if answered else self)
+
+
+class SignalledServer(uvicorn.Server):
+    """A server whose signals are handled by `serve`: uvicorn would end the process with the signal."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens. Raises RunError if the address is taken or is none of this machine's."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=128)
+    except OSError as error:
+        raise RunError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+
+
+def serve(service: Service, listener: socket.socket, ready: Callable[[SignalledServer], None] = lambda _: None) -> int:
+    """Serves until SIGTERM or SIGINT, after which running requests have `limits.grace` seconds to end, or until the
+    engine fails. Returns the exit code: 0, or 1 if the engine failed. Called outside the main thread, it leaves the
+    signals alone; `ready` gets the server, whose `should_exit` ends it."""
+    config = uvicorn.Config(
+        application(service),
+        http=TimedProtocol,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        limit_concurrency=MOST_CONNECTIONS,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=int(service.limits.grace),
+    )
+    server = SignalledServer(config)
+
+    def stop(*_: object) -> None:
+        server.should_exit = True
+
+    service.thread = EngineThread(service.thread.engine, failed=stop)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if server.should_exit:
+            server.force_exit = True
+        else:
+            name = signal.Signals(number).name
+            echo(f"phalanx: {name}: ending; {service.texts} texts have {service.limits.grace:g} s", file=sys.stderr)
+        stop()
+
+    previous = _handle(on_signal)
+    try:
+        ready(server)
+        server.run([listener])
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return 1 if service.thread.broken else 0
+
+
+def _handle(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, signal._HANDLER]:
+    """Sets the handlers of SIGTERM and SIGINT; returns those before. Only the main thread may."""
+    try:
+        return {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    except ValueError:
+        return {}

@@ -22,8 +22,7 @@ from phalanx.echo import echo, shortened, visible, wrapped
 from phalanx.errors import PhalanxError
 from phalanx.launch.outcome import describe
 from phalanx.launch.watchdog import heartbeat
-from phalanx.report.live import LiveView, RunFollower
-from phalanx.report.show import Screen
+from phalanx.report.live import LiveView, RunFollower, Screen
 from phalanx.train.run_directory import AppendedFile
 
 log = logging.getLogger(__name__)

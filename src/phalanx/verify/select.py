@@ -2,27 +2,357 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass, field, replace
+import itertools
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from math import gcd
+from typing import Any
 
+from phalanx.blocks.kinds import model_kinds
+from phalanx.blocks.parameters import count
+from phalanx.blocks.shrink import alike
 from phalanx.check.causes import by_cause
 from phalanx.check.effect import effect_problems
 from phalanx.check.job import out_of_range, problems_of
 from phalanx.check.layout import Problem
 from phalanx.check.load import spelled
 from phalanx.check.model import size_problems
-from phalanx.config import layout_line
+from phalanx.config import fields, layout_line
+from phalanx.config.cluster import Cluster
 from phalanx.config.corpora import PAIR, has_answers, has_pairs
 from phalanx.config.job import Job
-from phalanx.config.layout import Layout
+from phalanx.config.layout import AXES, Layout
+from phalanx.config.model import ModelConfig, MoE
 from phalanx.errors import JobError
 from phalanx.partition import batch
-from phalanx.partition.pipeline import flushes, is_file
+from phalanx.partition.pipeline import flushes, is_file, schedule_of
+from phalanx.partition.recompute import MODES, parse
+from phalanx.partition.second_copy import legal_hpz
+from phalanx.partition.stages import parse_cut
 from phalanx.partition.wire import BLOCK, LARGEST
+from phalanx.schedule.catalogue import SCHEDULES
+from phalanx.schedule.schedule import Schedule
 from phalanx.units import counted
-from phalanx.verify import covering, matrix
-from phalanx.verify.fit import deep_enough, with_experts
-from phalanx.verify.small import ComparedJob, compared_job
+
+FEATURES = (
+    ("dp_replicate=2",),
+    ("dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3"),
+    ("cp=2", "cp=2,cp_ulysses=2", "cp=4,cp_ulysses=2"),
+    ("tp=2", "tp=2,sp=true"),
+    (
+        *("pp=2", "pp=2,schedule=interleaved_1f1b", "pp=2,schedule=zb_h1", "pp=2,schedule=zb_v"),
+        *("pp=2,schedule=dualpipe", "pp=2,schedule=terapipe,pp_slices=2"),
+    ),
+    ("ep=2", "ep=4"),
+    ("recompute=products", "recompute=selective", "recompute=full"),
+    ("loss_chunk=24",),
+)
+"""The features; a layout has at most one entry of each row."""
+ENTRIES = tuple(itertools.chain(*FEATURES))
+
+
+@dataclass(frozen=True)
+class _Combination:
+    layout: Layout
+    pairs: int
+    """The pairs of entries that meet in it, as a bit set with one bit per pair."""
+
+
+def pairs(max_ranks: int, legal: Callable[[Layout], bool] = lambda _: True) -> tuple[Layout, ...]:
+    """Returns layouts of at most `max_ranks` ranks that cover every pair of entries of different rows that any `legal`
+    layout can have."""
+    allowed, missing, found = cache(legal), -1, list[Layout]()
+    left = _combinations(max_ranks)
+    while left:
+        # Among equally many new pairs, fewer ranks are faster.
+        ordered = sorted(left, key=lambda each: (-(each.pairs & missing).bit_count(), each.layout.world))
+        best = next((each for each in ordered if allowed(each.layout)), None)
+        if best is None:
+            break
+        found.append(best.layout)
+        missing &= ~best.pairs
+        left = [each for each in left if each.pairs & missing]
+    return tuple(found)
+
+
+@cache
+def _combinations(max_ranks: int) -> list[_Combination]:
+    found = []
+    for entries in itertools.product(*(("", *row) for row in FEATURES)):
+        chosen = [entry for entry in entries if entry]
+        layout = Layout(**{name: value for entry in chosen for name, value in _settings(entry).items()})
+        if layout.world <= max_ranks and layout.shard_ranks % layout.ep == 0:
+            found.append(_Combination(layout, sum(_bit(*pair) for pair in itertools.combinations(chosen, 2))))
+    return found
+
+
+@cache
+def _settings(entry: str) -> dict[str, Any]:
+    changed = asdict(layout_line.parse(entry))
+    return {name: value for name, value in changed.items() if value != getattr(Layout(), name)}
+
+
+@cache
+def _bit(first: str, second: str) -> int:
+    return 1 << (ENTRIES.index(first) * len(ENTRIES) + ENTRIES.index(second))
+
+
+MATRIX = (
+    # accumulation and recomputation alone
+    "accumulation=2",
+    "accumulation=2,recompute=full,loss_chunk=24",
+    "recompute_cut=1*full+1*selective+1*products+1*none",
+    # whole copies of the model
+    "dp_replicate=2",
+    "dp_replicate=4,accumulation=2",
+    "dp_replicate=2,accumulation=2,data_parallel=threads",
+    # sharded state: optimizer, gradients, parameters
+    "dp_shard=2,zero=1,accumulation=2",
+    "dp_shard=4,zero=2",
+    "dp_shard=2,zero=2,accumulate=sharded,accumulation=2",
+    "dp_shard=4,zero=3",
+    "dp_shard=2,zero=3,reshard=false,accumulation=2",
+    "dp_shard=2,zero=3,accumulate=sharded,accumulation=2,recompute=full",
+    "dp_shard=4,zero=3,hpz=2,accumulation=2",
+    # layers in tiles
+    "dp_shard=2,zero=3,tiles=2,tile=all,accumulation=2,recompute=products",
+    "dp_shard=2,tp=2,zero=3,sp=true,tiles=2,tile=all,recompute=full",
+    # sharded within groups, replicated between them
+    "dp_replicate=2,dp_shard=2,zero=1",
+    "dp_replicate=2,dp_shard=2,zero=2,accumulate=sharded,accumulation=2",
+    "dp_replicate=2,dp_shard=2,zero=3,accumulation=2",
+    # cut matrices, and cut tokens between them
+    "tp=2",
+    "tp=4,accumulation=2,loss_chunk=24",
+    "tp=2,sp=true,recompute=selective",
+    "tp=2,sp=true,sp_regather=true,recompute=products",
+    "tp=2,sp=true,sp_regather=true,loss_chunk=24",
+    "tp=4,sp=true,recompute=full",
+    "tp=2,pp=2,accumulation=4,sp=true,sp_regather=true,recompute_cut=1*full+2*selective+1*none",
+    # layers cut into stages, by schedules of every kind
+    "pp=2,accumulation=4",
+    "pp=4,schedule=gpipe,accumulation=4",
+    "pp=2,schedule=interleaved_1f1b,accumulation=4,recompute=selective",
+    "pp=4,schedule=zb_h1,accumulation=8",
+    "pp=2,schedule=zb_v,accumulation=4,recompute=full,loss_chunk=24",
+    "pp=2,schedule=dualpipe,accumulation=4",
+    "pp=2,schedule=terapipe,pp_slices=4,accumulation=2",
+    "pp=3,schedule=pipedream,accumulation=4",
+    # parts of sequences: a ring, heads exchanged for tokens, both
+    "cp=2",
+    "cp=4",
+    "cp=2,cp_ulysses=2",
+    "cp=4,cp_ulysses=2",
+    "cp=4,cp_ulysses=2,cp_inner=ring",
+    "cp=2,recompute=selective,zero=1",
+    "dp_replicate=2,dp_shard=2,cp=2",
+    # expert parallelism, over ranks of dp_shard and of cp
+    "dp_shard=2,ep=2",
+    "dp_shard=4,ep=2,zero=1",
+    "dp_shard=4,ep=2",
+    "dp_shard=4,ep=4,zero=2",
+    "cp=2,ep=2",
+    # combined forms that the covering set does not have
+    "dp_shard=2,pp=2,zero=2,schedule=interleaved_1f1b,accumulation=4,accumulate=sharded",
+    "dp_shard=2,tp=2,zero=3,sp=true,sp_regather=true,reshard=false",
+)
+"""Each technique alone, in all its forms, in lines of at most 8 ranks; the covering set combines them."""
+
+CHOICES = {"sp": (False, True), "zero": (1, 2, 3), "recompute": MODES}
+"""Settings that `full` combines with every product of the axes, if they apply."""
+
+CONTEXTS = (1, 2)
+"""Context-parallel ranks in `full`."""
+
+PIPELINES = (2, 3, 4)
+"""Pipeline ranks for which every schedule is compared."""
+
+
+def products(max_ranks: int) -> Iterator[Layout]:
+    """Yields every product dp_replicate × dp_shard × cp × tp of 2 to `max_ranks` ranks, in every form of CHOICES."""
+    degrees = range(1, max_ranks + 1)
+    for replicate, shard, cp, tp in itertools.product(degrees, degrees, CONTEXTS, degrees):
+        if not 2 <= replicate * shard * cp * tp <= max_ranks:
+            continue
+        for sp, zero, recompute in itertools.product(*CHOICES.values()):
+            if (sp and tp == 1) or (zero < 3 and shard * cp == 1):
+                continue  # the same as without
+            yield Layout(dp_replicate=replicate, dp_shard=shard, cp=cp, tp=tp, sp=sp, zero=zero, recompute=recompute)
+
+
+def every_schedule(max_ranks: int) -> Iterator[Layout]:
+    """Yields every schedule on pipelines of P = 2, 3, 4 ranks, with P, 2 P and P + 1 micro-batches."""
+    for name in SCHEDULES:
+        for pp in (ranks for ranks in PIPELINES if ranks <= max_ranks):
+            for micro_batches in (pp, 2 * pp, pp + 1):
+                yield Layout(pp=pp, schedule=name, accumulation=micro_batches)
+
+
+def reduced(layout: Layout, max_ranks: int) -> Layout:
+    """Returns the same techniques on fewer ranks: the largest degree is divided by its smallest factor until it fits.
+
+    Every axis keeps at least 2 ranks while that is possible. Of equal degrees the one that comes first in the mesh is
+    reduced first. A pipeline whose schedule is a file keeps its ranks; a smaller pipeline loses the settings written
+    for its stages. Degrees that subdivide other axes (cp_ulysses, ep) shrink with them.
+    """
+    fixed = {"pp"} if layout.pp > 1 and is_file(layout.schedule) else set[str]()
+    while layout.processes > max_ranks:
+        axis = max((name for name in AXES if name not in fixed), key=lambda name: getattr(layout, name))
+        degree = getattr(layout, axis)
+        if degree == 1:
+            break
+        factor = next(f for f in range(2, degree + 1) if degree % f == 0)
+        layout = replace(layout, **{axis: degree // factor})
+        if axis == "pp":
+            layout = replace(layout, pp_cut="")
+    return _tidy(layout)
+
+
+def _tidy(layout: Layout) -> Layout:
+    """Returns the layout with cp_ulysses, ep and hpz that fit their axes, and without settings of absent techniques."""
+    layout = replace(layout, cp_ulysses=gcd(layout.cp_ulysses, layout.cp), ep=gcd(layout.ep, layout.shard_ranks))
+    layout = replace(layout, hpz=max(ranks for ranks in legal_hpz(layout) if ranks <= layout.hpz))
+    without = ["cp_inner"] if layout.cp == 1 else []
+    without += ["schedule", "pp_chunks", "pp_slices", "pp_cut"] if layout.pp == 1 else []
+    without += ["accumulate"] if layout.shard_ranks == 1 else []
+    return replace(layout, **{name: getattr(Layout(), name) for name in without})
+
+
+EXPERTS = MoE(n_experts=8, top_k=2, n_shared=1, aux_loss=0.01, z_loss=0.001, bias_balanced=True)
+"""The experts added to a model without any: they exercise every part of a router."""
+
+
+def deep_enough(job: Job, layout: Layout) -> Job:
+    """Returns the job with a model for a layout's stages: as many layers as `recompute_cut` or `pp_cut` has, else at
+    least one per stage.
+
+    If the layout is not legal, the job is returned unchanged."""
+    if layout.pp == 1 and not layout.recompute_cut:
+        return job
+    try:
+        if layout.recompute_cut:
+            layers = sum(run.layers for run in parse(layout.recompute_cut))
+        elif layout.pp_cut:
+            layers = sum(parse_cut(layout.pp_cut))
+        else:
+            layers = max(job.model.n_layers, _schedule(layout).stages)
+    except JobError:
+        return job
+    return replace(job, model=replace(job.model, n_layers=layers))
+
+
+def with_experts(job: Job, layout: Layout) -> Job:
+    """Returns the job with experts in its model if the layout uses expert parallelism and the model has none.
+
+    They are narrow, and their width is divisible by the same numbers of ranks as that of the MLP. They have no
+    load-balancing loss if the layout slices sequences, which excludes it."""
+    model = job.model
+    if layout.ep == 1 or model.moe.n_experts:
+        return job
+    moe = replace(EXPERTS, d_ff=alike(model.ff_size, min(model.ff_size, max(8, model.d_model // 2)), max(8, layout.tp)))
+    try:
+        if layout.pp > 1 and _schedule(layout).slices > 1:
+            moe = replace(moe, aux_loss=0.0)
+    except JobError:
+        pass  # the layout is not legal, with experts or without
+    return replace(job, model=replace(model, moe=moe))
+
+
+def _schedule(layout: Layout) -> Schedule:
+    """Returns a pipeline's schedule, whose stages do not depend on the number of micro-batches. Raises JobError if
+    there is none."""
+    return schedule_of(layout, max(layout.pp, layout.accumulation))
+
+
+CHEAP_PARAMETERS = 3_000_000
+CHEAP_SEQ_LEN = 128
+SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB, SMALL_WINDOW = 2, 8, 256, 32, 251, 5
+"""The vocabulary is a prime: no number of tensor ranks divides it, so that its padding is at work."""
+BUCKETS = 4
+"""Gradient buckets of the compared model: a real one has many, and their order matters."""
+MIN_EPS = 1e-8
+"""Adam's eps at least: a smaller one would amplify the rounding of gradients that are zero."""
+
+Changes = dict[str, tuple[Any, Any]]
+"""The job's value and the compared value, by dotted path."""
+
+
+@dataclass(frozen=True)
+class ComparedJob:
+    """The job that is compared, and what it has in place of the original."""
+
+    job: Job
+    """The compared job, with a layout of one process; in float64."""
+    vocab_size: int
+    changes: Changes
+    """The differences between both jobs; empty if the job is compared as it is."""
+
+
+def compared_job(job: Job, as_is: bool, max_ranks: int) -> ComparedJob:
+    """Returns the job to compare in place of `job`: smaller if the original takes too long, unless `as_is`.
+
+    A small model has the same parts, heads and key/value heads, and its widths and experts are divisible by the same
+    numbers of ranks up to `max_ranks`: the same layouts are legal for it. It runs on CPU processes unless the job asks
+    for `cluster.device=cuda`.
+    """
+    vocab = job.model.vocab_size or SMALL_VOCAB
+    small = job
+    if not as_is:
+        model = _small_model(job.model, vocab, max_ranks)
+        vocab = model.vocab_size or SMALL_VOCAB
+        bucket_mb = min(job.layout.bucket_mb, float(f"{count(model, vocab) * 8 / BUCKETS / 2**20:.3g}"))
+        optimizer = replace(job.optimizer, eps=max(job.optimizer.eps, MIN_EPS))
+        small = replace(job, model=model, optimizer=optimizer, layout=replace(job.layout, bucket_mb=bucket_mb))
+    changes = {
+        path: (fields.get(job, path), fields.get(small, path))
+        for path in fields.leaves()
+        if fields.get(job, path) != fields.get(small, path)
+    }
+    precision = "fp8" if job.train.precision == "fp8" else "fp64"
+    train = replace(
+        small.train, precision=precision, gradients="same", compile=False, cpu_linear="auto", global_batch=0
+    )
+    layout = Layout(bucket_mb=small.layout.bucket_mb)
+    cluster = Cluster(device="cuda" if job.cluster.device == "cuda" else "cpu")
+    return ComparedJob(replace(small, train=train, layout=layout, cluster=cluster), vocab, changes)
+
+
+def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
+    seq_len = model.seq_len
+    if seq_len > CHEAP_SEQ_LEN:
+        seq_len = alike(seq_len, SMALL_SEQ_LEN, max_ranks)
+    # As large a part of the sequence, but enough keys for a softmax; never 0, which is no window.
+    window = max(-(-model.window * seq_len // model.seq_len), min(model.window, SMALL_WINDOW))
+    model = replace(model, seq_len=seq_len, window=window)
+    if count(model, vocab) <= CHEAP_PARAMETERS:
+        return model
+    n_layers = min(model.n_layers, SMALL_LAYERS)
+    # Of layers with and without a window at least one each.
+    full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
+    head = min(model.head_size, SMALL_HEAD)
+    width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
+    small = replace(
+        model,
+        n_layers=n_layers,
+        full_every=full_every,
+        d_model=width,
+        rotary_fraction=_small_fraction(model.rotary_fraction, head),
+        head_dim=head
+        if not model.mla.kv_rank and (model.head_dim or width != model.n_heads * head)
+        else model.head_dim,
+        d_ff=alike(model.ff_size, min(model.ff_size, 2 * width), max_ranks),
+        vocab_size=min(vocab, SMALL_VOCAB) if model.vocab_size else 0,
+    )
+    for kind in model_kinds(model):
+        small = kind.shrink(model, small, max_ranks)
+    return small
+
+
+def _small_fraction(fraction: float, head: int) -> float:
+    """Returns the share of a small head that turns: about as large a part, of whole pairs."""
+    return fraction if fraction == 1 else max(2, 2 * round(head * fraction / 2)) / head
+
 
 GLOBAL_BATCHES = (8, 24)
 """Sequences per step: the first one divisible by a layout's data ranks × accumulation, else that product."""
@@ -153,12 +483,12 @@ def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks
 
     candidates = list[Layout]()
     if full or not schedules:
-        candidates += map(layout_line.parse, matrix.MATRIX)
-        candidates += covering.pairs(min(max_ranks, PAIR_RANKS), lambda layout: not reasons(layout))
+        candidates += map(layout_line.parse, MATRIX)
+        candidates += pairs(min(max_ranks, PAIR_RANKS), lambda layout: not reasons(layout))
     if full:
-        candidates += matrix.full(max_ranks)
+        candidates += products(max_ranks)
     if full or schedules:
-        candidates += matrix.schedules(max_ranks)
+        candidates += every_schedule(max_ranks)
     for layout in candidates:
         if why := reasons(layout):
             selection.skipped.append(Skipped(layout.line(), "; ".join(why)))
@@ -203,7 +533,7 @@ def _own(selection: Selection, job: Job, max_ranks: int) -> None:
     if own.world == 1 and own == replace(Layout(), bucket_mb=own.bucket_mb):
         return
     accumulation = batch.solve(job.train.global_batch, own).accumulation
-    layout = matrix.reduced(own, max_ranks)
+    layout = reduced(own, max_ranks)
     rounded = _rounded(layout)
     selection.notes += [f"the job's own layout is compared without quantisation: {bound}" for bound in rounded]
     layout = replace(
