@@ -10,7 +10,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled offload tiles zero-plus-plus test-smollm2 test-families \
+.PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled cold offload tiles zero-plus-plus test-smollm2 test-families \
 	reference lint format wheel docs pictures docs-check course bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
@@ -42,6 +42,9 @@ else
 	$(BIN)/python -m pytest $(ARGS)
 endif
 
+cold: setup ## run the tests without forks of a warm process (tests/warm.py): every process starts afresh
+	PHALANX_COLD=1 $(BIN)/python -m pytest $(ARGS)
+
 fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 	PHALANX_FUZZ=$(COUNT) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
@@ -72,8 +75,8 @@ tiles: setup ## compare tiles of every layer in every layout: results, and bytes
 test-smollm2: setup ## import the real SmolLM2-135M and compare it with transformers (PHALANX_SMOLLM2 names its GGUF file): minutes
 	PHALANX_SMOLLM2_WHOLE=1 $(BIN)/python -m pytest -s --timeout=0 tests/exchange/test_smollm2.py $(ARGS)
 
-test-families: setup ## export a small model of every family and load it with transformers: a minute
-	PHALANX_FAMILIES=1 $(BIN)/python -m pytest tests/exchange/test_export.py -k computes $(ARGS)
+test-families: setup ## export a small model of every family, with every value of every field, and load it with transformers: minutes
+	PHALANX_FAMILIES=1 $(BIN)/python -m pytest tests/exchange/test_export.py tests/families/test_exported_fields.py -k 'computes or computed' $(ARGS)
 
 reference: setup ## write docs/reference/job.md, docs/reference/cli.md and docs/reference/api.md from the code
 	$(BIN)/phalanx schema --markdown --out docs/reference/job.md

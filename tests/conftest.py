@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+import warm
+
 pytest_plugins = ["shared_run"]
 
 # Tests start hundreds of processes; without this each would compile the modules again.
@@ -27,6 +29,19 @@ settings.load_profile("phalanx")
 # inherit that: tests that interrupt one would wait in vain.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+warm.install()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cold: its processes are started afresh, not forked from one that is warm")
+
+
+@pytest.fixture(autouse=True)
+def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.node.get_closest_marker("cold"):
+        monkeypatch.setattr(warm, "is_cold", True)
 
 
 def pytest_collection_finish() -> None:

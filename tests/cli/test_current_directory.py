@@ -50,6 +50,7 @@ def run(*argv: str, command: tuple[str, ...] = ("-m", "phalanx")) -> subprocess.
     return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=200)
 
 
+@pytest.mark.cold
 def test_no_planted_module_runs(here):
     ran = here.parent / "ran"
     for argv in (
@@ -63,6 +64,7 @@ def test_no_planted_module_runs(here):
         assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.cold
 def test_no_planted_module_runs_in_the_measurement_of_a_planner(here, tmp_path):
     """The command as it is installed: a script outside the current directory."""
     script = tmp_path / "phalanx-command"

@@ -127,6 +127,7 @@ def test_ctrl_c_keeps_what_was_written(run):
     assert b"Traceback" not in error
 
 
+@pytest.mark.cold
 def test_ctrl_c_ends_every_rank(run):
     argv = ["generate", str(run), "--prompt", "5", "--max-new-tokens", "100000000", "--pp", "2"]
     with subprocess.Popen(

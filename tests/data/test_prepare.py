@@ -163,6 +163,7 @@ def test_a_finished_shard_that_rotted_is_made_again(data: Data, monkeypatch: pyt
     assert content(folder) == whole
 
 
+@pytest.mark.cold
 def test_two_at_once_do_not_disturb_each_other(poems: Path, tmp_path: Path) -> None:
     both = [program(poems, tmp_path / "out", "bpe", 2) for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in both]

@@ -17,6 +17,8 @@ from phalanx.config.job import Job
 from phalanx.errors import JobError, StoppedError
 from phalanx.trackers.processes import Trackers
 
+pytestmark = pytest.mark.cold  # they measure how long a process takes
+
 BROKEN = """
 import ctypes, os, time
 from phalanx import extend

@@ -1,0 +1,301 @@
+"""Starts Python without its imports: `python -m MODULE` and `python FILE` of a test are forked from a warm process.
+
+A process that imports torch takes two seconds before it does a thing, and tests start hundreds. `install` makes
+`subprocess.Popen` and `os.posix_spawn` ask a server that has imported torch for a fork. What is forked is a child of
+the process that asked, with the environment, folder and streams it asked for; what it starts, such as ranks, is forked
+too. A process is started afresh if the interpreter is told something else than the server was (PYTHONHASHSEED, LC_ALL),
+for `python -c`, in tests marked `cold`, which are about the start of processes, and everywhere with PHALANX_COLD=1.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import inspect
+import io
+import json
+import os
+import pkgutil
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PRELOAD = ("torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp")
+"""What is imported before the modules of Phalanx; the latter of them when a rank makes an optimizer."""
+READ_AT_LOAD = ("PYTHON", "LC_", "LANG", "LD_", "TORCH_LOGS", "TORCH_DISTRIBUTED_DEBUG")
+"""How the names of variables begin that Python or torch read when they are loaded."""
+FOLLOWED = {"PYTHONSAFEPATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONUNBUFFERED"}
+"""Those of them that a fork can follow."""
+PHALANX = str(Path(sys.executable).with_name("phalanx"))
+STREAMS = range(3)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37  # linux/prctl.h
+ADOPTION_S = 10.0
+ROOM = 20000
+"""The room for the words of a fork, which `ps` shows, and for its environment."""
+
+is_cold = "PHALANX_COLD" in os.environ
+"""Whether processes are started afresh."""
+
+_prctl = ctypes.CDLL(None).prctl
+_spawn = os.posix_spawn
+_server: Server | None = None
+_loaded_with: dict[str, str] = {}
+
+
+class Start(NamedTuple):
+    words: list[str]
+    """The interpreter's arguments: -m MODULE ... or FILE ..., perhaps after -P."""
+    environment: dict[str, str]
+    setsid: bool
+    parent: int
+
+
+class Server:
+    """The side that asks."""
+
+    def __init__(self, channel: socket.socket):
+        self._channel = channel
+        self._answers = channel.makefile("rb")
+        self._lock = threading.Lock()
+
+    def start(
+        self, words: list[str], environment: Mapping[str, str], setsid: bool, folder: Any, streams: Sequence[int]
+    ) -> int:
+        """Returns the process id of a new child of this process."""
+        message = json.dumps(Start(words, dict(environment), setsid, os.getpid())).encode()
+        with self._lock, _adopting():
+            where = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
+            socket.send_fds(self._channel, [len(message).to_bytes(4, "big")], [where, *streams])
+            os.close(where)
+            self._channel.sendall(message)
+            return int(self._answers.readline())
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Makes those of this process's descendants that lose their parent its children."""
+    before = ctypes.c_int()
+    _prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        _prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _words(argv: Any, environment: Mapping[str, str]) -> list[str] | None:
+    """Returns the interpreter's arguments if a fork can follow them, else None."""
+    if _server is None or is_cold or not isinstance(argv, list | tuple):
+        return None
+    program, *words = [os.fspath(word) for word in argv]
+    if program == PHALANX:
+        words = ["-P", "-m", "phalanx", *words]
+    elif program != sys.executable:
+        return None
+    first = words[words[:1] == ["-P"] :][:1]
+    is_like = first == ["-m"] or any(word.endswith(".py") for word in first)
+    return words if is_like and _read_at_load(environment) == _loaded_with else None
+
+
+def _read_at_load(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if k.startswith(READ_AT_LOAD) and k not in FOLLOWED}
+
+
+class Popen(subprocess.Popen):
+    """A process, forked by the server where that can be."""
+
+    def _execute_child(self, *given: Any) -> None:
+        of = inspect.signature(super()._execute_child).bind(*given).arguments
+        environment = os.environ if of["env"] is None else of["env"]
+        words = _words(of["args"], environment)
+        odd = any(of[name] for name in ("preexec_fn", "pass_fds", "shell", "executable"))
+        if words is None or odd or {of["gid"], of["gids"], of["uid"]} != {None} or of["umask"] >= 0:
+            super()._execute_child(*given)
+            return
+        theirs = [of[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        streams = [own if each == -1 else each for own, each in zip(STREAMS, theirs, strict=True)]
+        assert _server is not None
+        self.pid = _server.start(words, environment, of["start_new_session"], of["cwd"], streams)
+        self._child_created = True
+        ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(of[name] for name in ends))
+
+
+def posix_spawn(path: str, argv: Sequence[str], environment: Mapping[str, str], /, **options: Any) -> int:
+    """`os.posix_spawn`, by the server where that can be."""
+    words = _words(argv, environment)
+    if words is None or options.keys() - {"file_actions", "setsid"}:
+        return _spawn(path, argv, environment, **options)
+    streams, opened = list(STREAMS), []
+    try:
+        for kind, *action in options.get("file_actions") or ():
+            if kind == os.POSIX_SPAWN_OPEN:
+                opened.append(os.open(*action[1:]))
+                streams[action[0]] = opened[-1]
+            else:
+                assert kind == os.POSIX_SPAWN_DUP2
+                streams[action[1]] = action[0]
+        assert _server is not None
+        return _server.start(words, environment, options.get("setsid", False), None, streams)
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+
+
+def install() -> None:
+    """Starts the server in the background, and makes this process ask it."""
+    if is_cold or _server is not None:
+        return
+    ours, theirs = socket.socketpair()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "ROOM": "-" * ROOM}
+    environment.pop("PYTHONPATH", None)
+    with theirs:
+        process = subprocess.Popen([sys.executable, __file__, "-" * ROOM], stdin=theirs, env=environment)
+    process.returncode = 0  # it ends when this process has ended: no warning that it runs
+    _ask(ours)
+
+
+def _ask(channel: socket.socket) -> None:
+    global _server  # noqa: PLW0603
+    _server = Server(channel)
+    _loaded_with.update(_read_at_load(os.environ))
+    subprocess.Popen = Popen
+    os.posix_spawn = posix_spawn
+
+
+def _serve(channel: socket.socket) -> Start:
+    """Forks a process for every request, and returns in it; ends when nobody is left who could ask."""
+    while True:
+        head, descriptors, *_ = socket.recv_fds(channel, 4, len(STREAMS) + 1)
+        if not head:
+            os._exit(0)
+        start = Start(*json.loads(channel.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)))
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            if process := os.fork():
+                os.write(writing, b"%d\n" % process)
+                os._exit(0)
+            os.close(reading)
+            os.close(writing)
+            channel.close()
+            _become(start, descriptors)
+            return start
+        for descriptor in (*descriptors, writing):
+            os.close(descriptor)
+        os.waitpid(between, 0)  # which makes its fork the child of who asks: not before does that hear of it
+        with os.fdopen(reading, "rb") as pipe:
+            channel.sendall(pipe.read())
+
+
+def _become(start: Start, descriptors: Sequence[int]) -> None:
+    """Makes a fork what a fresh process is."""
+    if start.setsid:
+        os.setsid()
+    where, *streams = descriptors
+    os.fchdir(where)
+    for number, descriptor in zip(STREAMS, streams, strict=True):
+        os.dup2(descriptor, number)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(start.environment)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old, is_line = getattr(sys, name), number == STREAMS[-1] or os.isatty(number)
+        at_once = number > 0 and bool(start.environment.get("PYTHONUNBUFFERED"))
+        raw = open(number, "wb" if number else "rb", 0 if at_once else -1, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(raw, old.encoding, old.errors, None, number > 0 and is_line, at_once)
+        stream.mode = "w" if number else "r"  # type: ignore[attr-defined]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+    _show([sys.executable, *start.words], start.environment)
+    end = time.monotonic() + ADOPTION_S
+    while os.getppid() != start.parent and time.monotonic() < end:
+        time.sleep(0.0005)
+
+
+def _show(words: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Puts words and variables where `ps` and /proc look for those of this process."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    for first, shown in ((45, words), (47, ["=".join(each) for each in environment.items()])):
+        begin, end = int(fields[first]), int(fields[first + 1])  # arg_start, arg_end; env_start, env_end of proc(5)
+        line = b"\0".join(map(os.fsencode, shown))[: end - begin - 1]
+        ctypes.memmove(begin, line.ljust(end - begin, b"\0"), end - begin)
+
+
+def _run(start: Start) -> None:
+    """Runs the module or file in this process."""
+    safe = start.words[0] == "-P" or bool(start.environment.get("PYTHONSAFEPATH"))
+    first, *rest = start.words[start.words[0] == "-P" :]
+    more = [*filter(None, start.environment.get("PYTHONPATH", "").split(os.pathsep))]
+    if any([*Path(folder).glob("*.dist-info")] for folder in {*more} - {*sys.path}):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "phalanx"]:
+            del sys.modules[name]  # it looks for packages that extend it when it is imported
+    sys.path[:0] = more
+    if first == "-m":
+        sys.path[:0] = [] if safe else [os.getcwd()]
+        sys.modules.pop(rest[0], None)  # what runs as a program is not that
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        return
+    sys.path[:0] = [] if safe else [str(Path(first).resolve().parent)]
+    sys.argv = [first, *rest]
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__file__ = first
+    exec(compile(Path(first).read_bytes(), first, "exec"), main.__dict__)
+
+
+def _ours() -> Iterator[str]:
+    """Yields the names of Phalanx' modules, but for those that are programs."""
+    import phalanx
+
+    for _, name, _ in pkgutil.walk_packages(phalanx.__path__, "phalanx."):
+        if name.rpartition(".")[2] not in ("__main__", "rank"):
+            yield name
+
+
+def _main() -> None:
+    """The server, and what it forks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = socket.socket(fileno=os.dup(0))
+    _loaded_with.update(_read_at_load(os.environ))
+    for module in (*PRELOAD, *_ours()):
+        importlib.import_module(module)
+    sys.path.pop(0)  # this folder
+    gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every fork
+    start = _serve(channel)
+    # In a fork, which gets a server of its own, so that its children are its own.
+    ours, theirs = socket.socketpair()
+    parent = os.getpid()
+    if os.fork():
+        theirs.close()
+        _ask(ours)
+    else:
+        ours.close()
+        os.setsid()
+        _show([sys.executable, __file__], {})
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        _prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(0)
+        nothing = os.open(os.devnull, os.O_RDWR)  # who reads the streams waits for their end
+        for number in STREAMS:
+            os.dup2(nothing, number)
+        start = _serve(theirs)
+        _prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
+    _run(start)
+
+
+if __name__ == "__main__":
+    _main()
