@@ -19,11 +19,11 @@ from pathlib import Path
 
 from benchmarks.report import machine, save
 from phalanx.check.load import load_file
-from phalanx.cli.train import PRELOAD
 from phalanx.data.prepare import prepare
 from phalanx.launch.local import launch_local
 from phalanx.launch.restart import Restarts
 from phalanx.train.run_directory import RunDirectory, newest_step
+from phalanx.verify.run import PRELOAD
 
 JOB = """
 model: {n_layers: 2, d_model: 64, n_heads: 2, seq_len: 64}

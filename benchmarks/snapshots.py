@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import without_places
+from phalanx.cli.main import VERBS
 from phalanx.cli.main import main as phalanx
-from phalanx.cli.verbs import VERBS
 from phalanx.config.fields import leaves
 from phalanx.config.job import Job
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from markdown_table import table
 
-from phalanx.cli.job_words import COMMON_SWITCHES
-from phalanx.cli.page import PageOption, VerbPage, flag_of
-from phalanx.cli.verbs import EXIT_CODES, VERBS, description_of
+from phalanx.cli.main import EXIT_CODES, VERBS, description_of
+from phalanx.cli.option import PageOption, VerbPage, flag_of
+from phalanx.cli.verb import JOB_SWITCHES
 from phalanx.config.reference import type_words
 
 PAGE = Path(__file__).with_name("reference") / "cli.md"
@@ -58,7 +58,7 @@ def _of_jobs() -> Iterator[str]:
     named = ", ".join(f"[`{verb}`](#phalanx-{verb})" for verb in VERBS if description_of(verb).page.takes_job)
     yield f"{named}. Beside their own options they have:"
     yield ""
-    options = [PageOption(name, about) for name, about in COMMON_SWITCHES.items()]
+    options = [PageOption(name, about) for name, about in JOB_SWITCHES.items()]
     yield from _options([*options, PageOption("help", "a short page; with a word about a section, field or option")])
     yield ""
 
@@ -73,7 +73,7 @@ def _verb(verb: str, page: VerbPage) -> Iterator[str]:
         yield from (*table(("command", "what it does"), [(f"`{words}`", what) for words, what in page.commands]), "")
     for note in page.notes:
         yield from (note, "")
-    options = [option for option in page.options if not (page.takes_job and option.name in COMMON_SWITCHES)]
+    options = [option for option in page.options if not (page.takes_job and option.name in JOB_SWITCHES)]
     if options:
         yield from (*_options(options), "")
     if page.takes_job:
@@ -104,7 +104,8 @@ def _type(option: PageOption) -> str:
     if option.option is None:
         return "switch"
     least = "" if option.option.at_least is None else f", ≥ {option.option.at_least}"
-    return f"{type_words(option.option.kind)}{least}{', several' if option.option.many else ''}"
+    kind = str if option.option.kind is Path else option.option.kind
+    return f"{type_words(kind)}{least}{', several' if option.option.many else ''}"
 
 
 def _default(option: PageOption) -> str:

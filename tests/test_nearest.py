@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from phalanx.check.schema import known_names
-from phalanx.cli.verbs import VERBS
+from phalanx.cli.main import VERBS
 from phalanx.config.fields import suggestion
 from phalanx.config.presets import named, unknown
 from phalanx.config.spelling import refusal, value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 MIB = 2**20
 """Bytes of a mebibyte."""
@@ -37,3 +37,25 @@ def seconds(value: float) -> str:
     if value < 3600:
         return f"{int(value // 60)}m{int(value % 60):02d}s"
     return f"{int(value // 3600)}h{int(value % 3600 // 60):02d}m"
+
+
+def duration(value: float, digits: int = 3) -> str:
+    """Formats a short time in a suitable unit: "13.7 s", "14.2 ms", "3.41 µs"."""
+    size, unit = next(
+        ((size, unit) for size, unit in ((1.0, "s"), (1e-3, "ms")) if value >= 0.9995 * size), (1e-6, "µs")
+    )
+    return f"{value / size:.{digits}g} {unit}"
+
+
+def aligned(rows: Iterable[Sequence[str]], sides: str = "") -> list[str]:
+    """Returns rows of cells as lines with columns; `sides` has "l" or "r" for each, "l" for those beyond."""
+    cells = [*rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    rights = [side == "r" for side in sides.ljust(len(widths), "l")]
+    columns = [*zip(widths, rights, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(wide) if right else cell.ljust(wide) for cell, (wide, right) in zip(row, columns, strict=True)
+        ).rstrip()
+        for row in cells
+    ]

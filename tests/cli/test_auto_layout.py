@@ -11,14 +11,14 @@ import yaml
 
 from phalanx.cli import auto_layout, predict, train
 from phalanx.cli.data import VERB as DATA
-from phalanx.cli.job_words import JobVerb, JobWords
+from phalanx.cli.verb import Verb, Words, job_verb
 from phalanx.config import layout_line
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError, RunError
 from phalanx.plan.report.notes import NO_HEADROOM
 from phalanx.train.run_directory import RunDirectory
 
-VERB = JobVerb("test", "A verb.", ())
+VERB = job_verb("test", "A verb.", ())
 MACHINE = """
 cluster:
   devices_per_node: 2
@@ -62,7 +62,7 @@ def asked(monkeypatch):
     return found
 
 
-def parse(*argv: str, verb: JobVerb = VERB) -> JobWords:
+def parse(*argv: str, verb: Verb = VERB) -> Words:
     words = verb.parse(argv)
     assert words is not None
     return words

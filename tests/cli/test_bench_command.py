@@ -67,7 +67,7 @@ def test_help_and_mistakes_need_no_torch():
         (["compute", "--threads"], "--threads: needs a value"),
         (["compute", "--threads", "0"], "--threads: must be at least 1, is 0"),
         (["compute", "--save", "--no-save"], "--save and --no-save exclude each other"),
-        (["compute", "--svg", "/no/where.svg"], "--svg: cannot write /no/where.svg: folder /no does not exist"),
+        (["compute", "--svg", "/no/where.svg"], "--svg /no/where.svg: folder /no does not exist"),
         (["comm", "--collectives", "all_reduce,allgather"], "no collective 'allgather'; did you mean all_gather?"),
         (["comm", "--nproc-per-node", "1"], "needs at least two ranks; there is one"),
     ],

@@ -63,7 +63,7 @@ def test_it_asks_until_the_answers_are_legal(here, capsys, monkeypatch):
 
     monkeypatch.setattr("sys.stdin", Terminal("dgx-h100:2\nfoo\nllama3-8b\n\n64\n1000\n"))
     monkeypatch.setattr(init.sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr("phalanx.cli.job_plan.stderr_progress", init_progress)
+    monkeypatch.setattr("phalanx.cli.init.stderr_progress", init_progress)
     assert main(["init", "big.yaml"]) == 0
     asked = capsys.readouterr().err
     assert [f"{n}/5" for n in range(1, 6) if f"{n}/5  " in asked] == ["1/5", "2/5", "3/5", "4/5", "5/5"]

@@ -2,11 +2,11 @@
 
 import pytest
 
-from phalanx.cli.job_words import JobVerb, JobWords
 from phalanx.cli.option import Option
+from phalanx.cli.verb import Words, job_verb
 from phalanx.errors import JobError
 
-VERB = JobVerb(
+VERB = job_verb(
     "test",
     "A verb.",
     (("test job.yaml", "a test"), ("test --quick", "a quick one")),
@@ -18,7 +18,7 @@ VERB = JobVerb(
 )
 
 
-def parse(*argv: str) -> JobWords:
+def parse(*argv: str) -> Words:
     words = VERB.parse(argv)
     assert words is not None
     return words

@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.check.load import load_words
-from phalanx.cli.node_layout import words_for
+from phalanx.cli.auto_layout import words_for
 from phalanx.config import overrides
 from phalanx.errors import JobError
 

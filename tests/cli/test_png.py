@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from phalanx.cli import png
+from phalanx.cli import files as png
 from phalanx.cli.files import write
 from phalanx.cli.main import main
 from phalanx.errors import RunError

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
+from phalanx.launch.ranks import Ranks
 
 PHALANX = [sys.executable, "-m", "phalanx", "test-dist", "--quick"]
 FAULT = """
@@ -78,7 +79,7 @@ def test_without_a_layout_all_processes_are_replicas(capsys, alone):
     assert json.loads(capsys.readouterr().out)["job"]["layout"]["tp"] == 2
     from phalanx.cli.test_dist import _parse
 
-    words = _parse(["--quick", "cluster.device=cpu"], 3)
+    words = _parse(["--quick", "cluster.device=cpu"], Ranks(1, 3, 1, 3, 0, "torchrun"))
     assert words is not None
     assert words.job.layout.line() == "dp_replicate=3,micro_batch=8"
     assert words.job.model.preset == "tiny"

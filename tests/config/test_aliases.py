@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from phalanx.check.load import RULES
-from phalanx.cli.job_words import COMMON_SWITCHES, JobVerb
 from phalanx.config import aliases, foreign_names, spelling, values
 from phalanx.config.aliases import ALIASES
 from phalanx.config.fields import leaves, resolve, short_names
@@ -28,8 +27,8 @@ def test_an_alias_never_shadows_a_name_of_ours(name: str) -> None:
     assert name not in leaves()
     assert name not in short_names()
     for verb in VERBS:
-        assert isinstance(verb, JobVerb)
-        assert name not in {*verb.options, *verb.switches, *COMMON_SWITCHES}
+        [command] = verb.commands.values()
+        assert name not in {*command.options, *command.switches}
 
 
 @pytest.mark.parametrize("name", list(ALIASES))
@@ -46,7 +45,7 @@ def test_an_alias_stands_for_a_field_a_rule_or_nothing_to_set(name: str) -> None
 def test_flags_switches_and_groups_exist() -> None:
     for path, value in aliases.FLAGS.values():
         values.convert(value, leaves()[path])
-    assert set(aliases.SWITCHES.values()) <= {switch for verb in VERBS for switch in verb.switches}
+    assert set(aliases.SWITCHES.values()) <= {switch for verb in VERBS for switch in verb.commands[""].switches}
     for group in aliases.GROUPS.values():
         for path, value in group.items():
             if path != "model.preset":

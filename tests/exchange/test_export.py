@@ -22,8 +22,7 @@ from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, LibraryTokenizer, Tokenizer, train_bpe
 from phalanx.errors import CheckpointError, JobError
-from phalanx.exchange.export import export
-from phalanx.exchange.export_tokenizer import library_definition
+from phalanx.exchange.export import export, library_definition
 
 LLAMA = replace(small_model(PRESETS["llama3.1-8b"], {"rope_scaling": {"original_seq_len": 16}}), seq_len=64)
 

@@ -15,8 +15,11 @@ from exchange import gguf_files  # noqa: E402
 from phalanx.data.token_table import KINDS, definition_of, settings_of  # noqa: E402
 from phalanx.data.tokenizer import LibraryTokenizer  # noqa: E402
 from phalanx.errors import CheckpointError, DamagedCheckpointError, DataError, NotFoundError  # noqa: E402
-from phalanx.exchange.gguf import GgufFile, exact_decimal  # noqa: E402
-from phalanx.exchange.gguf_model import GgufModel  # noqa: E402
+from phalanx.exchange.gguf import (  # noqa: E402
+    GgufFile,
+    GgufModel,
+    exact_decimal,
+)
 from phalanx.model.transformer import Transformer  # noqa: E402
 
 CONFIG = SimpleNamespace(

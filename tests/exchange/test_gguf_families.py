@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 from exchange import gguf_files  # noqa: E402
 from families.counterparts import InFloat64  # noqa: E402
 from phalanx.errors import CheckpointError  # noqa: E402
-from phalanx.exchange.gguf_model import GgufModel  # noqa: E402
+from phalanx.exchange.gguf import GgufModel  # noqa: E402
 from phalanx.model.transformer import Transformer  # noqa: E402
 
 SMALL = {

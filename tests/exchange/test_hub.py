@@ -9,7 +9,7 @@ from huggingface_hub import constants
 from exchange.folders import write_folder
 from phalanx.cli.main import main
 from phalanx.errors import JobError, RunError
-from phalanx.exchange import hub
+from phalanx.exchange import folder as hub
 
 
 @pytest.fixture(autouse=True)

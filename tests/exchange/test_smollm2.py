@@ -8,7 +8,7 @@ import torch
 
 from phalanx.data.template import own_template
 from phalanx.data.tokenizer import Tokenizer
-from phalanx.exchange.import_gguf import import_gguf
+from phalanx.exchange.gguf import import_gguf
 from phalanx.generate.engine import Engine, GenerationRequest
 from phalanx.generate.load import load_run
 from phalanx.generate.ranks import load_part

@@ -37,7 +37,7 @@ from phalanx.data.index import CorpusRecord, Index, map_shard, open_shards, writ
 from phalanx.data.token_table import definition_of
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import JobError
-from phalanx.exchange.gguf_model import GgufModel
+from phalanx.exchange.gguf import GgufModel
 from phalanx.generate.load import vocabulary_of
 from phalanx.launch.outcome import Outcome
 from phalanx.launch.verdict import End, verdict

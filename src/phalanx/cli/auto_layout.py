@@ -8,11 +8,12 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+from phalanx.check.effect import without_idle
 from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob
 from phalanx.checkpoint.inventory import newest_valid
 from phalanx.checkpoint.manifest import job_of
-from phalanx.cli.calibration import check_calibration
+from phalanx.cli.predicting import check_calibration
 from phalanx.config import local_cluster
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import LOCAL, cluster_of
@@ -25,8 +26,9 @@ from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.ranks import Ranks, detect
+from phalanx.partition import batch as batch_equation
 from phalanx.train.run_directory import RunDirectory
-from phalanx.units import seconds
+from phalanx.units import duration, seconds
 
 BY_HAND = "`phalanx bench compute` and `phalanx bench comm`"
 MEASUREMENTS = {"comm": "intra.gbs", "compute": "accelerator.name"}
@@ -91,17 +93,13 @@ def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool
     if prints:
         echo(
             f"layout: {best.layout.line()}  (planned: {plan.searched:,} layouts searched in {seconds(plan.seconds)}; "
-            f"predicted {_step(best.seconds)} per step)",
+            f"predicted {duration(best.seconds)} per step)",
             file=sys.stderr,
             wrap=True,
         )
         for note in (note for note in plan.notes if note.startswith(NO_HEADROOM)):
             echo(note, file=sys.stderr, wrap=True)
     return with_layout(loaded, best.layout, worlds, PLANNED)
-
-
-def _step(value: float) -> str:
-    return f"{value:.3g} s" if value >= 1 else f"{value * 1e3:.3g} ms"
 
 
 def fixed_of(loaded: LoadedJob) -> list[str]:
@@ -239,3 +237,49 @@ def _has_links(wanted: Cluster) -> bool:
 
     alone = torch.cuda.device_count() == 1 and wanted.device != "cpu"
     return not alone and wanted.devices_per_node != 1
+
+
+def words_for(loaded: LoadedJob, nodes: int) -> tuple[str, ...]:
+    """Returns the words of the command line that adapt a job of `run.nnodes` nodes to `nodes` of them.
+
+    A layout that the user has chosen keeps its tensor, context and pipeline ranks and loses data ranks, if that is
+    legal. Otherwise the planner chooses. Raises JobError or DoesNotFitError if there is no layout."""
+    job = loaded.job
+    most = job.run.most_nodes
+    per_node = job.layout.processes // most
+    words = [f"run.nnodes={nodes}", f"cluster.nodes={nodes}"]
+    if job.cluster.devices_per_node:
+        words.append(f"cluster.devices_per_node={per_node}")
+    if nodes == most:
+        return tuple(words)
+    batch = batch_equation.solve(job.train.global_batch, job.layout).global_batch
+    cluster = replace(job.cluster, nodes=nodes, devices_per_node=job.cluster.devices_per_node and per_node)
+    train, run = replace(job.train, global_batch=batch), replace(job.run, nnodes=str(nodes))
+    smaller = replace(job, cluster=cluster, train=train, run=run)
+    fewer = None if was_planned(loaded) else _with_fewer_data_ranks(smaller, nodes, most)
+    layout = fewer or _planned(LoadedJob(smaller, loaded.origins), per_node)
+    layout = without_idle(replace(smaller, layout=layout))
+    words += [f"train.global_batch={batch}", f"layout={layout.line()}"]
+    if layout.bucket_mb != Layout().bucket_mb:
+        words.append(f"layout.bucket_mb={layout.bucket_mb}")
+    return tuple(words)
+
+
+def _with_fewer_data_ranks(job: Job, nodes: int, most: int) -> Layout | None:
+    """Returns the layout on a fraction of the data ranks, or None if none is legal."""
+    layout = job.layout
+    for axis in ("dp_replicate", "dp_shard"):
+        ranks, rest = divmod(getattr(layout, axis) * nodes, most)
+        if not rest and ranks:
+            # More micro-batches make up for the ranks.
+            fewer = replace(layout, **{axis: ranks}, accumulation=0)
+            if not problems_of(replace(job, layout=fewer)):
+                return fewer
+    return None
+
+
+def _planned(loaded: LoadedJob, per_node: int) -> Layout:
+    cluster = replace(loaded.job.cluster, devices_per_node=per_node)
+    job = replace(loaded.job, layout=Layout(auto=True), cluster=cluster)
+    origins = {path: "default" if path.startswith("layout.") else origin for path, origin in loaded.origins.items()}
+    return planned(LoadedJob(job, origins), measures=False).job.layout

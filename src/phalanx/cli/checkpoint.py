@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +12,8 @@ from phalanx.checkpoint import inventory, report
 from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.inventory import by_age, check
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
-from phalanx.cli.commands import JSON, Command, CommandVerb, CommandWords
 from phalanx.cli.option import Option
+from phalanx.cli.verb import JSON, Command, Verb, Words
 from phalanx.data.files import meter, stderr_progress
 from phalanx.echo import echo
 from phalanx.errors import CheckpointError, JobError
@@ -66,7 +64,7 @@ COMMANDS = {
         about="compare two states",
     ),
 }
-VERB = CommandVerb(
+VERB = Verb(
     "checkpoint",
     "Lists, shows, verifies, converts and compares checkpoints.",
     COMMANDS,
@@ -83,35 +81,31 @@ VERB = CommandVerb(
 )
 
 
-def run(argv: Sequence[str]) -> int:
-    words = VERB.parse(argv)
-    if words is None:
-        return 0
+@VERB.runs
+def run(words: Words) -> int | None:
     return {"list": _list, "show": _show, "verify": _verify, "convert": _convert, "diff": _diff}[words.command](words)
 
 
-def _list(words: CommandWords) -> int:
+def _list(words: Words) -> None:
     found = inventory.listing(Path(words.subject))
     _print(words, report.listing_document(found), report.listing(found))
-    return 0
 
 
-def _show(words: CommandWords) -> int:
+def _show(words: Words) -> None:
     path = Path(words.subject)
     if inventory.form_of(path) == "checkpoint":
-        manifest = manifests.read(inventory.checkpoint_at(path, _step(words)))
+        manifest = manifests.read(inventory.checkpoint_at(path, words.options["step"]))
         damage = _damage(manifest)
     else:
         from phalanx.checkpoint.consolidated import open_source  # imported here and below, because it imports torch
 
-        manifest, damage = open_source(path, _step(words), "trust" in words.switches).manifest, ""
-    pattern, limit = (words.options.get(name, option.default) for name, option in CHOSEN.items())
+        manifest, damage = open_source(path, words.options["step"], "trust" in words.switches).manifest, ""
+    pattern, limit = (words.options[name] for name in CHOSEN)
     _print(
         words,
         report.manifest_document(manifest, damage, pattern),
         report.manifest(manifest, damage, pattern, limit, boxes="boxes" in words.switches),
     )
-    return 0
 
 
 def _damage(manifest: Manifest) -> str:
@@ -122,10 +116,10 @@ def _damage(manifest: Manifest) -> str:
     return ""
 
 
-def _verify(words: CommandWords) -> int:
+def _verify(words: Words) -> int:
     path = Path(words.subject)
-    if "step" in words.options or os.path.isfile(path / MANIFEST):
-        paths = [inventory.checkpoint_at(path, _step(words))]
+    if words.options["step"] or os.path.isfile(path / MANIFEST):
+        paths = [inventory.checkpoint_at(path, words.options["step"])]
     else:
         root = inventory.root_of(path)
         paths = [each for _, each in by_age(root)]
@@ -150,36 +144,38 @@ def _verify(words: CommandWords) -> int:
     return CheckpointError.exit_code if damaged else 0
 
 
-def _convert(words: CommandWords) -> int:
+def _convert(words: Words) -> None:
     source, target = map(Path, words.subjects)
-    if "to" not in words.options:
+    if words.options["to"] is None:
         raise JobError("phalanx checkpoint convert needs --to safetensors, --to dcp or --to phalanx")
     from phalanx.checkpoint.consolidated import open_source
     from phalanx.checkpoint.convert import convert
 
-    with open_source(source, _step(words), "trust" in words.switches) as tensors, stderr_progress() as progress:
+    with (
+        open_source(source, words.options["step"], "trust" in words.switches) as tensors,
+        stderr_progress() as progress,
+    ):
         done = convert(
             tensors,
             target,
             words.options["to"],
             weights_only="weights_only" in words.switches,
             merge_lora="merge_lora" in words.switches,
-            dtype=words.options.get("dtype", ""),
-            most_file_bytes=words.options.get("max_file_gib", FILE_GIB) * 2**30,
+            dtype=words.options["dtype"],
+            most_file_bytes=words.options["max_file_gib"] * 2**30,
             progress=progress,
         )
     for note in done.notes:
         echo(note, file=sys.stderr, wrap=True)
     _print(words, report.converted_document(done), report.converted(done))
-    return 0
 
 
-def _diff(words: CommandWords) -> int:
+def _diff(words: Words) -> int:
     from phalanx.checkpoint.consolidated import open_source
     from phalanx.checkpoint.diff import compare
 
-    step, trusted = _step(words), "trust" in words.switches
-    pattern, limit = (words.options.get(name, option.default) for name, option in CHOSEN.items())
+    step, trusted = words.options["step"], "trust" in words.switches
+    pattern, limit = (words.options[name] for name in CHOSEN)
     a, b = map(Path, words.subjects)
     with open_source(a, step, trusted) as left, open_source(b, step, trusted) as right, stderr_progress() as progress:
         fields = "tensors_only" not in words.switches
@@ -192,12 +188,8 @@ def _diff(words: CommandWords) -> int:
     return 0 if found.is_empty else 1
 
 
-def _step(words: CommandWords) -> int:
-    return words.options.get("step", 0)
-
-
-def _print(words: CommandWords, document: Any, as_text: str) -> None:
-    echo(json.dumps(_finite(document), indent=1) if words.as_json else as_text, wrap=not words.as_json)
+def _print(words: Words, document: Any, as_text: str) -> None:
+    words.show(_finite(document), as_text)
 
 
 def _finite(value: Any) -> Any:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.cli.commands import JSON, Command, CommandVerb, CommandWords
-from phalanx.cli.files import DARK, check_folders, wants_dark, write
+from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.option import Option
+from phalanx.cli.verb import JSON, Command, Verb, Words
 from phalanx.comm.algorithms import draw, text
 from phalanx.comm.algorithms.catalogue import ALGORITHMS, build, full_name
 from phalanx.comm.algorithms.program import CollectiveProgram
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
-from phalanx.units import gib
+from phalanx.units import aligned, gib
 
 SIZES = {
     "ranks": Option(int, 4, "ranks of the group", at_least=1),
@@ -30,7 +28,7 @@ FILES = {"svg": Option(str, "", "write the picture", value="FILE")}
 CHECKED = {"ranks": SIZES["ranks"], "elements": SIZES["elements"]} | SETTINGS
 MAX_PROCESSES = 16
 """Maximum ranks of `check`: each is a process of this machine, with about 200 MB of torch."""
-VERB = CommandVerb(
+VERB = Verb(
     "collectives",
     "Algorithms of collectives, as messages from one rank to another, step by step: lists, draws, counts and checks "
     "them. Training uses the backend's own collectives (gloo, NCCL).",
@@ -55,55 +53,36 @@ VERB = CommandVerb(
 )
 
 
-def run(argv: Sequence[str]) -> int:
-    words = VERB.parse(argv)
-    if words is None:
-        return 0
-    if words.command == "list":
-        _list(words.as_json)
-    elif words.command == "show":
-        _show(words)
-    else:
-        _check(words)
-    return 0
+@VERB.runs
+def run(words: Words) -> None:
+    {"list": _list, "check": _check, "show": _show}[words.command](words)
 
 
-def _list(as_json: bool) -> None:
-    if as_json:
-        entries = [
-            {"name": name, "steps": entry.steps, "source": entry.source, "takes": entry.takes or None}
-            for name, entry in ALGORITHMS.items()
-        ]
-        echo(json.dumps(entries, indent=1))
-        return
-    width = max(map(len, ALGORITHMS))
-    steps = max(len(entry.steps) for entry in ALGORITHMS.values())
-    for name, entry in ALGORITHMS.items():
-        echo(f"{name:<{width}}  {entry.steps:<{steps}}  {entry.source}", wrap=True)
+def _list(words: Words) -> None:
+    entries = [
+        {"name": name, "steps": entry.steps, "source": entry.source, "takes": entry.takes or None}
+        for name, entry in ALGORITHMS.items()
+    ]
+    rows = [(name, entry.steps, entry.source) for name, entry in ALGORITHMS.items()]
+    words.show(entries, "\n".join(aligned(rows)))
 
 
-def _show(words: CommandWords) -> None:
-    sizes = {name: words.options.get(name, option.default) for name, option in SIZES.items()}
-    svg = words.options.get("svg", "")
-    check_folders({"svg": svg}, "svg")
-    dark = wants_dark(words.switches, words.options, "svg")
-    program = build(words.subject, sizes["ranks"], sizes["elements"], **words.given(SETTINGS))
-    if svg:
-        write(svg, draw.svg(program), dark)
-    if words.as_json:
-        echo(json.dumps(as_json(program, sizes["element_bytes"])))
-        return
-    tensor = f"{sizes['elements']:,} elements of {sizes['element_bytes']} bytes"
-    title = f"{program.name}: {program.ranks} ranks, {tensor} ({gib(sizes['elements'] * sizes['element_bytes'])})"
-    echo("\n".join([title, *text.counts(program, sizes["element_bytes"]), ""]), wrap=True)
-    echo("\n".join(text.table(program)))
-    if svg:
-        echo(f"\nwritten: {svg}")
+def _show(words: Words) -> None:
+    ranks, elements, size = (words.options[name] for name in SIZES)
+    files = OutputFiles.of(words, "svg")
+    program = build(words.subject, ranks, elements, **words.given(SETTINGS))
+    files.write({"svg": lambda: draw.svg(program)})
+    tensor = f"{elements:,} elements of {size} bytes ({gib(elements * size)})"
+    title = f"{program.name}: {program.ranks} ranks, {tensor}"
+    words.show(as_json(program, size), "\n".join([title, *text.counts(program, size), ""]), indent=None)
+    if not words.as_json:
+        echo("\n".join(text.table(program)))
+    files.tell()
 
 
-def _check(words: CommandWords) -> None:
+def _check(words: Words) -> None:
     """Runs an algorithm. Raises RunError if the result of a rank is not that of the collective."""
-    ranks, elements = (words.options.get(name, SIZES[name].default) for name in ("ranks", "elements"))
+    ranks, elements = (words.options[name] for name in ("ranks", "elements"))
     name, settings = full_name(words.subject), words.given(SETTINGS)
     if ranks > MAX_PROCESSES:
         raise JobError(f"ranks {ranks}: check starts a process per rank, at most {MAX_PROCESSES}")
@@ -115,9 +94,8 @@ def _check(words: CommandWords) -> None:
         matches = pool.run(matches_definition, ranks, name, elements, settings)
     if wrong := [str(rank) for rank, matched in enumerate(matches) if not matched]:
         raise RunError(f"{name}: wrong result on ranks {', '.join(wrong)} of {ranks}, with {elements:,} elements")
-    document = {"name": name, "ranks": ranks, "elements": elements, "ok": True}
-    text = f"{name}: correct result on each of {ranks} ranks, with {elements:,} elements"
-    echo(json.dumps(document) if words.as_json else text)
+    said = f"{name}: correct result on each of {ranks} ranks, with {elements:,} elements"
+    words.show({"name": name, "ranks": ranks, "elements": elements, "ok": True}, said, indent=None, wrap=False)
 
 
 def as_json(program: CollectiveProgram, element_bytes: int) -> dict[str, Any]:

@@ -7,13 +7,12 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.commands import WHOLE, Command, CommandVerb, CommandWords
-from phalanx.cli.job_words import JobVerb
 from phalanx.cli.option import Option
+from phalanx.cli.verb import WHOLE, Command, Verb, Words, job_verb
 from phalanx.echo import echo
 from phalanx.errors import JobError
 
-VERB = JobVerb(
+VERB = job_verb(
     "data prepare",
     "Prepares a job's corpus: tokenizes it into shards with an index and checksums. `phalanx train` does "
     "this too if it has not been done. A stopped preparation resumes where it was.",
@@ -30,7 +29,7 @@ VERB = JobVerb(
 )
 
 
-INSPECT = CommandVerb(
+INSPECT = Verb(
     "data inspect",
     "Says what a data file holds and how it would be read: its form, its fields, its roles, and the first sample with "
     "what is trained on marked «so». Of a job file: the sources of its mixture, and how much of each it draws. Nothing "
@@ -48,6 +47,7 @@ INSPECT = CommandVerb(
 )
 
 
+@VERB.starts
 def run(argv: Sequence[str]) -> int:
     if argv and argv[0] == "inspect":
         asked = INSPECT.parse(argv[1:] or ["--help"])
@@ -73,10 +73,10 @@ def run(argv: Sequence[str]) -> int:
     )
 
 
-def _inspect(words: CommandWords) -> int:
+def _inspect(words: Words) -> int:
     from phalanx.data.inspect import inspected
 
-    found = inspected(Path(words.subject), words.options.get("template", "chatml"))
+    found = inspected(Path(words.subject), words.options["template"])
     if words.as_json:
         echo(json.dumps(found, indent=1, ensure_ascii=False))
         return 4 if "problems" in found else 0

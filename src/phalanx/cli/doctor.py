@@ -9,8 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.cli.job_words import JobVerb
 from phalanx.cli.option import Option
+from phalanx.cli.verb import Words, job_verb
 from phalanx.config.job import Job
 from phalanx.config.overrides import CommandLine
 from phalanx.doctor.findings import SECONDS
@@ -22,7 +22,7 @@ from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.meet.told import ToldError
 from phalanx.launch.start.shell import SSH
 
-VERB = JobVerb(
+VERB = job_verb(
     "doctor",
     "Checks this machine, and with a job whether it can run here: scheduler and launcher, versions, GPUs, limits, the "
     "file system of the run directory, network, environment. Every line is OK, WARN or ERROR with a remedy. "
@@ -49,18 +49,20 @@ VERB = JobVerb(
 )
 
 
+@VERB.starts
 def run(argv: Sequence[str]) -> int:
     began = time.monotonic()
     die_with_launcher()
     problems: list[str] = []
     try:
-        words = VERB.parse(argv)
-        if words is None:
+        parsed = VERB.parse(argv)
+        if parsed is None:
             return 0
-        job = words.job
+        job = parsed.job
     except JobError as error:
         problems, job = error.problems, Job()
-    line, options = _command_line(argv)
+    words, line = _command_line(argv)
+    options = words.options
     machine = CheckedMachine(
         job=job, has_job=not problems and bool(line.files or line.settings), seconds=options["timeout"]
     )
@@ -77,16 +79,14 @@ def run(argv: Sequence[str]) -> int:
     return report.exit_code
 
 
-def _command_line(argv: Sequence[str]) -> tuple[CommandLine, dict[str, Any]]:
-    """Returns the words and options. Raises JobError for a word that means nothing, of several ranks on the first; a
-    wrong job is a line of the report."""
-    try:
-        return VERB.command_line(argv)
-    except JobError as error:
-        ranks = CheckedMachine().ranks
-        if ranks is not None and ranks.rank:
-            raise ToldError(str(error), error.exit_code) from error
-        raise
+def _command_line(argv: Sequence[str]) -> tuple[Words, CommandLine]:
+    """Returns the words, and those about the job. Raises JobError for a word that means nothing, of several
+    ranks on the first; a wrong job is a line of the report."""
+    words, line = VERB.command_line(argv)
+    if line.problems:
+        error, ranks = JobError(line.problems), CheckedMachine().ranks
+        raise ToldError(str(error), error.exit_code) if ranks is not None and ranks.rank else error
+    return words, line
 
 
 def _here(machine: CheckedMachine, problems: Sequence[str], began: float) -> DoctorReport | None:

@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from phalanx.cli.commands import WHOLE, CommandVerb
-from phalanx.cli.options import command_of, read_options, run_on_ranks
-from phalanx.cli.page import flag_of
+from phalanx.cli.option import flag_of
+from phalanx.cli.rank import run_on_ranks
+from phalanx.cli.verb import WHOLE, Verb, command_of
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import RunOptions
 from phalanx.config.layout import Layout
@@ -24,6 +24,7 @@ from phalanx.errors import JobError
 from phalanx.launch.ranks import SINGLE, Ranks
 from phalanx.nearest import did_you_mean
 from phalanx.train.run_directory import RunDirectory
+from phalanx.units import aligned
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
@@ -75,7 +76,7 @@ class Evaluate:
     """Print one JSON document on standard output and nothing else."""
 
 
-VERB = CommandVerb(
+VERB = Verb(
     "evaluate",
     "Measures the perplexity of runs on their validation split, or on any other text; or runs tasks of lm-eval.",
     {WHOLE: command_of(Evaluate)},
@@ -86,6 +87,7 @@ VERB = CommandVerb(
 )
 
 
+@VERB.starts
 def run(argv: Sequence[str]) -> int:
     if VERB.answers_help(argv):
         return 0
@@ -104,7 +106,7 @@ def _start(argv: Sequence[str], options: Evaluate) -> int:
 def _parse(argv: Sequence[str], ranks: Ranks | None) -> Evaluate:
     """Returns the options. Raises JobError with every problem of them, or if the number of processes that a launcher
     has started does not fit."""
-    options, problems = read_options(Evaluate, VERB, argv)
+    options, problems = VERB.read_as(Evaluate, argv)
     if problems := [*problems, *_problems(options)]:
         raise JobError(problems)
     if ranks is None:
@@ -209,17 +211,10 @@ def table(found: Sequence[Perplexity]) -> str:
         size = f"{each.bytes:,}" if each.bytes is not None else "-"
         start = (each.run, f"{each.step}", each.text, each.split, f"{each.tokens:,}", size)
         rows.append((*start, f"{each.loss:.4f}", f"{each.perplexity:.4g}", *per_byte))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    named = {0, 2, 3}
-
-    def aligned(row: Sequence[str]) -> str:
-        cells = enumerate(zip(row, widths, strict=True))
-        return "  ".join(cell.ljust(width) if n in named else cell.rjust(width) for n, (cell, width) in cells)
-
-    lines = [aligned(row) for row in rows]
+    lines = aligned(rows, "lrllrrrrrr")
     rules = dict.fromkeys((each.context, each.stride) for each in found)
     lines += [f"windows of {context:,} tokens every {stride:,}; losses in nats" for context, stride in rules]
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(lines)
 
 
 def _run_tasks(options: Evaluate) -> int:

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from phalanx.cli.commands import WHOLE, CommandVerb
-from phalanx.cli.options import command_of, read_options, run_on_ranks
+from phalanx.cli.rank import run_on_ranks
+from phalanx.cli.verb import WHOLE, Verb, command_of
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.generate.sampling import Sampling, read_prompts
@@ -74,7 +74,7 @@ class Generate:
     """Print one JSON document on standard output and nothing else."""
 
 
-VERB = CommandVerb(
+VERB = Verb(
     "generate",
     "Generates text from a run's newest checkpoint, or from that of --step. The same seed gives the same text.",
     {WHOLE: command_of(Generate)},
@@ -85,6 +85,7 @@ VERB = CommandVerb(
 )
 
 
+@VERB.starts
 def run(argv: Sequence[str]) -> int:
     if VERB.answers_help(argv):
         return 0
@@ -107,7 +108,7 @@ def _start(argv: Sequence[str], options: Generate) -> int:
 def _parse(argv: Sequence[str], ranks: Ranks | None) -> Generate:
     """Returns the options. Raises JobError with every problem of them, or if the number of processes that a launcher
     has started does not fit."""
-    options, problems = read_options(Generate, VERB, argv)
+    options, problems = VERB.read_as(Generate, argv)
     problems += Sampling(**_sampling_of(options)).problems()
     if options.prompts and options.prompt != Generate.prompt:
         problems.append("--prompt and --prompts: give one of them")

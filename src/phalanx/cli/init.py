@@ -6,23 +6,293 @@ import glob
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
-from phalanx.cli.commands import WHOLE, Command, CommandVerb
-from phalanx.cli.job_file import as_job_file
-from phalanx.cli.job_plan import HERE, SMALL, NewJob, machine_of, planned_job
+import yaml
+
+from phalanx.check.load import LoadedJob, load_words
+from phalanx.check.show import as_dict
+from phalanx.cli.auto_layout import fixed_of, on_known_devices, with_layout, worlds_of
+from phalanx.cli.completion import schema_text
+from phalanx.cli.help_page import clipped
 from phalanx.cli.option import Option
-from phalanx.cli.schema import schema_text
-from phalanx.config.corpora import CORPORA
+from phalanx.cli.verb import WHOLE, Command, Verb, Words
+from phalanx.config import local_cluster, overrides, reference, yaml_file
+from phalanx.config.cluster import Cluster
+from phalanx.config.clusters import cluster_of
+from phalanx.config.corpora import CORPORA, MIN_BPE_VOCAB
+from phalanx.config.fields import get
+from phalanx.config.layout import Layout
 from phalanx.config.presets import FROM_FILE, named, preset_of
+from phalanx.data.files import stderr_progress
+from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
+from phalanx.partition.batch import solve
+from phalanx.units import gib
+
+WIDTH = 110
+"""Columns of a line with its comment."""
+COMMENT_AT = 30
+"""Column at which comments begin."""
+LEAST_COMMENT = 40
+"""Columns without which a comment says too little."""
+NOTES = {
+    "model.preset": "other fields of this section override it",
+    "model.activation": "the MLP's: gelu, or with a gate swiglu, geglu",
+    "cluster.preset": "machine and number of its nodes (`phalanx docs devices`)",
+    "layout.auto": "the planner chooses it when training starts",
+    "layout.dp_replicate": "data-parallel replicas with whole copies (DDP)",
+    "layout.dp_shard": "data-parallel ranks that shard the state (ZeRO, FSDP)",
+    "layout.zero": "sharded: 1 optimizer state, 2 gradients too, 3 parameters too",
+    "layout.accumulate": "sharded: gradients of every micro-batch, less memory, more traffic",
+    "layout.micro_batch": "sequences in one forward pass of a data rank",
+    "layout.accumulation": "micro-batches per step and data rank",
+    "data.corpus": "`phalanx docs data` lists them",
+    "data.tokenizer": "char, byte, bpe (trained on the corpus), or a tokenizer.json",
+    "train.precision": "bf16 and fp16 keep fp32 master weights",
+    "checkpoint.every": "steps between checkpoints; the newest two are kept",
+}
+"""Comments in fewer words than the fields' own texts."""
+
+
+def as_job_file(loaded: LoadedJob, facts: str, command: str, schema: str) -> str:
+    """Returns the job file. Reading it gives the job, under the file's name.
+
+    Args:
+        loaded: the job; fields that something has set are written, with what they mean.
+        facts: the predicted figures of a step.
+        command: the command that trains it.
+        schema: the file name of the JSON schema.
+    """
+    return "\n".join(_lines(loaded, facts, command, schema)) + "\n"
+
+
+def _lines(loaded: LoadedJob, facts: str, command: str, schema: str) -> Iterator[str]:
+    yield f"# yaml-language-server: $schema={schema}"
+    yield f"# {command}"
+    yield "# Every field: `phalanx docs job`, or `phalanx train --help SECTION`."
+    for section, values in as_dict(loaded.job).items():
+        paths = [f"{section}.{name}" for name in values if _is_written(loaded, f"{section}.{name}")]
+        nested = {name: inner for name, inner in values.items() if isinstance(inner, dict)}
+        inner_paths = {
+            name: [path for path in (f"{section}.{name}.{each}" for each in inner) if _is_written(loaded, path)]
+            for name, inner in nested.items()
+        }
+        if not paths and not any(inner_paths.values()):
+            continue
+        yield from ("", f"{section}:")
+        if section == "layout" and facts:
+            yield f"  # {facts}"
+        for path in paths:
+            name = path.partition(".")[2]
+            yield _line(f"  {name}: {_dumped(values[name])}", _comment(loaded, path))
+        for outer, found in inner_paths.items():
+            if not found:
+                continue
+            yield f"  {outer}:"
+            for path in found:
+                name = path.rpartition(".")[2]
+                yield _line(f"    {name}: {_dumped(nested[outer][name])}", _comment(loaded, path))
+
+
+def _dumped(value: object) -> str:
+    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+
+
+def _is_written(loaded: LoadedJob, path: str) -> bool:
+    """Returns whether the file states a field: one that the answers set, and of a planned layout what differs from the
+    defaults, or is one axis of it."""
+    if path == "run.name" or path not in reference.fields():
+        return False
+    if path.startswith("layout.") and not loaded.job.layout.auto:
+        changed = [name for name in vars(Layout()) if get(loaded.job.layout, name) != getattr(Layout(), name)]
+        return path.partition(".")[2] in (changed or ["dp_replicate"])
+    return loaded.origins.get(path, "default").startswith(("command line", "phalanx init"))
+
+
+def _comment(loaded: LoadedJob, path: str) -> str:
+    if path == "train.global_batch" and not loaded.job.layout.auto:
+        return solve(loaded.job.train.global_batch, loaded.job.layout).equation().removeprefix("global batch ")
+    return NOTES.get(path) or reference.fields()[path].about
+
+
+def _line(start: str, comment: str) -> str:
+    """Returns a line with a comment, of which only the first sentence or clause is kept if it does not fit."""
+    start = f"{start:<{COMMENT_AT}}"
+    room = WIDTH - len(start) - 3
+    if room < LEAST_COMMENT:
+        return start
+    comment = clipped(comment, room)
+    if comment[1:2].islower():
+        comment = f"{comment[0].lower()}{comment[1:]}"
+    return f"{start} # {comment.rstrip('.')}"
+
+
+HERE, SMALL = "this", "small"
+SMALL_MODEL = {
+    "n_layers": "4",
+    "d_model": "128",
+    "n_heads": "4",
+    "d_ff": "384",
+    "seq_len": "128",
+    "norm": "rmsnorm",
+    "positions": "rope",
+    "activation": "swiglu",
+    "bias": "false",
+}
+"""The model of examples/main.yaml."""
+SMALL_LR, USUAL_LR = "4e-3", "3e-4"
+"""Peak learning rates: of the small model, and of Llama's kind with billions of parameters (Touvron et al. 2023)."""
+UNPREPARED_VOCAB = 256
+"""Vocabulary that is assumed in planning for a tokenizer whose size only the corpus tells."""
+
+
+@dataclass(frozen=True)
+class NewJob:
+    """The answers."""
+
+    cluster: str
+    model: str
+    data: str
+    batch: int
+    steps: int
+
+
+def planned_job(job: NewJob, path: Path, *, plans: bool) -> tuple[LoadedJob, str]:
+    """Returns the job, resolved under the name of its file, and the predicted figures of its step, empty without a
+    plan. Raises JobError if it is not legal, DoesNotFitError if no layout fits."""
+    words = overrides.parse([f"{name}={value}" for name, value in _fields(job).items()])
+    words.settings.append(overrides.Setting("run.name", path.stem, "the job file's name"))
+    loaded = load_words(words, opens="phalanx init")
+    if not plans:
+        return loaded, ""
+    from phalanx.plan.auto import choose  # here, because it imports numpy
+
+    if job.cluster == HERE and not local_cluster.default_path().exists():
+        echo("this machine is measured once, which takes about half a minute; --no-plan skips it", file=sys.stderr)
+    known = on_known_devices(loaded, measures=True)
+    worlds = worlds_of(known.job)
+    with stderr_progress() as progress:
+        plan = choose(known.job, fixed_of(known), _vocabulary(known), worlds, progress)
+    best = plan.best[0]
+    chosen = with_layout(known if job.cluster != HERE else loaded, best.layout, worlds, "planned")
+    memory = f"{gib(best.prediction.fullest.peak)} of {gib(best.prediction.memory_limit)} per device"
+    return chosen, f"predicted: {best.seconds:.3g} s per step, {best.tokens_per_s:,.0f} tokens/s in all, {memory}"
+
+
+def _fields(job: NewJob) -> dict[str, str]:
+    """Returns the fields of the job file, in its order."""
+    fields: dict[str, str] = {}
+    vocab = 0
+    if job.model == SMALL:
+        fields |= {f"model.{name}": value for name, value in SMALL_MODEL.items()}
+    elif os.path.isdir(job.model):
+        fields["model.from"] = job.model
+    else:
+        name = job.model if job.model.startswith(FROM_FILE) else named(job.model)
+        fields["model.preset"] = name
+        vocab = preset_of(name).model.vocab_size
+    here = job.cluster == HERE
+    if is_file(job.cluster):
+        fields |= described_machine(job.cluster)
+    elif not here:
+        fields["cluster.preset"] = job.cluster
+    fields |= _data(job, vocab)
+    fields["optimizer.lr"] = SMALL_LR if job.model == SMALL else USUAL_LR
+    fields["optimizer.warmup_steps"] = str(max(1, min(2000, job.steps // 25)))
+    fields |= {"train.steps": str(job.steps), "train.global_batch": str(job.batch)}
+    fields["train.precision"] = "fp32" if here and not os.path.exists("/dev/nvidia0") else "bf16"
+    fields["train.log_every"] = str(max(1, min(100, job.steps // 25)))
+    if fields["data.corpus"] != "random":
+        fields["train.eval_every"] = str(max(1, job.steps // 5))
+    fields["checkpoint.every"] = str(max(1, job.steps // 2))
+    return fields
+
+
+def is_file(cluster: str) -> bool:
+    """Returns whether the machine is one that a file describes."""
+    return cluster.endswith((".yaml", ".yml"))
+
+
+def machine_of(cluster: str) -> Cluster:
+    """Returns the machine of a preset, or of the section `cluster` of a job file. Raises JobError if it is none."""
+    if not is_file(cluster):
+        return cluster_of(cluster)
+    words = [f"{path}={value}" for path, value in described_machine(cluster).items()]
+    return load_words(overrides.parse([*words, "layout=auto"])).job.cluster
+
+
+def described_machine(file: str) -> dict[str, str]:
+    """Returns the fields of the section `cluster` of a job file. Raises JobError with what is wrong with the file, or
+    if it describes no machine."""
+    settings, problems = yaml_file.read(Path(file))
+    found = {
+        each.path: ",".join(each.text) if isinstance(each.text, list) else each.text
+        for each in settings
+        if each.path.startswith("cluster.")
+    }
+    if not problems and not any(path.startswith(("cluster.preset", "cluster.accelerator.")) for path in found):
+        problems = [f"{file}: no section `cluster` with a machine, such as cluster: {{accelerator: h100-80gb}}"]
+    if problems:
+        raise JobError(problems)
+    return found
+
+
+def _data(job: NewJob, vocab: int) -> dict[str, str]:
+    """Returns the fields of the corpus, with the tokenizer of the weights or of the Hugging Face folder where there is
+    one. Another model with a vocabulary of its own gets a tokenizer with subwords."""
+    data = job.data
+    if data == "random":
+        return {"data.corpus": data, "data.random_vocab": str(vocab or UNPREPARED_VOCAB)}
+    found = {"data.corpus": data} if data in CORPORA else {"data.corpus": _kind_of(data), "data.path": data}
+    if os.path.isdir(job.model):
+        return found
+    own = _tokenizer_of(job.model)
+    if own:
+        return {**found, "data.tokenizer": own}
+    if CORPORA[found["data.corpus"]].rows is not None:
+        found["data.template"] = "alpaca"  # which needs no tokens of its own for roles
+    if vocab < MIN_BPE_VOCAB:
+        return {**found, "data.tokenizer": "char"}
+    return {**found, "data.tokenizer": "bpe", "data.bpe_vocab": str(min(vocab, 4096))}
+
+
+def _tokenizer_of(model: str) -> str:
+    """Returns the tokenizer.json beside the config.json of "hf:FOLDER", or nothing."""
+    path = Path(model.removeprefix(FROM_FILE))
+    file = (path if os.path.isdir(path) else path.parent) / "tokenizer.json"
+    return str(file) if model.startswith(FROM_FILE) and os.path.isfile(file) else ""
+
+
+def _kind_of(path: str) -> str:
+    """Returns the corpus of a path: chat if the first row of a JSONL file is a conversation, otherwise text."""
+    if path.endswith(".jsonl"):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            first = "".join(islice(file, 1))
+        try:
+            row = json.loads(first)
+        except ValueError:
+            return "text"
+        if isinstance(row, dict) and {"messages", "conversations", "prompt"} & row.keys():
+            pairs = ({"chosen", "rejected"}, {"completion", "label"}, {"responses"})
+            return "preferences" if any(each <= row.keys() for each in pairs) else "chat"
+    return "text"
+
+
+def _vocabulary(loaded: LoadedJob) -> int:
+    try:
+        return vocabulary_size(loaded.job)
+    except JobError:
+        return loaded.job.data.bpe_vocab if loaded.job.data.tokenizer == "bpe" else UNPREPARED_VOCAB
+
 
 FILES = ("text", "mix", "chat", "preferences")
 """Corpora that are files of the user."""
-VERB = CommandVerb(
+VERB = Verb(
     "init",
     "Writes a job file with comments, and a layout planned for the machine.",
     {
@@ -88,14 +358,12 @@ class Question:
     """Raises JobError or ValueError about a wrong answer."""
 
 
-def run(argv: Sequence[str]) -> int:
-    words = VERB.parse(argv)
-    if words is None:
-        return 0
+@VERB.runs
+def run(words: Words) -> None:
     path = Path(words.subjects[0] if words.subjects else "job.yaml")
     if path.suffix not in (".yaml", ".yml"):
         raise JobError(f"a job file ends in .yaml, found {str(path)!r}; nearest: {path.with_suffix('.yaml')}")
-    given = {name: str(value) for name, value in words.options.items()}
+    given = {name: str(value) for name, value in words.given(words.options).items()}
     asks = "yes" not in words.switches and sys.stdin.isatty() and sys.stderr.isatty()
     _require_free(path, forced="force" in words.switches, asks=asks)
     job = _answers(given, asks)
@@ -110,7 +378,6 @@ def run(argv: Sequence[str]) -> int:
         )
     else:
         echo(f"  predict: phalanx predict {path}\n  there:   phalanx launch {path} --nnodes {loaded.job.cluster.nodes}")
-    return 0
 
 
 def _require_free(path: Path, *, forced: bool, asks: bool) -> None:

@@ -5,31 +5,328 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
+import shlex
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from phalanx.cli.job_words import JobVerb, JobWords
-from phalanx.cli.launch_plan import LaunchPlan
+from phalanx.blocks.parameters import count
+from phalanx.check.show import as_yaml
 from phalanx.cli.option import Option
+from phalanx.cli.verb import Words, job_verb
+from phalanx.config.fields import get
+from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
-from phalanx.launch.sites.load import known, user_folder
+from phalanx.launch.exported import Exported, exported
+from phalanx.launch.grid import GridRequest, ProcessGrid, solve
+from phalanx.launch.hosts import HostSlots, names_of, read_hosts
+from phalanx.launch.sites.load import chosen, known, user_folder
+from phalanx.launch.sites.site import GENERIC, Site
 from phalanx.launch.start.choose import commands_of, launcher_for, mpiexec_version, with_own_mpiexec
-from phalanx.launch.start.command import HostCommand, Launcher, environment
+from phalanx.launch.start.command import HostCommand, Launcher, StartRequest, environment, ephemeral_ports, port_for
 from phalanx.launch.start.foreground import run_in_foreground
 from phalanx.launch.start.remote import RemoteNodes
 from phalanx.launch.start.shell import SSH
+from phalanx.launch.submit.kubernetes import ManifestRequest
+from phalanx.launch.submit.script import SubmitRequest, parse_time
 from phalanx.launch.submit.submit import (
-    Submission,
     kubernetes_submission,
     pbs_submission,
     slurm_submission,
     submit,
 )
+from phalanx.launch.where import IN_WORDS, LaunchPlace, where
+
+_DEVICES_S = 20.0
+LARGE_PARAMETERS = 500_000_000
+"""Parameters from which on nobody trains on the default corpus, or for the default number of steps, on purpose."""
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A job, where it is launched, and how many processes run where."""
+
+    words: Words
+    extra: tuple[str, ...]
+    """The user's own options of the launcher."""
+    place: LaunchPlace
+    site: Site | None
+    """The machine's settings; None on a machine of which nothing is known."""
+    hosts: tuple[HostSlots, ...]
+    devices: int
+    """Accelerators of a node that the job uses; 0 on CPUs."""
+    grid: ProcessGrid
+    exported: Exported
+
+    @classmethod
+    def of(
+        cls,
+        words: Words,
+        extra: tuple[str, ...],
+        env: Mapping[str, str],
+        which: Callable[[str], str | None],
+        host: str,
+    ) -> LaunchPlan:
+        """Returns the plan. Raises JobError if the numbers do not fit, and for every wrong option."""
+        options = words.options
+        place = where(env, which)
+        site = chosen(options["site"], env, host)
+        hosts = tuple(read_hosts(Path(options["hostfile"]))) if options["hostfile"] else place.hosts
+        counts_here = place.is_allocation or (place.kind in ("host", "pod") and not options["submit"])
+        devices = _devices(words.job, site, env, which if counts_here and not options["hostfile"] else None)
+        grid = solve(_grid_request(words, place, hosts, devices))
+        variables = exported(env, options["export_env"], options["env"], site.environment if site else {})
+        return cls(words, extra, place, site, hosts, devices, grid, variables)
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the user, printed before the job starts."""
+        found = [f"{self.site.name}: {self.site.note}"] if self.site and self.site.note else []
+        if self.hosts and self.grid.nodes < len(self.hosts):
+            found.append(f"uses {self.grid.nodes} of {len(self.hosts)} nodes")
+        grid, there = self.grid, self.grid.nodes * self.devices
+        if grid.per_node < self.devices:
+            found.append(
+                f"uses {grid.per_node} of {self.devices} devices per node: the layout has {grid.processes} processes, "
+                f"{grid.nnodes} node{'' if grid.nnodes == '1' else 's'} {there} devices"
+            )
+        return [*found, *self._left_at_default]
+
+    @property
+    def _left_at_default(self) -> list[str]:
+        """A warning for each field of a large model that is submitted with the default for a first try on a laptop."""
+        loaded = self.words.loaded
+        job, options = loaded.job, self.words.options
+        if not options["submit"] or count(replace(job.model, vocab_size=job.model.vocab_size or 1)) < LARGE_PARAMETERS:
+            return []
+        left = {path: get(job, path) for path in ("data.corpus", "train.steps") if loaded.origins[path] == "default"}
+        return [
+            f"warning: {path} is not set: {job.model.preset or 'a large model'} trains on its default, {value}"
+            for path, value in left.items()
+        ]
+
+    @property
+    def grid_document(self) -> dict[str, Any]:
+        """The numbers for JSON."""
+        return {
+            "nnodes": self.grid.nnodes,
+            "nproc_per_node": self.grid.per_node,
+            "processes": self.grid.processes,
+            "layout": self.words.job.layout.line(),
+        }
+
+    @property
+    def settings(self) -> list[str]:
+        """The variables as words of a shell's export."""
+        return [f"{name}={shlex.quote(value)}" for name, value in sorted(self.exported.values.items())]
+
+    def sentence(self, launcher: Launcher) -> str:
+        """Returns the plan in one line."""
+        grid, job = self.grid, f", job {self.place.job_id}" if self.place.job_id else ""
+        nodes = f"{grid.nnodes} node{'' if grid.nnodes == '1' else 's'}"
+        processes = f"{grid.per_node} process{'' if grid.per_node == 1 else 'es'} = {grid.processes}"
+        layout = self.words.job.layout.line()
+        return f"{IN_WORDS[self.place.kind]}{job}; {launcher}; {nodes} × {processes}; layout {layout}"
+
+    def start_request(self, launcher: Launcher) -> StartRequest:
+        """Returns the request for a launcher's commands."""
+        options, job, grid = self.words.options, self.words.job, self.grid
+        full = grid.per_node == (self.site.devices if self.site else 0)
+        by_launcher = options["ranks_by"] == "launcher" and full and self.site is not None
+        hosts = names_of(self.hosts)[: grid.nodes]
+        return StartRequest(
+            words=self._job_words(),
+            grid=grid,
+            hosts=hosts,
+            endpoint=self._endpoint(hosts) if grid.nodes > 1 else None,
+            ranks_by=options["ranks_by"],
+            exported=self.exported,
+            python=sys.executable,
+            folder=os.getcwd(),
+            job_id=self.place.job_id,
+            cpu_bind=options["cpu_bind"] or (self.site.cpu_bind if by_launcher and self.site else ""),
+            cpus_per_rank=self.site.cpus_per_rank if by_launcher and self.site else 0,
+            devices=self.devices,
+            in_step=self.place.in_step,
+            stop_after_s=options["stop_after"],
+            extra=self.extra,
+            remote_shell=tuple(shlex.split(options["remote_shell"])),
+            grace_s=job.run.grace_s,
+        )
+
+    def _job_words(self) -> tuple[str, ...]:
+        switches = [f"--{name}" for name in ("fresh", "oversubscribe", "json") if name in self.words.switches]
+        # The planner chooses an open layout for the devices of all nodes.
+        job, nodes = self.words.job, self.grid.nodes
+        planned = job.layout.auto and nodes > 1 and job.cluster.nodes != nodes
+        return (*self.words.subjects, *([f"++cluster.nodes={nodes}"] if planned else []), *switches)
+
+    def _endpoint(self, hosts: tuple[str, ...]) -> tuple[str, int]:
+        if not hosts:
+            if self.words.options["launcher"] in (None, "local"):
+                return "", 0
+            raise JobError(
+                "no list of nodes is known here, so that their meeting place is not: call this inside the allocation, "
+                "or give --hostfile FILE"
+            )
+        suffix = self.site.host_suffix if self.site else ""
+        first = hosts[0] if not suffix or hosts[0].endswith(suffix) else hosts[0].partition(".")[0] + suffix
+        key = f"{self.place.job_id}.{self.place.restarts}" if self.place.job_id else str(self._directory)
+        return first, self.words.options["port"] or port_for(key, ephemeral_ports())
+
+    @property
+    def _directory(self) -> Path:
+        run = self.words.job.run
+        return Path(os.path.abspath(Path(run.dir) / run.name))
+
+    @cached_property
+    def submit_request(self) -> SubmitRequest:
+        """The request for a batch script. Raises JobError for a wrong time limit, and if the site needs an account."""
+        options, job = self.words.options, self.words.job
+        site = self.site or GENERIC[options["submit"]]
+        problems = []
+        if site.scheduler != options["submit"]:
+            problems.append(f"--submit {options['submit']}: {site.name} has {site.scheduler}")
+        if site.account_required and not options["account"]:
+            problems.append(f"--account is missing: {site.name} charges every job to a project")
+        problems += [
+            f"--batch-option {option[:80]!r}: expected an option, such as --batch-option=--exclusive"
+            for option in options["batch_option"]
+            if not option.isprintable() or not option.startswith("-")
+        ]
+        time_s, signal_s = 0, options["signal"]
+        try:
+            time_s = parse_time(options["time"] or site.time)
+        except JobError as error:
+            problems += error.problems
+        if time_s and signal_s >= time_s:
+            problems.append(f"--signal {signal_s} s is not less than the time limit of {time_s} s")
+        program = "sbatch" if site.scheduler == "slurm" else "qsub"
+        if "dry_run" not in self.words.switches:  # whose text may be for another machine
+            from phalanx.data.prepare import absent  # numpy: for this alone
+
+            problems += absent(job.data)
+        if problems and "dry_run" not in self.words.switches and not shutil.which(program):
+            problems.append(f"{program} is not installed here, which submits the job: --dry-run prints the text")
+        if problems:
+            raise JobError(problems)
+        stated = self.words.loaded.origins["run.grace_s"] != "default"
+        grace = [f"run.grace_s={max(10, signal_s - 10)}"] if signal_s and not stated else []
+        return SubmitRequest(
+            name=job.run.name,
+            words=(*self.words.subjects, *grace, *self._launch_words(site, time_s, signal_s)),
+            python=sys.executable,
+            folder=os.getcwd(),
+            directory=self._directory,
+            grid=self.grid,
+            ranks_by=options["ranks_by"],
+            site=site,
+            exported=self.exported,
+            time_s=time_s,
+            signal_s=signal_s,
+            requeue="requeue" in self.words.switches,
+            account=options["account"],
+            queue=options["queue"],
+            options=options["batch_option"],
+            devices=self.devices if site.scheduler == "slurm" else 0,
+        )
+
+    def _launch_words(self, site: Site, time_s: int, signal_s: int) -> list[str]:
+        """Returns the options of the launch inside the job."""
+        options = self.words.options
+        found = [f"--nnodes={self.grid.nnodes}", f"--nproc-per-node={self.grid.per_node}"]
+        found += [f"--site={os.path.abspath(options['site']) if options['site'].endswith('ml') else site.name}"]
+        for name in ("launcher", "cpu_bind", "port"):
+            found += [f"--{name.replace('_', '-')}={options[name]}"] if options[name] else []
+        found += [f"--ranks-by={options['ranks_by']}"] if options["ranks_by"] != "phalanx" else []
+        # PBS has no signal before the end of the time; Slurm sends it.
+        stops = options["stop_after"] or (
+            time_s - signal_s if signal_s and site.scheduler == "pbs" and options["ranks_by"] == "phalanx" else 0
+        )
+        found += [f"--stop-after={stops}"] if stops else []
+        found += [f"--export-env={name}" for name in self.exported.secrets]
+        return [*found, "--", *self.extra] if self.extra else found
+
+    @cached_property
+    def manifest_request(self) -> ManifestRequest:
+        """The request for a manifest of Kubernetes."""
+        options, job = self.words.options, self.words.job
+        claim, _, mount = options["pvc"].partition(":")
+        return ManifestRequest(
+            name=job.run.name,
+            job_yaml=as_yaml(self.words.loaded),
+            grid=self.grid,
+            values={name: value for name, value in self.exported.values.items() if name not in _LOCAL_PATHS},
+            secrets=self.exported.secrets,
+            secret=options["secret"],
+            image=options["image"],
+            claim=claim,
+            mount=mount or ManifestRequest.mount,
+            namespace=options["namespace"],
+            devices=self.grid.per_node if _wants_devices(job, None) else 0,
+            shm_gib=options["shm_gib"],
+            grace_s=job.run.grace_s,
+            max_restarts=job.run.max_restarts,
+            time_s=parse_time(options["time"]) if options["time"] else 0,
+        )
+
+
+_LOCAL_PATHS = ("LD_LIBRARY_PATH", "PYTHONPATH", "TMPDIR")
+"""Variables that name folders of this machine, which an image does not have."""
+
+
+def _grid_request(words: Words, place: LaunchPlace, hosts: tuple[HostSlots, ...], devices: int) -> GridRequest:
+    options, job = words.options, words.job
+    layout, cluster, run = job.layout, job.cluster, job.run
+    stated = cluster.nodes if cluster.nodes > 1 or cluster.devices_per_node else 0
+    return GridRequest(
+        nnodes=options["nnodes"] or run.nnodes,
+        per_node=options["nproc_per_node"],
+        processes=options["nproc"],
+        layout=0 if layout.auto else layout.processes,
+        layout_words=layout.line(),
+        cluster_nodes=stated,
+        available=len(hosts),
+        where=f"--hostfile {options['hostfile']}" if options["hostfile"] else "the allocation",
+        devices=devices,
+        cpu=cluster.device == "cpu",
+    )
+
+
+def _wants_devices(job: Job, site: Site | None) -> bool:
+    if job.cluster.device != "auto":
+        return job.cluster.device == "cuda"
+    return bool(job.cluster.accelerator.name) or bool(site and site.devices)
+
+
+def _devices(job: Job, site: Site | None, env: Mapping[str, str], which: Callable[[str], str | None] | None) -> int:
+    """Returns the accelerators of a node: by the site's file, Slurm's variables, or the driver's own list, if `which`
+    says that this host is one of them. 0 if there are none, or if the job does not use them."""
+    if job.cluster.device == "cpu":
+        return 0
+    if site and site.devices:
+        return site.devices
+    for name in ("SLURM_GPUS_ON_NODE", "SLURM_GPUS_PER_NODE"):
+        if match := re.fullmatch(r"(?:[\w.-]+:)*([0-9]{1,4})", env.get(name, "")):
+            return int(match[1])
+    if _wants_devices(job, site) and job.cluster.devices_per_node:
+        return job.cluster.devices_per_node
+    program = which("nvidia-smi") if which else None
+    if not program:
+        return 0
+    try:
+        listed = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=_DEVICES_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
 
 _ONE = r"(?!)"  # an option that may be repeated, with one value each time
 ALIASES = {
@@ -104,7 +401,7 @@ SWITCHES = {
     "fresh": "Start over; the existing run is renamed.",
     "oversubscribe": "Start more ranks than a machine's cores and memory bear.",
 }
-VERB = JobVerb(
+VERB = job_verb(
     "launch",
     "Starts a job where it is called: inside an allocation of Slurm or PBS with srun or mpiexec, over ssh on the hosts "
     "of a file, or on this machine; or submits it to Slurm, PBS or Kubernetes. Words after -- are options of srun or "
@@ -119,6 +416,7 @@ VERB = JobVerb(
 )
 
 
+@VERB.starts
 def run(argv: Sequence[str]) -> int:
     words, extra = own_names(argv)
     if "--list-sites" in words:
@@ -165,7 +463,7 @@ def _refuse_program(first: Sequence[str]) -> None:
         )
 
 
-def _start(words: JobWords, plan: LaunchPlan) -> int:
+def _start(words: Words, plan: LaunchPlan) -> int:
     options = words.options
     launcher = launcher_for(
         plan.place,
@@ -210,7 +508,7 @@ def _become(argv: Sequence[str], env: Mapping[str, str]) -> int:
         raise RunError(f"{argv[0]} cannot be started: {error.strerror}; --dry-run prints the command") from None
 
 
-def _show(words: JobWords, plan: LaunchPlan, launcher: Launcher, commands: Sequence[HostCommand]) -> None:
+def _show(words: Words, plan: LaunchPlan, launcher: Launcher, commands: Sequence[HostCommand]) -> None:
     request = plan.start_request(launcher)
     if "json" in words.switches:
         document: dict[str, Any] = {
@@ -243,34 +541,28 @@ def _show(words: JobWords, plan: LaunchPlan, launcher: Launcher, commands: Seque
     echo("\n".join(lines))
 
 
-def _submit(words: JobWords, plan: LaunchPlan) -> int:
+def _submit(words: Words, plan: LaunchPlan) -> int:
     if "fresh" in words.switches:
         raise JobError("--fresh with --submit would start over whenever the job is requeued: choose another run.name")
-    wanted = _submission(words, plan)
-    as_json = "json" in words.switches
+    if words.options["submit"] == "k8s":
+        wanted = kubernetes_submission(plan.manifest_request, words.options["k8s_kind"], words.job.run.dir)
+    else:
+        submission = slurm_submission if words.options["submit"] == "slurm" else pbs_submission
+        wanted = submission(plan.submit_request)
     if "dry_run" in words.switches:
         document = {"file": str(wanted.file), "command": list(wanted.command), **plan.grid_document}
         document |= {"script": wanted.text}
-        echo(json.dumps(document, indent=1) if as_json else wanted.text, end="\n" if as_json else "")
+        text = json.dumps(document, indent=1) + "\n" if words.as_json else wanted.text
+        echo(text, end="")
         return 0
     job = submit(wanted, shutil.which)
-    _tell(wanted, job, as_json)
-    return 0
-
-
-def _submission(words: JobWords, plan: LaunchPlan) -> Submission:
-    scheduler = words.options["submit"]
-    if scheduler == "k8s":
-        return kubernetes_submission(plan.manifest_request, words.options["k8s_kind"], words.job.run.dir)
-    return (slurm_submission if scheduler == "slurm" else pbs_submission)(plan.submit_request)
-
-
-def _tell(wanted: Submission, job: str, as_json: bool) -> None:
     steps = wanted.next_steps(job)
-    if as_json:
+    if words.as_json:
         echo(json.dumps({"job": job, "file": str(wanted.file), **steps}, indent=1))
-        return
-    echo(f"submitted: {job}  ({wanted.file})\n" + "\n".join(f"  {name + ':':<9}{text}" for name, text in steps.items()))
+    else:
+        lines = [f"submitted: {job}  ({wanted.file})", *(f"  {name + ':':<9}{text}" for name, text in steps.items())]
+        echo("\n".join(lines))
+    return 0
 
 
 def _list_sites(as_json: bool) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import importlib
 import io
 import os
 import platform
@@ -11,9 +12,9 @@ import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
+from typing import TYPE_CHECKING
 
 import phalanx
-from phalanx.cli.verbs import EXIT_CODES, VERBS, module_of
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, OutputError, PhalanxError
 from phalanx.launch.environment import LAUNCHER_PID
@@ -23,6 +24,69 @@ from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import lowest_evidence
 from phalanx.nearest import nearest
 from phalanx.registry import blamed, noting_package
+
+if TYPE_CHECKING:
+    from phalanx.cli.verb import Verb
+
+
+VERBS = {
+    "init": "write a job file with a planned layout: five questions, or options",
+    "train": "train a job, or resume its run",
+    "launch": "start a job under Slurm, PBS, MPI or ssh, or submit it",
+    "verify": "check that every layout computes what one process computes",
+    "generate": "generate text from the newest checkpoint of a run",
+    "serve": "serve a run over HTTP, with OpenAI's endpoints",
+    "checkpoint": "list, show, verify, convert and compare checkpoints",
+    "import": "weights of another program (Hugging Face) as a run",
+    "evaluate": "perplexity of runs on any text, or tasks of lm-eval",
+    "export": "write the model of a run as a Hugging Face folder",
+    "data": "prepare a corpus: tokenize it into shards",
+    "plan": "choose the layout of a job: the fastest that fits, and why",
+    "predict": "time, memory and traffic of a step on any machine, without it",
+    "report": "a run as a page with pictures, or several runs compared",
+    "watch": "the live view of a run, from any terminal",
+    "profile": "where the time of profiled steps went, beside the prediction",
+    "simulate": "a step as a timeline, with slow devices, links and failures",
+    "doctor": "check this machine, or all nodes, before a run",
+    "bench": "measure this machine, for predictions on cluster=local",
+    "test-dist": "test the started ranks: collectives, stragglers, slow pairs",
+    "models": "known models, with parameters, kinds and sources",
+    "schedule": "pipeline schedules: list, draw, measure and check them",
+    "collectives": "algorithms of collectives: list, draw, count and check them",
+    "schema": "every field of a job: as JSON schema for editors, or as a page",
+    "completion": "completion of verbs, options and fields for bash, zsh or fish",
+    "examples": "write the example jobs, or list them",
+    "docs": "print a page of the documentation, or list the pages",
+    "extensions": "what installed packages add: schedules, machines, corpora",
+}
+EXIT_CODES = {
+    "0": "done",
+    "1": "failed",
+    "2": "bad usage or job",
+    "3": "does not fit",
+    "4": "data, checkpoint or state corrupt",
+    "5": "stopped on NaN or a spike",
+    "75": "stopped cleanly (run the same command again to resume)",
+    "124": "ended by the watchdog",
+    "128+n": "ended by signal n",
+}
+"""The exit codes of all verbs."""
+
+
+_MODULES = {
+    **dict.fromkeys(("import", "export"), "models"),
+    **dict.fromkeys(("docs", "examples", "extensions"), "shipped"),
+    **dict.fromkeys(("watch", "profile"), "report"),
+    "schema": "completion",
+}
+"""The modules of verbs that have not their name."""
+
+
+def description_of(verb: str) -> Verb:
+    """Imports the module that describes and runs a verb, and returns what the verb takes."""
+    module = importlib.import_module(f"phalanx.cli.{_MODULES.get(verb, verb.replace('-', '_'))}")
+    return getattr(module, verb.upper() if verb in _MODULES else "VERB")
+
 
 OF_RANKS = ("train", "launch", "generate", "evaluate", "doctor", "bench", "test-dist")
 """The verbs that know what to do as one of several ranks. The others are the work of one process."""
@@ -129,11 +193,11 @@ def run(argv: Sequence[str]) -> int:
         if verb.endswith((".yaml", ".yml")):
             hint = f"put the verb first: `phalanx train {verb}`"
         raise JobError(f"no verb {verb!r}; {hint}")
-    return module_of(verb).run(rest)
+    return description_of(verb).run(rest)
 
 
 def _usage() -> Iterator[str]:
-    from phalanx.cli.columns import filled, in_columns, page_width
+    from phalanx.cli.help_page import filled, in_columns, page_width
 
     width = page_width()
     yield from filled(f"phalanx {phalanx.__version__}: N-D parallel language-model training from one job file", width)

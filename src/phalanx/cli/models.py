@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
-import json
+import os
+import re
 import sys
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.blocks.flops import train_flops_per_token
 from phalanx.blocks.parameters import count, count_active
 from phalanx.check.job import shape_problems
-from phalanx.cli.columns import filled
-from phalanx.cli.commands import WHOLE, Command, CommandVerb
-from phalanx.cli.option import Option
+from phalanx.cli.help_page import filled
+from phalanx.cli.option import Option, flag_of
+from phalanx.cli.verb import WHOLE, Command, Verb, Words
 from phalanx.config.families import kinds
 from phalanx.config.families.preset import Preset
+from phalanx.config.hugging_face.families import BY_TYPE
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import CATALOGUE, FROM_FILE, named, preset_of, unknown
+from phalanx.data.files import stderr_progress
 from phalanx.echo import echo, terminal_columns
-from phalanx.errors import JobError
+from phalanx.errors import JobError, NotFoundError
+from phalanx.nearest import no_run
+from phalanx.units import aligned, gib
 
-_FIGURES = 5
+if TYPE_CHECKING:
+    from phalanx.exchange.import_run import Imported
+
+
+_FIGURES, _SIDES = 5, "lrrrrll"
 """Columns of a row before its kinds and its source: the name, and figures."""
 
 IGNORE_CONFIG = {
@@ -29,7 +39,7 @@ IGNORE_CONFIG = {
     )
 }
 IGNORE_CONFIG_ALIAS = {"model.ignore_config": "ignore_config"}
-VERB = CommandVerb(
+VERB = Verb(
     "models",
     "Lists known models, for `model=NAME` of any job.",
     {WHOLE: Command(("[NAME|WORD]",), IGNORE_CONFIG, aliases=IGNORE_CONFIG_ALIAS, more=True)},
@@ -45,24 +55,17 @@ VERB = CommandVerb(
 )
 
 
-def run(argv: Sequence[str]) -> int:
-    words = VERB.parse(argv)
-    if words is None:
-        return 0
+@VERB.runs
+def run(words: Words) -> None:
     name = named(" ".join(words.subjects))
-    ignored = words.options.get("ignore_config", ())
+    ignored = words.options["ignore_config"]
     if ignored and not name.startswith(FROM_FILE):
         raise JobError(f"--ignore-config is for fields of a config.json: name it, as in {FROM_FILE}DIR/config.json")
     if name in CATALOGUE or name.startswith(FROM_FILE):
-        shown = json.dumps(entry(name, ignored), indent=1) if words.as_json else details(name, ignored)
-        echo(shown, wrap=not words.as_json)
-        return 0
-    names = _matching(words.subjects)
-    if words.as_json:
-        echo(json.dumps([entry(name) for name in names], indent=1))
+        words.show(entry(name, ignored), details(name, ignored))
     else:
-        echo(table(names, terminal_columns(sys.stdout)), wrap=True)
-    return 0
+        names = _matching(words.subjects)
+        words.show([entry(name) for name in names], table(names, terminal_columns(sys.stdout)))
 
 
 def _found(name: str, ignored: Sequence[str] = ()) -> tuple[Preset, ModelConfig]:
@@ -101,38 +104,38 @@ def table(names: Sequence[str], width: int = 0) -> str:
     """Returns one line per preset: parameters, active ones where they are fewer, layers, context, kinds, source. In a
     `width` that is too small for that the kinds and the source have lines of their own, below."""
     rows = [_row(name) for name in names]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    first = sum(widths[:_FIGURES]) + 2 * (_FIGURES - 1)
-    stacks = 0 < width < first + sum(2 + wide for wide in widths[_FIGURES:])
-    return "\n".join(_stacked(row, widths, width) if stacks else _aligned(row, widths) for row in rows)
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> str:
-    """Returns the cells of a row, or its first ones, in columns: figures to the right, words to the left."""
-    cells = enumerate(zip(row, widths, strict=False))
-    aligned = (cell.rjust(wide) if 0 < number < _FIGURES else cell.ljust(wide) for number, (cell, wide) in cells)
-    return "  ".join(aligned).rstrip()
-
-
-def _stacked(row: Sequence[str], widths: Sequence[int], width: int) -> str:
-    """Returns the name and the figures of a row, and below them its words in lines of `width`."""
-    below = "\n".join(filled("; ".join(cell for cell in row[_FIGURES:] if cell), width, indent=4))
-    return f"{_aligned(row[:_FIGURES], widths)}\n{below}"
+    lines = aligned(rows, _SIDES)
+    if 0 < width < max(map(len, lines)):
+        words = [filled("; ".join(cell for cell in row[_FIGURES:] if cell), width, indent=4) for row in rows]
+        firsts = aligned([row[:_FIGURES] for row in rows], _SIDES[:_FIGURES])
+        lines = [line for first, below in zip(firsts, words, strict=True) for line in (first, *below)]
+    return "\n".join(lines)
 
 
 def details(name: str, ignored: Sequence[str] = ()) -> str:
     """Returns everything known of a preset, or of a config.json without its `ignored` fields."""
     preset, model = _found(name, ignored)
+    counts, flops = "as many as the tokenizer's vocabulary makes", ""
+    if model.vocab_size:
+        total, active = count(model), count_active(model)
+        counts = f"{total:,} ({_short(total)})" + (f", of which {active:,} per token" if active < total else "")
+        flops = (
+            f"{train_flops_per_token(model) / 1e9:,.1f} G per token, forward and backward, at {model.seq_len:,} tokens"
+        )
+    moe, experts = model.moe, ""
+    if moe.n_experts:
+        dense = f" after {moe.n_dense_layers} dense layers" if moe.n_dense_layers else ""
+        experts = f" of {model.expert_ff_size:,}{dense}; {moe.router} router"
     facts = {
-        "parameters": _counts(model),
-        "FLOPs": _flops(model),
+        "parameters": counts,
+        "FLOPs": flops,
         "shape": f"{model.n_layers} layers, {model.d_model:,} wide, heads of {model.head_size}, MLP of "
         f"{model.ff_size:,}, {'one table' if model.tied else 'two tables'} of "
         f"{f'{model.vocab_size:,} tokens' if model.vocab_size else 'the tokenizer'}",
         "attention": kinds.attention(model),
         "windows": kinds.windows(model),
         "norm": kinds.norm(model),
-        "MLP": kinds.feed_forward(model) + _experts(model),
+        "MLP": kinds.feed_forward(model) + experts,
         "positions": kinds.positions(model),
         "samples": f"{model.seq_len:,} tokens (seq_len); released context {preset.context or model.seq_len:,}",
         "hub": ", ".join(preset.hub),
@@ -163,42 +166,19 @@ def _kinds(model: ModelConfig) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def _counts(model: ModelConfig) -> str:
-    if not model.vocab_size:
-        return "as many as the tokenizer's vocabulary makes"
-    total, active = count(model), count_active(model)
-    return f"{total:,} ({_short(total)})" + (f", of which {active:,} per token" if active < total else "")
-
-
-def _flops(model: ModelConfig) -> str:
-    if not model.vocab_size:
-        return ""
-    return f"{train_flops_per_token(model) / 1e9:,.1f} G per token, forward and backward, at {model.seq_len:,} tokens"
-
-
-def _experts(model: ModelConfig) -> str:
-    moe = model.moe
-    if not moe.n_experts:
-        return ""
-    dense = f" after {moe.n_dense_layers} dense layers" if moe.n_dense_layers else ""
-    return f" of {model.expert_ff_size:,}{dense}; {moe.router} router"
-
-
 def _matching(words: Sequence[str]) -> list[str]:
     """Returns the presets that have all words. Raises JobError with the likely name if there are none."""
-    texts = {name: _searched(name) for name in CATALOGUE}
-    names = [name for name, text in texts.items() if all(word.lower() in text for word in words)]
-    if names:
-        return names
+    found = []
+    for name in CATALOGUE:
+        preset, model = _found(name)
+        text = " ".join([name, _kinds(model), kinds.positions(model), *preset.hub, preset.source]).lower()
+        found += [name] if all(word.lower() in text for word in words) else []
+    if found:
+        return found
     asked = " ".join(words)
     if (meant := named(asked)) in CATALOGUE:
         return [meant]
     raise JobError(f"no model preset has {asked!r} in its name, kinds or source{unknown(asked)}")
-
-
-def _searched(name: str) -> str:
-    preset, model = _found(name)
-    return " ".join([name, _kinds(model), kinds.positions(model), *preset.hub, preset.source]).lower()
 
 
 def _short(parameters: int) -> str:
@@ -209,3 +189,159 @@ def _short(parameters: int) -> str:
 
 def _tokens(length: int) -> str:
     return f"{length // 1024}K" if length >= 1024 and length % 1024 == 0 else f"{length:,}"
+
+
+WHAT = {
+    "precision": Option(
+        Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the weights (default: each tensor's own; of GGUF fp32)"
+    ),
+    "layers": Option(int, 0, "the first N layers only: a smaller model, for trials", at_least=1),
+}
+_FOLDERS = {
+    **IGNORE_CONFIG,
+    "base": Option(str, "", "of a PEFT adapter: the folder of its base, or hub:OWNER/NAME", value="DIR"),
+}
+IMPORT = Verb(
+    "import",
+    "Makes a run of another program's weights: `phalanx generate RUN` continues a text with it, and a job with "
+    "`model.from: RUN` trains from its weights in any layout.",
+    {
+        "hf": Command(
+            ("SOURCE",),
+            {"out": Option(str, "", "the run's directory, which must not exist", value="RUN"), **WHAT, **_FOLDERS},
+            aliases=IGNORE_CONFIG_ALIAS,
+            more=True,
+            about="a folder of Hugging Face or its files, a GGUF file, or a model of the hub",
+        )
+    },
+    (
+        ("import hf SmolLM2-135M --out runs/smollm", "a folder"),
+        ("import hf hub:openai-community/gpt2 --out runs/gpt2", "a model of the hub"),
+    ),
+    (
+        "SOURCE is a Hugging Face folder (config.json, safetensors, tokenizer.json), its files, a LoRA folder of PEFT, "
+        "which is merged into its base, a GGUF file, which is dequantised, or hub:OWNER/NAME, which the hub's library "
+        "downloads. The run has one checkpoint, at step 0. Nothing but `hub:` is downloaded, and no pickle is read.",
+        f"Model types: {', '.join(BY_TYPE)}.",
+    ),
+    hint=lambda word: f"name the format first: `phalanx import hf {word}`" if Path(word).exists() else "",
+)
+
+
+@IMPORT.runs
+def run_import(words: Words) -> None:
+    if not words.options["out"]:
+        raise JobError("phalanx import needs --out RUN, the directory of the new run")
+    from phalanx.exchange import folder as hub
+    from phalanx.exchange.gguf import import_gguf  # imported here, because it imports torch
+    from phalanx.exchange.import_run import import_folder, target_problems
+
+    target = Path(words.options["out"])
+    if any(subject.startswith(hub.PREFIX) for subject in words.subjects) and (wrong := list(target_problems(target))):
+        raise JobError(wrong)  # before a long download
+    paths = [hub.downloaded(each) if each.startswith(hub.PREFIX) else Path(each) for each in words.subjects]
+    options, more = words.given(WHAT), words.given(_FOLDERS)
+    gguf = [path for path in paths if path.suffix == ".gguf"]
+    if gguf and more:
+        raise JobError(f"{flag_of(next(iter(more)))} is for folders of Hugging Face, and {gguf[0]} is a GGUF file")
+    if base := more.get("base"):
+        more["base"] = hub.downloaded(base) if base.startswith(hub.PREFIX) else Path(base)
+    if gguf and len(paths) > 1:
+        raise JobError(f"{gguf[0]} is a whole model: a GGUF file is imported by itself")
+    with stderr_progress() as progress:
+        if gguf:
+            done = import_gguf(gguf[0], target, **options, progress=progress)
+        else:
+            done = import_folder(paths, target, **options, **more, progress=progress)
+    for note in done.notes:
+        echo(note, file=sys.stderr, wrap=True)
+    words.show(_document(done), _text(done))
+
+
+def _text(done: Imported) -> str:
+    model = done.model
+    facts = {
+        "model": f"{done.model_type}, {done.parameters:,} parameters, {model.n_layers} layers, {model.d_model:,} wide",
+        "attention": kinds.attention(model),
+        "windows": kinds.windows(model),
+        "MLP": kinds.feed_forward(model),
+        "positions": kinds.positions(model),
+        "context": f"{model.seq_len:,} tokens",
+        "tokenizer": f"{done.tokens:,} of {model.vocab_size:,} rows" if done.tokens else "none",
+        "weights": f"{done.precision}, {gib(done.bytes)}",
+        "generate": f"phalanx generate {done.target}",
+    }
+    width = max(map(len, facts))
+    return "\n".join([str(done.target), *(f"  {name:<{width}}  {text}" for name, text in facts.items() if text)])
+
+
+def _document(done: Imported) -> dict[str, Any]:
+    return {
+        "run": str(done.target),
+        "model_type": done.model_type,
+        "parameters": done.parameters,
+        "precision": done.precision,
+        "bytes": done.bytes,
+        "vocab_size": done.model.vocab_size,
+        "tokens": done.tokens or None,
+        "seq_len": done.model.seq_len,
+        "notes": list(done.notes),
+    }
+
+
+EXPORT = Verb(
+    "export",
+    "Writes the model of a run for other programs: a Hugging Face folder, which transformers, vLLM and others load.",
+    {
+        WHOLE: Command(
+            ("RUN", "DIR"),
+            {
+                "to": Option(Literal["hf"], None, "the form"),
+                "step": Option(int, 0, "the checkpoint of this step (default: the newest whole one)", at_least=1),
+                "precision": Option(
+                    Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the weights (default: that of the run)"
+                ),
+                "max_shard_size": Option(
+                    str, "", "most bytes in a file, such as 5GB, 500MB or 4GiB (default 5GiB)", value="SIZE"
+                ),
+            },
+            aliases={"dtype": "precision"},
+        )
+    },
+    (
+        ("export runs/main main-hf --to hf", "the newest checkpoint"),
+        ("export runs/main main-hf --to hf --step 200 --precision bf16", "another one, in bf16"),
+    ),
+    (
+        "RUN is a run's directory, or one of its checkpoints, of any layout. DIR must not exist, or be empty: it "
+        "appears when everything is written. Adapters are merged into their matrices.",
+    ),
+    exits={4: "the checkpoint is missing or damaged"},
+)
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@EXPORT.runs
+def run_export(words: Words) -> None:
+    options = words.options
+    if options["to"] is None:
+        raise JobError("phalanx export needs --to hf")
+    limit = {"most_file_bytes": _bytes(options["max_shard_size"])} if options["max_shard_size"] else {}
+    if not os.path.exists(words.subjects[0]):
+        raise NotFoundError(no_run(Path(words.subjects[0]), "nothing"))  # before torch is imported, which takes seconds
+    from phalanx.checkpoint.consolidated import open_source
+    from phalanx.exchange.export import document_of, export, text_of
+
+    source, target = map(Path, words.subjects)
+    with open_source(source, options["step"]) as tensors, stderr_progress() as progress:
+        done = export(tensors, target, dtype=options["precision"], progress=progress, **limit)
+    for note in done.notes:
+        echo(note, file=sys.stderr, wrap=True)
+    words.show(document_of(done), text_of(done))
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"([0-9]{1,12}(?:\.[0-9]{1,3})?) ?([A-Za-z]*)", text)
+    if not found or found[2].upper() not in _UNITS or not (size := int(float(found[1]) * _UNITS[found[2].upper()])):
+        raise JobError(f"--max-shard-size {text}: expected bytes such as 5GB, 500MB or 4GiB")
+    return size

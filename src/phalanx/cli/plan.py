@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.check.load import LoadedJob
 from phalanx.cli.auto_layout import fixed_of, on_known_devices, worlds_of
-from phalanx.cli.calibration import calibration_document, check_calibration
-from phalanx.cli.columns import MOST_COLUMNS
-from phalanx.cli.files import DARK, check_folders, wants_dark, write
-from phalanx.cli.framework import OPTIONS, asked
-from phalanx.cli.job_words import JobVerb
+from phalanx.cli.files import DARK, OutputFiles
+from phalanx.cli.help_page import MOST_COLUMNS
 from phalanx.cli.option import Option
+from phalanx.cli.predicting import OPTIONS, asked, calibration_document, check_calibration
+from phalanx.cli.verb import Words, job_verb
 from phalanx.cost.breakdown import subject
 from phalanx.data.files import stderr_progress
 from phalanx.data.settings import vocabulary_size
@@ -23,14 +20,14 @@ from phalanx.errors import DoesNotFitError
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.planner import search
 from phalanx.plan.report import report
-from phalanx.plan.search.request import PlanRequest, plan_request
+from phalanx.plan.search.request import plan_request
 
 MAP_POINTS = 300
 """Number of layouts in the map of the space."""
 MAX_DRAWN_PASSES = 120
 """Passes per rank up to which a picture shows the whole step."""
 
-VERB = JobVerb(
+VERB = job_verb(
     "plan",
     "Finds the fastest legal layout that fits in memory. Layout fields set on the command line, or beside `auto: true` "
     "in a job file, stay fixed; the planner chooses the others.",
@@ -50,40 +47,25 @@ VERB = JobVerb(
 )
 
 
-def run(argv: Sequence[str]) -> int:
-    words = VERB.parse(argv)
-    if words is None:
-        return 0
-    options = words.options
-    pictures = {"html": _page, "svg": _map}
-    check_folders(options, *pictures)
-    dark = wants_dark(words.switches, options, "svg")
+@VERB.runs
+def run(words: Words) -> int:
+    files = OutputFiles.of(words, "html", "svg")
     loaded = on_known_devices(words.loaded, measures=True)
     cluster = loaded.job.cluster
     check_calibration(cluster, cluster.devices)
-    request = asked(_request(loaded), options)
+    fixed = {name: getattr(loaded.job.layout, name) for name in fixed_of(loaded)}
+    request = plan_request(loaded.job, vocabulary_size(loaded.job), fixed)
+    request = asked(replace(request, worlds=worlds_of(loaded.job)), words.options)
     if told := _fixed_note(loaded):
         echo(told, file=sys.stderr)
     with stderr_progress() as progress:
-        plan = search(request, progress, sample=MAP_POINTS if any(options[name] for name in pictures) else 0)
-    plan = replace(plan, best=plan.best[: options["top"]])
-    for name, drawn in pictures.items():
-        if options[name]:
-            write(options[name], drawn(plan), dark)
-    if "json" in words.switches:
-        calibration = calibration_document(cluster, cluster.devices)
-        echo(json.dumps({**report.as_json(plan), "calibration": calibration}, indent=1))
-    else:
-        echo(report.text(plan, min(terminal_columns(sys.stdout) or report.WIDTH, MOST_COLUMNS)), wrap=True)
-        if files := " and ".join(options[name] for name in pictures if options[name]):
-            echo(f"\nwritten: {files}")
+        plan = search(request, progress, sample=MAP_POINTS if files.paths else 0)
+    plan = replace(plan, best=plan.best[: words.options["top"]])
+    files.write({"html": lambda: _page(plan), "svg": lambda: _map(plan)})
+    document = {**report.as_json(plan), "calibration": calibration_document(cluster, cluster.devices)}
+    words.show(document, report.text(plan, min(terminal_columns(sys.stdout) or report.WIDTH, MOST_COLUMNS)))
+    files.tell()
     return 0 if plan.best else DoesNotFitError.exit_code
-
-
-def _request(loaded: LoadedJob) -> PlanRequest:
-    job = loaded.job
-    fixed = {name: getattr(job.layout, name) for name in fixed_of(loaded)}
-    return replace(plan_request(job, vocabulary_size(job), fixed), worlds=worlds_of(job))
 
 
 def _fixed_note(loaded: LoadedJob) -> str:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
-from phalanx.cli.calibration import calibration_document
-from phalanx.cli.files import DARK, check_folders, wants_dark, write
-from phalanx.cli.framework import OPTIONS, asked
-from phalanx.cli.job_words import JobVerb
+from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.option import Option
-from phalanx.config.job import Job
+from phalanx.cli.predicting import OPTIONS, asked, calibration_document
+from phalanx.cli.verb import Words, job_verb
 from phalanx.cost.breakdown import document, memory_lines, subject, time_lines
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict
@@ -31,7 +27,7 @@ from phalanx.report.figures import rank_traffic
 from phalanx.units import gib
 from phalanx.validation import table
 
-VERB = JobVerb(
+VERB = job_verb(
     "predict",
     "Predicts time, memory and traffic of one step of a job on any machine, from formulas.",
     (
@@ -57,49 +53,33 @@ VERB = JobVerb(
 )
 
 
-def run(argv: Sequence[str]) -> int:
-    words = VERB.parse(argv)
-    if words is None:
-        return 0
-    if words.options["table"]:
-        as_document = "json" in words.switches
-        return table.run(words.options["table"], words.options["out"], as_json=as_document, progress=stderr_progress)
-    _check_picture(words.options)
-    dark = wants_dark(words.switches, words.options, "svg")
-    spec = asked(step_spec(words.job, vocabulary_size(words.job)), words.options)
-    prediction = predict(spec)
-    traffic = rank_traffic(words.job, spec)
-    if words.options["svg"]:
-        write(words.options["svg"], _picture(words.options["picture"], words.job, spec, prediction), dark)
-    if "json" in words.switches:
-        calibration = calibration_document(words.job.cluster, words.job.layout.world)
-        echo(json.dumps({**as_json(spec, prediction, traffic), "calibration": calibration}, indent=1))
-    else:
-        echo(report(spec, prediction, traffic), wrap=True)
-        if words.options["svg"]:
-            echo(f"\nwritten: {words.options['svg']}")
-    if prediction.fits:
-        return 0
-    if "json" not in words.switches:
-        echo(f"\n{shortfall(spec)}", file=sys.stderr, wrap=True)
-    return DoesNotFitError.exit_code
-
-
-def _check_picture(options: Mapping[str, Any]) -> None:
-    """Raises JobError if a picture is asked for without a file to write it to."""
+@VERB.runs
+def run(words: Words) -> int:
+    options, job = words.options, words.job
+    if options["table"]:
+        return table.run(options["table"], options["out"], as_json=words.as_json, progress=stderr_progress)
     if options["picture"] != "prediction" and not options["svg"]:
         raise JobError(f"--picture {options['picture']} says what --svg draws: name a file, such as --svg step.svg")
-    check_folders(options, "svg")
-
-
-def _picture(name: str, job: Job, spec: StepSpec, prediction: Prediction) -> str:
-    if name == "layout":
-        return layout_picture.svg(job, spec.model.vocab_size)
-    if name == "context":
-        return context_picture.svg(job)
-    if name == "recompute":
-        return prediction_picture.recompute_svg(job, spec)
-    return prediction_picture.svg(spec, prediction)
+    files = OutputFiles.of(words, "svg")
+    spec = asked(step_spec(job, vocabulary_size(job)), options)
+    prediction = predict(spec)
+    traffic = rank_traffic(job, spec)
+    pictures = {
+        "prediction": lambda: prediction_picture.svg(spec, prediction),
+        "layout": lambda: layout_picture.svg(job, spec.model.vocab_size),
+        "context": lambda: context_picture.svg(job),
+        "recompute": lambda: prediction_picture.recompute_svg(job, spec),
+    }
+    files.write({"svg": pictures[options["picture"]]})
+    calibration = calibration_document(job.cluster, job.layout.world)
+    document = {**as_json(spec, prediction, traffic), "calibration": calibration}
+    words.show(document, report(spec, prediction, traffic))
+    files.tell()
+    if prediction.fits:
+        return 0
+    if not words.as_json:
+        echo(f"\n{shortfall(spec)}", file=sys.stderr, wrap=True)
+    return DoesNotFitError.exit_code
 
 
 def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any
-
-from phalanx.cli.commands import JSON, Command, CommandVerb, CommandWords
-from phalanx.cli.files import DARK, check_folders, wants_dark, write
+from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.option import Option
-from phalanx.echo import echo
+from phalanx.cli.verb import JSON, Command, Verb, Words
 from phalanx.errors import JobError
 from phalanx.partition.pipeline import is_file
 from phalanx.pictures import schedule as schedule_picture
@@ -18,6 +13,7 @@ from phalanx.schedule import catalogue, file, timing, trace
 from phalanx.schedule.blocking import blocked
 from phalanx.schedule.check import in_flight
 from phalanx.schedule.schedule import Schedule
+from phalanx.units import aligned
 
 SIZES = {
     "stages": Option(int, 4, "ranks of the pipeline (also --ranks, --pp)", at_least=1),
@@ -31,7 +27,7 @@ FILES = {
     "trace": Option(str, "", "write trace events for ui.perfetto.dev", value="FILE"),
     "csv": Option(str, "", "write the schedule as CSV, in the format of torch.distributed.pipelining", value="FILE"),
 }
-VERB = CommandVerb(
+VERB = Verb(
     "schedule",
     "Pipeline schedules, as the order of actions on each rank: lists, draws, measures and checks them.",
     {
@@ -62,29 +58,18 @@ VERB = CommandVerb(
 )
 
 
-def run(argv: Sequence[str]) -> int:
-    words = VERB.parse(argv)
-    if words is None:
-        return 0
-    if words.command == "list":
-        _list(words.as_json)
-    elif words.command == "check":
-        _check(words)
-    else:
-        _show(words)
-    return 0
+@VERB.runs
+def run(words: Words) -> None:
+    {"list": _list, "check": _check, "show": _show}[words.command](words)
 
 
-def _list(as_json: bool) -> None:
-    if as_json:
-        echo(json.dumps([_entry(name) for name in catalogue.SCHEDULES], indent=1))
-        return
-    width = max(map(len, catalogue.SCHEDULES))
-    titles = max(len(entry.title) for entry in catalogue.SCHEDULES.values())
+def _list(words: Words) -> None:
+    rows = []
     for name, entry in catalogue.SCHEDULES.items():
         package = catalogue.SCHEDULES.package(name)
         from_outside = "" if package == OWN else f"  ({package or 'this process'})"
-        echo(f"{name:<{width}}  {entry.title:<{titles}}  {entry.source}{from_outside}", wrap=True)
+        rows.append((name, entry.title, f"{entry.source}{from_outside}"))
+    words.show([_entry(name) for name in catalogue.SCHEDULES], "\n".join(aligned(rows)))
 
 
 def _entry(name: str) -> dict[str, object]:
@@ -101,39 +86,33 @@ def _entry(name: str) -> dict[str, object]:
     }
 
 
-def _check(words: CommandWords) -> None:
-    schedule = file.read(words.subject)
-    if words.as_json:
-        echo(json.dumps({"ok": True, **_figures(timing.time(schedule))}))
-    else:
-        echo(f"{words.subject}: valid\n{_report(timing.time(schedule))}", wrap=True)
+def _check(words: Words) -> None:
+    timed = timing.time(file.read(words.subject))
+    words.show({"ok": True, **_figures(timed)}, f"{words.subject}: valid\n{_report(timed)}", indent=None)
 
 
-def _show(words: CommandWords) -> None:
-    written = words.given(FILES)
-    check_folders(written, *written)
+def _show(words: Words) -> None:
+    files = OutputFiles.of(words, *FILES)
     schedule = _schedule(words.subject, words.given(SIZES))
     timed = timing.time(schedule)
-    dark = wants_dark(words.switches, written, "svg")
-    contents = {"svg": schedule_picture.svg, "trace": trace.text, "csv": lambda timed: file.text(timed.schedule)}
-    for name, path in written.items():
-        write(path, contents[name](timed), dark)
-    if words.as_json:
-        programs = [[str(action) for action in program] for program in schedule.programs]
-        echo(json.dumps({**_figures(timed), "programs": programs, "written": written}))
-        return
-    echo(_report(timed), wrap=True)
-    echo()
-    schedule_picture.print_grid(timed)
-    for path in written.values():
-        echo(f"\nwritten: {path}")
+    files.write(
+        {
+            "svg": lambda: schedule_picture.svg(timed),
+            "trace": lambda: trace.text(timed),
+            "csv": lambda: file.text(schedule),
+        }
+    )
+    programs = [[str(action) for action in program] for program in schedule.programs]
+    words.show({**_figures(timed), "programs": programs, "written": files.paths}, f"{_report(timed)}\n", indent=None)
+    if not words.as_json:
+        schedule_picture.print_grid(timed)
+    files.tell()
 
 
 def _schedule(subject: str, sizes: dict[str, int]) -> Schedule:
     if not is_file(subject):
-        chosen: dict[str, Any] = {"stages": SIZES["stages"].default, "microbatches": SIZES["microbatches"].default}
-        chosen.update(sizes)
-        return catalogue.build(subject, chosen.pop("stages"), chosen.pop("microbatches"), **chosen)
+        stages, microbatches = (sizes.pop(name, SIZES[name].default) for name in ("stages", "microbatches"))
+        return catalogue.build(subject, stages, microbatches, **sizes)
     if sizes:
         given = ", ".join(f"--{name}" for name in sizes)
         raise JobError(f"{given}: a file states the size of its schedule; omit the option, or name a schedule")

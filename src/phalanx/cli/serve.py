@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
-from phalanx.cli.commands import WHOLE, CommandVerb
-from phalanx.cli.options import command_of, read_options
+from phalanx.cli.verb import WHOLE, Verb, command_of
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.serve.bodies import ServeLimits
@@ -42,7 +41,7 @@ class Serve:
     limits: ServeLimits = field(default_factory=ServeLimits)
 
 
-VERB = CommandVerb(
+VERB = Verb(
     "serve",
     "Serves a run's newest checkpoint over HTTP, with the completions and chat endpoints of OpenAI's API. It is for "
     "trying a model out; for real load, export the model and use vLLM.",
@@ -54,10 +53,11 @@ VERB = CommandVerb(
 )
 
 
+@VERB.starts
 def run(argv: Sequence[str]) -> int:
     if VERB.answers_help(argv):
         return 0
-    options, problems = read_options(Serve, VERB, argv)
+    options, problems = VERB.read_as(Serve, argv)
     problems += options.limits.problems()
     if not 0 <= options.port < 1 << 16:
         problems.append(f"port {options.port}: 0 to 65535")

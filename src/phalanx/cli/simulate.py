@@ -3,19 +3,17 @@ time that a job loses to failures."""
 
 from __future__ import annotations
 
-import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from phalanx.cli.calibration import calibration_document
-from phalanx.cli.files import DARK, check_folders, wants_dark, write
-from phalanx.cli.framework import OPTIONS, asked
-from phalanx.cli.job_words import JobVerb
+from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.option import Option
+from phalanx.cli.predicting import OPTIONS, asked, calibration_document
+from phalanx.cli.verb import Words, job_verb
 from phalanx.config import values
 from phalanx.cost.breakdown import duration, subject
 from phalanx.cost.job_spec import step_spec
@@ -41,7 +39,7 @@ CHECKPOINT_S, RESTART_S = 30.0, 600.0
 MAX_ROWS = 16
 """Maximum number of pipeline ranks in the table."""
 
-VERB = JobVerb(
+VERB = job_verb(
     "simulate",
     "Simulates one step of a job event by event: what every pipeline rank computes, sends and waits for, as figures, a "
     "picture and a trace for Perfetto.",
@@ -93,34 +91,25 @@ VERB = JobVerb(
 )
 
 
-def run(argv: Sequence[str]) -> int:
-    words = VERB.parse(argv)
-    if words is None:
-        return 0
-    options, as_document = words.options, "json" in words.switches
-    check_folders(options, "svg", "trace", "failures_svg")
-    dark = wants_dark(words.switches, options, "svg", "failures_svg")
+@VERB.runs
+def run(words: Words) -> None:
+    options = words.options
+    files = OutputFiles.of(words, "svg", "trace", "failures_svg")
     spec = asked(step_spec(words.job, vocabulary_size(words.job)), options)
     disturbance = _disturbance(options["straggler"], options["slow_link"])
     check(disturbance, spec)
+    passes = 2 * spec.batch.accumulation * spec.layout.pp * max(1, spec.layout.pp_chunks)  # of all ranks, about
     with stderr_progress() as progress:
-        result = _simulated(spec, disturbance, progress if _passes(spec) > PROGRESS_PASSES else silent)
+        result = _simulated(spec, disturbance, progress if passes > PROGRESS_PASSES else silent)
     failures = _failures(options)
     lost = best(spec.layout.world, *failures, result.figures.step_time_s) if failures else None
-    _write(result, options, dark)
-    if options["failures_svg"] and failures:
-        write(options["failures_svg"], _failures_picture(spec.layout.world, *failures), dark)
-    if as_document:
-        calibration = calibration_document(words.job.cluster, words.job.layout.world)
-        echo(json.dumps({**as_json(result, lost), "calibration": calibration}, indent=1))
-    else:
-        echo(report(result, lost), wrap=True)
-        if files := " and ".join(options[name] for name in ("svg", "trace", "failures_svg") if options[name]):
-            echo(f"\nwritten: {files}")
+    files.write(_contents(result, (options["from"], options["to"]), failures))
+    calibration = calibration_document(words.job.cluster, words.job.layout.world)
+    words.show({**as_json(result, lost), "calibration": calibration}, report(result, lost))
+    files.tell()
     if not result.prediction.fits:
         warning = f"\nphalanx: warning: exceeds memory; simulated anyway: {shortfall(spec)}"
         echo(warning, file=sys.stderr, wrap=True)
-    return 0
 
 
 @dataclass(frozen=True)
@@ -162,11 +151,6 @@ def _simulated(spec: StepSpec, disturbance: Disturbance, progress: Progress) -> 
     return Simulated(spec, predict(spec), disturbance, timeline, found, undisturbed)
 
 
-def _passes(spec: StepSpec) -> int:
-    """Returns the approximate number of passes of all ranks."""
-    return 2 * spec.batch.accumulation * spec.layout.pp * max(1, spec.layout.pp_chunks)
-
-
 def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance:
     """Returns the slow devices and links of the options. Raises JobError with every word that is wrong."""
     slow, pairs, axes, problems = list[tuple[int, float]](), [], list[tuple[str, float]](), []
@@ -204,25 +188,31 @@ def _failures(options: Mapping[str, Any]) -> tuple[float, float, float] | None:
     )
 
 
-def _failures_picture(devices: int, failures_per_device_day: float, save_s: float, restart_s: float) -> str:
-    from phalanx.pictures.timeline import SIZES, goodput_svg
+def _contents(
+    result: Simulated, window: tuple[float | None, float | None], failures: tuple[float, float, float] | None
+) -> dict[str, Callable[[], str]]:
+    """Returns what each file holds."""
 
-    sizes = sorted({devices, *SIZES})
-    return goodput_svg(sizes, failures_per_device_day, (save_s, save_s / 10), restart_s)
+    def step() -> str:
+        from phalanx.pictures import timeline as timeline_picture  # here and below: they are rarely asked for
 
+        about, slowed = subject(result.spec, result.spec.layout.world), _disturbance_text(result.disturbance)
+        return timeline_picture.svg(result.timeline, *window, about, _marks(result.disturbance), slowed)
 
-def _write(result: Simulated, options: Mapping[str, Any], dark: bool) -> None:
-    # Imported here, because they are rarely asked for.
-    from phalanx.pictures import timeline as timeline_picture
-    from phalanx.simulate import trace as events
+    def trace() -> str:
+        from phalanx.simulate import trace as events
 
-    if options["svg"]:
-        about, window = subject(result.spec, result.spec.layout.world), (options["from"], options["to"])
-        slowed = _disturbance_text(result.disturbance)
-        drawn = timeline_picture.svg(result.timeline, *window, about, _marks(result.disturbance), slowed)
-        write(options["svg"], drawn, dark)
-    if options["trace"]:
-        write(options["trace"], events.text(result.timeline))
+        return events.text(result.timeline)
+
+    def lost() -> str:
+        from phalanx.pictures.timeline import SIZES, goodput_svg
+
+        assert failures is not None, "the picture asks about failures"
+        rate, save_s, restart_s = failures
+        sizes = sorted({result.spec.layout.world, *SIZES})
+        return goodput_svg(sizes, rate, (save_s, save_s / 10), restart_s)
+
+    return {"svg": step, "trace": trace, "failures_svg": lost}
 
 
 def _marks(disturbance: Disturbance) -> dict[int, str]:

@@ -6,22 +6,21 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.show import as_yaml
 from phalanx.cli.bench import say_how_busy
-from phalanx.cli.files import check_folders, write
-from phalanx.cli.job_words import JobVerb, JobWords
+from phalanx.cli.files import OutputFiles, write
 from phalanx.cli.option import Option
-from phalanx.cli.options import as_foreign_rank
+from phalanx.cli.rank import run_on_ranks
+from phalanx.cli.verb import Words, job_verb
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
-from phalanx.launch.environment import LOG_DIR
-from phalanx.launch.meet.detected import detected
 from phalanx.launch.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from phalanx.selftest.report import DistReport
     from phalanx.selftest.run import SelfTestOptions
 
-VERB = JobVerb(
+VERB = job_verb(
     "test-dist",
     "Tests the ranks of a job before it trains: every collective on every axis of the layout gives exact values and is "
     "timed, slow ranks and slow pairs of ranks are named, and a short training has the same loss on all ranks. Starts "
@@ -59,35 +58,27 @@ STOPPED = "before everything was tested; nothing was written."
 WATCHDOG_REPORT, MOST_BYTES = "hang.json", 2**24
 
 
+@VERB.starts
 def run(argv: Sequence[str]) -> int:
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported, or the profiler prints lines of its own
-    ranks = detected(os.environ)
-    if ranks is None:
-        return _launch(argv)
-    if LOG_DIR in os.environ:  # the launcher below started this process
-        words = _parse(argv, ranks.world)
-        assert words is not None, "the launcher has read the same words"
-        return _be_a_rank(words, ranks)
-    return as_foreign_rank(
-        ranks, lambda: _read_as_rank(argv, ranks), _be_a_rank, lambda words: words.options["timeout"]
-    )
+    return run_on_ranks(partial(_parse, argv), _launch, _be_a_rank, lambda words: words.options["timeout"])
 
 
 class FoundError(RunError):
     """The self-test found wrong values, or losses that differ or are not finite."""
 
 
-def _parse(argv: Sequence[str], processes: int | None) -> JobWords | None:
-    """Returns the words with a layout for `processes` ranks if they have none; `None`: as --nproc-per-node says, or one
-    per GPU. Raises JobError if the layout needs another number."""
+def _parse(argv: Sequence[str], ranks: Ranks | None) -> Words | None:
+    """Returns the words, with a layout for all ranks if they have none; without `ranks` as --nproc-per-node says, or
+    one per GPU. Raises JobError if the layout needs another number. Rank 0 makes the folders before the ranks meet."""
     words = VERB.parse(argv)
-    if words is None or "print_config" in words.switches:
+    if words is None:
         return words
-    check_folders(words.options, "html")
+    OutputFiles.of(words, "html")
     given = {path for path, origin in words.loaded.origins.items() if origin != "default"}
     more: list[str] = [] if any(path.startswith("model.") for path in given) else ["model=tiny"]
     more += ["data.corpus=random"] if more and "data.corpus" not in given else []
-    wanted = processes or words.options["nproc_per_node"]
+    wanted = ranks.world if ranks else words.options["nproc_per_node"]
     if not any(path.startswith("layout.") for path in given):
         more.append(f"layout.dp_replicate={wanted or _devices(words.job)}")
         if "train.global_batch" not in given:
@@ -101,6 +92,8 @@ def _parse(argv: Sequence[str], processes: int | None) -> JobWords | None:
             f"layout {words.job.layout.line()} needs {needed} processes, but there are {wanted}: start {needed}, or "
             f"leave out the layout, and all of them are dp_replicate={wanted}"
         )
+    if ranks is not None and ranks.rank == 0:
+        _make_folders(words.options)
     return words
 
 
@@ -113,13 +106,10 @@ def _devices(job: Job) -> int:
     return 2
 
 
-def _launch(argv: Sequence[str]) -> int:
+def _launch(words: Words) -> int:
     """Starts the ranks on this machine, which run the same command on the resolved job."""
-    words = _parse(argv, None)
-    if words is None:
-        return 0
     job = words.job
-    if job.run.nnodes or (job.cluster.nodes > 1 and _is_given(words, "cluster.nodes")):
+    if job.run.nnodes or (job.cluster.nodes > 1 and words.loaded.origins["cluster.nodes"] != "default"):
         raise JobError(
             "phalanx test-dist starts processes on this machine only: for several nodes run it with torchrun, srun or "
             "mpiexec"
@@ -153,11 +143,7 @@ def _launch(argv: Sequence[str]) -> int:
     return RunError.exit_code
 
 
-def _is_given(words: JobWords, path: str) -> bool:
-    return words.loaded.origins.get(path, "default") != "default"
-
-
-def _rank_words(words: JobWords) -> list[str]:
+def _rank_words(words: Words) -> list[str]:
     """Returns the options for the ranks: absolute paths, and what is not the default."""
     found = [f"--{name}" for name in ("quick", "json") if name in words.switches]
     files = [name for name in ("html", "svg", "traces") if words.options[name]]
@@ -165,22 +151,14 @@ def _rank_words(words: JobWords) -> list[str]:
     return [*found, f"--timeout={words.options['timeout']}"]
 
 
-def _options(words: JobWords) -> SelfTestOptions:
+def _options(words: Words) -> SelfTestOptions:
     from phalanx.selftest.run import SelfTestOptions
 
     traces = Path(words.options["traces"]) if words.options["traces"] else None
     return SelfTestOptions("quick" in words.switches, words.options["timeout"], traces)
 
 
-def _read_as_rank(argv: Sequence[str], ranks: Ranks) -> JobWords | None:
-    """Returns what one of the processes that another launcher started has to test; rank 0 makes the folders."""
-    words = _parse(argv, ranks.world)
-    if words is not None and ranks.rank == 0:
-        _make_folders(words.options)
-    return words
-
-
-def _be_a_rank(words: JobWords, ranks: Ranks, store: Store | None = None) -> int:
+def _be_a_rank(words: Words, ranks: Ranks, store: Store | None = None) -> int:
     from phalanx.launch.process_group import device_of
     from phalanx.selftest.run import self_test
     from phalanx.train.device import choose, threads_for
@@ -193,14 +171,14 @@ def _be_a_rank(words: JobWords, ranks: Ranks, store: Store | None = None) -> int
         job, ranks, device_of(ranks, kind), threads_for(job.run.threads, ranks.local_world or 1), options, store
     )
     if ranks.rank == 0:
-        _show(report, words.options, words.switches)
+        _show(report, words)
     if not report.ok:
         raise FoundError(f"the test found {report.verdict().removeprefix('FAILED: ')}")
     return 0
 
 
 def _make_folders(options: Mapping[str, Any]) -> None:
-    """Makes the folders before the ranks meet or start: a mistake is then one message at once. Raises JobError."""
+    """Makes the folders. Raises JobError."""
     problems = []
     for name in ("traces", "svg"):
         try:
@@ -212,20 +190,18 @@ def _make_folders(options: Mapping[str, Any]) -> None:
         raise JobError(problems)
 
 
-def _show(report: DistReport, options: Mapping[str, Any], switches: Collection[str]) -> None:
+def _show(report: DistReport, words: Words) -> None:
     """Prints the result, and writes the page and its pictures."""
     from phalanx.selftest.page import page, pictures
 
-    files = {options["html"]: page(report)} if options["html"] else {}
-    if options["svg"]:
-        files |= {str(Path(options["svg"], f"{name}.svg")): svg for name, svg in pictures(report).items()}
-    if "json" in switches:
-        echo(json.dumps({**report.as_dict(), "written": list(files)}, indent=1))
-    else:
-        echo(report.text(), wrap=True)
+    html, svg = words.options["html"], words.options["svg"]
+    files = {html: page(report)} if html else {}
+    if svg:
+        files |= {str(Path(svg, f"{name}.svg")): drawn for name, drawn in pictures(report).items()}
+    words.show({**report.as_dict(), "written": list(files)}, report.text())
     for path, text in files.items():
         write(path, text)  # only now: a full disk must not cost the result
-        if "json" not in switches:
+        if not words.as_json:
             echo(f"written: {path}")
 
 

@@ -9,20 +9,19 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.check.load import LoadedJob
 from phalanx.checkpoint.manifest import Manifest, job_of
-from phalanx.cli.job_words import JobVerb, JobWords
-from phalanx.cli.options import as_foreign_rank
+from phalanx.cli.rank import run_on_ranks
+from phalanx.cli.verb import Words, job_verb
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.environment import LOG_DIR
-from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.meet.detected import detected
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import SINGLE, Ranks
 from phalanx.train.learning_rate import end_of, resumed_end
@@ -41,7 +40,7 @@ PRELOAD = (
 )
 """The modules that a rank imports until its first step, some of them at their first use."""
 
-VERB = JobVerb(
+VERB = job_verb(
     "train",
     "Trains a job: starts its processes on this machine (unless torchrun, srun or mpiexec already did), trains, "
     "validates, saves checkpoints and prints a sample of text. A stopped run resumes where it was.",
@@ -65,37 +64,66 @@ phalanx train needs a job: a file, or fields
   phalanx train --help                options and sections of a job"""
 
 
+@VERB.starts
 @unblocked()
 def run(argv: Sequence[str]) -> int:
     if not set(argv) - {"--json", "--fresh", "--oversubscribe"}:
         raise JobError(NO_JOB)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported, or its profiler prints lines of its own
-    die_with_launcher()
-    is_ours = LOG_DIR in os.environ  # the launcher below started this process, with everything in place
-    ranks = detected(os.environ)
-    if ranks is not None and not is_ours:
-        return as_foreign_rank(
-            ranks,
-            lambda: _read_as_rank(argv, ranks),
-            lambda words, ranks, store: _train_together(words.loaded, ranks, "json" in words.switches, store),
-            lambda words: words.job.run.timeout_s,
-        )
+    return run_on_ranks(partial(_read, argv), _start, _work, lambda words: words.job.run.timeout_s)
+
+
+def _read(argv: Sequence[str], ranks: Ranks | None) -> Words | None:
+    """Returns the job. Raises JobError if it needs other ranks than those that another launcher started."""
     words = VERB.parse(argv)
-    if words is None:
-        return 0
-    loaded, job = words.loaded, words.job
-    as_json = "json" in words.switches
-    if is_ours:
-        return _be_a_rank(job, ranks or SINGLE, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)
+    if words is None or ranks is None or LOG_DIR in os.environ:  # our own launcher has everything in place
+        return words
+    if "fresh" in words.switches:
+        raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
+    _require_world(words.job, ranks)
+    _require_cores(words.job, ranks, oversubscribe="oversubscribe" in words.switches)
+    if ranks.rank == 0:
+        _require_trackers(words.job)
+    return words
+
+
+def _work(words: Words, ranks: Ranks, store: Store | None) -> int:
+    """Trains as one of the ranks of our own launcher, or of another one. Of those, which have met, rank 0 manages the
+    directory and the data; its failures reach the others through the process group."""
+    loaded, as_json = words.loaded, words.as_json
+    if LOG_DIR in os.environ:
+        return _be_a_rank(loaded.job, ranks, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)
+    from phalanx.train.loop import refuse
+    from phalanx.train.terminal import error_copied_to
+
+    if ranks.rank:
+        return _be_a_rank(loaded.job, ranks, None, as_json, store)
+    directory = RunDirectory.of(loaded.job)
+    with ExitStack() as held:
+        try:
+            held.enter_context(directory.lock())
+            directory.start(loaded)
+            log_file = directory.next_log_dir() / "stderr.log"
+        except PhalanxError as error:
+            refuse(loaded.job, ranks, error, store)
+            raise
+        with error_copied_to(log_file):
+            return _be_a_rank(loaded.job, ranks, log_file, as_json, store)
+
+
+def _start(words: Words) -> int:
+    """Trains where no launcher has started this process: starts the ranks, or is the only one."""
+    loaded, job, as_json = words.loaded, words.job, words.as_json
     from phalanx.data.files import stderr_progress
     from phalanx.data.mixture import open_split
     from phalanx.data.prepare import prepare
+    from phalanx.launch.nodes.addresses import is_this_machine
 
     _require_machine(job, oversubscribe="oversubscribe" in words.switches)
     directory = RunDirectory.of(job)
     if "fresh" in words.switches and job.checkpoint.remote:
         _require_no_copies(job)
-    if job.run.nnodes and not _is_host(job):
+    if job.run.nnodes and not is_this_machine(job.run.endpoint[0]):
         return 0 if _is_finished(directory, job, as_json) else _launch(loaded, directory, as_json)
     _require_trackers(job)
     with directory.lock(fresh="fresh" in words.switches) as renamed:
@@ -145,12 +173,6 @@ def _require_cores(job: Job, ranks: Ranks, *, oversubscribe: bool) -> None:
         raise JobError(found)
 
 
-def _is_host(job: Job) -> bool:
-    from phalanx.launch.nodes.addresses import is_this_machine
-
-    return is_this_machine(job.run.endpoint[0])
-
-
 def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     """Starts this machine's ranks: all of them, or those of one node of `run.nnodes`."""
     job = loaded.job
@@ -193,7 +215,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
 
 
 def _nodes(loaded: LoadedJob, directory: RunDirectory) -> Nodes:
-    from phalanx.cli.node_layout import words_for
+    from phalanx.cli.auto_layout import words_for
     from phalanx.launch.nodes.join import Nodes
     from phalanx.launch.nodes.membership import Terms
 
@@ -228,20 +250,6 @@ def _sample(job: Job) -> str:
     )
 
 
-def _read_as_rank(argv: Sequence[str], ranks: Ranks) -> JobWords | None:
-    """Returns the job of one of the processes that another launcher started. Raises JobError if it needs others."""
-    words = VERB.parse(argv)
-    if words is None:
-        return None
-    if "fresh" in words.switches:
-        raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
-    _require_world(words.job, ranks)
-    _require_cores(words.job, ranks, oversubscribe="oversubscribe" in words.switches)
-    if ranks.rank == 0:
-        _require_trackers(words.job)
-    return words
-
-
 def _require_trackers(job: Job) -> None:
     """Raises JobError, with what to install, unless every tracker of the job is installed on the host of rank 0."""
     from phalanx.config.trackers import missing
@@ -270,27 +278,6 @@ def _require_world(job: Job, ranks: Ranks) -> None:
             f"layout {job.layout.line()} needs {processes} processes, but {ranks.source} started {world}; start "
             f"{processes}, or set layout.dp_replicate so that the product of the axes is {world}"
         )
-
-
-def _train_together(loaded: LoadedJob, ranks: Ranks, as_json: bool, store: Store | None) -> int:
-    """Trains as one of the ranks that have met. Rank 0 manages the directory and the data; its failures reach the
-    others through the process group."""
-    from phalanx.train.loop import refuse
-    from phalanx.train.terminal import error_copied_to
-
-    if ranks.rank:
-        return _be_a_rank(loaded.job, ranks, None, as_json, store)
-    directory = RunDirectory.of(loaded.job)
-    with ExitStack() as held:
-        try:
-            held.enter_context(directory.lock())
-            directory.start(loaded)
-            log_file = directory.next_log_dir() / "stderr.log"
-        except PhalanxError as error:
-            refuse(loaded.job, ranks, error, store)
-            raise
-        with error_copied_to(log_file):
-            return _be_a_rank(loaded.job, ranks, log_file, as_json, store)
 
 
 def _require_no_copies(job: Job) -> None:

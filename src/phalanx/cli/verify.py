@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phalanx.cli.job_words import JobVerb
 from phalanx.cli.option import Option
+from phalanx.cli.verb import Words, job_verb
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
 from phalanx.verify.select import select
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from phalanx.config.layout import Layout
     from phalanx.verify.run import LayoutCase
 
-VERB = JobVerb(
+VERB = job_verb(
     "verify",
     "Proves that a job's model computes the same under every layout as on one process: a few steps in float64 on "
     "processes of this machine, comparing the loss, every gradient and every parameter. They compute on the CPU, or, "
@@ -52,10 +51,8 @@ VERB = JobVerb(
 )
 
 
-def run(argv: Sequence[str]) -> int:
-    words = VERB.parse(argv)
-    if words is None:
-        return 0
+@VERB.runs
+def run(words: Words) -> int:
     steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
     full, schedules, as_is = (name in words.switches for name in ("full", "schedules", "as_is"))
     if lines and full:
@@ -77,8 +74,7 @@ def run(argv: Sequence[str]) -> int:
     echo("\n".join(introduction(selection, steps)), file=sys.stderr, flush=True, wrap=True)
     with _progress(len(selection.layouts)) as (on_start, on_case):
         report = verify.run(selection, steps, on_case, on_start)
-    as_json = "json" in words.switches
-    echo(json.dumps(report.as_dict(), indent=1) if as_json else table(report), wrap=not as_json)
+    words.show(report.as_dict(), table(report))
     return 1 if not report.ok else JobError.exit_code if selection.refused else 0
 
 

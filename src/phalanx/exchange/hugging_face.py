@@ -9,23 +9,35 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from phalanx.exchange.conversions import EqualParts, Interleaved, Offset, PerHead, RotaryRows, Stacked, Then, Transposed
-from phalanx.exchange.links import Match, WeightFamily, equal
+from phalanx.exchange.links import (
+    INTERLEAVED,
+    STACKED,
+    TRANSPOSED,
+    Conversion,
+    WeightFamily,
+    WeightLink,
+    equal,
+    equal_parts,
+    offset,
+    per_head,
+    rotary_rows,
+    then,
+)
 
 _KINDS = ("weight", "bias")
 _LAYER = "model.layers.{}"
 
 
-def _each(pairs: Mapping[str, str], kinds: Iterable[str] = ("weight",)) -> tuple[Match, ...]:
+def _each(pairs: Mapping[str, str], kinds: Iterable[str] = ("weight",)) -> tuple[WeightLink, ...]:
     """Returns equal parameters: names without their kind, each with all kinds."""
     return tuple(equal(f"{ours}.{kind}", f"{theirs}.{kind}") for ours, theirs in pairs.items() for kind in kinds)
 
 
-def _ends() -> tuple[Match, ...]:
+def _ends() -> tuple[WeightLink, ...]:
     return _each({"embed": "model.embed_tokens", "final_norm": "model.norm", "head": "lm_head"})
 
 
-def _block(pairs: Mapping[str, str], kinds: Iterable[str] = ("weight",), layer: str = _LAYER) -> tuple[Match, ...]:
+def _block(pairs: Mapping[str, str], kinds: Iterable[str] = ("weight",), layer: str = _LAYER) -> tuple[WeightLink, ...]:
     """Returns parameters of every layer."""
     return _each({f"blocks.{{}}.{ours}": f"{layer}.{theirs}" for ours, theirs in pairs.items()}, kinds)
 
@@ -41,10 +53,12 @@ _NORMS_AROUND = (
 )
 
 
-def _experts(room: str, names: Mapping[str, str]) -> tuple[Match, ...]:
+def _experts(room: str, names: Mapping[str, str]) -> tuple[WeightLink, ...]:
     """Returns a router and experts that are stored one by one."""
     experts = (
-        Match((f"blocks.{{}}.moe.experts.{ours}.weight",), (f"{_LAYER}.{room}.experts.*.{theirs}.weight",), Stacked())
+        WeightLink(
+            (f"blocks.{{}}.moe.experts.{ours}.weight",), (f"{_LAYER}.{room}.experts.*.{theirs}.weight",), STACKED
+        )
         for ours, theirs in names.items()
     )
     return *_block({"moe.router": f"{room}.gate"}), *experts
@@ -57,8 +71,8 @@ _SHARED = (
 )
 
 
-def _rotary(ours: str, theirs: str, heads: Literal["queries", "shared"]) -> Match:
-    return Match((f"blocks.{{}}.{ours}.weight",), (f"{_LAYER}.{theirs}.weight",), RotaryRows(heads))
+def _rotary(ours: str, theirs: str, heads: Literal["queries", "shared"]) -> WeightLink:
+    return WeightLink((f"blocks.{{}}.{ours}.weight",), (f"{_LAYER}.{theirs}.weight",), rotary_rows(heads))
 
 
 _LATENT = (
@@ -77,9 +91,11 @@ _LATENT = (
 )
 
 
-def _plus_one(matches: Iterable[Match]) -> tuple[Match, ...]:
+def _plus_one(matches: Iterable[WeightLink]) -> tuple[WeightLink, ...]:
     """Returns the matches with Gemma's norms, which multiply by 1 + w."""
-    return tuple(Match(each.ours, each.theirs, Offset(1.0)) if "norm" in each.ours[0] else each for each in matches)
+    return tuple(
+        WeightLink(each.ours, each.theirs, offset(1.0)) if "norm" in each.ours[0] else each for each in matches
+    )
 
 
 _GEMMA = _plus_one((*_ends(), *_ATTENTION, *_MLP, *_NORMS))
@@ -103,10 +119,10 @@ _NEOX = (
         _NEOX_LAYER,
     ),
     *(
-        Match(
+        WeightLink(
             tuple(f"blocks.{{}}.attn.w{part}.{kind}" for part in "qkv"),
             (f"{_NEOX_LAYER}.attention.query_key_value.{kind}",),
-            PerHead(),
+            per_head(),
         )
         for kind in _KINDS
     ),
@@ -119,22 +135,22 @@ _GPT2 = (
     *_block({"attn_norm": "ln_1", "mlp_norm": "ln_2"}, _KINDS, _GPT2_LAYER),
     *_block({"attn.wo": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}, ("bias",), _GPT2_LAYER),
     *(
-        Match((f"blocks.{{}}.{ours}.weight",), (f"{_GPT2_LAYER}.{theirs}.weight",), Transposed())
+        WeightLink((f"blocks.{{}}.{ours}.weight",), (f"{_GPT2_LAYER}.{theirs}.weight",), TRANSPOSED)
         for ours, theirs in {"attn.wo": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}.items()
     ),
-    Match(
+    WeightLink(
         tuple(f"blocks.{{}}.attn.w{part}.weight" for part in "qkv"),
         (f"{_GPT2_LAYER}.attn.c_attn.weight",),
-        Then((Transposed(), EqualParts(3))),
+        then(TRANSPOSED, equal_parts(3)),
     ),
-    Match(
-        tuple(f"blocks.{{}}.attn.w{part}.bias" for part in "qkv"), (f"{_GPT2_LAYER}.attn.c_attn.bias",), EqualParts(3)
+    WeightLink(
+        tuple(f"blocks.{{}}.attn.w{part}.bias" for part in "qkv"), (f"{_GPT2_LAYER}.attn.c_attn.bias",), equal_parts(3)
     ),
 )
 
 
-def _halves(kind: str, conversion: Interleaved | Then) -> Match:
-    return Match(
+def _halves(kind: str, conversion: Conversion) -> WeightLink:
+    return WeightLink(
         tuple(f"blocks.{{}}.moe.experts.{part}.{kind}" for part in ("gate", "up")),
         (f"{_LAYER}.mlp.experts.gate_up_proj{'' if kind == 'weight' else '_bias'}",),
         conversion,
@@ -148,10 +164,10 @@ _GPT_OSS = (
     equal("blocks.{}.attn.sinks", f"{_LAYER}.self_attn.sinks"),
     equal("blocks.{}.moe.router.weight", f"{_LAYER}.mlp.router.weight"),
     equal("blocks.{}.moe.router.logit_bias", f"{_LAYER}.mlp.router.bias"),
-    Match(("blocks.{}.moe.experts.down.weight",), (f"{_LAYER}.mlp.experts.down_proj",), Transposed()),
+    WeightLink(("blocks.{}.moe.experts.down.weight",), (f"{_LAYER}.mlp.experts.down_proj",), TRANSPOSED),
     equal("blocks.{}.moe.experts.down.bias", f"{_LAYER}.mlp.experts.down_proj_bias"),
-    _halves("weight", Then((Interleaved(), Transposed()))),
-    _halves("bias", Interleaved()),
+    _halves("weight", then(INTERLEAVED, TRANSPOSED)),
+    _halves("bias", INTERLEAVED),
 )
 
 _BASE = (r"^(layers|embed_tokens|norm)\.", r"model.\1.")

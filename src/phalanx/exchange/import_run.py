@@ -6,6 +6,7 @@ read and the one before it, which is still being written. Experts of a layer are
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +38,6 @@ from phalanx.exchange.folder import FLOATS, HuggingFaceFolder, open_folder, tens
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.links import WeightLink, links, shapes_of_theirs
 from phalanx.exchange.peft_adapter import AdaptedFiles
-from phalanx.exchange.slice import first_layers, layer_of
 
 _LINKS = 2
 """Links whose parameters are kept: weights and biases of queries, keys and values."""
@@ -313,3 +313,16 @@ def _small_files(folder: HuggingFaceFolder) -> dict[str, bytes]:
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{file} cannot be read: {error}") from None
     return found
+
+
+def first_layers(model: ModelConfig, layers: int, source: Path) -> ModelConfig:
+    """Returns the shape of a model of its first `layers` layers; of all if it is 0. Raises JobError if it has fewer."""
+    if layers > model.n_layers:
+        raise JobError(f"--layers {layers}: {source} has {model.n_layers} layers")
+    return replace(model, n_layers=layers) if layers else model
+
+
+def layer_of(name: str) -> int | None:
+    """Returns the layer to which a tensor of transformers or of llama.cpp belongs, from 0; None for those outside."""
+    found = re.search(r"(?:^|\.)(?:layers|h|blk)\.(\d{1,9})\.", name)
+    return int(found[1]) if found else None

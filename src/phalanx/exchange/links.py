@@ -3,34 +3,127 @@
 for link in links(model, family):
     ours = link.conversion.ours([read(name) for name in link.theirs], model)      # import
     theirs = link.conversion.theirs([read(name) for name in link.ours], model)    # export
+
+A conversion takes a list of tensors to a list of tensors: parts, permutations, transposes, stacks, and a sum with a
+constant. None of them rounds, except that a constant is added in fp32 at least.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from torch import Tensor
 
 from phalanx.blocks.parameters import Shapes, parameter_shapes
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.exchange.conversions import Conversion, Same
+
+_Convert = Callable[[Sequence[Tensor], ModelConfig], list[Tensor]]
 
 
 @dataclass(frozen=True)
-class Match:
-    """Patterns of names that hold the same numbers; {} stands for the layer, * for every expert in turn."""
+class Conversion:
+    """A bijection between tensors of theirs and parameters of ours."""
 
-    ours: tuple[str, ...]
-    theirs: tuple[str, ...]
-    conversion: Conversion
+    ours: _Convert
+    """Returns the parameters of ours that tensors of theirs hold."""
+    theirs: _Convert
+    """The inverse."""
+
+
+SAME = Conversion(lambda theirs, _: list(theirs), lambda ours, _: list(ours))
+TRANSPOSED = Conversion(lambda theirs, _: [each.mT for each in theirs], lambda ours, _: [each.mT for each in ours])
+"""Theirs is (inputs, outputs) in its last two dimensions, ours (outputs, inputs)."""
+INTERLEAVED = Conversion(
+    lambda theirs, _: [theirs[0][..., 0::2], theirs[0][..., 1::2]],
+    lambda ours, _: [torch.stack(list(ours), dim=-1).flatten(-2)],
+)
+"""One tensor of theirs holds two of ours in turn along its last dimension: gate and up of gpt-oss."""
+STACKED = Conversion(lambda theirs, _: [torch.stack(list(theirs))], lambda ours, _: list(ours[0].unbind()))
+"""Ours is a stack of theirs along a first dimension: one tensor per expert."""
+
+
+def then(first: Conversion, second: Conversion) -> Conversion:
+    """Returns two conversions, in the order from theirs to ours."""
+    return Conversion(
+        lambda theirs, model: second.ours(first.ours(theirs, model), model),
+        lambda ours, model: first.theirs(second.theirs(ours, model), model),
+    )
+
+
+def offset(constant: float) -> Conversion:
+    """Returns the conversion to theirs plus a constant: Gemma's norms multiply by 1 + w."""
+    return Conversion(
+        lambda theirs, _: [_wide(each) + constant for each in theirs],
+        lambda ours, _: [_wide(each) - constant for each in ours],
+    )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
+def equal_parts(parts: int) -> Conversion:
+    """Returns the conversion of one tensor of theirs to so many equal parts of it, one after the other."""
+    return Conversion(lambda theirs, _: list(theirs[0].chunk(parts)), lambda ours, _: [torch.cat(list(ours))])
+
+
+def per_head(parts: int = 3) -> Conversion:
+    """Returns the conversion of rows that are, head by head, those of several of ours: GPT-NeoX's queries, keys and
+    values."""
+
+    def ours(theirs: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
+        rows = theirs[0].unflatten(0, (model.n_heads, parts, -1))
+        return [rows[:, part].flatten(0, 1) for part in range(parts)]
+
+    def theirs(ours: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
+        return [torch.stack([each.unflatten(0, (model.n_heads, -1)) for each in ours], dim=1).flatten(0, 2)]
+
+    return Conversion(ours, theirs)
+
+
+def rotary_rows(whose: Literal["queries", "keys", "shared"]) -> Conversion:
+    """Returns the conversion of the rows that positions turn: neighbours are pairs in theirs (latent attention;
+    llama.cpp's Llama), in ours pairs are half of the rows apart. The rows stand at the end of those of each head;
+    "shared" is one key for all heads."""
+
+    def reordered(weight: Tensor, model: ModelConfig, reorder: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        heads = {"queries": model.n_heads, "keys": model.kv_heads, "shared": 1}[whose]
+        rows = weight.unflatten(0, (heads, -1))
+        plain = rows.shape[1] - model.rotary_size
+        return [torch.cat((rows[:, :plain], reorder(rows[:, plain:])), dim=1).flatten(0, 1)]
+
+    def halves_apart(rows: Tensor) -> Tensor:
+        return torch.cat((rows[:, 0::2], rows[:, 1::2]), dim=1)
+
+    def neighbours(rows: Tensor) -> Tensor:
+        return torch.stack(rows.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+    return Conversion(
+        lambda theirs, model: reordered(theirs[0], model, halves_apart),
+        lambda ours, model: reordered(ours[0], model, neighbours),
+    )
+
+
+def _absorbed(ours: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
+    sizes = (model.mla.nope_head_dim, model.mla.v_head_dim)
+    keys, values = ours[0].unflatten(0, (model.n_heads, -1)).split(sizes, 1)
+    return [keys.mT, values]
+
+
+ABSORBED_KEYS = Conversion(lambda theirs, _: [torch.cat((theirs[0].mT, theirs[1]), dim=1).flatten(0, 1)], _absorbed)
+"""Latent attention's matrix from the latent to keys and values, (heads × (key + value), rank) in ours, is two tensors
+in llama.cpp's files: keys (heads, rank, key), transposed, and values (heads, value, rank)."""
 
 
 @dataclass(frozen=True)
 class WeightLink:
-    """Parameters of ours, and the tensors of theirs that hold the same numbers."""
+    """Parameters of ours, and the tensors of theirs that hold the same numbers: their names, or patterns of them, in
+    which {} stands for the layer and * for every expert in turn."""
 
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
@@ -41,7 +134,8 @@ class WeightLink:
 class WeightFamily:
     """The weights of a model_type."""
 
-    matches: tuple[Match, ...]
+    matches: tuple[WeightLink, ...]
+    """By patterns."""
     renamed: tuple[tuple[str, str], ...] = ()
     """Regular expressions of other spellings of their names in files, and what stands in their place."""
     unused: tuple[str, ...] = ()
@@ -72,9 +166,9 @@ class WeightFamily:
 _HEADS = ("lm_head.weight", "embed_out.weight")
 
 
-def equal(ours: str, theirs: str) -> Match:
-    """Returns the match of two equal tensors."""
-    return Match((ours,), (theirs,), Same())
+def equal(ours: str, theirs: str) -> WeightLink:
+    """Returns the link of two equal tensors."""
+    return WeightLink((ours,), (theirs,), SAME)
 
 
 def links(model: ModelConfig, family: WeightFamily) -> Iterator[WeightLink]:
@@ -84,14 +178,19 @@ def links(model: ModelConfig, family: WeightFamily) -> Iterator[WeightLink]:
     by_pattern = {name: match for match in family.matches for name in match.ours}
     missing = []
     for name in shapes:
-        layer, pattern = _pattern(name)
+        found = re.match(r"blocks\.(\d+)\.", name)
+        layer, pattern = (found[1], f"blocks.{{}}.{name[found.end() :]}") if found else ("", name)
         match = by_pattern.get(pattern)
         if match is None:
             missing.append(name)
         elif pattern == match.ours[0]:
             ours = tuple(each.format(layer) for each in match.ours)
-            theirs = (each.format(layer) for each in match.theirs)
-            yield WeightLink(ours, tuple(_of_experts(theirs, model)), match.conversion)
+            theirs = (
+                each.format(layer).replace("*", str(expert))
+                for each in match.theirs
+                for expert in range(model.moe.n_experts if "*" in each else 1)
+            )
+            yield WeightLink(ours, tuple(theirs), match.conversion)
     if missing:
         rest = f" and {len(missing) - 3:,} more" if len(missing) > 3 else ""
         raise JobError(f"parameters without a counterpart in transformers: {', '.join(missing[:3])}{rest}")
@@ -102,22 +201,3 @@ def shapes_of_theirs(link: WeightLink, model: ModelConfig, shapes: Shapes) -> Sh
     ours = [torch.empty(shapes[name], device="meta") for name in link.ours]
     theirs = link.conversion.theirs(ours, model)
     return {name: tuple(tensor.shape) for name, tensor in zip(link.theirs, theirs, strict=True)}
-
-
-def by_theirs(model: ModelConfig, family: WeightFamily) -> Mapping[str, WeightLink]:
-    """Returns the link of every tensor of theirs."""
-    return {name: link for link in links(model, family) for name in link.theirs}
-
-
-def _pattern(name: str) -> tuple[str, str]:
-    """Returns the layer of a parameter, if it has one, and its pattern."""
-    layer = re.match(r"blocks\.(\d+)\.", name)
-    return (layer[1], f"blocks.{{}}.{name[layer.end() :]}") if layer else ("", name)
-
-
-def _of_experts(names: Iterator[str], model: ModelConfig) -> Iterator[str]:
-    for name in names:
-        if "*" not in name:
-            yield name
-        else:
-            yield from (name.replace("*", str(expert)) for expert in range(model.moe.n_experts))

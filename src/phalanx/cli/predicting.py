@@ -1,15 +1,37 @@
-"""Prints the quality of the measurements that predictions rest on, and refuses predictions from unreliable ones."""
+"""What verbs that predict share: the training framework to predict, and the quality of the measurements beneath.
+
+Predictions from measurements that are too noisy are refused."""
 
 from __future__ import annotations
 
 import sys
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from phalanx.cli.option import Option
 from phalanx.config.calibration import Assessment, assess
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import LOCAL
+from phalanx.cost.frameworks.calibration import calibrated
+from phalanx.cost.frameworks.known import FRAMEWORKS, PHALANX
 from phalanx.echo import echo
 from phalanx.errors import JobError
+from phalanx.nearest import did_you_mean
+
+if TYPE_CHECKING:
+    from phalanx.cost.spec import StepSpec
+    from phalanx.plan.search.request import PlanRequest
+
+OPTIONS = {
+    "products": Option(
+        Literal["job", "bf16", "fp8", "fp4"],
+        "job",
+        "number format of the matrix products in blocks; job: that of train.precision",
+    ),
+    "framework": Option(str, "phalanx", f"predict another training framework: {', '.join(FRAMEWORKS)}"),
+}
+Asked = TypeVar("Asked", "StepSpec", "PlanRequest")
 
 
 def assessment_of(cluster: Cluster, world: int) -> Assessment | None:
@@ -44,3 +66,14 @@ def calibration_document(cluster: Cluster, world: int) -> dict[str, Any] | None:
     """Returns the entry `calibration` of `--json`: None for a cluster that was not measured."""
     assessment = assessment_of(cluster, world)
     return assessment.as_dict() if assessment else None
+
+
+def asked(about: Asked, options: Mapping[str, Any]) -> Asked:
+    """Returns the spec or request with the changes of the options. Raises JobError for an unknown framework."""
+    name, products = options["framework"], options["products"]
+    if name not in FRAMEWORKS:
+        raise JobError(
+            f"--framework: {name!r} is not known{did_you_mean(name, FRAMEWORKS)} (known: {', '.join(FRAMEWORKS)})"
+        )
+    framework = calibrated(name, about.cluster.accelerator) if name != PHALANX.name else about.framework
+    return replace(about, framework=framework, products=about.products if products == "job" else products)
