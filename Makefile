@@ -10,7 +10,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled cold offload tiles zero-plus-plus test-smollm2 test-families \
+.PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled cold whole offload tiles zero-plus-plus test-smollm2 test-families \
 	reference lint format wheel docs pictures docs-check course bench accuracy gpu chaos launchers bench-peers clean
 
 help: ## list the targets
@@ -59,6 +59,9 @@ memory: setup ## compare the predicted memory of models of every kind with the m
 
 zero-plus-plus: setup ## try ZeRO++ in all its layouts: a minute
 	PHALANX_ZERO_PLUS_PLUS=1 $(BIN)/python -m pytest tests/parallel/test_second_copy.py tests/parallel/test_quantised.py $(ARGS)
+
+whole: setup ## run the whole tables of the tests that try every pair of their parts: minutes
+	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/parallel $(ARGS)
 
 lora: setup ## compare adapters in every layout: bytes sent, and memory (a quarter of an hour)
 	PHALANX_LORA=1 $(BIN)/python -m pytest tests/parallel/test_lora_layouts.py tests/train/test_lora_memory.py $(ARGS)

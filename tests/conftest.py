@@ -61,7 +61,6 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
     """
     from phalanx.launch.pool import Pool
 
-    # The last of them is what torch imports when a rank makes its first optimizer.
-    preload = ["pytest", "hypothesis", "torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo"]
+    preload = ["pytest", "hypothesis", *warm.PRELOAD, *warm.modules()]
     with Pool(8, preload) as pool:
         yield pool.run

@@ -256,7 +256,7 @@ def _run(start: Start) -> None:
     exec(compile(Path(first).read_bytes(), first, "exec"), main.__dict__)
 
 
-def _ours() -> Iterator[str]:
+def modules() -> Iterator[str]:
     """Yields the names of Phalanx' modules, but for those that are programs."""
     import phalanx
 
@@ -270,7 +270,7 @@ def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=os.dup(0))
     _loaded_with.update(_read_at_load(os.environ))
-    for module in (*PRELOAD, *_ours()):
+    for module in (*PRELOAD, *modules()):
         importlib.import_module(module)
     sys.path.pop(0)  # this folder
     gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every fork

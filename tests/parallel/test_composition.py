@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from covering import covering
 from parallel import structures
 from parallel.steps import steps, worst
 from phalanx.check.job import problems_of
@@ -97,7 +98,7 @@ def compare(results, expected) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [*(("llama", layout) for layout in LAYOUTS), *(("gpt", layout) for layout in LAYOUTS[::2])],
+    covering([*(("llama", layout) for layout in LAYOUTS), *(("gpt", layout) for layout in LAYOUTS[::2])]),
     ids=lambda value: value if isinstance(value, str) else value.line(),
 )
 def test_equals_one_process(ranks, reference, kind, layout):

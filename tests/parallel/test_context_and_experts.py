@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 
+from covering import covering
 from parallel.steps import steps
 from parallel.test_composition import GPT, LLAMA, VOCAB, compare
 from phalanx.check.job import problems_of
@@ -92,7 +93,7 @@ def reference(ranks):
     return {kind: ranks(steps, 1, job_of(model, Layout(), kind == "dense"), VOCAB)[0] for kind, model in MODELS.items()}
 
 
-@pytest.mark.parametrize(("kind", "line"), CASES)
+@pytest.mark.parametrize(("kind", "line"), covering(CASES))
 def test_equals_one_process(ranks, reference, kind, line):
     job = job_of(MODELS[kind], layout_line.parse(line), kind == "dense")
     assert problems_of(job) == []

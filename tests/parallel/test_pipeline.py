@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from covering import covering
 from parallel.steps import steps
 from parallel.test_composition import MODELS, VOCAB, compare, job_of
 from phalanx.config.job import Job
@@ -106,7 +107,7 @@ LAYOUTS = [(kind, Layout(pp=2, accumulation=3, **values)) for kind, values in CO
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), LAYOUTS, ids=lambda value: value.line() if isinstance(value, Layout) else value
+    ("kind", "layout"), covering(LAYOUTS), ids=lambda value: value.line() if isinstance(value, Layout) else value
 )
 def test_composed_with_other_techniques_it_equals_one_process(ranks, reference, kind, layout):
     compare(ranks(steps, layout.world, job_of(DEEP[kind], layout), VOCAB), reference(DEEP[kind]))

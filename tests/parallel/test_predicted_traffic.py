@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import covering
 from parallel.steps import micro_batches
 from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis
@@ -296,7 +297,7 @@ OTHERS = [
 ]
 
 
-CASES = DATA + TENSOR + CONTEXT + EXPERTS + PIPELINES + OTHERS
+CASES = covering(DATA + TENSOR + CONTEXT + EXPERTS + PIPELINES + OTHERS)
 
 
 @pytest.mark.parametrize(("model", "line"), CASES, ids=[line for _, line in CASES])
