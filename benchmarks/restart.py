@@ -22,7 +22,7 @@ from phalanx.check.load import load_file
 from phalanx.cli.train import PRELOAD
 from phalanx.data.prepare import prepare
 from phalanx.launch.local import launch_local
-from phalanx.launch.restart import Restarts
+from phalanx.launch.verdict import Restarts
 from phalanx.train.restarted import newest_step
 from phalanx.train.run_directory import RunDirectory
 

@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cli.commands import JSON, Command, CommandVerb
-from phalanx.cli.files import DARK, wants_dark, write
+from phalanx.cli.files import DARK, wants_dark
 from phalanx.cli.option import Option
 from phalanx.cli.options import as_foreign_rank
 from phalanx.cli.page import flag_of
 from phalanx.config.local_cluster import default_path
 from phalanx.echo import echo
 from phalanx.errors import JobError
-from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.meet.detected import detected
-from phalanx.launch.ranks import SINGLE, Ranks
+from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks
 from phalanx.nearest import nearest
 
 if TYPE_CHECKING:
@@ -97,7 +96,7 @@ def run(argv: Sequence[str]) -> int:
     die_with_launcher()
     ranks = detected(os.environ)
     if ranks is not None and LOG_DIR not in os.environ:
-        from phalanx.calibrate.run import TIMEOUT_S
+        from phalanx.calibrate.report import TIMEOUT_S
 
         return as_foreign_rank(ranks, lambda: _parse(argv), _be_a_foreign_rank, lambda _: TIMEOUT_S)
     request = _parse(argv)
@@ -165,7 +164,7 @@ def _be_a_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> i
 
 def _refuse_early(options: dict[str, Any], command: str, path: Path | None) -> None:
     """Raises JobError, before anything is measured, for files that cannot be read or written, and collectives."""
-    from phalanx.calibrate.cluster_file import fields_of
+    from phalanx.calibrate.report import fields_of
 
     if path is not None:
         fields_of(path)
@@ -217,17 +216,17 @@ def _launch(argv: list[str], processes: int, threads: int) -> int:
 
 
 def _measure(request: _Request, ranks: Ranks, device: torch.device, store: Store | None) -> CalibrationReport:
-    from phalanx.calibrate import cluster_file, run
+    from phalanx.calibrate.report import comm_report, compute_report, fields_of
     from phalanx.train.device import threads_for
 
     options, quick = request.options, "quick" in request.switches
     threads = threads_for(options["threads"], ranks.local_world or 1)
     if request.command == "comm":
         chosen = _collectives(options["collectives"])
-        return run.comm_report(ranks, device, threads, collectives=chosen, quick=quick, store=store)
-    known = cluster_file.fields_of(request.path) if request.path else {}
+        return comm_report(ranks, device, threads, collectives=chosen, quick=quick, store=store)
+    known = fields_of(request.path) if request.path else {}
     precision = options["precision"]
-    return run.compute_report(ranks, device, threads, precision=precision, quick=quick, known=known, store=store)
+    return compute_report(ranks, device, threads, precision=precision, quick=quick, known=known, store=store)
 
 
 def say_how_busy() -> None:
@@ -252,14 +251,12 @@ def _show(
     report: CalibrationReport, path: Path | None, command: Sequence[str], svg: str, switches: Collection[str]
 ) -> None:
     """Writes the files and prints the report; warns on standard error where predictions with it will be unreliable."""
-    from phalanx.calibrate import cluster_file
+    from phalanx.calibrate.report import fields_of, of_device, write
 
     if path is not None:
-        known = cluster_file.of_device(
-            cluster_file.fields_of(path), report.fields["device"], report.fields.get("accelerator.name", "")
-        )
+        known = of_device(fields_of(path), report.fields["device"], report.fields.get("accelerator.name", ""))
         fact = f"{report.setting}, median error {report.error:.1%}: phalanx bench {' '.join(command)}"
-        cluster_file.write(path, {**known, **report.fields}, report.what, fact)
+        write(path, {**known, **report.fields}, report.what, fact)
     if svg:
         write(str(Path(svg).expanduser()), report.svg, "dark" in switches)
     if report.assessment.problem:
@@ -275,5 +272,5 @@ def _show(
     echo(report.text(), wrap=True)
     for written in filter(None, (path, svg)):
         echo(f"written: {written}")
-    if path is not None and report.what == "compute" and "intra.gbs" not in cluster_file.fields_of(path):
+    if path is not None and report.what == "compute" and "intra.gbs" not in fields_of(path):
         echo("next: phalanx bench comm", file=sys.stderr)

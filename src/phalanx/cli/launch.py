@@ -17,19 +17,20 @@ from phalanx.cli.launch_plan import LaunchPlan
 from phalanx.cli.option import Option
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
-from phalanx.launch.sites.load import known, user_folder
-from phalanx.launch.start.choose import commands_of, launcher_for, mpiexec_version, with_own_mpiexec
-from phalanx.launch.start.command import HostCommand, Launcher, environment
-from phalanx.launch.start.foreground import run_in_foreground
-from phalanx.launch.start.remote import RemoteNodes
-from phalanx.launch.start.shell import SSH
-from phalanx.launch.submit.submit import (
-    Submission,
-    kubernetes_submission,
-    pbs_submission,
-    slurm_submission,
-    submit,
+from phalanx.launch.sites.site import known, user_folder
+from phalanx.launch.start.choose import (
+    SSH,
+    HostCommand,
+    Launcher,
+    commands_of,
+    environment,
+    launcher_for,
+    mpiexec_version,
+    with_own_mpiexec,
 )
+from phalanx.launch.start.remote import RemoteNodes, run_in_foreground
+from phalanx.launch.submit.kubernetes import kubernetes_submission
+from phalanx.launch.submit.script import Submission, pbs_submission, slurm_submission, submit
 
 _ONE = r"(?!)"  # an option that may be repeated, with one value each time
 ALIASES = {

@@ -23,12 +23,10 @@ from phalanx.errors import JobError
 from phalanx.launch.exported import Exported, exported
 from phalanx.launch.grid import GridRequest, ProcessGrid, solve
 from phalanx.launch.hosts import HostSlots, names_of, read_hosts
-from phalanx.launch.sites.load import chosen
-from phalanx.launch.sites.site import GENERIC, Site
-from phalanx.launch.start.command import Launcher, StartRequest, ephemeral_ports, port_for
+from phalanx.launch.sites.site import GENERIC, Site, chosen
+from phalanx.launch.start.choose import IN_WORDS, Launcher, LaunchPlace, StartRequest, ephemeral_ports, port_for, where
 from phalanx.launch.submit.kubernetes import ManifestRequest
 from phalanx.launch.submit.script import SubmitRequest, parse_time
-from phalanx.launch.where import IN_WORDS, LaunchPlace, where
 
 _DEVICES_S = 20.0
 LARGE_PARAMETERS = 500_000_000

@@ -17,10 +17,9 @@ from phalanx.cli.option import Option
 from phalanx.config.reference import texts_below
 from phalanx.config.run import RunOptions
 from phalanx.errors import JobError
-from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.meet.detected import detected
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.ranks import LOG_DIR, Ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
@@ -89,8 +88,8 @@ def as_foreign_rank(
     at most `timeout_s`, as soon as each has read its options: a mistake of several is one message. `read` returns None
     if there is nothing to do."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
-    from phalanx.launch.lost_peer import lost_peer_named
     from phalanx.launch.meet.meeting import Meeting
+    from phalanx.launch.verdict import lost_peer_named
 
     meeting = Meeting(ranks)
     with meeting.agreed():

@@ -20,9 +20,8 @@ from phalanx.cli.options import as_foreign_rank
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
-from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.meet.detected import detected
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.ranks import LOG_DIR, Ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -214,7 +213,7 @@ def _make_folders(options: Mapping[str, Any]) -> None:
 
 def _show(report: DistReport, options: Mapping[str, Any], switches: Collection[str]) -> None:
     """Prints the result, and writes the page and its pictures."""
-    from phalanx.selftest.page import page, pictures
+    from phalanx.selftest.report import page, pictures
 
     files = {options["html"]: page(report)} if options["html"] else {}
     if options["svg"]:

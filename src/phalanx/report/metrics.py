@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from phalanx.trackers.rows import KEPT_ON_REWIND, ReadPosition, Row, read_lines, row_of
+from phalanx.trackers.tracker import KEPT_ON_REWIND, ReadPosition, Row, read_lines, row_of
 
 COLUMNS = (
     *("loss", "grad_norm", "lr", "step_time_s", "data_wait_s", "tps", "tps_total", "tflops", "mfu", "memory"),

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from phalanx.bounded import field, parse_json, read_tail
-from phalanx.launch.environment import RESTARTED
+from phalanx.launch.ranks import RESTARTED
 from phalanx.train.recorder import Recorder
 
 _TAIL_BYTES = 1 << 16  # of metrics.jsonl; a row has a few hundred, one about experts some thousands

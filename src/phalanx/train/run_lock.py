@@ -23,7 +23,7 @@ from pathlib import Path
 
 from phalanx.data.files import open_regular
 from phalanx.errors import RunError
-from phalanx.launch.watchdog.processes import process_state
+from phalanx.launch.lifeline import process_state
 
 LOCK = ".lock"
 HEARTBEAT_S = 5.0

@@ -18,7 +18,7 @@ from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.documents import Conversations, Documents
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer

@@ -11,8 +11,7 @@ import time
 from collections.abc import Sequence
 from types import FrameType
 
-from phalanx.launch.grace import grace_left
-from phalanx.launch.supervisor import SAME_REQUEST_S
+from phalanx.launch.supervisor import SAME_REQUEST_S, grace_left
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class StopRequest:
         return self.asked or self.signal != 0
 
     def seconds_left(self, grace_s: float) -> float:
-        """Returns the seconds until whoever sent the signal ends the process (launch/grace.py), infinity without a
+        """Returns the seconds until whoever sent the signal ends the process (launch/supervisor.py), infinity without a
         signal."""
         if not self.signal:
             return math.inf

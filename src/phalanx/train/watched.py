@@ -10,10 +10,9 @@ from pathlib import Path
 from phalanx.comm import direct
 from phalanx.comm.agree import gather_json, on_rank_zero
 from phalanx.config.job import Job
-from phalanx.launch.environment import HEARTBEATS
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.ranks import HEARTBEATS, Ranks
 from phalanx.launch.watchdog.diagnosis import Limits
-from phalanx.launch.watchdog.join import join
+from phalanx.launch.watchdog.watchdog import join
 from phalanx.train.run_directory import RunDirectory
 
 

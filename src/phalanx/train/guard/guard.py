@@ -23,7 +23,7 @@ import torch
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import CorruptionError, NotFiniteError, SpikeError
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.moe import Statistics
 from phalanx.train.guard.attempt import Attempt, OwnGradients, repeats_exactly
 from phalanx.train.guard.history import LIMIT_STEPS, History

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from phalanx.comm.recorded import Recording, TimedCall
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.train.profile.largest import Range
 from phalanx.train.profile.passes import PassSpans
 from phalanx.train.profile.shares import Communication, ProfiledRank, union

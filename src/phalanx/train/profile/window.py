@@ -23,7 +23,7 @@ from phalanx.comm.agree import gather_json, on_every_rank
 from phalanx.comm.recorded import Recording, now, recorded
 from phalanx.errors import RunError
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.train.metrics import Meter
 from phalanx.train.profile import samples, tracing
 from phalanx.train.profile.held import held_tensors
