@@ -25,9 +25,9 @@ from benchmarks.sharding_steps import ours
 from phalanx.check.load import load_file
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
-from phalanx.launch.watchdog import heartbeat, layout
+from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.diagnosis import Limits
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.launch.watchdog.watchdog import Watchdog
 from phalanx.parallel import mesh as meshes
 
@@ -63,9 +63,9 @@ def measure(ranks: Ranks, words: list[str], rounds: int, directory: str) -> dict
     steps: dict[str, Callable[[], object]] = {"with": with_heartbeat, "without": step}
     for warm in (*steps.values(), *steps.values()):
         warm()
-    before = beat.words[layout.CALL_COUNT]
+    before = beat.words[heartbeat.CALL_COUNT]
     taken = turns.take_turns(steps, rounds, 600)
-    calls = (beat.words[layout.CALL_COUNT] - before) / len(taken["with"])
+    calls = (beat.words[heartbeat.CALL_COUNT] - before) / len(taken["with"])
     return {"turns": taken, "calls": calls, "call_s": _call_s(beat), "phase_s": _phase_s(beat)}
 
 

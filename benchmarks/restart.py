@@ -21,7 +21,7 @@ from benchmarks.report import machine, save
 from phalanx.check.load import load_file
 from phalanx.data.prepare import prepare
 from phalanx.launch.local import launch_local
-from phalanx.launch.restart import Restarts
+from phalanx.launch.verdict import Restarts
 from phalanx.train.run_directory import RunDirectory, newest_step
 from phalanx.verify.run import PRELOAD
 

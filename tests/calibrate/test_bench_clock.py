@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from phalanx.calibrate.clock import BUDGET_S, MAX_CALLS, QUICK_BUDGET_S, WINDOW, Clock
+from phalanx.calibrate.comm import BUDGET_S, MAX_CALLS, QUICK_BUDGET_S, WINDOW, Clock
 from phalanx.config.calibration import STABLE_SPREAD
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.calibrate import clock, comm
-from phalanx.calibrate.clock import WINDOW
+from phalanx.calibrate import comm
+from phalanx.calibrate.comm import WINDOW
 from phalanx.cost.fit import COLLECTIVES
 from phalanx.data.files import silent
 from phalanx.errors import JobError
@@ -57,13 +57,13 @@ def measure(ranks, per_node):
     """On ranks that lie on nodes of so many, as far as the measurement can see."""
     before = comm.SIZES
     comm.SIZES = {True: [1024, 2**18]}
-    budget, clock.QUICK_BUDGET_S = clock.QUICK_BUDGET_S, 0.0
+    budget, comm.QUICK_BUDGET_S = comm.QUICK_BUDGET_S, 0.0
     try:
         place = Ranks(ranks.rank, ranks.world, ranks.rank % per_node, per_node, ranks.rank // per_node, "test")
         return comm.measure(place, torch.device("cpu"), COLLECTIVES, True, silent)
     finally:
         comm.SIZES = before
-        clock.QUICK_BUDGET_S = budget
+        comm.QUICK_BUDGET_S = budget
 
 
 @pytest.mark.parametrize(("world", "per_node"), [(3, 3), (4, 2)])

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from phalanx.calibrate import clock, compute, shapes
-from phalanx.calibrate.clock import WINDOW
-from phalanx.calibrate.shapes import Shape
+from phalanx.calibrate import comm, compute
+from phalanx.calibrate.comm import WINDOW
+from phalanx.calibrate.compute import Shape
 from phalanx.cost.fit import UNCACHED_BYTES, median_error
 from phalanx.data.files import silent
 
@@ -15,11 +15,13 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def few(monkeypatch):
     """Shapes that take no time."""
-    monkeypatch.setattr(shapes, "products", lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128, 256)])
-    monkeypatch.setattr(shapes, "lengths", lambda unit, quick: [64])
-    monkeypatch.setattr(shapes, "streams", lambda quick: [2**10, 2**24])
+    monkeypatch.setattr(
+        compute, "products_of", lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128, 256)]
+    )
+    monkeypatch.setattr(compute, "sequence_lengths", lambda unit, quick: [64])
+    monkeypatch.setattr(compute, "stream_sizes", lambda quick: [2**10, 2**24])
     monkeypatch.setattr(compute, "SUSTAINED_REPEAT_S", {True: 0.001})
-    monkeypatch.setattr(clock, "QUICK_BUDGET_S", 0.0)
+    monkeypatch.setattr(comm, "QUICK_BUDGET_S", 0.0)
 
 
 def measure(ranks, precision="fp32"):
@@ -59,10 +61,10 @@ def test_16_bits_are_measured_as_such(few):
 
 def measure_few(ranks):
     """The same in a rank, where the fixture does not reach."""
-    before = shapes.products, shapes.lengths, shapes.streams, compute.SUSTAINED_REPEAT_S
-    budget, clock.QUICK_BUDGET_S = clock.QUICK_BUDGET_S, 0.0
-    shapes.products = lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128)]
-    shapes.lengths, shapes.streams, compute.SUSTAINED_REPEAT_S = (
+    before = compute.products_of, compute.sequence_lengths, compute.stream_sizes, compute.SUSTAINED_REPEAT_S
+    budget, comm.QUICK_BUDGET_S = comm.QUICK_BUDGET_S, 0.0
+    compute.products_of = lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128)]
+    compute.sequence_lengths, compute.stream_sizes, compute.SUSTAINED_REPEAT_S = (
         lambda unit, quick: [],
         lambda quick: [2**24],
         {True: 0.001},
@@ -70,8 +72,8 @@ def measure_few(ranks):
     try:
         return measure(ranks)
     finally:
-        shapes.products, shapes.lengths, shapes.streams, compute.SUSTAINED_REPEAT_S = before
-        clock.QUICK_BUDGET_S = budget
+        compute.products_of, compute.sequence_lengths, compute.stream_sizes, compute.SUSTAINED_REPEAT_S = before
+        comm.QUICK_BUDGET_S = budget
 
 
 def test_ranks_that_measure_together_agree(ranks):

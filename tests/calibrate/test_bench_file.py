@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.calibrate import cluster_file
 from phalanx.calibrate.comm import Fitted
 from phalanx.calibrate.compute import Measured
-from phalanx.calibrate.report import of_comm, of_compute
+from phalanx.calibrate.report import fields_of, of_comm, of_compute, of_device, write
 from phalanx.config import local_cluster
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.cost.fit import AttentionTiming, ProductTiming, StreamTiming, Transfer
@@ -34,8 +33,8 @@ def measured(precision: str = "fp32", known: float = 0.0) -> Measured:
 
 def test_what_is_written_is_read_again(tmp_path):
     path = tmp_path / "new" / "cluster.yaml"
-    cluster_file.write(path, COMPUTE, "compute", "today, a cpu")
-    assert cluster_file.fields_of(path) == COMPUTE
+    write(path, COMPUTE, "compute", "today, a cpu")
+    assert fields_of(path) == COMPUTE
     text = path.read_text()
     assert text.splitlines()[1] == "# compute: today, a cpu"
     assert "\ncluster:\n  devices_per_node: 1\n  device: cpu\n  accelerator:\n    name: a cpu\n" in text
@@ -43,38 +42,38 @@ def test_what_is_written_is_read_again(tmp_path):
 
 def test_the_second_measurement_keeps_the_first_and_what_the_user_wrote(tmp_path):
     path = tmp_path / "cluster.yaml"
-    cluster_file.write(path, {**COMPUTE, "pod": 16}, "compute", "one")
-    known = cluster_file.of_device(cluster_file.fields_of(path), "cpu")
-    cluster_file.write(path, {**known, **COMM}, "comm", "two")
-    cluster_file.write(path, cluster_file.fields_of(path), "compute", "three")
-    assert cluster_file.fields_of(path) == {**COMPUTE, **COMM, "pod": 16}
+    write(path, {**COMPUTE, "pod": 16}, "compute", "one")
+    known = of_device(fields_of(path), "cpu")
+    write(path, {**known, **COMM}, "comm", "two")
+    write(path, fields_of(path), "compute", "three")
+    assert fields_of(path) == {**COMPUTE, **COMM, "pod": 16}
     assert path.read_text().splitlines()[1:3] == ["# comm: two", "# compute: three"]
 
 
 def test_figures_of_another_device_do_not_stay():
     known = {**COMPUTE, **COMM, "pod": 16}
-    assert cluster_file.of_device(known, "cuda") == {"device": "cpu", "pod": 16}
-    assert cluster_file.of_device(known, "cpu", "another cpu") == {**COMM, "pod": 16}
-    assert cluster_file.of_device(known, "cpu", "a cpu") == known
+    assert of_device(known, "cuda") == {"device": "cpu", "pod": 16}
+    assert of_device(known, "cpu", "another cpu") == {**COMM, "pod": 16}
+    assert of_device(known, "cpu", "a cpu") == known
 
 
 def test_a_file_that_is_wrong_is_refused_before_anything_is_measured(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("cluster:\n  intra:\n    gbs: fast\n")
     with pytest.raises(JobError, match=r"(?s):3: cluster.intra.gbs: expected a number, found 'fast'.*--out FILE"):
-        cluster_file.fields_of(path)
+        fields_of(path)
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(JobError, match="cannot write"):
-        cluster_file.write(tmp_path / "file" / "cluster.yaml", COMPUTE, "compute", "")
+        write(tmp_path / "file" / "cluster.yaml", COMPUTE, "compute", "")
 
 
 def test_the_report_of_a_device_has_the_fields_that_a_prediction_needs(tmp_path):
     report = of_compute(measured(), {}, "cpu", "1 process of 1 thread")
     path = tmp_path / "cluster.yaml"
-    cluster_file.write(path, report.fields, report.what, "")
+    write(path, report.fields, report.what, "")
     device = local_cluster.read(path=path).accelerator
     assert device.fp32_tflops == pytest.approx(0.2, rel=0.02)
     assert (device.bandwidth_gbs, device.launch_us) == (pytest.approx(20, rel=0.02), pytest.approx(2, rel=0.02))
@@ -91,7 +90,7 @@ def test_how_processes_share_a_cpu_is_read_again(tmp_path):
     shared = Sharing(node_cores=2, processes=2, alone_products=1.8, alone_streams=1.5)
     report = of_compute(replace(measured(), sharing=shared), {"sharing.linked": 4}, "cpu", "")
     path = tmp_path / "cluster.yaml"
-    cluster_file.write(path, {"sharing.linked": 4, **report.fields}, report.what, "")
+    write(path, {"sharing.linked": 4, **report.fields}, report.what, "")
     assert local_cluster.read(path=path).sharing == replace(shared, linked=4)
     told = "one process with all 2 cores, in training: 1.80 × the product rate of one of 2, 1.50 × its memory bandwidth"
     assert told in report.text()

@@ -2,12 +2,12 @@
 
 import pytest
 
-from phalanx.calibrate import shapes
+from phalanx.calibrate import compute
 
 
-@pytest.mark.parametrize("unit", [shapes.CPU_UNIT, shapes.ACCELERATOR_UNIT])
+@pytest.mark.parametrize("unit", [compute.CPU_UNIT, compute.ACCELERATOR_UNIT])
 def test_there_are_about_forty_shapes_and_a_dozen_quick_ones(unit):
-    every, some = shapes.products(unit, quick=False), shapes.products(unit, quick=True)
+    every, some = compute.products_of(unit, quick=False), compute.products_of(unit, quick=True)
     assert 30 <= len(every) <= 45
     assert 8 <= len(some) <= 14
     assert set(some) <= set(every)
@@ -16,7 +16,7 @@ def test_there_are_about_forty_shapes_and_a_dozen_quick_ones(unit):
 
 
 def test_a_family_grows_in_one_direction():
-    for family in {shape.family for shape in shapes.products(shapes.CPU_UNIT, quick=False)}:
-        flops = [s.m * s.n * s.k for s in shapes.products(shapes.CPU_UNIT, quick=False) if s.family == family]
+    for family in {shape.family for shape in compute.products_of(compute.CPU_UNIT, quick=False)}:
+        flops = [s.m * s.n * s.k for s in compute.products_of(compute.CPU_UNIT, quick=False) if s.family == family]
         assert flops == sorted(flops)
         assert len(set(flops)) == len(flops) >= 4

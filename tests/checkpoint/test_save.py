@@ -18,8 +18,8 @@ from phalanx.checkpoint.manifest import Box
 from phalanx.checkpoint.parts import Part
 from phalanx.checkpoint.save import Save, save_tensors
 from phalanx.errors import RunError
-from phalanx.launch import generation
-from phalanx.launch.environment import GENERATION
+from phalanx.launch import logs
+from phalanx.launch.ranks import GENERATION
 
 TENSORS = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -231,12 +231,12 @@ def test_without_checkpoints_there_is_none(tmp_path):
 
 def test_an_earlier_attempt_that_wakes_up_cannot_commit_or_clean_up(root, monkeypatch):
     root.mkdir(parents=True)
-    monkeypatch.setenv(GENERATION, generation.claim(root.parent))
+    monkeypatch.setenv(GENERATION, logs.claim(root.parent))
     save(root, 10)
     zombie = begin(root, 20)
     for rank in (0, 1):
         zombie.write(rank, rows(rank))
-    generation.claim(root.parent)
+    logs.claim(root.parent)
     with pytest.raises(RunError, match="a later attempt has taken over"):
         zombie.commit({}, Retention())
     with pytest.raises(RunError, match="a later attempt has taken over"):

@@ -15,8 +15,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from phalanx.calibrate import clock, compute, shapes
-from phalanx.calibrate.shapes import Shape
+from phalanx.calibrate import comm, compute
+from phalanx.calibrate.compute import Shape
 from phalanx.cli.main import main
 from phalanx.config.clusters import cluster_of
 
@@ -41,11 +41,13 @@ def home(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def few(monkeypatch):
     """Shapes that take no time, in this process."""
-    monkeypatch.setattr(shapes, "products", lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128, 256)])
-    monkeypatch.setattr(shapes, "lengths", lambda unit, quick: [64, 128])
-    monkeypatch.setattr(shapes, "streams", lambda quick: [2**20, 2**24])
+    monkeypatch.setattr(
+        compute, "products_of", lambda unit, quick: [Shape("n × n × n", n, n, n) for n in (64, 128, 256)]
+    )
+    monkeypatch.setattr(compute, "sequence_lengths", lambda unit, quick: [64, 128])
+    monkeypatch.setattr(compute, "stream_sizes", lambda quick: [2**20, 2**24])
     monkeypatch.setattr(compute, "SUSTAINED_REPEAT_S", {True: 0.001, False: 0.001})
-    monkeypatch.setattr(clock, "QUICK_BUDGET_S", 0.0)
+    monkeypatch.setattr(comm, "QUICK_BUDGET_S", 0.0)
 
 
 def test_help_and_mistakes_need_no_torch():

@@ -14,7 +14,7 @@ import pytest
 from phalanx.cli.main import main
 from phalanx.data.tokenizer import NumberTokenizer, Tokenizer
 from phalanx.errors import DataError
-from phalanx.launch.outcome import Outcome
+from phalanx.launch.verdict import Outcome
 
 pytestmark = pytest.mark.timeout(60)
 """Each takes far less than 2 s on an idle machine; without a bound they would take minutes, or for ever."""

@@ -6,7 +6,7 @@ from phalanx.comm import axis as axes
 from phalanx.comm.axis import Axis
 from phalanx.comm.recorded import Recording, recorded
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 
 
 def collectives(ranks):

@@ -10,8 +10,7 @@ from typing import Any
 
 from phalanx.check.load import load_words
 from phalanx.config import overrides
-from phalanx.doctor.findings import CheckResult
-from phalanx.doctor.machine import CheckedMachine
+from phalanx.doctor.machine import CheckedMachine, CheckResult
 
 PATH = os.environ.get("PATH", "")
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from doctor.machines import PATH, machine, only, program, statuses, with_torch
-from phalanx.doctor.accelerator import gpus
+from phalanx.doctor.system import gpus
 
 GPU = "NVIDIA A100-SXM4-80GB, 550.54.15, 81920, 500, {mig}, {persistence}, {mode}, {ecc}\n"
 FINE = {"mig": "Disabled", "persistence": "Enabled", "mode": "Default", "ecc": "0"}

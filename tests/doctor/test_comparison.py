@@ -7,9 +7,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from doctor.machines import machine
-from phalanx.doctor import comparison, join, nodes
-from phalanx.doctor.findings import CheckResult
-from phalanx.doctor.meeting import NodesMeeting
+from phalanx.doctor import join, nodes
+from phalanx.doctor.machine import CheckResult
+from phalanx.doctor.nodes import NodesMeeting
 from phalanx.launch.ranks import Ranks
 
 FINE = CheckResult("limits", "memory", "OK", "much")
@@ -27,7 +27,7 @@ ALL_SEEN = {0: SEEN, 1: SEEN}
 
 
 def found(world=2, hellos=None, seen=None, groups=None, folder="/runs"):
-    lines = comparison.lines(world, hellos or TWO, seen or ALL_SEEN, groups, folder)
+    lines = nodes.lines(world, hellos or TWO, seen or ALL_SEEN, groups, folder)
     return {line.check: line for line in lines if line.group == "nodes"}
 
 
@@ -60,7 +60,7 @@ def test_a_node_with_a_disk_of_its_own():
 
 
 def test_an_interface_that_is_not_known():
-    assert comparison.lines(2, {0: hello("a"), 1: hello("b", listener=None)}, ALL_SEEN, None, "")[2].hosts == ("b",)
+    assert nodes.lines(2, {0: hello("a"), 1: hello("b", listener=None)}, ALL_SEEN, None, "")[2].hosts == ("b",)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_report_of_another_version():
 
 def test_nodes_with_one_name_are_told_apart():
     hellos = {0: hello("vm"), 1: hello("vm", leads=False), 2: hello("vm"), 3: hello("b")}
-    assert comparison.labels_of(hellos) == {0: "vm/rank 0", 1: "vm/rank 0", 2: "vm/rank 2", 3: "b"}
+    assert nodes.labels_of(hellos) == {0: "vm/rank 0", 1: "vm/rank 0", 2: "vm/rank 2", 3: "b"}
 
 
 def together(world, work):

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from doctor.machines import program
-from phalanx.doctor import remote
+from phalanx.doctor import report
 from phalanx.errors import JobError
 
 SHELL = """
@@ -29,7 +29,7 @@ def compared(tmp_path):
 
     def of(*hosts, seconds=10.0, **known):
         program(tmp_path / "bin", "rsh", SHELL.format(known=known))
-        lines = remote.compare(hosts, str(tmp_path / "bin" / "rsh"), ["job.yaml"], seconds)
+        lines = report.compare(hosts, str(tmp_path / "bin" / "rsh"), ["job.yaml"], seconds)
         return {(line.check, *line.hosts): line for line in lines}
 
     return of
@@ -70,14 +70,14 @@ def test_a_report_that_is_not_understood(compared):
 
 
 def test_a_shell_that_is_not_there(tmp_path):
-    [line] = remote.compare(["a"], str(tmp_path / "none"), [], 1.0)
+    [line] = report.compare(["a"], str(tmp_path / "none"), [], 1.0)
     assert (line.status, "No such file" in line.text) == ("ERROR", True)
 
 
 @pytest.mark.parametrize(("hosts", "shell"), [(["-oProxyCommand=x"], "ssh"), (["a b"], "ssh"), (["a"], "ssh 'x")])
 def test_words_that_are_no_hosts(hosts, shell):
     with pytest.raises(JobError):
-        remote.compare(hosts, shell, [], 1.0)
+        report.compare(hosts, shell, [], 1.0)
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_words_that_are_no_hosts(hosts, shell):
     ],
 )
 def test_the_words_for_each_host(argv, words):
-    assert " ".join(remote.words_for(argv.split())) == words
+    assert " ".join(report.words_for(argv.split())) == words
 
 
 def test_a_remote_shell_with_options_of_its_own_is_no_word_of_the_job():
     argv = ["job.yaml", "--remote-shell", "ssh -o BatchMode=yes", "tp=2", "--hosts", "a", "b", "--timeout", "3"]
-    assert remote.words_for(argv) == ["job.yaml", "tp=2", "--timeout", "3"]
+    assert report.words_for(argv) == ["job.yaml", "tp=2", "--timeout", "3"]
 
 
 def test_facts_that_are_no_mapping_are_none(compared):

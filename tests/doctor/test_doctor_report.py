@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from doctor.machines import machine
-from phalanx.doctor.findings import GROUPS, CheckResult
+from phalanx.doctor.machine import GROUPS, CheckResult
 from phalanx.doctor.report import DoctorReport, checks, facts_of, merged, shown, text
 
 LINES = (

@@ -4,7 +4,7 @@ import pytest
 
 from disks import mounted
 from doctor.machines import machine, only
-from phalanx.doctor.environment import HARMFUL, caches, temporary, variables
+from phalanx.doctor.system import HARMFUL, caches, temporary, variables
 
 TWO = "model=tiny --dp-replicate 2 global_batch=8"
 

@@ -4,7 +4,7 @@ import threading
 import time
 
 from doctor.machines import statuses
-from phalanx.doctor.findings import CheckResult, DoctorCheck, error, ok, run, warn, within, worst
+from phalanx.doctor.machine import CheckResult, DoctorCheck, error, ok, run, warn, within, worst
 
 
 def test_lines_come_in_the_order_of_the_checks():

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doctor.machines import machine, only, statuses, write
-from phalanx.doctor.limits import cgroup_cores, memory, memory_bytes, processors, shared_memory, ulimits
+from phalanx.doctor.system import cgroup_cores, memory, memory_bytes, processors, shared_memory, ulimits
 
 GIB_IN_KB = 2**20
 MEMINFO = "MemTotal:       {total} kB\nMemFree:        1 kB\nMemAvailable:   {free} kB\n"

@@ -4,7 +4,7 @@ import time
 
 from doctor.machines import machine, program, write
 from phalanx.doctor.machine import CheckedMachine
-from phalanx.launch.watchdog.processes import process_state
+from phalanx.launch.lifeline import process_state
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 

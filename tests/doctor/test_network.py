@@ -7,7 +7,7 @@ import pytest
 
 from doctor.machines import machine, only, write
 from phalanx.doctor import network
-from phalanx.doctor.findings import run
+from phalanx.doctor.machine import run
 
 TWO_NODES = "model=tiny --dp-replicate 2 global_batch=8 run.nnodes=2 run.rdzv_endpoint={}"
 CARDS = {"lo": "127.0.0.1", "eth0": "127.0.0.2", "ib0": "127.0.0.3"}
@@ -41,7 +41,7 @@ def test_a_name_server_that_hangs_does_not_hang_the_report(monkeypatch):
         time.sleep(3)
         return []
 
-    checks = [check for check in network.checks(machine(resolve=hangs)) if check.name == "host name"]
+    checks = [check for check in network.network_checks(machine(resolve=hangs)) if check.name == "host name"]
     began = time.monotonic()
     line = only(run(checks, seconds=0.2), "ERROR")
     assert time.monotonic() - began < 2

@@ -3,7 +3,7 @@
 import pytest
 
 from doctor.machines import machine, only, program, statuses
-from phalanx.doctor.scheduler import launcher, scheduler
+from phalanx.doctor.network import launcher, scheduler
 
 NOW = 1_000_000.0
 SLURM = {"SLURM_JOB_ID": "77", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]"}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from doctor.machines import machine, only, program, statuses, with_torch
-from phalanx.doctor import software
+from phalanx.doctor import system
 from phalanx.doctor.machine import CheckedMachine
 from phalanx.errors import ExtensionError
 from phalanx.registry import Package
@@ -17,26 +17,26 @@ NEEDS = ["torch<2.14,>=2.11", "numpy>=1.26", "PyYAML>=6.0.1", "rich>=13.9"]
 
 
 def test_python_and_its_encoding():
-    assert sys.executable in only(software.python(machine(), "UTF-8"), "OK").text
-    assert "C.UTF-8" in only(software.python(machine(), "ISO-8859-1"), "WARN").remedy
-    assert "assertions" in only(software.python(machine(env={"PYTHONOPTIMIZE": "1"}), "utf-8"), "WARN").text
+    assert sys.executable in only(system.python(machine(), "UTF-8"), "OK").text
+    assert "C.UTF-8" in only(system.python(machine(), "ISO-8859-1"), "WARN").remedy
+    assert "assertions" in only(system.python(machine(env={"PYTHONOPTIMIZE": "1"}), "utf-8"), "WARN").text
 
 
 def test_packages_that_are_there():
-    assert "numpy" in only(software.packages(software._requirements(), importlib.metadata.version), "OK").text
+    assert "numpy" in only(system.packages(system._requirements(), importlib.metadata.version), "OK").text
 
 
 def test_packages_that_extend_phalanx(monkeypatch):
-    monkeypatch.setattr(software, "installed", dict)
-    assert only(software.extensions(), "OK").text == "no package extends Phalanx"
-    monkeypatch.setattr(software, "installed", lambda: {Package("lab", "2.0"): ["lab"]})
-    assert only(software.extensions(), "OK").text == "lab 2.0"
+    monkeypatch.setattr(system, "installed", dict)
+    assert only(system.extensions(), "OK").text == "no package extends Phalanx"
+    monkeypatch.setattr(system, "installed", lambda: {Package("lab", "2.0"): ["lab"]})
+    assert only(system.extensions(), "OK").text == "lab 2.0"
 
     def fail() -> None:
         raise ExtensionError("package lab 2.0: cluster 'lab': source must not be empty")
 
-    monkeypatch.setattr(software, "load_installed", fail)
-    assert "source must not be empty" in only(software.extensions(), "ERROR").text
+    monkeypatch.setattr(system, "load_installed", fail)
+    assert "source must not be empty" in only(system.extensions(), "ERROR").text
 
 
 @pytest.mark.parametrize(("name", "found"), [("rich", "12.0"), ("PyYAML", None)])
@@ -46,7 +46,7 @@ def test_packages_that_are_missing_or_old(name, found):
             raise importlib.metadata.PackageNotFoundError(asked)
         return found if asked == name else "99.0"
 
-    line = only(software.packages(NEEDS, version), "ERROR")
+    line = only(system.packages(NEEDS, version), "ERROR")
     assert line.text.startswith(name)
     assert line.remedy.startswith(f"pip install '{name}>=")
 
@@ -56,18 +56,18 @@ def test_packages_that_are_missing_or_old(name, found):
     [("2.13.0+cpu", ""), ("2.11", ""), ("2.11.0", ""), ("2.10.1", ">=2.11"), ("2.14", "<2.14"), ("3", "<2.14")],
 )
 def test_versions_in_a_range(installed, bound):
-    assert software.out_of_range(installed, "torch<2.14,>=2.11; python_version > '3'") == bound
+    assert system.out_of_range(installed, "torch<2.14,>=2.11; python_version > '3'") == bound
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=3), st.lists(st.integers(0, 30), min_size=1, max_size=3))
 def test_versions_are_ordered_as_numbers(mine, least):
     padded = [each + [0] * (3 - len(each)) for each in (mine, least)]
     installed, bound = (".".join(map(str, each)) for each in (mine, least))
-    assert (software.out_of_range(installed, f"x>={bound}") == "") == (padded[0] >= padded[1])
+    assert (system.out_of_range(installed, f"x>={bound}") == "") == (padded[0] >= padded[1])
 
 
 def test_torch():
-    assert only(software.torch(with_torch(machine())), "OK").text == "torch 2.13.0 (CPU build), gloo"
+    assert only(system.torch(with_torch(machine())), "OK").text == "torch 2.13.0 (CPU build), gloo"
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_torch():
     ],
 )
 def test_torch_that_does_not_serve(facts, status, text):
-    assert text in only(software.torch(with_torch(machine(), **facts)), status).text
+    assert text in only(system.torch(with_torch(machine(), **facts)), status).text
 
 
 def test_a_login_node_without_torch(monkeypatch):
@@ -93,7 +93,7 @@ def test_a_login_node_without_torch(monkeypatch):
         return known(name)
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert "torch is not installed" in only(software.torch(machine()), "WARN").text
+    assert "torch is not installed" in only(system.torch(machine()), "WARN").text
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_login_node_without_torch(monkeypatch):
 def test_an_import_that_hangs_or_crashes(tmp_path, text, problem):
     program(tmp_path / "bin", "python", text)
     found = CheckedMachine(python=str(tmp_path / "bin" / "python"), seconds=0.2)
-    assert problem in only(software.torch(found), "ERROR").text
+    assert problem in only(system.torch(found), "ERROR").text
 
 
 def test_files_that_hide_libraries(tmp_path):
@@ -117,11 +117,11 @@ def test_files_that_hide_libraries(tmp_path):
         folder.mkdir()
         (folder / "helper.py").touch()
     found = machine(env={"PYTHONPATH": f"{stated}:{tmp_path / 'gone'}"})
-    assert only(software.import_path(found, here), "OK")
+    assert only(system.import_path(found, here), "OK")
     (here / "torch.py").touch()
     (stated / "queue.py").touch()
     (stated / "yaml.py").touch()
-    lines = list(software.import_path(found, here))
+    lines = list(system.import_path(found, here))
     assert statuses(lines) == "WARN WARN"
     assert "the current directory has torch.py" in lines[0].text
     assert f"{stated} (PYTHONPATH) has queue.py, yaml.py" in lines[1].text
@@ -129,6 +129,6 @@ def test_files_that_hide_libraries(tmp_path):
 
 def test_folders_of_another_python(tmp_path):
     found = machine(env={"PYTHONPATH": "/opt/lib/python2.7/site-packages"})
-    assert "python2.7" in only(software.import_path(found, tmp_path), "WARN").text
+    assert "python2.7" in only(system.import_path(found, tmp_path), "WARN").text
     own = f"/opt/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
-    assert only(software.import_path(machine(env={"PYTHONPATH": own}), tmp_path), "OK")
+    assert only(system.import_path(machine(env={"PYTHONPATH": own}), tmp_path), "OK")

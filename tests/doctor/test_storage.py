@@ -182,6 +182,6 @@ def test_the_lock_program_tells_a_held_lock(tmp_path):
 
 def test_every_check_names_its_file_system_without_touching_it(tmp_path):
     found = stored(tmp_path)
-    for check in storage.checks(found):
+    for check in storage.storage_checks(found):
         assert check.name == "umask" or str(tmp_path) in check.subject()
     assert statuses(storage.file_system(found)) in ("OK", "WARN")

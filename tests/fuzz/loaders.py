@@ -39,8 +39,7 @@ from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer
 from phalanx.errors import JobError
 from phalanx.exchange.gguf import GgufModel
 from phalanx.generate.load import vocabulary_of
-from phalanx.launch.outcome import Outcome
-from phalanx.launch.verdict import End, verdict
+from phalanx.launch.verdict import End, Outcome, verdict
 from phalanx.pictures import experts
 from phalanx.schedule import catalogue
 from phalanx.schedule import file as schedule_file

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 
 
 def hold_gil() -> None:

@@ -6,9 +6,8 @@ import sys
 from pathlib import Path
 
 from phalanx.launch.local import launch_local
-from phalanx.launch.nodes.join import Nodes
-from phalanx.launch.nodes.membership import Terms
-from phalanx.launch.restart import Restarts
+from phalanx.launch.nodes import Nodes, Terms
+from phalanx.launch.verdict import Restarts
 
 
 class Guest(Nodes):

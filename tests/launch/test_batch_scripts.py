@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from phalanx.errors import JobError
 from phalanx.launch.exported import Exported
 from phalanx.launch.grid import ProcessGrid
-from phalanx.launch.sites.load import known
-from phalanx.launch.sites.site import GENERIC
-from phalanx.launch.submit import pbs, slurm
-from phalanx.launch.submit.script import SubmitRequest, clock, parse_time, plain_name
+from phalanx.launch.sites.site import GENERIC, known
+from phalanx.launch.submit.script import SubmitRequest, clock, parse_time, pbs_submission, plain_name, slurm_submission
 
 SITES = known({"XDG_CONFIG_HOME": "/nowhere"})
 REQUEST = SubmitRequest(
@@ -60,7 +58,7 @@ def body(text: str) -> list[str]:
 
 
 def test_the_script_of_slurm():
-    text = slurm.batch_script(REQUEST)
+    text = slurm_submission(REQUEST).text
     assert text.splitlines()[0] == "#!/bin/bash -l"
     assert slurm_options(text) == {
         "--job-name": "try",
@@ -89,25 +87,25 @@ def test_the_script_of_slurm():
 
 def test_slurm_gives_gpu_ranks_the_cores_and_memory_of_their_node():
     gpus = replace(REQUEST, devices=4)
-    found = slurm_options(slurm.batch_script(gpus))
+    found = slurm_options(slurm_submission(gpus).text)
     assert found | {"--exclusive": "", "--mem": "0", "--gpus-per-node": "4"} == found
-    shared = slurm_options(slurm.batch_script(replace(gpus, options=("--mem-per-cpu=4G", "--exclusive=user"))))
+    shared = slurm_options(slurm_submission(replace(gpus, options=("--mem-per-cpu=4G", "--exclusive=user"))).text)
     assert shared["--exclusive"] == "user"
     assert "--mem" not in shared
     own = replace(gpus, site=replace(SITES["perlmutter"], exclusive=False, directives=[]))
-    found = slurm_options(slurm.batch_script(own))
+    found = slurm_options(slurm_submission(own).text)
     assert found["--cpus-per-task"] == "128"
     assert "--exclusive" not in found
 
 
 def test_sites_and_options_of_slurm():
     site = replace(REQUEST, site=SITES["perlmutter"], devices=4, options=("--mail-type=END",), requeue=False)
-    found = slurm_options(slurm.batch_script(site))
+    found = slurm_options(slurm_submission(site).text)
     assert found | {"--qos": "regular", "--constraint": "gpu", "--gpus-per-node": "4", "--mail-type": "END"} == found
     assert "--no-requeue" in found
-    assert "module load pytorch" in slurm.batch_script(site)
+    assert "module load pytorch" in slurm_submission(site).text
     shrinks = replace(REQUEST, grid=ProcessGrid(2, 4, 1), ranks_by="launcher", queue="fast", signal_s=0)
-    found = slurm_options(slurm.batch_script(shrinks))
+    found = slurm_options(slurm_submission(shrinks).text)
     assert found | {"--no-kill": "", "--ntasks-per-node": "4", "--partition": "fast"} == found
     assert "--signal" not in found
 
@@ -118,7 +116,7 @@ def test_any_folder_and_word_survives_slurm_and_bash_or_is_refused(folder, word)
     request = replace(REQUEST, folder=f"/{folder}", directory=Path(f"/{folder}/runs"), words=(word,))
     request = replace(request, exported=Exported({"A": word}))
     try:
-        text = slurm.batch_script(request)
+        text = slurm_submission(request).text
     except JobError as error:
         assert "\\" in folder or not folder.isprintable()
         assert "cannot stand in a script" in str(error)
@@ -163,7 +161,7 @@ def pbs_options(text: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("site", ["pbs", "polaris", "aurora", "sophia"])
 def test_the_script_of_pbs_by_the_grammar_of_qsub(site):
-    text = pbs.batch_script(replace(REQUEST, site=SITES[site]))
+    text = pbs_submission(replace(REQUEST, site=SITES[site])).text
     found = pbs_options(text)
     resources = [value.partition("=")[0] for option, value in found if option == "-l"]
     assert sorted(resources) == sorted(set(resources))
@@ -176,13 +174,13 @@ def test_the_script_of_pbs_by_the_grammar_of_qsub(site):
 @pytest.mark.parametrize("word", ["a b", "a;b", "$(id)", "a'b"])
 def test_accounts_and_queues_are_plain_words(word):
     with pytest.raises(JobError) as caught:
-        slurm.batch_script(replace(REQUEST, account=word, queue=word))
+        slurm_submission(replace(REQUEST, account=word, queue=word))
     assert [problem.split()[0] for problem in caught.value.problems] == ["--account", "--queue"]
 
 
 def test_pbs_refuses_paths_that_its_directives_cannot_hold():
     with pytest.raises(JobError, match="cannot stand in a script of PBS"):
-        pbs.batch_script(replace(REQUEST, site=GENERIC["pbs"], directory=Path("/a b")))
+        pbs_submission(replace(REQUEST, site=GENERIC["pbs"], directory=Path("/a b")))
 
 
 @given(TEXTS)
@@ -191,7 +189,7 @@ def test_any_name_becomes_the_name_of_a_job(name):
 
 
 def test_folders_are_put_first_whether_the_variable_is_set_or_not():
-    text = pbs.batch_script(replace(REQUEST, site=SITES["polaris"], exported=Exported({})))
+    text = pbs_submission(replace(REQUEST, site=SITES["polaris"], exported=Exported({}))).text
     line = next(line for line in text.splitlines() if line.startswith("export LD_LIBRARY_PATH"))
     folders = SITES["polaris"].prepend["LD_LIBRARY_PATH"]
     for before, after in (("", folders), ("/x", f"{folders}:/x")):
@@ -225,7 +223,7 @@ def test_sbatch_takes_the_script(tmp_path, folder):
     directory = tmp_path / folder
     directory.mkdir()
     request = replace(REQUEST, folder=str(directory), directory=directory, grid=ProcessGrid(1, 1, 1), requeue=False)
-    file = directory / slurm.FILE
-    file.write_text(slurm.batch_script(replace(request, python="/bin/echo")))
+    file = directory / "submit.sbatch"
+    file.write_text(slurm_submission(replace(request, python="/bin/echo")).text)
     done = subprocess.run(["sbatch", "--test-only", str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -10,7 +10,7 @@ from phalanx.check.load import load_words
 from phalanx.cli.train import _require_cores
 from phalanx.config.overrides import parse
 from phalanx.errors import JobError
-from phalanx.launch.capacity import Machine, problems, tasks_per_node
+from phalanx.launch.grid import Machine, problems, tasks_per_node
 from phalanx.launch.ranks import Ranks
 
 LAPTOP = Machine(cores=8, free_bytes=12 * 2**30, devices=0)

@@ -9,11 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.watchdog import report
+from phalanx.launch.lifeline import ProcessState
+from phalanx.launch.watchdog import diagnosis
 from phalanx.launch.watchdog.diagnosis import Limits, RankView, diagnose, find_mismatch, hangs
-from phalanx.launch.watchdog.layout import Phase
-from phalanx.launch.watchdog.processes import ProcessState
-from phalanx.launch.watchdog.reader import ChannelKey, RankRecord, RecordedCall
+from phalanx.launch.watchdog.heartbeat import ChannelKey, Phase, RankRecord, RecordedCall
 
 LIMITS = Limits(10.0, 100.0)
 GROUPS = {"world": (0, 1, 2, 3), "row0": (0, 1), "row1": (2, 3), "col0": (0, 2), "col1": (1, 3)}
@@ -115,12 +114,12 @@ def test_the_rank_that_does_not_come_is_the_culprit(culprit: RankView, words: st
     assert hangs(views, LIMITS)
     found = diagnose(views)
     assert (found.kind, found.culprits) == ("silent", (1,))
-    assert words in report.headline(found, "h")
-    lines = report.lines(found)
+    assert words in diagnosis.headline(found, "h")
+    lines = diagnosis.lines(found)
     assert [line.split(" has waited")[0] for line in lines] == ["rank 0", "rank 2", "rank 3"]
     if culprit.record is not None and len(culprit.record.calls) == 2:
         called = "It has not called all-reduce #3 of world (float32, 4; model.py:7), in which ranks 0, 2, 3 wait."
-        assert called in report.headline(found, "h")
+        assert called in diagnosis.headline(found, "h")
         assert all(line.endswith(" for rank 1") for line in lines)
 
 
@@ -129,7 +128,7 @@ def test_storage_that_does_not_answer(phase: Phase) -> None:
     stuck = view(1, TWO, blocked=False)
     assert stuck.record is not None
     stuck = replace(stuck, record=replace(stuck.record, phase=phase))
-    text = report.headline(diagnose(by_rank(*WAITING, stuck)), "h")
+    text = diagnosis.headline(diagnose(by_rank(*WAITING, stuck)), "h")
     assert f"phase {phase.label}: its storage or data source does not answer" in text
 
 
@@ -171,7 +170,7 @@ def test_calls_that_differ_name_both_ranks_and_lines(other: Made) -> None:
     mismatch = find_mismatch(views)
     assert mismatch is not None
     assert (mismatch.rank, mismatch.other, mismatch.call.sequence) == (1, 0, 2)
-    text = report.headline(diagnose(views), "h")
+    text = diagnosis.headline(diagnose(views), "h")
     assert text.count("#2 of world") == text.count("model.py:7") == 2
 
 
@@ -198,13 +197,15 @@ def test_a_message_that_is_not_sent() -> None:
     views = by_rank(view(0, [Made("row0", "receive", peer=1)]), view(1, [], blocked=False))
     found = diagnose(views)
     assert (found.kind, found.culprits) == ("silent", (1,))
-    assert "receive #1 of row0 1 → 0" in report.headline(found, "h")
+    assert "receive #1 of row0 1 → 0" in diagnosis.headline(found, "h")
 
 
 def test_ranks_of_another_machine_are_named_with_their_host() -> None:
     found = diagnose(by_rank(view(0, [Made()]), view(1, [Made()])))
     assert (found.kind, found.culprits) == ("unseen", (2, 3))
-    assert "wait for ranks 2, 3 on node-b" in report.headline(found, "node-a", ["node-a", "node-a", "node-b", "node-b"])
+    assert "wait for ranks 2, 3 on node-b" in diagnosis.headline(
+        found, "node-a", ["node-a", "node-a", "node-b", "node-b"]
+    )
 
 
 def test_a_rank_that_waits_for_another_machine_holds_nobody_up_itself() -> None:
@@ -216,13 +217,15 @@ def test_a_rank_that_waits_for_another_machine_holds_nobody_up_itself() -> None:
 def test_a_call_to_which_all_came_is_stuck() -> None:
     found = diagnose(by_rank(*(view(rank, THREE) for rank in range(4))))
     assert found.kind == "stuck"
-    assert report.headline(found, "h").startswith("All ranks on h have come as far as all-reduce #3 of world (float32")
+    assert diagnosis.headline(found, "h").startswith(
+        "All ranks on h have come as far as all-reduce #3 of world (float32"
+    )
 
 
 def test_devices_that_hang_silence_all_ranks_alike() -> None:
     found = diagnose(by_rank(*(view(rank, THREE, blocked=False, on_device=True) for rank in range(4))))
     assert found.kind == "stuck"
-    assert "as far as all-reduce #3 of world" in report.headline(found, "h")
+    assert "as far as all-reduce #3 of world" in diagnosis.headline(found, "h")
 
 
 def test_a_device_shows_only_who_has_not_come() -> None:
@@ -340,4 +343,4 @@ def test_a_digest_tells_of_calls_that_are_not_recorded_any_more() -> None:
     found = find_mismatch(views)
     assert found is not None
     assert (found.rank, found.earlier, found.call.sequence) == (1, True, 1)
-    assert "made different calls of world before #1" in report.headline(diagnose(views), "here")
+    assert "made different calls of world before #1" in diagnosis.headline(diagnose(views), "here")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import RunError
-from phalanx.launch.start.foreground import run_in_foreground
+from phalanx.launch.start.remote import run_in_foreground
 
 RANKS = """
 import signal, sys, time
@@ -24,7 +24,7 @@ while True:
     time.sleep(0.05)
 """
 RUN = (
-    "import os, sys; from phalanx.launch.start.foreground import run_in_foreground; "
+    "import os, sys; from phalanx.launch.start.remote import run_in_foreground; "
     "sys.exit(run_in_foreground(sys.argv[1:], os.environ))"
 )
 

@@ -13,10 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.launch.watchdog import heartbeat, layout
-from phalanx.launch.watchdog.heartbeat import Call, Heartbeat
-from phalanx.launch.watchdog.layout import Phase
-from phalanx.launch.watchdog.reader import ChannelKey, HeartbeatFile
+from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.heartbeat import Call, ChannelKey, Heartbeat, HeartbeatFile, Phase
 
 HERE = "/hidden/"
 
@@ -92,12 +90,12 @@ def test_channels_are_counted_one_by_one(beat: Heartbeat, file: HeartbeatFile) -
 
 def test_the_ring_keeps_the_newest_calls(beat: Heartbeat, file: HeartbeatFile) -> None:
     old = call(beat)
-    for _ in range(layout.RING_CALLS):
+    for _ in range(heartbeat.RING_CALLS):
         call(beat)
     old.waits()  # its place belongs to another call by now
     old.done()
     calls = file.read().calls
-    assert [found.number for found in calls] == list(range(2, layout.RING_CALLS + 2))
+    assert [found.number for found in calls] == list(range(2, heartbeat.RING_CALLS + 2))
     assert not any(found.done or found.waiting for found in calls)
     assert [found.sequence for found in file.read(3).calls] == [found.sequence for found in calls[-3:]]
 
@@ -105,13 +103,13 @@ def test_the_ring_keeps_the_newest_calls(beat: Heartbeat, file: HeartbeatFile) -
 def test_a_half_written_call_is_left_out(beat: Heartbeat, file: HeartbeatFile) -> None:
     for _ in range(3):
         call(beat)
-    beat.words[layout.RING + 2 * layout.CALL_WORDS + layout.NUMBER_AGAIN] = 0  # as if killed in between
+    beat.words[heartbeat.RING + 2 * heartbeat.CALL_WORDS + heartbeat.NUMBER_AGAIN] = 0  # as if killed in between
     assert [found.number for found in file.read().calls] == [1, 3]
 
 
 @given(
-    st.sampled_from(layout.OPERATIONS),
-    st.sampled_from(layout.DTYPES),
+    st.sampled_from(heartbeat.OPERATIONS),
+    st.sampled_from(heartbeat.DTYPES),
     st.lists(st.integers(0, 2**20), max_size=6),
     st.integers(0, 2**60),
     st.booleans(),
@@ -122,7 +120,7 @@ def test_any_call_is_read_as_it_was_written(tmp_path_factory, operation, dtype, 
     call(beat, operation=operation, dtype=dtype, shape=shape, nbytes=nbytes, on_device=on_device)
     (found,) = HeartbeatFile(directory / "rank_0.beat").read().calls
     assert (found.operation, found.dtype, found.nbytes, found.on_device) == (operation, dtype, nbytes, on_device)
-    if len(shape) <= layout.SHAPE_WORDS:
+    if len(shape) <= heartbeat.SHAPE_WORDS:
         assert list(found.shape) == shape
 
 
@@ -142,10 +140,10 @@ def test_own_time_is_that_of_steps_without_waiting(
 
 
 def test_names_that_do_not_fit_are_left_out(beat: Heartbeat, file: HeartbeatFile) -> None:
-    for number in range(layout.CHANNELS + 5):
+    for number in range(heartbeat.CHANNELS + 5):
         call(beat, group=f"{number}" + "x" * 200)
     record = file.read()
-    assert len(record.groups) < layout.CHANNELS
+    assert len(record.groups) < heartbeat.CHANNELS
     assert all(found.channel.group in record.groups for found in record.calls)
 
 
@@ -158,7 +156,7 @@ def test_without_a_heartbeat_nothing_happens() -> None:
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x").write_bytes(bytes(layout.FILE_BYTES))
+    (tmp_path / "x").write_bytes(bytes(heartbeat.FILE_BYTES))
     with pytest.raises(ValueError, match="not a heartbeat file"):
         HeartbeatFile(tmp_path / "x")
 

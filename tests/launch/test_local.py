@@ -19,8 +19,7 @@ import pytest
 
 from phalanx.errors import RunError
 from phalanx.launch.local import launch_local
-from phalanx.launch.outcome import Outcome
-from phalanx.launch.verdict import End
+from phalanx.launch.verdict import End, Outcome
 
 HERE = Path(__file__).parent
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from phalanx.errors import RunError
-from phalanx.launch.lost_peer import lost_peer_named
 from phalanx.launch.ranks import Ranks
+from phalanx.launch.verdict import lost_peer_named
 
 RANKS = Ranks(1, 4, 0, 1, 1, "mpich")
 

@@ -17,16 +17,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError, RunError
-from phalanx.launch.nodes import join
-from phalanx.launch.nodes.addresses import interface_towards, is_this_machine
-from phalanx.launch.nodes.link import GuestLink, HostLink
-from phalanx.launch.nodes.membership import FIRST_CALL_S, HOST, Membership, Terms
-from phalanx.launch.nodes.messages import (
+from phalanx.launch import nodes as meet
+from phalanx.launch.hosts import interface_towards, is_this_machine
+from phalanx.launch.nodes import (
+    FIRST_CALL_S,
+    HOST,
     Ending,
+    GuestLink,
+    HostLink,
+    Membership,
     NodeFailure,
     NodeState,
     Notice,
     Round,
+    Terms,
     decode_notice,
     decode_state,
     encode,
@@ -136,19 +140,19 @@ def test_a_node_with_another_number_of_ranks_is_refused() -> None:
 
 
 def test_a_node_without_the_key_of_the_run_is_refused(tmp_path: Path) -> None:
-    assert join.known(tmp_path) == "", "a disk of its own"
-    own = join.make(tmp_path)
-    assert join.make(tmp_path) == join.known(tmp_path) == own
-    assert (tmp_path / join.FILE).stat().st_mode & 0o777 == 0o600
+    assert meet.known(tmp_path) == "", "a disk of its own"
+    own = meet.make(tmp_path)
+    assert meet.make(tmp_path) == meet.known(tmp_path) == own
+    assert (tmp_path / meet.FILE).stat().st_mode & 0o777 == 0o600
     membership = Membership(Terms(1, 2, 2, 600.0), plan, own)
     assert membership.join(dataclasses.replace(A, key=own)).slot == HOST
     for other in ("", "Ä", own[:-1]):
         assert "the same run directory" in membership.join(dataclasses.replace(B, key=other)).refusal
     assert list(membership.nodes) == [HOST]
-    (tmp_path / join.FILE).unlink()
-    (tmp_path / join.FILE).symlink_to(tmp_path / "elsewhere")
+    (tmp_path / meet.FILE).unlink()
+    (tmp_path / meet.FILE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunError, match="is a link"):
-        join.make(tmp_path)
+        meet.make(tmp_path)
 
 
 def test_a_job_without_a_layout_for_the_nodes_that_are_left_ends_on_all() -> None:
@@ -239,7 +243,7 @@ def soon(condition: Callable[[], object], seconds: float = 20.0) -> None:
 
 
 def test_links_bring_nodes_together_and_notice_who_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("phalanx.launch.nodes.link._FAREWELL_S", 0.2)
+    monkeypatch.setattr("phalanx.launch.nodes._FAREWELL_S", 0.2)
     membership = Membership(Terms(1, 2, 2, 600.0), plan)
     host = HostLink(("127.0.0.1", 0), membership, A, silence_s=5.0)
     address = "127.0.0.1", host.port

@@ -6,10 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.launch.watchdog.diagnosis import Limits, RankView, hangs
-from phalanx.launch.watchdog.layout import Phase
-from phalanx.launch.watchdog.pace import Pace, load_per_core
-from phalanx.launch.watchdog.reader import RankRecord
+from phalanx.launch.watchdog.diagnosis import Limits, Pace, RankView, hangs, load_per_core
+from phalanx.launch.watchdog.heartbeat import Phase, RankRecord
 
 LIMITS = Limits(300.0, 600.0, follows=True)
 START = RankRecord(

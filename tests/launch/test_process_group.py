@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import DataError, RunError, StoppedError
-from phalanx.launch.environment import STORE
 from phalanx.launch.meet import store
 from phalanx.launch.process_group import init, process_group
-from phalanx.launch.ranks import SINGLE, Ranks
+from phalanx.launch.ranks import SINGLE, STORE, Ranks
 
 CPU = torch.device("cpu")
 FIRST_OF_TWO = Ranks(rank=0, world=2, local_rank=0, local_world=2, node_rank=0, source="torchrun")

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import RunError
-from phalanx.launch.start.command import HostCommand
+from phalanx.launch.start.choose import HostCommand
 from phalanx.launch.start.remote import RemoteNodes
 
 PROGRAM = """
 import sys
-from phalanx.launch.start.command import HostCommand
+from phalanx.launch.start.choose import HostCommand
 from phalanx.launch.start.remote import RemoteNodes
 commands = [HostCommand((sys.argv[1], host, text), (host,)) for host, text in zip("ab", sys.argv[2:])]
 sys.exit(RemoteNodes(commands, least=2, secrets={}, grace_s=5, bare_stdout=False).run())

@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import RunError
-from phalanx.launch import generation
-from phalanx.launch.environment import GENERATION, RESTARTED
+from phalanx.launch import logs
 from phalanx.launch.local import launch_local
-from phalanx.launch.outcome import Outcome
-from phalanx.launch.restart import Failure, RestartPolicy, Restarts, memory_kills
-from phalanx.launch.verdict import End
+from phalanx.launch.ranks import GENERATION, RESTARTED
+from phalanx.launch.verdict import End, Failure, Outcome, RestartPolicy, Restarts, memory_kills
 
 HERE = Path(__file__).parent
 LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:3"
@@ -114,23 +112,23 @@ def test_kills_for_lack_of_memory_are_counted_on_the_machine_and_in_the_control_
 def test_only_the_newest_generation_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "run"
     directory.mkdir()
-    generation.check(directory)  # a process without a launcher
-    first = generation.claim(directory)
+    logs.check(directory)  # a process without a launcher
+    first = logs.claim(directory)
     monkeypatch.setenv(GENERATION, first)
-    generation.check(directory)
-    second = generation.claim(directory)
+    logs.check(directory)
+    second = logs.claim(directory)
     assert (int(first.split()[0]), int(second.split()[0])) == (1, 2)
     with pytest.raises(RunError, match=r"generation 1 of .*, which is now at generation 2: a later attempt has taken"):
-        generation.check(directory)
+        logs.check(directory)
     directory.rename(tmp_path / "run.1")
     with pytest.raises(RunError, match="now at generation none"):
-        generation.check(directory)
+        logs.check(directory)
     directory.mkdir()
-    generation.claim(directory)  # number 1 again, of another directory
+    logs.claim(directory)  # number 1 again, of another directory
     with pytest.raises(RunError, match="now at generation 1:"):
-        generation.check(directory)
-    (directory / generation.FILE).write_bytes(b"\xff\x00 x" * 1000)
-    assert generation.claim(directory).startswith("1 ")
+        logs.check(directory)
+    (directory / logs.FILE).write_bytes(b"\xff\x00 x" * 1000)
+    assert logs.claim(directory).startswith("1 ")
 
 
 @pytest.fixture
@@ -190,12 +188,12 @@ def test_a_run_that_another_launcher_has_taken_over_is_not_taken_back(
     launch: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def progress() -> None:
-        if generation.newest_of(tmp_path).startswith("1 "):
-            generation.claim(tmp_path)
+        if logs.newest_of(tmp_path).startswith("1 "):
+            logs.claim(tmp_path)
 
     assert launch("bug", Restarts(3, 60.0, progress, tmp_path, ("colorsys",))) == 1
     assert "Restart" not in capfd.readouterr().err
-    assert generation.newest_of(tmp_path).startswith("2 ")
+    assert logs.newest_of(tmp_path).startswith("2 ")
 
 
 def test_a_request_to_stop_is_not_met_by_a_restart(launch: Callable[..., int], tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import JobError
-from phalanx.launch.sites.load import chosen, known, parse
+from phalanx.launch.sites.site import chosen, known, parse
 
 NAMES = {"slurm", "pbs", "polaris", "aurora", "sophia", "perlmutter", "frontier"}
 

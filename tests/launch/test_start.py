@@ -11,11 +11,9 @@ from phalanx.errors import JobError
 from phalanx.launch.exported import Exported
 from phalanx.launch.grid import ProcessGrid
 from phalanx.launch.hosts import HostSlots
-from phalanx.launch.sites.load import known
-from phalanx.launch.start import choose, shell, srun
-from phalanx.launch.start.choose import commands_of, launcher_for
-from phalanx.launch.start.command import PORTS, StartRequest, port_for
-from phalanx.launch.where import LaunchPlace
+from phalanx.launch.sites.site import known
+from phalanx.launch.start import choose
+from phalanx.launch.start.choose import PORTS, LaunchPlace, StartRequest, commands_of, launcher_for, port_for
 
 REQUEST = StartRequest(
     words=("job.yaml", "train.steps=5"),
@@ -33,34 +31,34 @@ NODE = "/venv/bin/python -P -m phalanx.cli.node job.yaml train.steps=5 run.nnode
 
 
 def test_srun_starts_one_launcher_per_node():
-    assert srun.command(REQUEST).shell == (
+    assert choose.command(REQUEST).shell == (
         "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --export=ALL --input=none "
         f"--cpu-bind=none --kill-on-bad-exit=0 --wait=60 {NODE}"
     )
 
 
 def test_srun_goes_on_when_a_node_fails_if_the_run_does():
-    words = srun.command(replace(REQUEST, grid=ProcessGrid(2, 4, 1))).argv
+    words = choose.command(replace(REQUEST, grid=ProcessGrid(2, 4, 1))).argv
     assert {"--no-kill", "--wait=0", "run.nnodes=1:2"} <= set(words)
 
 
 def test_srun_starts_every_rank():
     request = replace(REQUEST, ranks_by="launcher", cpu_bind="cores", cpus_per_rank=8, devices=4, in_step=True)
-    words = srun.command(request).argv
+    words = choose.command(request).argv
     assert words[-6:] == ("-P", "-m", "phalanx", "train", "job.yaml", "train.steps=5")
     assert {"--ntasks=8", "--ntasks-per-node=4", "--cpu-bind=cores", "--cpus-per-task=8"} <= set(words)
     assert {"--gpu-bind=none", "--overlap"} <= set(words)
 
 
 def test_torchrun_on_every_node():
-    words = srun.command(replace(REQUEST, ranks_by="torchrun", grace_s=110)).shell
+    words = choose.command(replace(REQUEST, ranks_by="torchrun", grace_s=110)).shell
     assert words.endswith(
         "-m torch.distributed.run --nnodes 2 --nproc-per-node 4 --signals-to-handle "
         "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 110 --rdzv-backend c10d --rdzv-endpoint n1:12345 "
         "--rdzv-id 77 -m phalanx train job.yaml train.steps=5"
     )
     alone = replace(REQUEST, ranks_by="torchrun", grid=ProcessGrid(1, 4, 1), endpoint=None)
-    assert "--standalone --nproc-per-node 4 --signals-to-handle" in shell.local(alone).shell
+    assert "--standalone --nproc-per-node 4 --signals-to-handle" in choose.local(alone).shell
 
 
 @pytest.mark.parametrize(
@@ -116,7 +114,7 @@ def test_an_unknown_mpiexec():
 
 
 def test_remote_shells_get_one_word_for_the_hosts_shell():
-    first, second = shell.remote(REQUEST)
+    first, second = choose.remote(REQUEST)
     assert first.argv[:2] == ("ssh", "n1")
     assert second.argv[:2] == ("ssh", "n2")
     assert first.argv[2] == (
@@ -129,7 +127,7 @@ def test_remote_shells_get_one_word_for_the_hosts_shell():
 @given(st.lists(st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"])), min_size=1, max_size=5))
 def test_words_survive_two_shells(words):
     request = replace(REQUEST, words=tuple(words), exported=Exported({"A": words[0]}))
-    (command,) = shell.remote(replace(request, hosts=("n1",), grid=ProcessGrid(1, 4, 1)))
+    (command,) = choose.remote(replace(request, hosts=("n1",), grid=ProcessGrid(1, 4, 1)))
     outer = shlex.split(command.shell)
     assert tuple(outer) == command.argv
     inner = shlex.split(outer[-1])

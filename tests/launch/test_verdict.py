@@ -7,9 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.launch.grace import grace_left
-from phalanx.launch.outcome import Outcome
-from phalanx.launch.verdict import End, verdict
+from phalanx.launch.supervisor import grace_left
+from phalanx.launch.verdict import End, Outcome, verdict
 
 TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: bad'
 

@@ -15,13 +15,10 @@ import pytest
 
 from phalanx.launch.local import launch_local
 from phalanx.launch.supervisor import StopSignals, Supervisor
-from phalanx.launch.watchdog import folder, layout, node, slow
-from phalanx.launch.watchdog.diagnosis import Limits
-from phalanx.launch.watchdog.folder import private_folder
-from phalanx.launch.watchdog.heartbeat import Heartbeat
-from phalanx.launch.watchdog.layout import Phase
-from phalanx.launch.watchdog.slow import SlowRanks
-from phalanx.launch.watchdog.watchdog import Watchdog
+from phalanx.launch.watchdog import diagnosis, heartbeat
+from phalanx.launch.watchdog.diagnosis import Limits, SlowRanks
+from phalanx.launch.watchdog.heartbeat import Heartbeat, Phase
+from phalanx.launch.watchdog.watchdog import HOSTS, PREFIX, Watchdog, main, private_folder
 
 HERE = Path(__file__).parent
 
@@ -59,8 +56,18 @@ def test_a_stopped_rank_is_named_and_all_are_killed(
 
 def test_signals_for_the_ranks_do_not_end_the_watchdog_of_a_node(tmp_path: Path) -> None:
     """srun passes Ctrl-C to every process of a step, also to this one."""
-    (tmp_path / node.HOSTS).write_text("[]")
-    command = [sys.executable, "-P", "-m", "phalanx.launch.watchdog.node", str(tmp_path), str(tmp_path), "4", "4", ""]
+    (tmp_path / HOSTS).write_text("[]")
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "phalanx.launch.watchdog.watchdog",
+        str(tmp_path),
+        str(tmp_path),
+        "4",
+        "4",
+        "",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as watchdog:
         status = Path(f"/proc/{watchdog.pid}/status")
         ignored, deadline = 0, time.monotonic() + 60
@@ -126,8 +133,8 @@ def test_the_watchdog_of_a_node_ends_its_ranks(tmp_path: Path, capfd: pytest.Cap
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "beating_program", str(beats)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
-    (beats / node.HOSTS).write_text('["h", "h"]')
-    node.main([str(beats), str(reports), "4", "60", ""])
+    (beats / HOSTS).write_text('["h", "h"]')
+    main([str(beats), str(reports), "4", "60", ""])
     assert [rank.wait() for rank in ranks] == [-signal.SIGKILL, -signal.SIGKILL]
     assert "native code holds Python's global interpreter lock" in capfd.readouterr().err
     (report,) = reports.glob("hang.*.json")
@@ -140,11 +147,11 @@ def test_the_watchdog_of_a_node_ends_its_ranks(tmp_path: Path, capfd: pytest.Cap
 def test_the_watchdog_of_a_node_names_the_rank_that_is_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     beats = [Heartbeat(tmp_path, rank, 2) for rank in (0, 1)]
     for beat in beats:
-        beat.words[layout.FIRST_STEP] = 1
-        beat.words[layout.STARTED] += 1  # not this process any more
+        beat.words[heartbeat.FIRST_STEP] = 1
+        beat.words[heartbeat.STARTED] += 1  # not this process any more
     beats[0].enter(Phase.END)
-    (tmp_path / node.HOSTS).write_text('["h", "h"]')
-    node.main([str(tmp_path), str(tmp_path), "5", "60", ""])
+    (tmp_path / HOSTS).write_text('["h", "h"]')
+    main([str(tmp_path), str(tmp_path), "5", "60", ""])
     shown = capfd.readouterr().err
     assert "Rank 1 (" in shown
     assert "is gone in step 1" in shown
@@ -183,10 +190,10 @@ def test_a_watchdog_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch:
 def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(folder, "_IN_MEMORY", tmp_path)
+    monkeypatch.setattr("phalanx.launch.watchdog.watchdog._IN_MEMORY", tmp_path)
     with private_folder() as mine:
         (mine / "file").touch()
-        left, young, others = (tmp_path / f"{folder.PREFIX}{name}" for name in ("left", "young", "others.txt"))
+        left, young, others = (tmp_path / f"{PREFIX}{name}" for name in ("left", "young", "others.txt"))
         left.mkdir()
         (left / "lock").touch()
         young.mkdir()  # its owner has not come to lock it
@@ -202,22 +209,22 @@ def test_the_folder_of_a_killed_launcher_is_removed_by_the_next(
 def two(tmp_path: Path) -> list[Heartbeat]:
     beats = [Heartbeat(tmp_path, rank, 2) for rank in (0, 1)]
     for beat in beats:
-        beat.words[layout.FIRST_STEP] = 1
-        beat.words[layout.STEP] = 1
+        beat.words[heartbeat.FIRST_STEP] = 1
+        beat.words[heartbeat.STEP] = 1
     return beats
 
 
 def make_steps(beats: list[Heartbeat], steps: int, own_s: list[float]) -> None:
     for beat, seconds in zip(beats, own_s, strict=True):
-        beat.words[layout.STEP] += steps
-        beat.words[layout.OWN_NS] += int(steps * seconds * 1e9)
+        beat.words[heartbeat.STEP] += steps
+        beat.words[heartbeat.OWN_NS] += int(steps * seconds * 1e9)
 
 
 def test_a_slow_rank_gets_a_line_and_a_row(
     two: list[Heartbeat], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("phalanx.launch.watchdog.watchdog._POLL_S", 0.0)
-    monkeypatch.setattr("phalanx.launch.watchdog.slow.WINDOW_S", 0.0)
+    monkeypatch.setattr("phalanx.launch.watchdog.diagnosis.WINDOW_S", 0.0)
     said: list[str] = []
     watchdog = Watchdog(tmp_path, Limits(0.0, 60.0), said.append, tmp_path / "metrics.jsonl")
     pids = dict.fromkeys((0, 1), os.getpid())
@@ -246,15 +253,15 @@ def test_a_slow_rank_gets_a_line_and_a_row(
 def test_only_ranks_with_the_same_work_are_compared(tmp_path: Path, own_s, work, named) -> None:
     beats = [Heartbeat(tmp_path, rank, 4) for rank in range(4)]
     for rank, beat in enumerate(beats):
-        beat.words[layout.FIRST_STEP] = beat.words[layout.STEP] = 1
-        beat.words[layout.WORK] = work * (rank // 2)
+        beat.words[heartbeat.FIRST_STEP] = beat.words[heartbeat.STEP] = 1
+        beat.words[heartbeat.WORK] = work * (rank // 2)
     slow_ranks, found = SlowRanks(), []
     watchdog = Watchdog(tmp_path, Limits(0.0, 60.0), print)
     for window in range(6):
         views = watchdog.views(dict.fromkeys(range(4), os.getpid()), {})
         records = {rank: view.record for rank, view in views.items() if view.record is not None}
-        found += [each.rank for each in slow_ranks.update(records, window * slow.WINDOW_S)]
-        make_steps(beats, slow.WINDOW_STEPS, own_s)
+        found += [each.rank for each in slow_ranks.update(records, window * diagnosis.WINDOW_S)]
+        make_steps(beats, diagnosis.WINDOW_STEPS, own_s)
     assert found == named
 
 

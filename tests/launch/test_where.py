@@ -4,8 +4,8 @@ import pytest
 
 from phalanx.errors import JobError
 from phalanx.launch.hosts import HostSlots
-from phalanx.launch.meet.told import ToldError
-from phalanx.launch.where import where
+from phalanx.launch.ranks import ToldError
+from phalanx.launch.start.choose import where
 
 
 def place(env, *programs, hosts=()):

@@ -12,7 +12,7 @@ import pytest
 
 from disks import fill, mounted
 from phalanx.errors import JobError, NotFiniteError, RunError, StoppedError
-from phalanx.launch.outcome import Outcome
+from phalanx.launch.verdict import Outcome
 from phalanx.launch.worker import report
 
 

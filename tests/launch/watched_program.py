@@ -17,7 +17,7 @@ from phalanx.comm.axis import Axis
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import detect
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.launch.worker import main
 
 TIMEOUT_S = 120

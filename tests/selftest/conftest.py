@@ -6,10 +6,8 @@ import pytest
 
 from phalanx.config.layout import Layout
 from phalanx.selftest.check import AxisChecks, WrongResult
-from phalanx.selftest.pairs import PairMatrix
 from phalanx.selftest.report import DistReport
-from phalanx.selftest.stragglers import ProbeTimes, Straggler
-from phalanx.selftest.timing import CallTime, SlowLine, TimedAxis
+from phalanx.selftest.timing import CallTime, PairMatrix, ProbeTimes, SlowLine, Straggler, TimedAxis
 from phalanx.selftest.training import KernelTime, TrainingTest
 
 HOSTS = ["node-a", "node-a", "node-b", "node-b"]

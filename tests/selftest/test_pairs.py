@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from phalanx.config.layout import Layout
 from phalanx.parallel import mesh as meshes
-from phalanx.selftest import pairs
+from phalanx.selftest import timing
 
 
 @given(st.integers(2, 70))
 def test_every_two_ranks_meet_once_in_disjoint_pairs(ranks):
     met = []
-    for number in range(pairs.rounds_of(ranks)):
-        partners = [pairs.partner(number, rank, ranks) for rank in range(ranks)]
+    for number in range(timing.rounds_of(ranks)):
+        partners = [timing.partner(number, rank, ranks) for rank in range(ranks)]
         assert all(other is None or partners[other] == rank for rank, other in enumerate(partners))
         assert partners.count(None) == ranks % 2
         met += [(rank, other) for rank, other in enumerate(partners) if other is not None and rank < other]
@@ -25,14 +25,14 @@ def test_every_two_ranks_meet_once_in_disjoint_pairs(ranks):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 8, 9, 64, 129, 1000, 100_000])
 def test_the_schedule_is_bounded_at_any_world_size(world):
-    schedule = pairs.PairSchedule(world)
+    schedule = timing.PairSchedule(world)
     ranks, rounds = schedule.ranks, schedule.rounds()
-    assert len(set(ranks)) == len(ranks) <= pairs.MOST_RANKS
+    assert len(set(ranks)) == len(ranks) <= timing.MOST_RANKS
     assert max(ranks) < world
-    assert len(rounds) <= pairs.MOST_ROUNDS
+    assert len(rounds) <= timing.MOST_ROUNDS
     met = [(at, other) for partners in rounds for at, other in enumerate(partners) if other is not None and at < other]
     assert len(set(met)) == len(met)
-    if world <= pairs.MOST_ROUNDS:
+    if world <= timing.MOST_ROUNDS:
         assert len(met) == world * (world - 1) // 2
     assert not schedule.alone or all(partners.count(None) == world - 2 for partners in rounds)
 
@@ -40,7 +40,7 @@ def test_the_schedule_is_bounded_at_any_world_size(world):
 def measure(ranks, budget_s):
     mesh = meshes.build(Layout(dp_replicate=ranks.world), "cpu")
     hosts = ["a"] * ranks.world
-    return pairs.measure_pairs(
+    return timing.measure_pairs(
         mesh.axis("world"), hosts, torch.device("cpu"), quick=True, budget_s=budget_s, tick=lambda done, total: None
     )
 
@@ -61,7 +61,7 @@ def test_pairs_beyond_the_budget_are_counted(ranks):
 
 
 def matrix_of(gbs):
-    return pairs.PairMatrix(list(range(len(gbs))), gbs, gbs, 1, 0)
+    return timing.PairMatrix(list(range(len(gbs))), gbs, gbs, 1, 0)
 
 
 def test_slow_pairs_are_compared_with_their_kind():
@@ -79,7 +79,7 @@ def test_two_ranks_have_nothing_to_compare_with():
 def corrupt(ranks):
     mesh = meshes.build(Layout(dp_replicate=2), "cpu")
     axis = mesh.axis("world")
-    messages = pairs._Messages(axis, [0, 1], torch.device("cpu"), 0.001)
+    messages = timing._Messages(axis, [0, 1], torch.device("cpu"), 0.001)
     if ranks.rank == 0:
         messages.large[5] = 77
     messages.round([1, 0])

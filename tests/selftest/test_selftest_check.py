@@ -10,7 +10,7 @@ from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.parallel import mesh as meshes
 from phalanx.selftest import check
-from phalanx.selftest.calls import ALL
+from phalanx.selftest.check import ALL
 from phalanx.selftest.run import axes_to_test
 
 CPU = torch.device("cpu")

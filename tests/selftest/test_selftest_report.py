@@ -8,9 +8,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.selftest import page
+from phalanx.selftest import report
 from phalanx.selftest.report import advice
-from phalanx.selftest.stragglers import ProbeTimes, Straggler
+from phalanx.selftest.timing import ProbeTimes, Straggler
 
 
 def test_a_good_group_is_ok_and_needs_no_advice(good):
@@ -111,7 +111,7 @@ class Tags(HTMLParser):
 
 @pytest.mark.parametrize("which", ["good", "bad"])
 def test_the_page_is_complete_and_loads_nothing(which, request):
-    text = page.page(request.getfixturevalue(which))
+    text = report.page(request.getfixturevalue(which))
     tags = Tags()
     tags.feed(text)
     assert tags.open == []
@@ -124,7 +124,7 @@ def test_the_page_is_complete_and_loads_nothing(which, request):
 
 
 def test_pictures_are_drawn_from_the_same_figures(bad):
-    drawn = page.pictures(bad)
+    drawn = report.pictures(bad)
     assert sorted(drawn) == ["bandwidth", "latency", "speed", "steps"]
     for svg in drawn.values():
         ElementTree.fromstring(svg)
@@ -137,7 +137,7 @@ def test_pictures_are_drawn_from_the_same_figures(bad):
 def test_a_single_rank_has_a_page_too(good):
     good.hosts, good.checks, good.axes, good.pairs, good.probes = ["h"], [], [], None, []
     good.training = replace(good.training, step_s=[[0.01]], own_s=[])
-    assert "Training" in page.page(good)
+    assert "Training" in report.page(good)
     assert good.title().startswith("1 rank on 1 host")
 
 

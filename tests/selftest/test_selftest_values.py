@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.selftest.calls import CONTRIBUTORS, EXACT, extreme, integers, total
+from phalanx.selftest.check import CONTRIBUTORS, EXACT, extreme, integers, total
 
 
 @given(ranks=st.integers(1, 400), n=st.integers(0, 50), start=st.integers(0, 1000))

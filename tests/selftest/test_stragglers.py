@@ -7,7 +7,7 @@ import torch
 
 from phalanx.config.layout import Layout
 from phalanx.parallel import mesh as meshes
-from phalanx.selftest.stragglers import Probe, ProbeTimes, Straggler, in_probe, slow_in_all
+from phalanx.selftest.timing import Probe, ProbeTimes, Straggler, in_probe, slow_in_all
 
 HOSTS = ["a", "a", "b", "b"]
 

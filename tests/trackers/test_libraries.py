@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from phalanx.config.job import Job
+from phalanx.trackers.libraries import mode
 from phalanx.trackers.processes import Trackers
-from phalanx.trackers.wandb import mode
 
 FIRST = [("start", 0, {"devices": 1}), *(("step", n, {"loss": n / 2}) for n in (1, 2, 3))]
 SECOND = [

@@ -9,8 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.trackers.follower import Redactor
-from phalanx.trackers.rows import ReadPosition, is_behind, place_of, read_rows, send, values_of, without_superseded
-from phalanx.trackers.tracker import TrackedRun, Tracker
+from phalanx.trackers.tracker import (
+    ReadPosition,
+    TrackedRun,
+    Tracker,
+    is_behind,
+    place_of,
+    read_rows,
+    send,
+    values_of,
+    without_superseded,
+)
 
 
 def step(number: int, loss: float = 0.0) -> dict:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.ranks import Ranks
-from phalanx.launch.watchdog import heartbeat, layout
+from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.diagnosis import RankView
-from phalanx.launch.watchdog.reader import HeartbeatFile
+from phalanx.launch.watchdog.heartbeat import HeartbeatFile
 
 
 def beating(ranks: Ranks, directory: Path, work: Callable[..., Any], *arguments: Any) -> Any:
@@ -22,5 +22,5 @@ def beating(ranks: Ranks, directory: Path, work: Callable[..., Any], *arguments:
 
 
 def views(directory: Path) -> dict[int, RankView]:
-    records = [HeartbeatFile(path).read() for path in directory.glob(layout.file_name("*"))]
+    records = [HeartbeatFile(path).read() for path in directory.glob(heartbeat.file_name("*"))]
     return {record.rank: RankView(record.rank, record, 0.0) for record in records}

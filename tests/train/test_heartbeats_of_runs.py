@@ -15,7 +15,7 @@ from phalanx.comm import direct, same_calls
 from phalanx.config.layout import Layout
 from phalanx.errors import MismatchError
 from phalanx.launch.watchdog.diagnosis import diagnose
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.train import loop
 from phalanx.train.requests import StopRequest
 from train.beating import beating, views

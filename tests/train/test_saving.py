@@ -15,8 +15,8 @@ from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.inventory import check
 from phalanx.config.layout import Layout
 from phalanx.errors import NotFiniteError, PhalanxError
-from phalanx.launch import generation
-from phalanx.launch.environment import GENERATION
+from phalanx.launch import logs
+from phalanx.launch.ranks import GENERATION
 from phalanx.train import loop
 from phalanx.train.requests import StopRequest
 from phalanx.train.run_directory import RunDirectory
@@ -189,9 +189,9 @@ def test_storage_that_hangs_is_named_and_does_not_keep_the_run(ranks, saving, ro
 
 def supersede(trainer, rank, step):
     if (rank, step) == (0, 2):
-        os.environ[GENERATION] = generation.claim(trainer.directory.path)
+        os.environ[GENERATION] = logs.claim(trainer.directory.path)
     if (rank, step) == (0, 4):
-        generation.claim(trainer.directory.path)
+        logs.claim(trainer.directory.path)
 
 
 def test_a_run_that_a_later_attempt_has_taken_over_ends_whatever_the_policy(ranks, saving, root):

@@ -1,18 +1,31 @@
-"""The result of a measurement: as text, as JSON, as a picture, and as the fields of a cluster."""
+"""A whole measurement on one rank, and its result: as text, as JSON, as a picture, and as the fields of a cluster.
+
+The file of `cluster=local` is a job file with a `cluster` section and nothing else, so it can be given to any verb, or
+pasted into a job.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+import yaml
+from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
+
 import phalanx
+from phalanx.calibrate import comm, compute
 from phalanx.calibrate.comm import Fitted, chosen
 from phalanx.calibrate.compute import Measured
-from phalanx.config import calibration
+from phalanx.comm.agreement import Facts
+from phalanx.config import calibration, local_cluster
 from phalanx.config.calibration import (
     Assessment,
     Calibration,
@@ -22,10 +35,78 @@ from phalanx.config.calibration import (
     Provenance,
     assess,
 )
-from phalanx.config.cluster import Accelerator, Link
+from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.fields import get, leaves
-from phalanx.cost.fit import FitRow, median_error
+from phalanx.cost.fit import FitRow, Precision, median_error
+from phalanx.cost.traffic.collectives import Collective
+from phalanx.data.files import Progress, silent, stderr_progress
+from phalanx.errors import JobError
+from phalanx.launch.process_group import process_group
+from phalanx.launch.ranks import Ranks
 from phalanx.pictures.fit import device_svg, link_svg
+from phalanx.train.agreement import agree
+
+HEADER = "# This machine as `phalanx bench` measured it: the cluster that `cluster=local` means."
+MEASURED = ("accelerator.", "host.", "intra.", "inter.", "sharing.", "calibration.", "devices_per_node")
+"""Prefixes of the fields that belong to the device they were measured on."""
+
+
+def fields_of(path: Path) -> dict[str, Any]:
+    """Returns the fields of the file by dotted path; none where there is no file. Raises JobError for a file that is
+    wrong, before anything is measured."""
+    if not path.exists():
+        return {}
+    try:
+        return local_cluster.read_fields(path)
+    except JobError as error:
+        raise JobError([*error.problems, f"correct or delete {path}, or write elsewhere: --out FILE"]) from None
+
+
+def of_device(known: Mapping[str, Any], device: str, name: str = "") -> dict[str, Any]:
+    """Returns the fields without those measured on another kind of device, or on an accelerator of another name."""
+    if known.get("device", device) != device:
+        return {key: value for key, value in known.items() if not key.startswith(MEASURED)}
+    if name and known.get("accelerator.name", name) != name:
+        return {
+            k: value
+            for k, value in known.items()
+            if not k.startswith(("accelerator.", "host.", "calibration.compute."))
+        }
+    return dict(known)
+
+
+def write(path: Path, fields: Mapping[str, Any], what: str, fact: str) -> None:
+    """Replaces the file by these fields, under the facts of this measurement (`what`: compute or comm) and those of the
+    other one. Raises JobError where it cannot be written."""
+    facts = {**_facts(path), what: fact}
+    lines = [HEADER, *(f"# {name}: {text}" for name, text in sorted(facts.items()))]
+    body = yaml.safe_dump({"cluster": _nested(fields)}, sort_keys=False, allow_unicode=True, width=1000)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text("\n".join(lines) + "\n" + body, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise JobError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _facts(path: Path) -> dict[str, str]:
+    """Returns the comment at the top for each measurement."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    comments = (line.removeprefix("# ").partition(": ") for line in lines if line.startswith("# "))
+    return {name: text for name, _, text in comments if name in ("compute", "comm")}
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Nests the fields in the order of the dataclasses."""
+    nested: dict[str, Any] = {}
+    for path in sorted(fields, key=list(leaves(Cluster)).index):
+        *sections, name = path.split(".")
+        at = nested
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[name] = fields[path]
+    return nested
 
 
 # The date, machine and software versions of a measurement.
@@ -78,7 +159,7 @@ class CalibrationReport:
                 _time(row.measured),
                 _time(row.fitted),
                 f"{row.error:+.1%}",
-                _mark(row),
+                ("" if row.used else "not fitted"),
             )
             for row in self.rows
         ]
@@ -208,10 +289,6 @@ def _as_dict(one: Fitted) -> dict[str, Any]:
     }
 
 
-def _mark(row: FitRow) -> str:
-    return "" if row.used else "not fitted"
-
-
 def _short(value: Any) -> Any:
     """Returns a figure rounded to DIGITS, a name as it is."""
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
@@ -222,3 +299,70 @@ def _time(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds / size:.4g} {unit}"
     return f"{seconds * 1e6:.4g} us"
+
+
+TIMEOUT_S = 120.0
+"""Seconds that a collective may wait for a peer. The longest call, a product of one thread, takes a few."""
+
+
+def compute_report(
+    ranks: Ranks,
+    device: torch.device,
+    threads: int,
+    *,
+    precision: Precision,
+    quick: bool,
+    known: Mapping[str, Any],
+    store: Store | None = None,
+) -> CalibrationReport:
+    """Measures one device while all ranks do the same. `known` are the fields of the cluster's file; `store` is that of
+    ranks that have met."""
+    on_node = ranks.local_world or 1
+    known = of_device(known, device.type, compute.look_up(device, on_node).name)
+    ceiling = known.get("accelerator.ceiling", 1.0)
+    options = {"--precision": precision, "--quick": quick}
+    with _measuring(ranks, device, threads, options, store) as progress:
+        measured = compute.measure(device, precision, on_node, quick, ceiling, progress)
+    return of_compute(measured, known, device.type, f"{_processes(ranks, threads)}, {precision} on {device.type}")
+
+
+def comm_report(
+    ranks: Ranks,
+    device: torch.device,
+    threads: int,
+    *,
+    collectives: Sequence[Collective],
+    quick: bool,
+    store: Store | None = None,
+) -> CalibrationReport:
+    """Measures the links between the ranks. Raises JobError where there is one rank (comm.per_node_of)."""
+    per_node = comm.per_node_of(ranks)
+    options = {"--collectives": list(collectives), "--quick": quick}
+    with _measuring(ranks, device, threads, options, store) as progress:
+        fits = comm.measure(ranks, device, collectives, quick, progress)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    name, setting = compute.look_up(device, per_node).name, f"collectives of {backend}, {_processes(ranks, threads)}"
+    return of_comm(fits, per_node, device.type, name, setting)
+
+
+@contextmanager
+def _measuring(
+    ranks: Ranks, device: torch.device, threads: int, options: Facts, store: Store | None
+) -> Iterator[Progress]:
+    """Sets the threads and joins the process group for the block, and gives its progress, which rank 0 shows. Raises
+    JobError if ranks differ in the `options`, RunError if they differ in versions or settings."""
+    progress_of_rank = stderr_progress() if ranks.rank == 0 else nullcontext(silent)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        group = process_group(ranks, device=device, timeout_s=TIMEOUT_S, store=store)
+        with group if ranks.world > 1 else nullcontext(), progress_of_rank as progress:
+            agree(options, device)
+            yield progress
+    finally:
+        torch.set_num_threads(before)
+
+
+def _processes(ranks: Ranks, threads: int) -> str:
+    one, single = ranks.world == 1, threads == 1
+    return f"{ranks.world} process{'' if one else 'es'} of {threads} thread{'' if single else 's'}"

@@ -48,7 +48,7 @@ from phalanx.checkpoint.manifest import MANIFEST, Box, Manifest, ShardFile, Stor
 from phalanx.checkpoint.parts import Part, whole_parts
 from phalanx.data.files import TEMPORARY, write_atomic
 from phalanx.errors import CheckpointError, NotFiniteError, PhalanxError, RunError
-from phalanx.launch import generation
+from phalanx.launch import logs
 from phalanx.units import gib
 
 _FAILED = "failed-"
@@ -137,7 +137,7 @@ class Save:
         final = directory_of(root, step)
         save = cls.named(root, step, ranks, token or secrets.token_hex(4))
         with _failing(final):
-            generation.check(root.parent)
+            logs.check(root.parent)
             root.mkdir(_MODE, parents=True, exist_ok=True)
             remove_leftovers(root)
             if final.exists():
@@ -231,7 +231,7 @@ class Save:
         """Gives the directory, which is complete, its final name; moves `latest`; removes old checkpoints. Returns the
         checkpoint's path. Raises RunError."""
         with _failing(self.final):
-            generation.check(self.root.parent)
+            logs.check(self.root.parent)
             rename(self.directory, self.final)
         try:
             write_atomic(self.root.parent / LATEST, f"{self.root.name}/{self.final.name}\n".encode())

@@ -26,7 +26,7 @@ from phalanx.checkpoint.parts import Part
 from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, folder_of, manifest_of
 from phalanx.checkpoint.save import Reports, Save
 from phalanx.errors import CheckpointError, DamagedCheckpointError, PhalanxError, RunError
-from phalanx.launch import generation
+from phalanx.launch import logs
 from phalanx.units import gib
 from phalanx.units import seconds as as_time
 
@@ -334,7 +334,7 @@ class Mirror:
                 return
         record = self._upload_all(remote, upload)
         # From here on a failure deletes nothing: the store may have written the record although its answer was lost.
-        generation.check(upload.path.parent.parent)
+        logs.check(upload.path.parent.parent)
         committed, where = remote.commit(record), f"{remote.store.url}/{record.name}"
         if not committed:
             log.warning("step %d: another run committed %s meanwhile; this copy was deleted", record.step, where)

@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _timeout_s(_: object) -> float:
-    from phalanx.calibrate.run import TIMEOUT_S  # imported here and below, because it imports torch
+    from phalanx.calibrate.report import TIMEOUT_S
 
     return TIMEOUT_S
 
@@ -121,7 +121,7 @@ def _parse(argv: Sequence[str], ranks: Ranks | None) -> _Request:
         raise JobError("--save and --no-save exclude each other")
     path = Path(options["out"]).expanduser() if options["out"] else default_path()
     request = _Request(words, None if "no_save" in words.switches else path, OutputFiles.of(words, "svg"))
-    from phalanx.calibrate.cluster_file import fields_of
+    from phalanx.calibrate.report import fields_of
 
     if request.path is not None:
         fields_of(request.path)
@@ -164,7 +164,7 @@ def _start(argv: Sequence[str], request: _Request) -> int:
 
 
 def _be_a_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> int:
-    from phalanx.calibrate import cluster_file, run
+    from phalanx.calibrate.report import comm_report, compute_report, fields_of
     from phalanx.train.device import choose, threads_for
 
     words, options, quick = request.words, request.words.options, "quick" in request.words.switches
@@ -174,10 +174,10 @@ def _be_a_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> i
     threads = threads_for(options["threads"], ranks.local_world or 1)
     if words.command == "comm":
         chosen = _collectives(options["collectives"])
-        report = run.comm_report(ranks, device, threads, collectives=chosen, quick=quick, store=store)
+        report = comm_report(ranks, device, threads, collectives=chosen, quick=quick, store=store)
     else:
-        known, precision = cluster_file.fields_of(request.path) if request.path else {}, options["precision"]
-        report = run.compute_report(ranks, device, threads, precision=precision, quick=quick, known=known, store=store)
+        known, precision = fields_of(request.path) if request.path else {}, options["precision"]
+        report = compute_report(ranks, device, threads, precision=precision, quick=quick, known=known, store=store)
     if ranks.rank == 0:
         _show(report, request)
     return 0
@@ -208,13 +208,12 @@ def say_how_busy() -> None:
 
 def _show(report: CalibrationReport, request: _Request) -> None:
     """Writes the files and prints the report; warns on standard error where predictions with it will be unreliable."""
-    from phalanx.calibrate import cluster_file
+    from phalanx.calibrate.report import fields_of, of_device
+    from phalanx.calibrate.report import write as write_cluster
 
     words, path = request.words, request.path
     if path is not None:
-        known = cluster_file.of_device(
-            cluster_file.fields_of(path), report.fields["device"], report.fields.get("accelerator.name", "")
-        )
+        known = of_device(fields_of(path), report.fields["device"], report.fields.get("accelerator.name", ""))
         # The words of the command that the figures depend on.
         changed = {
             name: words.options[name]
@@ -224,7 +223,7 @@ def _show(report: CalibrationReport, request: _Request) -> None:
         command = [f"{flag_of(name)} {value}" for name, value in changed.items() if name not in ("svg", "out")]
         command += ["--quick"] if "quick" in words.switches else []
         fact = f"{report.setting}, median error {report.error:.1%}: phalanx bench {' '.join([words.command, *command])}"
-        cluster_file.write(path, {**known, **report.fields}, report.what, fact)
+        write_cluster(path, {**known, **report.fields}, report.what, fact)
     request.picture.write({"svg": lambda: report.svg})
     if report.assessment.problem:
         echo(
@@ -240,5 +239,5 @@ def _show(report: CalibrationReport, request: _Request) -> None:
     echo(report.text(), wrap=True)
     for written in filter(None, (path, words.options["svg"])):
         echo(f"written: {written}")
-    if path is not None and report.what == "compute" and "intra.gbs" not in cluster_file.fields_of(path):
+    if path is not None and report.what == "compute" and "intra.gbs" not in fields_of(path):
         echo("next: phalanx bench comm", file=sys.stderr)

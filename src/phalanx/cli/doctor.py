@@ -13,14 +13,13 @@ from phalanx.cli.option import Option
 from phalanx.cli.verb import Words, job_verb
 from phalanx.config.job import Job
 from phalanx.config.overrides import CommandLine
-from phalanx.doctor.findings import SECONDS
-from phalanx.doctor.machine import CheckedMachine
+from phalanx.doctor.machine import SECONDS, CheckedMachine
 from phalanx.doctor.report import DoctorReport, facts_of, launcher_findings, local_findings, merged, show
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.meet.told import ToldError
-from phalanx.launch.start.shell import SSH
+from phalanx.launch.ranks import ToldError
+from phalanx.launch.start.choose import SSH
 
 VERB = job_verb(
     "doctor",
@@ -117,7 +116,7 @@ def _here(machine: CheckedMachine, problems: Sequence[str], began: float) -> Doc
 
 
 def _on_hosts(argv: Sequence[str], options: dict[str, Any], began: float) -> DoctorReport:
-    from phalanx.doctor.remote import compare, words_for
+    from phalanx.doctor.report import compare, words_for
 
     hosts = list(dict.fromkeys(host for word in options["hosts"] for host in word.split(",") if host))
     findings = compare(hosts, options["remote_shell"], words_for(argv), options["timeout"])

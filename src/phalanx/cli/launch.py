@@ -27,22 +27,26 @@ from phalanx.errors import JobError, RunError
 from phalanx.launch.exported import Exported, exported
 from phalanx.launch.grid import GridRequest, ProcessGrid, solve
 from phalanx.launch.hosts import HostSlots, names_of, read_hosts
-from phalanx.launch.sites.load import chosen, known, user_folder
-from phalanx.launch.sites.site import GENERIC, Site
-from phalanx.launch.start.choose import commands_of, launcher_for, mpiexec_version, with_own_mpiexec
-from phalanx.launch.start.command import HostCommand, Launcher, StartRequest, environment, ephemeral_ports, port_for
-from phalanx.launch.start.foreground import run_in_foreground
-from phalanx.launch.start.remote import RemoteNodes
-from phalanx.launch.start.shell import SSH
-from phalanx.launch.submit.kubernetes import ManifestRequest
-from phalanx.launch.submit.script import SubmitRequest, parse_time
-from phalanx.launch.submit.submit import (
-    kubernetes_submission,
-    pbs_submission,
-    slurm_submission,
-    submit,
+from phalanx.launch.sites.site import GENERIC, Site, chosen, known, user_folder
+from phalanx.launch.start.choose import (
+    IN_WORDS,
+    SSH,
+    HostCommand,
+    Launcher,
+    LaunchPlace,
+    StartRequest,
+    commands_of,
+    environment,
+    ephemeral_ports,
+    launcher_for,
+    mpiexec_version,
+    port_for,
+    where,
+    with_own_mpiexec,
 )
-from phalanx.launch.where import IN_WORDS, LaunchPlace, where
+from phalanx.launch.start.remote import RemoteNodes, run_in_foreground
+from phalanx.launch.submit.kubernetes import ManifestRequest, kubernetes_submission
+from phalanx.launch.submit.script import SubmitRequest, parse_time, pbs_submission, slurm_submission, submit
 
 _DEVICES_S = 20.0
 LARGE_PARAMETERS = 500_000_000

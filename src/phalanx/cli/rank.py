@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from phalanx.config.job import RunOptions
-from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.meet.detected import detected
-from phalanx.launch.ranks import SINGLE, Ranks
+from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
@@ -46,8 +45,8 @@ def run_on_ranks(
         options = read(None)
         return 0 if options is None else start(options)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
-    from phalanx.launch.lost_peer import lost_peer_named
     from phalanx.launch.meet.meeting import Meeting
+    from phalanx.launch.verdict import lost_peer_named
 
     meeting = Meeting(ranks)
     with meeting.agreed():

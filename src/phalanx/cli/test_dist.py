@@ -192,7 +192,7 @@ def _make_folders(options: Mapping[str, Any]) -> None:
 
 def _show(report: DistReport, words: Words) -> None:
     """Prints the result, and writes the page and its pictures."""
-    from phalanx.selftest.page import page, pictures
+    from phalanx.selftest.report import page, pictures
 
     html, svg = words.options["html"], words.options["svg"]
     files = {html: page(report)} if html else {}

@@ -21,9 +21,8 @@ from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError
-from phalanx.launch.environment import LOG_DIR
 from phalanx.launch.output import unblocked
-from phalanx.launch.ranks import SINGLE, Ranks
+from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks
 from phalanx.train.learning_rate import end_of, resumed_end
 from phalanx.train.run_directory import AppendedFile, RunDirectory
 from phalanx.units import counted
@@ -31,7 +30,7 @@ from phalanx.units import counted
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from phalanx.launch.nodes.join import Nodes
+    from phalanx.launch.nodes import Nodes
 
 log = logging.getLogger(__name__)
 PRELOAD = (
@@ -117,7 +116,7 @@ def _start(words: Words) -> int:
     from phalanx.data.files import stderr_progress
     from phalanx.data.mixture import open_split
     from phalanx.data.prepare import prepare
-    from phalanx.launch.nodes.addresses import is_this_machine
+    from phalanx.launch.hosts import is_this_machine
 
     _require_machine(job, oversubscribe="oversubscribe" in words.switches)
     directory = RunDirectory.of(job)
@@ -147,29 +146,29 @@ def _start(words: Words) -> int:
 
 def _require_machine(job: Job, *, oversubscribe: bool) -> None:
     """Raises JobError if this machine cannot bear the ranks that would start on it."""
-    from phalanx.launch import capacity
+    from phalanx.launch import grid
 
     device, devices = job.cluster.device, 0
-    if device == "cuda" or (device == "auto" and capacity.has_driver()):
+    if device == "cuda" or (device == "auto" and grid.has_driver()):
         import torch
 
         devices = torch.cuda.device_count()
     ranks = job.layout.processes // job.run.most_nodes
-    machine, precision = capacity.this_machine(devices), job.train.precision
-    if found := [*capacity.problems(ranks, device, machine, oversubscribe=oversubscribe, precision=precision)]:
+    machine, precision = grid.this_machine(devices), job.train.precision
+    if found := [*grid.problems(ranks, device, machine, oversubscribe=oversubscribe, precision=precision)]:
         raise JobError(found)
 
 
 def _require_cores(job: Job, ranks: Ranks, *, oversubscribe: bool) -> None:
     """Raises JobError if another launcher started more ranks on this host than its cores and memory bear. A rank may
     see only its own share of cores and accelerators: all cores of the host count, and accelerators are not counted."""
-    from phalanx.launch import capacity
+    from phalanx.launch import grid
 
-    if job.cluster.device == "cuda" or (job.cluster.device == "auto" and capacity.has_driver()):
+    if job.cluster.device == "cuda" or (job.cluster.device == "auto" and grid.has_driver()):
         return
-    machine = replace(capacity.this_machine(0), cores=os.cpu_count() or 1)
-    here = ranks.local_world or capacity.tasks_per_node(os.environ)
-    if found := [*capacity.problems(here, "cpu", machine, oversubscribe=oversubscribe, precision=job.train.precision)]:
+    machine = replace(grid.this_machine(0), cores=os.cpu_count() or 1)
+    here = ranks.local_world or grid.tasks_per_node(os.environ)
+    if found := [*grid.problems(here, "cpu", machine, oversubscribe=oversubscribe, precision=job.train.precision)]:
         raise JobError(found)
 
 
@@ -179,7 +178,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
     if job.run.nnodes:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
     from phalanx.launch.local import launch_local
-    from phalanx.launch.restart import Restarts
+    from phalanx.launch.verdict import Restarts
     from phalanx.launch.watchdog.diagnosis import Limits
     from phalanx.train.device import threads_for
     from phalanx.train.run_directory import newest_step
@@ -216,8 +215,7 @@ def _launch(loaded: LoadedJob, directory: RunDirectory, as_json: bool) -> int:
 
 def _nodes(loaded: LoadedJob, directory: RunDirectory) -> Nodes:
     from phalanx.cli.auto_layout import words_for
-    from phalanx.launch.nodes.join import Nodes
-    from phalanx.launch.nodes.membership import Terms
+    from phalanx.launch.nodes import Nodes, Terms
 
     run = loaded.job.run
     terms = Terms(run.least_nodes, run.most_nodes, loaded.job.layout.processes // run.most_nodes, run.timeout_s)
@@ -261,7 +259,7 @@ def _require_trackers(job: Job) -> None:
 def _send_the_rest(directory: RunDirectory, job: Job) -> None:
     """Sends to trackers what a finished run could not: they were dropped, had no time left, or are new."""
     from phalanx.trackers.processes import Trackers
-    from phalanx.trackers.rows import is_behind
+    from phalanx.trackers.tracker import is_behind
 
     if behind := tuple(name for name in job.run.trackers if is_behind(directory.path, name)):
         echo(f"sending the rest of metrics.jsonl to {', '.join(behind)}", file=sys.stderr)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.heartbeat import Call, Channel
-from phalanx.launch.watchdog.layout import DTYPES, OTHER_TYPE
+from phalanx.launch.watchdog.heartbeat import DTYPES, OTHER_TYPE, Call, Channel
 
 _HIDDEN = f"{Path(__file__).parent}/"
 _TYPE_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}

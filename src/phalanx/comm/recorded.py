@@ -19,8 +19,7 @@ from typing import Any
 from phalanx.comm import axis as axes
 from phalanx.comm.axis import Axis
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.heartbeat import Call, Channel, Heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Call, Channel, Heartbeat, Phase
 
 MOST_CALLS = 50_000
 """Most calls of one rank that are recorded."""

@@ -15,10 +15,9 @@ from typing import Any
 
 from phalanx.comm.agree import gather_json
 from phalanx.errors import MismatchError
-from phalanx.launch.watchdog import heartbeat, report
+from phalanx.launch.watchdog import diagnosis, heartbeat
 from phalanx.launch.watchdog.diagnosis import first_difference
-from phalanx.launch.watchdog.layout import CHANNELS
-from phalanx.launch.watchdog.reader import ChannelKey, HeartbeatFile, RecordedCall
+from phalanx.launch.watchdog.heartbeat import CHANNELS, ChannelKey, HeartbeatFile, RecordedCall
 
 
 def require_same_calls() -> None:
@@ -40,7 +39,7 @@ def require_same_calls() -> None:
     mine = [asdict(call) for call in record.calls if call.main and tuple(call.channel) in differing] if record else []
     calls = {rank: [_call(**fields) for fields in theirs] for rank, theirs in enumerate(gather_json(mine))}
     if mismatch := first_difference(calls):
-        raise MismatchError(report.mismatch_words(mismatch, platform.node()))
+        raise MismatchError(diagnosis.mismatch_words(mismatch, platform.node()))
     if more := _one_more(calls):
         raise MismatchError(more)
 
@@ -70,7 +69,8 @@ def _one_more(calls_of: Mapping[int, Sequence[RecordedCall]]) -> str:
         most, least = max(ends, key=lambda end: end[0]), min(ends, key=lambda end: end[0])
         if most[0] > least[0]:
             return (
-                f"Mismatched collectives: rank {most[1]} called {report.call_words(most[2])}, and rank {least[1]} did "
-                f"not: its last one is #{least[0]}. All ranks of a group must make the same calls in the same order."
+                f"Mismatched collectives: rank {most[1]} called {diagnosis.call_words(most[2])}, and rank {least[1]} "
+                f"did not: its last one is #{least[0]}. All ranks of a group must make the same calls in the same "
+                "order."
             )
     return ""

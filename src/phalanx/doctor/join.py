@@ -11,11 +11,10 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from phalanx.doctor.findings import CheckResult, error
-from phalanx.doctor.machine import CheckedMachine
+from phalanx.doctor.machine import CheckedMachine, CheckResult, error
 from phalanx.echo import echo
 from phalanx.errors import PhalanxError, RunError
-from phalanx.launch.nodes.addresses import interface_towards, is_this_machine
+from phalanx.launch.hosts import interface_towards, is_this_machine
 from phalanx.launch.ranks import Ranks
 from phalanx.units import counted
 
@@ -78,8 +77,7 @@ def by_endpoint(machine: CheckedMachine, findings: Sequence[CheckResult]) -> Com
 def _meet(
     machine: CheckedMachine, store: Any, ranks: Ranks, wait: float, findings: Sequence[CheckResult]
 ) -> Compared | None:
-    from phalanx.doctor.meeting import NodesMeeting
-    from phalanx.doctor.nodes import compare
+    from phalanx.doctor.nodes import NodesMeeting, compare
 
     meeting = NodesMeeting(store, ranks.rank, ranks.world, wait / 2)  # all are there already
     try:

@@ -31,9 +31,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.launch import process_group
-from phalanx.launch.environment import STORE
 from phalanx.launch.lifeline import die_with_parent
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.ranks import STORE, Ranks
 from phalanx.safe_path import safe_path
 
 _STACKS_SIGNAL = signal.SIGUSR2

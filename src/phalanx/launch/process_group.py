@@ -17,11 +17,9 @@ from torch._C._distributed_c10d import (
 )
 
 from phalanx.errors import RunError, StoppedError
-from phalanx.launch.environment import LOOPBACK, STORE
-from phalanx.launch.lost_peer import LostPeerError, is_about_lost_peer
-from phalanx.launch.meet.meeting import Meeting, failed
-from phalanx.launch.meet.roll_call import enter, missing
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.meet.meeting import Meeting, enter, failed, missing
+from phalanx.launch.ranks import LOOPBACK, STORE, Ranks
+from phalanx.launch.verdict import LostPeerError, is_about_lost_peer
 
 
 # Where the ranks of a group find each other: their store.

@@ -2,6 +2,9 @@
 
 Each launcher has a set of variables. A set counts only if it is complete, and sets are never mixed: taking the rank of
 one launcher and the world size of another is how N processes become N solo runs that write one directory.
+
+Here are also the names of the variables between our own launcher and its ranks, and the errors that many ranks have
+and one of them prints.
 """
 
 from __future__ import annotations
@@ -10,8 +13,31 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.errors import JobError
-from phalanx.launch.environment import LAUNCHER_PID
+from phalanx.errors import JobError, RunError
+
+LAUNCHER_PID = "PHALANX_LAUNCHER_PID"
+"""Process id that the rank's parent must have."""
+LOG_DIR = "PHALANX_LOG_DIR"
+"""Directory of the rank's logs and of its outcome.json."""
+STORE = "PHALANX_STORE"
+"""File through which the ranks of one attempt find each other."""
+HEARTBEATS = "PHALANX_HEARTBEATS"
+"""Folder of the heartbeat files of one attempt (launch/watchdog)."""
+GENERATION = "PHALANX_GENERATION"
+"""Generation of the run directory that the attempt has claimed (launch/logs.py)."""
+RESTARTED = "PHALANX_RESTARTED"
+"""JSON about the failure after which the attempt was started: {"attempt": 1, "reason": ..., "time": seconds since the
+epoch at which it was noticed}."""
+
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Keeps all sockets of single-machine ranks on the loopback interface, overriding the user's multi-node settings."""
+
+
+def thread_environment(threads: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns OpenMP's and MKL's thread variables for one rank; a user's own setting in `env` wins."""
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+    return {name: env.get(name, env.get("OMP_NUM_THREADS", str(threads))) for name in names}
+
 
 _LAST_PORT = 65535
 
@@ -53,93 +79,74 @@ SINGLE = Ranks(rank=0, world=1, local_rank=0, local_world=1, node_rank=0, source
 """A process without a launcher."""
 
 
-@dataclass(frozen=True)
 class _LauncherVariables:
-    """The variables of one launcher; of several names the first that is set counts."""
+    """The variables of one launcher; of several names (words of a text) the first that is set counts.
 
-    source: str
-    rank: tuple[str, ...]
-    world: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_world: tuple[str, ...] = ()
-    node_rank: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    """Further variables that must be present for the set to count."""
-    proves: tuple[str, ...] = ()
-    """Variables that nobody exports by hand: one of them proves that the launcher has started this process. The set
-    then counts also without a local rank."""
+    Args:
+        needs: further variables that must be present for the set to count.
+        proves: variables that nobody exports by hand: one of them proves that the launcher has started this process.
+            The set then counts also without a local rank.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        rank: str,
+        world: str,
+        local: str,
+        of_node: str = "",
+        node: str = "",
+        needs: str = "",
+        proves: str = "",
+    ):
+        self.source = source
+        texts = (rank, world, local, of_node, node, needs, proves)
+        words = [tuple(text.split()) for text in texts]
+        self.rank, self.world, self.local_rank, self.local_world, self.node_rank, self.needs, self.proves = words
+
+    @property
+    def names(self) -> list[str]:
+        """The variables that say where a process is."""
+        return [*self.rank, *self.world, *self.local_rank, *self.local_world, *self.node_rank, *self.needs]
 
 
 # `phalanx train` starts its ranks with torchrun's variables. RANK alone proves nothing: a Kubernetes
 # PyTorchJob sets RANK and WORLD_SIZE to the index and the number of pods, hence LOCAL_RANK and MASTER_*.
 _TORCHRUN = _LauncherVariables(
-    source="torchrun",
-    rank=("RANK",),
-    world=("WORLD_SIZE",),
-    local_rank=("LOCAL_RANK",),
-    local_world=("LOCAL_WORLD_SIZE",),
-    node_rank=("GROUP_RANK",),
-    needs=("MASTER_ADDR", "MASTER_PORT"),
+    *("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
+    needs="MASTER_ADDR MASTER_PORT",
 )
 _SLURM = _LauncherVariables(
-    source="slurm",
-    rank=("SLURM_PROCID",),
-    world=("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
-    local_rank=("SLURM_LOCALID",),
-    node_rank=("SLURM_NODEID",),
-    needs=("SLURM_STEP_ID",),  # a batch shell also has SLURM_PROCID=0, but is not a task of a step
-    proves=("SLURM_STEP_ID",),
+    *("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS SLURM_NTASKS", "SLURM_LOCALID", "", "SLURM_NODEID"),
+    needs="SLURM_STEP_ID",  # a batch shell also has SLURM_PROCID=0, but is not a task of a step
+    proves="SLURM_STEP_ID",
 )
 _SCHEDULERS = (
     _LauncherVariables(
-        source="pals",
-        rank=("PALS_RANKID",),
-        world=("PMI_SIZE",),
-        local_rank=("PALS_LOCAL_RANKID",),
-        local_world=("PMI_LOCAL_SIZE", "PALS_LOCAL_SIZE"),
-        node_rank=("PALS_NODEID",),
-        proves=("PALS_APID",),
+        *("pals", "PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PMI_LOCAL_SIZE PALS_LOCAL_SIZE", "PALS_NODEID"),
+        proves="PALS_APID",
+    ),
+    # OMPI_COMM_WORLD_NODE_RANK is the rank on the node over all jobs, not the index of the node.
+    _LauncherVariables(
+        *("openmpi", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        proves="PMIX_NAMESPACE",
     ),
     _LauncherVariables(
-        source="openmpi",
-        rank=("OMPI_COMM_WORLD_RANK",),
-        world=("OMPI_COMM_WORLD_SIZE",),
-        local_rank=("OMPI_COMM_WORLD_LOCAL_RANK",),
-        local_world=("OMPI_COMM_WORLD_LOCAL_SIZE",),
-        proves=("PMIX_NAMESPACE",),
-        # OMPI_COMM_WORLD_NODE_RANK is the rank on the node over all jobs, not the index of the node
+        *("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID PMI_LOCAL_RANK", "MPI_LOCALNRANKS PMI_LOCAL_SIZE"),
+        proves="PMI_FD PMI_PORT",
     ),
     _LauncherVariables(
-        source="mpich",
-        rank=("PMI_RANK",),
-        world=("PMI_SIZE",),
-        local_rank=("MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
-        local_world=("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"),
-        proves=("PMI_FD", "PMI_PORT"),
+        *("mvapich2", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
+        *("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+        proves="MPIRUN_ID PMI_FD",
     ),
     _LauncherVariables(
-        source="mvapich2",
-        rank=("MV2_COMM_WORLD_RANK",),
-        world=("MV2_COMM_WORLD_SIZE",),
-        local_rank=("MV2_COMM_WORLD_LOCAL_RANK",),
-        local_world=("MV2_COMM_WORLD_LOCAL_SIZE",),
-        proves=("MPIRUN_ID", "PMI_FD"),
+        *("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+        *("JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+        proves="PMIX_NAMESPACE",
     ),
-    _LauncherVariables(
-        source="jsrun",
-        rank=("JSM_NAMESPACE_RANK",),
-        world=("JSM_NAMESPACE_SIZE",),
-        local_rank=("JSM_NAMESPACE_LOCAL_RANK",),
-        local_world=("JSM_NAMESPACE_LOCAL_SIZE",),
-        proves=("PMIX_NAMESPACE",),
-    ),
-    _LauncherVariables(
-        source="flux",
-        rank=("FLUX_TASK_RANK",),
-        world=("FLUX_JOB_SIZE",),
-        local_rank=("FLUX_TASK_LOCAL_ID",),
-        proves=("FLUX_JOB_ID",),
-    ),
+    _LauncherVariables("flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", proves="FLUX_JOB_ID"),
     _SLURM,
 )
 
@@ -256,15 +263,7 @@ def _differ(one: Ranks, other: Ranks) -> bool:
 
 def _shown(row: _LauncherVariables, env: Mapping[str, str]) -> str:
     """Returns the set's variables with their values; only these, because an environment also holds secrets."""
-    return " ".join(f"{name}={env[name]}" for name in _names(row) if name in env)
-
-
-def _names(row: _LauncherVariables) -> list[str]:
-    return [*row.rank, *row.world, *row.local_rank, *row.local_world, *row.node_rank, *row.needs]
-
-
-def _count(row: _LauncherVariables, env: Mapping[str, str]) -> int:
-    return sum(name in env for name in (*_names(row), *row.proves))
+    return " ".join(f"{name}={env[name]}" for name in row.names if name in env)
 
 
 def _conflict(one: Ranks, other: Ranks, env: Mapping[str, str]) -> str:
@@ -297,7 +296,10 @@ def _refuse_lone_torchruns(launched: list[Ranks], env: Mapping[str, str]) -> Non
 def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
     """Raises JobError for one of N processes without a known rank: each would train alone into one directory."""
     # A world size alone may be that of two launchers; the rank tells which.
-    rows = sorted((_TORCHRUN, *_SCHEDULERS), key=lambda row: (_first_set(env, row.rank) is None, -_count(row, env)))
+    rows = sorted(
+        (_TORCHRUN, *_SCHEDULERS),
+        key=lambda row: (_first_set(env, row.rank) is None, -sum(name in env for name in (*row.names, *row.proves))),
+    )
     for row in rows:
         rank, world = _first_set(env, row.rank), _first_set(env, row.world)
         if (rank is None and world is None) or _number(env, row.world) == 1:
@@ -332,3 +334,30 @@ def _refuse_batch_shell(env: Mapping[str, str]) -> None:
             "started with srun, so it would run once, alone.\n"
             "Run `srun phalanx …`, or ask for one task (`--ntasks=1`): phalanx then starts its own processes."
         )
+
+
+class ToldError(RunError):
+    """This rank ends because of an error that another rank prints; `exit_code` is that rank's."""
+
+    def __init__(self, message: str, code: int = RunError.exit_code):
+        super().__init__(message)
+        self.exit_code = code
+
+
+class GroupError(RunError):
+    """An error of several ranks, or of another one, which this rank prints; `exit_code` is theirs."""
+
+    def __init__(self, message: str, code: int = RunError.exit_code):
+        super().__init__(message)
+        self.exit_code = code
+
+
+def seen_by_rank_0(ranks: Ranks, message: str) -> RunError:
+    """Returns the error for something that rank 0 finds, too: only rank 0 prints it."""
+    return RunError(message) if ranks.rank == 0 else ToldError(message)
+
+
+def without_rank_0(ranks: Ranks, message: str) -> RunError:
+    """Returns the error of a rank that cannot reach rank 0, and so cannot ask who prints: one rank of every node does,
+    and rank 1 on the node of rank 0."""
+    return RunError(message) if ranks.rank < 2 or not ranks.local_rank else ToldError(message)

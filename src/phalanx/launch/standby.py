@@ -24,8 +24,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from phalanx.launch.environment import LAUNCHER_PID
 from phalanx.launch.lifeline import die_with_parent
+from phalanx.launch.ranks import LAUNCHER_PID
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 _IMPORT_S = 60.0

@@ -1,27 +1,151 @@
-"""Watches the ranks of one machine: forwards signals, records how each rank ends, kills those that cannot continue.
+"""The ranks of one machine in one attempt: their processes, and who watches them.
 
-It does not depend on torch. `Attempts.run` asks it at every poll. torch's own agent would answer any non-zero exit with
-SIGTERM to all, even while the peers still write the checkpoint that they and the rank had agreed on.
+It forwards signals, records how each rank ends, and kills those that cannot continue.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
-from phalanx.echo import echo
+from phalanx.echo import echo, shortened
 from phalanx.errors import StoppedError
-from phalanx.launch.grace import grace_left
-from phalanx.launch.outcome import Outcome
-from phalanx.launch.verdict import WATCHDOG_CODE
+from phalanx.launch.logs import AttemptLogs
+from phalanx.launch.ranks import LOG_DIR
+from phalanx.launch.standby import Standby
+from phalanx.launch.verdict import (
+    WATCHDOG_CODE,
+    Outcome,
+)
 from phalanx.launch.watchdog.watchdog import Finding, Watchdog
+
+LONGEST_S = 3600.0
+"""A job that has more time left was not signalled because its time ends."""
+
+
+def grace_left(stated_s: float, env: Mapping[str, str], now: float) -> float:
+    """Returns the seconds that ranks have from a signal at `now` (seconds since the epoch): those that the job states,
+    or, if it is more, the time until Slurm ends the allocation.
+
+    Slurm does not tell a job what its `--signal` or the partition's GraceTime is. It tells when the job ends
+    (SLURM_JOB_END_TIME), which is what a signal announces that comes within the last hour.
+    """
+    end = env.get("SLURM_JOB_END_TIME", "")
+    left = int(end) - now if re.fullmatch(r"[0-9]{1,12}", end) else 0.0
+    return max(stated_s, left) if left <= LONGEST_S else stated_s
+
+
+_POLL_S = 0.1
+_STREAMS = ("stdout", "stderr")
+
+
+class NodePart(NamedTuple):
+    """This node's part in an attempt, and where rank 0 is."""
+
+    node: int = 0
+    nodes: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0
+    """The port of the ranks' store. It is 0 for a lone node, whose ranks meet through a file."""
+
+    def variables(self, processes: int, restarts: int, most: int) -> dict[int, dict[str, str]]:
+        """Returns the variables of this node's ranks by rank, as torchrun has them; nodes have equally many ranks."""
+        world, first = self.nodes * processes, self.node * processes
+        common = {
+            "GROUP_RANK": self.node,
+            "GROUP_WORLD_SIZE": self.nodes,
+            "WORLD_SIZE": world,
+            "ROLE_WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": processes,
+            "ROLE_NAME": "rank",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": self.port,
+            "TORCHELASTIC_RESTART_COUNT": restarts,
+            "TORCHELASTIC_MAX_RESTARTS": most,
+            "TORCHELASTIC_RUN_ID": "phalanx",
+            "TORCHELASTIC_USE_AGENT_STORE": False,
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        }
+        of_each = {first + i: {"RANK": first + i, "ROLE_RANK": first + i, "LOCAL_RANK": i} for i in range(processes)}
+        return {rank: {name: str(v) for name, v in (common | own).items()} for rank, own in of_each.items()}
+
+
+@contextmanager
+def ranks(
+    command: Sequence[str], environments: Mapping[int, Mapping[str, str]], logs: AttemptLogs, standby: Standby | None
+) -> Iterator[dict[int, int]]:
+    """Runs `python -m COMMAND` once per rank inside the `with` block; gives the process ids by rank, which are children
+    of this process. Every rank leads a session and a process group of its own. What is left is killed at the end.
+
+    Rank 0 keeps the terminal for its live view; the others write to files."""
+    pids: dict[int, int] = {}
+    over, tails = threading.Event(), []
+    start = standby.start if standby else _start
+    try:
+        for rank, variables in environments.items():
+            directory = logs.rank_dir(rank)
+            files = [str(directory / f"{stream}.log") if rank else "" for stream in _STREAMS]
+            pids[rank] = start(command, {**os.environ, **variables, LOG_DIR: str(directory)}, *files)
+            if rank and logs.all_ranks:
+                shown = zip(files, _STREAMS, strict=True)
+                tails += [threading.Thread(target=_tail, args=(rank, *each, over)) for each in shown]
+        for tail in tails:
+            tail.start()
+        yield pids
+    finally:
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        for pid in pids.values():
+            with suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        over.set()
+        for tail in tails:
+            if tail.ident:
+                tail.join()
+
+
+def _tail(rank: int, name: str, stream: str, over: threading.Event) -> None:
+    """Shows the lines that a rank writes to a file, until it has ended."""
+    begun = ""
+    with open(name, "a+", errors="replace") as file:
+        file.seek(0)
+        while True:
+            last = over.is_set()  # read first: what is written until then is shown
+            while more := file.readline():
+                begun += more
+                if begun.endswith("\n"):
+                    getattr(sys, stream).write(f"[rank {rank}] {begun}")
+                    begun = ""
+            if last:
+                if begun:
+                    getattr(sys, stream).write(f"[rank {rank}] {begun}\n")
+                return
+            over.wait(_POLL_S)
+
+
+def _start(command: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> int:
+    """Starts Python for a rank, as Standby.start does."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    files = [(descriptor, name) for descriptor, name in ((1, stdout), (2, stderr)) if name]
+    return os.posix_spawn(
+        sys.executable,
+        # -P keeps the ranks from importing a torch.py of the current directory
+        [sys.executable, "-P", "-m", *command],
+        environment,
+        file_actions=[(os.POSIX_SPAWN_OPEN, descriptor, name, flags, 0o666) for descriptor, name in files],
+        setsid=True,
+    )
+
 
 FORWARDED = {
     signal.SIGINT: signal.SIGINT,
@@ -199,3 +323,10 @@ class Supervisor:
         for pid in pids.values():  # each rank leads a process group: children of ended ranks are killed too
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)
+
+
+def say(line: str) -> None:
+    """Prints a line of the launcher on standard error, above what rank 0 shows, which is drawn again below."""
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[2K")  # clears the line that rank 0 has begun, which is drawn again below
+    echo(f"phalanx: {shortened(line)}", file=sys.stderr, flush=True)

@@ -1,22 +1,318 @@
-"""Combines the ends of all ranks into one exit code and one message: which rank failed first, and why."""
+"""How ranks end: what each reports (outcome.json in its log directory), one exit code and message for all of them
+(which rank failed first, and why), and whether they are started again. The policy, without processes.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import re
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from phalanx.errors import StoppedError
-from phalanx.launch.outcome import Outcome
+import phalanx
+from phalanx.bounded import field, parse_json, read_bytes
+from phalanx.echo import shortened
+from phalanx.errors import (
+    CheckpointError,
+    DataError,
+    DoesNotFitError,
+    JobError,
+    NotFiniteError,
+    PhalanxError,
+    RunError,
+    StoppedError,
+)
+from phalanx.launch.ranks import Ranks
+from phalanx.registry import blamed
 
-WATCHDOG_CODE = 124
-"""Exit code of a launch whose ranks the watchdog had killed, as of timeout(1)."""
+_FILE = "outcome.json"
+_MOST_BYTES = 2**22
+_MOST_CHARACTERS = 100_000  # of a message or a traceback; a character may take 12 bytes in JSON
+_ROOM = ".outcome.room"
+_ROOM_BYTES = 1 << 15
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of one rank."""
+
+    rank: int
+    code: int
+    """Exit code; phalanx.errors has the table."""
+    message: str
+    """Message for the user; empty on success."""
+    traceback: str | None
+    """Set only for a bug: a user's mistake is shown as a message."""
+    time: float
+    """Seconds since the epoch; the earliest failure is the cause."""
+
+    def write(self, directory: Path) -> None:
+        """Writes directory/outcome.json atomically, in the room that `reserve_room` has kept for it."""
+        (directory / _ROOM).unlink(missing_ok=True)
+        temporary = directory / f".{_FILE}.{os.getpid()}"
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(asdict(self), file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(directory / _FILE)
+
+    @classmethod
+    def read(cls, directory: Path) -> Outcome | None:
+        """Returns the outcome in `directory`, or None if the rank ended without writing one. A file that no rank has
+        written is none: its exit code and its standard error are known anyway."""
+        try:
+            stored = parse_json(read_bytes(directory / _FILE, _MOST_BYTES), lenient=True)
+            return cls(
+                rank=field(stored, "rank", int),
+                code=field(stored, "code", int),
+                message=field(stored, "message", str),
+                traceback=None if stored.get("traceback") is None else field(stored, "traceback", str),
+                time=field(stored, "time", float),
+            )
+        except (OSError, ValueError):
+            return None
+
+
+def spare_name(rank: int) -> str:
+    """Returns the name of the directory, beside the heartbeats in memory, for an outcome for which a disk has no
+    room."""
+    return f"rank_{rank}.outcome"
+
+
+def reserve_room(directory: Path) -> None:
+    """Keeps space for an outcome, so that a rank that ends because the disk is full can say so."""
+    with suppress(OSError), (directory / _ROOM).open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, _ROOM_BYTES)
+
+
+def describe(error: BaseException) -> tuple[int, str, str | None]:
+    """Returns exit code, message and traceback of an exception that ended a run."""
+    if isinstance(error, PhalanxError):
+        return error.exit_code, shortened(f"{blamed(error)}{error}", _MOST_CHARACTERS), None
+    if isinstance(error, KeyboardInterrupt):
+        return 130, "interrupted", None
+    if isinstance(error, SystemExit):
+        code = error.code or 0
+        return (code & 0xFF, "", None) if isinstance(code, int) else (1, str(code), None)
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    message = f"{blamed(error)}{type(error).__name__}: {error}"
+    return 1, shortened(message, _MOST_CHARACTERS), shortened(trace, _MOST_CHARACTERS)
+
 
 LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL remote process exited"),
     *("gloo/transport", "Timed out waiting", "Watchdog caught collective operation timeout"),
 )
 """Error texts of ranks that failed only because of another one: it is gone, or did not come to a collective in time."""
+TEXTS = (
+    *LOST_PEER,
+    *(
+        "Socket closed",
+        "Connection refused",
+        "Connection timed out",
+        "No route to host",
+        "Connection was likely closed",
+    ),
+    *("Application timeout caused pair closure", "NCCL communicator was aborted", "wait timeout"),
+)
+"""Parts of the messages with which gloo, NCCL and torch's store report a lost peer."""
+_ROOT = Path(phalanx.__file__).parent
+
+
+class LostPeerError(RunError):
+    """This rank failed only because another one has gone, or does not answer."""
+
+
+@contextmanager
+def lost_peer_named(ranks: Ranks) -> Iterator[None]:
+    """Turns a backend's error about a lost connection, raised inside the `with` block, into a LostPeerError that says
+    what this rank was waiting in."""
+    try:
+        yield
+    except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
+        text = _lost_line(error)
+        if text is None:
+            raise
+        raise LostPeerError(
+            f"rank {ranks.rank} of {ranks.world} on {platform.node()} lost {_peer(ranks, text)}: another rank ended, "
+            f"hangs, or its connection broke while this one waited in {_waited_in(error)}. The first rank that ended "
+            f"says why, in its log or on its node. ({_in_short(text)})"
+        ) from error
+
+
+def is_about_lost_peer(error: RuntimeError) -> bool:
+    """Returns whether a backend's error says that a peer is lost."""
+    return _lost_line(error) is not None
+
+
+def _lost_line(error: RuntimeError) -> str | None:
+    return next((line for line in str(error).splitlines() if any(known in line for known in TEXTS)), None)
+
+
+def _peer(ranks: Ranks, text: str) -> str:
+    if ranks.world == 2:
+        return f"rank {1 - ranks.rank}"
+    address = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)
+    return f"a rank on {address[1]}" if address else "rank(s)"
+
+
+def _waited_in(error: BaseException) -> str:
+    """Returns the innermost of our functions that waited, outside of the collectives themselves."""
+    stack = [(Path(frame.filename), frame) for frame in traceback.extract_tb(error.__traceback__)]
+    ours = [(path.relative_to(_ROOT), frame) for path, frame in stack if path.is_relative_to(_ROOT)]
+    outside = [(path, frame) for path, frame in ours if path.parts[0] != "comm"] or ours
+    if not outside:
+        return "a collective"
+    path, frame = outside[-1]
+    return f"{frame.name} ({path}:{frame.lineno})"
+
+
+def _in_short(text: str) -> str:
+    """Returns the backend's message without the line of its source and its general advice."""
+    return re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", text)[:300]
+
+
+_FINAL = (JobError, DoesNotFitError, DataError, NotFiniteError, StoppedError)
+"""Ends that another attempt would meet again, or that the user asked for."""
+_FINAL_CODES = {0, *(error.exit_code for error in _FINAL), CheckpointError.exit_code}
+_SIZES = re.compile(r"\d[\d.,]*(?:[KMGT]?i?B)?")
+_ASKED = {128 + n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)}
+
+
+@dataclass(frozen=True)
+class Restarts:
+    """How often ranks are started again, and what the launcher must know of the run for that."""
+
+    most: int = 0
+    """Restarts within the window."""
+    window_s: float = 3600.0
+    progress: Callable[[], tuple[int, float] | None] = lambda: None
+    """Returns the newest step that the run has done, and when, in seconds since the epoch; None before the first."""
+    directory: Path | None = None
+    """The run directory, whose generation every attempt claims; None for runs without one."""
+    preload: Sequence[str] = ()
+    """Modules that a standby process imports, so that restarted ranks need not."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of an attempt, as the policy sees it."""
+
+    code: int
+    """Exit code of the launch, if nothing follows."""
+    first: End | None
+    """The rank that failed first; None if the watchdog had all of them killed."""
+    step: int | None
+    """The newest step that the attempt has done; None if it has done none."""
+    out_of_memory: bool = False
+    """True if the kernel ended a process for lack of memory during the attempt."""
+
+    @property
+    def signature(self) -> tuple[int, str, int | None]:
+        """Equal for failures that are the same one, met again. Numbers and sizes in the message, as of the free space,
+        may change."""
+        report = self.first.report if self.first else None
+        return self.code, _SIZES.sub("#", report.message) if report else "", self.step
+
+    @property
+    def may_come_back(self) -> bool:
+        """True if it says nothing about the program: somebody killed a rank, or a peer elsewhere was lost."""
+        return self.first is not None and (self.code == 128 + signal.SIGKILL or self.first.lost_peer)
+
+    @property
+    def is_final(self) -> bool:
+        """True if another attempt would end in the same way, or if the user asked for this end."""
+        first = self.first
+        if self.code in _ASKED:
+            return True
+        if first is None or first.left_early or first.report is None:
+            return False  # whatever its code: it did not say what it means
+        refused = first.report.traceback is None and self.step is None  # a device that is not there, and the like
+        return self.code in _FINAL_CODES or (refused and not first.lost_peer)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to restart, and a sentence about it for the user, which may be empty."""
+
+    restart: bool
+    sentence: str = ""
+
+
+class RestartPolicy:
+    """Decides about one failure after the other of a launch.
+
+    A rank killed by a signal, a crash, a hang and a lost peer are met by a restart. Mistakes of the user, data and
+    checkpoints that are invalid, NaN, and a requested stop are not. Neither is a failure that comes back at the same
+    step: it is deterministic. SIGKILL says nothing about the program, so it may come back, unless memory ran out.
+    """
+
+    def __init__(self, restarts: Restarts, clock: Callable[[], float] = time.monotonic):
+        self.most, self.window_s, self.clock = restarts.most, restarts.window_s, clock
+        self._times: deque[float] = deque()
+        self._seen: set[tuple[int, str, int | None]] = set()
+        self._ran_out_of_memory = False
+
+    def decide(self, failure: Failure) -> Decision:
+        """Decides whether the ranks are started again; a restart counts from then on."""
+        if self.most == 0 or failure.is_final:
+            return Decision(False)
+        if failure.out_of_memory and self._ran_out_of_memory:
+            return Decision(
+                False,
+                "Not restarted: memory ran out twice. Use less of it: layout.recompute=full, a smaller "
+                "layout.micro_batch, more ranks that shard (dp_shard, tp, pp), or layout=auto.",
+            )
+        if failure.signature in self._seen:
+            where = f"at step {failure.step + 1}" if failure.step is not None else "before the first step"
+            return Decision(False, f"Not restarted: the same failure came {where} before, so it would come again.")
+        now = self.clock()
+        while self._times and self._times[0] <= now - self.window_s:
+            self._times.popleft()
+        if len(self._times) >= self.most:
+            return Decision(
+                False,
+                f"Not restarted: {self.most} restarts within {self.window_s:g} s are the most (run.max_restarts, "
+                "run.restart_window_s). The same command resumes.",
+            )
+        self._times.append(now)
+        if failure.out_of_memory:
+            self._ran_out_of_memory = True
+        elif not failure.may_come_back:
+            self._seen.add(failure.signature)
+        memory = " in the same layout, although memory ran out: if that was its own, it will again" * (
+            failure.out_of_memory
+        )
+        return Decision(True, f"Restart {len(self._times)} of at most {self.most}{memory}.")
+
+
+def memory_kills(read: Callable[[Path], str] = Path.read_text) -> int:
+    """Returns how many processes the kernel has ended for lack of memory since boot, as far as this process may see:
+    on this machine, and in its control group."""
+    paths = [Path("/proc/vmstat")]
+    with suppress(OSError):
+        paths += [Path("/sys/fs/cgroup" + read(Path("/proc/self/cgroup")).partition("::")[2].strip(), "memory.events")]
+    return sum(_count(path, read) for path in paths)
+
+
+def _count(path: Path, read: Callable[[Path], str]) -> int:
+    try:
+        counters: Mapping[str, str] = dict(line.split() for line in read(path).splitlines())
+        return int(counters.get("oom_kill", 0))
+    except (OSError, ValueError):
+        return 0
+
+
+WATCHDOG_CODE = 124
+"""Exit code of a launch whose ranks the watchdog had killed, as of timeout(1)."""
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from phalanx.errors import StoppedError
-from phalanx.launch.environment import HEARTBEATS, LAUNCHER_PID, LOG_DIR
 from phalanx.launch.lifeline import die_with_parent
-from phalanx.launch.outcome import Outcome, describe, reserve_room, spare_name
+from phalanx.launch.ranks import HEARTBEATS, LAUNCHER_PID, LOG_DIR
+from phalanx.launch.verdict import Outcome, describe, reserve_room, spare_name
 from phalanx.launch.watchdog import heartbeat
 
 

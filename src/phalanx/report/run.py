@@ -21,7 +21,7 @@ from phalanx.bounded import read_json, read_tail, read_text
 from phalanx.check.load import LoadedJob, load_file
 from phalanx.errors import NotFoundError, PhalanxError
 from phalanx.nearest import no_run
-from phalanx.trackers.rows import KEPT_ON_REWIND, ReadPosition, Row, read_lines, row_of
+from phalanx.trackers.tracker import KEPT_ON_REWIND, ReadPosition, Row, read_lines, row_of
 
 COLUMNS = (
     *("loss", "grad_norm", "lr", "step_time_s", "data_wait_s", "tps", "tps_total", "tflops", "mfu", "memory"),

@@ -1,22 +1,216 @@
-"""The result of the distributed self-test: as text, as JSON, and what to do about what it found."""
+"""The result of the distributed self-test: as text, as JSON, as a page, and what to do about what it found."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from phalanx.config.layout import Layout
-from phalanx.launch.watchdog.slow import FACTOR
+from phalanx.launch.watchdog.diagnosis import FACTOR
 from phalanx.pictures.elements import seconds
+from phalanx.pictures.fit import link_svg
+from phalanx.pictures.heat_map import heat_map, histograms
+from phalanx.pictures.page import figure, figures, html_page, list_of, section, table
 from phalanx.selftest.check import AxisChecks
-from phalanx.selftest.pairs import PairMatrix
-from phalanx.selftest.stragglers import ProbeTimes, Straggler
-from phalanx.selftest.timing import TimedAxis
+from phalanx.selftest.timing import PairMatrix, ProbeTimes, Straggler, TimedAxis
 from phalanx.selftest.training import TrainingTest
-from phalanx.units import counted
+from phalanx.units import counted, gib
+
+MOST_PAIRS = 200
+"""Pairs in the table, the slowest first."""
+
+
+def page(report: DistReport) -> str:
+    """Returns the page."""
+    drawn = pictures(report)
+    notes = report.notes + (report.training.notes if report.training else [])
+    title = f"Distributed self-test: {report.title()}"
+    sections = [
+        *section("verdict", "Result", _verdict(report)),
+        *(section("advice", "What to do", list_of(advice(report))) if advice(report) else []),
+        *section("values", "Values", _values(report)),
+        *(section("speed", "Collectives by size", _speed(report, drawn)) if report.axes else []),
+        *(section("pairs", "Pairs of ranks", _pairs(report, report.pairs, drawn)) if report.pairs else []),
+        *(section("ranks", "Ranks", _ranks(report)) if report.probes else []),
+        *(section("training", "Training", _training(report, drawn)) if report.training else []),
+        *(section("notes", "Notes", list_of(notes)) if notes else []),
+    ]
+    spent = ", ".join(f"{part} {seconds(value)}" for part, value in report.seconds.items())
+    return html_page(title, report.title(), f"time of the test: {spent}", sections)
+
+
+def pictures(report: DistReport) -> dict[str, str]:
+    """Returns the pictures as SVG documents, by name: those for which there is something to draw."""
+    found = {}
+    if report.axes:
+        groups = [(axis.machine, axis.transfers) for axis in report.axes]
+        names = [f"{axis.axis}, {counted(axis.ranks, 'rank')}" for axis in report.axes]
+        where = f"{counted(report.world, 'rank')} on {counted(len(set(report.hosts)), 'host')}"
+        found["speed"] = link_svg(f"Collectives of {report.backend} by axis, {where}", groups, names)
+    if report.pairs:
+        ranks = {rank: report.hosts[rank] for rank in report.pairs.ranks}
+        slow = [(a, b) for a, b, *_ in report.slow_pairs]
+        rates, waits = report.pairs.gbs, report.pairs.latency_us
+        found["bandwidth"] = heat_map("Bandwidth between ranks, one way", rates, ranks, _short, unit="GB/s", slow=slow)
+        found["latency"] = heat_map("Latency between ranks", waits, ranks, _short, unit="µs", more_is_better=False)
+    test = report.training
+    if test is not None and any(test.step_s):
+        rows = {_name(report, rank): [1e3 * value for value in values] for rank, values in enumerate(test.step_s)}
+        slow_names = [_name(report, each.rank) for each in test.stragglers]
+        found["steps"] = histograms("Time of a training step", "milliseconds per step", rows, slow_names)
+    return found
+
+
+def _verdict(report: DistReport) -> Iterator[str]:
+    from html import escape
+
+    kind = "" if report.ok else " class='bad'"
+    yield f"<p><b{kind}>{escape(report.verdict())}</b></p>"
+    if report.failures:
+        yield from list_of(report.failures)
+    if report.slow_ranks:
+        yield from list_of([each.line() for each in report.slow_ranks])
+    compared = sum(checks.checked for checks in report.checks)
+    most = [(f"{compared:,}", "results per rank compared exactly")]
+    for axis in report.axes[:3]:
+        most.append((f"{axis.gbs:.3g} GB/s", f"bandwidth on {axis.axis}"))
+        most.append((seconds(axis.latency_us * 1e-6), f"latency on {axis.axis}"))
+    if report.training is not None and any(report.training.step_s):
+        most.append((seconds(report.training.median_step_s), "per training step"))
+    yield from figures(most)
+
+
+def _values(report: DistReport) -> Iterator[str]:
+    yield from _table(
+        "axis, ranks, results per rank, wrong, not done by the backend",
+        [
+            (
+                *(checks.axis, checks.ranks, _count(checks.checked), _count(checks.wrong_count)),
+                "; ".join(f"{what}: {text}" for what, text in checks.refused.items()),
+            )
+            for checks in report.checks
+        ],
+        words=(0, 4),
+    )
+    if report.same_ranks:
+        yield from list_of([f"{axis} has the ranks of {other}" for axis, other in report.same_ranks.items()])
+
+
+def _speed(report: DistReport, drawn: dict[str, str]) -> Iterator[str]:
+    yield from _table(
+        "axis, ranks, place, latency, bandwidth, barrier, fit error, spread, not measured",
+        [
+            (
+                *(axis.axis, axis.ranks, axis.place, _time(axis.latency_us * 1e-6), _rate(axis.gbs)),
+                *(_time(axis.barrier_s), _share(axis.error), _share(axis.spread)),
+                ", ".join(gib(size) for size in axis.left_out),
+            )
+            for axis in report.axes
+        ],
+        words=(0, 2, 8),
+    )
+    yield from figure(drawn["speed"], "wide")
+    yield "<details><summary>every measurement</summary>"
+    yield from _table(
+        "axis, collective, bytes, time, bytes/s of the tensor",
+        [
+            (
+                *(axis.axis, time.collective.replace("_", "-"), (gib(time.bytes), time.bytes), _time(time.seconds)),
+                _rate(time.bytes / time.seconds / 1e9),
+            )
+            for axis in report.axes
+            for time in axis.times
+        ],
+        words=(0, 1),
+    )
+    yield "</details>"
+
+
+def _pairs(report: DistReport, matrix: PairMatrix, drawn: dict[str, str]) -> Iterator[str]:
+    yield "<div class='pair'>"
+    yield from figure(drawn["bandwidth"], "wide")
+    yield from figure(drawn["latency"], "wide")
+    yield "</div>"
+    at_once = "one pair at a time" if matrix.at_once == 1 else f"{matrix.at_once} disjoint pairs at a time"
+    left_out = f"; {matrix.left_out:,} pairs were left out" if matrix.left_out else ""
+    yield f"<p class='soft'>Measured {at_once}{left_out}.</p>"
+    for kind, found in pair_kinds(report).items():
+        median = statistics.median(gbs for *_, gbs in found)
+        yield f"<p class='soft'>Pairs {kind}: {median:.3g} GB/s in the median.</p>"
+    slowest = sorted(matrix.directed(), key=lambda pair: pair[3])[:MOST_PAIRS]
+    yield "<details><summary>the slowest pairs</summary>"
+    yield from _table(
+        "sender, receiver, hosts, bandwidth, latency",
+        [(a, b, f"{report.hosts[a]} → {report.hosts[b]}", _rate(gbs), _time(us * 1e-6)) for a, b, us, gbs in slowest],
+        words=(2,),
+    )
+    yield "</details>"
+
+
+def _ranks(report: DistReport) -> Iterator[str]:
+    slow = {each.rank: each for each in report.slow_ranks}
+    own = report.training.own_s if report.training else []
+    rows, probe = [], report.probe
+    for rank, host in enumerate(report.hosts):
+        waits = (_time(value) for value in astuple(probe[rank]))
+        mark = f"slow: {slow[rank].factor:.2f} ×" if rank in slow else ""
+        rows.append((rank, host, *waits, _time(own[rank]) if own else "", mark))
+    yield f"<p class='soft'>A rank is slow if its own time is {factor_words()}, in every window.</p>"
+    heads = "rank, host, compute probe, before a collective, waits in it, own time per step, "
+    yield from _table(heads, rows, words=(1, 6))
+
+
+def _training(report: DistReport, drawn: dict[str, str]) -> Iterator[str]:
+    test = report.training
+    assert test is not None, "there is a section only then"
+    if "steps" in drawn:
+        yield from figure(drawn["steps"], "wide")
+    yield "<div class='pair'><div>"
+    phases = [(phase, _time(own), _time(waited)) for phase, (own, waited) in test.phases.items()]
+    yield from _table("phase of a step, own, waiting for others", phases, words=(0,))
+    yield from list_of([f"{test.model}: {test.batch}", *test.changed, *(f"profile: {path}" for path in test.traces)])
+    yield "</div><div>"
+    kernels = [(kernel.name, (f"{kernel.calls:g}", kernel.calls), _time(kernel.seconds)) for kernel in test.kernels]
+    yield from _table("operation (profile of rank 0), calls per step, own time per step", kernels, words=(0,))
+    yield "</div></div>"
+
+
+Cell = tuple[str, float]
+"""A text, and the number by which a reader can sort the column."""
+
+
+def _table(heads: str, rows: Sequence[Sequence[Cell | str | int]], words: tuple[int, ...]) -> Iterator[str]:
+    """Yields a table. A cell without a number to sort by is its text alone; `words` are the columns of words."""
+    cells = [[cell if isinstance(cell, tuple) else (str(cell), None) for cell in row] for row in rows]
+    return table(heads.split(", "), cells, words=words)
+
+
+def _time(value: float) -> Cell:
+    return seconds(value), value
+
+
+def _rate(gbs: float) -> Cell:
+    return f"{gbs:.3g} GB/s", gbs
+
+
+def _share(value: float) -> Cell:
+    return f"{value:.0%}", value
+
+
+def _count(value: int) -> Cell:
+    return f"{value:,}", value
+
+
+def _name(report: DistReport, rank: int) -> str:
+    return f"rank {rank} ({report.hosts[rank]})"
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
 
 ETHERNET_GBS = 0.5
 """Bandwidth between hosts below which GPUs probably do not use their InfiniBand cards."""
@@ -70,10 +264,7 @@ class DistReport:
         """Every rank's medians over the windows of the probe."""
         return {
             rank: ProbeTimes(
-                *(
-                    statistics.median(getattr(window[rank], each.name) for window in self.probes)
-                    for each in fields(ProbeTimes)
-                )
+                *map(statistics.median, zip(*(astuple(window[rank]) for window in self.probes), strict=True))
             )
             for rank in (self.probes[0] if self.probes else ())
         }
@@ -176,10 +367,10 @@ class DistReport:
     def _pairs(self) -> Iterator[str]:
         if self.pairs is None:
             return
-        for kind, figures in pair_kinds(self).items():
-            rate = statistics.median(gbs for *_, gbs in figures)
-            latency = seconds(statistics.median(us for _, _, us, _ in figures) * 1e-6)
-            a, b, _, least = min(figures, key=lambda pair: pair[3])
+        for kind, rows in pair_kinds(self).items():
+            rate = statistics.median(gbs for *_, gbs in rows)
+            latency = seconds(statistics.median(us for _, _, us, _ in rows) * 1e-6)
+            a, b, _, least = min(rows, key=lambda pair: pair[3])
             yield (
                 f"pairs {kind}: {rate:.3g} GB/s, {latency} in the median; "
                 f"slowest {a} → {b} ({self.hosts[a]} → {self.hosts[b]}): {least:.3g} GB/s"

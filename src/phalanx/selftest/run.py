@@ -21,21 +21,17 @@ from phalanx.config.job import Job
 from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.errors import JobError
-from phalanx.launch.environment import HEARTBEATS
 from phalanx.launch.process_group import backend_of, process_group
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.ranks import HEARTBEATS, Ranks
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.diagnosis import Limits
-from phalanx.launch.watchdog.join import join
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
+from phalanx.launch.watchdog.watchdog import join
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import AxisGeometry, Mesh
-from phalanx.selftest.calls import ALL
-from phalanx.selftest.check import check_axis
-from phalanx.selftest.pairs import measure_pairs
+from phalanx.selftest.check import ALL, check_axis
 from phalanx.selftest.report import DistReport
-from phalanx.selftest.stragglers import Probe, ProbeTimes, in_probe
-from phalanx.selftest.timing import time_axis
+from phalanx.selftest.timing import Probe, ProbeTimes, in_probe, measure_pairs, time_axis
 from phalanx.selftest.training import train_briefly, trainable
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.device import keep_freed_memory
@@ -116,7 +112,9 @@ def _test(
     def look_for_stragglers() -> None:
         if probe is not None:
             with _timed(report, "probe"):
-                report.probes.append(_everyone(probe.window()))
+                report.probes.append(
+                    {rank: ProbeTimes(**theirs) for rank, theirs in enumerate(gather_json(asdict(probe.window())))}
+                )
 
     look_for_stragglers()
     with _timed(report, "values"):
@@ -187,10 +185,6 @@ class _Count:
     def __call__(self) -> None:
         self.done += 1
         self.progress(self.what, self.done, self.total)
-
-
-def _everyone(mine: ProbeTimes) -> dict[int, ProbeTimes]:
-    return {rank: ProbeTimes(**theirs) for rank, theirs in enumerate(gather_json(asdict(mine)))}
 
 
 def _shared_cores(hosts: Sequence[str], cores: Sequence[int]) -> list[str]:

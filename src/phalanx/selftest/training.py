@@ -18,11 +18,11 @@ from phalanx.comm.agree import broadcast_json, gather_json
 from phalanx.config.job import Job
 from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.mesh import Mesh
 from phalanx.partition.batch import solve
 from phalanx.partition.pipeline import flushes
-from phalanx.selftest.stragglers import Straggler, slow_in_all
+from phalanx.selftest.timing import Straggler, slow_in_all
 from phalanx.train.profile import tracing
 from phalanx.train.step import Stepper
 from phalanx.verify.measure import micro_batches

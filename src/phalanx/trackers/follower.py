@@ -29,8 +29,7 @@ from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import PhalanxError
 from phalanx.pictures import layout as layout_picture
-from phalanx.trackers.rows import ReadPosition, place_of, read_rows, send
-from phalanx.trackers.tracker import TrackedRun, Tracker
+from phalanx.trackers.tracker import ReadPosition, TrackedRun, Tracker, place_of, read_rows, send
 
 # Keeps secrets out of what trackers print: keys in the environment, and passwords in URLs.
 _NAME = re.compile("KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)

@@ -19,7 +19,7 @@ from phalanx.comm.axis import Pending
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.train.asp import Arrivals, Asynchronous

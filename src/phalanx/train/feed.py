@@ -12,7 +12,7 @@ from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.data.loader import Batches, MicroBatch, ShardData
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.mesh import Mesh
 from phalanx.partition.batch import Batch
 from phalanx.train.metrics import Meter

@@ -27,7 +27,7 @@ from phalanx.config.job import GuardOptions
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import CorruptionError, NotFiniteError, SpikeError
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.moe import Statistics
 from phalanx.parallel.data import Replica
 from phalanx.train.replicas import GRADIENT, MASTER, PARAMETER, Difference, Replicas, words

@@ -24,7 +24,7 @@ from phalanx.errors import NotFiniteError, PhalanxError, StoppedError
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.attention_blocks import kernels_text, ordered_kernels
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh

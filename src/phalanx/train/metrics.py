@@ -22,7 +22,7 @@ from phalanx.cost.breakdown import subject
 from phalanx.data.files import write_atomic
 from phalanx.echo import shortened
 from phalanx.errors import DataError
-from phalanx.launch.environment import RESTARTED
+from phalanx.launch.ranks import RESTARTED
 from phalanx.launch.watchdog import heartbeat
 from phalanx.model.moe import Routing
 from phalanx.parallel.mesh import Mesh

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from phalanx.config.job import Job
-from phalanx.launch.grace import grace_left
-from phalanx.launch.supervisor import SAME_REQUEST_S
+from phalanx.launch.supervisor import SAME_REQUEST_S, grace_left
 
 _SAVE = 1 << 20
 """More than the ranks that can ask to stop; rank 0 alone asks to save."""
@@ -138,7 +137,7 @@ class StopRequest:
         return self.asked or self.signal != 0
 
     def seconds_left(self, grace_s: float) -> float:
-        """Returns the seconds until whoever sent the signal ends the process (launch/grace.py), infinity without a
+        """Returns the seconds until whoever sent the signal ends the process (launch/supervisor.py), infinity without a
         signal."""
         if not self.signal:
             return math.inf

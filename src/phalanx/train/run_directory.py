@@ -43,7 +43,7 @@ from phalanx.data.files import open_regular, write_atomic
 from phalanx.data.template import TEMPLATE_FILES
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, NotFoundError, RunError
-from phalanx.launch.watchdog.processes import process_state
+from phalanx.launch.lifeline import process_state
 from phalanx.nearest import no_run
 from phalanx.registry import installed
 

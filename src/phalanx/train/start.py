@@ -37,10 +37,9 @@ from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import CheckpointError, DamagedCheckpointError, DataError, JobError, RunError
 from phalanx.exchange.folder import BESIDE, open_folder
 from phalanx.exchange.import_run import LinkedTensors
-from phalanx.launch.environment import HEARTBEATS
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.ranks import HEARTBEATS, Ranks
 from phalanx.launch.watchdog.diagnosis import Limits
-from phalanx.launch.watchdog.join import join
+from phalanx.launch.watchdog.watchdog import join
 from phalanx.train.run_directory import RunDirectory, require_same_job
 from phalanx.train.state import TrainState
 

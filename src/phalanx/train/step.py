@@ -23,7 +23,7 @@ from phalanx.cost.memory.rank_parts import RankParts, StepParts
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.documents import Conversations, Documents
 from phalanx.model.noise import Noise
 from phalanx.model.transformer import Transformer

@@ -20,7 +20,7 @@ from rich.text import Text
 from phalanx.config.job import Job
 from phalanx.echo import echo, shortened, visible, wrapped
 from phalanx.errors import PhalanxError
-from phalanx.launch.outcome import describe
+from phalanx.launch.verdict import describe
 from phalanx.launch.watchdog import heartbeat
 from phalanx.report.live import LiveView, RunFollower, Screen
 from phalanx.train.run_directory import AppendedFile

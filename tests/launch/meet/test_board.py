@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import RunError
-from phalanx.launch.meet import channel
-from phalanx.launch.meet.channel import Board, first_host
-from phalanx.launch.meet.offer import Offer, listening_socket, own_addresses
+from phalanx.launch.meet import store
+from phalanx.launch.meet.store import Board, Offer, first_host, listening_socket, own_addresses
 from phalanx.launch.ranks import Ranks
 
 OFFER = Offer(("10.0.0.1", "fe80::1"), 12345, "token")
@@ -68,13 +67,13 @@ def test_any_word_is_an_offer_or_a_value_error(text: str) -> None:
 
 
 def test_a_launch_has_a_name_of_its_own() -> None:
-    name = channel.name_of(ranks("slurm"), SLURM)
+    name = store.name_of(ranks("slurm"), SLURM)
     assert name is not None
-    assert name != channel.name_of(ranks("slurm"), {**SLURM, "SLURM_STEP_ID": "1"})
-    assert name != channel.name_of(ranks("slurm"), {**SLURM, "SLURM_RESTART_COUNT": "1"})
-    assert channel.name_of(ranks("slurm"), {"SLURM_JOB_ID": "7"}) is None
-    assert channel.name_of(ranks("torchrun"), SLURM) is None
-    ports = channel.ports_of(name)
+    assert name != store.name_of(ranks("slurm"), {**SLURM, "SLURM_STEP_ID": "1"})
+    assert name != store.name_of(ranks("slurm"), {**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert store.name_of(ranks("slurm"), {"SLURM_JOB_ID": "7"}) is None
+    assert store.name_of(ranks("torchrun"), SLURM) is None
+    ports = store.ports_of(name)
     assert len(set(ports)) > 1
     assert all(10_000 <= port < 30_000 for port in ports)
 

@@ -14,15 +14,11 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.errors import DataError, JobError, PhalanxError
-from phalanx.launch.environment import STORE
-from phalanx.launch.lost_peer import LostPeerError
-from phalanx.launch.meet import roll_call
-from phalanx.launch.meet.channel import Board, name_of
-from phalanx.launch.meet.meeting import Meeting
-from phalanx.launch.meet.offer import Offer
-from phalanx.launch.meet.roll_call import Problem, Verdict, message_of, placed
-from phalanx.launch.meet.told import ToldError
-from phalanx.launch.ranks import Ranks
+from phalanx.launch.meet import meeting as meetings
+from phalanx.launch.meet.meeting import Meeting, Problem, Verdict, message_of, placed
+from phalanx.launch.meet.store import Board, Offer, name_of
+from phalanx.launch.ranks import STORE, Ranks, ToldError
+from phalanx.launch.verdict import LostPeerError
 
 Pool = Callable[..., list[Any]]
 HOST = platform.node()
@@ -96,7 +92,7 @@ def test_local_ranks_are_counted_by_host() -> None:
 
 def end(ranks: Ranks, variables: dict[str, str], errors: list[Exception | None], meets: bool) -> tuple[bool, str, int]:
     """Ends as a rank of a launcher with an error. Returns whether this rank prints, what, and its exit code."""
-    roll_call._MORE_PROBLEMS_S = 0.5
+    meetings._MORE_PROBLEMS_S = 0.5
     error = errors[ranks.rank]
     with environment(**variables):
         meeting = Meeting(Ranks(ranks.rank, ranks.world, 0, 1, None, "slurm"))

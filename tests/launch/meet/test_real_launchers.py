@@ -23,16 +23,6 @@ run: {sample_tokens: 0, timeout_s: 60, threads: 1}
 """
 LAUNCHERS = {
     "openmpi": ["mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2"],
-    "openmpi, by file": [
-        "mpiexec.openmpi",
-        "--allow-run-as-root",
-        "--oversubscribe",
-        "-n",
-        "2",
-        "env",
-        "-u",
-        "PMIX_RANK",
-    ],
     "mpich": ["mpiexec.mpich", "-n", "2"],
     "slurm": ["srun", "-n", "2"],
     "slurm, two nodes": ["srun", "-N", "2", "-n", "2"],

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from phalanx.errors import JobError
-from phalanx.launch.meet.told import ToldError
-from phalanx.launch.ranks import LaunchersDisagreeError, Ranks, detect, lowest_evidence
+from phalanx.launch.ranks import LaunchersDisagreeError, Ranks, ToldError, detect, lowest_evidence
 
 
 def detected(env: Mapping[str, str]) -> Ranks | None:

@@ -1,17 +1,303 @@
-"""Chooses the launcher for a place, and builds its commands."""
+"""The place of a launch (an allocation of Slurm or PBS, a login node, a pod, a lone host), the launcher for it, and the
+commands of every launcher. The place is a pure function of the environment, the installed programs and PBS's node file.
+
+Sources of options: https://slurm.schedmd.com/srun.html, and the manual pages of each mpiexec.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import re
+import shlex
 import subprocess
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
 
 from phalanx.errors import JobError
+from phalanx.launch.exported import Exported
+from phalanx.launch.grid import ProcessGrid
+from phalanx.launch.hosts import HostSlots, expand, read_hosts
+from phalanx.launch.meet.detected import detected
+from phalanx.launch.ranks import ToldError
 from phalanx.launch.sites.site import Site
-from phalanx.launch.start import shell, srun
-from phalanx.launch.start.command import HostCommand, Launcher, StartRequest, node_words, processes_per_node
-from phalanx.launch.where import IN_WORDS, LaunchPlace
+
+RanksBy = Literal["phalanx", "launcher", "torchrun"]
+Launcher = Literal["local", "srun", "pals", "openmpi", "mpich", "ssh"]
+
+PORTS = range(10_000, 32_000)
+"""Ports for a rendezvous: above those of services, below those that Linux gives to clients by default."""
+_NO_EPHEMERAL = range(0)
+
+
+@dataclass(frozen=True)
+class StartRequest:
+    """A job, and where and how its processes start."""
+
+    words: tuple[str, ...]
+    """The words after `phalanx train`."""
+    grid: ProcessGrid
+    hosts: tuple[str, ...]
+    """The hosts to use, the first of which is the host of the rendezvous; empty if only the launcher knows them."""
+    endpoint: tuple[str, int] | None
+    """Where the nodes meet; None on one node."""
+    ranks_by: RanksBy
+    exported: Exported
+    python: str
+    """Path of the interpreter, the same on every host."""
+    folder: str
+    """The working directory, the same on every host."""
+    job_id: str = ""
+    cpu_bind: str = ""
+    """The launcher's own binding of processes to processors; empty leaves them unbound."""
+    cpus_per_rank: int = 0
+    """Processors of a rank for launchers that ask; 0 leaves it to them."""
+    devices: int = 0
+    """Accelerators of a node."""
+    in_step: bool = False
+    """True inside a step of Slurm."""
+    stop_after_s: int = 0
+    """Seconds after which the run is asked to stop with a checkpoint; 0 is never."""
+    await_host_s: int = 0
+    """Seconds for which a node waits until the endpoint's host has an address."""
+    extra: tuple[str, ...] = ()
+    """The user's own options of the launcher."""
+    remote_shell: tuple[str, ...] = ()
+    grace_s: float = 30.0
+    """Seconds that the nodes need from the first end to the last."""
+
+
+@dataclass(frozen=True)
+class HostCommand:
+    """A command that runs here, and the hosts on which its processes run."""
+
+    argv: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
+    stdin: str = ""
+    """What is written to its standard input, in words; empty if nothing is."""
+
+    @property
+    def shell(self) -> str:
+        """The command as it may be pasted into a shell."""
+        return shlex.join(self.argv)
+
+
+def processes_per_node(request: StartRequest) -> int:
+    """Returns the processes that the launcher starts on each node: every rank, or one that starts them."""
+    return request.grid.per_node if request.ranks_by == "launcher" else 1
+
+
+def node_words(request: StartRequest) -> tuple[str, ...]:
+    """Returns what the launcher starts on each node, or for each rank if it starts them all."""
+    python = (request.python, "-P", "-m")
+    if request.ranks_by == "launcher":
+        return (*python, "phalanx", "train", *request.words)
+    if request.ranks_by == "torchrun":
+        return (*python, "torch.distributed.run", *_torchrun_words(request), "-m", "phalanx", "train", *request.words)
+    flags = [f"--stop-after={request.stop_after_s}"] if request.stop_after_s else []
+    flags += [f"--await-host={request.await_host_s}"] if request.await_host_s else []
+    return (*python, "phalanx.cli.node", *flags, *request.words, *rendezvous_words(request))
+
+
+def rendezvous_words(request: StartRequest) -> tuple[str, ...]:
+    """Returns the overrides by which node launchers of ours meet."""
+    if request.endpoint is None:
+        return ()
+    return (f"run.nnodes={request.grid.nnodes}", f"run.rdzv_endpoint={shown(request.endpoint)}")
+
+
+def _torchrun_words(request: StartRequest) -> tuple[str, ...]:
+    # By default SIGUSR1, by which Slurm announces the end of the time, ends torchrun, and its ranks with it.
+    signals = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
+    patience = ("--shutdown-timeout", str(round(request.grace_s)))
+    per_node = ("--nproc-per-node", str(request.grid.per_node), *signals, *patience)
+    if request.endpoint is None:
+        return ("--standalone", *per_node)
+    meets = ("--rdzv-backend", "c10d", "--rdzv-endpoint", shown(request.endpoint))
+    run_id = re.sub(r"[^\w.-]", "-", request.job_id) or "phalanx"
+    return ("--nnodes", request.grid.nnodes, *per_node, *meets, "--rdzv-id", run_id)
+
+
+def shown(endpoint: tuple[str, int]) -> str:
+    """Returns HOST:PORT."""
+    host, port = endpoint
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def port_for(key: str, ephemeral: range = _NO_EPHEMERAL) -> int:
+    """Returns the port of a rendezvous: a hash of `key` (the job's id and its restarts, or the run's directory) into
+    PORTS, outside the `ephemeral` ports. So two jobs on one node hardly collide, and every node finds the same."""
+    legal = [port for port in PORTS if port not in ephemeral] or list(PORTS)
+    return legal[int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big") % len(legal)]
+
+
+def ephemeral_ports(path: Path = Path("/proc/sys/net/ipv4/ip_local_port_range")) -> range:
+    """Returns the ports that this kernel gives to clients; none if it does not say."""
+    try:
+        first, last = map(int, path.read_text(encoding="ascii").split())
+    except (OSError, ValueError):
+        return _NO_EPHEMERAL
+    return range(first, last + 1)
+
+
+def environment(request: StartRequest, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of the command: this process's, with the variables that are exported."""
+    return {**env, **request.exported.values}
+
+
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15"
+"""Never asks for a password: ten hosts would ask at once."""
+
+
+def local(request: StartRequest) -> HostCommand:
+    """Returns the command on this host: train starts its own ranks."""
+    words = node_words(request)
+    if request.ranks_by == "phalanx" and not request.stop_after_s:
+        words = (request.python, "-P", "-m", "phalanx", "train", *request.words)
+    return HostCommand(words)
+
+
+def remote(request: StartRequest) -> list[HostCommand]:
+    """Returns one command for each host. What runs there is one word for the host's shell, as with ssh."""
+    names, found = request.exported.secrets, []
+    for host in request.hosts[: request.grid.nodes]:
+        words = list(node_words(request))
+        if request.ranks_by == "phalanx":
+            words.insert(words.index("phalanx.cli.node") + 1, "--controlled=variables" if names else "--controlled")
+        settings = [f"{name}={value}" for name, value in sorted(request.exported.values.items())]
+        inside = f"cd {shlex.quote(request.folder)} && exec {shlex.join(['env', *settings, *words])}"
+        said = f"one line of JSON with {', '.join(names)}, then signals" if names else "signals, by name"
+        found.append(HostCommand((*request.remote_shell, host, inside), (host,), said))
+    return found
+
+
+def command(request: StartRequest) -> HostCommand:
+    """Returns the srun of the job."""
+    grid, per_node = request.grid, processes_per_node(request)
+    options = [f"--nodes={grid.nodes}", f"--ntasks={grid.nodes * per_node}", f"--ntasks-per-node={per_node}"]
+    if request.hosts:
+        options.append(f"--nodelist={','.join(request.hosts)}")
+    # sbatch --export=NAMES would otherwise hold for the steps, too.
+    options += ["--export=ALL", "--input=none"]
+    options += ["--overlap"] if request.in_step else []
+    options += _binding(request)
+    options += _ends(request)
+    return HostCommand(("srun", *options, *request.extra, *node_words(request)), request.hosts)
+
+
+def _binding(request: StartRequest) -> list[str]:
+    # A task that starts the ranks of its node must see all processors; by default it gets one.
+    options = [f"--cpu-bind={request.cpu_bind or 'none'}"]
+    if request.ranks_by == "launcher" and request.cpus_per_rank:
+        options.append(f"--cpus-per-task={request.cpus_per_rank}")
+    # A rank chooses its device by its local rank among all of the node.
+    return [*options, "--gpu-bind=none"] if request.devices else options
+
+
+def _ends(request: StartRequest) -> list[str]:
+    """Returns what happens when a task ends. The others are never killed at once: ranks that stop with a checkpoint
+    end one after the other."""
+    if request.grid.least_nodes < request.grid.nodes:
+        return ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
+    return ["--kill-on-bad-exit=0", f"--wait={round(request.grace_s) + 30}"]
+
+
+Kind = Literal["slurm job", "pbs job", "slurm login node", "pbs login node", "pod", "host"]
+
+IN_WORDS: dict[Kind, str] = {
+    "slurm job": "inside an allocation of Slurm",
+    "pbs job": "inside a job of PBS",
+    "slurm login node": "on a login node of Slurm (sbatch is installed, and there is no allocation)",
+    "pbs login node": "on a login node of PBS (qsub is installed, and there is no job)",
+    "pod": "in a Kubernetes pod",
+    "host": "on a host without a scheduler",
+}
+
+
+@dataclass(frozen=True)
+class LaunchPlace:
+    """Where a launch begins."""
+
+    kind: Kind
+    job_id: str = ""
+    """The scheduler's id of the allocation."""
+    hosts: tuple[HostSlots, ...] = ()
+    """The allocation's nodes, in its order."""
+    in_step: bool = False
+    """True in a shell that srun started: a further step must share its processors."""
+    restarts: int = 0
+    """Times that the scheduler has requeued the job."""
+
+    @property
+    def is_allocation(self) -> bool:
+        """True if the hosts are this job's to use."""
+        return self.kind in ("slurm job", "pbs job")
+
+
+def where(
+    env: Mapping[str, str],
+    which: Callable[[str], str | None],
+    read: Callable[[Path], list[HostSlots]] = read_hosts,
+) -> LaunchPlace:
+    """Returns the place that `env` describes.
+
+    Args:
+        env: the environment of the process.
+        which: returns the path of a program, or None if it is not installed.
+        read: returns the hosts of a node file.
+
+    Raises:
+        JobError: this process is one of several that a launcher started (on all but rank 0 ToldError); an allocation's
+            list of nodes is missing or cannot be read.
+    """
+    _refuse_copies(env)
+    if env.get("SLURM_JOB_ID"):
+        nodelist = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
+        return LaunchPlace(
+            "slurm job",
+            env["SLURM_JOB_ID"],
+            tuple(map(HostSlots, _slurm_nodes(nodelist))),
+            "SLURM_STEP_ID" in env,
+            _count(env.get("SLURM_RESTART_COUNT", "")),
+        )
+    if env.get("PBS_JOBID"):
+        if not env.get("PBS_NODEFILE"):
+            raise JobError("PBS_JOBID is set, but PBS_NODEFILE is not: start this inside the job's own shell")
+        return LaunchPlace("pbs job", env["PBS_JOBID"], tuple(read(Path(env["PBS_NODEFILE"]))))
+    if env.get("KUBERNETES_SERVICE_HOST"):
+        return LaunchPlace("pod")
+    if which("sbatch"):
+        return LaunchPlace("slurm login node")
+    if which("qsub"):
+        return LaunchPlace("pbs login node")
+    return LaunchPlace("host")
+
+
+def _refuse_copies(env: Mapping[str, str]) -> None:
+    # A batch shell has SLURM_NTASKS without a step: that is where a launch belongs.
+    ranks = detected({name: value for name, value in env.items() if name != "SLURM_NTASKS" or "SLURM_STEP_ID" in env})
+    if ranks is not None and ranks.world > 1:
+        message = (
+            f"{ranks.source} started {ranks.world} processes of `phalanx launch`, which is called once, in the "
+            "allocation's shell, and starts the others itself; in place of this command, let "
+            f"{ranks.source} start `phalanx train`"
+        )
+        raise ToldError(message, JobError.exit_code) if ranks.rank else JobError(message)
+
+
+def _slurm_nodes(nodelist: str) -> list[str]:
+    if not nodelist:
+        raise JobError("SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not: start this inside the allocation's shell")
+    try:
+        return expand(nodelist)
+    except ValueError as error:
+        raise JobError(f"SLURM_JOB_NODELIST: {error}") from None
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdecimal() and len(text) < 10 else 0
+
 
 # The launchers of MPI: mpiexec of Cray PALS, mpirun of Open MPI, mpiexec of MPICH and Intel MPI (Hydra).
 BASE = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER", "VIRTUAL_ENV")
@@ -199,11 +485,11 @@ def commands_of(launcher: Launcher, request: StartRequest, hostfile: str = "") -
     if request.stop_after_s and request.ranks_by != "phalanx":
         raise JobError(f"--stop-after needs launchers of ours (--ranks-by phalanx, not {request.ranks_by})")
     if launcher == "local":
-        return [shell.local(request)]
+        return [local(request)]
     if launcher == "ssh":
         if not request.hosts:
             raise JobError("--launcher ssh needs hosts: --hostfile FILE, one per line")
-        return shell.remote(request)
+        return remote(request)
     if launcher == "srun":
-        return [srun.command(request)]
+        return [command(request)]
     return [BUILDERS[launcher](request, hostfile)]

@@ -1,5 +1,7 @@
-"""Runs the launchers of several nodes through remote shells: shows what they say, passes signals on, and ends with the
-exit code of the run.
+"""Runs what starts a job: srun or mpirun in the foreground, or the launchers of several nodes through remote shells.
+
+None of srun and mpirun passes on Ctrl-C and SIGTERM as a request: srun kills its step a few seconds later, Open MPI's
+mpirun kills the ranks at once. All of them pass on SIGUSR1, by which a run stops with a checkpoint (75).
 
 A remote shell carries no signals. The nodes read their names from standard input, and take its end for SIGTERM: so they
 stop when this process is killed, and when a connection breaks.
@@ -8,6 +10,7 @@ stop when this process is killed, and when a connection breaks.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,11 +19,62 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import IO, TextIO
 
 from phalanx.echo import echo
 from phalanx.errors import RunError
-from phalanx.launch.start.command import HostCommand
+from phalanx.launch.lifeline import die_with_parent
+from phalanx.launch.start.choose import HostCommand
+
+REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_AGAIN_S = 0.5
+"""Two signals within this time are one request: a terminal and a scheduler may both send one."""
+
+
+def run_in_foreground(argv: Sequence[str], env: Mapping[str, str]) -> int:
+    """Runs a command to its end, and returns its exit code, or 128 + n if signal n ended it.
+
+    The first of REQUESTS becomes SIGUSR1 for the command, so does the end of this process. A second one, at least
+    _AGAIN_S later, becomes SIGTERM, which ends the run at once. Raises RunError if the command cannot be started."""
+    here = os.getpid()
+    try:
+        command = subprocess.Popen(
+            list(argv),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            process_group=0,  # the terminal's Ctrl-C comes to this process alone
+            preexec_fn=lambda: die_with_parent(here, signal.SIGUSR1),  # noqa: PLW1509 - there are no threads here
+        )
+    except OSError as error:
+        raise RunError(f"{argv[0]} cannot be started: {error.strerror}; --dry-run prints the command") from None
+    asked_at = 0.0
+
+    def ask(_: int, __: FrameType | None) -> None:
+        nonlocal asked_at
+        if not asked_at:
+            asked_at = time.monotonic()
+            command.send_signal(signal.SIGUSR1)
+            _say("the run is asked to stop with a checkpoint; a second signal ends it at once")
+        elif time.monotonic() > asked_at + _AGAIN_S:
+            command.send_signal(signal.SIGTERM)
+
+    before = {number: signal.getsignal(number) for number in REQUESTS}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # nohup, or a shell's background
+            signal.signal(number, ask)
+    try:
+        code = command.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return 128 - code if code < 0 else code
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # the terminal is gone
+        echo(f"phalanx: {line}", file=sys.stderr, flush=True)
+
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _POLL_S = 0.1

@@ -6,15 +6,18 @@ https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/, https://www.kubeflow
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
 from phalanx.errors import JobError
 from phalanx.launch.grid import ProcessGrid
-from phalanx.launch.start.command import port_for
+from phalanx.launch.start.choose import port_for
+from phalanx.launch.submit.script import Submission
 
 FILE = "submit.yaml"
 JOB_FILE, JOB_FOLDER = "job.yaml", "/etc/phalanx"
@@ -88,7 +91,21 @@ def manifest(request: ManifestRequest, kind: Kind) -> str:
     _check(request)
     documents = {"job": _indexed_job, "jobset": _jobset, "trainjob": _train_job}[kind](request)
     text = yaml.dump_all(
-        [_config_map(request), *documents], Dumper=_Readable, sort_keys=False, allow_unicode=True, width=120
+        [
+            (
+                {
+                    "apiVersion": "v1",
+                    "kind": "ConfigMap",
+                    "metadata": _meta(request, f"{request.resource}-job"),
+                    "data": {JOB_FILE: request.job_yaml},
+                }
+            ),
+            *documents,
+        ],
+        Dumper=_Readable,
+        sort_keys=False,
+        allow_unicode=True,
+        width=120,
     )
     if len(text.encode()) > _LONGEST_MANIFEST:
         raise JobError(f"the manifest has {len(text.encode()):,} bytes; Kubernetes takes 1 MiB")
@@ -125,15 +142,6 @@ def _meta(request: ManifestRequest, name: str = "") -> dict[str, Any]:
     if request.namespace:
         found["namespace"] = request.namespace
     return {**found, "labels": labels}
-
-
-def _config_map(request: ManifestRequest) -> dict[str, Any]:
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _meta(request, f"{request.resource}-job"),
-        "data": {JOB_FILE: request.job_yaml},
-    }
 
 
 def _indexed_job(request: ManifestRequest) -> list[dict[str, Any]]:
@@ -308,3 +316,26 @@ def _patches(request: ManifestRequest) -> dict[str, Any]:
     job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     runtime = {"template": {"spec": {"replicatedJobs": [job]}}}
     return {"runtimePatches": [{"manager": "phalanx/launch", "trainingRuntimeSpec": runtime}]}
+
+
+def kubernetes_submission(request: ManifestRequest, kind: Kind, folder: str) -> Submission:
+    """Returns the manifest of Kubernetes; its file goes to `folder`."""
+    file = Path(os.path.abspath(folder)) / request.name / FILE
+    space = ("--namespace", request.namespace) if request.namespace else ()
+
+    def next_steps(_: str) -> dict[str, str]:
+        scope = "".join(f" {word}" for word in space)
+        label = f"app.kubernetes.io/instance={request.resource}"
+        return {
+            "watch": f"kubectl{scope} get pods --selector {label}",
+            "output": f"kubectl{scope} logs --follow --selector {label}",
+            "cancel": f"kubectl{scope} delete --filename {file}",
+        }
+
+    return Submission(
+        manifest(request, kind),
+        file,
+        ("kubectl", *space, "apply", "--filename", str(file)),
+        lambda _: f"{kind}/{request.resource}",
+        next_steps,
+    )

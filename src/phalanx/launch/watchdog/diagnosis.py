@@ -1,21 +1,166 @@
-"""From the records of all ranks to a diagnosis: which rank holds up the others, and who waits for whom.
+"""From the records of all ranks to a diagnosis: which rank holds up the others, and who waits for whom; in words and as
+JSON. Also how long a rank may be silent, by the longest steps so far, and which ranks are slow.
 
-Everything here is a pure function of what was read. A rank *waits* if its host is blocked in a call that some other
-rank has to join; the ranks that are waited for, and wait for nobody themselves, are the culprits.
+Pure functions of the records and a clock that the caller reads, so that tests need not wait.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from statistics import median
+from typing import Any, Literal
 
-from phalanx.launch.watchdog.layout import Phase
-from phalanx.launch.watchdog.pace import Pace
-from phalanx.launch.watchdog.processes import ProcessState
-from phalanx.launch.watchdog.reader import ChannelKey, RankRecord, RecordedCall
+from phalanx.launch.lifeline import ProcessState
+from phalanx.launch.watchdog.heartbeat import ChannelKey, Phase, RankRecord, RecordedCall
+
+LEAST_S = 20.0
+"""Shortest limit."""
+STEPS = 5.0
+"""The limit in steps, of the longest one so far."""
+RARE = 2.0
+"""The limit in the longest save, validation or first step (with its compilation) so far."""
+RARE_PHASES = frozenset({Phase.SAVE, Phase.VALIDATION})
+"""Phases that are no part of a step. The first of its kind may take any time."""
+
+
+@dataclass
+class _Seen:
+    """The state of a rank at the last look."""
+
+    phase: Phase
+    phase_began: float
+    step: int
+    since: float
+    """When the step count came to this value."""
+    rare_s: float = 0.0
+    """Seconds of RARE_PHASES since then."""
+
+
+class Pace:
+    """The pace of the ranks of one attempt on this machine."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, _Seen] = {}
+        self.step_s = self.first_step_s = 0.0
+        """Longest step, and longest first step, so far."""
+        self.rare_s: dict[Phase, float] = {}
+        """Longest time in each of RARE_PHASES so far."""
+
+    def update(self, records: Iterable[RankRecord], now: float) -> None:
+        """Takes a look at the ranks at `now`, in seconds of the clock of their records."""
+        for record in records:
+            if not record.first_step:
+                continue
+            seen = self._seen.get(record.rank)
+            if seen is None:
+                self._seen[record.rank] = _Seen(record.phase, record.phase_began, record.step, now)
+                continue
+            if record.phase_began != seen.phase_began:
+                if seen.phase in RARE_PHASES:
+                    took = record.phase_began - seen.phase_began
+                    self.rare_s[seen.phase] = max(took, self.rare_s.get(seen.phase, 0.0))
+                    seen.rare_s += took
+                seen.phase, seen.phase_began = record.phase, record.phase_began
+            if record.step > seen.step:
+                took = max(0.0, now - seen.since - seen.rare_s)
+                if seen.step < record.first_step:
+                    self.first_step_s = max(self.first_step_s, took)
+                else:  # at a look each second, many short steps may have been taken
+                    self.step_s = max(self.step_s, took / (record.step - seen.step))
+                seen.step, seen.since, seen.rare_s = record.step, now, 0.0
+
+    def limit_s(self, record: RankRecord, most_s: float, load: float) -> float:
+        """Returns the seconds that a rank which has done a step may be silent, at most `most_s`. `load` is the number
+        of processes that want each core: they take turns."""
+        if record.phase in RARE_PHASES and record.phase not in self.rare_s:
+            return most_s
+        rare = max([self.first_step_s, *self.rare_s.values()])
+        return min(most_s, max(LEAST_S, STEPS * self.step_s, RARE * rare) * max(1.0, load))
+
+
+def load_per_core() -> float:
+    """Returns how many processes want each core of this machine: now, or over the last minute if that is more."""
+    try:
+        with open("/proc/loadavg", encoding="ascii") as file:
+            minute, _, _, running, _ = file.read().split()
+    except (OSError, ValueError):
+        return 1.0
+    return max(float(minute), float(running.partition("/")[0])) / (os.cpu_count() or 1)
+
+
+FACTOR = 1.3
+"""Own seconds per step, relative to the median of the other ranks, from which on a rank is slow."""
+WINDOW_STEPS, WINDOW_S = 10, 10.0
+"""A window ends when every rank has done so many steps and so many seconds have passed."""
+WINDOWS = 2
+"""Number of windows in a row in which a rank must be slow."""
+REPEAT_S = 600.0
+"""Seconds until the same rank is named again."""
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that was slow in WINDOWS windows."""
+
+    rank: int
+    step: int
+    own_s: float
+    """Seconds per step that it spends itself: not waiting for other ranks."""
+    median_s: float
+    """The median of the other ranks that do the same work."""
+
+    @property
+    def factor(self) -> float:
+        """Its own seconds relative to the others'."""
+        return self.own_s / self.median_s
+
+
+def median_if_slow(rank: int, own: Mapping[int, float], work: Mapping[int, int]) -> float | None:
+    """Returns the median of the other ranks' own seconds, among those with equal `work`, if `rank` needs more than
+    FACTOR times as long; else None."""
+    others = [own[other] for other in own if other != rank and work[other] == work[rank]]
+    slow = bool(others) and own[rank] > FACTOR * median(others)
+    return median(others) if slow else None
+
+
+class SlowRanks:
+    """Watches the ranks' own seconds per step."""
+
+    def __init__(self) -> None:
+        self._began: tuple[float, dict[int, RankRecord]] | None = None
+        self._times: dict[int, int] = {}
+        self._named: dict[int, float] = {}
+
+    def update(self, records: Mapping[int, RankRecord], now: float) -> list[SlowRank]:
+        """Takes the ranks' records at time `now`, in seconds. Returns the ranks to be named."""
+        if not all(record.trained for record in records.values()):
+            self._began = None
+            return []
+        if self._began is None or self._began[1].keys() != records.keys():
+            self._began = now, dict(records)
+            return []
+        since, before = self._began
+        steps = {rank: records[rank].step - before[rank].step for rank in records}
+        if now - since < WINDOW_S or min(steps.values(), default=0) < WINDOW_STEPS:
+            return []
+        self._began = now, dict(records)
+        own = {rank: (records[rank].own_s - before[rank].own_s) / steps[rank] for rank in records}
+        return [found for rank in records if (found := self._judge(rank, own, records, now))]
+
+    def _judge(
+        self, rank: int, own: Mapping[int, float], records: Mapping[int, RankRecord], now: float
+    ) -> SlowRank | None:
+        usual = median_if_slow(rank, own, {other: record.work for other, record in records.items()})
+        self._times[rank] = self._times.get(rank, 0) + 1 if usual is not None else 0
+        if usual is None or self._times[rank] < WINDOWS or now - self._named.get(rank, -REPEAT_S) < REPEAT_S:
+            return None
+        self._named[rank] = now
+        return SlowRank(rank, records[rank].step, own[rank], usual)
 
 
 @dataclass(frozen=True)
@@ -245,3 +390,183 @@ def _others(
         came = theirs is not None and theirs.started.get((key, side), 0) >= call.sequence
         (arrived if came else missing).append(rank)
     return tuple(missing), tuple(unseen), tuple(arrived)
+
+
+GIL_SILENT_S = 3.0
+"""Seconds without a tick of the interpreter, which ticks every second, from which on the GIL counts as held."""
+_LAST_CALLS = 5
+_STACKS, _STACK_LINES = 4, 12
+
+
+def headline(diagnosis: Diagnosis, host: str, hosts: Sequence[str] = ()) -> str:
+    """Returns the diagnosis in a few sentences: the culprits, since when, in which phase, and what they missed. `host`
+    is this machine; `hosts` has that of every rank, if there are several."""
+    if diagnosis.mismatch is not None:
+        return mismatch_words(diagnosis.mismatch, host)
+    culprits, views = diagnosis.culprits, diagnosis.views
+    if diagnosis.kind == "deadlock":
+        return f"Deadlock on {host}: {_ranks(culprits)} wait for each other, in different calls."
+    if diagnosis.kind == "unseen":
+        return (
+            f"The ranks on {host} wait for {_ranks(culprits)} on {_machines(culprits, hosts)}: the connection is cut, "
+            "or the report of that machine's watchdog says more."
+        )
+    if diagnosis.kind == "stuck":
+        return _stuck(diagnosis, host)
+    return "\n".join(_culprit(views[rank], diagnosis.waits, host) for rank in culprits)
+
+
+def lines(diagnosis: Diagnosis) -> list[str]:
+    """Returns a line for every wait: who waits since when in which call for whom."""
+    found = []
+    for wait in diagnosis.waits:
+        for_whom = _ranks((*wait.missing, *wait.unseen)) if wait.missing or wait.unseen else "its completion"
+        since = diagnosis.views[wait.rank].silent_s
+        found.append(f"rank {wait.rank} has waited {since:.1f} s in {call_words(wait.call)} for {for_whom}")
+    return found
+
+
+def call_words(call: RecordedCall) -> str:
+    """Returns a call in words: all-reduce #12 of tp in blocks.3.attn (float32, 4 × 8; file.py:7)."""
+    shape = " × ".join(map(str, call.shape)) or "scalar"
+    name = call.operation.replace("_max", " (maximum)").replace("_", "-")
+    where = f" {call.channel.source} → {call.channel.target}" if call.channel.source >= 0 else ""
+    if call.root >= 0 and call.operation != "shift":
+        where = f" {'from' if call.operation in ('broadcast', 'scatter') else 'to'} rank {call.root}"
+    where += f" in {call.module}" if call.module else ""
+    return f"{name} #{call.sequence} of {call.axis}{where} ({call.dtype}, {shape}; {call.source})"
+
+
+def as_json(diagnosis: Diagnosis, host: str, hosts: Sequence[str], stacks: Mapping[int, str]) -> dict[str, Any]:
+    """Returns the whole diagnosis, JSON-able: hang.json."""
+    return {
+        "kind": diagnosis.kind,
+        "host": host,
+        "culprits": list(diagnosis.culprits),
+        "message": headline(diagnosis, host, hosts),
+        "ranks": [
+            _rank(view, [wait for wait in diagnosis.waits if wait.rank == rank], stacks.get(rank, ""))
+            for rank, view in sorted(diagnosis.views.items())
+        ],
+    }
+
+
+def stack_excerpts(diagnosis: Diagnosis, stacks: Mapping[int, str]) -> list[str]:
+    """Returns the end of the stack of each culprit's main thread, or that there is none."""
+    found = []
+    for rank in diagnosis.culprits[:_STACKS]:
+        view = diagnosis.views.get(rank)
+        if view is None or view.ended:
+            continue
+        threads = stacks.get(rank, "").strip().split("\n\n")
+        if main := threads[-1].splitlines()[1 : _STACK_LINES + 1]:  # the newest thread comes first
+            found += [f"main thread of rank {rank}, most recent call first:", *main]
+        else:
+            found.append(f"rank {rank} has not answered the request for its stack")
+    return found
+
+
+def state(view: RankView) -> str:
+    """Returns what a rank's process does, in words."""
+    if view.ended:
+        return f"its process {_end(view.exit_code)}"
+    if view.record is None:
+        return "it has not written a heartbeat yet"
+    if view.process is None:
+        return "its process did something else"
+    if not view.process.stopped and view.ticks_s > GIL_SILENT_S:
+        return f"native code holds Python's global interpreter lock, and is {view.process.words}"
+    if view.record.phase in (Phase.DATA, Phase.SAVE) and view.process.state in ("S", "D"):
+        return f"its storage or data source does not answer; the process is {view.process.words}"
+    return f"its process is {view.process.words}"
+
+
+def _culprit(view: RankView, waits: Sequence[Wait], host: str) -> str:
+    victims: dict[str, list[int]] = {}
+    for wait in waits:
+        if view.rank in wait.missing:
+            victims.setdefault(call_words(wait.call), []).append(wait.rank)
+    missed = [f"It has not called {call}, in which {_in_words(ranks)}." for call, ranks in victims.items()]
+    since = f" has been silent for {view.silent_s:.1f} s" if not view.ended else " is gone"
+    where = ""
+    if view.record is not None:
+        number = f"step {view.record.step + 1}, " if view.record.first_step else ""
+        where = f" in {number}phase {view.record.phase.label}"
+    return " ".join([f"Rank {view.rank} ({host}){since}{where}: {state(view)}.", *missed])
+
+
+def mismatch_words(mismatch: Mismatch, host: str) -> str:
+    """Returns which two calls differ, in words."""
+    if mismatch.earlier:
+        return (
+            f"Mismatched collectives on {host}: ranks {mismatch.rank} and {mismatch.other} made different calls of "
+            f"{mismatch.call.axis} before #{mismatch.call.sequence} in step {mismatch.call.step + 1}; the first that "
+            "differs is not among the last 1,024. All ranks of a group must make the same calls in the same order."
+        )
+    return (
+        f"Mismatched collectives on {host}: rank {mismatch.rank} called {call_words(mismatch.call)} where rank "
+        f"{mismatch.other} called {call_words(mismatch.other_call)}. All ranks of a group must make the same calls in "
+        "the same order."
+    )
+
+
+def _stuck(diagnosis: Diagnosis, host: str) -> str:
+    calls = [wait.call for wait in diagnosis.waits]
+    calls = calls or [view.record.calls[-1] for view in diagnosis.views.values() if view.record and view.record.calls]
+    last = "; ".join(dict.fromkeys(call_words(call) for call in calls)) or "no collective yet"
+    return f"All ranks on {host} have come as far as {last}, and go no further: the connection or a device hangs."
+
+
+def _rank(view: RankView, waits: Sequence[Wait], stack: str) -> dict[str, Any]:
+    record = view.record
+    facts: dict[str, Any] = {
+        "rank": view.rank,
+        "silent_s": round(view.silent_s, 3),
+        "state": state(view),
+        "exit_code": view.exit_code,
+        "waits": [
+            {"call": _call(wait.call), "missing": list(wait.missing), "unseen": list(wait.unseen)} for wait in waits
+        ],
+        "stacks": stack,
+    }
+    if record is not None:
+        facts |= {"pid": record.pid, "step": record.step, "phase": record.phase.label}
+        facts["last_calls"] = [_call(call) for call in record.calls[-_LAST_CALLS:]]
+    return facts
+
+
+def _call(call: RecordedCall) -> dict[str, Any]:
+    return {
+        "operation": call.operation,
+        "axis": call.axis,
+        "group": call.channel.group,
+        "sequence": call.sequence,
+        "dtype": call.dtype,
+        "shape": list(call.shape),
+        "source": call.source,
+        "module": call.module,
+        "step": call.step,
+        "waiting": call.waiting,
+        "done": call.done,
+    }
+
+
+def _machines(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    return ", ".join(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else "another machine"
+
+
+def _end(code: int | None) -> str:
+    if code is None or code < 0:
+        return "has ended"
+    if code - 128 in set(signal.Signals):
+        return f"was killed by {signal.Signals(code - 128).name}"
+    return f"exited with code {code}"
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    return f"{_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    unique = sorted(set(ranks))
+    return f"{'ranks' if len(unique) > 1 else 'rank'} {', '.join(map(str, unique))}"

@@ -1,7 +1,8 @@
 """The heartbeat of this process: what it does, written to a memory-mapped file that a watchdog reads.
 
-A store into the file takes a fraction of a microsecond and no system call, and the file survives the process. The
-functions of this module do nothing in a process without a heartbeat.
+The file is 64-bit words in the machine's byte order. A store into it takes a fraction of a microsecond and no system
+call, and the file survives the process. The functions of this module do nothing in a process without a heartbeat.
+`HeartbeatFile` reads the file while the rank runs, or after it died.
 """
 
 from __future__ import annotations
@@ -19,21 +20,125 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from phalanx.echo import echo
-from phalanx.launch.watchdog import layout as at
-from phalanx.launch.watchdog.layout import OWN_PHASES, Phase
+
+MAGIC = int.from_bytes(b"phxbeat3", "little")
+
+# Identity.
+MAGIC_WORD, RANK, WORLD, PID, STARTED, MAIN_THREAD = range(6)
+"""STARTED is the process's start in clock ticks since boot, so that a reused process id is noticed. MAIN_THREAD is
+Python's identifier of the thread that trains."""
+
+# State. Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share.
+BEAT = 16
+"""Time of the newest sign of life from the training code."""
+PHASE = 17
+"""The phase, and since when: time << PHASE_BITS | phase."""
+STEP = 18
+"""Steps done."""
+OWN_NS = 19
+"""Nanoseconds spent in OWN_PHASES without waiting for another rank, since the process began."""
+TICK = 20
+"""Time of the interpreter's newest tick, from a thread that does nothing else: it stops while the GIL is held."""
+CALL_COUNT = 21
+"""Number of collectives recorded."""
+NAMES_BYTES = 22
+"""Bytes in use of NAMES."""
+WORK = 23
+"""Ranks with an equal value do the same work per step, so their speeds can be compared (the pipeline stage)."""
+FIRST_STEP = 24
+"""Steps done when this process began to train, plus 1; 0 until then."""
+
+MEMORY, MEMORY_LIMIT = 25, 26
+"""Peak bytes so far, and those that the rank can have; 0: not known."""
+SCREEN = 27
+"""1 while the rank shows the live view: then it prints what the watchdog says, above the view."""
+
+PHASE_BITS = 4
+
+
+class Phase(IntEnum):
+    """The part of a run in which a rank is."""
+
+    START = 0
+    DATA = 1
+    FORWARD_BACKWARD = 2
+    EXCHANGE = 3
+    OPTIMIZER = 4
+    RECORD = 5
+    VALIDATION = 6
+    SAVE = 7
+    TEST = 8
+    """The self-test of the ranks before any training."""
+    END = 9
+    DONE = 10
+    """The process group has been left: nobody waits for this rank any more, and it may take any time."""
+
+    @property
+    def label(self) -> str:
+        """The phase in words."""
+        return "forward/backward" if self is Phase.FORWARD_BACKWARD else self.name.lower()
+
+
+OWN_PHASES = frozenset({Phase.DATA, Phase.FORWARD_BACKWARD, Phase.EXCHANGE, Phase.OPTIMIZER})
+"""The phases that make up a step."""
+
+# A recorded collective.
+NUMBER, KIND, PLACE, SEQUENCE = range(4)
+"""KIND: operation | dtype << 8 | dimensions << 16 | on_device << 24 | axis << 32 | module << 48.
+PLACE: channel | root << 16 | source << 32. Root and module are 0 where there is none, else one more than the number."""
+SHAPE, SHAPE_WORDS = 4, 4
+NBYTES, BEGAN, WAITS, DONE, THREAD, CALL_STEP, DIGEST, NUMBER_AGAIN = range(8, 16)
+"""WAITS and DONE are times, 0 until then. DIGEST is that of all calls of the channel so far, which is equal on ranks
+that have made the same calls."""
+CALL_WORDS = 16
+
+OPERATIONS = (
+    *("all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "receive"),
+    *("rotate", "barrier", "all_reduce_min", "all_reduce_avg", "reduce", "scatter", "gather", "shift"),
+)
+"""The operations that can be recorded, by number."""
+OTHER_TYPE = "another type"
+DTYPES = (
+    *("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"),
+    *("float8_e4m3fn", "float8_e5m2", OTHER_TYPE),
+)
+"""The data types that can be recorded, by number."""
+
+MOST = (1 << 16) - 1
+"""The largest number that a root, an axis or a module can have."""
+CHANNELS = 1024
+CALLS = 64
+RING = CALLS + CHANNELS
+RING_CALLS = 1024
+NAMES = RING + RING_CALLS * CALL_WORDS
+NAMES_SIZE = 256 * 1024
+FILE_BYTES = NAMES * 8 + NAMES_SIZE
+
+
+def file_name(rank: int | str) -> str:
+    """Returns the name of a rank's heartbeat file; of `*`, the pattern of all."""
+    return f"rank_{rank}.beat"
+
+
+def stacks_name(rank: int) -> str:
+    """Returns the name of the file to which a rank writes its stacks on request."""
+    return f"rank_{rank}.stacks"
+
 
 STACKS_SIGNAL = signal.SIGUSR2
 """Makes a rank write the stacks of its threads, from C, even while the GIL is held."""
 
 _TICK_S = 1.0
-_CALL = struct.Struct(f"@{at.CALL_WORDS}Q")
-_OPERATIONS = {name: number for number, name in enumerate(at.OPERATIONS)}
-_DTYPES = {name: number for number, name in enumerate(at.DTYPES)}
+_CALL = struct.Struct(f"@{CALL_WORDS}Q")
+_OPERATIONS = {name: number for number, name in enumerate(OPERATIONS)}
+_DTYPES = {name: number for number, name in enumerate(DTYPES)}
 _ANY_SHAPE = {_OPERATIONS["all_to_all"], _OPERATIONS["shift"]}
 _now = time.monotonic_ns
 
@@ -70,23 +175,23 @@ class Call:
 
     def __init__(self, beat: Heartbeat, number: int, waits: int):
         self._beat, self._number, self._waits = beat, number, waits
-        self._base = at.RING + number % at.RING_CALLS * at.CALL_WORDS
+        self._base = RING + number % RING_CALLS * CALL_WORDS
 
     def waits(self) -> None:
         """Records that the rank now waits for the result."""
         words = self._beat.words
-        self._waits = words[at.BEAT] = _now()
+        self._waits = words[BEAT] = _now()
         if words[self._base] == self._number:  # otherwise newer calls have taken its place
-            words[self._base + at.WAITS] = self._waits
+            words[self._base + WAITS] = self._waits
 
     def done(self) -> None:
         """Records that the result is there."""
         words = self._beat.words
-        end = words[at.BEAT] = _now()
+        end = words[BEAT] = _now()
         if self._waits:
             self._beat.waited_ns += end - self._waits
         if words[self._base] == self._number:
-            words[self._base + at.DONE] = end
+            words[self._base + DONE] = end
 
 
 class Heartbeat:
@@ -96,13 +201,13 @@ class Heartbeat:
     """
 
     def __init__(self, directory: Path, rank: int, world: int):
-        self.rank, self.path = rank, directory / at.file_name(rank)
-        temporary = directory / f".{at.file_name(rank)}"
+        self.rank, self.path = rank, directory / file_name(rank)
+        temporary = directory / f".{file_name(rank)}"
         with temporary.open("w+b") as file:
-            os.posix_fallocate(file.fileno(), 0, at.FILE_BYTES)  # a full disk must not end a later store with SIGBUS
-            self._map = mmap.mmap(file.fileno(), at.FILE_BYTES)
+            os.posix_fallocate(file.fileno(), 0, FILE_BYTES)  # a full disk must not end a later store with SIGBUS
+            self._map = mmap.mmap(file.fileno(), FILE_BYTES)
         view = memoryview(self._map)
-        self.words, self._names = view[: at.NAMES * 8].cast("Q"), view[at.NAMES * 8 :]
+        self.words, self._names = view[: NAMES * 8].cast("Q"), view[NAMES * 8 :]
         self.waited_ns = 0
         """Nanoseconds spent waiting for other ranks."""
         self.phase_ns: dict[Phase, tuple[int, int]] = dict.fromkeys(Phase, (0, 0))
@@ -114,16 +219,16 @@ class Heartbeat:
         self._numbers_of_names: dict[tuple[str, str], int] = {}
         self._lock = threading.Lock()  # for names, which are new a few dozen times in a run
         words = self.words
-        words[at.RANK], words[at.WORLD], words[at.PID] = rank, world, os.getpid()
-        words[at.STARTED], words[at.MAIN_THREAD] = _start_ticks(), threading.get_ident()
-        words[at.BEAT] = words[at.TICK] = self._since
-        words[at.PHASE] = self._since << at.PHASE_BITS
-        words[at.MAGIC_WORD] = at.MAGIC
+        words[RANK], words[WORLD], words[PID] = rank, world, os.getpid()
+        words[STARTED], words[MAIN_THREAD] = _start_ticks(), threading.get_ident()
+        words[BEAT] = words[TICK] = self._since
+        words[PHASE] = self._since << PHASE_BITS
+        words[MAGIC_WORD] = MAGIC
         temporary.rename(self.path)
 
     def beat(self) -> None:
         """Records a sign of life."""
-        self.words[at.BEAT] = _now()
+        self.words[BEAT] = _now()
 
     def enter(self, phase: Phase) -> Phase:
         """Records that a phase begins, outside all modules. Returns the one before."""
@@ -133,20 +238,20 @@ class Heartbeat:
         own, (own_before, waited_before) = max(0, now - self._since - waited), self.phase_ns[before]
         self.phase_ns[before] = own_before + own, waited_before + waited
         if before in OWN_PHASES:
-            self.words[at.OWN_NS] += own
+            self.words[OWN_NS] += own
         self._phase, self._since, self._waited_before = phase, now, self.waited_ns
-        self.words[at.PHASE] = now << at.PHASE_BITS | phase
-        self.words[at.BEAT] = now
+        self.words[PHASE] = now << PHASE_BITS | phase
+        self.words[BEAT] = now
         return before
 
     def steps_done(self, number: int) -> None:
         """Records that `number` steps are done."""
-        self.words[at.STEP] = number
-        self.words[at.BEAT] = _now()
+        self.words[STEP] = number
+        self.words[BEAT] = _now()
 
     def note_memory(self, used: int) -> None:
         """Records the peak bytes so far."""
-        self.words[at.MEMORY] = used
+        self.words[MEMORY] = used
 
     def channel(self, group: str, kind: str, ranks: Sequence[int], peer: int = -1) -> Channel:
         """Returns a channel of the process group with the unique name `group` and the global ranks `ranks`: of `kind`
@@ -154,9 +259,9 @@ class Heartbeat:
         found = self.channels.get((group, kind, peer))
         if found is None:
             with self._lock:
-                number = min(len(self.channels), at.CHANNELS - 1)  # the last one takes the rest, without names
+                number = min(len(self.channels), CHANNELS - 1)  # the last one takes the rest, without names
                 found = self.channels[group, kind, peer] = Channel(number, kind != "all")
-                if number < at.CHANNELS - 1:
+                if number < CHANNELS - 1:
                     entry = {"channel": number, "group": group, "kind": kind, "peer": peer, "ranks": _compact(ranks)}
                     self._append(entry)
         return found
@@ -182,25 +287,25 @@ class Heartbeat:
         not see when it completes.
         """
         number, now = next(self._numbers), _now()
-        dims = shape if len(shape) <= at.SHAPE_WORDS else (*shape[:3], math.prod(shape[3:]))
-        padded = (*dims, 0, 0, 0, 0)[: at.SHAPE_WORDS]
+        dims = shape if len(shape) <= SHAPE_WORDS else (*shape[:3], math.prod(shape[3:]))
+        padded = (*dims, 0, 0, 0, 0)[:SHAPE_WORDS]
         kind = _OPERATIONS[operation] | _DTYPES[dtype] << 8 | len(dims) << 16 | on_device << 24
         kind |= self._number("axis", axis) << 32
         if _Process.module:
-            kind |= (self._number("module", _Process.module) + 1 & at.MOST) << 48
+            kind |= (self._number("module", _Process.module) + 1 & MOST) << 48
         digest = channel.take(_OPERATIONS[operation], _DTYPES[dtype], dims, nbytes, root)
-        place = channel.number | (root + 1 & at.MOST) << 16 | self._source(hidden) << 32
+        place = channel.number | (root + 1 & MOST) << 16 | self._source(hidden) << 32
         began_waiting = now if waits else 0
         words = self.words
         _CALL.pack_into(
             self._map,
-            (at.RING + number % at.RING_CALLS * at.CALL_WORDS) * 8,
+            (RING + number % RING_CALLS * CALL_WORDS) * 8,
             *(number, kind, place, channel.started, *padded, nbytes),
-            *(now, began_waiting, 0, threading.get_ident(), words[at.STEP], digest, number),
+            *(now, began_waiting, 0, threading.get_ident(), words[STEP], digest, number),
         )
-        words[at.CALLS + channel.number] = channel.started
-        words[at.CALL_COUNT] = number
-        words[at.BEAT] = now
+        words[CALLS + channel.number] = channel.started
+        words[CALL_COUNT] = number
+        words[BEAT] = now
         return Call(self, number, began_waiting)
 
     def _number(self, kind: str, name: str) -> int:
@@ -227,10 +332,10 @@ class Heartbeat:
 
     def _append(self, entry: dict[str, Any]) -> None:
         line = json.dumps(entry).encode() + b"\n"
-        used = self.words[at.NAMES_BYTES]
-        if used + len(line) <= at.NAMES_SIZE:  # otherwise the report says "?"
+        used = self.words[NAMES_BYTES]
+        if used + len(line) <= NAMES_SIZE:  # otherwise the report says "?"
             self._names[used : used + len(line)] = line
-            self.words[at.NAMES_BYTES] = used + len(line)
+            self.words[NAMES_BYTES] = used + len(line)
 
 
 class _Process:
@@ -253,7 +358,7 @@ def start(directory: Path, rank: int, world: int) -> None:
 
     Without space for the file, the process goes on unwatched and says so."""
     try:
-        stacks = (directory / at.stacks_name(rank)).open("w", encoding="utf-8")  # open as long as the process
+        stacks = (directory / stacks_name(rank)).open("w", encoding="utf-8")  # open as long as the process
         faulthandler.register(STACKS_SIGNAL, stacks, all_threads=True, chain=False)
         mine = Heartbeat(directory, rank, world)
     except OSError as error:
@@ -306,14 +411,14 @@ def memory(used: int) -> None:
 def screen(shown: bool) -> None:
     """Records whether this rank shows the live view."""
     if (mine := _Process.beat) is not None:
-        mine.words[at.SCREEN] = shown
+        mine.words[SCREEN] = shown
 
 
 def training(steps: int, work: int, memory_limit: int = 0) -> None:
     """Records that training begins after `steps` steps. Ranks with equal `work` compute alike."""
     if (mine := _Process.beat) is not None:
-        mine.words[at.WORK], mine.words[at.MEMORY_LIMIT] = work, memory_limit
-        mine.words[at.FIRST_STEP] = steps + 1
+        mine.words[WORK], mine.words[MEMORY_LIMIT] = work, memory_limit
+        mine.words[FIRST_STEP] = steps + 1
         mine.steps_done(steps)
 
 
@@ -325,7 +430,7 @@ def steps_done(number: int) -> None:
 
 def _tick(words: memoryview) -> None:
     while True:
-        words[at.TICK] = _now()
+        words[TICK] = _now()
         time.sleep(_TICK_S)
 
 
@@ -348,3 +453,230 @@ def _shown(path: str) -> str:
         if path.startswith(f"{root}/"):
             return path[len(root) + 1 :]
     return path
+
+
+_ATTEMPTS = 5  # at reading a record that is being written, which takes the writer less than a microsecond
+
+
+class ChannelKey(NamedTuple):
+    """The name of a channel, the same on all its ranks."""
+
+    group: str
+    """torch's unique name of the process group."""
+    source: int = -1
+    """The sender's global rank; -1 for collectives."""
+    target: int = -1
+    """The receiver's global rank; -1 for collectives."""
+
+
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call of one rank."""
+
+    number: int
+    """Position among all calls of the rank."""
+    channel: ChannelKey
+    sequence: int
+    """Position among the calls on this side of the channel, from 1."""
+    operation: str
+    axis: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    source: str
+    """file:line of the caller."""
+    step: int
+    """Steps done when it was started."""
+    began: float
+    waits: float
+    """Since when the rank has waited for the result, in seconds of CLOCK_MONOTONIC; 0 if it does not."""
+    done: bool
+    on_device: bool
+    """True if the host cannot see when it completes."""
+    main: bool
+    """True if the thread that trains started it."""
+    root: int = -1
+    """The global rank from which or to which data go, the distance of a shift, or -1."""
+    module: str = ""
+    """The module of the model in whose forward or backward pass it was started, if known."""
+    digest: int = 0
+    """Of all calls of the channel up to this one: equal on ranks that have made the same calls; 0: not known."""
+
+    @property
+    def waiting(self) -> bool:
+        """True if the rank is blocked in it. A thread beside the training that expects a message, as those of a
+        parameter server do, blocks nothing."""
+        return self.waits > 0 and not self.done and (self.main or self.operation != "receive")
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What must be equal on all ranks: a message's bytes and type; a collective's operation, root, shape and type.
+        The shapes of an all-to-all and of a shift may differ."""
+        if self.channel.source >= 0:
+            return self.dtype, self.nbytes
+        if self.operation in ("all_to_all", "shift"):
+            return self.operation, self.dtype, self.root
+        return self.operation, self.dtype, self.root, self.shape, self.nbytes
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """A rank as its heartbeat file describes it. Times are seconds of CLOCK_MONOTONIC."""
+
+    rank: int
+    world: int
+    pid: int
+    start_ticks: int
+    """The process's start, in clock ticks since boot."""
+    beat: float
+    tick: float
+    phase: Phase
+    phase_began: float
+    step: int
+    first_step: int
+    """Steps done when the process began to train, plus 1; 0 before that."""
+    own_s: float
+    """Seconds spent in steps without waiting for other ranks."""
+    work: int
+    started: dict[tuple[ChannelKey, bool], int]
+    """Calls started by (channel, whether as its receiver)."""
+    groups: dict[str, tuple[int, ...]]
+    """The global ranks of each process group, by its unique name."""
+    calls: tuple[RecordedCall, ...] = ()
+    """The newest calls, oldest first."""
+    memory: int = 0
+    memory_limit: int = 0
+    """Peak bytes so far, and those that the rank can have; 0: not known."""
+    has_screen: bool = False
+    """It shows the live view."""
+
+    @property
+    def trained(self) -> bool:
+        """True once a step has been done by this process."""
+        return 0 < self.first_step <= self.step
+
+    @property
+    def amid_training(self) -> bool:
+        """True between the beginning of training and its end."""
+        return self.first_step > 0 and self.phase < Phase.END
+
+
+class HeartbeatFile:
+    """A rank's heartbeat file, open for reading.
+
+    Raises OSError if it is not there yet, ValueError if it is not one of this version.
+    """
+
+    def __init__(self, path: Path):
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), FILE_BYTES, access=mmap.ACCESS_READ)
+        self._words = memoryview(self._map)[: NAMES * 8].cast("Q")
+        if self._words[MAGIC_WORD] != MAGIC:
+            raise ValueError(f"{path} is not a heartbeat file of this version")
+
+    @property
+    def beat(self) -> float:
+        """The time of the newest sign of life, in seconds of CLOCK_MONOTONIC."""
+        return self._words[BEAT] / 1e9
+
+    def read(self, calls: int = RING_CALLS) -> RankRecord:
+        """Returns the rank's state with its newest `calls` calls."""
+        words = self._words
+        names = _Names(words, self._map[NAMES * 8 : NAMES * 8 + words[NAMES_BYTES]])
+        phase = words[PHASE]
+        number = phase & (1 << PHASE_BITS) - 1
+        started = {(key, receives): words[CALLS + channel] for channel, (key, receives, _) in names.channels.items()}
+        return RankRecord(
+            rank=words[RANK],
+            world=words[WORLD],
+            pid=words[PID],
+            start_ticks=words[STARTED],
+            beat=words[BEAT] / 1e9,
+            tick=words[TICK] / 1e9,
+            phase=Phase(number),
+            phase_began=(phase >> PHASE_BITS) / 1e9,
+            step=words[STEP],
+            first_step=words[FIRST_STEP],
+            own_s=words[OWN_NS] / 1e9,
+            work=words[WORK],
+            started=started,
+            groups={key.group: ranks for key, _, ranks in names.channels.values()},
+            calls=tuple(self._calls(calls, names)),
+            memory=words[MEMORY],
+            memory_limit=words[MEMORY_LIMIT],
+            has_screen=words[SCREEN] == 1,
+        )
+
+    def _calls(self, count: int, names: _Names) -> list[RecordedCall]:
+        newest = self._words[CALL_COUNT]
+        found = []
+        for number in range(max(1, newest - min(count, RING_CALLS) + 1), newest + 1):
+            call = self._call(number, names)
+            if call is not None:
+                found.append(call)
+        return found
+
+    def _call(self, number: int, names: _Names) -> RecordedCall | None:
+        base = RING + number % RING_CALLS * CALL_WORDS
+        for _ in range(_ATTEMPTS):
+            words = self._words[base : base + CALL_WORDS].tolist()
+            if words[NUMBER] == words[NUMBER_AGAIN] == number:
+                return names.call(words)
+        return None  # overwritten meanwhile, or left half-written by a process that was killed
+
+
+class _Names:
+    """The names and places that the numbers in a file stand for."""
+
+    def __init__(self, words: memoryview, data: bytes):
+        rank, self.main_thread = words[RANK], words[MAIN_THREAD]
+        self.channels: dict[int, tuple[ChannelKey, bool, tuple[int, ...]]] = {}
+        self.axes: dict[int, str] = {}
+        self.modules: dict[int, str] = {}
+        self.sources: dict[int, str] = {}
+        for line in data.splitlines():
+            entry = json.loads(line)
+            if "channel" in entry:
+                kind, peer = entry["kind"], entry["peer"]
+                ends = {"all": (-1, -1), "send": (rank, peer), "receive": (peer, rank)}[kind]
+                key = ChannelKey(entry["group"], *ends)
+                self.channels[entry["channel"]] = key, kind == "receive", _ranks(entry["ranks"])
+            elif "axis" in entry:
+                self.axes[entry["axis"]] = entry["name"]
+            elif "module" in entry:
+                self.modules[entry["module"]] = entry["name"]
+            else:
+                self.sources[entry["source"]] = entry["line"]
+
+    def call(self, words: list[int]) -> RecordedCall | None:
+        kind, place = words[KIND], words[PLACE]
+        known = self.channels.get(place & 0xFFFF)
+        if known is None:
+            return None
+        return RecordedCall(
+            number=words[NUMBER],
+            channel=known[0],
+            sequence=words[SEQUENCE],
+            operation=OPERATIONS[kind & 0xFF],
+            axis=self.axes.get(kind >> 32 & MOST, "?"),
+            dtype=DTYPES[kind >> 8 & 0xFF],
+            shape=tuple(words[SHAPE : SHAPE + (kind >> 16 & 0xFF)]),
+            nbytes=words[NBYTES],
+            source=self.sources.get(place >> 32, "?"),
+            step=words[CALL_STEP],
+            began=words[BEGAN] / 1e9,
+            waits=words[WAITS] / 1e9,
+            done=words[DONE] > 0,
+            on_device=bool(kind >> 24 & 0xFF),
+            main=words[THREAD] == self.main_thread,
+            root=(place >> 16 & MOST) - 1,
+            module=self.modules.get((kind >> 48) - 1, ""),
+            # The last channel takes the rest of all, in an order of each rank's own.
+            digest=words[DIGEST] if place & 0xFFFF < CHANNELS - 1 else 0,
+        )
+
+
+def _ranks(compact: list[int] | dict[str, int]) -> tuple[int, ...]:
+    if isinstance(compact, list):
+        return tuple(compact)
+    return tuple(range(compact["first"], compact["first"] + compact["step"] * compact["count"], compact["step"]))

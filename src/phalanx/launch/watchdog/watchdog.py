@@ -1,34 +1,118 @@
 """The watchdog: it reads the heartbeats of a machine's ranks from outside their processes, and says when they hang.
 
-It neither kills nor ends anything itself: `Watchdog.poll` returns a finding, and whoever started the ranks ends them.
+The local launcher has one in its own process. Ranks that torchrun, srun or mpiexec started get one process per node
+(`python -m` this module): it watches the ranks whose heartbeats are in the folder, prints and writes what it finds, and
+kills them when they hang. It ends when they have ended, and removes the folder. It imports no torch.
+
+Heartbeats are stored into mapped files. On a disk, a store can wait while the kernel writes the page back, and a
+checkpoint keeps the disk busy for long; /dev/shm is never written back.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from phalanx.data.files import open_regular
+from phalanx.echo import echo
 from phalanx.errors import RunError
-from phalanx.launch.watchdog import layout as at
-from phalanx.launch.watchdog import report
-from phalanx.launch.watchdog.diagnosis import Diagnosis, Limits, RankView, diagnose, find_mismatch, hangs
-from phalanx.launch.watchdog.heartbeat import STACKS_SIGNAL
-from phalanx.launch.watchdog.pace import Pace, load_per_core
-from phalanx.launch.watchdog.processes import process_state, stack_by_py_spy
-from phalanx.launch.watchdog.reader import HeartbeatFile, RankRecord
-from phalanx.launch.watchdog.slow import SlowRank, SlowRanks
+from phalanx.launch.lifeline import process_state, stack_by_py_spy
+from phalanx.launch.ranks import Ranks
+from phalanx.launch.watchdog import diagnosis as report
+from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.diagnosis import (
+    Diagnosis,
+    Limits,
+    Pace,
+    RankView,
+    SlowRank,
+    SlowRanks,
+    diagnose,
+    find_mismatch,
+    hangs,
+    load_per_core,
+)
+from phalanx.launch.watchdog.heartbeat import STACKS_SIGNAL, HeartbeatFile, Phase, RankRecord
 from phalanx.report import ranks
 from phalanx.report.ranks import RankState
+
+PREFIX = "phalanx_launch_"
+
+_IN_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 64 * 2**20
+_LOCK = "lock"
+_UNLOCKED_S = 300.0  # from a folder's creation to its lock, at most
+
+
+@contextmanager
+def private_folder() -> Iterator[Path]:
+    """Provides an empty folder of mode 0700, which is removed afterwards."""
+    folder = new_folder()
+    try:
+        with owned(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def new_folder() -> Path:
+    """Creates an empty folder of mode 0700; its owner should soon hold it by `owned`. Folders whose owners were killed
+    are removed."""
+    root = _IN_MEMORY if _has_room(_IN_MEMORY) else None
+    if root is not None:
+        _remove_leftovers(root)
+    return Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
+
+
+@contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Holds a folder, so that it does not count as left over. The kernel ends that with the process."""
+    with (folder / _LOCK).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _has_room(root: Path) -> bool:
+    try:
+        space = os.statvfs(root)
+    except OSError:
+        return False
+    return os.access(root, os.W_OK | os.X_OK) and space.f_bavail * space.f_frsize > _ROOM_BYTES
+
+
+def _remove_leftovers(root: Path) -> None:
+    for folder in root.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if folder.stat().st_uid == os.getuid() and _is_left_over(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_left_over(folder: Path) -> bool:
+    try:
+        with (folder / _LOCK).open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return time.time() - folder.stat().st_mtime > _UNLOCKED_S
+
 
 _POLL_S = 1.0
 _STACKS_S = 5.0  # at most, for the ranks to write their stacks
@@ -130,7 +214,7 @@ class Watchdog:
         self._publishing.start()
 
     def views(
-        self, pids: Mapping[int, int], exits: Mapping[int, int | None], calls: int = at.RING_CALLS
+        self, pids: Mapping[int, int], exits: Mapping[int, int | None], calls: int = heartbeat.RING_CALLS
     ) -> dict[int, RankView]:
         """Returns what is known of the ranks now, each with its newest `calls` calls."""
         now = time.monotonic()
@@ -168,7 +252,7 @@ class Watchdog:
     def _record(self, rank: int, calls: int) -> RankRecord | None:
         try:
             if rank not in self._files:
-                self._files[rank] = HeartbeatFile(self.directory / at.file_name(rank))
+                self._files[rank] = HeartbeatFile(self.directory / heartbeat.file_name(rank))
             return self._files[rank].read(calls)
         except (OSError, ValueError, KeyError, IndexError):  # not there yet, or overwritten by a rank gone mad
             return None
@@ -229,7 +313,7 @@ class Watchdog:
 
     def _stack(self, rank: int) -> str:
         try:
-            return (self.directory / at.stacks_name(rank)).read_text(encoding="utf-8", errors="replace")
+            return (self.directory / heartbeat.stacks_name(rank)).read_text(encoding="utf-8", errors="replace")
         except OSError:
             return ""
 
@@ -274,3 +358,142 @@ def write(finding: Finding, directory: Path, name: str = "hang") -> None:
     writer = threading.Thread(target=all_files, daemon=True)
     writer.start()
     writer.join(_WRITE_S)
+
+
+HOSTS = "hosts.json"
+"""The file in the folder of heartbeats with the host of every rank."""
+
+_NODE_POLL_S = 0.2
+_FIRST_RANK_S = 60.0  # for the first rank to write its heartbeat
+_LAST_WORDS_S = 5.0  # for the others to notice that a rank is gone, before its end is explained
+
+
+class NodeRanks:
+    """The ranks whose heartbeats are in one folder."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._files: dict[Path, HeartbeatFile] = {}
+        self.exits: dict[int, int] = {}
+        """Ended ranks: 0 after the end of training, -1 otherwise, since only their parent knows more."""
+
+    def running(self) -> dict[int, int]:
+        """Returns the process ids of running ranks, and notes those that have ended since the last call."""
+        for path in set(self._directory.glob(heartbeat.file_name("*"))) - self._files.keys():
+            self._files[path] = HeartbeatFile(path)
+        pids = {}
+        for record in [file.read(0) for file in self._files.values()]:
+            if record.rank in self.exits:
+                continue
+            if _runs(record):
+                pids[record.rank] = record.pid
+            else:
+                self.exits[record.rank] = 0 if record.phase >= Phase.END else -1
+        return pids
+
+    def kill(self) -> None:
+        """Kills the ranks that still run."""
+        for pid in self.running().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def watch(watchdog: Watchdog, reports: Path) -> None:
+    """Watches the ranks of a node until they have ended, and kills them if they hang."""
+    ranks, began, gone = NodeRanks(watchdog.directory), time.monotonic(), None
+    explained = False
+    while True:
+        time.sleep(_NODE_POLL_S)
+        pids = ranks.running()
+        if finding := watchdog.poll(pids, ranks.exits):
+            _say(finding.message)
+            ranks.kill()
+            write(finding, reports, f"hang.{watchdog.host}")
+            return
+        if gone is None and -1 in ranks.exits.values():
+            gone = time.monotonic()
+        if gone and not explained and (not pids or time.monotonic() - gone > _LAST_WORDS_S):
+            explained = True
+            if words := watchdog.post_mortem(ranks.exits):
+                _say(words)
+        if not pids and (ranks.exits or time.monotonic() - began > _FIRST_RANK_S):
+            return
+
+
+def _runs(record: RankRecord) -> bool:
+    process = process_state(record.pid)
+    return process is not None and process.start_ticks == record.start_ticks and process.state != "Z"
+
+
+def _say(line: str) -> None:
+    echo(f"phalanx: {line}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Runs the watchdog of one node; the module's text names its arguments."""
+    folder, reports, hang_s, start_s, metrics = argv[:5]
+    directory = Path(folder)
+    try:
+        hosts = json.loads((directory / HOSTS).read_text(encoding="utf-8"))
+        limits = Limits(float(hang_s), float(start_s), follows="follows" in argv[5:])
+        with owned(directory):
+            rows, states = Path(metrics) if metrics else None, Path(reports)
+            watch(Watchdog(directory, limits, _say, rows, hosts, states), states)
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports: Path, metrics: Path | None) -> None:
+    """Starts this rank's heartbeat; the first rank that comes on a node also starts the node's watchdog.
+
+    All ranks call it, in their process group.
+
+    Args:
+        ranks: this rank's place.
+        hosts: the host of every rank.
+        token: of this attempt, the same on all ranks: the store may still know those of older attempts.
+        limits: when a silent rank hangs.
+        reports: the folder for the watchdog's reports.
+        metrics: metrics.jsonl, to which rank 0's node appends slow ranks; None for no file.
+
+    Raises:
+        RunError: the folder of the node's heartbeats is not private to this user.
+    """
+    import torch.distributed as dist  # the watchdog, a process of its own, imports no torch
+
+    store = dist.distributed_c10d._get_default_store()
+    key = f"phalanx/watchdog/{token}/{platform.node()}/{_boot_id()}"
+    leads = store.add(f"{key}/ranks", 1) == 1
+    if leads:
+        directory = new_folder()
+        store.set(f"{key}/folder", str(directory))
+    else:
+        directory = Path(store.get(f"{key}/folder").decode())
+        _require_private(directory)
+    heartbeat.start(directory, ranks.rank, ranks.world)
+    if leads:
+        (directory / HOSTS).write_text(json.dumps(list(hosts)), encoding="utf-8")
+        first_node = hosts[0] == platform.node()
+        command = [sys.executable, "-P", "-m", "phalanx.launch.watchdog.watchdog", str(directory), str(reports)]
+        command += [str(limits.hang_s), str(limits.start_s), str(metrics) if metrics and first_node else ""]
+        command += ["follows"] if limits.follows else []
+        # Its own session: what ends this rank's process group does not end it. It ends after the node's ranks.
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+
+
+def _require_private(directory: Path) -> None:
+    """Raises RunError unless only this user can write to a folder that came over the network."""
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise RunError(f"{directory}, where the ranks of this node should write their heartbeats, is not private")
+
+
+if __name__ == "__main__":
+    # A step of Slurm signals every process in it. The ranks stop, and this process watches them to their end.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    main(sys.argv[1:])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.recorded import Recording, TimedCall, now
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.data import Replica
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.recompute import Repeated, run_again

@@ -37,7 +37,7 @@ from phalanx.cost.prediction import Parts
 from phalanx.cost.time.step_time import step_parts
 from phalanx.errors import JobError, PhalanxError, RunError
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.layout import Phase
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.zero import BucketReplica
 from phalanx.pictures import profile as picture
