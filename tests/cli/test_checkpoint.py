@@ -15,7 +15,7 @@ import phalanx
 from checkpoint.test_validity import flip_a_bit, forge
 from generate.written import write_run
 from model.kinds import KINDS
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict
 from phalanx.checkpoint import inventory, manifest, validity
 from phalanx.checkpoint.save import save_tensors
 from phalanx.cli.main import main

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from generate.written import write_run
 from model.kinds import KINDS
-from phalanx.check.load import load_file, load_words
-from phalanx.check.show import as_yaml
+from phalanx.check.load import as_yaml, load_file, load_words
 from phalanx.checkpoint.convert import convert
 from phalanx.checkpoint.manifest import MANIFEST, manifest_digest
 from phalanx.checkpoint.meta import job_of
@@ -27,7 +26,7 @@ from phalanx.checkpoint.reader import Reader
 from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, folder_of
 from phalanx.checkpoint.sources import open_source
 from phalanx.checkpoint.validity import check
-from phalanx.config import local_cluster, overrides
+from phalanx.config import clusters, overrides
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Data
 from phalanx.config.presets import PRESETS
@@ -144,7 +143,7 @@ def hugging_face(folder: Path) -> Loader:
 
 def cluster(folder: Path) -> Loader:
     path = folder / "cluster.yaml"
-    return Loader(path, CLUSTER, lambda: local_cluster.read(path=path))
+    return Loader(path, CLUSTER, lambda: clusters.read_local(path=path))
 
 
 def schedule(folder: Path) -> Loader:

@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from phalanx.config import local_cluster
+from phalanx.config import clusters
 from phalanx.config.cluster import Cluster
 from phalanx.config.fields import leaves
 from phalanx.errors import JobError
@@ -28,7 +28,7 @@ def fields_of(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return local_cluster.read_fields(path)
+        return clusters.local_fields(path)
     except JobError as error:
         raise JobError([*error.problems, f"correct or delete {path}, or write elsewhere: --out FILE"]) from None
 

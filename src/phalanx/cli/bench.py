@@ -17,7 +17,7 @@ from phalanx.cli.files import DARK, wants_dark, write
 from phalanx.cli.option import Option
 from phalanx.cli.options import as_foreign_rank
 from phalanx.cli.page import flag_of
-from phalanx.config.local_cluster import default_path
+from phalanx.config.clusters import default_path
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.environment import LOG_DIR

@@ -12,7 +12,7 @@ from phalanx.cli.commands import Command, CommandVerb, CommandWords
 from phalanx.cli.models import IGNORE_CONFIG, IGNORE_CONFIG_ALIAS
 from phalanx.cli.option import Option
 from phalanx.cli.page import flag_of
-from phalanx.config.families import kinds
+from phalanx.config import kinds
 from phalanx.config.hugging_face.families import BY_TYPE
 from phalanx.data.files import stderr_progress
 from phalanx.echo import echo

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 import yaml
 
-from phalanx.check.load import LoadedJob
-from phalanx.check.show import as_dict
+from phalanx.check.load import LoadedJob, as_dict
 from phalanx.cli.columns import clipped
 from phalanx.config import reference
 from phalanx.config.fields import get

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from phalanx.check.load import LoadedJob, load_words
 from phalanx.cli.auto_layout import fixed_of, on_known_devices, with_layout, worlds_of
-from phalanx.config import local_cluster, overrides, yaml_file
+from phalanx.config import clusters, overrides, yaml_file
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
 from phalanx.config.corpora import CORPORA, MIN_BPE_VOCAB
@@ -62,7 +62,7 @@ def planned_job(job: NewJob, path: Path, *, plans: bool) -> tuple[LoadedJob, str
         return loaded, ""
     from phalanx.plan.auto import choose  # here, because it imports numpy
 
-    if job.cluster == HERE and not local_cluster.default_path().exists():
+    if job.cluster == HERE and not clusters.default_path().exists():
         echo("this machine is measured once, which takes about half a minute; --no-plan skips it", file=sys.stderr)
     known = on_known_devices(loaded, measures=True)
     worlds = worlds_of(known.job)

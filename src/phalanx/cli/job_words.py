@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from phalanx.check.load import LoadedJob, load_words, repeated
-from phalanx.check.show import as_dict, as_yaml
+from phalanx.check.load import LoadedJob, as_dict, as_yaml, load_words, repeated
 from phalanx.cli.calibration import check_calibration
 from phalanx.cli.option import Option, repeated_option
 from phalanx.cli.page import Example, PageOption, VerbPage

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.blocks.parameters import count
-from phalanx.check.show import as_yaml
+from phalanx.check.load import as_yaml
 from phalanx.cli.job_words import JobWords
 from phalanx.config.fields import get
 from phalanx.config.job import Job

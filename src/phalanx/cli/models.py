@@ -13,10 +13,9 @@ from phalanx.check.job import shape_problems
 from phalanx.cli.columns import filled
 from phalanx.cli.commands import WHOLE, Command, CommandVerb
 from phalanx.cli.option import Option
-from phalanx.config.families import kinds
-from phalanx.config.families.preset import Preset
+from phalanx.config import kinds
 from phalanx.config.model import ModelConfig
-from phalanx.config.presets import CATALOGUE, FROM_FILE, named, preset_of, unknown
+from phalanx.config.presets import CATALOGUE, FROM_FILE, Preset, named, preset_of, unknown
 from phalanx.echo import echo, terminal_columns
 from phalanx.errors import JobError
 

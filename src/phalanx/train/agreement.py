@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 VERIFIED_BYTES = 2**30
 """Bytes of token shards (about a second's reading) up to which their digests are checked at every start. Larger ones
-are checked block by block while they are read (data/blocks.py)."""
+are checked block by block while they are read (data/loader.py)."""
 
 MAY_DIFFER_WITH_WARNING = ("processor capability", "accelerator")
 """Facts about a rank's machine that change rounding, but that a user cannot always make equal."""

@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from phalanx.comm.agree import gather_json, on_every_rank
 from phalanx.config.job import Job
-from phalanx.data.blocks import SplitReader, split_blocks
 from phalanx.data.index import Index, read_index, repair_command
+from phalanx.data.loader import SplitReader, split_blocks
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import DataError
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import phalanx
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict
 from phalanx.config.fields import leaves
 from phalanx.config.job import Job
 from phalanx.registry import installed

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import phalanx
-from phalanx.check.load import LoadedJob
-from phalanx.check.show import as_yaml
+from phalanx.check.load import LoadedJob, as_yaml
 from phalanx.check.start import KEPT
 from phalanx.checkpoint.files import set_aside
 from phalanx.checkpoint.manifest import Manifest

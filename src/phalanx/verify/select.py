@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from phalanx.check.causes import by_cause
 from phalanx.check.effect import effect_problems
-from phalanx.check.job import out_of_range, problems_of
+from phalanx.check.job import by_cause, out_of_range, problems_of
 from phalanx.check.layout import Problem
 from phalanx.check.load import spelled
 from phalanx.check.model import size_problems

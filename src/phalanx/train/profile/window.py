@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from phalanx.check.compile import compiles
+from phalanx.check.job import compiles
 from phalanx.comm import blocking
 from phalanx.comm.agree import gather_json, on_every_rank
 from phalanx.comm.recorded import Recording, now, recorded
