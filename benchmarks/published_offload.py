@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from benchmarks.report import machine, save
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
-from phalanx.config.families.preset import gpt_kind
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.presets import gpt_kind
 from phalanx.cost.flops import hardware_flops_per_step
 from phalanx.cost.frameworks.calibration import calibrated
 from phalanx.cost.predict import predict

@@ -30,7 +30,7 @@ from benchmarks.regret_record import Entry, Record, kendall
 from benchmarks.regret_steps import seconds_of
 from benchmarks.report import RESULTS, machine, save
 from benchmarks.truth.picture import AccuracyPanel, scatter
-from phalanx.config import local_cluster
+from phalanx.config import clusters
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.cost.job_spec import step_spec
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--resume", action="store_true", help="keep what the file of steps has")
     parser.add_argument("--keep", action="store_true", help="report what the file of steps has, measure nothing")
     options = parser.parse_args(argv)
-    cluster = local_cluster.read()
+    cluster = clusters.read_local()
     record = Record(options.steps, resume=options.resume or options.keep)
     if not options.keep:
         found = {

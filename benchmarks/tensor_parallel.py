@@ -31,7 +31,7 @@ from benchmarks.context import Alive
 from benchmarks.report import machine, save
 from benchmarks.turns import MIN_ROUNDS, Turns, agree, lasted, prepare, ratio, take_turns
 from phalanx.check.load import load_file
-from phalanx.config import local_cluster
+from phalanx.config import clusters
 from phalanx.config.calibration import assess
 from phalanx.config.fields import replace
 from phalanx.config.job import Job
@@ -102,7 +102,7 @@ def predicted(words: Sequence[str]) -> tuple[dict[str, dict[str, float]], str]:
     """Returns seconds of a step and peak bytes of a rank's tensors by contender, and the reliability of the machine's
     measurements in words; none on a machine that was not measured."""
     try:
-        cluster = local_cluster.read(nodes=1)
+        cluster = clusters.read_local(nodes=1)
     except JobError as error:
         print(f"no predictions: {error}", file=sys.stderr)
         return {}, "this machine was not measured"

@@ -9,8 +9,8 @@ import pytest
 from phalanx.check.schema import known_names
 from phalanx.cli.main import VERBS
 from phalanx.config.fields import suggestion
+from phalanx.config.foreign_names import refusal, value
 from phalanx.config.presets import named, unknown
-from phalanx.config.spelling import refusal, value
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, nearest
 

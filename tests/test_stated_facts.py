@@ -9,14 +9,14 @@ from typing import Annotated, Literal
 import pytest
 
 from phalanx import facts
-from phalanx.config.constraints import AtLeast
+from phalanx.config.constraints import Interval
 from phalanx.errors import ExtensionError
 from phalanx.facts import Lazy, stated
 
 
 @dataclass(frozen=True)
 class Inner:
-    size: Annotated[int, AtLeast(1)] = 1
+    size: Annotated[int, Interval(1)] = 1
 
 
 @stated

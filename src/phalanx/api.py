@@ -225,8 +225,7 @@ def train_job(job: Job, *, fresh: bool = False) -> Path:
         >>> read_run(run).state, read_run(run).metrics.last_step
         ('finished', 2)
     """
-    from phalanx.check.load import LoadedJob, origins_of
-    from phalanx.check.show import as_yaml
+    from phalanx.check.load import LoadedJob, as_yaml, origins_of
     from phalanx.train.run_directory import RunDirectory
 
     with tempfile.TemporaryDirectory(prefix="phalanx_job_") as folder:

@@ -15,11 +15,9 @@ from typing import Any
 from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD
 from phalanx.config.cluster import Accelerator, Cluster, Link
-from phalanx.config.clusters import MACHINES, MachineEntry
-from phalanx.config.constraints import Above, AtLeast, Below, Between, HalfOpen
+from phalanx.config.clusters import DEVICES, MACHINES, DeviceEntry, MachineEntry
+from phalanx.config.constraints import Interval
 from phalanx.config.corpora import CORPORA, TOKENIZERS, CorpusEntry, TokenizerEntry
-from phalanx.config.device_entry import DeviceEntry
-from phalanx.config.devices import DEVICES
 from phalanx.config.job import Data
 from phalanx.config.trackers import TRACKERS, TrackerEntry
 from phalanx.errors import DataError, ExtensionError, JobError
@@ -34,13 +32,9 @@ from phalanx.schedule.schedule import Action, Schedule
 
 __all__ = [
     "TABLES",
-    "Above",
     "Accelerator",
     "Action",
-    "AtLeast",
     "AttentionKind",
-    "Below",
-    "Between",
     "Cluster",
     "Connection",
     "CorpusEntry",
@@ -50,7 +44,7 @@ __all__ = [
     "ExtensionError",
     "ExtraOption",
     "FeedForwardKind",
-    "HalfOpen",
+    "Interval",
     "JobError",
     "Link",
     "MachineEntry",

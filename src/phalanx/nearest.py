@@ -118,7 +118,7 @@ def multiples(n: int, near: int, count: int = 4) -> list[int]:
 
 class Misfit(str):
     """A message about numbers that do not fit each other: their equation, and the nearest values of a field that fit
-    it. `check/causes.py` narrows the values to those that are legal in the whole job."""
+    it. `check/job.py` narrows the values to those that are legal in the whole job."""
 
     equation: str
     choices: dict[str, list[int]]

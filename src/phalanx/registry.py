@@ -14,6 +14,7 @@ import importlib
 import os
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
@@ -78,9 +79,9 @@ class Registry(Mapping[str, T]):
     def __init__(self, kind: str, entries: Mapping[str, T], check: Check[T] | None = None):
         """`kind` is the entries' kind in messages, such as "schedule"; `check` judges those that are added later, and
         the tests the project's own."""
-        self.kind, self._entries, self._check = kind, dict(entries), check
+        self.kind, self._check = kind, check
+        self._entries = dict(entries) if isinstance(entries, dict) else ChainMap({}, entries)  # read when asked for
         self._packages: dict[str, Package | None] = {}
-        self._types = {type(entry) for entry in entries.values()}
 
     def add(self, name: str, entry: T) -> None:
         """Adds an entry. Raises ExtensionError with every problem: a name that is taken or of the wrong form, facts of
@@ -103,8 +104,9 @@ class Registry(Mapping[str, T]):
             )
         elif name in self._entries:
             found.append(f"the name is taken by {self.owner(name)}")
-        if not isinstance(entry, tuple(self._types)):
-            known = " or ".join(sorted(known.__name__ for known in self._types))
+        types = {type(known) for known in self._entries.values()}
+        if not isinstance(entry, tuple(types)):
+            known = " or ".join(sorted(known.__name__ for known in types))
             return [*found, f"the entry must be of type {known}, is of type {type(entry).__name__}"]
         wrong = list(facts.problems(entry)) if is_dataclass(entry) else []
         if wrong or not self._check:
@@ -163,7 +165,7 @@ class Registry(Mapping[str, T]):
 class View(Mapping[str, U]):
     """The entries of a table as something else, by the same names; each is made once."""
 
-    def __init__(self, table: Registry[Any], make: Callable[[str, Any], U]):
+    def __init__(self, table: Mapping[str, Any], make: Callable[[str, Any], U]):
         self._table, self._make = table, make
         self._made: dict[str, tuple[Any, U]] = {}
 

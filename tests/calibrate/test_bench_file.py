@@ -9,7 +9,7 @@ import pytest
 from phalanx.calibrate.comm import Fitted
 from phalanx.calibrate.compute import Measured
 from phalanx.calibrate.report import fields_of, of_comm, of_compute, of_device, write
-from phalanx.config import local_cluster
+from phalanx.config import clusters
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.cost.fit import AttentionTiming, ProductTiming, StreamTiming, Transfer
 from phalanx.cost.time import link
@@ -74,7 +74,7 @@ def test_the_report_of_a_device_has_the_fields_that_a_prediction_needs(tmp_path)
     report = of_compute(measured(), {}, "cpu", "1 process of 1 thread")
     path = tmp_path / "cluster.yaml"
     write(path, report.fields, report.what, "")
-    device = local_cluster.read(path=path).accelerator
+    device = clusters.read_local(path=path).accelerator
     assert device.fp32_tflops == pytest.approx(0.2, rel=0.02)
     assert (device.bandwidth_gbs, device.launch_us) == (pytest.approx(20, rel=0.02), pytest.approx(2, rel=0.02))
     assert report.error < 0.02
@@ -91,7 +91,7 @@ def test_how_processes_share_a_cpu_is_read_again(tmp_path):
     report = of_compute(replace(measured(), sharing=shared), {"sharing.linked": 4}, "cpu", "")
     path = tmp_path / "cluster.yaml"
     write(path, {"sharing.linked": 4, **report.fields}, report.what, "")
-    assert local_cluster.read(path=path).sharing == replace(shared, linked=4)
+    assert clusters.read_local(path=path).sharing == replace(shared, linked=4)
     told = "one process with all 2 cores, in training: 1.80 × the product rate of one of 2, 1.50 × its memory bandwidth"
     assert told in report.text()
 

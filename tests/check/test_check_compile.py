@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.check.compile import compile_problems, compiles
-from phalanx.check.load import load_words
-from phalanx.check.show import as_dict
+from phalanx.check.job import compile_problems, compiles
+from phalanx.check.load import as_dict, load_words
 from phalanx.config.cluster import Cluster
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.check.effect import CONDITIONS
-from phalanx.check.load import from_dict, load_file, load_words
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict, from_dict, load_file, load_words
 from phalanx.config.corpora import vocabulary_of
 from phalanx.config.fields import leaves
 from phalanx.config.overrides import parse

@@ -15,8 +15,8 @@ from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob, load_words
 from phalanx.cli import main
 from phalanx.config import overrides, values
-from phalanx.config.aliases import ALIASES
 from phalanx.config.fields import get, leaves, replace
+from phalanx.config.foreign_names import ALIASES
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS

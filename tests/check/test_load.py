@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.check.job import problems_of
-from phalanx.check.load import from_dict, load_words, resolve
-from phalanx.check.show import as_dict, as_yaml
+from phalanx.check.load import as_dict, as_yaml, from_dict, load_words, resolve
 from phalanx.config import overrides, yaml_file
 from phalanx.config.fields import get, leaves, replace, short_names
 from phalanx.config.job import Job

@@ -6,9 +6,8 @@ import pytest
 import yaml
 
 import phalanx
-from phalanx.check.load import from_dict, resolve
+from phalanx.check.load import as_dict, as_yaml, from_dict, resolve
 from phalanx.check.schema import COMMAND, known_names, page, schema
-from phalanx.check.show import as_dict, as_yaml
 from phalanx.config import reference, values
 from phalanx.config.fields import leaves
 from phalanx.config.job import Job

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.check.load import LoadedJob, load_file, load_words, origins_of
-from phalanx.check.show import as_yaml
+from phalanx.check.load import LoadedJob, as_yaml, load_file, load_words, origins_of
 from phalanx.config import overrides
 
 

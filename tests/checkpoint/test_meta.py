@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict
 from phalanx.checkpoint.manifest import Manifest, job_of, problems, require_resumable
 from phalanx.config.job import Job
 from phalanx.errors import CheckpointError

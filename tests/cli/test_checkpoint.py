@@ -15,9 +15,8 @@ import phalanx
 from checkpoint.test_validity import flip_a_bit, forge
 from generate.written import write_run
 from model.kinds import KINDS
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict
 from phalanx.checkpoint import inventory, manifest
-from phalanx.checkpoint import inventory as validity
 from phalanx.checkpoint.save import save_tensors
 from phalanx.cli.main import main
 from phalanx.config.job import Checkpoint, Job
@@ -172,7 +171,7 @@ def test_an_interrupted_verify_tells_what_it_knows(run, capsys, monkeypatch):
 
 
 def test_an_interruption_ends_the_threads_that_hash(run, monkeypatch):
-    monkeypatch.setattr(validity, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(inventory, "CHUNK_BYTES", 1)
 
     def interrupt(*_args, **_options):
         raise KeyboardInterrupt

@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 
 from phalanx.check.load import RULES
-from phalanx.config import aliases, foreign_names, spelling, values
-from phalanx.config.aliases import ALIASES
+from phalanx.config import foreign_names, values
 from phalanx.config.fields import leaves, resolve, short_names
+from phalanx.config.foreign_names import ALIASES
 from phalanx.config.presets import PRESETS
 
 VERBS = [
     importlib.import_module(f"phalanx.cli.{name}").VERB for name in ("train", "verify", "plan", "predict", "simulate")
 ]
-NAMES = [*ALIASES, *aliases.FLAGS, *aliases.SWITCHES]
+NAMES = [*ALIASES, *foreign_names.FLAGS, *foreign_names.SWITCHES]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -43,10 +43,10 @@ def test_an_alias_stands_for_a_field_a_rule_or_nothing_to_set(name: str) -> None
 
 
 def test_flags_switches_and_groups_exist() -> None:
-    for path, value in aliases.FLAGS.values():
+    for path, value in foreign_names.FLAGS.values():
         values.convert(value, leaves()[path])
-    assert set(aliases.SWITCHES.values()) <= {switch for verb in VERBS for switch in verb.commands[""].switches}
-    for group in aliases.GROUPS.values():
+    assert set(foreign_names.SWITCHES.values()) <= {switch for verb in VERBS for switch in verb.commands[""].switches}
+    for group in foreign_names.GROUPS.values():
         for path, value in group.items():
             if path != "model.preset":
                 values.convert(value, leaves()[path])
@@ -73,16 +73,16 @@ def test_names_are_aliases_suggestions_or_refused_and_never_two_of_these() -> No
     ],
 )
 def test_wordplay_s_sections_may_stand_before_an_alias(name: str, known: str | None) -> None:
-    found = aliases.find(name)
+    found = foreign_names.find(name)
     assert (found and found[0]) == known
 
 
 @pytest.mark.parametrize("path", [path for path, kind in leaves().items() if typing.get_origin(kind) is typing.Literal])
 def test_a_legal_value_is_taken_as_it_is_and_in_any_case(path: str) -> None:
     for choice in map(str, typing.get_args(leaves()[path])):
-        assert spelling.value(path, choice, leaves()[path]) == choice
-        assert spelling.value(path, choice.upper(), leaves()[path]) == choice
-        assert not spelling.refusal(path, choice)
+        assert foreign_names.value(path, choice, leaves()[path]) == choice
+        assert foreign_names.value(path, choice.upper(), leaves()[path]) == choice
+        assert not foreign_names.refusal(path, choice)
 
 
 @pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_a_legal_value_is_taken_as_it_is_and_in_any_case(path: str) -> None:
     ],
 )
 def test_what_a_value_names_without_doubt(path: str, text: str, value: str) -> None:
-    assert spelling.value(path, text, leaves()[path]) == value
+    assert foreign_names.value(path, text, leaves()[path]) == value
 
 
 def test_presets_and_their_values_exist() -> None:
     for name in PRESETS:
-        assert spelling.value("model.preset", name, str) == name
-        assert not spelling.refusal("model.preset", name)
-    for path, table in spelling.VALUES.items():
+        assert foreign_names.value("model.preset", name, str) == name
+        assert not foreign_names.refusal("model.preset", name)
+    for path, table in foreign_names.VALUES.items():
         for value in table.values():
             assert value in PRESETS or path != "model.preset"
             values.convert(value, leaves()[path])

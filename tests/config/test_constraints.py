@@ -6,7 +6,7 @@ import pytest
 
 from phalanx.check.job import out_of_range, problems_of
 from phalanx.config.clusters import CLUSTERS
-from phalanx.config.constraints import Above, AtLeast, Below, Between, Constraint, FolderName, HalfOpen, Printable
+from phalanx.config.constraints import Constraint, FolderName, Interval, Printable
 from phalanx.config.fields import constraints, leaves, replace
 from phalanx.config.job import Job
 
@@ -54,14 +54,14 @@ def test_known_machines_are_in_range(name):
 @pytest.mark.parametrize(
     ("constraint", "legal", "illegal", "said"),
     [
-        (AtLeast(1), 1, 0, "must be at least 1, is 0"),
-        (AtLeast(0), 0, -1, "must not be negative, is -1"),
-        (Above(0), 0.1, 0.0, "must be above 0, is 0.0"),
-        (Below(1), 0.9, 1.0, "must be below 1, is 1.0"),
-        (Between(0, 1), 1, 1.5, "must lie between 0 and 1, is 1.5"),
-        (HalfOpen(0, 1), 0.0, 1.0, "must lie in [0, 1), is 1.0"),
-        (HalfOpen(0, 1), (0.0, 0.9), (0.9, 1.0), "must lie in [0, 1), are (0.9, 1.0)"),
-        (AtLeast(0), 1.0, float("nan"), "must not be negative, is nan"),
+        (Interval(1), 1, 0, "must be at least 1, is 0"),
+        (Interval(0), 0, -1, "must not be negative, is -1"),
+        (Interval(above=0), 0.1, 0.0, "must be above 0, is 0.0"),
+        (Interval(below=1), 0.9, 1.0, "must be below 1, is 1.0"),
+        (Interval(0, 1), 1, 1.5, "must lie between 0 and 1, is 1.5"),
+        (Interval(0, below=1), 0.0, 1.0, "must lie in [0, 1), is 1.0"),
+        (Interval(0, below=1), (0.0, 0.9), (0.9, 1.0), "must lie in [0, 1), are (0.9, 1.0)"),
+        (Interval(0), 1.0, float("nan"), "must not be negative, is nan"),
     ],
 )
 def test_a_range_says_what_is_outside(constraint: Constraint, legal, illegal, said):

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.check.load import LoadedJob, load_file, load_words
-from phalanx.config.devices import ACCELERATORS
+from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.overrides import parse
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.predict import predict

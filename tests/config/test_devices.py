@@ -4,8 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.config.clusters import CLUSTERS, MACHINES, MachineEntry
-from phalanx.config.devices import ACCELERATORS, DEVICES, DeviceEntry, device_reported_as
+from phalanx.config.clusters import (
+    ACCELERATORS,
+    CLUSTERS,
+    DEVICES,
+    MACHINES,
+    DeviceEntry,
+    MachineEntry,
+    device_reported_as,
+)
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "devices.md"
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.check.load import load_words
-from phalanx.config.clusters import cluster_of
-from phalanx.config.local_cluster import default_path
+from phalanx.config.clusters import cluster_of, default_path
 from phalanx.config.overrides import parse
 from phalanx.errors import JobError
 

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.blocks.operator import Operator, Weight
 from phalanx.check.load import load_words
-from phalanx.config.devices import ACCELERATORS
+from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.job import Job
 from phalanx.config.overrides import parse
 from phalanx.cost.frameworks.known import PHALANX, TORCHTITAN

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.config.devices import ACCELERATORS
+from phalanx.config.clusters import ACCELERATORS
 from phalanx.cost.time.kernel import (
     STREAM_EFFICIENCY,
     attention_seconds,

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.blocks.kinds import block, block_kinds
-from phalanx.config.clusters import CLUSTERS
-from phalanx.config.devices import ACCELERATORS
+from phalanx.config.clusters import ACCELERATORS, CLUSTERS
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS

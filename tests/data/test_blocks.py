@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.job import Data
-from phalanx.data import blocks
-from phalanx.data.blocks import SplitReader, split_blocks
+from phalanx.data import loader
 from phalanx.data.files import SPLITS
 from phalanx.data.index import (
     BLOCK_BYTES,
@@ -26,7 +25,7 @@ from phalanx.data.index import (
     write_shard,
 )
 from phalanx.data.inspect import prepare_and_report
-from phalanx.data.loader import Batches, TokenData, evaluation_batches
+from phalanx.data.loader import Batches, SplitReader, TokenData, evaluation_batches, split_blocks
 from phalanx.data.tokenizer import NumberTokenizer
 from phalanx.errors import DataError
 
@@ -127,7 +126,7 @@ def test_a_damaged_block_stops_the_background_reader_too(folder: Path) -> None:
 def test_a_block_is_checked_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, hashed = reader(folder), []
     real = hashlib.sha256
-    monkeypatch.setattr(blocks.hashlib, "sha256", lambda content: hashed.append(len(content)) or real(content))
+    monkeypatch.setattr(loader.hashlib, "sha256", lambda content: hashed.append(len(content)) or real(content))
     for _ in range(3):
         tokens.read(10, 40)
     assert hashed == [128, 64, 64]  # the digests of the shard's blocks, then two blocks
@@ -183,7 +182,7 @@ def test_digests_that_are_missing_or_not_those_of_the_index_are_refused(folder: 
 
 
 def test_shards_outnumber_the_files_that_are_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MAX_OPEN_FILES", 1)
+    monkeypatch.setattr(loader, "MAX_OPEN_FILES", 1)
     tokens = reader(folder)
     for first in (0, 150, 220, 90, 10):
         assert tokens.read(first, 20).tolist() == list(range(first, first + 20))

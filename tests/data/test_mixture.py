@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from phalanx.check.load import from_dict, load_words
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict, from_dict, load_words
 from phalanx.config.corpora import MIX_ROUND
 from phalanx.config.job import IGNORE, Data, MixSource
 from phalanx.config.overrides import parse

@@ -9,9 +9,9 @@ import pytest
 
 from phalanx.check.job import data_problems
 from phalanx.config.job import IGNORE, Data
+from phalanx.data.conversations import PreferenceData, pair_of
 from phalanx.data.loader import Batches, evaluation_batches
 from phalanx.data.mixture import open_split
-from phalanx.data.preferences import PreferenceData, pair_of
 from phalanx.data.prepare import prepare
 from phalanx.errors import DataError, JobError
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from phalanx.config.job import Data
-from phalanx.data.preferences import pair_of, preference_rows
+from phalanx.data.conversations import pair_of, preference_rows
 from phalanx.data.prepare import prepare
 from phalanx.errors import DataError
 

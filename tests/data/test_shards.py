@@ -131,10 +131,10 @@ def test_unfinished_shards_are_not_opened(folder: Path) -> None:
         ({"block_bytes": 2**30}, "block_bytes 1073741824"),
         ({"dtype": "int64"}, "dtype 'int64'"),
         ({"vocab_size": 0}, "vocab_size 0"),
-        ({"vocab_size": True}, "'vocab_size' is bool, expected int"),
-        ({"splits": {"train": []}}, "'val' is NoneType, expected list"),
-        ({"splits": {"train": [3], "val": []}}, "train shard 0 is int, expected an object"),
-        ({"corpus": None}, "'corpus' is NoneType, expected dict"),
+        ({"vocab_size": True}, "vocab_size: expected a whole number, found true"),
+        ({"splits": {"train": []}}, "splits: val is missing"),
+        ({"splits": {"train": [3], "val": []}}, r"splits\.train\.item 1: expected an object, found 3"),
+        ({"corpus": None}, "corpus: expected an object, found null"),
     ],
 )
 def test_foreign_indices_are_refused(folder: Path, fields: dict[str, Any], message: str) -> None:
@@ -155,7 +155,7 @@ def test_foreign_indices_are_refused(folder: Path, fields: dict[str, Any], messa
         ({"tokens": -1, "bytes": -2}, "-2 bytes are not -1 tokens"),
         ({"sha256": "x"}, "'x' is not a sha256"),
         ({"blocks": "y"}, "'y' is not a sha256"),
-        ({"blocks": None}, "'blocks' is NoneType"),
+        ({"blocks": None}, "blocks: expected text, found null"),
     ],
 )
 def test_shard_entries_are_checked(folder: Path, fields: dict[str, Any], message: str) -> None:

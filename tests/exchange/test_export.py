@@ -13,7 +13,7 @@ from families.counterparts import COUNTERPARTS, InFloat64, small_model
 from generate.texts import generate
 from generate.written import write_run
 from model.kinds import build
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict
 from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.save import save_tensors
 from phalanx.cli.main import main

@@ -165,7 +165,7 @@ def test_a_cluster_and_a_device_are_planned_and_recognised(phalanx, tmp_path, fo
     predicted = json.loads(phalanx("predict", *job, "cluster=lab:2", *saving, "--json"))
     assert 0 < predicted["mfu"] < 1
     program = (
-        "from phalanx.config.devices import device_reported_as as known\n"
+        "from phalanx.config.clusters import device_reported_as as known\n"
         "print(known('Example X900-64GB', 64.0), known('X900 64GB', 62.5).name, known('X900 64GB', 40.0))"
     )
     command = [sys.executable, "-c", program]

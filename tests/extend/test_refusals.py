@@ -11,10 +11,8 @@ import pytest
 
 from phalanx import extend, facts
 from phalanx.config.cluster import Accelerator, Cluster, Link
-from phalanx.config.clusters import CLUSTERS, MACHINES, MachineEntry
+from phalanx.config.clusters import CLUSTERS, DEVICES, MACHINES, DeviceEntry, MachineEntry, device_reported_as
 from phalanx.config.corpora import CORPORA, TOKENIZERS, CorpusEntry, TokenizerEntry, vocabulary_of
-from phalanx.config.device_entry import DeviceEntry
-from phalanx.config.devices import DEVICES, device_reported_as
 from phalanx.config.job import Data
 from phalanx.data.corpus import segments, sources
 from phalanx.data.index import read_index

@@ -18,15 +18,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from generate.written import write_run
 from model.kinds import KINDS
-from phalanx.check.load import load_file, load_words
-from phalanx.check.show import as_yaml
+from phalanx.check.load import as_yaml, load_file, load_words
 from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.convert import convert
 from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import MANIFEST, job_of, manifest_digest
 from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, folder_of
 from phalanx.checkpoint.shard_file import Reader
-from phalanx.config import local_cluster, overrides
+from phalanx.config import clusters, overrides
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Data
 from phalanx.config.presets import PRESETS
@@ -142,7 +141,7 @@ def hugging_face(folder: Path) -> Loader:
 
 def cluster(folder: Path) -> Loader:
     path = folder / "cluster.yaml"
-    return Loader(path, CLUSTER, lambda: local_cluster.read(path=path))
+    return Loader(path, CLUSTER, lambda: clusters.read_local(path=path))
 
 
 def schedule(folder: Path) -> Loader:

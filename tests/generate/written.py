@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from model.kinds import build
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict
 from phalanx.checkpoint.save import save_tensors
 from phalanx.config.job import Data, Job, Train
 from phalanx.config.model import ModelConfig

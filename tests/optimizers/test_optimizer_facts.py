@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.job import problems_of
-from phalanx.config.constraints import Above
+from phalanx.config.constraints import Interval
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -113,7 +113,10 @@ def test_an_unknown_optimizer_is_one_message():
 
 
 def test_extra_options_have_defaults_and_ranges(monkeypatch):
-    options = {"rho": ExtraOption(0.04, "its strength", Above(0)), "period": ExtraOption(10, "steps between updates")}
+    options = {
+        "rho": ExtraOption(0.04, "its strength", Interval(above=0)),
+        "period": ExtraOption(10, "steps between updates"),
+    }
     monkeypatch.setitem(OPTIMIZERS._entries, "other", replace(ADAMW, extra_options=options))
     assert extra_options(Optimizer(name="other", options="rho=0.1")) == {"rho": 0.1, "period": 10}
     with pytest.raises(ValueError, match="rho must be above 0, is -1.0; other has no option perod; did you mean"):

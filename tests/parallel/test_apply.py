@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 import torch
 
-from phalanx.check.compile import refusal
+from phalanx.check.job import refusal
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from phalanx.check.load import LoadedJob
-from phalanx.check.show import as_yaml
+from phalanx.check.load import LoadedJob, as_yaml
 from phalanx.config.cluster import Cluster
 from phalanx.config.fields import leaves
 from phalanx.config.job import Data, Job, RunOptions, Train

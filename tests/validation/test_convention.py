@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.config.devices import ACCELERATORS
+from phalanx.config.clusters import ACCELERATORS
 from phalanx.validation.convention import convention_of, flops_per_step, peak_tflops
 from phalanx.validation.shapes import SHAPES, gpt
 

@@ -25,7 +25,7 @@ from phalanx.calibrate import comm, compute
 from phalanx.calibrate.comm import Fitted, chosen
 from phalanx.calibrate.compute import Measured
 from phalanx.comm.agreement import Facts
-from phalanx.config import calibration, local_cluster
+from phalanx.config import calibration, clusters
 from phalanx.config.calibration import (
     Assessment,
     Calibration,
@@ -57,7 +57,7 @@ def fields_of(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        return local_cluster.read_fields(path)
+        return clusters.local_fields(path)
     except JobError as error:
         raise JobError([*error.problems, f"correct or delete {path}, or write elsewhere: --out FILE"]) from None
 

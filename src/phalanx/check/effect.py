@@ -19,13 +19,21 @@ from phalanx.partition.tiers import has_buckets, is_offloaded, named
 Condition = tuple[Callable[[Job], object], str]
 """Whether a field has an effect in a job, and when it has one, in words."""
 
-_EXPERTS: Condition = (lambda job: job.model.moe.n_experts, "is for models with experts: model.moe.n_experts above 0")
-_LATENT: Condition = (lambda job: job.model.mla.kv_rank, "is for latent attention: model.mla.kv_rank above 0")
-_LORA: Condition = (lambda job: job.model.lora.rank, "is for adapters: model.lora.rank above 0")
-_SCALED: Condition = (
-    lambda job: job.model.rope_scaling.factor > 1,
-    "is for stretched rotary positions: model.rope_scaling.factor above 1",
-)
+
+def _above(path: str, bound: int = 0, what: str = "", *, auto: bool = False) -> Condition:
+    """Returns the condition that a field is above a bound, or with `auto` that the planner chooses the layout."""
+    return lambda job: get(job, path) > bound or (auto and job.layout.auto), f"is for {what}{path} above {bound}"
+
+
+def _is(path: str, *values: str) -> Condition:
+    """Returns the condition that a field has one of some values."""
+    return lambda job: get(job, path) in values, f"is for {path}={' or '.join(values)}"
+
+
+_EXPERTS = _above("model.moe.n_experts", what="models with experts: ")
+_LATENT = _above("model.mla.kv_rank", what="latent attention: ")
+_LORA = _above("model.lora.rank", what="adapters: ")
+_SCALED = _above("model.rope_scaling.factor", 1, "stretched rotary positions: ")
 _STRETCHED = {
     "low_freq_factor": ("llama3",),
     "high_freq_factor": ("llama3",),
@@ -37,12 +45,13 @@ _ROTARY: Condition = (
     lambda job: job.model.positions == "rope" or job.model.mla.kv_rank,
     "is for rotary positions: model.positions=rope",
 )
-_DILOCO: Condition = (lambda job: job.layout.sync == "diloco", "is for layout.sync=diloco")
+_DILOCO = _is("layout.sync", "diloco")
 _ROWS: Condition = (
     lambda job: CORPORA[job.data.corpus].rows is not None,
     "is for conversations: data.corpus=chat or preferences",
 )
-_PIPELINE: Condition = (lambda job: job.layout.pp > 1 or job.layout.auto, "is for a pipeline: layout.pp above 1")
+_OF_ROWS = ("template", "template_date", "loss_on", "packing", "too_long", "columns", "ignore_keys")
+_PIPELINE = _above("layout.pp", 1, "a pipeline: ", auto=True)
 _GATHERED: Condition = (
     lambda job: (job.layout.zero == 3 and job.layout.shard_ranks > 1) or job.layout.auto,
     "is for parameters that are gathered: layout.zero=3, and layout.dp_shard or layout.cp above 1",
@@ -123,16 +132,13 @@ CONDITIONS: dict[str, Condition] = {
         "is for state that ranks share: layout.dp_shard or layout.cp above 1",
     ),
     "layout.bucket_mb": _BUCKETS,
-    "layout.data_parallel": (
-        lambda job: job.layout.dp_replicate > 1 or job.layout.auto,
-        "is for replicas: layout.dp_replicate above 1",
-    ),
-    "layout.sp": (lambda job: job.layout.tp > 1 or job.layout.auto, "is for tensor parallelism: layout.tp above 1"),
+    "layout.data_parallel": _above("layout.dp_replicate", 1, "replicas: ", auto=True),
+    "layout.sp": _above("layout.tp", 1, "tensor parallelism: ", auto=True),
     "layout.cp_inner": (
         lambda job: 1 < job.layout.cp_ulysses < job.layout.cp or job.layout.auto,
         "is for a ring of Ulysses groups: layout.cp_ulysses above 1 and below layout.cp",
     ),
-    "layout.tile": (lambda job: job.layout.tiles > 1, "is for layout.tiles above 1"),
+    "layout.tile": _above("layout.tiles", 1),
     **{f"layout.{name}": _PIPELINE for name in ("schedule", "pp_chunks", "pp_slices", "pp_cut")},
     **{f"layout.{name}": _GATHERED for name in ("reshard", "prefetch")},
     "layout.offload_blocks": (
@@ -143,10 +149,7 @@ CONDITIONS: dict[str, Condition] = {
         lambda job: "optimizer" in named(job.layout) or job.layout.auto,
         "is for layout.offload=optimizer",
     ),
-    "layout.sync_every": (
-        lambda job: job.layout.sync in ("local_sgd", "diloco"),
-        "is for layout.sync=local_sgd or diloco",
-    ),
+    "layout.sync_every": _is("layout.sync", "local_sgd", "diloco"),
     **{f"guard.{name}": _SPIKES for name in ("spike_norm", "spike_loss", "spike_window", "spike_warmup")},
     "checkpoint.keep": (
         lambda job: job.checkpoint.every or job.checkpoint.every_minutes,
@@ -154,19 +157,16 @@ CONDITIONS: dict[str, Condition] = {
     ),
     "checkpoint.keep_every": _SAVES,
     "checkpoint.keep_best": _SAVES,
-    "run.restart_window_s": (lambda job: job.run.max_restarts, "is for run.max_restarts above 0"),
+    "run.restart_window_s": _above("run.max_restarts"),
     "run.rdzv_endpoint": _NODES,
     "run.node_lost_s": _NODES,
     "run.trackers_wait_s": (lambda job: job.run.trackers, "is for run.trackers"),
     "optimizer.outer_lr": _DILOCO,
     "optimizer.outer_momentum": _DILOCO,
-    "optimizer.decay_fraction": (lambda job: job.optimizer.schedule == "wsd", "is for optimizer.schedule=wsd"),
+    "optimizer.decay_fraction": _is("optimizer.schedule", "wsd"),
     "optimizer.decay_steps": _DECAYS,
     "optimizer.min_lr_ratio": _DECAYS,
-    "optimizer.base_batch": (
-        lambda job: job.optimizer.batch_scaling != "none",
-        "is for optimizer.batch_scaling=linear or sqrt",
-    ),
+    "optimizer.base_batch": _is("optimizer.batch_scaling", "linear", "sqrt"),
     "data.path": (
         lambda job: "path" in CORPORA[job.data.corpus].settings,
         "is for corpora that read files of your own",
@@ -177,25 +177,19 @@ CONDITIONS: dict[str, Condition] = {
         ),
         "is for data.corpus=text",
     ),
-    "data.template": _ROWS,
-    "data.template_date": _ROWS,
-    "data.loss_on": _ROWS,
-    "data.packing": _ROWS,
-    "data.too_long": _ROWS,
-    "data.columns": _ROWS,
-    "data.ignore_keys": _ROWS,
+    **{f"data.{name}": _ROWS for name in _OF_ROWS},
     "data.random_tokens": _RANDOM,
     "data.random_vocab": _RANDOM,
     "data.tokenizer": _TEXT,
     **{f"data.{name}": _TEXT for name in ("workers", "limit_mb")},
-    "data.skip_quota": (lambda job: job.data.on_corruption == "skip", "is for data.on_corruption=skip"),
-    "train.fp8_scaling": (lambda job: job.train.precision == "fp8", "is for train.precision=fp8"),
-    "train.eval_every": (lambda job: job.train.eval_samples, "is for train.eval_samples above 0"),
+    "data.skip_quota": _is("data.on_corruption", "skip"),
+    "train.fp8_scaling": _is("train.precision", "fp8"),
+    "train.eval_every": _above("train.eval_samples"),
     "data.bpe_vocab": (
         lambda job: job.data.tokenizer in TOKENIZERS and "bpe_vocab" in TOKENIZERS[job.data.tokenizer].settings,
         "is for data.tokenizer=bpe",
     ),
-    "run.sample_prompt": (lambda job: job.run.sample_tokens, "is for run.sample_tokens above 0"),
+    "run.sample_prompt": _above("run.sample_tokens"),
 }
 """The fields that have an effect only sometimes, with their conditions."""
 

@@ -14,22 +14,21 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from phalanx.check.causes import by_cause
+import yaml
+
 from phalanx.check.effect import effect_problems
-from phalanx.check.job import problems_of
+from phalanx.check.job import by_cause, problems_of
 from phalanx.check.start import start_problems, starting_point
-from phalanx.config import overrides, spelling, values, yaml_file
-from phalanx.config.aliases import ALIASES, Derived
-from phalanx.config.clusters import CLUSTERS, cluster_of
+from phalanx.config import foreign_names, overrides, values, yaml_file
+from phalanx.config.clusters import ACCELERATORS, CLUSTERS, cluster_of, describe
 from phalanx.config.corpora import CORPORA, mixture_of, vocabulary_of
-from phalanx.config.described import describe
-from phalanx.config.devices import ACCELERATORS
-from phalanx.config.fields import get, leaves, replace
+from phalanx.config.fields import get, leaves, name_of, replace
+from phalanx.config.foreign_names import ALIASES, Derived
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import FROM_FILE, preset_of, states_no_rows
 from phalanx.config.values import row_of
-from phalanx.config.yaml_file import Setting
+from phalanx.config.yaml_file import SET_FIELDS, Setting
 from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.partition.batch import solve
@@ -71,7 +70,11 @@ def apply(
             problems.append(f"{one.origin}: gives no legal value with the job's other fields")
             continue
         clashes = [path for path in changed if path in given and get(job, path) != changed[path]]
-        problems += [f"{_both(one.origin, given[path])} {path} {found[path]} and {get(job, path)}" for path in clashes]
+        problems += [
+            f"{one.origin} and {_word(given[path])} contradict each other; give one of them: {path} {found[path]} and "
+            f"{get(job, path)}"
+            for path in clashes
+        ]
         for path, value in changed.items():
             job = replace(job, path, value)
             origins[path] = one.origin
@@ -83,10 +86,6 @@ def equation(job: Job, asked: Sequence[Derived]) -> str:
     """Returns the batch equation of a checked job, if a name that changes the batch was given, or nothing."""
     changes = any(ALIASES[each.name].path in ("layout.micro_batch", "layout.accumulation") for each in asked)
     return solve(job.train.global_batch, job.layout).equation() if changes and not job.layout.auto else ""
-
-
-def _both(one: str, other: str) -> str:
-    return f"{one} and {_word(other)} contradict each other; give one of them:"
 
 
 def _word(origin: str) -> str:
@@ -151,14 +150,6 @@ def _min_lr(text: str, around: _Around) -> dict[str, str]:
     return {"optimizer.min_lr_ratio": f"{least / lr:.12g}"}
 
 
-def _beta1(text: str, around: _Around) -> dict[str, str]:
-    return {"optimizer.betas": f"{text},{around.job.optimizer.betas[1]}"}
-
-
-def _beta2(text: str, around: _Around) -> dict[str, str]:
-    return {"optimizer.betas": f"{around.job.optimizer.betas[0]},{text}"}
-
-
 def _feed_forward(_: str, around: _Around) -> dict[str, str]:
     """The hidden width of Llama's reference code (model.py, FeedForward): 2/3 of 4 d_model, times the multiplier,
     rounded up to a multiple. Ezpz rounds to multiples of 360 by default."""
@@ -188,8 +179,8 @@ RULES: dict[str, Callable[[str, _Around], dict[str, str]]] = {
     "optimizer.gradient_accumulation_steps": _accumulation_of_all,
     "batch_size": _batch_size,
     "min_lr": _min_lr,
-    "beta1": _beta1,
-    "beta2": _beta2,
+    "beta1": lambda text, around: {"optimizer.betas": f"{text},{around.job.optimizer.betas[1]}"},
+    "beta2": lambda text, around: {"optimizer.betas": f"{around.job.optimizer.betas[0]},{text}"},
     "ffn_dim_multiplier": _feed_forward,
     "multiple_of": _feed_forward,
     "loss_impl": _loss,
@@ -283,7 +274,7 @@ def _meant(setting: Setting) -> Any:
 
 def spelled(path: str, text: str) -> str:
     """Returns the text of a field's value, or the value that it names by another word."""
-    return catalogue.named(text) if path == "layout.schedule" else spelling.value(path, text, leaves()[path])
+    return catalogue.named(text) if path == "layout.schedule" else foreign_names.value(path, text, leaves()[path])
 
 
 def _over(earlier: list[Setting], later: list[Setting]) -> list[Setting]:
@@ -421,7 +412,7 @@ def _taken(settings: Sequence[Setting], problems: list[str], *, written: bool) -
         if reason := (
             _machine_for_type(setting.path, text)
             or (written and _variable_in(setting.path, text))
-            or spelling.refusal(setting.path, text)
+            or foreign_names.refusal(setting.path, text)
         ):
             problems.append(_placed(setting.origin, setting.path, reason))
             continue
@@ -509,7 +500,7 @@ def _ignored(settings: Sequence[Setting]) -> tuple[str, ...]:
 
 
 def _described(job: Job, problems: list[str], origins: dict[str, str], answers: list[str]) -> Job:
-    """Returns the job with every figure of a machine that the user describes (config/described.py)."""
+    """Returns the job with every figure of a machine that the user describes (config/clusters.py)."""
     given = {path for path in leaves() if not origins[path].startswith(RESOLVED)}
     machine = describe(job.cluster, {path.removeprefix("cluster.") for path in given if path.startswith("cluster.")})
     if not any("cluster.accelerator." in problem for problem in problems):  # a figure that could not be read
@@ -597,3 +588,45 @@ def _text_of(value: Any) -> str | list[str]:
     if not isinstance(value, list):
         return str(value)
     return json.dumps(value) if any(isinstance(item, Mapping) for item in value) else [str(item) for item in value]
+
+
+def as_dict(job: Job) -> dict[str, Any]:
+    """Returns the job as nested plain values, with tuples as lists, for JSON and YAML."""
+    return json.loads(
+        json.dumps(dataclasses.asdict(job, dict_factory=lambda values: {name_of(n): v for n, v in values}))
+    )
+
+
+def as_yaml(loaded: LoadedJob) -> str:
+    """Returns every value of the job as YAML with its origin as a comment. Reading it back gives the same job. A layout
+    that is left to the planner has only the fields that are set; a cluster that was not measured has no calibration."""
+    job, document = loaded.job, as_dict(loaded.job)
+    if not job.cluster.calibration.is_known:
+        del document["cluster"]["calibration"]  # two dozen empty values
+    if job.layout.auto:
+        lines = []
+        document["layout"] = {
+            name: v for name, v in document["layout"].items() if loaded.origins[f"layout.{name}"] != "default"
+        }
+    else:
+        lines = [f"# {solve(job.train.global_batch, job.layout).equation()}"]
+    was_set = [path for path, origin in loaded.origins.items() if not origin.startswith(RESOLVED)]
+    lines.append(f"{SET_FIELDS}: [{', '.join(was_set)}]  # all other values were resolved")
+    _section(document, "", loaded.origins, lines)
+    return "\n".join(lines) + "\n"
+
+
+def _section(values: dict[str, Any], prefix: str, origins: dict[str, str], lines: list[str]) -> None:
+    indent = "  " * prefix.count(".")
+    for name, value in values.items():
+        if isinstance(value, dict):
+            lines.append(f"{indent}{name}:")
+            _section(value, f"{prefix}{name}.", origins, lines)
+        else:
+            text = (
+                yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
+                .removesuffix("...\n")
+                .strip()
+            )
+            origin = origins.get(f"{prefix}{name}", "default").replace("\n", " ")
+            lines.append(f"{indent}{name}: {text}  # {origin}")

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from phalanx.config import reference
-from phalanx.config.clusters import CLUSTERS, LOCAL
-from phalanx.config.constraints import Above, AtLeast, Below, Between, Constraint, FolderName, HalfOpen, Matches
+from phalanx.config.clusters import ACCELERATORS, CLUSTERS, LOCAL
+from phalanx.config.constraints import Constraint, FolderName, Interval, Matches
 from phalanx.config.corpora import BUILT_IN, CORPORA, OWN_TEMPLATE, TOKENIZERS
-from phalanx.config.devices import ACCELERATORS
 from phalanx.config.fields import NESTED_SECTIONS, SECTION_SHORTHAND, constraints
 from phalanx.config.layout import TILED
 from phalanx.config.layout_line import SECTION
@@ -179,15 +178,10 @@ def _of_row(row: type) -> dict[str, Any]:
 
 def _limit(found: dict[str, Any], each: Constraint) -> None:
     """Adds a range to the schema of a number, or a form to that of a text."""
-    if isinstance(each, AtLeast | Between | HalfOpen):
-        found["minimum"] = each.least
-    if isinstance(each, Above):
-        found["exclusiveMinimum"] = each.bound
-        found |= {"maximum": each.most} if math.isfinite(each.most) else {}
-    if isinstance(each, Between):
-        found["maximum"] = each.most
-    if isinstance(each, Below | HalfOpen):
-        found["exclusiveMaximum"] = each.bound
+    if isinstance(each, Interval):
+        bounds = {"minimum": each.least, "exclusiveMinimum": each.above, "maximum": each.most}
+        bounds["exclusiveMaximum"] = each.below
+        found |= {name: bound for name, bound in bounds.items() if math.isfinite(bound)}
     if isinstance(each, Matches):
         found["pattern"] = f"^({each.pattern})?$"
     if isinstance(each, FolderName):

@@ -19,8 +19,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from phalanx.check.load import LoadedJob, origins_of
-from phalanx.check.show import as_yaml
+from phalanx.check.load import LoadedJob, as_yaml, origins_of
 from phalanx.checkpoint import consolidated
 from phalanx.checkpoint.consolidated import PlannedFile, plan
 from phalanx.checkpoint.inventory import directory_of, sync

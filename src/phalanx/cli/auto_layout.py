@@ -14,7 +14,7 @@ from phalanx.check.load import LoadedJob
 from phalanx.checkpoint.inventory import newest_valid
 from phalanx.checkpoint.manifest import job_of
 from phalanx.cli.predicting import check_calibration
-from phalanx.config import local_cluster
+from phalanx.config import clusters
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import LOCAL, cluster_of
 from phalanx.config.fields import get, leaves
@@ -208,13 +208,13 @@ def _with_cluster(loaded: LoadedJob, values: dict[str, Any], origin: str) -> Loa
 
 
 def _file() -> str:
-    return str(local_cluster.default_path())
+    return str(clusters.default_path())
 
 
 def _measure_what_is_missing(wanted: Cluster, precision: str) -> None:
     """Runs `phalanx bench` quickly for values missing in the machine's file. Raises RunError if that fails."""
-    path = local_cluster.default_path()
-    known = local_cluster.read_fields(path) if path.exists() else {}
+    path = clusters.default_path()
+    known = clusters.local_fields(path) if path.exists() else {}
     for command, field in MEASUREMENTS.items():
         if field in known or (command == "comm" and not _has_links(wanted)):
             continue

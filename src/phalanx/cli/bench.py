@@ -17,7 +17,7 @@ from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.option import Option, flag_of
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import JSON, Command, Verb, Words
-from phalanx.config.local_cluster import default_path
+from phalanx.config.clusters import default_path
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.launch.ranks import SINGLE, Ranks

@@ -13,14 +13,13 @@ from pathlib import Path
 
 import yaml
 
-from phalanx.check.load import LoadedJob, load_words
-from phalanx.check.show import as_dict
+from phalanx.check.load import LoadedJob, as_dict, load_words
 from phalanx.cli.auto_layout import fixed_of, on_known_devices, with_layout, worlds_of
 from phalanx.cli.completion import schema_text
 from phalanx.cli.help_page import clipped
 from phalanx.cli.option import Option
 from phalanx.cli.verb import WHOLE, Command, Verb, Words
-from phalanx.config import local_cluster, overrides, reference, yaml_file
+from phalanx.config import clusters, overrides, reference, yaml_file
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
 from phalanx.config.corpora import CORPORA, MIN_BPE_VOCAB
@@ -172,7 +171,7 @@ def planned_job(job: NewJob, path: Path, *, plans: bool) -> tuple[LoadedJob, str
         return loaded, ""
     from phalanx.plan.auto import choose  # here, because it imports numpy
 
-    if job.cluster == HERE and not local_cluster.default_path().exists():
+    if job.cluster == HERE and not clusters.default_path().exists():
         echo("this machine is measured once, which takes about half a minute; --no-plan skips it", file=sys.stderr)
     known = on_known_devices(loaded, measures=True)
     worlds = worlds_of(known.job)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.blocks.parameters import count
-from phalanx.check.show import as_yaml
+from phalanx.check.load import as_yaml
 from phalanx.cli.option import Option
 from phalanx.cli.verb import Words, job_verb
 from phalanx.config.fields import get

@@ -15,11 +15,10 @@ from phalanx.check.job import shape_problems
 from phalanx.cli.help_page import filled
 from phalanx.cli.option import Option, flag_of
 from phalanx.cli.verb import WHOLE, Command, Verb, Words
-from phalanx.config.families import kinds
-from phalanx.config.families.preset import Preset
+from phalanx.config import kinds
 from phalanx.config.hugging_face.families import BY_TYPE
 from phalanx.config.model import ModelConfig
-from phalanx.config.presets import CATALOGUE, FROM_FILE, named, preset_of, unknown
+from phalanx.config.presets import CATALOGUE, FROM_FILE, Preset, named, preset_of, unknown
 from phalanx.data.files import stderr_progress
 from phalanx.echo import echo, terminal_columns
 from phalanx.errors import JobError, NotFoundError

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.bounded import parse_json, read_bytes
-from phalanx.check.show import as_yaml
+from phalanx.check.load import as_yaml
 from phalanx.cli.bench import say_how_busy
 from phalanx.cli.files import OutputFiles, write
 from phalanx.cli.option import Option

@@ -265,8 +265,7 @@ class Verb:
 
     def _with_job(self, argv: Sequence[str]) -> Words | None:
         """Returns the words with the job, or None after printing it. Raises JobError with every problem of both."""
-        from phalanx.check.load import load_words, repeated
-        from phalanx.check.show import as_dict, as_yaml
+        from phalanx.check.load import as_dict, as_yaml, load_words, repeated
 
         words, line = self.command_line(argv)
         if twice := [*repeated(line.settings)]:

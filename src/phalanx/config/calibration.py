@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from phalanx.config.constraints import AtLeast
+from phalanx.config.constraints import Interval
 
 
 def processor() -> str:
@@ -64,11 +64,11 @@ SPREAD = ErrorBounds(0.25, 1.0)
 class FitQuality:
     """Quality of one part of a measurement."""
 
-    error: Annotated[float, AtLeast(0)] = 0.0
+    error: Annotated[float, Interval(0)] = 0.0
     """Median relative error of the fit."""
-    spread: Annotated[float, AtLeast(0)] = 0.0
+    spread: Annotated[float, Interval(0)] = 0.0
     """Median over the part's measurements of (slowest - fastest) / median of the rounds that were kept."""
-    rounds: Annotated[int, AtLeast(0)] = 0
+    rounds: Annotated[int, Interval(0)] = 0
     """Number of independent rounds; 0: this part was not measured, or without a spread."""
 
 
@@ -82,7 +82,7 @@ class Provenance:
     """Network name of the machine."""
     processor: str = ""
     """Model name of its CPU."""
-    cores: Annotated[int, AtLeast(0)] = 0
+    cores: Annotated[int, Interval(0)] = 0
     """Logical cores of the machine."""
     versions: str = ""
     """Versions of phalanx, torch and Python."""

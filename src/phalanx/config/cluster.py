@@ -7,7 +7,7 @@ from math import log
 from typing import Annotated, Literal
 
 from phalanx.config.calibration import Calibration
-from phalanx.config.constraints import Above, AtLeast
+from phalanx.config.constraints import Example, Interval
 from phalanx.hashed import Hashed, hashed_once
 
 
@@ -78,43 +78,43 @@ def _link(link: Link, share: float, crowd: float) -> Link:
 class Accelerator(Hashed):
     """One device, by its data sheet and a measured matrix product."""
 
-    name: str = ""
+    name: Annotated[str, Example("h100-80gb")] = ""
     """Name of the device; empty if nothing is known about it. That of a known device (`accelerator: h100-80gb`) brings
     its figures; figures of any other that are not given are those of the nearest known one."""
-    bf16_tflops: Annotated[float, AtLeast(0)] = 0.0
+    bf16_tflops: Annotated[float, Interval(0)] = 0.0
     """Dense peak in bfloat16, in TFLOP/s; 0 if it has none."""
-    fp16_tflops: Annotated[float, AtLeast(0)] = 0.0
+    fp16_tflops: Annotated[float, Interval(0)] = 0.0
     """Dense peak in float16, in TFLOP/s."""
-    fp8_tflops: Annotated[float, AtLeast(0)] = 0.0
+    fp8_tflops: Annotated[float, Interval(0)] = 0.0
     """Dense peak in 8-bit floats, in TFLOP/s."""
-    fp4_tflops: Annotated[float, AtLeast(0)] = 0.0
+    fp4_tflops: Annotated[float, Interval(0)] = 0.0
     """Dense peak in 4-bit floats, in TFLOP/s."""
-    fp32_tflops: Annotated[float, AtLeast(0)] = 0.0
+    fp32_tflops: Annotated[float, Interval(0)] = 0.0
     """Dense peak in float32 (no tensor cores), in TFLOP/s."""
-    ceiling: Annotated[float, Above(0, 1)] = 0.8
+    ceiling: Annotated[float, Interval(above=0, most=1)] = 0.8
     """Share of the 16-bit peak that the best matrix product reaches (ml-engineering's maximum achievable matmul FLOPs).
     """
-    fp8_ceiling: Annotated[float, Above(0, 1)] = 0.7
+    fp8_ceiling: Annotated[float, Interval(above=0, most=1)] = 0.7
     """Share of the peak that the best 8-bit or 4-bit matrix product reaches."""
-    memory_gib: Annotated[float, AtLeast(0)] = 0.0
+    memory_gib: Annotated[float, Interval(0), Example("79.1")] = 0.0
     """Device memory available to a program, in GiB."""
-    bandwidth_gbs: Annotated[float, AtLeast(0)] = 0.0
+    bandwidth_gbs: Annotated[float, Interval(0), Example("3350")] = 0.0
     """Device memory bandwidth, in GB/s."""
-    cores: Annotated[int, AtLeast(1)] = 1
+    cores: Annotated[int, Interval(1), Example("132")] = 1
     """Processors that compute one tile of a matrix product each (streaming multiprocessors)."""
-    sustained: Annotated[float, Above(0)] = 0.9
+    sustained: Annotated[float, Interval(above=0)] = 0.9
     """Rate of matrix products in a long run over that of the best single one: power and heat lower clocks, and other
     data occupies the caches. Of a known device it is that of published clusters."""
-    alone: Annotated[float, AtLeast(0)] = 0.0
+    alone: Annotated[float, Interval(0)] = 0.0
     """`sustained` in a job of one device, which no neighbours heat and which waits for no slower one; 0: `sustained`.
     """
-    older: Annotated[float, Above(0)] = 1.0
+    older: Annotated[float, Interval(above=0)] = 1.0
     """Rate of kernels written for the previous generation's instructions over that of kernels for its own."""
-    launch_us: Annotated[float, AtLeast(0)] = 4.0
+    launch_us: Annotated[float, Interval(0)] = 4.0
     """Time on the device between two kernels, in microseconds: the floor of a small kernel."""
-    product_us: Annotated[float, AtLeast(0)] = 0.0
+    product_us: Annotated[float, Interval(0)] = 0.0
     """Extra time of the call of a matrix product, in microseconds."""
-    host_us: Annotated[float, AtLeast(0)] = 0.0
+    host_us: Annotated[float, Interval(0)] = 0.0
     """Extra time of a training program to start an operation, in microseconds, if the same processor executes it (a
     CPU); 0: the host launches operations ahead."""
 
@@ -123,13 +123,13 @@ class Accelerator(Hashed):
 class Link:
     """The links of one class, as one device sees them."""
 
-    gbs: Annotated[float, AtLeast(0)] = 0.0
+    gbs: Annotated[float, Interval(0)] = 0.0
     """One-way bandwidth per device in GB/s while all devices send; its share of a shared network card."""
-    latency_us: Annotated[float, AtLeast(0)] = 0.0
+    latency_us: Annotated[float, Interval(0)] = 0.0
     """Latency of an empty message (alpha), in microseconds."""
-    reached: Annotated[float, Above(0, 1)] = 0.8
+    reached: Annotated[float, Interval(above=0, most=1)] = 0.8
     """Share of `gbs` that large messages of a collective reach."""
-    pair_gbs: Annotated[float, AtLeast(0)] = 0.0
+    pair_gbs: Annotated[float, Interval(0)] = 0.0
     """One-way bandwidth between two devices in GB/s if links join pairs instead of a switch; 0: there is a switch, and
     a pair has all of `gbs`."""
     reduces: bool = False
@@ -141,15 +141,15 @@ class Link:
 class HostShare:
     """One device's share of its host while all devices of the node use it, for `layout.offload`."""
 
-    memory_gib: Annotated[float, AtLeast(0)] = 0.0
+    memory_gib: Annotated[float, Interval(0)] = 0.0
     """Host memory, in GiB; 0: not known."""
-    link_gbs: Annotated[float, AtLeast(0)] = 0.0
+    link_gbs: Annotated[float, Interval(0)] = 0.0
     """One-way bandwidth that large copies between device and host reach, in GB/s."""
-    update_gbs: Annotated[float, AtLeast(0)] = 0.0
+    update_gbs: Annotated[float, Interval(0)] = 0.0
     """Bytes that the host's processors read and write while they update parameters, in GB/s."""
-    disk_gbs: Annotated[float, AtLeast(0)] = 0.0
+    disk_gbs: Annotated[float, Interval(0)] = 0.0
     """Bytes that local disks read and write, half of each, in GB/s."""
-    disk_gib: Annotated[float, AtLeast(0)] = 0.0
+    disk_gib: Annotated[float, Interval(0)] = 0.0
     """Space on the local disks, in GiB; 0: not known."""
 
 
@@ -158,15 +158,15 @@ class HostShare:
 class Sharing(Hashed):
     """The share of each process in the cores of a measured CPU node."""
 
-    node_cores: Annotated[int, AtLeast(0)] = 0
+    node_cores: Annotated[int, Interval(0)] = 0
     """Cores of the node."""
-    processes: Annotated[int, AtLeast(0)] = 0
+    processes: Annotated[int, Interval(0)] = 0
     """Processes that share the node, of which `accelerator` describes one; 0: devices do not share."""
-    linked: Annotated[int, AtLeast(0)] = 0
+    linked: Annotated[int, Interval(0)] = 0
     """Processes among which the links were measured; 0: as many."""
-    alone_products: Annotated[float, AtLeast(0)] = 0.0
+    alone_products: Annotated[float, Interval(0)] = 0.0
     """Rate of matrix products of one process with all cores, over that of one of `processes`."""
-    alone_streams: Annotated[float, AtLeast(0)] = 0.0
+    alone_streams: Annotated[float, Interval(0)] = 0.0
     """Rate of memory-bound operations of one process with all cores, over that of one of `processes`."""
 
 
@@ -175,23 +175,23 @@ class Sharing(Hashed):
 class Cluster(Hashed):
     """The machine: nodes × devices per node, and the rates of devices and links."""
 
-    preset: str = ""
+    preset: Annotated[str, Example("dgx-h100:4")] = ""
     """Start from a known machine and its number of nodes, such as dgx-h100:64, or `local`, this machine as measured by
     `phalanx bench`; other fields override it."""
-    nodes: Annotated[int, AtLeast(1)] = 1
+    nodes: Annotated[int, Interval(1), Example("2")] = 1
     """Nodes of the job."""
-    devices_per_node: Annotated[int, AtLeast(0)] = 0
+    devices_per_node: Annotated[int, Interval(0), Example("8")] = 0
     """Devices (GPUs, or CPU processes) per node; 0: as many as the layout needs."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device type; auto uses an accelerator if there is one."""
-    peak_tflops: Annotated[float, AtLeast(0)] = 0.0
+    peak_tflops: Annotated[float, Interval(0), Example("989.4")] = 0.0
     """Dense peak of one device in this job's precision, in TFLOP/s, for MFU; 0 looks the device up: on a CPU in the
     file of `phalanx bench compute`, and without one it measures a matrix product."""
-    domain: Annotated[int, AtLeast(0)] = 0
+    domain: Annotated[int, Interval(0), Example("72")] = 0
     """Neighbouring devices that `intra` joins; 0: those of a node (72 in a rack of GB200)."""
-    pod: Annotated[int, AtLeast(0)] = 0
+    pod: Annotated[int, Interval(0), Example("32")] = 0
     """Devices with full bandwidth among them; 0: all. Links between pods are shared."""
-    oversubscription: Annotated[float, Above(0)] = 1.0
+    oversubscription: Annotated[float, Interval(above=0)] = 1.0
     """Between pods: bandwidth that devices demand over that of the links."""
     accelerator: Accelerator = field(default_factory=Accelerator)
     intra: Link = field(default_factory=Link)

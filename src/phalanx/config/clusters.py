@@ -1,50 +1,163 @@
-"""Known machines, each with its source: what `cluster.preset` may name.
+"""Known machines and devices with their sources (machines.json, devices.json), this machine as it was measured, and
+machines of the user's own: what `cluster.preset` and `cluster.accelerator` may name, or describe.
 
-Links are the makers' figures, one way and per device; `reached` is measured where a link says so, assumed elsewhere. A
-message over NVLink takes a few microseconds, over InfiniBand or Slingshot about ten with NCCL's protocol (NCCL,
-src/graph/tuning.cc: base latencies of ring/simple of 6.6 us inside a node and 14 us between nodes).
+A machine of the user's own is a known device with other links, or a device described by its data sheet. Figures that
+the user leaves out come from the nearest known device and its machine; a note lists them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import os
+import re
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from math import log
+from pathlib import Path
+from typing import Any
 
-from phalanx.config import local_cluster
+from phalanx.config import fields, values, yaml_file
 from phalanx.config.calibration import Calibration
-from phalanx.config.cluster import Cluster, HostShare, Link, Sharing
-from phalanx.config.device_entry import device_problems
-from phalanx.config.devices import ACCELERATORS
+from phalanx.config.cluster import Accelerator, Cluster, HostShare, Link, Sharing
+from phalanx.config.fields import leaves
+from phalanx.config.typed import Known, data_file, read_as
 from phalanx.errors import JobError
 from phalanx.facts import stated
-from phalanx.nearest import nearest
+from phalanx.nearest import did_you_mean, nearest
 from phalanx.registry import Registry, View
 
-NVLINK2 = Link(gbs=95, latency_us=7, reached=0.9, pair_gbs=25)
-"""V100: 6 × 25 GB/s. Four devices of a node have pairs of links and no switch: 22, 45 and 85 GB/s measured among two,
-three and four (vTrain's tables of NCCL)."""
-NVSWITCH1 = Link(gbs=150, latency_us=7, reached=0.8)
-"""V100 of a DGX-2: 6 × 25 GB/s through switches; the share is that of the A100's."""
-NVLINK3 = Link(gbs=300, latency_us=6, reached=0.80)
-"""A100: 12 × 25 GB/s; 229 to 240 of 300 GB/s bus bandwidth in all-reduces of 1 GB (vTrain's tables of NCCL)."""
-NVLINK4 = Link(gbs=450, latency_us=5, reached=0.82, reduces=True)
-"""H100: 18 × 25 GB/s. From Hopper on the switch reduces (NVLS)."""
-NVLINK5 = Link(gbs=900, latency_us=5, reached=0.80, reduces=True)
-"""B200: 18 × 50 GB/s."""
-PCIE4 = Link(gbs=32, latency_us=10, reached=0.75)
-PCIE5 = Link(gbs=64, latency_us=10, reached=0.75)
-"""16 lanes."""
-INFINITY_FABRIC = Link(gbs=448, latency_us=8, reached=0.7, pair_gbs=64)
-"""MI300X and MI325X: a link of 64 GB/s to each of seven others."""
-INFINITY_FABRIC_4 = Link(gbs=537, latency_us=8, reached=0.7, pair_gbs=76.8)
-"""MI350X and MI355X: a link of 76.8 GB/s to each of seven others."""
-TPU_NETWORK = Link(gbs=6, latency_us=20, reached=0.8)
-"""The data centre's network, beyond the torus."""
+NOT_MEASURED = {"cluster.preset": "this file describes a machine itself"}
+"""Fields of a cluster that the file must not have, with the reason."""
 
 
-def _cards(gbits: float, devices_per_card: float = 1, latency_us: float = 12) -> Link:
-    """Returns the links of network cards of `gbits` Gb/s, each shared by `devices_per_card` devices."""
-    return Link(gbs=gbits / 8 / devices_per_card, latency_us=latency_us, reached=0.85)
+def default_path(env: Mapping[str, str] = os.environ) -> Path:
+    """Returns $PHALANX_HOME/cluster.yaml, or phalanx/cluster.yaml in the user's XDG configuration folder."""
+    if env.get("PHALANX_HOME"):
+        return Path(env["PHALANX_HOME"]).expanduser() / "cluster.yaml"
+    base = Path(env.get("XDG_CONFIG_HOME", ""))  # the specification ignores relative paths
+    return (base if base.is_absolute() else Path.home() / ".config") / "phalanx" / "cluster.yaml"
+
+
+def local_fields(path: Path) -> dict[str, Any]:
+    """Returns the fields of `cluster` that the file sets, by dotted path (`intra.gbs`).
+
+    Raises JobError with every problem: YAML, unknown fields, values of another type, each with its line."""
+    settings, problems = yaml_file.read(path)
+    found: dict[str, Any] = {}
+    for setting in settings:
+        section, _, name = setting.path.partition(".")
+        try:
+            if section != "cluster" or setting.path in NOT_MEASURED:
+                raise ValueError(NOT_MEASURED.get(setting.path, "this file has only a `cluster` section"))
+            found[name] = values.convert(setting.text, leaves()[setting.path])
+        except ValueError as error:
+            problems.append(f"{setting.origin}: {setting.path}: {error}")
+    if problems:
+        raise JobError(problems)
+    return found
+
+
+def read_local(nodes: int = 0, path: Path | None = None) -> Cluster:
+    """Returns the measured machine with `nodes` nodes (0: those of the file, or one). Raises JobError if there is no
+    file, if it has errors, or if a measurement that the machine needs is missing."""
+    path = path or default_path()
+    machine = read_local_partly(path)
+    machine = fields.replace(machine, "nodes", nodes or machine.nodes)
+    if problems := _unmeasured(machine):
+        raise JobError([f"{path}: {problem}" for problem in problems])
+    return machine
+
+
+def read_local_partly(path: Path) -> Cluster:
+    """Returns the cluster of the file, which may lack measurements. Raises JobError if it is absent or has errors."""
+    if not path.exists():
+        raise JobError(
+            f"cluster=local is this machine as measured, and it was not measured ({path} does not exist): run "
+            "`phalanx bench compute` and `phalanx bench comm` first"
+        )
+    machine = Cluster()
+    for name, value in local_fields(path).items():
+        machine = fields.replace(machine, name, value)
+    return machine
+
+
+def _unmeasured(machine: Cluster) -> list[str]:
+    """Returns a message for each measurement that a prediction lacks."""
+    found = []
+    device, links = machine.accelerator, {"intra": machine.devices_per_node != 1, "inter": machine.nodes > 1}
+    if not device.bandwidth_gbs or not any((device.fp32_tflops, device.bf16_tflops, device.fp16_tflops)):
+        found.append("cluster.accelerator is not measured: run `phalanx bench compute`")
+    if links["intra"] and not machine.intra.gbs:
+        found.append("cluster.intra is not measured: run `phalanx bench comm`, or set cluster.devices_per_node to 1")
+    if links["inter"] and not machine.inter.gbs:
+        found.append(
+            f"cluster.inter is not measured, and there are {machine.nodes} nodes: run `phalanx bench comm` on several "
+            "nodes with torchrun, srun or mpiexec, or write cluster.inter.gbs and .latency_us into this file"
+        )
+    return found
+
+
+MEMORY_TOLERANCE = 0.12
+"""Relative difference allowed between a driver's figure for the memory and the row's: ECC and the driver take some."""
+
+
+@stated
+@dataclass(frozen=True)
+class DeviceEntry:
+    """One row of the table."""
+
+    accelerator: Accelerator
+    source: str
+    """Source of the figures."""
+    reported_as: tuple[str, ...] = ()
+    """Names that torch.cuda.get_device_name reports, without the maker's; none for devices without CUDA or ROCm. Rows
+    that share a name differ in memory."""
+
+
+def device_problems(device: Accelerator) -> Iterator[str]:
+    """Yields every figure that a known device must state and this one does not."""
+    for name in ("fp32_tflops", "memory_gib", "bandwidth_gbs"):
+        if not getattr(device, name) > 0:
+            yield f"{name} is missing"
+    if not (device.bf16_tflops > 0 or device.fp16_tflops > 0):
+        yield "bf16_tflops or fp16_tflops is missing"
+
+
+def _device_problems(name: str, entry: DeviceEntry) -> Iterator[str]:
+    if entry.accelerator.name != name:
+        yield f"accelerator.name is {entry.accelerator.name!r}, not {name!r}"
+    yield from (f"accelerator.{problem}" for problem in device_problems(entry.accelerator))
+    for reported in entry.reported_as:
+        if not _plain(reported):
+            yield f"reported_as {reported!r} names no device"
+        elif known := device_reported_as(reported, entry.accelerator.memory_gib):
+            yield f"reported_as {reported!r} with {entry.accelerator.memory_gib:g} GiB already means {known.name}"
+
+
+def _device_entry(name: str, stored: dict[str, Any]) -> DeviceEntry:
+    return read_as(DeviceEntry, {**stored, "accelerator": {"name": name, **stored["accelerator"]}}, name)
+
+
+DEVICES = Registry("device", Known("devices.json", _device_entry), _device_problems)
+"""Known devices with their sources, by name. Memory is what a program can use, a little less than the nominal size."""
+ACCELERATORS = View(DEVICES, lambda _, entry: entry.accelerator)
+"""Known devices by name."""
+
+
+def device_reported_as(name: str, memory_gib: float) -> Accelerator | None:
+    """Returns the known device that a driver reports as `name`, such as "NVIDIA A100-SXM4-80GB", with `memory_gib` GiB;
+    None if there is none. The whole name must match except for the maker, case and hyphens, so that neither a GB200
+    passes for a B200 nor a slice of a GPU (MIG) for a whole one."""
+    spelled = _plain(name)
+    entries = [entry for entry in DEVICES.values() if spelled in {_plain(reported) for reported in entry.reported_as}]
+    found = [entry.accelerator for entry in entries]
+    return next((device for device in found if abs(memory_gib / device.memory_gib - 1) < MEMORY_TOLERANCE), None)
+
+
+def _plain(name: str) -> str:
+    """Returns a driver's name without the maker's, in lower case, with single spaces."""
+    words = re.sub(r"^(nvidia|amd|tesla|instinct|\s)+\s", "", name.lower().strip())
+    return " ".join(re.split(r"[\s_-]+", words))
 
 
 LINK_REACHED = 0.8
@@ -52,49 +165,8 @@ LINK_REACHED = 0.8
 UPDATE_REACHED = 0.43
 """Share of the host's memory bandwidth that an optimizer's update reaches: AdamW on 10 billion parameters moves 280 GB
 in 2.57 s on a host with 256 GB/s (Ren et al. 2021, table 4: CPU-Adam, two Xeon 8168)."""
-
-
 DISK_REACHED = 0.8
 """Share of the disks' peak bandwidth that large requests reach, of which half are writes: assumed."""
-
-
-def _host(
-    devices: int, memory_gb: float, bandwidth_gbs: float, link_gbs: float, disk_tb: float = 0, disk_gbs: float = 0
-) -> HostShare:
-    """Returns each device's share of a host with `memory_gb` that moves `bandwidth_gbs`, its link to the host, and its
-    share of the local disks."""
-    update = UPDATE_REACHED * bandwidth_gbs / devices
-    disk = DISK_REACHED * disk_gbs / devices, disk_tb * 1e12 / 2**30 / devices
-    return HostShare(memory_gb * 1e9 / 2**30 / devices, link_gbs * LINK_REACHED, update, *disk)
-
-
-DGX1_HOST = _host(8, 512, 154, 8, disk_tb=7.68, disk_gbs=2)
-"""Two Xeon E5-2698 v4 of four channels DDR4-2400; two devices share 16 lanes of PCIe 3.0. Disks: four SATA drives of
-1.92 TB, 0.5 GB/s each, in RAID 0."""
-DGX2_HOST = _host(16, 1500, 256, 4, disk_tb=30.7, disk_gbs=25)
-"""Two Xeon 8168 of six channels DDR4-2666; four devices share 16 lanes of PCIe 3.0. Disks: eight NVMe drives of
-3.84 TB, taken to be as fast as those of DGX A100."""
-DGX_A100_HOST = _host(8, 2000, 410, 16, disk_tb=30.7, disk_gbs=25)
-"""Two EPYC 7742 of eight channels DDR4-3200; two devices share 16 lanes of PCIe 4.0. Disks: eight NVMe drives of
-3.84 TB in RAID 0, 25 GB/s (NVIDIA's presentation of DGX A100)."""
-DGX_A100_40GB_HOST = _host(8, 1000, 410, 16, disk_tb=15.4, disk_gbs=25)
-"""The same with half the memory and four drives."""
-DGX_H100_HOST = _host(8, 2000, 614, 64, disk_tb=30.7, disk_gbs=25)
-"""Two Xeon 8480C of eight channels DDR5-4800; 16 lanes of PCIe 5.0 per device. Disks: eight NVMe drives of 3.84 TB in
-RAID 0, taken to be as fast as those of DGX A100."""
-DGX_B200_HOST = _host(8, 2000, 717, 64, disk_tb=30.7, disk_gbs=25)
-"""Two Xeon 8570 of eight channels DDR5-5600; 16 lanes of PCIe 5.0 per device. Disks as of DGX H100."""
-GRACE_HOST = _host(1, 480, 512, 450)
-"""One Grace with LPDDR5X; NVLink-C2C."""
-GRACE_PAIR_HOST = _host(2, 480, 512, 450)
-"""A Grace for two devices, which share its NVLink-C2C."""
-MILAN_HOST = _host(4, 512, 205, 32)
-"""One EPYC 7543P of eight channels DDR4-3200 for four devices, 16 lanes of PCIe 4.0 each."""
-NO_HOST = HostShare()
-
-
-def _node(device: str, devices: int, *, intra: Link, inter: Link, host: HostShare = NO_HOST) -> Cluster:
-    return Cluster(devices_per_node=devices, accelerator=ACCELERATORS[device], intra=intra, inter=inter, host=host)
 
 
 @stated
@@ -108,193 +180,78 @@ class MachineEntry:
 
 
 LOCAL = "local"
-"""Name of the machine that was measured here (local_cluster.py)."""
-_OWN = {
-    "dgx-v100": MachineEntry(
-        _node("v100-32gb", 8, intra=NVLINK2, inter=_cards(100, devices_per_card=2), host=DGX1_HOST),
-        source="NVIDIA DGX-1 with V100 data sheet: four 100 Gb/s cards",
-    ),
-    "dgx-2": MachineEntry(
-        _node("v100-32gb", 16, intra=NVSWITCH1, inter=_cards(100, devices_per_card=2), host=DGX2_HOST),
-        source="NVIDIA DGX-2 data sheet: 16 V100 and 12 NVSwitches, eight 100 Gb/s cards, 30 TB of NVMe",
-    ),
-    "dgx-a100": MachineEntry(
-        _node("a100-80gb", 8, intra=NVLINK3, inter=_cards(200), host=DGX_A100_HOST),
-        source="NVIDIA DGX A100 data sheet: eight 200 Gb/s cards",
-    ),
-    "dgx-a100-40gb": MachineEntry(
-        _node(
-            "a100-40gb",
-            8,
-            intra=NVLINK3,
-            inter=_cards(200),
-            host=DGX_A100_40GB_HOST,
-        ),
-        source="NVIDIA DGX A100 data sheet: eight 200 Gb/s cards",
-    ),
-    "a800": MachineEntry(
-        _node("a100-80gb", 8, intra=replace(NVLINK3, gbs=200), inter=_cards(200)),
-        source="NVIDIA A800 data sheet: NVLink of 400 GB/s, both ways; otherwise as dgx-a100",
-    ),
-    "a100-pcie": MachineEntry(
-        _node("a100-pcie-80gb", 8, intra=PCIE4, inter=_cards(200, devices_per_card=8)),
-        source="PCIe 4.0; one 200 Gb/s card for a node is assumed",
-    ),
-    "dgx-h100": MachineEntry(
-        _node("h100-80gb", 8, intra=NVLINK4, inter=_cards(400), host=DGX_H100_HOST),
-        source="NVIDIA DGX H100 data sheet: eight 400 Gb/s cards",
-    ),
-    "dgx-h100-nvl256": MachineEntry(
-        replace(_node("h100-80gb", 8, intra=NVLINK4, inter=_cards(400)), domain=256),
-        source="NVIDIA H100 architecture whitepaper: the NVLink Switch System joins 256",
-    ),
-    "h100-pcie": MachineEntry(
-        _node("h100-pcie-80gb", 8, intra=PCIE5, inter=_cards(400, devices_per_card=8)),
-        source="PCIe 5.0; one 400 Gb/s card for a node is assumed",
-    ),
-    "gh200": MachineEntry(
-        _node("gh200", 1, intra=NVLINK4, inter=_cards(400), host=GRACE_HOST),
-        source="NVIDIA GH200 data sheet; one 400 Gb/s card per superchip is assumed",
-    ),
-    "dgx-h200": MachineEntry(
-        _node("h200", 8, intra=NVLINK4, inter=_cards(400), host=DGX_H100_HOST),
-        source="NVIDIA DGX H200 data sheet: eight 400 Gb/s cards",
-    ),
-    "h800": MachineEntry(
-        _node("h800-80gb", 8, intra=replace(NVLINK4, gbs=200), inter=_cards(400)),
-        source="NVIDIA H800 data sheet: NVLink of 400 GB/s, both ways; otherwise as dgx-h100",
-    ),
-    "dgx-b200": MachineEntry(
-        _node("b200", 8, intra=NVLINK5, inter=_cards(400), host=DGX_B200_HOST),
-        source="NVIDIA DGX B200 data sheet: eight 400 Gb/s cards",
-    ),
-    "dgx-b300": MachineEntry(
-        _node("b300", 8, intra=NVLINK5, inter=_cards(800)),
-        source="NVIDIA DGX B300 data sheet: eight 800 Gb/s cards",
-    ),
-    "gb200-nvl72": MachineEntry(
-        replace(_node("gb200", 4, intra=NVLINK5, inter=_cards(400), host=GRACE_PAIR_HOST), domain=72),
-        source="NVIDIA GB200 NVL72 data sheet: NVLink joins the 72 devices of a rack",
-    ),
-    "gb300-nvl72": MachineEntry(
-        replace(_node("gb300", 4, intra=NVLINK5, inter=_cards(800), host=GRACE_PAIR_HOST), domain=72),
-        source="NVIDIA GB300 NVL72 data sheet: NVLink joins the 72 devices of a rack",
-    ),
-    "mi300x": MachineEntry(
-        _node("mi300x", 8, intra=INFINITY_FABRIC, inter=_cards(400)),
-        source="AMD MI300X data sheet: seven Infinity Fabric links; eight 400 Gb/s cards",
-    ),
-    "mi325x": MachineEntry(
-        _node("mi325x", 8, intra=INFINITY_FABRIC, inter=_cards(400)),
-        source="AMD MI325X data sheet: seven Infinity Fabric links; eight 400 Gb/s cards",
-    ),
-    "mi350x": MachineEntry(
-        _node("mi350x", 8, intra=INFINITY_FABRIC_4, inter=_cards(400)),
-        source="AMD MI350X data sheet: seven Infinity Fabric links; eight 400 Gb/s cards",
-    ),
-    "mi355x": MachineEntry(
-        _node("mi355x", 8, intra=INFINITY_FABRIC_4, inter=_cards(400)),
-        source="AMD MI355X data sheet: seven Infinity Fabric links; eight 400 Gb/s cards",
-    ),
-    "gaudi2": MachineEntry(
-        _node("gaudi2", 8, intra=Link(gbs=262, latency_us=8, reached=0.85), inter=_cards(300)),
-        source="Intel Gaudi 2 data sheet: 24 ports of 100 Gb/s, 21 of them inside the node",
-    ),
-    "gaudi3": MachineEntry(
-        _node("gaudi3", 8, intra=Link(gbs=525, latency_us=8, reached=0.85), inter=_cards(600)),
-        source="Intel Gaudi 3 data sheet: 24 ports of 200 Gb/s, 21 of them inside the node",
-    ),
-    "polaris": MachineEntry(
-        _node("a100-40gb", 4, intra=NVLINK3, inter=_cards(200, devices_per_card=2), host=MILAN_HOST),
-        source="ALCF user guide: two Slingshot-11 cards for four A100",
-    ),
-    "sophia": MachineEntry(
-        _node("a100-40gb", 8, intra=NVLINK3, inter=_cards(200), host=DGX_A100_HOST),
-        source="ALCF user guide: DGX A100",
-    ),
-    "perlmutter": MachineEntry(
-        _node(
-            "a100-40gb",
-            4,
-            intra=NVLINK3,
-            inter=_cards(200),
-            host=_host(4, 256, 205, 32),
-        ),
-        source="NERSC, Perlmutter architecture: four Slingshot-11 cards for four A100",
-    ),
-    "frontier": MachineEntry(
-        _node("mi250x-gcd", 8, intra=Link(gbs=50, latency_us=8, reached=0.75), inter=_cards(200, devices_per_card=2)),
-        source="OLCF, Frontier user guide: four Slingshot-11 cards for eight dies, 50 GB/s per link between dies",
-    ),
-    # Between GPUs 15 GB/s were measured, which is also a tile's share of the eight cards (200 Gb/s for 1.5 tiles):
-    # beyond a pair of tiles all links are as slow as the network.
-    "aurora": MachineEntry(
-        replace(
-            _node(
-                "max1550-tile",
-                12,
-                intra=Link(gbs=185, latency_us=10, reached=0.9),
-                inter=_cards(200, devices_per_card=1.5),
-            ),
-            domain=2,
-        ),
-        source="ALCF, Aurora user guide: 185 GB/s measured between the two tiles of a GPU",
-    ),
-    "selene": MachineEntry(
-        _node("a100-80gb", 8, intra=NVLINK3, inter=_cards(200), host=DGX_A100_HOST),
-        source="Narayanan et al. 2021: eight HDR cards",
-    ),
-    "jean-zay": MachineEntry(
-        _node("a100-80gb", 8, intra=NVLINK3, inter=_cards(100, devices_per_card=2, latency_us=15)),
-        source="bigscience, train/tr11-176B-ml: four 100 Gb/s Omni-Path cards for eight A100",
-    ),
-    "jean-zay-v100": MachineEntry(
-        _node("v100-32gb", 4, intra=NVLINK2, inter=_cards(100, latency_us=15)),
-        source="bigscience: four 100 Gb/s Omni-Path cards for four V100",
-    ),
-    "jean-zay-v100-16gb": MachineEntry(
-        _node("v100-16gb", 4, intra=NVLINK2, inter=_cards(100, latency_us=15)),
-        source="bigscience: four 100 Gb/s Omni-Path cards for four V100",
-    ),
-    "eos": MachineEntry(
-        _node("h100-80gb", 8, intra=NVLINK4, inter=_cards(400), host=DGX_H100_HOST),
-        source="NVIDIA Eos: DGX H100",
-    ),
-    "meta-h100": MachineEntry(
-        replace(_node("h100-80gb", 8, intra=NVLINK4, inter=_cards(400)), pod=3072, oversubscription=7),
-        source="Llama 3 (2024), section 3.3.1: pods of 3,072 devices, 1:7 oversubscribed above",
-    ),
-    "grand-teton": MachineEntry(
-        _node("h100-96gb", 8, intra=NVLINK4, inter=_cards(400)),
-        source="torchtitan, benchmarks/llama3_h100_202412",
-    ),
-    # A torus has no switch: every device passes on what its neighbours send, over two or three axes at once, two links
-    # per axis. `domain` is the largest slice.
-    "tpu-v4": MachineEntry(
-        replace(_node("tpu-v4", 4, intra=Link(gbs=270, latency_us=1, reached=0.85), inter=TPU_NETWORK), domain=4096),
-        source="How to Scale Your Model (Austin et al. 2025), chapter 2",
-    ),
-    "tpu-v5e": MachineEntry(
-        replace(
-            _node(
-                "tpu-v5e",
-                8,
-                intra=Link(gbs=180, latency_us=1, reached=0.85),
-                inter=Link(gbs=1.5, latency_us=50, reached=0.6),
-            ),
-            domain=256,
-        ),
-        source="How to Scale Your Model (Austin et al. 2025), chapter 2",
-    ),
-    "tpu-v5p": MachineEntry(
-        replace(_node("tpu-v5p", 4, intra=Link(gbs=540, latency_us=1, reached=0.85), inter=TPU_NETWORK), domain=8960),
-        source="How to Scale Your Model (Austin et al. 2025), chapter 2",
-    ),
-    "tpu-v6e": MachineEntry(
-        replace(_node("tpu-v6e", 8, intra=Link(gbs=360, latency_us=1, reached=0.85), inter=TPU_NETWORK), domain=256),
-        source="How to Scale Your Model (Austin et al. 2025), chapter 2",
-    ),
-}
+"""Name of the machine that was measured here."""
+
+
+@dataclass(frozen=True)
+class _Cards:
+    """Network cards of `gbits` Gb/s, each shared by `devices_per_card` devices."""
+
+    gbits: float
+    devices_per_card: float = 1
+    latency_us: float = 12
+
+
+@dataclass(frozen=True)
+class _Host:
+    """A host of `devices` devices: its memory and what that moves, each device's link to it, and the local disks."""
+
+    devices: int
+    memory_gb: float
+    bandwidth_gbs: float
+    link_gbs: float
+    disk_tb: float = 0
+    disk_gbs: float = 0
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """An entry of machines.json. A link or a host may be the name of one of the file's."""
+
+    device: str
+    devices: int
+    intra: Link
+    inter: Link | _Cards
+    source: str
+    host: _Host | None = None
+    domain: int = 0
+    pod: int = 0
+    oversubscription: float = 1.0
+
+
+def _entry(name: str, stored: dict[str, Any]) -> MachineEntry:
+    file = data_file("machines.json")
+    for part, known in (("intra", "links"), ("inter", "links"), ("host", "hosts")):
+        if isinstance(said := stored.get(part), str):
+            stored[part] = file[known][said]
+        elif said and "like" in said:
+            stored[part] = {**file[known][said["like"]], **said}
+        if part in stored:
+            stored[part] = {key: each for key, each in stored[part].items() if key not in ("like", "comment")}
+    machine = read_as(_Machine, stored, name)
+    host, cards = machine.host, machine.inter
+    share = HostShare()
+    if host:
+        share = HostShare(
+            memory_gib=host.memory_gb * 1e9 / 2**30 / host.devices,
+            link_gbs=host.link_gbs * LINK_REACHED,
+            update_gbs=UPDATE_REACHED * host.bandwidth_gbs / host.devices,
+            disk_gbs=DISK_REACHED * host.disk_gbs / host.devices,
+            disk_gib=host.disk_tb * 1e12 / 2**30 / host.devices,
+        )
+    if isinstance(cards, _Cards):
+        cards = Link(gbs=cards.gbits / 8 / cards.devices_per_card, latency_us=cards.latency_us, reached=0.85)
+    cluster = Cluster(
+        devices_per_node=machine.devices,
+        domain=machine.domain,
+        pod=machine.pod,
+        oversubscription=machine.oversubscription,
+        accelerator=ACCELERATORS[machine.device],
+        intra=machine.intra,
+        inter=cards,
+        host=share,
+    )
+    return MachineEntry(cluster, machine.source)
 
 
 def _entry_problems(name: str, entry: MachineEntry) -> Iterator[str]:
@@ -316,7 +273,7 @@ def _entry_problems(name: str, entry: MachineEntry) -> Iterator[str]:
             yield f"cluster.{field} is not a machine's own: leave it out"
 
 
-MACHINES = Registry("cluster", _OWN, _entry_problems)
+MACHINES = Registry("cluster", Known("machines.json", _entry), _entry_problems)
 """Known machines with their sources, by name, as one node."""
 CLUSTERS = View(MACHINES, lambda name, entry: replace(entry.cluster, preset=name))
 """Known machines by name, as one node."""
@@ -334,5 +291,164 @@ def cluster_of(preset: str) -> Cluster:
     if colon and not (nodes.isdecimal() and len(nodes) < 20 and int(nodes) > 0):
         raise JobError(f"{preset!r}: after the colon comes the number of nodes, such as {name}:8")
     if name == LOCAL:
-        return replace(local_cluster.read(int(nodes or 0)), preset=preset)
+        return replace(read_local(int(nodes or 0)), preset=preset)
     return replace(CLUSTERS[name], preset=preset, nodes=int(nodes or 1))
+
+
+OWN_NAME = "own device"
+"""Name of a described accelerator that the user did not name."""
+_PEAKS = ("bf16_tflops", "fp16_tflops", "fp8_tflops", "fp4_tflops", "fp32_tflops")
+_KEYS = ("bandwidth_gbs", "memory_gib")
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A described machine with every figure, and where the figures that the user left out come from."""
+
+    cluster: Cluster
+    filled: dict[str, str]
+    """Origin of each figure that was filled in, by its path within `cluster`."""
+    note: str = ""
+    """A line for the user that names the filled figures."""
+    problems: tuple[tuple[str, str], ...] = ()
+    """Paths within `cluster` and messages."""
+
+
+def describe(cluster: Cluster, given: Set[str]) -> Described:
+    """Completes a machine whose accelerator the user described; `given` are the paths within `cluster` that the user
+    set. A machine without such a path, or from a preset, is returned as it is, with its problems."""
+    device = cluster.accelerator
+    named = {path.removeprefix("accelerator.") for path in given if path.startswith("accelerator.")}
+    default = Accelerator()
+    # A 0 where 0 is the default is what a job has that does not know the figure.
+    described = {name for name in named if getattr(device, name) or getattr(default, name)}
+    changed = any(getattr(device, name) != getattr(default, name) for name in named)
+    if not changed or any(path.startswith("calibration.") for path in given):  # measured: nothing is to be assumed
+        return Described(cluster, {})
+    if any(getattr(device, name) < 0 for name in named & {*_PEAKS, *_KEYS}):  # out of its range
+        return Described(cluster, {})
+    if cluster.preset or cluster.device == "cpu":  # no known device resembles a process of a CPU
+        wrong = tuple(_missing(device, named, cluster.device == "cpu")) if device.name else ()
+        return Described(cluster, {}, problems=wrong)
+    known = ACCELERATORS.get(device.name)
+    if known is None:
+        if wrong := tuple(_missing(device, named)):
+            return Described(cluster, {}, problems=wrong)
+        known = _nearest(device)
+        base = _scaled(known, device)
+    else:
+        base = known
+    filled = {
+        field.name: getattr(base, field.name)
+        for field in dataclasses.fields(Accelerator)
+        if field.name not in described and getattr(base, field.name) != getattr(device, field.name)
+    }
+    filled.pop("name", None)
+    device = dataclasses.replace(device, **{**filled, "name": device.name or OWN_NAME})
+    found = {f"accelerator.{name}": f"{value:g}" for name, value in filled.items()}
+    origins = dict.fromkeys(found, f"resolved as {known.name}")
+    if "accelerator.name" not in given:
+        origins["accelerator.name"] = "resolved: not named"
+    links: dict[str, Link] = {}
+    machine = next((name for name, each in CLUSTERS.items() if each.accelerator.name == known.name), "")
+    for kind in ("intra", "inter") if machine else ():
+        link, more = _completed(getattr(cluster, kind), getattr(CLUSTERS[machine], kind), kind, given)
+        links[kind] = link
+        found |= more
+        origins |= dict.fromkeys(more, f"resolved as {machine}")
+    cluster = dataclasses.replace(cluster, accelerator=device, **links)
+    of_device = device.name if device.name in ACCELERATORS else f"{known.name}, the nearest known device"
+    if device.name in ACCELERATORS:  # the table's figures are what its name means: only the links are assumed
+        found = {path: text for path, text in found.items() if not path.startswith("accelerator.")}
+    listed = ", ".join(f"{path.removeprefix('accelerator.')} {text}" for path, text in found.items())
+    source = of_device + (f" (links: {machine})" if machine else "")
+    note = f"cluster: figures that are not given are those of {source}: {listed}" if found else ""
+    return Described(cluster, origins, note, tuple(_unlinked(cluster)))
+
+
+def _missing(device: Accelerator, named: Set[str], is_cpu: bool = False) -> list[tuple[str, str]]:
+    """Returns one problem that names every figure a prediction needs and the device lacks, or one for each that is
+    `named` and 0."""
+    if device.name and not any(getattr(device, name) for name in (*_PEAKS, *_KEYS)):
+        return [
+            (
+                "accelerator.name",
+                f"no known device {device.name!r}{_alike(device.name)} (known: "
+                f"{', '.join(ACCELERATORS)}); of another give bf16_tflops, memory_gib and bandwidth_gbs",
+            )
+        ]
+    lacks = [problem.removesuffix(" is missing") for problem in device_problems(device)]
+    lacks = [name for name in lacks if name != "memory_gib" or not is_cpu]
+    half, full = "bf16_tflops or fp16_tflops", "fp32_tflops"
+    spare = half if half in lacks and full not in lacks else full  # one peak is enough: the other follows
+    lacks = [name for name in lacks if name != spare]
+    if wrong := [name for lack in lacks for name in lack.split(" or ") if name in named]:
+        return [(f"accelerator.{name}", "must be above 0, is 0") for name in wrong]
+    if not lacks:
+        return []
+    return [
+        (
+            "accelerator",
+            f"{', '.join(lacks)} {'is' if len(lacks) == 1 else 'are'} missing; give the figure of the data sheet, or "
+            f"name a known device: cluster.accelerator=h100-80gb (known: {', '.join(ACCELERATORS)})",
+        )
+    ]
+
+
+def _alike(name: str) -> str:
+    begins = [known for known in ACCELERATORS if known.startswith(name.lower())]
+    return f"; did you mean {' or '.join(begins)}?" if begins and name else did_you_mean(name, ACCELERATORS)
+
+
+def _nearest(device: Accelerator) -> Accelerator:
+    """Returns the known device whose 16-bit peak (or fp32 peak), memory bandwidth and memory are nearest by ratio."""
+
+    def distance(known: Accelerator) -> float:
+        pairs = [(_half(device), _half(known))] if _half(device) else [(device.fp32_tflops, known.fp32_tflops)]
+        pairs += [(getattr(device, name), getattr(known, name)) for name in _KEYS]
+        return sum(log(one / other) ** 2 for one, other in pairs)
+
+    return min(ACCELERATORS.values(), key=distance)
+
+
+def _half(device: Accelerator) -> float:
+    return device.bf16_tflops or device.fp16_tflops
+
+
+def _scaled(known: Accelerator, device: Accelerator) -> Accelerator:
+    """Returns the known device's figures for `device`: shares and times as they are, the fp32 peak by the ratio of
+    16-bit peaks, fp16 as fast as bfloat16. Peaks of formats that nobody named are 0: the device may not have them."""
+    half = _half(device)
+    peaks = dict.fromkeys(_PEAKS, 0.0)
+    if half:
+        peaks |= {"fp16_tflops": half, "fp32_tflops": known.fp32_tflops * half / _half(known)}
+    return dataclasses.replace(known, name="", **peaks)
+
+
+def _completed(link: Link, known: Link, kind: str, given: Set[str]) -> tuple[Link, dict[str, str]]:
+    """Returns a link with the figures of a known one where none is given, and their texts by path. Pairs without a
+    switch are the known link's only together with its bandwidth."""
+    own_speed = f"{kind}.gbs" in given
+    names = [name for name in ("gbs", "latency_us", "reached", "pair_gbs", "reduces") if f"{kind}.{name}" not in given]
+    if own_speed and "pair_gbs" in names:
+        names.remove("pair_gbs")
+    filled = {name: getattr(known, name) for name in names if getattr(known, name) != getattr(link, name)}
+    return dataclasses.replace(link, **filled), {
+        f"{kind}.{name}": str(value).lower() if isinstance(value, bool) else f"{value:g}"
+        for name, value in filled.items()
+    }
+
+
+def _unlinked(cluster: Cluster) -> list[tuple[str, str]]:
+    """Returns a problem of every link that the machine needs and that has no bandwidth, and of an impossible domain."""
+    found = []
+    for kind, needed, why in (
+        ("intra", cluster.devices_per_node > 1, f"{cluster.devices_per_node} devices per node"),
+        ("inter", cluster.nodes > 1, f"{cluster.nodes} nodes"),
+    ):
+        if needed and not getattr(cluster, kind).gbs:
+            found.append((f"{kind}.gbs", f"must be above 0: the machine has {why}"))
+    domain, per_node = cluster.domain, cluster.devices_per_node
+    if domain and per_node and domain % per_node and per_node % domain:
+        found.append(("domain", f"must divide devices_per_node {per_node} or be a multiple of it, is {domain}"))
+    return found

@@ -1,4 +1,4 @@
-"""The range or form of a field's values, as it stands in the field's type: `n_layers: Annotated[int, AtLeast(1)] = 4`.
+"""The range or form of a field's values, as it stands in the field's type: `n_layers: Annotated[int, Interval(1)] = 4`.
 
 `check/job.py` compares every field of a job with its range; config/fields.py `constraints` lists them.
 """
@@ -8,111 +8,51 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
-class AtLeast:
-    """The smallest legal value; of a tuple, that of each of its values. A word in place of a number is legal."""
+class Interval:
+    """The smallest and the largest legal value, and bounds that are not legal themselves; of a tuple, those of each of
+    its values. A word in place of a number is legal."""
 
-    least: float
+    least: float = -math.inf
+    most: float = math.inf
+    above: float = -math.inf
+    below: float = math.inf
 
     @property
     def words(self) -> str:
-        """The range in a few words."""
-        return f"≥ {self.least:g}"
+        """The range in a few words, such as "≥ 0, < 1"."""
+        if math.isfinite(self.least) and math.isfinite(self.most):
+            return f"{self.least:g} to {self.most:g}"
+        bounds = (("≥", self.least), (">", self.above), ("≤", self.most), ("<", self.below))
+        return ", ".join(f"{sign} {bound:g}" for sign, bound in bounds if math.isfinite(bound))
 
     def problem(self, value: float | str | tuple[float, ...]) -> str:
         """Returns what is wrong with a value or a tuple of them, or nothing."""
-        if isinstance(value, str):
-            return ""
-        if min(value) >= self.least if isinstance(value, tuple) else value >= self.least:
-            return ""
-        is_ = "are" if isinstance(value, tuple) else "is"
-        return f"must be at least {self.least}, {is_} {value}" if self.least else f"must not be negative, {is_} {value}"
-
-
-@dataclass(frozen=True)
-class Above:
-    """A lower bound that is not legal itself, and the largest legal value, if there is one."""
-
-    bound: float
-    most: float = math.inf
-
-    @property
-    def words(self) -> str:
-        """The range in a few words."""
-        return f"> {self.bound:g}" + (f", ≤ {self.most:g}" if math.isfinite(self.most) else "")
-
-    def problem(self, value: float) -> str:
-        """Returns what is wrong with a value, or nothing."""
-        if self.bound < value <= self.most:
-            return ""
-        most = f" and at most {self.most:g}" if math.isfinite(self.most) else ""
-        return f"must be above {self.bound}{most}, is {value}"
-
-
-@dataclass(frozen=True)
-class Below:
-    """An upper bound that is not legal itself."""
-
-    bound: float
-
-    @property
-    def words(self) -> str:
-        """The range in a few words."""
-        return f"< {self.bound:g}"
-
-    def problem(self, value: float) -> str:
-        """Returns what is wrong with a value, or nothing."""
-        return "" if value < self.bound else f"must be below {self.bound}, is {value}"
-
-
-@dataclass(frozen=True)
-class Between:
-    """The smallest and the largest legal value."""
-
-    least: float
-    most: float
-
-    @property
-    def words(self) -> str:
-        """The range in a few words."""
-        return f"{self.least:g} to {self.most:g}"
-
-    def problem(self, value: float) -> str:
-        """Returns what is wrong with a value, or nothing."""
-        inside = self.least <= value <= self.most
-        return "" if inside else f"must lie between {self.least} and {self.most}, is {value}"
-
-
-@dataclass(frozen=True)
-class HalfOpen:
-    """The smallest legal value, and an upper bound that is not legal; of a tuple, the range of each of its values."""
-
-    least: float
-    bound: float
-
-    @property
-    def words(self) -> str:
-        """The range in a few words."""
-        return f"≥ {self.least:g}, < {self.bound:g}"
-
-    def problem(self, value: float | tuple[float, ...]) -> str:
-        """Returns what is wrong with a value or a tuple of them, or nothing."""
         values = value if isinstance(value, tuple) else (value,)
-        if all(self.least <= each < self.bound for each in values):
+        if isinstance(value, str) or all(self.least <= v <= self.most and self.above < v < self.below for v in values):
             return ""
-        return f"must lie in [{self.least}, {self.bound}), {'are' if isinstance(value, tuple) else 'is'} {value}"
+        if math.isfinite(self.above):
+            most = f" and at most {self.most:g}" if math.isfinite(self.most) else ""
+            must = f"must be above {self.above}{most}"
+        elif not math.isfinite(self.least):
+            must = f"must be below {self.below}"
+        elif math.isfinite(self.below):
+            must = f"must lie in [{self.least}, {self.below})"
+        elif math.isfinite(self.most):
+            must = f"must lie between {self.least} and {self.most}"
+        else:
+            must = f"must be at least {self.least}" if self.least else "must not be negative"
+        return f"{must}, {'are' if isinstance(value, tuple) else 'is'} {value}"
 
 
 @dataclass(frozen=True)
 class Printable:
     """A text without control characters."""
 
-    @property
-    def words(self) -> str:
-        """The range in a few words."""
-        return "printable"
+    words: ClassVar[str] = "printable"
 
     def problem(self, value: str) -> str:
         """Returns what is wrong with a value, or nothing."""
@@ -125,10 +65,7 @@ class FolderName:
 
     longest: int
 
-    @property
-    def words(self) -> str:
-        """The range in a few words."""
-        return "the name of a folder"
+    words: ClassVar[str] = "the name of a folder"
 
     def problem(self, value: str) -> str:
         """Returns what is wrong with a value and the nearest legal name, or nothing."""
@@ -157,7 +94,6 @@ class Matches:
 
     @property
     def words(self) -> str:
-        """The range in a few words."""
         return self.form
 
     def problem(self, value: str) -> str:
@@ -170,10 +106,7 @@ class Matches:
 class StoreUrl:
     """The URL of a place on an object store, without credentials; may be empty."""
 
-    @property
-    def words(self) -> str:
-        """The range in a few words."""
-        return "a URL"
+    words: ClassVar[str] = "a URL"
 
     def problem(self, value: str) -> str:
         """Returns what is wrong with a value, or nothing. The value is not repeated: it may hold a secret."""
@@ -195,6 +128,13 @@ class StoreUrl:
         return ""
 
 
+@dataclass(frozen=True)
+class Example:
+    """A value for examples, as YAML, of a field whose type alone gives no telling one."""
+
+    text: str
+
+
 _SHOWN = 80  # characters of a wrong text in a message
 
-Constraint = AtLeast | Above | Below | Between | HalfOpen | Printable | FolderName | Matches | StoreUrl
+Constraint = Interval | Printable | FolderName | Matches | StoreUrl

@@ -320,7 +320,7 @@ CORPORA = Registry(
             "your own pairs of a chosen and a rejected answer in JSONL files: set data.path",
             "data.path",
             files="phalanx.data.rows:row_files",
-            rows="phalanx.data.preferences:preference_rows",
+            rows="phalanx.data.conversations:preference_rows",
             row_size=2,
             describe="phalanx.data.corpus:text_description",
             identity="phalanx.data.template:template_identity",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import keyword
 import typing
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.config import aliases, foreign_names, spelling, values
-from phalanx.config.constraints import Constraint
+from phalanx.config import foreign_names, values
+from phalanx.config.constraints import Constraint, Example
 from phalanx.config.job import Job
 from phalanx.nearest import nearest
 
@@ -36,14 +37,23 @@ SHARED_NAMES = {"name": "run.name"}
 @functools.cache
 def leaves(cls: type = Job) -> dict[str, Any]:
     """Returns the type of every leaf field of a (nested) dataclass, by dotted path, in order of definition."""
-    return {path: _plain(kind) for path, kind in _annotated_leaves(cls).items()}
+    return {
+        path: typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
+        for path, kind in _annotated_leaves(cls).items()
+    }
+
+
+@functools.cache
+def metadata(cls: type = Job) -> dict[str, tuple[Constraint | Example, ...]]:
+    """Returns what the type of every leaf field states besides the type, by dotted path."""
+    return {path: getattr(kind, "__metadata__", ()) for path, kind in _annotated_leaves(cls).items()}
 
 
 @functools.cache
 def constraints(cls: type = Job) -> dict[str, tuple[Constraint, ...]]:
     """Returns the range of every leaf field that has one stated in its type (config/constraints.py), by dotted path."""
-    found = {path: getattr(kind, "__metadata__", ()) for path, kind in _annotated_leaves(cls).items()}
-    return {path: ranges for path, ranges in found.items() if ranges}
+    found = {path: [each for each in said if not isinstance(each, Example)] for path, said in metadata(cls).items()}
+    return {path: tuple(ranges) for path, ranges in found.items() if ranges}
 
 
 def _annotated_leaves(cls: type) -> dict[str, Any]:
@@ -69,10 +79,6 @@ def name_of(attribute: str) -> str:
 def attribute_of(name: str) -> str:
     """Returns the attribute of a name: the inverse of `name_of`."""
     return f"{name}_" if keyword.iskeyword(name) else name
-
-
-def _plain(kind: Any) -> Any:
-    return typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
 
 
 def sections() -> list[str]:
@@ -129,15 +135,11 @@ def _by_last_name() -> dict[str, list[str]]:
     return found
 
 
-def _every_name() -> list[str]:
-    return [path for same in _by_last_name().values() for path in same]
-
-
 def _by_value(paths: Sequence[str], text: str) -> str | None:
     """Returns the field whose type takes the value. Specific types precede free text, unless the text looks like a
     mistyped choice of the former."""
     closed = [path for path in paths if leaves()[path] is not str]
-    fitting = [path for path in closed if _fits(spelling.value(path, text, leaves()[path]), leaves()[path])]
+    fitting = [path for path in closed if _fits(foreign_names.value(path, text, leaves()[path]), leaves()[path])]
     choices = [str(choice) for path in closed for choice in typing.get_args(leaves()[path])]
     if not fitting and not nearest(text, choices):
         fitting = [path for path in paths if path not in closed]
@@ -181,7 +183,7 @@ def _mistyped(section: str, name: str) -> str | None:
     if section in sections() or exact:
         return exact[0] if len(exact) == 1 else None
     shallow = [path for path in leaves() if path.count(".") == 1]
-    if found := _alike(name, shallow) or _alike(name, _every_name(), strictly=True):
+    if found := _alike(name, shallow) or _alike(name, [*itertools.chain(*_by_last_name().values())], strictly=True):
         return found
     foreign = nearest(name, _foreign_fields(), strictly=True)
     return _foreign_fields()[foreign] if foreign else None
@@ -191,7 +193,7 @@ def _mistyped(section: str, name: str) -> str | None:
 def _foreign_fields() -> dict[str, str]:
     """Returns the field of every name in other frameworks. Files have the field's own name, so that for them aliases
     are suggestions, too."""
-    return {**foreign_names.FIELDS, **{name: alias.path for name, alias in aliases.ALIASES.items() if alias.path}}
+    return {**foreign_names.FIELDS, **{name: alias.path for name, alias in foreign_names.ALIASES.items() if alias.path}}
 
 
 def _alike(name: str, paths: Sequence[str], *, strictly: bool = False) -> str | None:

@@ -6,17 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from phalanx.config.cluster import Cluster
-from phalanx.config.constraints import (
-    Above,
-    AtLeast,
-    Below,
-    Between,
-    FolderName,
-    HalfOpen,
-    Matches,
-    Printable,
-    StoreUrl,
-)
+from phalanx.config.constraints import Example, FolderName, Interval, Matches, Printable, StoreUrl
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 
@@ -25,13 +15,13 @@ from phalanx.config.model import ModelConfig
 class Checkpoint:
     """Saving and resuming."""
 
-    every: Annotated[int, AtLeast(0)] = 0
+    every: Annotated[int, Interval(0), Example("500")] = 0
     """Steps between checkpoints; 0: only by `every_minutes`, at the end and when stopped."""
-    every_minutes: Annotated[float, AtLeast(0)] = 10.0
+    every_minutes: Annotated[float, Interval(0), Example("30")] = 10.0
     """Minutes between checkpoints, by the clock of rank 0; 0: only by `every`, at the end and when stopped."""
-    keep: Annotated[int, AtLeast(0)] = 2
+    keep: Annotated[int, Interval(0)] = 2
     """Newest whole checkpoints kept; older ones are deleted. 0 keeps all."""
-    keep_every: Annotated[int, AtLeast(0)] = 0
+    keep_every: Annotated[int, Interval(0), Example("5000")] = 0
     """Checkpoints after every so many steps are kept for ever, whatever `keep` says; 0: none."""
     keep_best: bool = False
     """Keep the checkpoint with the lowest validation loss, too."""
@@ -41,9 +31,9 @@ class Checkpoint:
     """Write checkpoints while training goes on, from a copy in host memory; each rank needs as much as it writes."""
     on_failure: Literal["continue", "stop"] = "continue"
     """If a checkpoint cannot be written: warn and train on while there is an earlier one, or stop."""
-    timeout_s: Annotated[float, Above(0)] = 300.0
+    timeout_s: Annotated[float, Interval(above=0)] = 300.0
     """Seconds without progress after which storage is said to hang, and a checkpoint is given up."""
-    remote: Annotated[str, StoreUrl()] = ""
+    remote: Annotated[str, StoreUrl(), Example("s3://bucket/runs")] = ""
     """Object store that checkpoints are copied to: s3://BUCKET/PREFIX, or another URL of fsspec. The run's are in a
     folder with its name. Credentials come from the environment."""
 
@@ -58,9 +48,9 @@ class MixSource:
 
     path: str
     """What data.path takes."""
-    weight: Annotated[float, Above(0)]
+    weight: Annotated[float, Interval(above=0)]
     """Its share of the samples, relative to the other sources' weights."""
-    epochs: Annotated[float, AtLeast(0)] = 0.0
+    epochs: Annotated[float, Interval(0)] = 0.0
     """The most passes over it: a run that needs more is refused; 0: as many as it needs."""
     corpus: Literal["", "text", "chat", "preferences"] = ""
     """The kind of its content. Empty: that of data.corpus, or text if that is not set either."""
@@ -80,34 +70,34 @@ class MixSource:
 class Data:
     """The data: a corpus and a tokenizer."""
 
-    corpus: str = "stdlib"
+    corpus: Annotated[str, Example("shakespeare_char")] = "stdlib"
     """stdlib (the text of this Python's own library, nothing to download), shakespeare_char, text (your own: set
     data.path), chat (your own conversations, for fine-tuning: set data.path), or random (tokens without text, for
     measuring)."""
-    path: str = ""
+    path: Annotated[str, Example("corpus.jsonl")] = ""
     """A text or JSONL file, or a folder of them (corpora text and chat); a Megatron data set (corpus text): its .bin,
     .idx or the name without either; or a local copy of tiny Shakespeare."""
-    mix: tuple[MixSource, ...] = ()
+    mix: Annotated[tuple[MixSource, ...], Example("[{path: books, weight: 3}, {path: code.jsonl, weight: 1}]")] = ()
     """Instead of path: several sources, drawn by weight, of text or of what corpora chat and preferences read. Each has
     a path, a weight (its share of the samples, relative to the others') and epochs (the most passes over it; a run that
     needs more is refused; 0: as many as it needs), and may have a corpus (text among conversations), columns and
     ignore_keys of its own."""
-    text_field: str = "text"
+    text_field: Annotated[str, Example("content")] = "text"
     """The field of each record (JSON, or a column of CSV, TSV, Parquet, Arrow) that holds the text of corpus text."""
     columns: tuple[str, ...] = ()
     """Names of columns of corpora chat and preferences by the names here: [question:prompt,answer:completion]."""
     ignore_keys: tuple[str, ...] = ()
     """Fields of rows of corpora chat and preferences that are left out on purpose, those of messages as messages.NAME;
     others that no reader knows are errors."""
-    tokenizer: str = "char"
+    tokenizer: Annotated[str, Example("bpe")] = "char"
     """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json, tekken.json, tokenizer.model or
     *.tiktoken."""
-    bpe_vocab: Annotated[int, AtLeast(1)] = 4096
+    bpe_vocab: Annotated[int, Interval(1)] = 4096
     """Vocabulary size to train for tokenizer bpe."""
     document_mask: bool = False
     """A token attends only to tokens of its own document: those since the last separator, which is the tokenizer's
     end-of-text token or, where it has none (char, byte), a newline, so that every line is a document."""
-    template: str = "tokenizer"
+    template: Annotated[str, Example("chatml")] = "tokenizer"
     """How corpus chat makes a text of a conversation: tokenizer (by the chat template that comes with data.tokenizer),
     chatml, llama3, alpaca, raw (contents alone), or the path of a Jinja file."""
     template_date: str = ""
@@ -121,24 +111,24 @@ class Data:
     too_long: Literal["truncate", "drop"] = "truncate"
     """What to do about a conversation of corpus chat that is longer than model.seq_len: keep its beginning, or leave it
     out."""
-    val_fraction: Annotated[float, AtLeast(0), Below(1)] = 0.1
+    val_fraction: Annotated[float, Interval(0), Interval(below=1)] = 0.1
     """Share of the corpus, or of each source of a mixture, from its end, kept for validation."""
-    limit_mb: Annotated[float, AtLeast(0), Below(1e12)] = 0.0
+    limit_mb: Annotated[float, Interval(0), Interval(below=1e12), Example("100")] = 0.0
     """Use only this many megabytes of the text of the corpus, or of each source of a mixture; 0 means all."""
-    dir: str = "data"
+    dir: Annotated[str, Example("/scratch/data")] = "data"
     """Folder of the prepared token shards."""
-    random_tokens: Annotated[int, AtLeast(1)] = 1_000_000
+    random_tokens: Annotated[int, Interval(1)] = 1_000_000
     """Corpus random: number of tokens."""
-    random_vocab: Annotated[int, Between(1, 2**24)] = 256
+    random_vocab: Annotated[int, Interval(1, 2**24)] = 256
     """Corpus random: vocabulary size."""
-    workers: Annotated[int, AtLeast(0)] = 0
+    workers: Annotated[int, Interval(0)] = 0
     """Processes that tokenize in `phalanx data prepare`; 0: one per core."""
-    prefetch: Annotated[int, AtLeast(0)] = 4
+    prefetch: Annotated[int, Interval(0)] = 4
     """Steps whose batches are read ahead in the background."""
     on_corruption: Literal["stop", "skip"] = "stop"
     """What to do about a block of a token shard that does not match its digest: stop when it is read, or check all
     blocks at the start and read other samples instead of the damaged ones, the same ones in any layout."""
-    skip_quota: Annotated[int, AtLeast(0)] = 100
+    skip_quota: Annotated[int, Interval(0)] = 100
     """Samples of a split that on_corruption=skip may replace; more stop the run."""
 
 
@@ -146,9 +136,9 @@ class Data:
 class DpoOptions:
     """Direct preference optimisation, which corpus preferences trains with (docs/guides/preference-tuning.md)."""
 
-    beta: Annotated[float, Above(0), Below(1e6)] = 0.1
+    beta: Annotated[float, Interval(above=0), Interval(below=1e6)] = 0.1
     """Strength of the tie to the reference model: rewards are beta × log(probability / the reference's)."""
-    label_smoothing: Annotated[float, AtLeast(0), Below(0.5)] = 0.0
+    label_smoothing: Annotated[float, Interval(0), Interval(below=0.5)] = 0.0
     """Share of the pairs that are taken to be labelled wrongly (conservative DPO)."""
 
     def line(self) -> str:
@@ -166,9 +156,9 @@ MOST_TRACED = 16
 class ProfileOptions:
     """A profile of some steps, in the run's folder traces (docs/guides/profile.md)."""
 
-    steps: Annotated[tuple[int, int], AtLeast(0)] = (0, 0)
+    steps: Annotated[tuple[int, int], Interval(0), Example("[10, 12]")] = (0, 0)
     """First and last step to profile, such as [10, 12]; steps count from 1. [0, 0]: none."""
-    ranks: Literal["all"] | tuple[int, ...] = "all"
+    ranks: Annotated[Literal["all"] | tuple[int, ...], Example("[0, 3]")] = "all"
     """Ranks that write traces: all (of more than 16 the first 16), or a list such as [0, 3]."""
     memory: bool = False
     """Record allocations: the largest tensors at the peak, beside the prediction; on CUDA also a memory snapshot."""
@@ -189,11 +179,11 @@ class ProfileOptions:
 class GuardOptions:
     """Silent corruption, loss spikes and NaN: how they are found, and what follows."""
 
-    every: Annotated[int, AtLeast(0)] = 100
+    every: Annotated[int, Interval(0)] = 100
     """Steps between comparisons of parameters, moments and gradients with their replicas on other ranks; each
     checkpoint is preceded by one. 0: none. Nothing is compared where replicas train independently (sync other than
     bsp) or steps overlap (schedule=pipedream)."""
-    repeat_every: Annotated[int, AtLeast(0)] = 0
+    repeat_every: Annotated[int, Interval(0), Example("100")] = 0
     """Steps between steps that are computed twice although nothing makes them doubtful, which finds what makes neither
     loss nor norm jump: 1 finds every transient fault at twice the time, 100 one in a hundred, and a core that often
     computes wrongly, for 1 %. 0: none."""
@@ -206,15 +196,15 @@ class GuardOptions:
     code 5; off looks for none."""
     on_nan: Literal["stop", "skip", "rewind"] = "stop"
     """If loss or gradients are not finite, and a second computation agrees; as on_spike."""
-    spike_norm: Annotated[float, Above(1)] = 5.0
+    spike_norm: Annotated[float, Interval(above=1)] = 5.0
     """A gradient norm above this multiple of its running median is a spike."""
-    spike_loss: Annotated[float, Above(1)] = 1.5
+    spike_loss: Annotated[float, Interval(above=1)] = 1.5
     """A loss above this multiple of its running median is a spike."""
-    spike_window: Annotated[int, Between(2, 4096)] = 64
+    spike_window: Annotated[int, Interval(2, 4096)] = 64
     """Steps of the running medians."""
-    spike_warmup: Annotated[int, AtLeast(1)] = 100
+    spike_warmup: Annotated[int, Interval(1)] = 100
     """Steps at the start of a run in which nothing counts as a spike."""
-    limit: Annotated[int, AtLeast(0)] = 10
+    limit: Annotated[int, Interval(0)] = 10
     """Steps skipped, rewinds and heals in any 1,000 steps; one more stops the run."""
 
 
@@ -222,44 +212,44 @@ class GuardOptions:
 class Optimizer:
     """The optimizer with its options, and its learning rate. docs/techniques/optimizers.md says which reads what."""
 
-    name: str = "adamw"
+    name: Annotated[str, Example("muon")] = "adamw"
     """adamw, sgd, lion, muon, adamw8bit, or one that a package adds."""
-    lr: Annotated[float, Above(0)] = 1e-3
+    lr: Annotated[float, Interval(above=0), Example("3e-4")] = 1e-3
     """Peak learning rate, before batch_scaling."""
-    betas: Annotated[tuple[float, float], HalfOpen(0, 1)] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], Interval(0, below=1), Example("[0.9, 0.98]")] = (0.9, 0.95)
     """adamw, adamw8bit: decay of the first and second moment; lion: of the step's interpolation and the momentum."""
-    eps: Annotated[float, Above(0)] = 1e-8
+    eps: Annotated[float, Interval(above=0)] = 1e-8
     """Added to the root of the second moment; lion: elements that are not above it take no step."""
-    momentum: Annotated[float, HalfOpen(0, 1)] = 0.9
+    momentum: Annotated[float, Interval(0, below=1)] = 0.9
     """sgd, muon: decay of the momentum; 0 for none."""
     nesterov: bool = False
     """sgd, muon: Nesterov's momentum."""
     newton_schulz: Literal["master", "bf16"] = "master"
     """muon: precision in which matrices are orthogonalised: that of the optimizer's weights, or bf16."""
-    options: str = ""
+    options: Annotated[str, Example("rho=0.04")] = ""
     """Numbers for an optimizer that a package adds, such as rho=0.04,period=10."""
-    weight_decay: Annotated[float, AtLeast(0)] = 0.1
+    weight_decay: Annotated[float, Interval(0)] = 0.1
     """Decay of matrices and embeddings; biases and norms are not decayed."""
-    clip: Annotated[float, AtLeast(0)] = 1.0
+    clip: Annotated[float, Interval(0)] = 1.0
     """Largest global gradient norm; 0 switches clipping off."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Decay of the rate after the warm-up; wsd holds it, then decays over the last decay_fraction."""
-    warmup_steps: Annotated[int, AtLeast(0)] = 0
+    warmup_steps: Annotated[int, Interval(0), Example("100")] = 0
     """Steps over which the rate rises linearly from 0."""
-    decay_steps: Annotated[int, AtLeast(0)] = 0
+    decay_steps: Annotated[int, Interval(0), Example("1000")] = 0
     """Step at which the rate reaches its minimum; 0 means train.steps. A run that resumes with other train.steps
     keeps the step that it was."""
-    decay_fraction: Annotated[float, Between(0, 1)] = 0.2
+    decay_fraction: Annotated[float, Interval(0, 1)] = 0.2
     """wsd: the share of decay_steps that decays (Hu et al. 2024, section 4)."""
-    min_lr_ratio: Annotated[float, Between(0, 1)] = 0.1
+    min_lr_ratio: Annotated[float, Interval(0, 1)] = 0.1
     """The smallest rate, as a share of the peak."""
-    outer_lr: Annotated[float, Above(0)] = 0.7
+    outer_lr: Annotated[float, Interval(above=0)] = 0.7
     """diloco: learning rate of the outer step (Douillard et al. 2023)."""
-    outer_momentum: Annotated[float, HalfOpen(0, 1)] = 0.9
+    outer_momentum: Annotated[float, Interval(0, below=1)] = 0.9
     """diloco: Nesterov momentum of the outer step; 0 makes it plain SGD."""
     batch_scaling: Literal["none", "linear", "sqrt"] = "none"
     """Multiply the rate by global batch / base_batch (Goyal et al. 2017) or its square root (Krizhevsky 2014)."""
-    base_batch: Annotated[int, AtLeast(0)] = 0
+    base_batch: Annotated[int, Interval(0), Example("256")] = 0
     """batch_scaling: the global batch, in sequences, for which lr was chosen."""
 
 
@@ -271,40 +261,40 @@ _ENDPOINT = Matches(r"[^\s:]+:[0-9]{1,5}|\[[0-9a-fA-F:.]+\]:[0-9]{1,5}", "HOST:P
 class RunOptions:
     """The run's name, place and processes."""
 
-    name: Annotated[str, FolderName(longest=200)] = ""
+    name: Annotated[str, FolderName(longest=200), Example("first")] = ""
     """Name of the run; empty means the job file's name. Its directory is dir/name."""
-    dir: Annotated[str, Printable()] = "runs"
+    dir: Annotated[str, Printable(), Example("/scratch/runs")] = "runs"
     """Folder of the run directories."""
-    threads: Annotated[int, AtLeast(0)] = 0
+    threads: Annotated[int, Interval(0)] = 0
     """CPU threads of each process; 0 divides the cores among the processes of a node."""
-    device_budget_mib: Annotated[float, AtLeast(0)] = 0.0
+    device_budget_mib: Annotated[float, Interval(0), Example("512")] = 0.0
     """On a CPU: MiB of tensors that each rank may have as on a device of that size; what layout.offload keeps on the
     host does not count. Every tensor is counted, which takes time. 0: no limit."""
-    timeout_s: Annotated[float, Above(0)] = 600.0
+    timeout_s: Annotated[float, Interval(above=0)] = 600.0
     """Seconds that a collective may wait before the run is declared broken."""
-    hang_s: Annotated[float, AtLeast(0)] = 0.0
+    hang_s: Annotated[float, Interval(0)] = 0.0
     """Seconds without a sign of life after which the watchdog names a rank and ends the run. 0 follows the run: 5 of
     its longest steps, 2 of its longest saves, validations and first steps, at least 20, at most half of timeout_s.
     Until the first step is done, and after the last one, timeout_s counts."""
-    grace_s: Annotated[float, Above(0)] = 30.0
+    grace_s: Annotated[float, Interval(above=0)] = 30.0
     """Seconds from a signal to stop until the ranks are killed: as long as a step and a checkpoint take. Ask the
     scheduler for a little more."""
-    max_restarts: Annotated[int, AtLeast(0)] = 3
+    max_restarts: Annotated[int, Interval(0)] = 3
     """Restarts, within restart_window_s, of ranks that were killed, crashed or hang. They resume from the newest valid
     checkpoint. A run of one process has no launcher and is restarted only if this is set."""
-    restart_window_s: Annotated[float, Above(0)] = 3600.0
+    restart_window_s: Annotated[float, Interval(above=0)] = 3600.0
     """Seconds after which a restart no longer counts against max_restarts."""
-    nnodes: Annotated[str, _NODES] = ""
+    nnodes: Annotated[str, _NODES, Example('"1:2"')] = ""
     """Nodes of a run whose nodes each have a launcher of ours: 2, or 1:2 for between one and two. Give every node the
     same command. Empty: this machine alone, or the processes of another launcher."""
-    rdzv_endpoint: Annotated[str, _ENDPOINT] = ""
+    rdzv_endpoint: Annotated[str, _ENDPOINT, Example("node-a:29400")] = ""
     """HOST:PORT where the nodes meet, with nnodes. The node to which HOST belongs is the host, without which there is
     no run. Its port asks for the key in the run directory; nothing is encrypted: use a private network."""
-    node_lost_s: Annotated[float, Above(0)] = 10.0
+    node_lost_s: Annotated[float, Interval(above=0)] = 10.0
     """Seconds without a sign of life after which a node is lost, and the others go on without it."""
-    trackers: tuple[str, ...] = ()
+    trackers: Annotated[tuple[str, ...], Example("[tensorboard]")] = ()
     """Where metrics go besides metrics.jsonl: a list of tensorboard, wandb, mlflow, and what packages add."""
-    trackers_wait_s: Annotated[float, AtLeast(0)] = 30.0
+    trackers_wait_s: Annotated[float, Interval(0)] = 30.0
     """Most seconds that a finished run waits until its trackers have sent everything; a stopped one waits 3 at most."""
     report: bool = True
     """Write report.html and loss.svg into the run's directory, and renew them while it trains."""
@@ -314,9 +304,9 @@ class RunOptions:
     """Log level of rank 0 on the terminal; other ranks write to their own log files."""
     all_ranks: bool = False
     """Show the log lines of every rank, with the rank in front."""
-    sample_tokens: Annotated[int, AtLeast(0)] = 200
+    sample_tokens: Annotated[int, Interval(0)] = 200
     """Tokens of text to generate when training ends; 0 generates none."""
-    sample_prompt: str = "\n"
+    sample_prompt: Annotated[str, Example('"def "')] = "\n"
     """Prompt of that text."""
 
     @property
@@ -351,9 +341,9 @@ FP8_ALIGNMENT = 16
 class Train:
     """The training loop."""
 
-    steps: Annotated[int, AtLeast(1)] = 200
+    steps: Annotated[int, Interval(1), Example("1000")] = 200
     """Optimizer steps."""
-    global_batch: Annotated[int, AtLeast(0)] = 0
+    global_batch: Annotated[int, Interval(0), Example("256")] = 0
     """Sequences per step over all ranks = micro-batch × accumulation × data ranks; 0: follows from the layout."""
     precision: Precision = "fp32"
     """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights. fp8: bf16, with the
@@ -363,7 +353,7 @@ class Train:
     gradients: Literal["same", "fp32"] = "same"
     """Precision in which gradients are summed over ranks (and, in flat buckets, over micro-batches): that of training,
     or fp32 for twice the memory and traffic of bf16."""
-    seed: Annotated[int, AtLeast(0)] = 1337
+    seed: Annotated[int, Interval(0)] = 1337
     """The one seed: weights, order of samples and dropout derive from it by hashing."""
     compile: bool | Literal["auto"] = "auto"
     """Compile blocks (once per kind), embedding, final norm and loss with torch.compile; it saves no logits in fp32.
@@ -372,11 +362,11 @@ class Train:
     """Library for fp32 matrix products on a CPU; auto uses oneDNN on non-Intel processors with AVX-512."""
     deterministic: bool = False
     """Ask torch for deterministic kernels only (a CPU run is deterministic anyway)."""
-    log_every: Annotated[int, AtLeast(1)] = 10
+    log_every: Annotated[int, Interval(1)] = 10
     """Steps between log lines; every step goes to metrics.jsonl."""
-    eval_every: Annotated[int, AtLeast(0)] = 0
+    eval_every: Annotated[int, Interval(0), Example("100")] = 0
     """Steps between validations; 0: only at the end."""
-    eval_samples: Annotated[int, AtLeast(0)] = 256
+    eval_samples: Annotated[int, Interval(0)] = 256
     """Sequences of the validation split per validation (at most the whole split)."""
     dpo: DpoOptions = field(default_factory=DpoOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)

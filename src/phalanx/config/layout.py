@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Annotated, Literal
 
-from phalanx.config.constraints import Above, AtLeast
+from phalanx.config.constraints import Example, Interval
 from phalanx.hashed import Hashed, hashed_once
 
 Recompute = Literal["none", "products", "selective", "full"]
@@ -25,29 +25,29 @@ class Layout(Hashed):
 
     auto: bool = False
     """Let the planner choose what is not set here (phalanx plan)."""
-    dp_replicate: Annotated[int, AtLeast(1)] = 1
+    dp_replicate: Annotated[int, Interval(1)] = 1
     """Data-parallel replicas that hold whole copies (DDP); -1: the rest of the devices."""
-    dp_shard: Annotated[int, AtLeast(1)] = 1
+    dp_shard: Annotated[int, Interval(1)] = 1
     """Data-parallel ranks that shard the state among them (ZeRO / FSDP); -1: the rest of the devices."""
-    cp: Annotated[int, AtLeast(1)] = 1
+    cp: Annotated[int, Interval(1)] = 1
     """Context-parallel ranks: each holds a part of every sequence."""
-    cp_ulysses: Annotated[int, AtLeast(1)] = 1
+    cp_ulysses: Annotated[int, Interval(1)] = 1
     """Number of the cp ranks that exchange heads for tokens (Ulysses); between the cp / cp_ulysses groups of these,
     keys and values travel a ring. 1 is a ring alone, cp is Ulysses alone, between them lies USP."""
     cp_inner: Literal["ulysses", "ring"] = "ulysses"
     """With both ulysses and ring: the one that joins neighbouring ranks and so gets the faster links."""
-    tp: Annotated[int, AtLeast(1)] = 1
+    tp: Annotated[int, Interval(1)] = 1
     """Tensor-parallel ranks: each holds a part of every matrix."""
-    pp: Annotated[int, AtLeast(1)] = 1
+    pp: Annotated[int, Interval(1)] = 1
     """Pipeline ranks: each holds one or several stages of the layers."""
-    ep: Annotated[int, AtLeast(1)] = 1
+    ep: Annotated[int, Interval(1)] = 1
     """Expert-parallel ranks, taken from dp_shard × cp: each holds a part of the routed experts."""
     zero: Literal[1, 2, 3] = 3
     """State that dp_shard shards: 1 optimizer state, 2 gradients too, 3 parameters too (FSDP)."""
     reshard: bool = True
     """zero=3: give up a block's parameters after its forward pass and gather them again for the backward pass; without,
     less traffic and more memory."""
-    hpz: Annotated[int, AtLeast(1)] = 1
+    hpz: Annotated[int, Interval(1)] = 1
     """zero=3: neighbouring ranks of dp_shard × cp, those of a node, that keep a second copy of the parameters together
     (ZeRO++'s hpZ), so that only the first gather of a step crosses nodes. 1: no copy."""
     quantise_weights: Literal["none", "int8"] = "none"
@@ -56,42 +56,42 @@ class Layout(Hashed):
     quantise_gradients: Literal["none", "int8", "int4"] = "none"
     """zero=3: send gradients as codes of 8 or 4 bits, with hpz above 1 first inside the node, so that only sums cross
     to other nodes (ZeRO++'s qgZ)."""
-    prefetch: Annotated[int, AtLeast(0)] = 1
+    prefetch: Annotated[int, Interval(0)] = 1
     """zero=3: blocks whose parameters are gathered ahead; 0 leaves it to FSDP2."""
     accumulate: Literal["local", "sharded"] = "local"
     """Gradients of all micro-batches but the last: local keeps them whole on each rank and sends once per step; sharded
     (zero 2 and 3) sends and shards those of every micro-batch, less memory for more traffic."""
-    tiles: Annotated[int, AtLeast(1)] = 1
+    tiles: Annotated[int, Interval(1)] = 1
     """Run large matrices in this many tiles: with zero=3 only one of them is whole at a time."""
-    tile: str = "mlp"
+    tile: Annotated[str, Example("mlp+attention")] = "mlp"
     """Layers that run in `tiles`: mlp, attention, experts, embedding, head, joined by +, or all."""
     sp: bool = False
     """Sequence parallel: tp also shards the activations between the matrices (norms, residuals, dropout) by tokens."""
     sp_regather: bool = False
     """sp: save only this rank's part of a gathered input, and gather it again in the backward pass."""
-    schedule: str = "1f1b"
+    schedule: Annotated[str, Example("zb_v")] = "1f1b"
     """Pipeline schedule: a name that `phalanx schedule list` shows, or a file with a schedule of your own."""
-    pp_chunks: Annotated[int, AtLeast(0)] = 0
+    pp_chunks: Annotated[int, Interval(0)] = 0
     """Stages per pipeline rank; 0: the schedule's default."""
-    pp_slices: Annotated[int, AtLeast(0)] = 0
+    pp_slices: Annotated[int, Interval(0)] = 0
     """Slices of a sequence that are pipelined one after the other (terapipe); 0: the schedule's default."""
-    pp_cut: str = ""
+    pp_cut: Annotated[str, Example("3+5+4+4")] = ""
     """Layers of each stage, such as 3+5+4+4; the default cut minimises the slowest stage."""
-    micro_batch: Annotated[int, AtLeast(0)] = 0
+    micro_batch: Annotated[int, Interval(0), Example("4")] = 0
     """Sequences in one forward pass of one data rank; 0: follows from the batch equation."""
-    accumulation: Annotated[int, AtLeast(0)] = 0
+    accumulation: Annotated[int, Interval(0), Example("8")] = 0
     """Micro-batches per step on each data rank; 0: follows from the batch equation."""
     recompute: Recompute = "none"
     """Activations that the backward pass recomputes instead of keeping them."""
-    recompute_cut: str = ""
+    recompute_cut: Annotated[str, Example("2+1+0+0")] = ""
     """Recomputation per layer as runs of layers, 8*full+4*selective+20*none; empty: `recompute` for all layers."""
-    loss_chunk: Annotated[int | Literal["auto"], AtLeast(0)] = 0
+    loss_chunk: Annotated[int | Literal["auto"], Interval(0), Example("1024")] = 0
     """Tokens whose logits exist at once while the loss is computed; 0: all of a micro-batch; auto: some, where logits
     would be a tenth of the memory at the peak."""
-    offload: str = "none"
+    offload: Annotated[str, Example("optimizer")] = "none"
     """State that leaves the device: optimizer (its state, updated by the host's processors), parameters (zero=3) and
     activations (of blocks); several as optimizer+activations, or all."""
-    offload_blocks: Annotated[int, AtLeast(0)] = 0
+    offload_blocks: Annotated[int, Interval(0)] = 0
     """Blocks of each stage whose activations leave the device, its first ones; 0: all but the last,
     or the only one."""
     offload_to: str = "cpu"
@@ -103,9 +103,9 @@ class Layout(Hashed):
     """Synchronisation of replicas (dp_replicate): bsp sums gradients every step; asp sends each replica's to a
     parameter server and waits for nobody; local_sgd averages parameters, diloco takes an outer step, every sync_every
     steps."""
-    sync_every: Annotated[int, AtLeast(1)] = 10
+    sync_every: Annotated[int, Interval(1), Example("50")] = 10
     """local_sgd, diloco: steps that a replica makes alone between two synchronisations."""
-    bucket_mb: Annotated[float, Above(0)] = 25.0
+    bucket_mb: Annotated[float, Interval(above=0)] = 25.0
     """Size in MiB of the buckets in which gradients are reduced during the backward pass."""
 
     def logits_of(self, tokens: int) -> int:

@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict
 from typing import Any
 
-from phalanx.config import spelling, values
+from phalanx.config import foreign_names, values
 from phalanx.config.fields import leaves, resolve, suggestion
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
@@ -64,7 +64,7 @@ def _fields_of(line: str) -> dict[str, tuple[str, Any]]:
         else:
             found[name] = text, None  # given, even if it is invalid: a repetition is still reported
             try:
-                meant = spelling.value(f"{SECTION}.{name}", text, kinds[name])
+                meant = foreign_names.value(f"{SECTION}.{name}", text, kinds[name])
                 found[name] = text, values.convert(meant, kinds[name])
             except ValueError as error:
                 problems.append(f"{name}: {error}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Annotated, Literal
 
-from phalanx.config.constraints import Above, AtLeast, Below, Between, Printable
+from phalanx.config.constraints import Example, Interval, Printable
 from phalanx.hashed import Hashed, hashed_once
 
 
@@ -22,21 +22,21 @@ class RopeScaling:
     kind: Literal["linear", "llama3", "yarn"] = "llama3"
     """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1); yarn: by
     frequency band, with larger queries and keys (Peng et al. 2023, section 3)."""
-    factor: Annotated[float, AtLeast(1)] = 1.0
+    factor: Annotated[float, Interval(1), Example("8")] = 1.0
     """Factor by which the context becomes longer; 1 switches scaling off."""
-    low_freq_factor: Annotated[float, Above(0)] = 1.0
+    low_freq_factor: Annotated[float, Interval(above=0)] = 1.0
     """llama3: wavelengths above original_seq_len / this are fully stretched."""
-    high_freq_factor: Annotated[float, Above(0)] = 4.0
+    high_freq_factor: Annotated[float, Interval(above=0)] = 4.0
     """llama3: wavelengths below original_seq_len / this are left alone."""
-    original_seq_len: Annotated[int, AtLeast(1)] = 8192
+    original_seq_len: Annotated[int, Interval(1)] = 8192
     """llama3, yarn: the context length in tokens before stretching."""
-    beta_fast: Annotated[float, Above(0)] = 32.0
+    beta_fast: Annotated[float, Interval(above=0)] = 32.0
     """yarn: frequencies that turn at least this often within the original context are left alone."""
-    beta_slow: Annotated[float, Above(0)] = 1.0
+    beta_slow: Annotated[float, Interval(above=0)] = 1.0
     """yarn: frequencies that turn at most this often within it are fully stretched."""
     truncate: bool = True
     """yarn: the band between the two begins and ends at whole pairs (gpt-oss: false)."""
-    magnitude: Annotated[float, AtLeast(0)] = 0.0
+    magnitude: Annotated[float, Interval(0)] = 0.0
     """yarn: multiplies the rotated queries and keys; 0 means 0.1 ln(factor) + 1."""
 
 
@@ -44,38 +44,38 @@ class RopeScaling:
 class MoE:
     """Mixture of experts in place of the MLP (n_experts 0 = dense)."""
 
-    n_experts: Annotated[int, AtLeast(0)] = 0
+    n_experts: Annotated[int, Interval(0), Example("8")] = 0
     """Routed experts per layer; 0 means a dense model."""
-    top_k: Annotated[int, AtLeast(1)] = 2
+    top_k: Annotated[int, Interval(1)] = 2
     """Routed experts that each token visits."""
-    d_ff: Annotated[int, AtLeast(0)] = 0
+    d_ff: Annotated[int, Interval(0), Example("1024")] = 0
     """Hidden width of one expert; 0 means model.d_ff."""
-    n_shared: Annotated[int, AtLeast(0)] = 0
+    n_shared: Annotated[int, Interval(0), Example("1")] = 0
     """Experts that every token visits beside the routed ones."""
-    n_dense_layers: Annotated[int, AtLeast(0)] = 0
+    n_dense_layers: Annotated[int, Interval(0), Example("1")] = 0
     """Leading layers that keep a dense MLP of width model.d_ff."""
     router: Literal["softmax", "sigmoid"] = "softmax"
     """Scores of the router: a softmax over the experts (Mixtral), or a sigmoid per expert (DeepSeek-V3)."""
     renormalise: bool = True
     """The gates of a token's experts add up to 1 (Mixtral, DeepSeek-V3); otherwise the scores themselves are the gates
     (Switch Transformer, which with top_k 1 needs them)."""
-    route_scale: Annotated[float, Above(0)] = 1.0
+    route_scale: Annotated[float, Interval(above=0)] = 1.0
     """Multiplies the gates (DeepSeek-V3: 2.5)."""
-    n_groups: Annotated[int, AtLeast(1)] = 1
+    n_groups: Annotated[int, Interval(1)] = 1
     """Groups of neighbouring experts, for routing limited to some of them (DeepSeek-V3, section 2.1.2)."""
-    top_groups: Annotated[int, AtLeast(1)] = 1
+    top_groups: Annotated[int, Interval(1)] = 1
     """Groups that a token's experts may lie in: those whose two best scores have the largest sum."""
-    aux_loss: Annotated[float, AtLeast(0)] = 0.0
+    aux_loss: Annotated[float, Interval(0), Example("0.01")] = 0.0
     """Coefficient of the load-balancing loss, per sequence or conversation (DeepSeek-V3, equations 17 to 20)."""
-    z_loss: Annotated[float, AtLeast(0)] = 0.0
+    z_loss: Annotated[float, Interval(0), Example("0.001")] = 0.0
     """Coefficient of the squared logarithm of the softmax's denominator (ST-MoE, Zoph et al. 2022, equation 5)."""
     router_bias: bool = False
     """The router's logits have a trained bias per expert (gpt-oss)."""
     bias_balanced: bool = False
     """The router keeps a balancing bias per expert (DeepSeek-V3, section 2.1.2)."""
-    bias_rate: Annotated[float, AtLeast(0)] = 0.001
+    bias_rate: Annotated[float, Interval(0)] = 0.001
     """bias_balanced: amount per step by which an expert's bias rises at too low a load, and falls at too high a one."""
-    capacity: Annotated[float, AtLeast(0)] = 0.0
+    capacity: Annotated[float, Interval(0), Example("1.25")] = 0.0
     """Tokens of a sequence that one expert takes, as a multiple of its even share seq_len × top_k / n_experts, rounded
     up; later tokens go without that expert. 0 drops none."""
 
@@ -91,17 +91,17 @@ class MoE:
 class MLA:
     """Multi-head latent attention (DeepSeek-V2, section 2.1); kv_rank 0 = ordinary attention."""
 
-    q_rank: Annotated[int, AtLeast(0)] = 0
+    q_rank: Annotated[int, Interval(0), Example("1536")] = 0
     """Rank of the query compression; 0 projects queries directly."""
-    kv_rank: Annotated[int, AtLeast(0)] = 0
+    kv_rank: Annotated[int, Interval(0), Example("512")] = 0
     """Rank of the key/value compression; 0 switches latent attention off."""
-    rope_head_dim: Annotated[int, AtLeast(1)] = 64
+    rope_head_dim: Annotated[int, Interval(1)] = 64
     """Size of the part of a head that carries the rotary position."""
-    nope_head_dim: Annotated[int, AtLeast(1)] = 128
+    nope_head_dim: Annotated[int, Interval(1)] = 128
     """Size of the part of a head without position."""
-    v_head_dim: Annotated[int, AtLeast(1)] = 128
+    v_head_dim: Annotated[int, Interval(1)] = 128
     """Size of a value head."""
-    norm_eps: Annotated[float, AtLeast(0)] = 0.0
+    norm_eps: Annotated[float, Interval(0)] = 0.0
     """Added to the variance in the norms of the compressed queries, keys and values; 0 means model.norm_eps
     (transformers: 1e-6 whatever that is)."""
 
@@ -113,11 +113,11 @@ class LoRA:
     The product of a matrix W with an input x becomes W x + alpha / rank · B (A x). Only A (rank × inputs) and B
     (outputs × rank) are trained."""
 
-    rank: Annotated[int, AtLeast(0)] = 0
+    rank: Annotated[int, Interval(0), Example("8")] = 0
     """Rank of the adapters; 0 switches them off."""
-    alpha: Annotated[float, Above(0)] = 16.0
+    alpha: Annotated[float, Interval(above=0)] = 16.0
     """The adapters' outputs are multiplied by alpha / rank."""
-    targets: str = "all"
+    targets: Annotated[str, Example("attention")] = "all"
     """Matrices with adapters: attention, feed_forward, all (of both), or names such as wq,wv or mlp.up. Routers,
     embeddings and head have none."""
 
@@ -137,40 +137,40 @@ class LoRA:
 class ModelConfig(Hashed):
     """The shape of a model."""
 
-    preset: str = ""
+    preset: Annotated[str, Example("llama3.1-8b")] = ""
     """Start from a known model (gpt2, llama3.1-8b, ... ; `phalanx models` lists them); other fields override it."""
-    from_: Annotated[str, Printable()] = ""
+    from_: Annotated[str, Printable(), Example("runs/smollm2")] = ""
     """Start from these weights with a new optimizer: a run's directory, one of its checkpoints, or a Hugging Face
     folder. Shape and data.tokenizer are theirs unless set. A run that resumes does not read them again."""
     ignore_config: tuple[str, ...] = ()
     """Fields of the config.json that model.from or model=hf: names which are read as if they were absent, though they
     are refused; rope_scaling.factor is one in an object."""
-    n_layers: Annotated[int, AtLeast(1)] = 4
+    n_layers: Annotated[int, Interval(1), Example("12")] = 4
     """Transformer blocks."""
-    d_model: Annotated[int, AtLeast(1)] = 128
+    d_model: Annotated[int, Interval(1), Example("768")] = 128
     """Width of the residual stream."""
-    n_heads: Annotated[int, AtLeast(1)] = 4
+    n_heads: Annotated[int, Interval(1), Example("12")] = 4
     """Query heads."""
-    n_kv_heads: Annotated[int, AtLeast(0)] = 0
+    n_kv_heads: Annotated[int, Interval(0), Example("4")] = 0
     """Key/value heads (grouped-query attention); 0 means n_heads."""
-    head_dim: Annotated[int, AtLeast(0)] = 0
+    head_dim: Annotated[int, Interval(0), Example("64")] = 0
     """Size of one head; 0 means d_model / n_heads."""
-    d_ff: Annotated[int, AtLeast(0)] = 0
+    d_ff: Annotated[int, Interval(0), Example("2048")] = 0
     """Hidden width of the MLP; 0 means 4 d_model, or with a gate 8/3 d_model rounded up to a multiple of 64."""
-    vocab_size: Annotated[int, AtLeast(0)] = 0
+    vocab_size: Annotated[int, Interval(0), Example("32000")] = 0
     """Tokens in the vocabulary; 0 means the tokenizer's."""
-    seq_len: Annotated[int, AtLeast(1)] = 256
+    seq_len: Annotated[int, Interval(1), Example("2048")] = 256
     """Context length in tokens: the length of a training sample, and the number of learned positions."""
-    window: Annotated[int, AtLeast(0)] = 0
+    window: Annotated[int, Interval(0), Example("1024")] = 0
     """Sliding-window attention: keys that a query sees at most, its own and those right before it (Mistral 7B, Jiang et
     al. 2023, section 2); 0 means all of them."""
-    full_every: Annotated[int, AtLeast(0)] = 0
+    full_every: Annotated[int, Interval(0), Example("6")] = 0
     """With a window: every n-th layer attends to all keys, with n this number, counted from 1 (Gemma 2 and gpt-oss: 2,
     Gemma 3: 6); 0 means no layer."""
-    attention: str = ""
+    attention: Annotated[str, Example("latent")] = ""
     """Kind of attention: heads, latent, or one that a package adds (docs/reference/extending.md); a list such as
     latent,heads repeats over the layers; empty: latent with mla.kv_rank, otherwise heads."""
-    feed_forward: str = ""
+    feed_forward: Annotated[str, Example("experts")] = ""
     """Kind of feed-forward layer: dense, experts, or one that a package adds; a list repeats over the layers; empty:
     experts with moe.n_experts, otherwise dense."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
@@ -195,28 +195,28 @@ class ModelConfig(Hashed):
     together (OLMo 2)."""
     sinks: bool = False
     """Each head's softmax has one more, trained score, which belongs to no key (gpt-oss)."""
-    attention_scale: Annotated[float, AtLeast(0)] = 0.0
+    attention_scale: Annotated[float, Interval(0)] = 0.0
     """Multiplies the scores before the softmax; 0 means 1 / √head_size (Gemma: 1 / √query_pre_attn_scalar)."""
-    attention_softcap: Annotated[float, AtLeast(0)] = 0.0
+    attention_softcap: Annotated[float, Interval(0)] = 0.0
     """Scores s become c tanh(s / c) with this c before the softmax (Gemma 2: 50); 0 leaves them."""
-    logit_softcap: Annotated[float, AtLeast(0)] = 0.0
+    logit_softcap: Annotated[float, Interval(0)] = 0.0
     """Logits x of the head become c tanh(x / c) with this c (Gemma 2: 30); 0 leaves them."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by √d_model (Gemma)."""
     tied: bool = True
     """The head shares the embedding's weights."""
-    dropout: Annotated[float, AtLeast(0), Below(1)] = 0.0
+    dropout: Annotated[float, Interval(0), Interval(below=1)] = 0.0
     """Drop probability after the embedding, in attention and on each residual branch while training."""
-    norm_eps: Annotated[float, Above(0)] = 1e-5
+    norm_eps: Annotated[float, Interval(above=0), Example("1e-6")] = 1e-5
     """Added to the variance in a normalisation."""
-    rope_theta: Annotated[float, Above(0)] = 10000.0
+    rope_theta: Annotated[float, Interval(above=0), Example("500000")] = 10000.0
     """Base of the rotary frequencies."""
-    window_rope_theta: Annotated[float, AtLeast(0)] = 0.0
+    window_rope_theta: Annotated[float, Interval(0), Example("10000")] = 0.0
     """Base in layers with a window, where rope_scaling then has no effect (Gemma 3: 10,000); 0 means rope_theta, with
     rope_scaling."""
-    rotary_fraction: Annotated[float, Between(0.01, 1)] = 1.0
+    rotary_fraction: Annotated[float, Interval(0.01, 1)] = 1.0
     """Share of a head's elements that rotary positions turn, the first ones (GPT-NeoX: 0.25; GLM-4.5: 0.5)."""
-    init_std: Annotated[float, AtLeast(0)] = 0.02
+    init_std: Annotated[float, Interval(0)] = 0.02
     """Standard deviation of initial weights; residual outputs get init_std / sqrt(2 n_layers) (GPT-2, section 2.3)."""
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     moe: MoE = field(default_factory=MoE)

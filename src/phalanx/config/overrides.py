@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from phalanx.config import aliases, foreign_names, layout_line, values
-from phalanx.config.aliases import Alias, Derived
+from phalanx.config import foreign_names, layout_line, values
 from phalanx.config.fields import leaves, resolve, suggestion
+from phalanx.config.foreign_names import Derived
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import AUTO, SECTION
 from phalanx.config.values import not_unicode
@@ -48,7 +48,7 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
     `train.steps=10`, `--train.steps 10`, `--train.steps=10`, `--steps 10` and `--train.compile` (a true/false field
     without a value) all set a field; `-` and `_` are the same in names. `layout=auto` and `layout=tp=2,sp=true` set the
     whole section, and so does a line alone, as verbs print it: `tp=2,sp=true`, also behind `layout:` and with spaces.
-    Names of ezpz, wordplay and nanoGPT are taken too (aliases.py).
+    Names of ezpz, wordplay and nanoGPT are taken too (foreign_names.py).
     """
     words = CommandLine()
     rest = deque(argv)
@@ -64,7 +64,8 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
             _set(SECTION, rest[0], f"{word} {rest.popleft()}", words)
         elif _is_layout_line(word):
             _set(SECTION, word, word, words)
-        elif "=" in word and not word.startswith(("-", ".", "/")) and not _is_job_file(word):
+        # A run that is named after its layout has a file with "=" in its path: runs/tp=2/config.yaml.
+        elif "=" in word and word[0] not in "-./" and not ("/" in word.partition("=")[0] and os.path.isfile(word)):
             name, _, text = word.partition("=")
             before = len(words.settings)
             _set(name.removeprefix(REPLACES), text, word, words)
@@ -75,11 +76,6 @@ def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:
         else:
             words.problems.append(f"unexpected {word!r}: expected a job file (.yaml), key=value or --key value")
     return words
-
-
-def _is_job_file(word: str) -> bool:
-    """Returns whether a word with "=" is a file: of a run that is named after its layout, runs/tp=2/config.yaml."""
-    return "/" in word.partition("=")[0] and os.path.isfile(word)
 
 
 def _is_layout_line(word: str) -> bool:
@@ -144,18 +140,22 @@ def _alias_flag(
     name: str, text: str | None, word: str, rest: deque[str], switches: Collection[str], words: CommandLine
 ) -> bool:
     """Takes `--name [value]`, if the name is an alias, and returns whether it is."""
-    if text is None and name in aliases.FLAGS:
-        path, value = aliases.FLAGS[name]
+    if text is None and name in foreign_names.FLAGS:
+        path, value = foreign_names.FLAGS[name]
         words.settings.append(Setting(path, value, f"command line: {word}", alias=name))
         return True
-    if text is None and aliases.SWITCHES.get(name) in switches:
-        words.switches.add(aliases.SWITCHES[name])
-        words.answers.append(f"{word}: taken as --{aliases.SWITCHES[name]}")
+    if text is None and foreign_names.SWITCHES.get(name) in switches:
+        words.switches.add(foreign_names.SWITCHES[name])
+        words.answers.append(f"{word}: taken as --{foreign_names.SWITCHES[name]}")
         return True
-    found = aliases.find(name)
+    found = foreign_names.find(name)
     if found is None:
         return False
-    if text is None and _is_switch(found[1].path) and not (rest and _is_bool(rest[0], found[1])):
+    if (
+        text is None
+        and _is_switch(found[1].path)
+        and not (rest and rest[0].lower() in {*values.TRUE, *values.FALSE, *found[1].values})
+    ):
         text = "true"
     elif text is None and (not rest or rest[0].startswith("--")):
         words.problems.append(f"{word} needs a value")
@@ -172,19 +172,15 @@ def _is_switch(path: str) -> bool:
     return kind is bool or bool in typing.get_args(kind)
 
 
-def _is_bool(word: str, alias: Alias) -> bool:
-    return word.lower() in {*values.TRUE, *values.FALSE, *alias.values}
-
-
 def _alias(name: str, text: str, word: str, words: CommandLine) -> bool:
     """Takes `name=text`, if the name is an alias, and returns whether it is."""
     word = shown(word)
     name, origin = name.lstrip("+"), f"command line: {word}"  # hydra's + adds a key
-    if group := aliases.GROUPS.get(f"{name}={text}"):
+    if group := foreign_names.GROUPS.get(f"{name}={text}"):
         words.groups += [Setting(path, value, origin) for path, value in group.items()]
         words.answers.append(f"{word}: taken as {', '.join(f'{path}={value}' for path, value in group.items())}")
         return True
-    found = aliases.find(name)
+    found = foreign_names.find(name)
     if found is None:
         return False
     known, alias = found

@@ -1,4 +1,5 @@
-"""Known models by name, from the files of `config/families`. docs/reference/model.md has their parameter counts.
+"""Known models by name, from models.json, with their sources. docs/reference/model.md counts their
+parameters.
 
 A job names a preset, and overrides its sequence length or any other field after that.
 """
@@ -8,30 +9,43 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from phalanx.config.families.deepseek import DEEPSEEK
-from phalanx.config.families.gemma import GEMMA
-from phalanx.config.families.gpt import GPT
-from phalanx.config.families.gpt_oss import GPT_OSS
-from phalanx.config.families.llama import LLAMA, MISTRAL
-from phalanx.config.families.olmo import OLMO
-from phalanx.config.families.preset import Preset
-from phalanx.config.families.qwen import QWEN
-from phalanx.config.families.small import SMALL
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.families import REFUSED
 from phalanx.config.model import ModelConfig
+from phalanx.config.typed import Known, read_as
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
+from phalanx.registry import View
 
-CATALOGUE: Mapping[str, Preset] = GPT | LLAMA | MISTRAL | QWEN | GEMMA | OLMO | GPT_OSS | DEEPSEEK | SMALL
+
+@dataclass(frozen=True)
+class Preset:
+    """A known model."""
+
+    model: ModelConfig
+    """The shape. Positions are those of the released configuration; seq_len is the length of samples in the main phase
+    of pre-training if it is published, else the released context."""
+    source: str
+    """Paper or report with its table or section, and the file that states the numbers."""
+    hub: tuple[str, ...] = ()
+    """Repositories on the Hugging Face hub with this shape: the base model first."""
+    context: int = 0
+    """The longest context in tokens of the released configuration; 0 means seq_len."""
+    note: str = ""
+    """Features of the model that the shape omits, and facts that no source confirms."""
+
+
+CATALOGUE: Mapping[str, Preset] = Known(
+    "models.json", lambda name, entry: read_as(Preset, entry, f"models.json: {name}")
+)
 """Every preset with its source, by name."""
-
-PRESETS: dict[str, ModelConfig] = {name: replace(preset.model, preset=name) for name, preset in CATALOGUE.items()}
+PRESETS: Mapping[str, ModelConfig] = View(CATALOGUE, lambda name, preset: replace(preset.model, preset=name))
 """Known models by name; each carries its own name in `preset`."""
-
 
 FROM_FILE = "hf:"
 """Begins the path of a Hugging Face config.json in place of a name, or of its folder."""
@@ -56,8 +70,11 @@ def plain_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=[0-9])\.(?=[0-9])", "p", name.lower().rpartition("/")[2]))
 
 
-_BY_HUB = {plain_name(hub): name for name, preset in CATALOGUE.items() for hub in preset.hub}
-_BY_NAME = {plain_name(name): name for name in CATALOGUE}
+@lru_cache(1)
+def _by_plain_name() -> dict[str, str]:
+    """Returns presets by their plain names and those of their repositories."""
+    by_hub = {plain_name(hub): name for name, preset in CATALOGUE.items() for hub in preset.hub}
+    return by_hub | {plain_name(name): name for name in CATALOGUE}
 
 
 def named(text: str) -> str:
@@ -65,8 +82,7 @@ def named(text: str) -> str:
     hub ("meta-llama/Llama-3.1-8B"). Returns the text itself if it names none, or a file."""
     if text.startswith(FROM_FILE):
         return text
-    plain = plain_name(text)
-    return text if text in CATALOGUE else _BY_NAME.get(plain) or _BY_HUB.get(plain) or text
+    return text if text in CATALOGUE else _by_plain_name().get(plain_name(text), text)
 
 
 def likely(text: str) -> str | None:
@@ -99,3 +115,44 @@ def states_no_rows(model: ModelConfig) -> bool:
 
 def _words(name: str) -> list[str]:
     return re.split("[-_ ]", name)
+
+
+def gpt_kind(layers: int, width: int, heads: int, *, vocab: int, seq_len: int, **more: Any) -> ModelConfig:
+    """Returns a GPT-2 kind: LayerNorm, learned positions, GELU, biases, a tied head; `more` are other fields."""
+    kind: dict[str, Any] = {"activation": "gelu_tanh"}
+    return ModelConfig(
+        n_layers=layers, d_model=width, n_heads=heads, vocab_size=vocab, seq_len=seq_len, **(kind | more)
+    )
+
+
+def llama_kind(
+    layers: int,
+    width: int,
+    heads: int,
+    *,
+    kv_heads: int,
+    d_ff: int,
+    vocab: int,
+    seq_len: int,
+    rope_theta: float,
+    **more: Any,
+) -> ModelConfig:
+    """Returns a Llama kind: RMSNorm, rotary positions, SwiGLU, no biases, an untied head; `more` are other fields."""
+    kind: dict[str, Any] = {
+        "norm": "rmsnorm",
+        "positions": "rope",
+        "activation": "swiglu",
+        "bias": False,
+        "tied": False,
+    }
+    return ModelConfig(
+        n_layers=layers,
+        d_model=width,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        d_ff=d_ff,
+        vocab_size=vocab,
+        seq_len=seq_len,
+        rope_theta=rope_theta,
+        **(kind | more),
+    )

@@ -16,97 +16,13 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.config.constraints import Constraint
-from phalanx.config.fields import constraints, get, leaves, name_of, short_names
+from phalanx.config.constraints import Constraint, Example
+from phalanx.config.fields import constraints, get, leaves, metadata, name_of, short_names
 from phalanx.config.job import Job
 from phalanx.config.values import row_of
 
 MEASURED = "cluster.calibration"
 """The section that `phalanx bench` writes: help leaves it out."""
-
-EXAMPLES: dict[str, str] = {
-    "model.preset": "llama3.1-8b",
-    "model.from": "runs/smollm2",
-    "model.n_layers": "12",
-    "model.d_model": "768",
-    "model.n_heads": "12",
-    "model.n_kv_heads": "4",
-    "model.head_dim": "64",
-    "model.d_ff": "2048",
-    "model.vocab_size": "32000",
-    "model.seq_len": "2048",
-    "model.window": "1024",
-    "model.full_every": "6",
-    "model.attention": "latent",
-    "model.feed_forward": "experts",
-    "model.rope_theta": "500000",
-    "model.window_rope_theta": "10000",
-    "model.norm_eps": "1e-6",
-    "model.rope_scaling.factor": "8",
-    "model.moe.n_experts": "8",
-    "model.moe.d_ff": "1024",
-    "model.moe.n_shared": "1",
-    "model.moe.n_dense_layers": "1",
-    "model.moe.aux_loss": "0.01",
-    "model.moe.z_loss": "0.001",
-    "model.moe.capacity": "1.25",
-    "model.mla.q_rank": "1536",
-    "model.mla.kv_rank": "512",
-    "model.lora.rank": "8",
-    "model.lora.targets": "attention",
-    "cluster.preset": "dgx-h100:4",
-    "cluster.nodes": "2",
-    "cluster.devices_per_node": "8",
-    "cluster.peak_tflops": "989.4",
-    "cluster.domain": "72",
-    "cluster.pod": "32",
-    "cluster.accelerator.name": "h100-80gb",
-    "cluster.accelerator.memory_gib": "79.1",
-    "cluster.accelerator.bandwidth_gbs": "3350",
-    "cluster.accelerator.cores": "132",
-    "layout.tile": "mlp+attention",
-    "layout.schedule": "zb_v",
-    "layout.pp_cut": "3+5+4+4",
-    "layout.recompute_cut": "2+1+0+0",
-    "layout.offload": "optimizer",
-    "layout.micro_batch": "4",
-    "layout.accumulation": "8",
-    "layout.loss_chunk": "1024",
-    "layout.sync_every": "50",
-    "data.corpus": "shakespeare_char",
-    "data.path": "corpus.jsonl",
-    "data.mix": "[{path: books, weight: 3}, {path: code.jsonl, weight: 1}]",
-    "data.text_field": "content",
-    "data.tokenizer": "bpe",
-    "data.template": "chatml",
-    "data.dir": "/scratch/data",
-    "data.limit_mb": "100",
-    "optimizer.name": "muon",
-    "optimizer.lr": "3e-4",
-    "optimizer.betas": "[0.9, 0.98]",
-    "optimizer.options": "rho=0.04",
-    "optimizer.warmup_steps": "100",
-    "optimizer.decay_steps": "1000",
-    "optimizer.base_batch": "256",
-    "train.steps": "1000",
-    "train.global_batch": "256",
-    "train.eval_every": "100",
-    "train.profile.steps": "[10, 12]",
-    "train.profile.ranks": "[0, 3]",
-    "checkpoint.every": "500",
-    "checkpoint.every_minutes": "30",
-    "checkpoint.keep_every": "5000",
-    "checkpoint.remote": "s3://bucket/runs",
-    "guard.repeat_every": "100",
-    "run.name": "first",
-    "run.dir": "/scratch/runs",
-    "run.device_budget_mib": "512",
-    "run.nnodes": '"1:2"',
-    "run.rdzv_endpoint": "node-a:29400",
-    "run.trackers": "[tensorboard]",
-    "run.sample_prompt": '"def "',
-}
-"""Values for the examples of fields whose kind alone gives no telling one."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +35,8 @@ class FieldReference:
     default: Any
     ranges: tuple[Constraint, ...]
     about: str
+    example: str
+    """A value as YAML that is legal for the field alone, and not its default where there is another."""
 
     @property
     def section(self) -> str:
@@ -146,11 +64,6 @@ class FieldReference:
         limits = [words for each in self.ranges if (words := each.words)]
         return ", ".join([type_words(self.kind), *limits])
 
-    @property
-    def example(self) -> str:
-        """A value as YAML that is legal for the field alone, and not its default where there is another."""
-        return EXAMPLES.get(self.path) or _example(self.kind, self.default)
-
 
 @functools.cache
 def fields() -> dict[str, FieldReference]:
@@ -161,10 +74,12 @@ def fields() -> dict[str, FieldReference]:
         for section, cls in _classes().items()
         for name, text in texts_below(cls).items()
     }
-    return {
-        path: FieldReference(path, kind, get(job, path), ranges.get(path, ()), texts.get(path, ""))
-        for path, kind in leaves().items()
-    }
+    found = {}
+    for path, kind in leaves().items():
+        default, told = get(job, path), [each.text for each in metadata()[path] if isinstance(each, Example)]
+        example = told[0] if told else _example(kind, default)
+        found[path] = FieldReference(path, kind, default, ranges.get(path, ()), texts.get(path, ""), example)
+    return found
 
 
 @functools.cache

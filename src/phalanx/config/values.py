@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from phalanx.config.typed import words
 from phalanx.nearest import did_you_mean
 
 MOST_NESTING = 20
@@ -93,7 +94,7 @@ def convert(text: str | list[str], kind: Any) -> Any:
     if typing.get_origin(kind) is tuple:
         return _tuple(text, typing.get_args(kind))
     if isinstance(text, list):
-        raise ValueError(f"expected {name_of(kind)}, not a list")
+        raise ValueError(f"expected {words(kind)}, not a list")
     if typing.get_origin(kind) is typing.Literal:
         return _choice(text, typing.get_args(kind))
     if kind is str:
@@ -103,22 +104,6 @@ def convert(text: str | list[str], kind: Any) -> Any:
     return _number(text, kind)
 
 
-def name_of(kind: Any) -> str:
-    """Returns a type in a user's words."""
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):
-        return " or ".join(map(name_of, typing.get_args(kind))).replace("one of ", "")
-    if row := row_of(kind):
-        return f"a list of mappings of {_names(row)}"
-    if typing.get_origin(kind) is tuple:
-        kinds = typing.get_args(kind)
-        if kinds[1:] == (...,):
-            return "a list of whole numbers" if kinds[0] is int else "a list"
-        return f"{len(kinds)} values"
-    if typing.get_origin(kind) is typing.Literal:
-        return "one of " + ", ".join(str(choice) for choice in typing.get_args(kind))
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}[kind]
-
-
 def _first(text: str | list[str], kind: Any) -> Any:
     for each in typing.get_args(kind):
         try:
@@ -126,7 +111,7 @@ def _first(text: str | list[str], kind: Any) -> Any:
         except ValueError:
             continue
     found = text if isinstance(text, str) else ", ".join(text)
-    raise ValueError(f"expected {name_of(kind)}, found {found[:LONGEST_NUMBER]!r}")
+    raise ValueError(f"expected {words(kind)}, found {found[:LONGEST_NUMBER]!r}")
 
 
 def _tuple(text: str | list[str], kinds: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -193,7 +178,7 @@ def _bool(text: str) -> bool:
 
 def _number(text: str, kind: type | types.UnionType) -> int | float:
     if len(text) > LONGEST_NUMBER:
-        raise ValueError(f"expected {name_of(kind)}, found {len(text):,} characters")
+        raise ValueError(f"expected {words(kind)}, found {len(text):,} characters")
     try:
         return int(text) if kind is int else _finite(float(text))
     except ValueError:
@@ -201,7 +186,7 @@ def _number(text: str, kind: type | types.UnionType) -> int | float:
     try:
         value = _finite(float(text))
     except ValueError:
-        raise ValueError(f"expected {name_of(kind)}, found {text!r}") from None
+        raise ValueError(f"expected {words(kind)}, found {text!r}") from None
     if not value.is_integer():
         raise ValueError(f"expected a whole number, found {text!r}")
     return int(value)

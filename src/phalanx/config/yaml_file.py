@@ -35,7 +35,7 @@ class Setting:
     text: str | list[str]
     origin: str
     alias: str = ""
-    """The name that was given, if it is another program's (config/aliases.py)."""
+    """The name that was given, if it is another program's (config/foreign_names.py)."""
     implied: bool = False
     """Whether the field itself was not named: a layout's line sets every field."""
     replaces: bool = False

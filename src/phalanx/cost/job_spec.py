@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from phalanx.check.compile import compiles
+from phalanx.check.job import compiles
 from phalanx.config.cluster import with_processes
 from phalanx.config.clusters import CLUSTERS
 from phalanx.config.corpora import has_pairs

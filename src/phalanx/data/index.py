@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.bounded import field, read_bytes, read_json
+from phalanx.bounded import read_bytes, read_json
+from phalanx.config.typed import read_as
 from phalanx.data.files import SPLITS, write_atomic
 from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import DataError
@@ -212,87 +213,56 @@ def repair_command(folder: Path, index: Index | None, *, switch: str = "--force"
 
 def _parse(stored: dict[str, Any]) -> Index:
     """Returns the index of parsed JSON. Raises ValueError with a readable message."""
-    vocab_size, dtype = field(stored, "vocab_size", int), field(stored, "dtype", str)
-    if dtype not in DTYPES or not 1 <= vocab_size <= LARGEST_VOCABULARY:
+    version, splits = stored["version"], stored.get("splits")
+    given = {name: each for name, each in stored.items() if name not in ("format", "version")}
+    if isinstance(splits, dict):
+        if absent := [split for split in SPLITS if split not in splits]:
+            raise ValueError(f"splits: {absent[0]} is missing")
+        given["splits"] = {split: splits[split] for split in SPLITS}
+    for name, since in (("row_size", ROWS_VERSION), ("sources", MIX_VERSION), ("elsewhere", ELSEWHERE_VERSION)):
+        if version != since:
+            given.pop(name, None)
+        elif name not in given:
+            raise ValueError(f"{name} is missing")
+    if version == UNCHECKED_VERSION:
+        given["block_bytes"] = 0
+    elif "block_bytes" not in given:
+        raise ValueError("block_bytes is missing")
+    index = read_as(Index, given, more=True)
+    dtype, block_bytes, row_size = index.dtype, index.block_bytes, index.row_size
+    if dtype not in DTYPES or not 1 <= index.vocab_size <= LARGEST_VOCABULARY:
         raise ValueError(
-            f"dtype {dtype!r}, vocab_size {vocab_size}: expected one of {list(DTYPES)}, and 1 to {LARGEST_VOCABULARY}"
+            f"dtype {dtype!r}, vocab_size {index.vocab_size}: expected one of {list(DTYPES)}, and 1 to "
+            f"{LARGEST_VOCABULARY}"
         )
-    corpus = field(stored, "corpus", dict)
-    splits = field(stored, "splits", dict)
-    checked = stored["version"] != UNCHECKED_VERSION
-    block_bytes = field(stored, "block_bytes", int) if checked else 0
-    if checked and (block_bytes % 16 or not 0 < block_bytes <= MAX_BLOCK_BYTES):
+    if version != UNCHECKED_VERSION and (block_bytes % 16 or not 0 < block_bytes <= MAX_BLOCK_BYTES):
         raise ValueError(f"block_bytes {block_bytes}: expected a multiple of 16, at most {MAX_BLOCK_BYTES}")
-    row_size = field(stored, "row_size", int) if stored["version"] == ROWS_VERSION else 0
-    if stored["version"] == ROWS_VERSION and not (row_size in (1, 2) and dtype == "uint32"):
+    if version == ROWS_VERSION and not (row_size in (1, 2) and dtype == "uint32"):
         raise ValueError(f"row_size {row_size}, dtype {dtype!r}: expected 1 or 2, and 'uint32'")
-    return Index(
-        settings=tuple(str(setting) for setting in field(stored, "settings", list)),
-        corpus=CorpusRecord(
-            name=field(corpus, "name", str),
-            description=field(corpus, "description", str),
-            documents=field(corpus, "documents", int),
-            characters=field(corpus, "characters", int),
-            bytes=field(corpus, "bytes", int),
-            sha256=field(corpus, "sha256", str),
-            stamp=field(corpus, "stamp", str),
-        ),
-        tokenizer=field(stored, "tokenizer", str),
-        vocab_size=vocab_size,
-        dtype=dtype,
-        splits={
-            split: tuple(
-                _shard(split, number, entry, DTYPES[dtype].itemsize, block_bytes, row_size)
-                for number, entry in enumerate(field(splits, split, list))
-            )
-            for split in SPLITS
-        },
-        complete=field(stored, "complete", bool),
-        block_bytes=block_bytes,
-        row_size=row_size,
-        elsewhere=field(stored, "elsewhere", str) if stored["version"] == ELSEWHERE_VERSION else "",
-        sources=tuple(map(_source, field(stored, "sources", list))) if stored["version"] == MIX_VERSION else (),
-    )
+    for split, shards in index.splits.items():
+        for number, shard in enumerate(shards):
+            _check_shard(split, number, shard, index)
+    for source in index.sources:
+        if source.folder in ("", ".", "..") or "/" in source.folder or "\0" in source.folder:
+            raise ValueError(f"source {source.folder!r}: expected the name of a folder beside this one")
+        if set(source.tokens) != {*SPLITS} or min(source.tokens.values()) < 0:
+            raise ValueError(f"source {source.folder}: {source.tokens} tokens")
+    return index
 
 
-def _source(entry: Any) -> SourceRecord:
-    if not isinstance(entry, dict):
-        raise ValueError(f"a source is {type(entry).__name__}, expected an object")
-    tokens = field(entry, "tokens", dict)
-    record = SourceRecord(
-        field(entry, "folder", str), field(entry, "fingerprint", str), {s: field(tokens, s, int) for s in SPLITS}
-    )
-    if record.folder in ("", ".", "..") or "/" in record.folder or "\0" in record.folder:
-        raise ValueError(f"source {record.folder!r}: expected the name of a folder beside this one")
-    if min(record.tokens.values()) < 0:
-        raise ValueError(f"source {record.folder}: {record.tokens} tokens")
-    return record
-
-
-def _shard(split: str, number: int, entry: Any, itemsize: int, block_bytes: int, row_size: int) -> Shard:
-    if not isinstance(entry, dict):
-        raise ValueError(f"{split} shard {number} is {type(entry).__name__}, expected an object")
-    shard = Shard(
-        file=field(entry, "file", str),
-        tokens=field(entry, "tokens", int),
-        bytes=field(entry, "bytes", int),
-        sha256=field(entry, "sha256", str),
-        blocks=field(entry, "blocks", str) if block_bytes else "",
-        conversations=field(entry, "conversations", int) if row_size else 0,
-        answers=field(entry, "answers", int) if row_size else 0,
-        table=field(entry, "table", str) if row_size else "",
-    )
+def _check_shard(split: str, number: int, shard: Shard, index: Index) -> None:
+    """Raises ValueError if a shard is none of the index."""
     # The name is derived, so that no index can lead a reader out of its folder.
     if shard.file != shard_file(split, number):
         raise ValueError(f"{split} shard {number} is called {shard.file!r}, expected {shard_file(split, number)!r}")
-    if shard.tokens < 0 or shard.bytes != shard.tokens * itemsize:
-        raise ValueError(f"{shard.file}: {shard.bytes} bytes are not {shard.tokens} tokens of {itemsize} bytes")
-    if row_size and not 0 <= shard.conversations * row_size <= shard.tokens:
+    if shard.tokens < 0 or shard.bytes != shard.tokens * index.itemsize:
+        raise ValueError(f"{shard.file}: {shard.bytes} bytes are not {shard.tokens} tokens of {index.itemsize} bytes")
+    if index.row_size and not 0 <= shard.conversations * index.row_size <= shard.tokens:
         raise ValueError(f"{shard.file}: {shard.conversations} conversations in {shard.tokens} tokens")
-    for digest in (shard.sha256, *([shard.blocks] if block_bytes else []), *([shard.table] if row_size else [])):
+    blocks, table = [shard.blocks] if index.block_bytes else [], [shard.table] if index.row_size else []
+    for digest in (shard.sha256, *blocks, *table):
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise ValueError(f"{shard.file}: {digest!r} is not a sha256")
-    return shard
 
 
 DIGEST_BYTES = 32
@@ -488,6 +458,6 @@ class EncodedRows:
     """The tokens of consecutive conversations."""
 
     tokens: np.ndarray
-    """(tokens,) uint32: the ids, and the bit shards.ANSWER where the token is an answer's."""
+    """(tokens,) uint32: the ids, and the bit ANSWER where the token is an answer's."""
     table: np.ndarray
-    """(conversations, 2): the lengths that shards.write_table writes."""
+    """(conversations, 2): the lengths that `write_table` writes."""

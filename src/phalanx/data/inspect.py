@@ -19,7 +19,7 @@ from phalanx.check.job import data_problems
 from phalanx.check.load import load_file
 from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.job import Data
-from phalanx.data.conversations import ConversationData, PackingFacts
+from phalanx.data.conversations import ConversationData, PackingFacts, preference_rows
 from phalanx.data.corpus import documents, text_files
 from phalanx.data.files import SPLITS, stderr_progress
 from phalanx.data.formats import IN_WORDS, compression_of, form_of, missing, pair_of, records
@@ -36,7 +36,6 @@ from phalanx.data.index import (
 )
 from phalanx.data.megatron import open_megatron
 from phalanx.data.mixture import MixedData, Rounds, open_split
-from phalanx.data.preferences import preference_rows
 from phalanx.data.prepare import prepare
 from phalanx.data.rows import Causes, Row, chat_rows, row_files, row_texts
 from phalanx.data.settings import prepared_path, source_settings

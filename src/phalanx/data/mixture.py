@@ -19,11 +19,10 @@ import numpy as np
 
 from phalanx.config.corpora import MIX_ROUND, PAIR
 from phalanx.config.job import Data, MixSource
-from phalanx.data.conversations import ConversationData
+from phalanx.data.conversations import ConversationData, PreferenceData
 from phalanx.data.index import read_index
 from phalanx.data.loader import MicroBatch, ShardData, TokenData
 from phalanx.data.megatron import MegatronData
-from phalanx.data.preferences import PreferenceData
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Rows of a data set for fine-tuning: files of conversations, prompts with completions, or instructions.
 
 A row that cannot be used is not skipped: it is yielded with what is wrong, and the data set is refused with the first
-problems of all (data/rows.py).
+problems of all.
 """
 
 from __future__ import annotations
@@ -218,12 +218,11 @@ def renamed(record: Mapping[str, Any], data: Data) -> dict[str, Any]:
     if ignored := {name.removeprefix(_OF_MESSAGES) for name in data.ignore_keys if name.startswith(_OF_MESSAGES)}:
         for name, value in found.items():
             if isinstance(value, list):
-                found[name] = [_without(ignored, item) if isinstance(item, dict) else item for item in value]
+                found[name] = [
+                    {key: each for key, each in item.items() if key not in ignored} if isinstance(item, dict) else item
+                    for item in value
+                ]
     return found
-
-
-def _without(ignored: Collection[str], message: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in message.items() if name not in ignored}
 
 
 def require_known(record: Mapping[str, Any], known: Collection[str]) -> None:

@@ -1,20 +1,25 @@
-"""A tokenizer as a table of tokens, kinds, scores and merges, as a tokenizer.json of the `tokenizers` library.
+"""A tokenizer as a table of tokens, kinds, scores and merges, as a tokenizer.json of the `tokenizers` library; and the
+tables of other files: SentencePiece's tokenizer.model, ranks of tiktoken, Mistral's tekken.json.
 
-The names are those of GGUF's metadata; other files (tokenizer_files.py) are brought to them. Byte-level BPE
-(tokenizer.ggml.model = gpt2): `tokenizer.ggml.pre` names how text is split before merging; the expressions are those of
-the published tokenizer.json of each family, as in src/llama-vocab.cpp of github.com/ggml-org/llama.cpp. SentencePiece's
-BPE (llama) and Unigram: sentencepiece_parts.py.
+The names are those of GGUF's metadata; the other files are brought to them. Byte-level BPE (tokenizer.ggml.model =
+gpt2): `tokenizer.ggml.pre` names how text is split before merging; the expressions are those of the published
+tokenizer.json of each family, as in src/llama-vocab.cpp of github.com/ggml-org/llama.cpp. SentencePiece's BPE (llama)
+and Unigram: `parts_of`. What the `tokenizers` library does not compute with the same ids is refused, with the command
+that converts it.
 """
 
 from __future__ import annotations
 
 import base64
+import binascii
 import json
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.bounded import read_bytes
 from phalanx.errors import DataError
 
 SPACE = "\u2581"
@@ -23,8 +28,8 @@ _LONGEST = 1000
 """Most characters of a token: every place in it is tried. SentencePiece makes none of more than 16 unless told to."""
 _NEWER = 300
 """Most characters that a map replaces and NFKC does not: those of another version of Unicode. Folding case has more."""
-_NORMAL, _UNKNOWN, _BYTE = 1, 2, 6
-"""Kinds of tokens (llama_token_type)."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+"""Kinds of tokens, as SentencePiece and llama.cpp (llama_token_type) number them."""
 
 
 def parts_of(
@@ -45,31 +50,38 @@ def parts_of(
     if (longest := max(map(len, tokens), default=0)) > _LONGEST:
         raise ValueError(f"one of its tokens has {longest:,} characters; at most {_LONGEST:,} are read")
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True) is not False
-    unknown = next((token for token, kind in zip(tokens, types, strict=False) if kind == _UNKNOWN), None)
+    unknown = next((token for token, kind in zip(tokens, types, strict=False) if kind == UNKNOWN), None)
     to_space = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     trimmed = metadata.get("tokenizer.ggml.remove_extra_whitespaces") is True
     first = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix or trimmed else []
     before = [*_mapped(metadata.get("tokenizer.ggml.precompiled_charsmap", b"")), *(_TRIMMED if trimmed else ())]
     normalizers = [*before, *first, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
-    bpe = {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": unknown,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": _BYTE in types,
-        "ignore_merges": False,
-        "vocab": {token: number for number, token in enumerate(tokens)},
-        "merges": [] if unigram else _merges(tokens, types, scores),
-    }
+    merges = [] if unigram else _merges(tokens, types, scores)
+    bpe = _bpe(tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=_BYTE in types)
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": [to_space, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         **(_unigram(tokens, types, scores) if unigram else {"model": bpe}),
     }
+
+
+def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **more: Any) -> dict[str, Any]:
+    """Returns the model of BPE; `more` are fields that differ from the usual."""
+    usual = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {token: number for number, token in enumerate(tokens)},
+        "merges": merges,
+    }
+    return usual | more
 
 
 _TRIMMED = (
@@ -112,7 +124,7 @@ def _unigram(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float
     """Returns model and pre_tokenizer of Unigram. The library takes every token for one that text is made of: others
     get a score with which they are never the best. Where a character of theirs is no token, which would be worse still,
     text is cut before and after it, which changes nothing: it is an unknown one in any case."""
-    plain = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == _NORMAL}
+    plain = {token: score for token, score, kind in zip(tokens, scores, types, strict=True) if kind == NORMAL}
     if unread := sorted(set("".join(plain)) - plain.keys()):
         raise ValueError(f"the character {unread[0]!r} of its pieces is no piece, which is not read with the same ids")
     if any(set(token) == {SPACE} and len(token) > 1 for token in plain):
@@ -126,7 +138,7 @@ def _unigram(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float
         "pre_tokenizer": split if cuts else None,
         "model": {
             "type": "Unigram",
-            "unk_id": types.index(_UNKNOWN),
+            "unk_id": types.index(UNKNOWN),
             "vocab": [(token, plain.get(token, never)) for token in tokens],
             "byte_fallback": _BYTE in types,
         },
@@ -144,7 +156,7 @@ def _cuts(token: str, known: Mapping[str, float]) -> Iterator[str]:
 def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Returns the pairs of tokens that make a third, in the order of the third one's score, then of its number. Only
     ordinary tokens take part: the text of a control token must not become one."""
-    plain = [number for number in range(len(tokens)) if not types or types[number] == _NORMAL]
+    plain = [number for number in range(len(tokens)) if not types or types[number] == NORMAL]
     known = {tokens[number] for number in plain}
     plain.sort(key=lambda number: -scores[number])  # stable: equal scores stay in the order of their numbers
     return [
@@ -155,8 +167,6 @@ def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
     ]
 
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-"""Kinds of tokens, as SentencePiece and llama.cpp (llama_token_type) number them."""
 _BYTE_LEVEL, _SENTENCEPIECE, UNIGRAM = "gpt2", "llama", "unigram"
 """Values of tokenizer.ggml.model; of a GGUF file the first two."""
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -253,28 +263,17 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any
     pattern = metadata.get("tokenizer.ggml.pattern")  # of a tekken.json
     if pattern is None and pre not in KINDS:
         raise ValueError(f"tokenizer.ggml.pre is {pre!r}; known: {', '.join(KINDS)}")
-    vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = [merge.split(" ") for merge in _texts(metadata, "merges")]
+    known = set(tokens)
     for pair in merges:
-        if len(pair) != 2 or not {*pair, "".join(pair)} <= vocabulary.keys():
+        if len(pair) != 2 or not {*pair, "".join(pair)} <= known:
             raise ValueError(f"the merge {' '.join(pair)!r} is not of two tokens that make a third")
     kind = {"pre_tokenizer": _split(pattern), "ignore_merges": True} if isinstance(pattern, str) else KINDS[pre]
     return {
         "normalizer": kind.get("normalizer"),
         "pre_tokenizer": kind["pre_tokenizer"],
         "decoder": _bytes(regex=True),
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": kind.get("ignore_merges", False),
-            "vocab": vocabulary,
-            "merges": merges,
-        },
+        "model": _bpe(tokens, merges, ignore_merges=kind.get("ignore_merges", False)),
     }
 
 
@@ -338,3 +337,186 @@ def alphabet() -> dict[int, str]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+
+
+_KINDS = {1: UNIGRAM, 2: "llama"}
+"""trainer_spec.model_type, with tokenizer.ggml.model; others are words and characters."""
+_TABLE = "tokenizer.ggml."
+_TEKKEN_SPECIAL = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]"),
+    *("[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]"),
+    *("[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+)
+"""The special tokens of a tekken.json that lists none (mistral-common 1.13)."""
+_QWEN_SPECIAL = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645} | {
+    f"<|extra_{number}|>": 151646 + number for number in range(205)
+}
+_TIKTOKEN: Mapping[int, tuple[str, Mapping[str, int]]] = {
+    50256: ("gpt-2", {"<|endoftext|>": 50256}),
+    50280: ("gpt-2", {"<|endoftext|>": 50256}),
+    151643: ("qwen2", _QWEN_SPECIAL),
+}
+"""How text is split (token_table.KINDS) and the special tokens, by the number of ranks: those of r50k_base, p50k_base
+and Qwen 1. The files state neither."""
+
+
+def definition_at(file: Path) -> str:
+    """Returns the tokenizer.json of a file of another program. Raises DataError, naming it and what to do instead, for
+    what is damaged or cannot be represented with the same ids."""
+    try:
+        content = read_bytes(file)
+        if file.suffix == ".json":
+            table = _tekken(json.loads(content))
+        elif file.suffix == ".tiktoken" or _is_ranks(content):
+            table = _ranked(_tiktoken(content))
+        else:
+            table = _sentencepiece(content)
+    except OSError as error:
+        raise DataError(f"cannot read the tokenizer {file}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+        raise DataError(f"{file}: {error}; {_remedy(file)}") from None
+    return definition_of(table, file, _remedy(file))
+
+
+def _remedy(file: Path) -> str:
+    return (
+        f'convert it where transformers reads it: `python -c "from transformers import AutoTokenizer as T; '
+        f"T.from_pretrained('{file.parent}').save_pretrained('{file.parent}')\"` writes tokenizer.json"
+    )
+
+
+def _sentencepiece(content: bytes) -> dict[str, Any]:
+    """Returns the table of a ModelProto (sentencepiece_model.proto)."""
+    pieces: list[tuple[str, float, int]] = []
+    trainer: dict[int, Any] = {}
+    normalizer: dict[int, Any] = {}
+    for field, value in _fields(content):
+        if field == 1:
+            piece = dict(_fields(value))
+            [score] = struct.unpack("<f", piece.get(2, bytes(4)))
+            pieces.append((piece[1].decode(), score, piece.get(3, NORMAL)))
+        elif field in (2, 3):
+            (trainer if field == 2 else normalizer).update(_fields(value))
+    if not pieces:
+        raise ValueError("holds no pieces: neither a model of SentencePiece nor ranks of tiktoken")
+    prefix, trimmed, charsmap = bool(normalizer.get(3, 1)), bool(normalizer.get(4, 1)), normalizer.get(2, b"")
+    users = [text for text, _, kind in pieces if kind == USER_DEFINED]
+    for what, holds in {
+        "a model of words or characters": trainer.get(3, 1) not in _KINDS,
+        "spaces end words (treat_whitespace_as_suffix)": bool(trainer.get(24)),
+        "spaces are kept (escape_whitespaces)": not normalizer.get(5, 1),
+        "symbols of the user beside add_dummy_prefix or remove_extra_whitespaces": bool(users) and (prefix or trimmed),
+        "symbols of the user with spaces": any("\u2581" in text for text in users),
+    }.items():
+        if holds:
+            raise ValueError(f"{what} is not read with the same ids")
+    ids = {"unknown": trainer.get(40, 0), "bos": trainer.get(41, 1), "eos": trainer.get(42, 2)}
+    named = {f"{_TABLE}{name}_token_id": number for name, number in ids.items() if number < len(pieces)}
+    return named | {
+        f"{_TABLE}model": _KINDS[trainer.get(3, 1)],
+        f"{_TABLE}precompiled_charsmap": charsmap,
+        f"{_TABLE}remove_extra_whitespaces": trimmed,
+        f"{_TABLE}tokens": [text for text, _, _ in pieces],
+        f"{_TABLE}scores": [score for _, score, _ in pieces],
+        f"{_TABLE}token_type": [kind for _, _, kind in pieces],
+        f"{_TABLE}add_space_prefix": prefix,
+    }
+
+
+def _fields(content: bytes) -> Iterator[tuple[int, Any]]:
+    """Yields the fields of a message of protocol buffers: numbers for varints, bytes for all others."""
+    at = 0
+    while at < len(content):
+        key, at = _varint(content, at)
+        if (kind := key & 7) == 0:
+            value, at = _varint(content, at)
+            yield key >> 3, value
+            continue
+        size, at = _varint(content, at) if kind == 2 else ({1: 8, 5: 4}.get(kind, -1), at)
+        if size < 0 or at + size > len(content):
+            raise ValueError("is no model of SentencePiece, or is damaged")
+        yield key >> 3, content[at : at + size]
+        at += size
+
+
+def _varint(content: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = content[at]
+        value |= (byte & 127) << shift
+        at += 1
+        if byte < 128:
+            return value, at
+    raise ValueError("is no model of SentencePiece, or is damaged")
+
+
+def _is_ranks(content: bytes) -> bool:
+    words = content[:1000].split(b"\n")[0].split()
+    return len(words) == 2 and words[1].isdigit()
+
+
+def _tiktoken(content: bytes) -> dict[bytes, int]:
+    """Returns the ranks of a file of tiktoken: lines of a token in base64 and its rank."""
+    try:
+        pairs = [line.split() for line in content.splitlines() if line]
+        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except (ValueError, binascii.Error):
+        raise ValueError("is no file of ranks of tiktoken") from None
+
+
+def _ranked(ranks: Mapping[bytes, int]) -> dict[str, Any]:
+    if len(ranks) not in _TIKTOKEN:
+        raise ValueError(
+            f"the file of {len(ranks):,} ranks does not say how text is split, nor its special tokens (known: "
+            f"{', '.join(f'{count:,}' for count in _TIKTOKEN)} ranks)"
+        )
+    pre, special = _TIKTOKEN[len(ranks)]
+    return _table_of_ranks(ranks, special, {f"{_TABLE}pre": pre})
+
+
+def _tekken(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the table of a tekken.json: special tokens come first, then the tokens by rank."""
+    config = values["config"]
+    size, reserved = config["default_vocab_size"], config["default_num_special_tokens"]
+    listed = values.get("special_tokens") or [
+        {"rank": rank, "token_str": text} for rank, text in enumerate(_TEKKEN_SPECIAL)
+    ]
+    special = {f"<SPECIAL_{number}>": number for number in range(len(listed), reserved)}
+    special |= {each["token_str"]: each["rank"] for each in listed}
+    ranks = {
+        base64.b64decode(each["token_bytes"]): each["rank"] + reserved
+        for each in values["vocab"]
+        if each["rank"] < size - reserved
+    }
+    return _table_of_ranks(ranks, special, {f"{_TABLE}pattern": config["pattern"], f"{_TABLE}bos_token_id": 1})
+
+
+def _table_of_ranks(ranks: Mapping[bytes, int], special: Mapping[str, int], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the table of byte-level BPE by ranks. A merge is every pair of tokens that makes a third, in the order of
+    the third one's rank: tiktoken merges the neighbours that make the token of the lowest one."""
+    names = alphabet()
+    tokens: list[str | None] = [None] * (1 + max([*ranks.values(), *special.values()]))
+    for token, rank in ranks.items():
+        tokens[rank] = "".join(map(names.__getitem__, token))
+    for text, number in special.items():
+        if tokens[number] is not None:
+            raise ValueError(f"the special token {text} has the id {number} of another token")
+        tokens[number] = text
+    if (hole := tokens.index(None) if None in tokens else -1) >= 0:
+        raise ValueError(f"no token has the id {hole}")
+    by_rank = sorted((token for token in ranks if len(token) > 1), key=ranks.__getitem__)
+    merges = [(token[:cut], token[cut:]) for token in by_rank for cut in _cuts_by_rank(token, ranks)]
+    return {
+        **more,
+        f"{_TABLE}model": "gpt2",
+        f"{_TABLE}tokens": tokens,
+        f"{_TABLE}token_type": [CONTROL if text in special else NORMAL for text in tokens],
+        f"{_TABLE}merges": [" ".join("".join(map(names.__getitem__, part)) for part in pair) for pair in merges],
+        f"{_TABLE}add_bos_token": f"{_TABLE}bos_token_id" in more,
+    }
+
+
+def _cuts_by_rank(token: bytes, ranks: Mapping[bytes, int]) -> Sequence[int]:
+    """Returns where a token is two tokens, those of lower ranks first."""
+    cuts = [cut for cut in range(1, len(token)) if token[:cut] in ranks and token[cut:] in ranks]
+    return sorted(cuts, key=lambda cut: (ranks[token[:cut]], ranks[token[cut:]]))

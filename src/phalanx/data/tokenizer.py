@@ -88,13 +88,13 @@ class Tokenizer(ABC):
     @staticmethod
     def load(path: Path) -> Tokenizer:
         """Reads a tokenizer.json, in this project's or the `tokenizers` library's format, or a file of another program
-        (tokenizer_files.py); `path` may be its folder.
+        (token_table.py); `path` may be its folder.
 
         Raises DataError if it is missing or is no tokenizer.
         """
         file = tokenizer_in(path) or path / FILE if os.path.isdir(path) else path
         if os.path.isfile(file) and (file.name == "tekken.json" or file.suffix in (".model", ".tiktoken")):
-            from phalanx.data.tokenizer_files import definition_at  # few need it
+            from phalanx.data.token_table import definition_at  # few need it
 
             return LibraryTokenizer(definition_at(file), str(file))
         try:

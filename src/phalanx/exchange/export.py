@@ -35,7 +35,7 @@ from phalanx.checkpoint.new_target import (
 )
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.hugging_face import config_json
-from phalanx.config.hugging_face.kinds import HARMLESS
+from phalanx.config.hugging_face.families import HARMLESS
 from phalanx.config.model import ModelConfig
 from phalanx.data.files import Progress, meter, silent, write_atomic
 from phalanx.data.template import CONFIG_FILE as TOKENIZER_CONFIG

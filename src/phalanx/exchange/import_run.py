@@ -20,7 +20,7 @@ from torch import Tensor
 from phalanx.blocks.parameters import count, parameter_shapes
 from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.job import problems_of
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict
 from phalanx.check.start import KEPT
 from phalanx.checkpoint.convert import as_type
 from phalanx.checkpoint.manifest import Box, Manifest, StoredTensor

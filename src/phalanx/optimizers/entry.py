@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from phalanx.blocks.operator import is_expert
-from phalanx.config.constraints import Above, AtLeast, Below, Between, HalfOpen
+from phalanx.config.constraints import Interval
 from phalanx.config.job import Optimizer
 from phalanx.facts import Lazy, stated
 from phalanx.registry import package_code
@@ -104,7 +104,7 @@ class ExtraOption:
 
     default: float
     description: str
-    constraint: AtLeast | Above | Below | Between | HalfOpen | None = None
+    constraint: Interval | None = None
 
 
 def nothing(config: Optimizer, name: str, shape: Shape) -> float:

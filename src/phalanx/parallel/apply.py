@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from phalanx.blocks.parameters import weight_of
-from phalanx.check.compile import compiles, refusal
+from phalanx.check.job import compiles, refusal
 from phalanx.comm.axis import Axis
 from phalanx.comm.calls import name_modules
 from phalanx.config.corpora import has_pairs

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict
 from phalanx.config.job import Job
 from phalanx.echo import shortened
 from phalanx.errors import StoppedError

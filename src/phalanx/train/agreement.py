@@ -23,9 +23,8 @@ import phalanx
 from phalanx.comm.agree import gather_json, on_every_rank, on_rank_zero
 from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
 from phalanx.config.job import Data, Job
-from phalanx.data.blocks import SplitReader, split_blocks
 from phalanx.data.index import INDEX, Index, open_shards, read_index, repair_command
-from phalanx.data.loader import ShardData
+from phalanx.data.loader import ShardData, SplitReader, split_blocks
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
 from phalanx.data.tokenizer import Tokenizer
@@ -37,7 +36,7 @@ log = logging.getLogger(__name__)
 
 VERIFIED_BYTES = 2**30
 """Bytes of token shards (about a second's reading) up to which their digests are checked at every start. Larger ones
-are checked block by block while they are read (data/blocks.py)."""
+are checked block by block while they are read (data/loader.py)."""
 
 MAY_DIFFER_WITH_WARNING = ("processor capability", "accelerator")
 """Facts about a rank's machine that change rounding, but that a user cannot always make equal."""

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from phalanx.comm import blocking
 from phalanx.comm.agree import on_rank_zero
-from phalanx.config import local_cluster
+from phalanx.config import clusters
 from phalanx.config.calibration import assess, relative_spread
 from phalanx.config.cluster import Cluster, with_processes
-from phalanx.config.devices import device_reported_as
+from phalanx.config.clusters import device_reported_as
 from phalanx.cost.time.kernel import peak_flops as data_sheet_peak
 from phalanx.errors import JobError, RunError
 from phalanx.parallel.linear import linear, onednn_is_faster
@@ -150,11 +150,11 @@ def stored_cpu_peak(cluster: Cluster, dtype: torch.dtype, processes: int) -> tup
     """Returns FLOP/s, source and spread of one of `processes` ranks per node as `phalanx bench compute` measured this
     CPU: from the job's cluster, or else from the file of cluster=local. Returns None if there is no such measurement,
     or if it is unreliable or of another machine."""
-    path = local_cluster.default_path()
+    path = clusters.default_path()
     measured, where = cluster, "cluster of the job"
     if not cluster.sharing.processes:
         try:
-            measured, where = local_cluster.read_partly(path), str(path)
+            measured, where = clusters.read_local_partly(path), str(path)
         except JobError:
             return None
     name = PEAK_FIELDS.get(dtype)

@@ -32,8 +32,7 @@ from typing import Any
 
 import phalanx
 from phalanx.bounded import field, parse_json, read_tail
-from phalanx.check.load import LoadedJob
-from phalanx.check.show import as_dict, as_yaml
+from phalanx.check.load import LoadedJob, as_dict, as_yaml
 from phalanx.check.start import KEPT
 from phalanx.checkpoint.inventory import newest_valid, set_aside
 from phalanx.checkpoint.manifest import Manifest, job_of

@@ -11,7 +11,7 @@ import torch
 
 from phalanx.blocks.lora import is_adapter
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
-from phalanx.check.show import as_dict
+from phalanx.check.load import as_dict
 from phalanx.checkpoint.inventory import check, check_digests
 from phalanx.checkpoint.manifest import Manifest, job_of, require_resumable
 from phalanx.checkpoint.parts import HeldTensor, Share, held, is_finite, shares

@@ -6,8 +6,7 @@ import re
 from dataclasses import replace
 
 from phalanx.config.cluster import Accelerator, Cluster
-from phalanx.config.clusters import CLUSTERS, MACHINES
-from phalanx.config.devices import ACCELERATORS, MEMORY_TOLERANCE
+from phalanx.config.clusters import ACCELERATORS, CLUSTERS, MACHINES, MEMORY_TOLERANCE
 from phalanx.cost.spec import Products
 from phalanx.nearest import did_you_mean
 from phalanx.registry import OWN

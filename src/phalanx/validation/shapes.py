@@ -10,9 +10,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from phalanx.config.families.preset import gpt_kind, llama_kind
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.config.presets import PRESETS
+from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
 
 
 def gpt(layers: int, width: int, heads: int, vocab: int = 51200, seq: int = 2048, **more: Any) -> ModelConfig:

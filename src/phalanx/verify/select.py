@@ -12,9 +12,8 @@ from typing import Any
 from phalanx.blocks.kinds import model_kinds
 from phalanx.blocks.parameters import count
 from phalanx.blocks.shrink import alike
-from phalanx.check.causes import by_cause
 from phalanx.check.effect import effect_problems
-from phalanx.check.job import out_of_range, problems_of
+from phalanx.check.job import by_cause, out_of_range, problems_of
 from phalanx.check.layout import Problem
 from phalanx.check.load import spelled
 from phalanx.check.model import size_problems

@@ -9,8 +9,7 @@ import pytest
 
 from families.counterparts import COUNTERPARTS, small_model
 from phalanx.blocks.parameters import count
-from phalanx.check.load import load_file, load_words
-from phalanx.check.show import as_yaml
+from phalanx.check.load import as_yaml, load_file, load_words
 from phalanx.cli.main import main
 from phalanx.config import overrides
 from phalanx.config.hugging_face import config_json

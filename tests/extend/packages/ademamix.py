@@ -6,8 +6,8 @@ from phalanx import extend
 
 STATE = tuple(map(extend.StateKind, ("exp_avg", "exp_avg_slow", "exp_avg_sq")))
 OPTIONS = {
-    "alpha": extend.ExtraOption(5.0, "weight of the slow momentum", extend.AtLeast(0)),
-    "beta3": extend.ExtraOption(0.9999, "decay of the slow momentum", extend.HalfOpen(0, 1)),
+    "alpha": extend.ExtraOption(5.0, "weight of the slow momentum", extend.Interval(0)),
+    "beta3": extend.ExtraOption(0.9999, "decay of the slow momentum", extend.Interval(0, below=1)),
 }
 MOVED = 112
 """Bytes per parameter of the kernels in `rule`: momenta (24), second moment (20), its root (24), their sum (20), the

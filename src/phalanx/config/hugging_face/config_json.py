@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx import bounded
-from phalanx.config.hugging_face.families import BY_TYPE, FAMILIES, REFUSED
-from phalanx.config.hugging_face.kinds import HARMLESS, OWN_VALUES, ConfigFamily
+from phalanx.config.hugging_face.families import BY_TYPE, FAMILIES, HARMLESS, OWN_VALUES, REFUSED, ConfigFamily
 from phalanx.config.hugging_face.terms import ConfigReader, Fields, refuse_unknown, shown, value_of, written
 from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
 from phalanx.errors import JobError

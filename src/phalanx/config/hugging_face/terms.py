@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from math import isfinite
-from typing import Any, Protocol
+from math import isclose, isfinite, log
+from typing import Any, Literal, Protocol
 
-from phalanx.config.model import ModelConfig
-from phalanx.nearest import nearest
+from phalanx.config.model import ModelConfig, RopeScaling
+from phalanx.nearest import did_you_mean, nearest
 
 REQUIRED: Any = object()
 """The default of a field without which a configuration says nothing."""
@@ -127,7 +127,6 @@ class Field:
     """The value of a field that is absent where it is another than that of null, which is the default."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
-        """Takes the value over."""
         names = (self.theirs, *self.also)
         chosen = next((name for name in names if source.holds(name)), self.theirs)
         default = self.default if self.absent is None or source.names(chosen) else self.absent
@@ -137,7 +136,6 @@ class Field:
                 source.problem(name, f"is {shown(source.raw(name))}, {chosen} is {shown(value)}: they are the same")
 
     def write(self, model: ModelConfig) -> Fields:
-        """Returns the value of ours under their name."""
         return {self.theirs: self.write_as(model) if self.write_as else value_of(model, self.ours)}
 
 
@@ -152,7 +150,6 @@ class Fixed:
     reason: str = ""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
-        """Notes a problem for every other value."""
         value = source.raw(self.theirs)
         value = self.default if value is None else value
         if not any(value == known and isinstance(value, bool) == isinstance(known, bool) for known in self.values):
@@ -160,7 +157,6 @@ class Fixed:
             source.problem(self.theirs, f"is {shown(value)}, supported: {known}{self.reason and f' ({self.reason})'}")
 
     def write(self, model: ModelConfig) -> Fields:
-        """Returns the first value."""
         return {self.theirs: self.values[0]}
 
 
@@ -172,11 +168,9 @@ class Written:
     value: Any
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
-        """Notes that the field is known."""
         source.seen.add(self.theirs)
 
     def write(self, model: ModelConfig) -> Fields:
-        """Returns the value."""
         return {self.theirs: self.value}
 
 
@@ -192,7 +186,6 @@ class Choice:
     """The value that transformers takes if the field is absent; None: ours keeps the family's own value."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
-        """Translates the value."""
         value = source.raw(self.theirs)
         value = self.default if value is None else value
         for theirs, ours in self.names:
@@ -204,7 +197,6 @@ class Choice:
             source.problem(self.theirs, f"is {shown(value)}, supported: {known}")
 
     def write(self, model: ModelConfig) -> Fields:
-        """Returns the name of our value, or nothing if it has none: the shape read back then differs."""
         ours = value_of(model, self.ours)
         known = [theirs for theirs, value in self.names if value == ours]
         return {self.theirs: known[0]} if known else {}
@@ -241,3 +233,278 @@ def refuse_unknown(source: ConfigReader, harmless: frozenset[str] = frozenset(),
         hint = f"; did you mean {meant}?" if meant else ""
         way = f" (what changes no number may be left out: model.ignore_config=[{listed}])" if name == unknown[0] else ""
         source.problem(name, f"is not understood{where}{hint}{way}")
+
+
+_ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Base, stretching and share of rotary positions."""
+
+    theta: float = 10000.0
+    """The base if the configuration names none."""
+    fraction: float = 1.0
+    """The share of a head if the configuration names none."""
+    theta_name: str = "rope_theta"
+    fraction_name: str = "partial_rotary_factor"
+    """Older names of the two."""
+    partial: Literal["used", "ignored", "refused"] = "ignored"
+    """What transformers does with a share of a head below 1: kinds that ignore it turn whole heads, and fail if
+    positions are stretched, too."""
+    latent: bool = False
+    """Latent attention: mscale_all_dim enlarges the scores."""
+    stretched: RopeScaling | None = None
+    """The stretching if the configuration names none."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        theta = source.take(self.theta_name, float, source.take("rope_theta", float, self.theta))
+        fraction = source.take(self.fraction_name, float, source.take("partial_rotary_factor", float, self.fraction))
+        named = source.holds("rope_parameters") or source.holds("rope_scaling")
+        rope = source.inside("rope_parameters")
+        if not source.holds("rope_parameters"):
+            rope = source.inside("rope_scaling")
+        else:
+            _refuse_second(source, rope)
+        fields["rope_theta"] = rope.take("rope_theta", float, theta)
+        fraction = rope.take("partial_rotary_factor", float, fraction)
+        if not named and self.stretched:
+            fields["rope_scaling"] = self.stretched
+        else:
+            fields["rope_scaling"] = scaling(rope, fields["seq_len"])
+        fields["rotary_fraction"] = self._share(
+            rope if rope.holds("partial_rotary_factor") else source, fraction, fields["rope_scaling"]
+        )
+        if not named and self.stretched:
+            return
+        if self.latent and (growth := _growth_of_scores(rope, fields["rope_scaling"])) != 1:
+            fields["attention_scale"] = (
+                growth / max(1, fields["mla.nope_head_dim"] + fields["mla.rope_head_dim"]) ** 0.5
+            )
+        refuse_unknown(rope)
+
+    def _share(self, source: ConfigReader, fraction: float, stretched: RopeScaling) -> float:
+        """Returns the share of a head that transformers turns."""
+        if self.partial == "used" or fraction == 1:
+            return fraction
+        if self.partial == "refused" or stretched != RopeScaling():
+            source.problem(
+                "partial_rotary_factor",
+                f"is {fraction:g}, with which transformers computes no {stretched.kind} positions of this kind",
+            )
+        source.notes.append(
+            f"partial_rotary_factor {fraction:g} is ignored, as by transformers: whole heads are turned"
+        )
+        return 1.0
+
+    def write(self, model: ModelConfig) -> Fields:
+        values = rope_values(model, partial=self.partial == "used")
+        stretched = model.rope_scaling
+        if self.latent and stretched.kind == "yarn" and stretched.factor > 1 and model.attention_scale:
+            # (0.1 m ln factor + 1)² is what multiplies the scores; mscale gives rotated parts the size they have.
+            growth = (model.attention_scale * model.head_size**0.5) ** 0.5
+            all_dim = (growth - 1) / (0.1 * log(stretched.factor))
+            size = stretched.magnitude or 0.1 * log(stretched.factor) + 1
+            values |= {"mscale": (size * growth - 1) / (0.1 * log(stretched.factor)), "mscale_all_dim": all_dim}
+            values.pop("attention_factor", None)
+        return {"rope_parameters": values}
+
+
+@dataclass(frozen=True)
+class RopeWithWindows:
+    """Gemma 3: layers with a window have a base of their own and are not stretched."""
+
+    theta: float = 1e6
+    window_theta: float = 10000.0
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        theta = source.take("rope_theta", float, self.theta)
+        local = source.take("rope_local_base_freq", float, self.window_theta)
+        parameters = source.inside("rope_parameters")
+        full, window = parameters.inside(_FULL), parameters.inside(_SLIDING)
+        if source.holds("rope_parameters"):
+            _refuse_second(source, full)
+        else:
+            full = source.inside("rope_scaling")
+        fields["rope_theta"] = full.take("rope_theta", float, theta)
+        base = window.take("rope_theta", float, local)
+        fields["window_rope_theta"] = base if fields["window"] else 0.0
+        fields["rope_scaling"] = scaling(full, fields["seq_len"])
+        if scaling(window, fields["seq_len"]).factor > 1:
+            window.problem("factor", "stretches layers with a window, which keep their positions here")
+        for part in (parameters, full, window):
+            refuse_unknown(part)
+
+    def write(self, model: ModelConfig) -> Fields:
+        window = {"rope_theta": model.window_rope_theta or model.rope_theta, "rope_type": "default"}
+        return {"rope_parameters": {_FULL: rope_values(model), _SLIDING: window}}
+
+
+def _refuse_second(source: ConfigReader, rope: ConfigReader) -> None:
+    """Notes a rope_scaling, the older spelling, that contradicts `rope`, the newer one: releases of transformers differ
+    in which of the two they take."""
+    old = source.raw("rope_scaling")
+    spelled = {"type": "rope_type"}
+    if old and not (
+        isinstance(old, dict) and all(rope.states(str(spelled.get(n, n)), value) for n, value in old.items())
+    ):
+        source.problem("rope_scaling", "contradicts rope_parameters: keep the one that the weights were trained with")
+
+
+def scaling(rope: ConfigReader, context: int) -> RopeScaling:
+    """Returns the stretching of an object of rope parameters; `context` is the released one in tokens."""
+    old = rope.take("type", str, "default")
+    kind = rope.take("rope_type", str, old)
+    if kind not in _ROPE_KINDS:
+        rope.problem(
+            "rope_type", f"is {shown(kind)}{did_you_mean(kind, _ROPE_KINDS)} (supported: {', '.join(_ROPE_KINDS)})"
+        )
+        rope.seen |= set(rope.left())
+        return RopeScaling()
+    if kind == "default":
+        if not rope.holds("type") and not rope.holds("rope_type") and rope.take("factor", float, 1.0) != 1:
+            rope.problem("factor", f"is {rope.raw('factor'):g}, and no rope_type says how it stretches")
+        # What other kinds need is without effect.
+        rope.seen |= {"factor", "original_max_position_embeddings"}
+        return RopeScaling()
+    values: dict[str, Any] = {"kind": kind, "factor": rope.take("factor", float)}
+    if values["factor"] < 1:
+        rope.problem("factor", f"is {values['factor']:g}, expected at least 1")
+        values["factor"] = 1.0
+    if kind == "linear":
+        rope.seen.add("original_max_position_embeddings")
+        return RopeScaling(**values)
+    values["original_seq_len"] = max(1, rope.take("original_max_position_embeddings", int, context))
+    if kind == "llama3":
+        values["low_freq_factor"] = rope.take("low_freq_factor", float)
+        values["high_freq_factor"] = rope.take("high_freq_factor", float)
+        return RopeScaling(**values)
+    values["beta_fast"] = rope.take("beta_fast", float, 32.0) or 32.0
+    values["beta_slow"] = rope.take("beta_slow", float, 1.0) or 1.0
+    values["truncate"] = rope.take("truncate", bool, True)
+    values["magnitude"] = _magnitude(rope, values["factor"])
+    return RopeScaling(**values)
+
+
+def rope_values(model: ModelConfig, *, partial: bool = False) -> Fields:
+    """Returns the rope parameters of layers without a window of their own, with the share of a head that turns if
+    `partial`: most kinds of transformers turn whole heads, whatever partial_rotary_factor says."""
+    stretched, values = model.rope_scaling, {"rope_theta": model.rope_theta, "rope_type": "default"}
+    if partial:
+        values["partial_rotary_factor"] = model.rotary_fraction
+    if stretched.factor == 1:
+        return values
+    values |= {"rope_type": stretched.kind, "factor": stretched.factor}
+    if stretched.kind == "linear":
+        return values
+    if stretched.kind == "llama3":
+        values |= {"low_freq_factor": stretched.low_freq_factor, "high_freq_factor": stretched.high_freq_factor}
+    if stretched.kind == "yarn":
+        values |= {"beta_fast": stretched.beta_fast, "beta_slow": stretched.beta_slow, "truncate": stretched.truncate}
+        if stretched.magnitude:
+            values["attention_factor"] = stretched.magnitude
+    return values | {"original_max_position_embeddings": stretched.original_seq_len}
+
+
+def _magnitude(rope: ConfigReader, factor: float) -> float:
+    """Returns the factor of rotated queries and keys (Peng et al. 2023, section 3.4); 0 for the usual one."""
+    own = rope.take("attention_factor", float, 0.0)
+    mscale, all_dim = rope.take("mscale", float, 0.0), rope.take("mscale_all_dim", float, 0.0)
+    if not own and mscale and all_dim:
+        own = _grown(factor, mscale) / _grown(factor, all_dim)
+    return 0.0 if isclose(own, _grown(factor, 1.0)) else own
+
+
+def _grown(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * log(factor) + 1
+
+
+def _growth_of_scores(rope: ConfigReader, stretched: RopeScaling) -> float:
+    """Returns what multiplies the scores beside 1 / √head_size (DeepSeek-V3's release, inference/model.py)."""
+    if stretched.kind != "yarn":
+        return 1.0
+    return _grown(stretched.factor, rope.take("mscale_all_dim", float, 0.0)) ** 2
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Sliding windows, and which layers attend to all keys."""
+
+    default: int = 0
+    """The window if the configuration names none."""
+    full_every: int = 0
+    """Every n-th layer has no window unless the configuration lists the layers; 0: all have one."""
+    switch: str = ""
+    """A field without which sliding_window has no effect: use_sliding_window."""
+    layers: bool = True
+    """Writes layer_types."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        window = source.take("sliding_window", int, 0 if source.names("sliding_window") else self.default)
+        pattern = source.take("sliding_window_pattern", int, self.full_every)
+        first = source.take("max_window_layers", int, 28 if self.switch and self.layers else 0)
+        if self.switch and not source.take(self.switch, bool, False):
+            window = 0
+        if window and self.switch and first and not source.holds("layer_types"):
+            if not self.layers or first < fields["n_layers"]:
+                source.problem("max_window_layers", f"is {first}, supported: layer_types, or 0")
+            window = 0  # the first layers have none
+        kinds = source.take("layer_types", list, [])
+        fields["window"], fields["full_every"] = window, pattern if window else 0
+        if not kinds:
+            return
+        if len(kinds) != fields["n_layers"]:
+            source.problem("layer_types", f"lists {len(kinds):,} layers, num_hidden_layers is {fields['n_layers']:,}")
+            return
+        self._read_kinds(source, fields, kinds)
+
+    def _read_kinds(self, source: ConfigReader, fields: Fields, kinds: list[Any]) -> None:
+        """Finds the rule behind a list of kinds: which layers have no window."""
+        if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
+            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {_FULL}, {_SLIDING}")
+        elif _SLIDING not in kinds:
+            fields["window"] = fields["full_every"] = 0
+        elif not fields["window"]:
+            source.problem("sliding_window", f"is missing, and layer_types has {_SLIDING}")
+        else:
+            first = kinds.index(_FULL) + 1 if _FULL in kinds else 0
+            # Shorter than its first full layer, a model is as well one of the family's pattern.
+            every = first or (fields["full_every"] if fields["full_every"] > len(kinds) else 0)
+            if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(kinds))]:
+                source.problem("layer_types", "has no window in layers that are not every n-th one")
+            fields["full_every"] = every
+
+    def write(self, model: ModelConfig) -> Fields:
+        values: Fields = {"sliding_window": model.window or None}
+        if self.switch:
+            values[self.switch] = model.window > 0
+        if self.layers:
+            values["layer_types"] = layer_types(model)
+        return values
+
+
+def layer_types(model: ModelConfig) -> list[str]:
+    """Returns the kind of attention of every layer."""
+    return [(_FULL, _SLIDING)[model.window_of(layer) > 0] for layer in range(model.n_layers)]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The released context, which is the length of a sample unless a job says otherwise. Stretched positions reach
+    further than samples may be long."""
+
+    theirs: str = "max_position_embeddings"
+    default: int = 2048
+    exact: bool = False
+    """Learned positions: as many as the context has tokens."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        fields["seq_len"] = max(1, source.take(self.theirs, int, self.default))
+
+    def write(self, model: ModelConfig) -> Fields:
+        stretched = model.rope_scaling
+        reached = int(stretched.original_seq_len * stretched.factor) if stretched.factor > 1 else 0
+        if self.exact or stretched.kind == "linear":
+            reached = 0
+        return {self.theirs: max(model.seq_len, reached)}

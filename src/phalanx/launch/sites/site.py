@@ -18,7 +18,7 @@ from typing import Any, Literal
 import yaml
 
 from phalanx.bounded import read_text
-from phalanx.config.local_cluster import default_path
+from phalanx.config.clusters import default_path
 from phalanx.config.yaml_file import MOST_BYTES, PLAIN_TAGS
 from phalanx.errors import JobError
 from phalanx.launch.exported import is_secret

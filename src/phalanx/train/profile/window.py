@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.check.compile import compiles
+from phalanx.check.job import compiles
 from phalanx.comm import blocking
 from phalanx.comm.agree import gather_json, on_every_rank
 from phalanx.comm.recorded import Recording, now, recorded
