@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PRELOAD = (
-    *("phalanx.cli.train", "phalanx.train.loop", "phalanx.generate.load", "safetensors.torch"),
+    *("phalanx.cli.train", "phalanx.train.rank", "phalanx.generate.load", "safetensors.torch"),
     *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"),
 )
 """The modules that a rank imports until its first step, some of them at their first use."""
@@ -203,7 +203,7 @@ def _nodes(loaded: LoadedJob, directory: RunDirectory) -> Nodes:
 
 
 def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool, store: Store | None = None) -> int:
-    from phalanx.train.loop import train
+    from phalanx.train.rank import train
 
     summary = train(job, ranks, log_file, store)
     if ranks.rank == 0:
@@ -275,7 +275,7 @@ def _require_world(job: Job, ranks: Ranks) -> None:
 def _train_together(loaded: LoadedJob, ranks: Ranks, as_json: bool, store: Store | None) -> int:
     """Trains as one of the ranks that have met. Rank 0 manages the directory and the data; its failures reach the
     others through the process group."""
-    from phalanx.train.loop import refuse
+    from phalanx.train.rank import refuse
     from phalanx.train.terminal import error_copied_to
 
     if ranks.rank:

@@ -6,7 +6,7 @@ import copy
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +17,15 @@ from phalanx.checkpoint.inventory import Retention, directory_of, newest_valid
 from phalanx.checkpoint.parts import Part, Share, Snapshot, all_finite, is_finite
 from phalanx.checkpoint.writer import Mirror, Order, Upload, Writer
 from phalanx.comm.agree import on_rank_zero
+from phalanx.comm.same_calls import require_same_calls
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, SupersededError
 from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.layout import Phase
 from phalanx.parallel.offload.state_file import will_read
-from phalanx.train.requests import StopRequest
+from phalanx.train.callbacks import Callback, Done
+from phalanx.train.guard import Guard
+from phalanx.train.metrics import Recorder
+from phalanx.train.requests import Milestones, SaveTimer, StopRequest
 from phalanx.train.state import TrainState
 from phalanx.units import seconds as as_time
 
@@ -37,7 +42,7 @@ _LAST_PATIENCE_S = 3.0
 """Seconds without progress after which a run that ends with an error stops waiting for a checkpoint."""
 
 
-class Saving:
+class Saving(Callback):
     """One rank's part in saving a run's checkpoints. A context manager: leaving it waits for a save that goes on."""
 
     def __init__(self, state: TrainState, root: Path, stop: StopRequest, newest: Path | None = None):
@@ -88,24 +93,30 @@ class Saving:
         status = self.settle()
         self.last = last
         if status and status[0] == _FATAL:
-            on_rank_zero(self._raise_fatal)
-        if hanging := [rank for rank, code in enumerate(status) if code == _HANGING]:
-            self._refuse(hanging)
+            on_rank_zero(self._raise_error)
+        if hanging := [str(rank) for rank, code in enumerate(status) if code == _HANGING]:
+            message = (
+                f"no checkpoint of step {self.state.step}: the storage of rank {', '.join(hanging)} still hangs in the "
+                f"one before; earlier checkpoints in {self.root} are untouched"
+            )
+            if last:
+                raise RunError(message)
+            self._fail(message)
             return time.perf_counter() - began
         shares = self.state.shares()
         values = self._copied(shares) if self.options.background and not last else None
         token, need, goes_on = self._agree(shares, copied=values is not None)
         self.told = False
-        order = self._order(need, token)
+        uploading = self.mirror.current if self.mirror else None
+        retention = replace(self.retention, uploading=uploading.step if uploading else None)
+        meta, timeout_s = copy.deepcopy(self.state.meta()), self.options.timeout_s
+        order = Order(self.root, self.state.step, self.world.size, token, need, meta, retention, timeout_s)
         if values is not None:
             self.snapshot.begin()
-        self.writer = Writer(
-            order,
-            self.world.rank,
-            _parts(shares, values),
-            check=self._check(shares) if values is not None else lambda part: None,
-            nice=goes_on,
-        )
+        copies = zip(shares, values or [None] * len(shares), strict=True)
+        parts = (part for share, value in copies for part in share.parts(value))
+        check = self._check(shares) if values is not None else lambda part: None
+        self.writer = Writer(order, self.world.rank, parts, check, nice=goes_on)
         if goes_on and self.state.stepper.job.layout.sync != "bsp":
             self.snapshot.hold()  # replicas average their parameters, or adopt a server's, beside the optimizer
         self.blocked = time.perf_counter() - began
@@ -133,6 +144,9 @@ class Saving:
         self.last = True
         self.settle()
         on_rank_zero(self._require_written)
+
+    def after_step(self, done: Done) -> None:
+        self.poll()
 
     def poll(self) -> None:
         """Reports, once, what became of a save in the background. Cheap, and no collective."""
@@ -240,7 +254,10 @@ class Saving:
         first_bad = len(names)
         if not copied:
             # What other ranks write is checked here, too: replicas may differ by mistake.
-            first_bad = _first_not_finite(names, [(share, value) for share in shares for value in share.all])
+            held = [(share.tensor.name, value) for share in shares for value in share.all]
+            finite = all_finite([value for _, value in held]).tolist()  # waits for the device
+            found = {name for (name, _), good in zip(held, finite, strict=True) if not good}
+            first_bad = min(map(names.index, found), default=len(names))
         uploading = self.mirror.withdraw() if self.mirror and self.world.rank == 0 else ""
         mine = [secrets.randbits(_TOKEN_BITS), size, first_bad, copied, int(uploading or "0", 16)]
         every = torch.empty(self.world.size, len(mine), dtype=torch.int64, device=self.device)
@@ -266,19 +283,6 @@ class Saving:
 
         return check
 
-    def _order(self, need: int, token: str) -> Order:
-        uploading = self.mirror.current if self.mirror else None
-        return Order(
-            root=self.root,
-            step=self.state.step,
-            ranks=self.world.size,
-            token=token,
-            need=need,
-            meta=copy.deepcopy(self.state.meta()),
-            retention=replace(self.retention, uploading=uploading.step if uploading else None),
-            timeout_s=self.options.timeout_s,
-        )
-
     def _status(self, writer: Writer) -> int:
         if writer.done:
             return _FATAL if isinstance(writer.error, _ENDS_THE_RUN) else _DONE
@@ -287,16 +291,7 @@ class Saving:
             return _HANGING
         return _RUNNING
 
-    def _refuse(self, hanging: list[int]) -> None:
-        message = (
-            f"no checkpoint of step {self.state.step}: the storage of rank {', '.join(map(str, hanging))} still hangs "
-            f"in the one before; earlier checkpoints in {self.root} are untouched"
-        )
-        if self.last:
-            raise RunError(message)
-        self._fail(message)
-
-    def _raise_fatal(self) -> None:
+    def _raise_error(self) -> None:
         assert self.writer is not None
         assert self.writer.error is not None
         if isinstance(self.writer.error, NotFiniteError):
@@ -323,20 +318,6 @@ class Saving:
         self.stop.ask(f"since a checkpoint could not be written ({why})")
 
 
-def _parts(shares: list[Share], values: list[Tensor] | None) -> Iterator[Part]:
-    """Yields the boxes of what this rank writes, from copies if there are any."""
-    for share, value in zip(shares, values or [None] * len(shares), strict=True):
-        yield from share.parts(value)
-
-
-def _first_not_finite(names: list[str], values: Sequence[tuple[Share, Tensor]]) -> int:
-    """Returns the place in `names` of the first tensor of which a value holds NaN or infinity; their number if none
-    does."""
-    finite = all_finite([value for _, value in values]).tolist()  # waits for the device
-    bad = {share.tensor.name for (share, _), good in zip(values, finite, strict=True) if not good}
-    return min(map(names.index, bad), default=len(names))
-
-
 def _not_saved(step: int, tensor: str) -> str:
     return f"step {step}: {tensor} holds NaN or infinity, so this state was not saved"
 
@@ -348,3 +329,37 @@ def _newest_good(root: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return f"the newest good checkpoint is {manifest.path}" if manifest else f"there is no checkpoint in {root}"
+
+
+class Checkpoints(Callback):
+    """Saves a checkpoint after the steps of `milestones`, after the last one, when the timer of rank 0 says so, and on
+    request."""
+
+    def __init__(
+        self, saving: Saving, milestones: Milestones, timer: SaveTimer, recorder: Recorder, guard: Guard | None
+    ):
+        self.saving, self.milestones, self.timer = saving, milestones, timer
+        self.recorder, self.guard, self.stepper = recorder, guard, saving.state.stepper
+        saving.written = recorder.checkpoint
+
+    def after_step(self, done: Done) -> None:
+        if done.stops or done.step.requests.save or self.milestones.saves(done.number):
+            with heartbeat.within(Phase.SAVE):
+                done.stops |= self._save(done)
+
+    def _save(self, done: Done) -> bool:
+        """Saves the state. Returns whether a request to stop came meanwhile, to any rank: another step and another
+        checkpoint might take longer than the time that is left."""
+        if self.guard is not None:
+            self.guard.check_state(done.number)
+        require_same_calls()
+        stopping = torch.zeros(1, device=self.stepper.device)
+        with self.stepper.mesh.ledger.untracked():
+            blocked = self.saving.save(done.ends)
+            stopping += self.saving.stop.requested
+            self.stepper.mesh.axis("world").all_reduce(stopping).wait()
+            if stopping.item():
+                self.saving.finish()
+        self.timer.restart()
+        self.recorder.meter.pause(blocked)  # it is not training
+        return bool(stopping.item())

@@ -35,7 +35,7 @@ from phalanx.parallel.pipedream import PipeDream
 from phalanx.partition import batch
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.requests import NO_REQUESTS, Requests
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 from phalanx.verify.stale import delayed, streamed
 
 TOLERANCE = 1e-9
@@ -203,7 +203,7 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, 
         losses = []
         for step in range(steps):
             batches, valid = read(step)
-            losses.append(stepper.step(batches, step, valid, lr).loss)
+            losses.append(stepper.step(StepInputs(batches, step, valid, lr)).loss)
     stepper.show("parameter", {f.name: f.value for f in stepper.replica.shards})
     return losses
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.train.drivers import UnflushedSteps
-from phalanx.train.requests import NO_REQUESTS
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 MIN_STEPS = 4
 """The minimum number of steps: the first two use the same weights, the third one's are stale, the last one drains the
@@ -31,7 +30,7 @@ def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int, lr: 
     for step in range(steps):
         batches, valid = read(step)
         more = (lambda following=step + 1: read(following)[0]) if step < steps - 1 else None
-        losses += [known.loss for _, known in stream.step(batches, step, valid, lr, NO_REQUESTS, more)]
+        losses += [known.loss for _, known in stream.step(StepInputs(batches, step, valid, lr), more)]
     return losses
 
 
