@@ -54,7 +54,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel import context
 from phalanx.parallel import mesh as meshes
 from phalanx.partition import sequence
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 MODEL = (
     *("model.n_layers=4", "model.d_model=256", "model.n_heads=4", "model.norm=rmsnorm", "model.positions=rope"),
@@ -357,7 +357,7 @@ def _through(core: CoreAttention, inputs: Sequence[Tensor], gradient: Tensor) ->
 
 
 def _step(stepper: Stepper, micro: MicroBatch) -> tuple[float, float]:
-    step = stepper.step([micro], 0, micro.targets.size, stepper.job.optimizer.lr)
+    step = stepper.step(StepInputs([micro], 0, micro.targets.size, stepper.job.optimizer.lr))
     return step.loss, step.grad_norm
 
 

@@ -39,7 +39,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 MODEL = (
     *("model.n_layers=4", "model.d_model=256", "model.n_heads=4", "model.norm=rmsnorm", "model.positions=rope"),
@@ -92,7 +92,7 @@ def measure(ranks: Ranks, rounds: int, seconds: float, words: Sequence[str]) -> 
         every = batches(job)
         total = sum(micro.targets.size for micro in every)
         mine = every if layout == ONE else [every[stepper.mesh.data_rank]]
-        shown = stepper.step(mine, 0, total, 0.0)  # a learning rate of 0 changes nothing
+        shown = stepper.step(StepInputs(mine, 0, total, 0.0))  # a learning rate of 0 changes nothing
         found[model][name] = shown.loss, shown.grad_norm
         steps[name] = partial(gradients, stepper, mine, total)
         steps[name]()

@@ -36,7 +36,7 @@ from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.train.guard import Guard, History
 from phalanx.train.requests import NO_REQUESTS
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 RANKS = 2
 VOCAB = 100
@@ -79,8 +79,8 @@ def measure(ranks: Ranks, name: str, rounds: int, seconds: float) -> tuple[Turns
 
     # Step 0 is not a multiple of the interval, so a guarded step compares nothing.
     steps: dict[str, Callable[[], Any]] = {
-        PLAIN: lambda: plain.step(batch, 0, total, 1e-4),
-        GUARDED: lambda: guard.step(batch, 0, total, 1e-4, NO_REQUESTS, samples=range(SEQUENCES * RANKS)),
+        PLAIN: lambda: plain.step(StepInputs(batch, 0, total, 1e-4)),
+        GUARDED: lambda: guard.step(StepInputs(batch, 0, total, 1e-4, NO_REQUESTS, samples=range(SEQUENCES * RANKS))),
         OWN: lambda: guard.own_gradients(whole),
         SUMS: lambda: mesh.axis("world").all_reduce(status).wait(),
         COMPARISON: compare,

@@ -24,7 +24,7 @@ from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 from phalanx.units import MIB
 
 MODEL = ModelConfig(n_layers=6, d_model=192, n_heads=6, seq_len=256, vocab_size=256)
@@ -85,7 +85,7 @@ def take_step(stepper: Stepper, step: int) -> None:
     shape = SEQUENCES, stepper.job.model.seq_len + 1
     tokens = np.random.default_rng(step).integers(stepper.vocab_size, size=shape)
     micro = MicroBatch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(SEQUENCES))
-    stepper.step([micro], step, tokens[:, 1:].size, 1e-3)
+    stepper.step(StepInputs([micro], step, tokens[:, 1:].size, 1e-3))
 
 
 if __name__ == "__main__":

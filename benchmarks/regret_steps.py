@@ -19,7 +19,7 @@ from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.train.device import keep_freed_memory
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 WARM_UP = 1
 TIMEOUT_S = 60.0
@@ -40,7 +40,7 @@ def step_of(job: Job) -> Callable[[], object]:
     tokens = np.random.default_rng(mesh.data_rank).integers(job.model.vocab_size, size=shape)
     ids = np.arange(layout.micro_batch)
     micros = [MicroBatch(t[:, :-1].copy(), t[:, 1:].copy(), ids + len(ids) * i) for i, t in enumerate(tokens)]
-    return lambda: stepper.step(micros, 0, job.train.global_batch * seq_len, job.optimizer.lr)
+    return lambda: stepper.step(StepInputs(micros, 0, job.train.global_batch * seq_len, job.optimizer.lr))
 
 
 def measure(ranks: Ranks, name: str, layout: Layout, steps: int) -> Turns:

@@ -31,7 +31,7 @@ from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.train.device import keep_freed_memory
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 WARM_UP = 3
 OURS = {
@@ -68,7 +68,7 @@ def ours(job: Job, mesh: meshes.Mesh) -> Callable[[], object]:
     tokens = np.random.default_rng(mesh.data_rank).integers(job.model.vocab_size, size=(size, job.model.seq_len + 1))
     micro = MicroBatch(tokens[:, :-1].copy(), tokens[:, 1:].copy(), np.arange(size))
     total = mesh.data_ranks * size * job.model.seq_len
-    return lambda: stepper.step([micro], 0, total, job.optimizer.lr)
+    return lambda: stepper.step(StepInputs([micro], 0, total, job.optimizer.lr))
 
 
 def theirs(job: Job, step: harness.Step, data_rank: int) -> Callable[[], object]:

@@ -21,7 +21,7 @@ from phalanx.train import learning_rate
 from phalanx.train.learning_rate import end_of
 from phalanx.train.loop import Trainer
 from phalanx.train.requests import StopRequest
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 VOCAB = 37
 
@@ -102,7 +102,7 @@ def stepped(ranks, job: Job, weights: plain.Weights, made: Sequence[plain.Batch]
         micro_batches = [_micro_batch(batch, range(first, first + equation.micro_batch)) for first in starts]
         valid = int((batch[1] != -100).sum())
         lr = learning_rate.at_step(step, job.optimizer, end_of(job), job.train.global_batch)
-        found = stepper.step(micro_batches, step, valid, lr)
+        found = stepper.step(StepInputs(micro_batches, step, valid, lr))
         losses.append(found.loss)
         norms.append(found.grad_norm)
         rates.append(lr)
@@ -116,9 +116,9 @@ def trained(ranks, job: Job) -> tuple[plain.Weights, list[plain.Batch], plain.Re
     read: list[Sequence[MicroBatch]] = []
     real = Stepper.compute
 
-    def compute(self, micro_batches, *args, **kwargs):
-        read.append(micro_batches)
-        return real(self, micro_batches, *args, **kwargs)
+    def compute(self, inputs):
+        read.append(inputs.micro_batches)
+        return real(self, inputs)
 
     trainer = Trainer(job, ranks, torch.device("cpu"), StopRequest())
     parameters = {shard.name: shard.value.detach() for shard in trainer.stepper.replica.shards}

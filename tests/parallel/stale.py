@@ -10,8 +10,7 @@ from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipedream import PipeDream, version
 from phalanx.train.drivers import UnflushedSteps
-from phalanx.train.requests import NO_REQUESTS
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 LR = 1e-2
 
@@ -29,7 +28,7 @@ def streamed(ranks, job: Job, vocab: int, runs: list[int]):
             more = (
                 (lambda following=step + 1: micro_batches(job, following, mesh.data_rank, vocab)[0]) if left else None
             )
-            shown += stream.step(batches, step, valid, LR, NO_REQUESTS, more)
+            shown += stream.step(StepInputs(batches, step, valid, LR), more)
             step += 1
         assert not stream.pipeline.running, "no micro-batch is in flight after a flush"
     shards = stepper.replica.shards

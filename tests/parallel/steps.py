@@ -10,7 +10,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
 from phalanx.partition import batch
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 CPU = torch.device("cpu")
 
@@ -58,7 +58,7 @@ def steps(ranks, job: Job, vocab: int, count: int = 2, device: torch.device = CP
     mesh.ledger.clear()
     for step in range(count):
         batches, valid = micro_batches(job, step, mesh.data_rank, vocab)
-        seen = stepper.step(batches, step, valid, 1e-2)
+        seen = stepper.step(StepInputs(batches, step, valid, 1e-2))
         shown.append((seen.loss, seen.grad_norm))
     parameters = dict(wholes(shards, {f.name: f.value for f in shards}, mesh, ranks.rank == 0))
     return shown, gradients, parameters

@@ -21,7 +21,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fp8 import Fp8Product, rounded
 from phalanx.parallel.linear import OwnProduct, gradient_of_input, gradient_of_weight, use_fp8
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 VOCABULARY, STEPS = 48, 40
 SCALINGS: tuple[Fp8Scaling, ...] = ("rowwise", "tensorwise")
@@ -210,7 +210,7 @@ def losses(train: Train, count: int) -> list[float]:
         for place in range(1, LLAMA.seq_len + 1):
             tokens[:, place] = (5 * tokens[:, place - 1] + 3) % VOCABULARY
         batch = MicroBatch(tokens[:, :-1], tokens[:, 1:].copy(), np.arange(4))
-        found.append(stepper.step([batch], step, 4 * LLAMA.seq_len, 3e-3).loss)
+        found.append(stepper.step(StepInputs([batch], step, 4 * LLAMA.seq_len, 3e-3)).loss)
     return found
 
 

@@ -22,7 +22,7 @@ from phalanx.parallel.pipeline import Execution
 from phalanx.parallel.transfers import RECEIVE_AHEAD
 from phalanx.schedule.catalogue import SCHEDULES, build
 from phalanx.schedule.check import in_flight
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 from train.measured_memory import Made, storages_of
 
 VOCAB = 16
@@ -58,7 +58,7 @@ def live(ranks, layout: Layout) -> tuple[int, dict[int, int], int]:
         forward.append(action.stage if action.kind == "F" else None)
 
     batches, valid = micro_batches(job, 0, mesh.data_rank, VOCAB)
-    stepper.step(batches, 0, valid, 1e-3)  # fills caches
+    stepper.step(StepInputs(batches, 0, valid, 1e-3))  # fills caches
     gc.freeze()  # a collection then takes microseconds
     for step in range(1, 4):
         batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)

@@ -30,7 +30,7 @@ from phalanx.partition.pipeline import schedule_of
 from phalanx.train.asp import Asynchronous
 from phalanx.train.drivers import UnflushedSteps
 from phalanx.train.requests import NO_REQUESTS
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 Precision = Literal["fp64", "fp32", "bf16"]
 Gradients = Literal["same", "fp32"]
@@ -94,7 +94,7 @@ def counted(ranks, job: Job) -> tuple[Traffic, float, float]:
         else:
             for step in range(steps):
                 batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
-                stepper.step(batches, step, valid, 1e-2)
+                stepper.step(StepInputs(batches, step, valid, 1e-2))
     return mesh.ledger.traffic(steps), sum(rows) / steps / (2 if job.layout.recompute == "full" else 1), share
 
 

@@ -25,7 +25,7 @@ from phalanx.parallel import mesh as meshes
 from phalanx.parallel.codec import Codec, CodedShare, quantise
 from phalanx.parallel.coded_sum import CodedSum
 from phalanx.partition.wire import BLOCK, LARGEST, SCALE_BYTES, Format
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 WEIGHTS = [
     (GPT, "dp_shard=3,accumulation=2,quantise_weights=int8"),
@@ -176,7 +176,7 @@ def in_flight(ranks, job: Job) -> int:
 
     with mock.patch.object(CodedSum, "exchange", noting):
         batches, valid = micro_batches(job, 0, torch.distributed.get_rank(), VOCAB)
-        stepper.step(batches, 0, valid, 1e-2)
+        stepper.step(StepInputs(batches, 0, valid, 1e-2))
     return max(sizes)
 
 

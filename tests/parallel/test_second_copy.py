@@ -23,7 +23,7 @@ from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.partition import batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.pipeline import schedule_of
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 LAYOUTS = [
     (GPT, "dp_shard=4,hpz=2"),
@@ -103,7 +103,7 @@ def copied_bytes(ranks, job: Job) -> tuple[int, int, int]:
     gather.Gather._arrived = counting
     try:
         batches, valid = micro_batches(job, 0, mesh.data_rank, VOCAB)
-        stepper.step(batches, 0, valid, 1e-2)
+        stepper.step(StepInputs(batches, 0, valid, 1e-2))
         after = held()
         stepper.replica.loss(stepper.tensors(batches[0], 0, validates=True))
     finally:

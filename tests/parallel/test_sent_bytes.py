@@ -14,7 +14,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.parallel import mesh as meshes
 from phalanx.partition import batch
 from phalanx.schedule.catalogue import build
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 SHAPE = ModelConfig(n_layers=3, d_model=24, n_heads=4, seq_len=12, vocab_size=24, tied=False)
 """Every size divides by 2, 3 and 4: no padding blurs the formulas."""
@@ -36,7 +36,7 @@ def traffic(ranks, layout: Layout, shape: ModelConfig) -> dict[str, dict[str, fl
     for step in range(2):
         mesh.ledger.clear()
         batches, valid = micro_batches(job, step, mesh.data_rank, vocab)
-        stepper.step(batches, step, valid, 1e-2)
+        stepper.step(StepInputs(batches, step, valid, 1e-2))
     return mesh.ledger.traffic()
 
 

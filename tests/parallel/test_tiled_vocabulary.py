@@ -23,7 +23,7 @@ from phalanx.errors import JobError
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget
 from phalanx.parallel.vocabulary import merged_loss
-from phalanx.train.step import Stepper, rank_spec
+from phalanx.train.step import StepInputs, Stepper, rank_spec
 from train.measured_memory import least_device_peak
 
 LLAMA = replace(structures.LLAMA, dropout=0.2)
@@ -67,7 +67,7 @@ def counted(ranks, job: Job) -> tuple[int, list[int]]:
 
         def take(step: int) -> None:
             batches, valid = micro_batches(job, step, mesh.data_rank, LARGE_VOCAB)
-            stepper.step(batches, step, valid, 1e-2)
+            stepper.step(StepInputs(batches, step, valid, 1e-2))
 
         peak = least_device_peak(budget, take, 2)
     return peak, sizes

@@ -21,7 +21,7 @@ from phalanx.parallel.modules import Tile
 from phalanx.train.requests import StopRequest
 from phalanx.train.saving import Saving
 from phalanx.train.state import TrainState
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 VOCAB = 13
 GPT = ModelConfig(n_layers=2, d_model=8, n_heads=2, seq_len=6, d_ff=48, dropout=0.1)
@@ -88,7 +88,7 @@ def gathered(ranks, layout: Layout) -> list[int]:
     batches, valid = micro_batches(this, 0, mesh.data_rank, VOCAB)
     Axis.all_gather = all_gather
     try:
-        stepper.step(batches, 0, valid, 1e-2)
+        stepper.step(StepInputs(batches, 0, valid, 1e-2))
     finally:
         Axis.all_gather = real
     return sizes
@@ -154,7 +154,7 @@ def most_whole(ranks, layout: Layout) -> int:
     for name in reals:
         setattr(Axis, name, watched(name))
     try:
-        stepper.step(batches, 0, valid, 1e-2)
+        stepper.step(StepInputs(batches, 0, valid, 1e-2))
     finally:
         for name, real in reals.items():
             setattr(Axis, name, real)
@@ -179,7 +179,7 @@ def save_and_load(ranks, root, first: Layout, second: Layout):
             if step:
                 state.load(folder / "step-000001")
             batches, valid = micro_batches(this, step, mesh.data_rank, VOCAB)
-            shown = stepper.step(batches, step, valid, 1e-2)
+            shown = stepper.step(StepInputs(batches, step, valid, 1e-2))
             state.step += 1
             Saving(state, folder, StopRequest()).save(last=True)
             path = folder / f"step-{state.step:06d}"

@@ -3,11 +3,13 @@
 import dataclasses
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MoE
 from phalanx.errors import StoppedError
@@ -15,7 +17,9 @@ from phalanx.launch.ranks import SINGLE
 from phalanx.model.moe import Routing
 from phalanx.parallel import mesh as meshes
 from phalanx.pictures.experts import svg
-from phalanx.train.metrics import ExpertLoads, line
+from phalanx.train.callbacks import Done
+from phalanx.train.metrics import ExpertLoads, balance_line
+from phalanx.train.step import Step
 from train.runs import change, rows, train
 
 EXPERTS = MoE(n_experts=4, top_k=2, d_ff=8, n_dense_layers=1, aux_loss=0.01, z_loss=0.001)
@@ -104,6 +108,10 @@ def test_a_pipeline_that_is_not_flushed_counts_each_step_once(ranks, moe_job):
     assert all(sum(load) == row["steps"] * 12 * 16 * 2 for row in found for load in row["loads"].values())
 
 
+def stepper(job: Job, mesh: Any, routing: Routing) -> Any:
+    return SimpleNamespace(job=job, mesh=mesh, routing=routing, device=torch.device("cpu"))
+
+
 def test_a_dense_model_has_no_rows_no_picture_and_no_collective(job, caplog):
     with caplog.at_level(logging.INFO):
         train(SINGLE, change(job, "train", steps=2))
@@ -116,14 +124,17 @@ def test_a_dense_model_has_no_rows_no_picture_and_no_collective(job, caplog):
             raise AssertionError(f"a dense model asks for {name}")
 
     nobody: Any = Nobody()
-    loads = ExpertLoads(job, nobody, Routing(), torch.device("cpu"), 0)
-    loads.after(1, nobody, shown=True, ends=True)
-    loads.draw(nobody)
+    loads = ExpertLoads(stepper(job, nobody, Routing()), nobody, nobody)
+    loads.begin(0)
+    loads.after_step(Done(1, Step(1.0, 1.0), last=True, stops=False))
+    loads.conclude(1, {})
 
 
 def test_a_row_is_what_the_routers_noted_and_is_then_forgotten(moe_job):
     routing = Routing()
-    loads = ExpertLoads(moe_job, meshes.build(Layout(), "cpu"), routing, torch.device("cpu"), 3)
+    nobody: Any = None
+    loads = ExpertLoads(stepper(moe_job, meshes.build(Layout(), "cpu"), routing), nobody, nobody)
+    loads.begin(3)
     for _ in range(2):
         routing.note(1, torch.tensor([6, 1, 1, 0]), {"aux_loss": torch.tensor(0.5), "z_loss": torch.tensor(0.25)})
         routing.note(2, torch.tensor([2, 2, 2, 2]), {"aux_loss": torch.tensor(0.5), "z_loss": torch.tensor(0.25)})
@@ -140,7 +151,7 @@ def test_a_row_is_what_the_routers_noted_and_is_then_forgotten(moe_job):
     }
     assert not routing.loads
     assert not routing.penalties
-    assert line(row) == "experts: max_violation 2.00 (layer 1)  idle: 1  aux_loss: 0.2500  z_loss: 0.1250"
+    assert balance_line(row) == "experts: max_violation 2.00 (layer 1)  idle: 1  aux_loss: 0.2500  z_loss: 0.1250"
 
 
 def test_a_run_leaves_its_picture_in_its_directory(moe_job):

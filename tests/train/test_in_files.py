@@ -16,7 +16,7 @@ from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget
 from phalanx.parallel.offload.state_file import ALIGNMENT, StateFile
 from phalanx.train import residence as in_files
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 from train.test_offload import DEEP, EXPERTS, GPT, VOCAB, job_of
 
 BUFFER = 32 * 1024
@@ -74,7 +74,7 @@ def counted(ranks, job: Job, limit: int) -> tuple[int, int, dict[str, int], list
         stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
         for step in range(2):
             batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
-            losses.append(stepper.step(batches, step, valid, 1e-2).loss)
+            losses.append(stepper.step(StepInputs(batches, step, valid, 1e-2)).loss)
     return budget.device_peak, budget.host_peak, stepper.offloaded, losses
 
 
@@ -102,11 +102,11 @@ def stopped_short(ranks, job: Job) -> None:
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     batches, valid = micro_batches(job, 0, mesh.data_rank, VOCAB)
-    stepper.step(batches, 0, valid, 1e-2)
+    stepper.step(StepInputs(batches, 0, valid, 1e-2))
     residence = stepper.optimizer.residence
     assert isinstance(residence, in_files.InFiles)
     with mock.patch("os.preadv", return_value=0):
-        stepper.step(batches, 1, valid, 1e-2)
+        stepper.step(StepInputs(batches, 1, valid, 1e-2))
 
 
 def test_a_file_that_ends_early_ends_the_run(ranks, tmp_path):

@@ -16,7 +16,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.cost.memory.state import StateBytes, state_bytes
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
-from phalanx.train.step import Memory, Stepper
+from phalanx.train.step import Memory, StepInputs, Stepper
 from train.measured_memory import activation_memory, state_memory
 
 VOCAB = 64
@@ -42,7 +42,7 @@ def held(ranks, job: Job) -> tuple[StateBytes, StateBytes]:
     )
     for step in range(2):
         batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
-        stepper.step(batches, step, valid, 1e-3)
+        stepper.step(StepInputs(batches, step, valid, 1e-3))
     return found[-2], found[-1]
 
 
@@ -199,7 +199,7 @@ def limited(ranks, model: ModelConfig, phase: str, layout: Layout) -> str:
         stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
         stepper.optimizer.rule.register_step_pre_hook(lambda *_: limit("update"))
         limit("step")
-        stepper.step(batches, 0, valid, 1e-3)
+        stepper.step(StepInputs(batches, 0, valid, 1e-3))
     except RunError as error:
         return str(error)
     finally:

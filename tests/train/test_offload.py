@@ -18,7 +18,7 @@ from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget
 from phalanx.train.optimizers import rule
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 from train.measured_memory import least_device_peak
 
 VOCAB = 64
@@ -83,7 +83,7 @@ def counted(ranks, job: Job, limit: int, count: int = 2) -> tuple[int, int, dict
 
         def take(step: int) -> None:
             batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
-            losses.append(stepper.step(batches, step, valid, 1e-2).loss)
+            losses.append(stepper.step(StepInputs(batches, step, valid, 1e-2)).loss)
             copied.append(dict(stepper.offloaded))
 
         peak = least_device_peak(budget, take, count)

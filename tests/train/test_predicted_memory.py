@@ -27,7 +27,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
 from phalanx.partition import batch
 from phalanx.partition.cut import stages_of
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 from train import measured_memory
 from train.measured_memory import Made, activation_memory, state_memory, tensors_in
 
@@ -220,7 +220,7 @@ def stepped(ranks, job: Job) -> int:
 def taken(stepper: Stepper, step: int, micros: list[MicroBatch], valid: int) -> int:
     """Takes a step, and returns the most bytes that it adds."""
     with Live() as live:
-        stepper.step(micros, step, valid, 1e-3)
+        stepper.step(StepInputs(micros, step, valid, 1e-3))
     return live.most
 
 

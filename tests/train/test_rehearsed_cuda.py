@@ -22,7 +22,7 @@ from phalanx.train.device import choose
 from phalanx.train.optimizers import rule
 from phalanx.train.profile import tracing
 from phalanx.train.requests import StopRequest
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 from rehearsed_cuda import CUDA, rehearsal
 from train.runs import change, losses, rows, train, weights
 
@@ -121,8 +121,8 @@ def test_a_launched_step_never_waits_for_the_host(monkeypatch):
         for step in range(4):
             batches, valid = micro_batches(job, step, 0, VOCAB)
             waits = gpu.waits
-            computed = stepper.compute(batches, step, valid)
-            stepper.launch(computed, 1e-2)
+            computed = stepper.compute(StepInputs(batches, step, valid, 1e-2))
+            stepper.launch(computed)
             if before is not None:
                 before.wait()
                 seen.append((before.loss, before.grad_norm, before.requests))

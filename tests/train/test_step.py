@@ -15,7 +15,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.errors import NotFiniteError
 from phalanx.parallel.mesh import build
 from phalanx.parallel.parameter_shards import wholes
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 VOCAB = 13
 JOB = Job(
@@ -101,7 +101,7 @@ def one_bad_value(ranks, job: Job, name: str) -> str:
     before = [f.value.detach().clone() for f in stepper.replica.shards]
     batches, valid = micro_batches(job, 0, mesh.data_rank, VOCAB)
     with pytest.raises(NotFiniteError) as caught:
-        stepper.step(batches, 0, valid, 1e-2)
+        stepper.step(StepInputs(batches, 0, valid, 1e-2))
     for shard, value in zip(stepper.replica.shards, before, strict=True):
         assert torch.equal(shard.value, value)
     return str(caught.value)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PRELOAD = (
-    *("phalanx.cli.train", "phalanx.train.loop", "phalanx.generate.load", "safetensors.torch"),
+    *("phalanx.cli.train", "phalanx.train.rank", "phalanx.generate.load", "safetensors.torch"),
     *("torch.distributed.fsdp", "torch.distributed.tensor", "torch._dynamo"),
 )
 """The modules that a rank imports until its first step, some of them at their first use."""
@@ -92,7 +92,7 @@ def _work(words: Words, ranks: Ranks, store: Store | None) -> int:
     loaded, as_json = words.loaded, words.as_json
     if LOG_DIR in os.environ:
         return _be_a_rank(loaded.job, ranks, Path(os.environ[LOG_DIR]) / "stderr.log", as_json)
-    from phalanx.train.loop import refuse
+    from phalanx.train.rank import refuse
     from phalanx.train.terminal import error_copied_to
 
     if ranks.rank:
@@ -223,7 +223,7 @@ def _nodes(loaded: LoadedJob, directory: RunDirectory) -> Nodes:
 
 
 def _be_a_rank(job: Job, ranks: Ranks, log_file: Path | None, as_json: bool, store: Store | None = None) -> int:
-    from phalanx.train.loop import train
+    from phalanx.train.rank import train
 
     summary = train(job, ranks, log_file, store)
     if ranks.rank == 0:

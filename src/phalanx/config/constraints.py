@@ -32,7 +32,7 @@ class Interval:
     def problem(self, value: float | str | tuple[float, ...]) -> str:
         """Returns what is wrong with a value or a tuple of them, or nothing."""
         values = value if isinstance(value, tuple) else (value,)
-        if isinstance(value, str) or all(self.least <= v <= self.most and self.above < v < self.below for v in values):
+        if all(isinstance(v, str) or (self.least <= v <= self.most and self.above < v < self.below) for v in values):
             return ""
         if math.isfinite(self.above):
             most = f" and at most {self.most:g}" if math.isfinite(self.most) else ""

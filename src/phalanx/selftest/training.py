@@ -24,7 +24,7 @@ from phalanx.partition.batch import solve
 from phalanx.partition.pipeline import flushes
 from phalanx.selftest.timing import Straggler, slow_in_all
 from phalanx.train.profile import tracing
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 from phalanx.verify.measure import micro_batches
 
 WARM_UP = 2
@@ -152,7 +152,7 @@ class _Steps:
             self._synchronize()
             blocking.barrier()  # the batch is not part of the step, and takes each rank another time
             own, began = _own_ns(), time.perf_counter()
-            step = self.stepper.step(batches, number, valid, self.job.optimizer.lr)
+            step = self.stepper.step(StepInputs(batches, number, valid, self.job.optimizer.lr))
             self._synchronize()
             spent, own = time.perf_counter() - began, (_own_ns() - own) / 1e9
             self.losses.append(step.loss)

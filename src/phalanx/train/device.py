@@ -1,8 +1,9 @@
-"""The device of a rank, its number of threads, and its memory."""
+"""The device of a rank, its number of threads, its memory, and its peak FLOP/s, the divisor of MFU."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import statistics
 import time
@@ -19,9 +20,13 @@ from phalanx.config import clusters
 from phalanx.config.calibration import assess, relative_spread
 from phalanx.config.cluster import Cluster, with_processes
 from phalanx.config.clusters import device_reported_as
+from phalanx.config.job import Job
 from phalanx.cost.time.kernel import peak_flops as data_sheet_peak
 from phalanx.errors import JobError, RunError
 from phalanx.parallel.linear import linear, onednn_is_faster
+from phalanx.parallel.precision import DTYPES as PRECISIONS
+
+log = logging.getLogger(__name__)
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "fp8",
@@ -117,6 +122,18 @@ class Peak:
     """The origin of the figure."""
     spread: float = 0.0
     """Relative spread of the measurements; 0 if it was not measured or is not known."""
+
+
+def peak_of(job: Job, device: torch.device, processes: int) -> Peak:
+    """Returns and logs the peak of one of `processes` ranks on each node, in a job's precision. Must be called on all
+    ranks."""
+    products = torch.float8_e4m3fn if job.train.precision == "fp8" else PRECISIONS[job.train.precision]
+    peak = peak_flops(job.cluster, device, products, processes)
+    if peak.flops:
+        log.info("peak: %.3g TFLOP/s per rank (%s), for mfu", peak.flops / 1e12, peak.source)
+    else:
+        log.warning("peak: %s", peak.source)
+    return peak
 
 
 def peak_flops(cluster: Cluster, device: torch.device, dtype: torch.dtype, processes: int) -> Peak:

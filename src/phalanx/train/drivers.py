@@ -1,7 +1,7 @@
 """Step drivers take a run's optimizer steps one after the other, in one of three forms.
 
 `SynchronousDriver` finishes each step before the next one begins. `StreamDriver` keeps a pipeline filled from one step
-to the next (PipeDream-2BW, train/drivers.py). `AsynchronousDriver` lets replicas push gradients to a parameter server
+to the next (PipeDream-2BW). `AsynchronousDriver` lets replicas push gradients to a parameter server
 whenever they are ready (train/asp.py). The loop (train/loop.py) is the same for all three.
 """
 
@@ -26,23 +26,24 @@ from phalanx.train.asp import Arrivals, Asynchronous
 from phalanx.train.feed import Feed
 from phalanx.train.guard import Guard
 from phalanx.train.requests import NO_REQUESTS, Milestones, Requests
-from phalanx.train.step import Step, Stepper
+from phalanx.train.step import Step, StepInputs, Stepper
 
 
 @dataclass(frozen=True)
 class _UnknownStep:
     """A step whose gradients this rank has, but whose norm over all ranks it does not know yet."""
 
-    step: int
+    inputs: StepInputs
     batch: int
     status: Tensor
     everywhere: Pending
-    tokens: int
-    lr: float
 
 
 class UnflushedSteps:
-    """Takes the steps of a Stepper whose pipeline continues from one step to the next."""
+    """Takes the steps of a Stepper whose pipeline continues from one step to the next (parallel/pipedream.py).
+
+    A step's update is not needed before the step after the next one begins. Until then its norm is reduced over the
+    ranks, while they compute: a step's result is known one step later."""
 
     def __init__(self, stepper: Stepper, pipeline: PipeDream):
         self.stepper, self.pipeline = stepper, pipeline
@@ -51,16 +52,8 @@ class UnflushedSteps:
         self.problem = ""
         self.requests = NO_REQUESTS
 
-    def step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        step: int,
-        global_tokens: int,
-        lr: float,
-        requests: Requests,
-        more: Callable[[], Sequence[MicroBatch]] | None,
-    ) -> list[tuple[int, Step]]:
-        """Finishes step `step`'s micro-batches, and starts those of the next one that `more` returns, if any.
+    def step(self, inputs: StepInputs, more: Callable[[], Sequence[MicroBatch]] | None) -> list[tuple[int, Step]]:
+        """Finishes a step's micro-batches, and starts those of the next one that `more` returns, if any.
 
         Returns the steps whose results became known, with their numbers: the previous one, and without `more` also this
         one. After a request, seen one step later, `more` is not asked. Raises as Stepper.step."""
@@ -73,9 +66,9 @@ class UnflushedSteps:
 
         heartbeat.enter(Phase.FORWARD_BACKWARD)
         loss = self.pipeline.run_batch(
-            tensors(micro_batches, step),
-            stepper.factor(global_tokens, micro_batches),
-            (lambda: tensors(more(), step + 1)) if more else None,
+            tensors(inputs.micro_batches, inputs.step),
+            stepper.factor(inputs.tokens, inputs.micro_batches),
+            (lambda: tensors(more(), inputs.step + 1)) if more else None,
             self._due,
         )
         self._settle()
@@ -83,8 +76,8 @@ class UnflushedSteps:
         for own, shard in zip(stepper.optimizer.shards, stepper.replica.shards, strict=True):
             own.gradient = None if shard.gradient is None else shard.gradient.clone()
         stepper.replica.clear()
-        _, status, everywhere = stepper.status(loss, requests)
-        self.unknown = _UnknownStep(step, batch, status, everywhere, global_tokens, lr)
+        _, status, everywhere = stepper.status(loss, inputs.requests)
+        self.unknown = _UnknownStep(inputs, batch, status, everywhere)
         if more is None:
             self._settle()
             self._raise()
@@ -107,17 +100,18 @@ class UnflushedSteps:
         if self.unknown is None:
             return
         unknown, stepper, self.unknown = self.unknown, self.stepper, None
+        inputs, number = unknown.inputs, unknown.inputs.step + 1
         unknown.everywhere.wait()
         total, square, encoded = unknown.status.tolist()
-        loss, norm = total / (unknown.tokens or 1), math.sqrt(square) if square >= 0 else math.nan
+        loss, norm = total / (inputs.tokens or 1), math.sqrt(square) if square >= 0 else math.nan
         if math.isfinite(norm) and math.isfinite(loss):
-            stepper.optimizer.step(unknown.lr, unknown.status[1].sqrt())
+            stepper.optimizer.step(inputs.lr, unknown.status[1].sqrt())
             self.pipeline.write(unknown.batch + 2, [f.value for f in stepper.optimizer.shards])
         else:
             # Not raised here: some ranks are still computing results that others wait for.
-            self.problem = f"step {unknown.step + 1}: loss {loss:g}, gradient norm {norm:g}"
+            self.problem = f"step {number}: loss {loss:g}, gradient norm {norm:g}"
         self.requests |= Requests.decode(encoded)
-        self.known.append((unknown.step + 1, Step(loss, norm)))
+        self.known.append((number, Step(loss, norm)))
 
     def _raise(self) -> None:
         if self.problem:
@@ -171,16 +165,15 @@ class SynchronousDriver(StepDriver):
         for done in range(self.first, self.milestones.last):
             # Independent replicas cannot drop a step alone: they wait until the data come.
             waits = self.stepper.independent_replicas > 1
-            samples = self.feed.samples(done)
             micro_batches, requests = self.feed.take() if waits else self.feed.take_unless(self._stops), self.requests()
             if micro_batches is None:
                 micro_batches, requests = self.feed.blank(), replace(requests, void=True)
-            batch = micro_batches, done, self.feed.tokens(done), self.lr(done), requests
+            tokens, samples = self.feed.tokens(done), self.feed.samples(done)
+            inputs = StepInputs(micro_batches, done, tokens, self.lr(done), requests, samples)
             if self.guard is None:
-                known = [(done + 1, self.stepper.step(*batch))]
+                known = [(done + 1, self.stepper.step(inputs))]
             else:
-                settles = self.milestones.needs_weights(done + 1)
-                known = self.guard.submit(*batch, samples=samples, settles=settles)
+                known = self.guard.submit(inputs, settles=self.milestones.needs_weights(done + 1))
             for number, step in known:
                 if step.requests.void:
                     yield number - 1, step
@@ -201,9 +194,9 @@ class StreamDriver(StepDriver):
         assert isinstance(runner, PipeDream), "the layout's schedule has no flush"
         unflushed, newest = UnflushedSteps(self.stepper, runner), UNKNOWN
         for done in range(self.first, self.milestones.last):
-            micro_batches, lr, requests = self.feed.take(), self.lr(done), self.requests()
+            inputs = StepInputs(self.feed.take(), done, self.feed.tokens(done), self.lr(done), self.requests())
             more = None if self.milestones.needs_weights(done + 1) else self.feed.peek
-            for number, newest in unflushed.step(micro_batches, done, self.feed.tokens(done), lr, requests, more):
+            for number, newest in unflushed.step(inputs, more):
                 self.record_step(number, newest)
             yield done + 1, newest
             newest = replace(newest, requests=NO_REQUESTS)  # it stays the newest for another step, but they were met
@@ -237,7 +230,6 @@ class AsynchronousDriver(StepDriver):
 
 
 def driver_of(stepper: Stepper) -> type[StepDriver]:
-    """Returns the driver for the steps of `stepper`'s job."""
     if stepper.job.layout.sync == "asp":
         return AsynchronousDriver
     return StreamDriver if isinstance(stepper.replica.runner, PipeDream) else SynchronousDriver

@@ -22,13 +22,16 @@ from phalanx.data.files import write_atomic
 from phalanx.data.loader import MicroBatch, ShardData, evaluation_batches
 from phalanx.errors import StoppedError
 from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.preferences import PairFacts
 from phalanx.partition import batch
-from phalanx.train.requests import StopRequest
+from phalanx.train.callbacks import Callback, Done
+from phalanx.train.requests import Milestones, StopRequest
 from phalanx.train.run_directory import REFERENCE, RunDirectory
+from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
 from phalanx.units import counted
 from phalanx.units import seconds as as_time
@@ -43,6 +46,33 @@ class Validation:
     sources: dict[str, float]
     """The loss of each source of a mixture, by path."""
     pairs: PairFacts | None
+
+
+class Validator(Callback):
+    """Validates on `data`, if there is any, after the steps of `milestones`."""
+
+    def __init__(
+        self,
+        state: TrainState,
+        data: ShardData | None,
+        milestones: Milestones,
+        stop: StopRequest,
+        record: Callable[[int, Validation, float], None],
+    ):
+        self.state, self.data, self.milestones, self.stop, self.record = state, data, milestones, stop, record
+
+    def after_step(self, done: Done) -> None:
+        if self.data is None or done.stops or not self.milestones.validates(done.number):
+            return
+        stepper, began = self.state.stepper, time.perf_counter()
+        with heartbeat.within(Phase.VALIDATION):
+            with stepper.mesh.ledger.untracked():
+                found = validate(stepper, self.data, done.number, lambda: self.stop.requested)
+            if found is None:  # a request to stop came meanwhile
+                done.stops = True
+                return
+            self.state.validated(found.loss)
+            self.record(done.number, found, time.perf_counter() - began)
 
 
 def validate(stepper: Stepper, data: ShardData, step: int, stops: Callable[[], bool]) -> Validation | None:

@@ -12,6 +12,7 @@ that is not finite, so that a step in doubt is computed again from the weights b
 
 from __future__ import annotations
 
+import logging
 import math
 import platform
 from collections import deque
@@ -23,17 +24,19 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from phalanx.check.job import unguarded
 from phalanx.config.job import GuardOptions
-from phalanx.data.loader import MicroBatch
 from phalanx.errors import CorruptionError, NotFiniteError, SpikeError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.moe import Statistics
 from phalanx.parallel.data import Replica
 from phalanx.train.replicas import GRADIENT, MASTER, PARAMETER, Difference, Replicas, words
-from phalanx.train.requests import NO_REQUESTS, Requests
-from phalanx.train.step import Computed, Step, Stepper
-from phalanx.units import listed
+from phalanx.train.requests import NO_REQUESTS
+from phalanx.train.step import Computed, Step, StepInputs, Stepper
+from phalanx.units import counted, listed
+
+log = logging.getLogger(__name__)
 
 LIMIT_STEPS = 1000
 """The steps over which interventions are counted against `guard.limit`."""
@@ -184,9 +187,6 @@ class Launched:
     computed: Computed
     result: torch.Tensor
     """As Attempt.result."""
-    batch: tuple[Sequence[MicroBatch], int, int, float, Requests]
-    """The arguments of Guard.step."""
-    samples: range
     routed: Statistics
     """The statistics of its routers, which the run's have once the step is judged."""
 
@@ -208,26 +208,16 @@ class Guard:
         self.pending: Launched | None = None
         """The launched step that has not been judged."""
 
-    def submit(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        step: int,
-        global_tokens: int,
-        lr: float,
-        requests: Requests = NO_REQUESTS,
-        *,
-        samples: range,
-        settles: bool,
-    ) -> Iterator[tuple[int, Step]]:
-        """Takes optimizer step `step` as `step` does. Yields the steps that become known, with their numbers from 1:
-        not this one, where the guard `defers`, unless it `settles` or an earlier one asks for a checkpoint. If an
-        earlier one was void, it is the last. The routers' statistics are those of the steps yielded so far. Raises as
-        `step` does."""
-        batch = micro_batches, step, global_tokens, lr, requests
+    def submit(self, inputs: StepInputs, *, settles: bool) -> Iterator[tuple[int, Step]]:
+        """Takes an optimizer step as `step` does. Yields the steps that become known, with their numbers from 1: not
+        this one, where the guard `defers`, unless it `settles` or an earlier one asks for a checkpoint. If an earlier
+        one was void, it is the last. The routers' statistics are those of the steps yielded so far. Raises as `step`
+        does."""
+        step = inputs.step
         pending, launched, self.pending = self.pending, None, None
         due = _is_due(self.options.every, step + 1) or _is_due(self.options.repeat_every, step + 1)
         if self.defers and not settles and not due:
-            launched = self._launch(batch, samples)
+            launched = self._launch(inputs)
         before, applied = self._conclude(pending, launched) if pending else (None, True)
         asked = NO_REQUESTS
         if before is not None and before.requests.void:
@@ -238,10 +228,10 @@ class Guard:
             asked = before.requests
             yield step, replace(before, requests=NO_REQUESTS)
         if launched is None:
-            last = self.step(*batch, samples=samples)
+            last = self.step(inputs)
         elif not applied:
             with self.stepper.mesh.ledger.untracked():  # it was sent once
-                last = self.step(*batch, samples=samples)
+                last = self.step(inputs)
         elif asked.pauses:
             last, _ = self._conclude(launched, None)
         else:
@@ -249,18 +239,17 @@ class Guard:
             return
         yield step + 1, replace(last, requests=last.requests | asked)
 
-    def _launch(self, batch: tuple[Sequence[MicroBatch], int, int, float, Requests], samples: range) -> Launched:
+    def _launch(self, inputs: StepInputs) -> Launched:
         """Takes a step without waiting for it."""
         self.own_gradients.clear()
-        micro_batches, step, global_tokens, lr, requests = batch
         routing = self.stepper.routing
         before = routing.take()
-        computed = self.stepper.compute(micro_batches, step, global_tokens, requests)
+        computed = self.stepper.compute(inputs)
         routed = routing.take()
         routing.add(before)
-        self.stepper.launch(computed, lr)
+        self.stepper.launch(computed)
         result = torch.stack((computed.own_loss, self.own_gradients.total, computed.square))
-        return Launched(computed, result, batch, samples, routed)
+        return Launched(computed, result, routed)
 
     def _conclude(self, launched: Launched, following: Launched | None) -> tuple[Step, bool]:
         """Returns a launched step, and whether the device has applied it. If it is in doubt it is answered now:
@@ -283,40 +272,29 @@ class Guard:
             self.stepper.loss_scale.overflow()
             return taken, False
         judged.result = launched.result
-        return self.step(*launched.batch, samples=launched.samples, first=judged), False
+        return self.step(computed.inputs, first=judged), False
 
-    def step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        step: int,
-        global_tokens: int,
-        lr: float,
-        requests: Requests = NO_REQUESTS,
-        *,
-        samples: range,
-        first: Attempt | None = None,
-    ) -> Step:
-        """Takes optimizer step `step` as Stepper.step does; `samples` are those of the global batch, `first` an attempt
-        that was made and is in doubt.
+    def step(self, inputs: StepInputs, first: Attempt | None = None) -> Step:
+        """Takes an optimizer step as Stepper.step does; `first` is an attempt that was made and is in doubt.
 
         Raises, on every rank and before the optimizer writes: NotFiniteError, SpikeError or CorruptionError where the
         policy is to stop or its limit is reached; Rewind where the policy is to go back."""
 
         def attempt() -> Attempt:
             self.own_gradients.clear()
-            computed = self.stepper.compute(micro_batches, step, global_tokens, requests)
+            computed = self.stepper.compute(inputs)
             computed.settle()
             return self._judge(computed)
 
-        last = first or attempt()
+        last, number = first or attempt(), inputs.step + 1
         if last.computed.requests.void:
-            return self.stepper.finish(last.computed, step, lr)
-        repeats = _is_due(self.options.repeat_every, step + 1)
-        if last.doubt or repeats or _is_due(self.options.every, step + 1):
-            last = self._investigate(attempt, last, step + 1, repeats)
+            return self.stepper.finish(last.computed)
+        repeats = _is_due(self.options.repeat_every, number)
+        if last.doubt or repeats or _is_due(self.options.every, number):
+            last = self._investigate(attempt, last, number, repeats)
         if last.kind:
-            return self._answer(last, step, lr, samples)
-        taken = self.stepper.finish(last.computed, step, lr)
+            return self._answer(last)
+        taken = self.stepper.finish(last.computed)
         if math.isfinite(taken.grad_norm):
             self.history.take(taken.loss, taken.grad_norm)
         return taken
@@ -426,26 +404,27 @@ class Guard:
         self.report(number, text, {"found": "fault", "action": "stop", "hosts": hosts} | self._facts(attempts[0]))
         raise CorruptionError(f"step {number}: {text}. Take the host out of service; the same command resumes")
 
-    def _answer(self, last: Attempt, step: int, lr: float, samples: range) -> Step:
+    def _answer(self, last: Attempt) -> Step:
         """Answers a doubt that came again by its policy."""
+        number, samples = last.computed.inputs.step + 1, last.computed.inputs.samples
         if last.kind == "differs":
-            self._answer_corruption(last.differences, step + 1)
+            self._answer_corruption(last.differences, number)
         policy = self.options.on_nan if last.kind == "not_finite" else self.options.on_spike
-        allowed = policy == "stop" or self.history.intervene(step + 1)
+        allowed = policy == "stop" or self.history.intervene(number)
         action = policy if allowed else "stop"
         found = {"found": last.kind, "action": action, "samples": [samples.start, samples.stop - 1]}
         text = f"{last.doubt} (samples {samples.start} to {samples.stop - 1})"
         limit = "" if allowed else f"; guard.limit of {self.options.limit} in {LIMIT_STEPS:,} steps is reached"
-        self.report(step + 1, f"{text}: {action}{limit}", found | self._facts(last))
+        self.report(number, f"{text}: {action}{limit}", found | self._facts(last))
         if action == "stop" and last.kind == "not_finite":
             try:
-                return self.stepper.finish(last.computed, step, lr)
+                return self.stepper.finish(last.computed)
             except NotFiniteError as error:
                 raise NotFiniteError(f"{error}{limit}") from None
         self.stepper.discard()
         if action == "stop":
             raise SpikeError(
-                f"step {step + 1}: {text}, computed twice{limit}; the optimizer did not apply it. A lower optimizer.lr "
+                f"step {number}: {text}, computed twice{limit}; the optimizer did not apply it. A lower optimizer.lr "
                 "or guard.on_spike=skip trains past it, a higher guard.spike_loss or spike_norm allows it"
             )
         if action == "rewind":
@@ -489,6 +468,21 @@ class Guard:
     @staticmethod
     def _facts(attempt: Attempt) -> dict[str, float]:
         return {"loss": attempt.computed.loss, "grad_norm": attempt.computed.grad_norm}
+
+
+def guard_of(stepper: Stepper, history: History, report: Report) -> Guard | None:
+    """Returns what judges a run's steps, where they can be judged. A collective."""
+    job = stepper.job
+    if reason := unguarded(job):
+        log.info("guard: off: %s", reason)
+        return None
+    guard = Guard(stepper, history, report)
+    if job.guard.every and guard.replicas.exist:
+        log.info(
+            "guard: replicas compared every %s; %.0f%% of this rank's state has one",
+            *(counted(job.guard.every, "step"), 100 * guard.replicas.share),
+        )
+    return guard
 
 
 def _is_due(every: int, number: int) -> bool:

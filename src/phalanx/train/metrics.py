@@ -1,4 +1,4 @@
-"""The measurements of a step: the row for metrics.jsonl and the log line."""
+"""A run's results: the rows of metrics.jsonl, and the log lines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from phalanx.blocks.flops import train_flops_per_step
 from phalanx.blocks.kinds import block_kinds
-from phalanx.comm.ledger import Ledger
 from phalanx.config.job import Job
 from phalanx.cost.breakdown import subject
 from phalanx.data.files import write_atomic
@@ -24,13 +24,13 @@ from phalanx.echo import shortened
 from phalanx.errors import DataError
 from phalanx.launch.ranks import RESTARTED
 from phalanx.launch.watchdog import heartbeat
-from phalanx.model.moe import Routing
-from phalanx.parallel.mesh import Mesh
 from phalanx.pictures import experts as experts_picture
 from phalanx.train import device as devices
+from phalanx.train.callbacks import Callback, Done
 from phalanx.train.evaluate import Validation
 from phalanx.train.requests import Milestones
 from phalanx.train.run_directory import AppendedFile, RunDirectory
+from phalanx.train.step import Stepper
 from phalanx.units import gib
 from phalanx.units import seconds as as_time
 
@@ -55,6 +55,13 @@ class Meter:
     """Seconds of each step since the last line, and the share of its positions that are tokens."""
     tokens_of: Callable[[int], int] | None = None
     """Returns the tokens of a step, counted from 1; None if there is no padding."""
+
+    @classmethod
+    def of(cls, job: Job, samples: int, vocab_size: int, peak_flops: float) -> Meter:
+        """Returns the meter of a job's steps, each of `samples` samples."""
+        devices = job.layout.processes  # replicas of data_parallel=threads share one, and its peak
+        flops = train_flops_per_step(job.model, samples, vocab_size) / devices
+        return cls(samples * job.model.seq_len, flops, peak_flops, devices)
 
     def step(self, number: int) -> dict[str, float]:
         """Ends step `number`: returns its time and throughput."""
@@ -117,7 +124,8 @@ def line(row: dict[str, float], memory: int) -> str:
     Of preference pairs, margin and accuracy of the rewards stand before `tps`; of conversations, the share of the
     positions that are padding, which no figure counts.
     """
-    pairs = ""
+    pairs, value = "", row["tflops"]
+    tflops = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")  # 163, 1.23, 0.0519
     if "reward_margin" in row:
         pairs = f"margin: {row['reward_margin']:.3f}  accuracy: {row['reward_accuracy']:.1%}  "
     mfu = f"mfu: {row['mfu']:.1%}  " if "mfu" in row else ""
@@ -125,17 +133,12 @@ def line(row: dict[str, float], memory: int) -> str:
     return (
         f"step: {row['step']:.0f}  loss: {row['loss']:.4f}  grad_norm: {row['grad_norm']:.2f}  lr: {row['lr']:.1e}  "
         f"{pairs}{padding}"
-        f"tps: {row['tps']:,.0f}  tps_total: {row['tps_total']:,.0f}  tflops: {_significant(row['tflops'])}  "
+        f"tps: {row['tps']:,.0f}  tps_total: {row['tps_total']:,.0f}  tflops: {tflops}  "
         f"{mfu}memory: {gib(memory)}"
     )
 
 
-def _significant(value: float) -> str:
-    """Formats a value with three significant digits and no exponent: 163, 1.23, 0.0519."""
-    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")
-
-
-class Recorder:
+class Recorder(Callback):
     """Records one rank's results. A context manager; without a path (every rank but the first) the rows of
     metrics.jsonl are discarded."""
 
@@ -144,14 +147,14 @@ class Recorder:
         path: Path | None,
         meter: Meter,
         milestones: Milestones,
-        device: torch.device,
-        source_tokens: Callable[[int], dict[str, int]] = lambda step: {},
+        stepper: Stepper,
+        source_tokens: Callable[[int], dict[str, int]],
     ):
         self.source_tokens = source_tokens
         self.rows, self.meter, self.milestones = MetricsFile(path), meter, milestones
-        self.device = device
-        self.newest = 0
-        """The newest step."""
+        self.stepper, self.device = stepper, stepper.device
+        self.first = self.newest = 0
+        """The steps done when the run began or went back, and the newest step."""
 
     def __enter__(self) -> Recorder:
         return self
@@ -162,6 +165,34 @@ class Recorder:
         if error is not None:
             self.end(self.newest, "failed", str(error) or type(error).__name__)
         self.rows.__exit__(kind, error, trace)
+
+    def begin(self, step: int) -> None:
+        self.first = step
+
+    def after_step(self, done: Done) -> None:
+        """Records the restart of an attempt that follows a failure, once its first step is done."""
+        if facts := os.environ.pop(RESTARTED, ""):
+            found, resumed = json.loads(facts), self.first
+            attempt, reason, seconds = found["attempt"], found["reason"], time.time() - found["time"]
+            self.rows.write("restart", step=resumed, attempt=attempt, reason=reason, down_s=seconds)
+            log.info(
+                "restart: attempt %d resumed from step %d, %s down: %s", attempt, resumed, as_time(seconds), reason
+            )
+
+    def conclude(self, step: int, measured: dict[str, Any]) -> None:
+        """Records the bytes that this rank sent per step by axis and collective, those that it copied between the
+        tiers of memory, and the staleness of gradients."""
+        steps, ledger = step - self.first, self.stepper.mesh.ledger
+        self.rows.write("traffic", step=step, steps=steps, traffic_bytes=ledger.traffic(steps))
+        for text in ledger.lines(steps):
+            log.info("sent per step by rank 0 over %s", text)
+        if copied := self.stepper.offloaded:
+            each = {name: count // steps for name, count in copied.items()}
+            self.rows.write("offload", step=step, steps=steps, bytes=each)
+            log.info("copied per step by rank 0: %s", ", ".join(f"{name} {gib(size)}" for name, size in each.items()))
+        if stale := measured.get("staleness"):
+            self.rows.write("staleness", step=step, **stale)
+            log.info("staleness of %d gradients: mean %.3g, max %d", stale["updates"], stale["mean"], stale["max"])
 
     def step(self, number: int, values: dict[str, float]) -> None:
         """Records step `number`, which ends now: `values` has its loss, gradient norm and learning rate."""
@@ -189,12 +220,6 @@ class Recorder:
         self.rows.write("guard", step=step, text=text, **values)
         log.warning("step: %d  guard: %s", step, text)
 
-    def restart(self, resumed: int, attempt: int, reason: str, seconds: float) -> None:
-        """Records that attempt `attempt` continued from step `resumed` after a failure, and took its first step so many
-        seconds after that."""
-        self.rows.write("restart", step=resumed, attempt=attempt, reason=reason, down_s=seconds)
-        log.info("restart: attempt %d resumed from step %d, %s down: %s", attempt, resumed, as_time(seconds), reason)
-
     def checkpoint(self, step: int, path: Path, seconds: float, waited: float) -> None:
         """Records that the checkpoint of step `step` is whole, its seconds, and those that training waited for it."""
         size = sum(file.stat().st_size for file in path.iterdir())
@@ -204,61 +229,46 @@ class Recorder:
         """Records how this attempt ends: finished, stopped or failed."""
         self.rows.write("end", step=step, status=status, reason=shortened(reason.partition("\n")[0], 500))
 
-    def traffic(self, step: int, ledger: Ledger, steps: int) -> None:
-        """Records the bytes that this rank sent per step, over the last `steps` steps, by axis and collective."""
-        self.rows.write("traffic", step=step, steps=steps, traffic_bytes=ledger.traffic(steps))
-        for text in ledger.lines(steps):
-            log.info("sent per step by rank 0 over %s", text)
 
-    def offload(self, step: int, copied: dict[str, int], steps: int) -> None:
-        """Records the bytes that this rank copied per step between the tiers of memory, over the last `steps` steps;
-        nothing if nothing is offloaded."""
-        if not copied:
-            return
-        each = {name: count // steps for name, count in copied.items()}
-        self.rows.write("offload", step=step, steps=steps, bytes=each)
-        log.info("copied per step by rank 0: %s", ", ".join(f"{name} {gib(size)}" for name, size in each.items()))
+class ExpertLoads(Callback):
+    """One rank's part in the balance of a run's experts: the routers' statistics, summed over all ranks, as a row of
+    metrics.jsonl. A dense model has none, and nothing is done. A row covers all steps since the previous one:
 
-    def staleness(self, step: int, summary: dict[str, Any]) -> None:
-        """Records the staleness of gradients since this attempt began."""
-        self.rows.write("staleness", step=step, **summary)
-        log.info("staleness of %d gradients: mean %.3g, max %d", summary["updates"], summary["mean"], summary["max"])
+    {"event": "experts", "step": 20, "steps": 10, "loads": {"layer": [tokens of each expert]}, "max_violation": 0.42,
+    "worst_layer": 3, "idle": 0, "aux_loss": 0.0213, "z_loss": ...}
 
+    A load is the number of tokens that chose the expert; with model.moe.capacity, some of them may have been dropped.
+    With m the mean of a layer's loads, `max_violation` is (the largest - m) / m of the layer where that is largest
+    (MaxVio, Wang et al. 2024, "Auxiliary-loss-free load balancing strategy for mixture-of-experts", section 4), `idle`
+    the number of experts of all layers that no token chose. The penalties, if the job has them, are summed over layers,
+    with their coefficients: means per token, which the `loss` of a step, a cross entropy, does not include."""
 
-def report_restart(recorder: Recorder, resumed: int) -> None:
-    """Records the restart of this attempt, which continued from step `resumed`, now that its first step is done: the
-    failure before it, and the seconds from there to here. Does nothing in an attempt that follows no failure."""
-    if facts := os.environ.pop(RESTARTED, ""):
-        found = json.loads(facts)
-        recorder.restart(resumed, found["attempt"], found["reason"], time.time() - found["time"])
-
-
-class ExpertLoads:
-    """One rank's part in summing the loads. A dense model has none, and nothing is done."""
-
-    def __init__(self, job: Job, mesh: Mesh, routing: Routing, device: torch.device, step: int):
-        self.job, self.mesh, self.routing, self.device = job, mesh, routing, device
-        self.step = step
+    def __init__(self, stepper: Stepper, recorder: Recorder, directory: RunDirectory):
+        self.job, self.mesh, self.routing, self.device = stepper.job, stepper.mesh, stepper.routing, stepper.device
+        self.recorder, self.directory = recorder, directory
+        self.step = 0
         """The step up to which loads have been summed."""
+        job = self.job
         self.layers = [layer for layer, kind in enumerate(block_kinds(job.model)) if kind.routed]
         self.penalties = [name for name in ("aux_loss", "z_loss") if getattr(job.model.moe, name)]
 
-    def restart(self, step: int) -> None:
-        """Forgets what was recorded: the run goes on from an earlier step."""
+    def begin(self, step: int) -> None:
         self.routing.clear()
         self.step = step
 
-    def after(self, step: int, rows: MetricsFile, *, shown: bool, ends: bool) -> None:
-        """Writes a row after a step that is shown, and after the last one of the run. All ranks call this after every
-        step.
+    def after_step(self, done: Done) -> None:
+        """Writes a row after a step that is shown, and after the last one of the run.
 
         Independent replicas do not wait for each other here: they write a row when they synchronize anyway, with
         local_sgd and diloco if the step is also shown, with asp at a validation or checkpoint, which call `collect`."""
-        layout = self.job.layout
+        layout, step = self.job.layout, done.number
+        if not self.layers or done.step.requests.void:
+            return
         synchronizes = layout.sync in ("bsp", "asp") or step % layout.sync_every == 0
-        if self.layers and (ends or layout.sync == "asp" or (shown and synchronizes)):
+        shown = self.recorder.milestones.shows(step)
+        if done.ends or layout.sync == "asp" or (shown and synchronizes):
             row = self.collect(step)
-            rows.write("experts", **row)
+            self.recorder.rows.write("experts", **row)
             log.info("%s", balance_line(row))
 
     def collect(self, step: int) -> dict[str, Any]:
@@ -290,12 +300,13 @@ class ExpertLoads:
             **{name: sum_ / tokens for name, sum_ in zip(self.penalties, of_penalties.tolist(), strict=True)},
         }
 
-    def draw(self, directory: RunDirectory) -> None:
-        """Writes the picture of the run so far into its directory, on rank 0."""
+    def conclude(self, step: int, measured: dict[str, Any]) -> None:
+        """Draws the run so far, on rank 0."""
         if self.layers and self.mesh.axis("world").rank == 0:
-            path, model = directory.path / "experts.svg", subject(self.job, self.job.layout.world)
+            run, model = self.directory, subject(self.job, self.job.layout.world)
+            path = run.path / "experts.svg"
             try:
-                write_atomic(path, experts_picture.svg(directory.path.name, directory.metrics, model).encode())
+                write_atomic(path, experts_picture.svg(run.path.name, run.metrics, model).encode())
             except (OSError, DataError) as error:  # the rows may still wait for a full disk
                 log.warning("experts: %s was not drawn: %s", path, error)
             else:
@@ -303,7 +314,7 @@ class ExpertLoads:
 
 
 def balance_line(row: dict[str, Any]) -> str:
-    """Returns the log balance_line of a row:
+    """Returns the log line of a row:
 
     experts: max_violation 0.42 (layer 3) idle: 0 aux_loss: 0.0213
     """

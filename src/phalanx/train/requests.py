@@ -20,6 +20,8 @@ from types import FrameType
 from phalanx.config.job import Job
 from phalanx.launch.supervisor import SAME_REQUEST_S, grace_left
 
+log = logging.getLogger(__name__)
+
 _SAVE = 1 << 20
 """More than the ranks that can ask to stop; rank 0 alone asks to save."""
 _VOID = 1 << 21
@@ -38,7 +40,6 @@ class Requests:
     """Drop this step: a rank gave up waiting for its data after a request to stop, and took part without."""
 
     def __or__(self, other: Requests) -> Requests:
-        """Returns the requests of either."""
         return Requests(self.stop or other.stop, self.save or other.save, self.void or other.void)
 
     @property
@@ -81,8 +82,6 @@ class SaveTimer:
         """Begins to count anew: a checkpoint was written."""
         self.began = self.clock()
 
-
-log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
@@ -145,7 +144,6 @@ class StopRequest:
         return grace_left(grace_s, os.environ, time.time() - since) - since
 
     def ask(self, reason: str) -> None:
-        """Requests a stop as a signal would."""
         self.asked, self.reason = True, reason
 
     def __enter__(self) -> StopRequest:
@@ -185,19 +183,15 @@ class Milestones:
 
     @classmethod
     def of(cls, job: Job) -> Milestones:
-        """Returns the milestones of `job`."""
         return cls(job.train.steps, job.train.log_every, job.train.eval_every, job.checkpoint.every)
 
     def shows(self, step: int) -> bool:
-        """Returns whether a log line reports step `step`."""
         return step == 1 or _due(step, self.log_every)
 
     def validates(self, step: int) -> bool:
-        """Returns whether a validation follows step `step`."""
         return step == self.last or _due(step, self.eval_every)
 
     def saves(self, step: int) -> bool:
-        """Returns whether a checkpoint follows step `step`."""
         return step == self.last or _due(step, self.save_every)
 
     def needs_weights(self, step: int) -> bool:

@@ -6,7 +6,7 @@ import copy
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,10 +17,15 @@ from phalanx.checkpoint.inventory import Retention, directory_of, newest_valid
 from phalanx.checkpoint.parts import Part, Share, Snapshot, all_finite, is_finite
 from phalanx.checkpoint.writer import Mirror, Order, Upload, Writer
 from phalanx.comm.agree import on_rank_zero
+from phalanx.comm.same_calls import require_same_calls
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, SupersededError
 from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.offload.state_file import will_read
-from phalanx.train.requests import StopRequest
+from phalanx.train.callbacks import Callback, Done
+from phalanx.train.guard import Guard
+from phalanx.train.metrics import Recorder
+from phalanx.train.requests import Milestones, SaveTimer, StopRequest
 from phalanx.train.state import TrainState
 from phalanx.units import seconds as as_time
 
@@ -37,7 +42,7 @@ _LAST_PATIENCE_S = 3.0
 """Seconds without progress after which a run that ends with an error stops waiting for a checkpoint."""
 
 
-class Saving:
+class Saving(Callback):
     """One rank's part in saving a run's checkpoints. A context manager: leaving it waits for a save that goes on."""
 
     def __init__(self, state: TrainState, root: Path, stop: StopRequest, newest: Path | None = None):
@@ -88,7 +93,7 @@ class Saving:
         status = self.settle()
         self.last = last
         if status and status[0] == _FATAL:
-            on_rank_zero(self._raise_fatal)
+            on_rank_zero(self._raise_error)
         if hanging := [str(rank) for rank, code in enumerate(status) if code == _HANGING]:
             message = (
                 f"no checkpoint of step {self.state.step}: the storage of rank {', '.join(hanging)} still hangs in the "
@@ -139,6 +144,9 @@ class Saving:
         self.last = True
         self.settle()
         on_rank_zero(self._require_written)
+
+    def after_step(self, done: Done) -> None:
+        self.poll()
 
     def poll(self) -> None:
         """Reports, once, what became of a save in the background. Cheap, and no collective."""
@@ -283,16 +291,7 @@ class Saving:
             return _HANGING
         return _RUNNING
 
-    def _refuse(self, hanging: list[int]) -> None:
-        message = (
-            f"no checkpoint of step {self.state.step}: the storage of rank {', '.join(map(str, hanging))} still hangs "
-            f"in the one before; earlier checkpoints in {self.root} are untouched"
-        )
-        if self.last:
-            raise RunError(message)
-        self._fail(message)
-
-    def _raise_fatal(self) -> None:
+    def _raise_error(self) -> None:
         assert self.writer is not None
         assert self.writer.error is not None
         if isinstance(self.writer.error, NotFiniteError):
@@ -319,20 +318,6 @@ class Saving:
         self.stop.ask(f"since a checkpoint could not be written ({why})")
 
 
-def _parts(shares: list[Share], values: list[Tensor] | None) -> Iterator[Part]:
-    """Yields the boxes of what this rank writes, from copies if there are any."""
-    for share, value in zip(shares, values or [None] * len(shares), strict=True):
-        yield from share.parts(value)
-
-
-def _first_not_finite(names: list[str], values: Sequence[tuple[Share, Tensor]]) -> int:
-    """Returns the place in `names` of the first tensor of which a value holds NaN or infinity; their number if none
-    does."""
-    finite = all_finite([value for _, value in values]).tolist()  # waits for the device
-    bad = {share.tensor.name for (share, _), good in zip(values, finite, strict=True) if not good}
-    return min(map(names.index, bad), default=len(names))
-
-
 def _not_saved(step: int, tensor: str) -> str:
     return f"step {step}: {tensor} holds NaN or infinity, so this state was not saved"
 
@@ -344,3 +329,37 @@ def _newest_good(root: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return f"the newest good checkpoint is {manifest.path}" if manifest else f"there is no checkpoint in {root}"
+
+
+class Checkpoints(Callback):
+    """Saves a checkpoint after the steps of `milestones`, after the last one, when the timer of rank 0 says so, and on
+    request."""
+
+    def __init__(
+        self, saving: Saving, milestones: Milestones, timer: SaveTimer, recorder: Recorder, guard: Guard | None
+    ):
+        self.saving, self.milestones, self.timer = saving, milestones, timer
+        self.recorder, self.guard, self.stepper = recorder, guard, saving.state.stepper
+        saving.written = recorder.checkpoint
+
+    def after_step(self, done: Done) -> None:
+        if done.stops or done.step.requests.save or self.milestones.saves(done.number):
+            with heartbeat.within(Phase.SAVE):
+                done.stops |= self._save(done)
+
+    def _save(self, done: Done) -> bool:
+        """Saves the state. Returns whether a request to stop came meanwhile, to any rank: another step and another
+        checkpoint might take longer than the time that is left."""
+        if self.guard is not None:
+            self.guard.check_state(done.number)
+        require_same_calls()
+        stopping = torch.zeros(1, device=self.stepper.device)
+        with self.stepper.mesh.ledger.untracked():
+            blocked = self.saving.save(done.ends)
+            stopping += self.saving.stop.requested
+            self.stepper.mesh.axis("world").all_reduce(stopping).wait()
+            if stopping.item():
+                self.saving.finish()
+        self.timer.restart()
+        self.recorder.meter.pause(blocked)  # it is not training
+        return bool(stopping.item())

@@ -1,4 +1,5 @@
-"""The first weights of a run that starts from others (`model.from`): parameters only, into any layout."""
+"""How a run begins: what watches it, the first weights of one that starts from others (`model.from`), and the newest
+checkpoint, of the run directory or of an object store, for one that resumes."""
 
 from __future__ import annotations
 
@@ -13,6 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from phalanx.blocks.parameters import count, trained_text
 from phalanx.bounded import MOST_BYTES
 from phalanx.check.start import KEPT, StartingPoint, is_hugging_face, run_of, starting_point
 from phalanx.checkpoint import manifest as manifests
@@ -30,6 +34,7 @@ from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import states_no_rows
+from phalanx.data.conversations import ConversationData
 from phalanx.data.files import write_atomic
 from phalanx.data.loader import ShardData
 from phalanx.data.template import own_template
@@ -40,8 +45,11 @@ from phalanx.exchange.import_run import LinkedTensors
 from phalanx.launch.ranks import HEARTBEATS, Ranks
 from phalanx.launch.watchdog.diagnosis import Limits
 from phalanx.launch.watchdog.watchdog import join
+from phalanx.model.attention_blocks import kernels_text
+from phalanx.partition.batch import Batch
 from phalanx.train.run_directory import RunDirectory, require_same_job
 from phalanx.train.state import TrainState
+from phalanx.units import counted
 
 
 def watch(job: Job, ranks: Ranks, log_file: Path | None) -> None:
@@ -60,6 +68,21 @@ def watch(job: Job, ranks: Ranks, log_file: Path | None) -> None:
 log = logging.getLogger(__name__)
 
 EMBEDDING = "embed.weight"
+
+
+def log_start(job: Job, device: torch.device, batch: Batch, data: ShardData, vocab: int) -> None:
+    """Logs what the run trains, on what."""
+    model = job.model
+    log.info("run: %s  layout: %s  precision: %s", RunDirectory.of(job).path, job.layout.line(), job.train.precision)
+    layers = counted(model.n_layers, "layer")
+    log.info("model: %s parameters, %s, vocabulary %d", f"{count(model, vocab):,}", layers, vocab)
+    if lora := model.lora.rank:
+        log.info("adapters: rank %d beside %s, training %s", lora, model.lora.targets, trained_text(model, vocab))
+    if device.type == "cuda":
+        log.info("attention: %s", kernels_text(device))
+    log.info("batch: %s; %s training samples", batch.equation(), f"{data.sample_count:,}")
+    if isinstance(data, ConversationData):
+        log.info("data: %s", data.facts.line())
 
 
 def begin(job: Job, state: TrainState, tokenizer: Tokenizer, *, reports: bool) -> None:
@@ -126,13 +149,24 @@ def keep_small_files(job: Job, tokenizer: Tokenizer, directory: Path) -> None:
 
 
 def vocabulary_of(job: Job, directory: RunDirectory, tokens: int) -> int:
-    """Returns the rows of a run's embedding: as many as its tokenizer has `tokens`, or with `model.from` those of its
-    own newest checkpoint, or of the weights that it starts from, which may have rows for padding.
+    """Returns the rows of a run's embedding: model.vocab_size where the job states it, or as many as its tokenizer has
+    `tokens`; with `model.from` those of its own newest checkpoint, or of the weights that it starts from. There may be
+    rows for padding.
 
-    Raises DataError if the tokenizer has more tokens than there are rows; CheckpointError."""
+    Raises JobError or DataError if the tokenizer has more tokens than there are rows; CheckpointError."""
     if not job.model.from_:
-        return _padded(job, tokens)
-    own = newest_valid(directory.checkpoints, verify=False, report=lambda _: None) if _exists(directory) else None
+        rows = job.model.vocab_size
+        if states_no_rows(job.model):  # the size of a preset's own tokenizer is no statement about padding
+            return tokens
+        if rows < tokens:
+            raise JobError(
+                f"model.vocab_size is {rows:,}, and the tokenizer has {tokens:,} tokens: leave it out, or set at least "
+                f"{tokens:,}; more rows are padding"
+            )
+        return rows
+    own = None
+    if directory.checkpoints.is_dir():
+        own = newest_valid(directory.checkpoints, verify=False, report=lambda _: None)
     manifest = own or open_start(job.model).manifest
     if EMBEDDING not in manifest.tensors:
         raise CheckpointError(f"{manifest.path} has no {EMBEDDING}: it holds no model of this kind")
@@ -141,20 +175,6 @@ def vocabulary_of(job: Job, directory: RunDirectory, tokens: int) -> int:
         raise DataError(
             f"the tokenizer has {tokens:,} tokens, the embedding in {manifest.path} has {rows:,} rows: set "
             "data.tokenizer to the tokenizer.json of the weights that model.from names"
-        )
-    return rows
-
-
-def _padded(job: Job, tokens: int) -> int:
-    """Returns model.vocab_size where the job states one: an embedding with rows for padding beyond the tokens. The size
-    of a preset's own tokenizer is no such statement. Raises JobError if the tokenizer has more tokens."""
-    rows = job.model.vocab_size
-    if states_no_rows(job.model):
-        return tokens
-    if rows < tokens:
-        raise JobError(
-            f"model.vocab_size is {rows:,}, and the tokenizer has {tokens:,} tokens: leave it out, or set at least "
-            f"{tokens:,}; more rows are padding"
         )
     return rows
 
@@ -172,10 +192,6 @@ def _another_tokenizer(there: StartingPoint, tokenizer: Tokenizer) -> bool:
     return bool(there.tokenizer) and Tokenizer.load(Path(there.tokenizer)).fingerprint != tokenizer.fingerprint
 
 
-def _exists(directory: RunDirectory) -> bool:
-    return directory.checkpoints.is_dir()
-
-
 @dataclass
 class _Below:
     """The step that a checkpoint to resume from must be below, on the disk and on the store; None: any."""
@@ -185,7 +201,12 @@ class _Below:
 
 
 class Resume:
-    """One rank's part in finding, fetching and loading checkpoints."""
+    """One rank's part in finding, fetching and loading checkpoints: the newest whole one of the run directory, or of
+    the object store if that is newer.
+
+    One of the store is copied to the run directory first, by all ranks together: each fetches an equal share of the
+    files. Ranks that fetched only the bytes that they hold would fetch those of replicas several times, and nothing
+    else (the planner, rewinding, `phalanx generate`) would find the checkpoint."""
 
     def __init__(self, job: Job, ranks: Ranks, directory: RunDirectory):
         self.job, self.ranks, self.directory = job, ranks, directory

@@ -59,7 +59,6 @@ class TrainState:
         self.step = step
 
     def validated(self, loss: float) -> None:
-        """Records the validation loss of the current step."""
         self.val_loss, self.val_step = loss, self.step
 
     def shares(self) -> list[Share]:
@@ -198,7 +197,7 @@ class TrainState:
                 state += held(optimizer.places(kind), of_kind, prefix)
             # A run that becomes DiLoCo begins without an outer momentum.
             for kind, of_kind in sync.state_tensors().items() if sync else ():
-                if _all_there(kind, (f.whole_name for f in optimizer.shards), set(tensors.names())):
+                if all(f"{kind}/{shard.whole_name}" in manifest.tensors for shard in optimizer.shards):
                     state += held(optimizer.shards, of_kind, f"{kind}/")
             _fill_all(state, tensors)
 
@@ -225,7 +224,3 @@ def fill(tensor: HeldTensor, tensors: Reader) -> None:
 def _of_replica(replica: int, kind: str) -> str:
     """Returns the prefix of a kind of tensors that differ between replicas."""
     return f"replica{replica}/{kind}/" if replica else f"{kind}/"
-
-
-def _all_there(kind: str, names: Iterable[str], saved: set[str]) -> bool:
-    return all(f"{kind}/{name}" in saved for name in names)

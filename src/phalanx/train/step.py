@@ -163,6 +163,23 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class StepInputs:
+    """All that a rank takes an optimizer step with."""
+
+    micro_batches: Sequence[MicroBatch]
+    """This rank's."""
+    step: int
+    """The step's number, from 0."""
+    tokens: int
+    """Valid tokens of the global batch. Independent replicas assume that their parts of them are equal."""
+    lr: float
+    requests: Requests = NO_REQUESTS
+    """This rank's."""
+    samples: range = range(0)
+    """Those of the global batch, which the guard names."""
+
+
+@dataclass(frozen=True)
 class Step:
     """The result of one step: the same on every rank of a replica, and with sync=bsp on all ranks."""
 
@@ -179,6 +196,7 @@ class Step:
 class Computed:
     """A step's gradients, summed over the data ranks and taken by the optimizer, before it writes anything."""
 
+    inputs: StepInputs
     own_loss: Tensor
     """The loss summed over this rank's micro-batches, in fp64."""
     tokens: int
@@ -306,53 +324,43 @@ class Stepper:
         self.routing.factor = factor * micro_batches[0].valid_share
         return factor
 
-    def step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        step: int,
-        global_tokens: int,
-        lr: float,
-        requests: Requests = NO_REQUESTS,
-    ) -> Step:
-        """Takes optimizer step `step`, whose global batch has `global_tokens` valid tokens. Independent replicas assume
-        that their parts of them are equal.
+    def step(self, inputs: StepInputs) -> Step:
+        """Takes an optimizer step.
 
-        `requests` of any rank are seen on all; a void step changes nothing. Raises NotFiniteError, before the optimizer
+        Requests of any rank are seen on all; a void step changes nothing. Raises NotFiniteError, before the optimizer
         writes anything, if loss or gradients are not finite (with fp16, if a smaller loss scale cannot help);
         independent replicas raise it when they synchronize. Raises RunError if memory is short. With sync=asp the
         parameter server takes the steps (train/asp.py)."""
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
-        return self.finish(self.compute(micro_batches, step, global_tokens, requests), step, lr)
+        return self.finish(self.compute(inputs))
 
-    def compute(
-        self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: int, requests: Requests = NO_REQUESTS
-    ) -> Computed:
-        """Computes the gradients of step `step`, and starts summing what decides about it."""
-        tokens = global_tokens // self.independent_replicas
+    def compute(self, inputs: StepInputs) -> Computed:
+        """Computes the gradients of a step, and starts summing what decides about it."""
+        tokens = inputs.tokens // self.independent_replicas
         # Where ranks hold whole gradients, the optimizer does not wait for the requests: NaN keeps it from writing.
-        loss = self.gradients(micro_batches, step, math.nan if requests.void else tokens)
+        loss = self.gradients(inputs.micro_batches, inputs.step, math.nan if inputs.requests.void else tokens)
         heartbeat.enter(Phase.EXCHANGE)
-        return Computed(loss, tokens, *self.status(loss, requests))
+        return Computed(inputs, loss, tokens, *self.status(loss, inputs.requests))
 
-    def finish(self, computed: Computed, step: int, lr: float) -> Step:
+    def finish(self, computed: Computed) -> Step:
         """Updates the parameters with a step's gradients, or raises as `step` does."""
         if self.mesh.is_sharded:
             computed.settle()
-        norm = computed.square.sqrt()
+        norm, inputs = computed.square.sqrt(), computed.inputs
         grad_norm = norm.item()
         heartbeat.enter(Phase.OPTIMIZER)
         if math.isfinite(grad_norm):
             with self.memory.allocating("optimizer"):
-                self.optimizer.step(lr, norm)
+                self.optimizer.step(inputs.lr, norm)
             self.loss_scale.fine()
         computed.everywhere.wait()  # if ranks hold whole gradients, it overlaps with the optimizer
         mean, requests = computed.loss, computed.requests
         problem = ""
         if not math.isfinite(grad_norm) and not requests.void and not self.loss_scale.overflow():
             bad = self.name_first(self.optimizer.first_bad_gradient())
-            problem = f"step {step + 1}: loss {mean:g}, gradient norm {grad_norm:g}{bad}"
+            problem = f"step {inputs.step + 1}: loss {mean:g}, gradient norm {grad_norm:g}{bad}"
         if self.sync:
-            requests = self.sync.after_update(step, requests, problem)
+            requests = self.sync.after_update(inputs.step, requests, problem)
         elif problem:
             raise NotFiniteError(problem)
         heartbeat.enter(Phase.EXCHANGE)
@@ -366,14 +374,14 @@ class Stepper:
         """Whether `launch` can take the steps: the host decides nothing in them, and updates nothing itself."""
         return self.optimizer.skips and self.sync is None
 
-    def launch(self, computed: Computed, lr: float) -> None:
+    def launch(self, computed: Computed) -> None:
         """Updates the parameters with a step's gradients as `finish` does, but the host waits for nothing, and the
         device decides: from a step on whose loss or norm is not finite nothing changes until `revert`."""
         computed.settle()
         heartbeat.enter(Phase.OPTIMIZER)
         self.bad |= ~computed.status[:2].isfinite().all()
         with self.memory.allocating("optimizer"):
-            self.optimizer.step(lr, computed.square.sqrt(), self.bad)
+            self.optimizer.step(computed.inputs.lr, computed.square.sqrt(), self.bad)
         heartbeat.enter(Phase.EXCHANGE)
         self.replica.publish()
         self.discard()
@@ -391,7 +399,6 @@ class Stepper:
         return {**vars(self.host.copied), **self.optimizer.residence.moved} if named(self.job.layout) else {}
 
     def discard(self) -> None:
-        """Discards the gradients."""
         self.optimizer.clear()
         self.replica.clear()
 

@@ -35,7 +35,7 @@ from phalanx.partition import batch
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.drivers import UnflushedSteps
 from phalanx.train.requests import NO_REQUESTS, Requests
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 MIN_STEPS = 4
 """The minimum number of steps: the first two use the same weights, the third one's are stale, the last one drains the
@@ -51,7 +51,7 @@ def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int, lr: 
     for step in range(steps):
         batches, valid = read(step)
         more = (lambda following=step + 1: read(following)[0]) if step < steps - 1 else None
-        losses += [known.loss for _, known in stream.step(batches, step, valid, lr, NO_REQUESTS, more)]
+        losses += [known.loss for _, known in stream.step(StepInputs(batches, step, valid, lr), more)]
     return losses
 
 
@@ -249,7 +249,7 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, 
         losses = []
         for step in range(steps):
             batches, valid = read(step)
-            losses.append(stepper.step(batches, step, valid, lr).loss)
+            losses.append(stepper.step(StepInputs(batches, step, valid, lr)).loss)
     stepper.show("parameter", {f.name: f.value for f in stepper.replica.shards})
     return losses
 

@@ -59,8 +59,8 @@ def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
             factor = factor * {"unsteady gradient": 64.0 + left[fault], **WRONG_FACTORS}[fault.where]
         return forward_backward(micro, factor, last=last)
 
-    def faulty(micro_batches, step, *rest):
-        due = [fault for fault, times in left.items() if times and fault.step == step + 1]
+    def faulty(inputs):
+        due = [fault for fault, times in left.items() if times and fault.step == inputs.step + 1]
         stepper.replica.arrive()
         for fault in due:
             left[fault] -= 1
@@ -70,7 +70,7 @@ def train_with(ranks: Any, job: Job, *faults: Fault) -> dict[str, Any]:
             elif fault.where.startswith("exp"):
                 flip(stepper.optimizer.rule.state[stepper.optimizer.masters[fault.name]][fault.where])
         backward[:] = [fault for fault in due if fault.where in (*WRONG_FACTORS, "unsteady gradient")]
-        computed = compute(micro_batches, step, *rest)
+        computed = compute(inputs)
         for fault in due:
             if fault.where == "summed gradient":
                 gradient = stepper.optimizer.masters[fault.name].grad

@@ -20,8 +20,7 @@ from phalanx.config.model import MoE
 from phalanx.errors import NotFiniteError, StoppedError
 from phalanx.parallel import mesh as meshes
 from phalanx.train.guard import Guard, History
-from phalanx.train.requests import NO_REQUESTS
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 from train.guard.faults import Fault, train_with
 from train.runs import change, losses, rows, train, weights
 
@@ -164,7 +163,7 @@ def without_reads(ranks: Any, job: Job) -> list[float]:
     stepper.compute, stepper.launch = refusing(compute), refusing(launch)
     for step in range(4):
         batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
-        known = guard.submit(batches, step, valid, 1e-3, NO_REQUESTS, samples=range(4), settles=False)
+        known = guard.submit(StepInputs(batches, step, valid, 1e-3, samples=range(4)), settles=False)
         shown += [each.loss for _, each in known]
     return shown
 

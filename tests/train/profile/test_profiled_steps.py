@@ -142,7 +142,7 @@ def test_steps_that_are_done_are_not_profiled_again(job, tmp_path):
 def test_without_a_profile_the_steps_are_passed_on_as_they_are(job, tmp_path):
     profile = StepProfile(SimpleNamespace(job=job), SimpleNamespace(path=tmp_path), 0, 0)
     steps = iter([])
-    assert profile.around(steps, 0, None) is steps
+    assert profile.around(steps, 0) is steps
 
 
 def test_nothing_is_written_through_a_link(tmp_path):

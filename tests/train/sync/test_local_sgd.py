@@ -12,7 +12,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 SHAPE = ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=13)
 WIDE = dataclasses.replace(SHAPE, n_layers=1, d_model=32, d_ff=128)
@@ -37,7 +37,7 @@ def trained(ranks: Ranks, layout: Layout, optimizer: str = "adamw") -> tuple[dic
     mesh.ledger.clear()
     for step in range(STEPS):
         batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
-        stepper.step(batches, step, valid, 1e-2)
+        stepper.step(StepInputs(batches, step, valid, 1e-2))
     sent = mesh.ledger.traffic()["dp_replicate"]["all_reduce"]
     shards = stepper.replica.shards
     values = {f.name: f.value for f in shards}
@@ -54,7 +54,7 @@ def simulated(layout: Layout, optimizer: str = "adamw") -> dict[str, torch.Tenso
     for step in range(STEPS):
         for number, stepper in enumerate(replicas):
             batches, valid = micro_batches(job, step, number, VOCAB)
-            stepper.step(batches, step, valid // layout.dp_replicate, 1e-2)
+            stepper.step(StepInputs(batches, step, valid // layout.dp_replicate, 1e-2))
         if (step + 1) % EVERY and step + 1 < STEPS:
             continue
         for shards in zip(*(stepper.replica.shards for stepper in replicas), strict=True):

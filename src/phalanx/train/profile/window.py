@@ -41,7 +41,7 @@ from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.zero import BucketReplica
 from phalanx.pictures import profile as picture
-from phalanx.train.metrics import Meter
+from phalanx.train.callbacks import Callback, Steps
 from phalanx.train.profile import report, tracing
 from phalanx.train.profile.passes import PassSpans, observed, ranges_of, record_of, rows_of
 from phalanx.train.profile.report import (
@@ -65,7 +65,7 @@ from phalanx.train.profile.trace_file import (
     own_rows,
 )
 from phalanx.train.run_directory import RunDirectory
-from phalanx.train.step import Step, Stepper
+from phalanx.train.step import Stepper
 from phalanx.units import counted
 
 MERGED, PICTURE = "merged.json.gz", "profile.svg"
@@ -301,8 +301,11 @@ _ROUNDS = 5  # barriers by which hosts compare their clocks
 _HISTORY = 100_000  # allocations that a CUDA snapshot remembers
 
 
-class StepProfile:
+class StepProfile(Callback):
     """The profile of one attempt of a run. Does nothing until its first step."""
+
+    pause: Callable[[float], None] = staticmethod(lambda seconds: None)
+    """Takes the seconds of profiling, which are not training."""
 
     def __init__(self, stepper: Stepper, directory: RunDirectory, rank: int, done: int):
         """`done` steps of the run are done: they are not profiled. Raises JobError, on all ranks, if pyinstrument is
@@ -320,16 +323,15 @@ class StepProfile:
         if self.pending and self.options.python:
             on_every_rank(require)
 
-    def around(self, steps: Iterator[tuple[int, Step]], done: int, meter: Meter) -> Iterator[tuple[int, Step]]:
-        """Returns the same steps, the first of which follows `done` steps. Profiling takes no time of `meter`'s."""
-        return self._profiled(steps, done, meter) if self.pending and done < self.last else steps
+    def around(self, steps: Steps, done: int) -> Steps:
+        return self._profiled(steps, done) if self.pending and done < self.last else steps
 
-    def _profiled(self, steps: Iterator[tuple[int, Step]], done: int, meter: Meter) -> Iterator[tuple[int, Step]]:
+    def _profiled(self, steps: Steps, done: int) -> Steps:
         try:
             while self.pending:
                 if done + 1 >= self.first and not self.active:
                     self.active, self.first = True, done + 1  # a run that went back may have passed the first step
-                    self._paused(self._start, meter)
+                    self._paused(self._start)
                 start = now()
                 item = next(steps, None)
                 if item is None:
@@ -338,7 +340,7 @@ class StepProfile:
                     self.steps.append((start, now()))
                 done = item[0]
                 if done >= self.last:
-                    self._paused(self._finish, meter)
+                    self._paused(self._finish)
                 yield item
             yield from steps
         finally:
@@ -353,11 +355,11 @@ class StepProfile:
         self.profiler = None
         gc.collect()
 
-    def _paused(self, action: Callable[[], None], meter: Meter) -> None:
+    def _paused(self, action: Callable[[], None]) -> None:
         began = time.perf_counter()
         with heartbeat.within(Phase.RECORD):
             action()
-        meter.pause(time.perf_counter() - began)
+        self.pause(time.perf_counter() - began)
 
     def _start(self) -> None:
         self.recording, self.passes, self.steps = Recording(), PassSpans(), []
