@@ -25,7 +25,7 @@ from phalanx.config.calibration import (
 from phalanx.config.cluster import Accelerator, Link
 from phalanx.config.fields import get, leaves
 from phalanx.cost.fit import FitRow, median_error
-from phalanx.pictures.fit import device_svg, link_svg
+from phalanx.pictures.panels import device_svg, link_svg
 
 
 # The date, machine and software versions of a measurement.

@@ -6,9 +6,9 @@ import statistics
 from collections.abc import Iterator
 
 from phalanx.pictures.elements import seconds
-from phalanx.pictures.fit import link_svg
 from phalanx.pictures.heat_map import heat_map, histograms
 from phalanx.pictures.page import figure, figures, html_page, list_of, section, table
+from phalanx.pictures.panels import link_svg
 from phalanx.selftest.pairs import PairMatrix
 from phalanx.selftest.report import DistReport, advice, factor_words, pair_kinds
 from phalanx.units import counted, gib
