@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx.check.load import load_file
 from phalanx.cost.breakdown import model_name
-from phalanx.pictures.canvas import Panel, panels_svg
+from phalanx.pictures.panels import Panel, panels_svg
 from phalanx.units import counted
 
 JOB = Path(__file__).parents[1] / "examples" / "main.yaml"

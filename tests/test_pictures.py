@@ -4,7 +4,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from phalanx.pictures.canvas import Panel, panels_svg
 from phalanx.pictures.elements import (
     COLOURS,
     DARK_PAGE,
@@ -17,6 +16,7 @@ from phalanx.pictures.elements import (
     text,
     ticks,
 )
+from phalanx.pictures.panels import Panel, panels_svg
 from pictures.contrast import contrast, contrasts, rgb
 
 SVG = "{http://www.w3.org/2000/svg}"

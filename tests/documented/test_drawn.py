@@ -22,8 +22,8 @@ from phalanx.cost.time.link import RankGroup
 from phalanx.cost.traffic.collectives import Collective
 from phalanx.pictures import experts, profile
 from phalanx.pictures.elements import STYLE
-from phalanx.pictures.fit import device_svg, link_svg
 from phalanx.pictures.heat_map import heat_map, histograms
+from phalanx.pictures.panels import device_svg, link_svg
 from phalanx.pictures.profile import RankRows
 from pictures.contrast import contrasts
 

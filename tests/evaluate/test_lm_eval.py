@@ -20,7 +20,7 @@ from phalanx.data.template import ChatPrompts, ChatTemplate
 from phalanx.data.tokenizer import ByteTokenizer
 from phalanx.evaluate import harness
 from phalanx.evaluate.harness import MOST_NEW_TOKENS, Prompt, RequestScorer
-from phalanx.generate.decoder import ModelDecoder
+from phalanx.generate.decoder import Decoder
 from phalanx.generate.load import load_run
 
 LLAMA = dataclasses.replace(KINDS["llama"], vocab_size=256)
@@ -38,7 +38,7 @@ def run(tmp_path_factory):
 
 def scorer_of(run, batch_size: int) -> RequestScorer:
     loaded = load_run(run, device="cpu")
-    assert isinstance(loaded.decoder, ModelDecoder)
+    assert isinstance(loaded.decoder, Decoder)
     return RequestScorer(loaded.decoder, loaded.tokenizer, batch_size)
 
 

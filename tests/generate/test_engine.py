@@ -9,7 +9,7 @@ import pytest
 from generate.texts import alone, by_engine, greedy, requests
 from model.kinds import ATTENTION_KINDS, KINDS, MOE_AND_MLA, STRUCTURE_KINDS, build, tokens
 from phalanx.config.model import ModelConfig
-from phalanx.generate.decoder import ModelDecoder
+from phalanx.generate.decoder import Decoder
 from phalanx.generate.engine import Engine, GenerationRequest
 from phalanx.generate.sampling import Sampling
 
@@ -25,7 +25,7 @@ def prompts_of(model: ModelConfig, *lengths: int) -> list[list[int]]:
 @every_kind
 def test_texts_together_are_those_of_each_alone(model: ModelConfig):
     """The second reaches the context's end; the third waits until one of them has ended, and begins beyond it."""
-    decoder, prompts = ModelDecoder.whole(build(model)), prompts_of(model, 3, 10, 14)
+    decoder, prompts = Decoder.whole(build(model)), prompts_of(model, 3, 10, 14)
     options = {"max_new_tokens": 4, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 7}
     assert by_engine(Engine(decoder, max_batch=2), prompts, **options) == alone(decoder, prompts, **options)
 
@@ -35,11 +35,11 @@ def test_greedy_texts_are_those_of_one_forward_pass_per_token(kind: str):
     model = build(KINDS[kind])
     prompts = prompts_of(KINDS[kind])
     expected = [greedy(model, prompt, 7) for prompt in prompts]
-    assert by_engine(Engine(ModelDecoder.whole(model)), prompts, max_new_tokens=7, temperature=0) == expected
+    assert by_engine(Engine(Decoder.whole(model)), prompts, max_new_tokens=7, temperature=0) == expected
 
 
 def test_texts_of_different_options_share_a_batch():
-    decoder, prompts = ModelDecoder.whole(build(KINDS["llama"])), prompts_of(KINDS["llama"])
+    decoder, prompts = Decoder.whole(build(KINDS["llama"])), prompts_of(KINDS["llama"])
     options = [Sampling(n, temperature, seed=n) for n, temperature in ((3, 0.0), (9, 1.0), (0, 1.0), (6, 0.5))]
     texts = [GenerationRequest(prompt, sampling) for prompt, sampling in zip(prompts, options, strict=True)]
     Engine(decoder).run(texts)
@@ -51,7 +51,7 @@ def test_texts_of_different_options_share_a_batch():
 
 
 def test_samples_of_a_prompt_are_different_texts_from_one_pass():
-    engine = Engine(ModelDecoder.whole(build(KINDS["gpt2"])))
+    engine = Engine(Decoder.whole(build(KINDS["gpt2"])))
     texts = [GenerationRequest([5, 3], Sampling(6, 2.0, sample=sample)) for sample in range(3)]
     engine.run(texts)
     assert len({tuple(text.tokens) for text in texts}) == 3
@@ -60,7 +60,7 @@ def test_samples_of_a_prompt_are_different_texts_from_one_pass():
 
 
 def test_a_text_ends_at_its_end_token_and_where_its_owner_says():
-    decoder = ModelDecoder.whole(build(KINDS["llama"]))
+    decoder = Decoder.whole(build(KINDS["llama"]))
     [whole] = alone(decoder, [[4, 2]], max_new_tokens=9, temperature=1.0)
     end = whole[5]
     place = whole.index(end, 2)
@@ -72,7 +72,7 @@ def test_a_text_ends_at_its_end_token_and_where_its_owner_says():
 
 
 def test_requests_join_and_leave_while_others_run():
-    decoder, prompts = ModelDecoder.whole(build(KINDS["llama"])), prompts_of(KINDS["llama"])
+    decoder, prompts = Decoder.whole(build(KINDS["llama"])), prompts_of(KINDS["llama"])
     expected = alone(decoder, prompts, max_new_tokens=9)
     engine, ended = Engine(decoder, max_batch=2), []
     texts = requests(prompts, max_new_tokens=9)
@@ -91,7 +91,7 @@ def test_requests_join_and_leave_while_others_run():
 
 
 def test_aborting_ends_the_running_and_the_waiting():
-    engine = Engine(ModelDecoder.whole(build(KINDS["gpt2"])), max_batch=1)
+    engine = Engine(Decoder.whole(build(KINDS["gpt2"])), max_batch=1)
     texts = requests([[1], [2]], max_new_tokens=50)
     for text in texts:
         engine.submit(text)
@@ -104,7 +104,7 @@ def test_aborting_ends_the_running_and_the_waiting():
 def test_the_longest_context_has_its_own_room():
     """Texts of a model with a long context do not reserve all of it."""
     model = replace(KINDS["llama"], seq_len=100_000)
-    decoder = ModelDecoder.whole(build(model))
+    decoder = Decoder.whole(build(model))
     Engine(decoder).run(requests([[1, 2, 3]], max_new_tokens=1))
     engine = Engine(decoder)
     [text] = requests([[1, 2, 3]], max_new_tokens=5)

@@ -15,10 +15,10 @@ from generate.written import write_run
 from model.kinds import ATTENTION_KINDS, KINDS, MOE_AND_MLA, STRUCTURE_KINDS, tokens
 from phalanx.comm.agree import broadcast_json
 from phalanx.errors import JobError
-from phalanx.generate.decoder import ModelDecoder
+from phalanx.generate.decoder import STOP, Decoder, follow
 from phalanx.generate.engine import Engine
 from phalanx.generate.load import load_run
-from phalanx.generate.ranks import STOP, LeadingDecoder, follow, load_part
+from phalanx.generate.ranks import load_part
 
 ALL = {**KINDS, **MOE_AND_MLA, **ATTENTION_KINDS, **STRUCTURE_KINDS}
 GREEDY = {"max_new_tokens": 9, "temperature": 0}
@@ -40,19 +40,19 @@ def texts(
     if ranks.rank:
         follow(part)
     else:
-        leader = LeadingDecoder(part)
+        leader = replace(part, leads=True)
         other = load_run(assistant).decoder if assistant else None
         try:
             leader.prefill("heads", [1], 1, last=True)
             found = [by_engine(Engine(leader, other), prompts, **options) for options in each]
         finally:
-            broadcast_json([STOP])
+            broadcast_json(STOP)
     heads = {keys.shape[1] for cache in part.batches.values() for keys, _ in cache._layers.values()} or {0}
     return [name for name, _ in part.model.named_parameters()], max(heads), found
 
 
 def expected(model: Any, prompts: list[list[int]], options: dict = SAMPLED) -> list[list[int]]:
-    return alone(ModelDecoder.whole(model), prompts, **options)
+    return alone(Decoder.whole(model), prompts, **options)
 
 
 @pytest.mark.parametrize(

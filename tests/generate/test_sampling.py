@@ -7,7 +7,7 @@ from generate.texts import generate
 from model.kinds import KINDS, build, tokens
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.generate.decoder import ModelDecoder
+from phalanx.generate.decoder import Decoder
 from phalanx.generate.engine import Engine, GenerationRequest, distribution
 from phalanx.generate.sampling import Sampling
 
@@ -38,7 +38,7 @@ def test_the_seed_decides_the_text(model: ModelConfig):
 def test_each_new_token_is_handed_on():
     seen: list[int] = []
     request = GenerationRequest([3, 1], Sampling(6), on_token=seen.append)
-    Engine(ModelDecoder.whole(build(KINDS["gpt2"]))).run([request])
+    Engine(Decoder.whole(build(KINDS["gpt2"]))).run([request])
     assert request.new_tokens == seen
     assert (len(seen), request.finish) == (6, "length")
 
@@ -94,4 +94,4 @@ def test_senseless_values_are_refused(options: dict, message: str):
     arguments = {"max_new_tokens": 1} | options
     request = GenerationRequest(arguments.pop("prompt", [1]), Sampling(**arguments))
     with pytest.raises(JobError, match=message):
-        Engine(ModelDecoder.whole(build(KINDS["gpt2"]))).run([request])
+        Engine(Decoder.whole(build(KINDS["gpt2"]))).run([request])

@@ -14,7 +14,7 @@ from generate.texts import alone, by_engine
 from model.kinds import ATTENTION_KINDS, KINDS, MOE_AND_MLA, build, tokens
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.generate.decoder import ModelDecoder
+from phalanx.generate.decoder import Decoder
 from phalanx.generate.engine import (
     Engine,
     GenerationRequest,
@@ -33,13 +33,13 @@ GREEDY_KINDS = {**{name: KINDS[name] for name in ("gpt2", "llama")}, **MOE_AND_M
 WITHOUT_CAPACITY = {name: kind for name, kind in GREEDY_KINDS.items() if not kind.moe.capacity}
 
 
-def near(model: ModelConfig, noise: float) -> tuple[ModelDecoder, ModelDecoder]:
+def near(model: ModelConfig, noise: float) -> tuple[Decoder, Decoder]:
     """A model, and an assistant that agrees with it more or less often."""
     whole, other = build(model), build(model)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)), alpha=noise)
-    return ModelDecoder.whole(whole), ModelDecoder.whole(other)
+    return Decoder.whole(whole), Decoder.whole(other)
 
 
 @pytest.mark.parametrize("kind", WITHOUT_CAPACITY)
@@ -57,11 +57,11 @@ def test_greedy_texts_are_those_of_the_model_alone(kind: str):
 
 def test_many_greedy_texts_with_another_assistant_of_a_shorter_context():
     """Thirty prompts. The assistant's context ends first, and then the model's."""
-    decoder = ModelDecoder.whole(build(replace(KINDS["llama"], seq_len=30)))
+    decoder = Decoder.whole(build(replace(KINDS["llama"], seq_len=30)))
     small = replace(KINDS["gpt2"], seq_len=20, n_layers=1)
     prompts = [tokens(small, 1, 1 + seed % 25, seed=seed)[0].tolist() for seed in range(30)]
     expected = alone(decoder, prompts, max_new_tokens=14, temperature=0)
-    engine = Engine(decoder, ModelDecoder.whole(build(small)), draft_tokens=5, max_batch=16)
+    engine = Engine(decoder, Decoder.whole(build(small)), draft_tokens=5, max_batch=16)
     assert by_engine(engine, prompts, max_new_tokens=14, temperature=0) == expected
 
 

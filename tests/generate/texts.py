@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from phalanx.generate.decoder import Decoder, ModelDecoder
+from phalanx.generate.decoder import Decoder
 from phalanx.generate.engine import Engine, GenerationRequest
 from phalanx.generate.sampling import Sampling
 from phalanx.model.transformer import Transformer
@@ -42,4 +42,4 @@ def greedy(model: Transformer, prompt: Sequence[int], new: int) -> list[int]:
 
 def generate(model: Transformer, prompts: torch.Tensor, **options: Any) -> torch.Tensor:
     """Continues prompts (batch, prompt): (batch, prompt + new)."""
-    return torch.tensor(by_engine(Engine(ModelDecoder.whole(model)), prompts.tolist(), **options))
+    return torch.tensor(by_engine(Engine(Decoder.whole(model)), prompts.tolist(), **options))

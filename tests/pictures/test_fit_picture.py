@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.cost.fit import AttentionTiming, ProductTiming, StreamTiming, Transfer, device_rows
 from phalanx.cost.time.link import RankGroup
-from phalanx.pictures.fit import _place, _span, _ticks, device_svg, link_svg
+from phalanx.pictures.panels import Panel, device_svg, link_svg, panels_svg
 
 DEVICE = Accelerator("a & b", fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=5)
 
@@ -46,13 +46,18 @@ def test_links_have_a_row_for_each_collective_and_a_line_for_each_group():
     assert svg.count("class='measured'") == 16
 
 
-@given(st.floats(1e-6, 1e9), st.floats(1.01, 1e9), st.booleans())
-def test_axes_have_some_labels_and_not_too_many(low, factor, binary):
-    span = _span([low, low * factor])
-    labels = _ticks(*span, binary=binary)
-    assert len(labels) <= 10
-    assert factor < 5 or len(labels) >= 2
-    assert all(-1e-9 <= _place(label, span) <= 1 + 1e-9 for label in labels)
+@given(st.floats(1e-6, 1e9), st.floats(1.01, 1e9), st.sampled_from((2, 10)))
+def test_axes_have_some_labels_and_not_too_many(low, factor, base):
+    """Both axes have the same values; labels of the y axis have powers of ten."""
+    points = {"p": [(low, low), (low * factor, low * factor)]}
+    drawn = elements(panels_svg("a", [Panel("", "bytes", "rate", points, dots=points, log=base)]), "text")
+    labels = [(e.get("text-anchor"), float(e.get("x") or 0), float(e.get("y") or 0)) for e in drawn if e.text]
+    upright = [y - 4 for anchor, _, y in labels if anchor == "end"]
+    across = [x for anchor, x, y in labels if anchor == "middle" and y == 276]
+    for places, end in ((upright, 260), (across, 400)):
+        assert len(places) <= 10
+        assert factor < 5 or len(places) >= 2
+        assert all(-0.1 <= place <= end + 0.1 for place in places)
 
 
 def test_one_size_is_a_picture_too():

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.pictures.plan_page import ABOVE, log_ticks, memory_picture, space_picture, time_picture
+from phalanx.pictures.elements import log_ticks
+from phalanx.pictures.plan_page import ABOVE, memory_picture, space_picture, time_picture
 from phalanx.units import gib
 from pictures.test_prediction_picture import assert_apart, of_kind, words
 from plan.plans import hopeless, plan

@@ -11,7 +11,7 @@ from phalanx.cost.predict import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.recompute import Mode
 from phalanx.pictures import prediction as recompute
-from phalanx.pictures.canvas import Panel
+from phalanx.pictures.panels import Panel
 from pictures.test_prediction_picture import given_case
 
 

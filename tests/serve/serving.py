@@ -13,7 +13,7 @@ import pytest
 
 from model.kinds import KINDS, build
 from phalanx.data.tokenizer import ByteTokenizer
-from phalanx.generate.decoder import ModelDecoder
+from phalanx.generate.decoder import Decoder
 from phalanx.generate.engine import Engine
 from phalanx.serve.bodies import ServeLimits
 
@@ -31,7 +31,7 @@ MODEL = replace(KINDS["llama"], vocab_size=256, seq_len=64)
 LIMITS = ServeLimits(batch=4, queue=2, max_tokens=50, max_body=5000, grace=5)
 
 
-class SlowDecoder(ModelDecoder):
+class SlowDecoder(Decoder):
     """A decoder that can be slowed down, or made to fail."""
 
     pause = 0.0

@@ -14,7 +14,7 @@ import pytest
 from generate.texts import alone
 from model.kinds import build
 from phalanx.data.tokenizer import ByteTokenizer
-from phalanx.generate.decoder import ModelDecoder
+from phalanx.generate.decoder import Decoder
 from serve.serving import LIMITS, MODEL, Running, httpx, running, servers
 
 
@@ -28,7 +28,7 @@ def test_a_completion_is_the_text_of_the_engine(here):
     body = {"model": "tiny", "prompt": "Hello", "max_tokens": 6, "temperature": 0, "echo": True}
     answer = here.client.post("/v1/completions", json=body).json()
     # Another decoder: the server's thread may still be taking the text out of its own one's cache.
-    [expected] = alone(ModelDecoder.whole(build(MODEL)), [list(b"Hello")], max_new_tokens=6, temperature=0)
+    [expected] = alone(Decoder.whole(build(MODEL)), [list(b"Hello")], max_new_tokens=6, temperature=0)
     assert answer["choices"][0]["text"] == ByteTokenizer().decode(expected)
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 6, "total_tokens": 11}

@@ -43,7 +43,7 @@ from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.errors import JobError
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
-from phalanx.pictures.fit import device_svg, link_svg
+from phalanx.pictures.panels import device_svg, link_svg
 from phalanx.train.agreement import agree
 
 HEADER = "# This machine as `phalanx bench` measured it: the cluster that `cluster=local` means."

@@ -220,7 +220,7 @@ def table(found: Sequence[Perplexity]) -> str:
 def _run_tasks(options: Evaluate) -> int:
     """Runs tasks of lm-eval on every run, one after the other."""
     from phalanx.evaluate.harness import RequestScorer, require_harness, run_tasks
-    from phalanx.generate.decoder import ModelDecoder
+    from phalanx.generate.decoder import Decoder
     from phalanx.generate.load import in_chat, load_run
 
     require_harness()
@@ -229,7 +229,7 @@ def _run_tasks(options: Evaluate) -> int:
         loaded = load_run(path, options.step, options.device)
         if options.chat:
             loaded = in_chat(loaded, path)
-        assert isinstance(loaded.decoder, ModelDecoder)
+        assert isinstance(loaded.decoder, Decoder)
         found[str(path)] = run_tasks(
             RequestScorer(loaded.decoder, loaded.tokenizer, options.batch_size, loaded.chat),
             [name.strip() for name in options.tasks.split(",") if name.strip()],

@@ -17,10 +17,9 @@ from phalanx.data.template import ChatPrompts
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
 from phalanx.evaluate.text import ContextWindow, batches, windows
-from phalanx.generate.decoder import ModelDecoder
-from phalanx.generate.engine import Engine, GenerationRequest
+from phalanx.generate.decoder import Decoder
+from phalanx.generate.engine import Engine, TextRequest
 from phalanx.generate.sampling import Sampling
-from phalanx.generate.text import TextStream
 from phalanx.nearest import did_you_mean
 
 Batched = tuple[np.ndarray, Sequence[ContextWindow]]
@@ -52,7 +51,7 @@ class Prompt:
 class RequestScorer:
     """Answers requests with a model that this process holds whole, `batch_size` windows or texts at a time."""
 
-    decoder: ModelDecoder
+    decoder: Decoder
     tokenizer: Tokenizer
     batch_size: int
     chat: ChatPrompts | None = None
@@ -95,22 +94,17 @@ class RequestScorer:
         """Returns the text that follows each prompt, up to the first of its stops, or an end-of-text token."""
         ids = [self._encoded(prompt.text).tolist() if prompt.text else [self.prefix] for prompt in prompts]
         ends = [self.chat.end] if self.chat and self.chat.end else []
-        texts = [
-            TextStream(self.tokenizer, own, [*prompt.stops, *ends]) for own, prompt in zip(ids, prompts, strict=True)
+        requests = [
+            TextRequest(
+                self.tokenizer,
+                own,
+                Sampling(max_new_tokens=prompt.max_new_tokens, temperature=prompt.temperature),
+                [*prompt.stops, *ends],
+            )
+            for own, prompt in zip(ids, prompts, strict=True)
         ]
-        requests = [self._request(*each) for each in zip(ids, prompts, texts, strict=True)]
         Engine(self.decoder, max_batch=self.batch_size).run(requests)
-        for text in texts:
-            text.finish()
-        return [text.text for text in texts]
-
-    def _request(self, ids: Sequence[int], prompt: Prompt, text: TextStream) -> GenerationRequest:
-        def on_token(token: int) -> bool:
-            text.push(token)
-            return text.stopped
-
-        sampling = Sampling(max_new_tokens=prompt.max_new_tokens, temperature=prompt.temperature)
-        return GenerationRequest(ids, sampling, ends=self.tokenizer.end_ids, on_token=on_token)
+        return [request.stream.text for request in requests]
 
     def _encoded(self, text: str) -> np.ndarray:
         return self.tokenizer.encode(text) if self.chat is None else np.array(self.chat.encode(text), dtype=np.int64)

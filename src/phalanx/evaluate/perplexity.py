@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import torch
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.job import problems_of
-from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import Manifest, job_of
 from phalanx.checkpoint.parts import held
 from phalanx.checkpoint.shard_file import Reader
-from phalanx.comm.agree import on_every_rank, on_rank_zero
+from phalanx.comm.agree import on_every_rank
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Checkpoint, Data, GuardOptions, Job, Optimizer, Train
 from phalanx.config.layout import Layout
@@ -28,7 +26,7 @@ from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
 from phalanx.evaluate import text as windows
 from phalanx.evaluate.text import ScoredConversations, ScoredText
-from phalanx.generate.load import find, vocabulary_of
+from phalanx.generate.load import find_on_ranks, vocabulary_of
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
@@ -137,22 +135,34 @@ def score(
 
     `read` returns the texts, given the run's job and tokenizer; it is called on every rank. Raises the errors of
     `generate.load.find`, JobError, and DataError."""
-    manifest = check(Path(on_rank_zero(lambda: str(find(run, step).path))), verify=False)
+    manifest = find_on_ranks(run, step)
     job = scoring_job(manifest, scoring, device.type)
     tokenizer = Tokenizer.load(run)
     texts = on_every_rank(lambda: read(job_of(manifest), tokenizer))
     mesh = meshes.build(job.layout, device.type)
     stepper = Stepper(job, mesh, device, vocabulary_of(manifest))
-    on_every_rank(lambda: _load(stepper, manifest))
+
+    def load() -> None:  # the parameters that this rank holds
+        shards = stepper.replica.shards
+        with Reader(manifest) as tensors:
+            tensors.require(parameter_shapes(job.model, vocabulary_of(manifest)))
+            for tensor in held(shards, {shard.name: shard.value for shard in shards}):
+                fill(tensor, tensors)
+
+    def tensors(batches: Iterator[MicroBatch], words: str, total: int) -> Iterator[MicroTensors]:
+        for number, micro in enumerate(batches, start=1):
+            yield stepper.tensors(micro, 0, validates=True)
+            progress(words, number, total)
+
+    on_every_rank(load)
     stepper.reload()
     separator = tokenizer.separator if job.data.document_mask else ()
     rows = mesh.data_ranks * job.layout.micro_batch
     found = []
     for text in texts:
         samples = _samples(text, scoring, job, mesh, separator)
-        shown = partial(progress, f"scoring {run}" + (f" on {text.name}" if len(texts) > 1 else ""))
-        tensors = _tensors(stepper, samples, -(-samples.count // rows), shown)
-        loss = validation_loss(stepper.replica, mesh, tensors, device)
+        words, total = f"scoring {run}" + (f" on {text.name}" if len(texts) > 1 else ""), -(-samples.count // rows)
+        loss = validation_loss(stepper.replica, mesh, tensors(samples.batches, words, total), device)
         assert loss is not None, "nothing stops it"
         window = samples.context, samples.stride
         found.append(
@@ -198,20 +208,3 @@ def _samples(
         documents=text.documents if job.data.document_mask else None,
     )
     return _Samples(own, len(found), sum(window.scored for window in found), context, stride)
-
-
-def _load(stepper: Stepper, manifest: Manifest) -> None:
-    """Reads the parameters that this rank holds."""
-    shards = stepper.replica.shards
-    with Reader(manifest) as tensors:
-        tensors.require(parameter_shapes(stepper.job.model, vocabulary_of(manifest)))
-        for tensor in held(shards, {shard.name: shard.value for shard in shards}):
-            fill(tensor, tensors)
-
-
-def _tensors(
-    stepper: Stepper, samples: _Samples, total: int, shown: Callable[[int, int], None]
-) -> Iterator[MicroTensors]:
-    for number, micro in enumerate(samples.batches, start=1):
-        yield stepper.tensors(micro, 0, validates=True)
-        shown(number, total)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import wraps
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from phalanx.comm.agree import broadcast_json
 from phalanx.comm.axis import Axis
 from phalanx.config.model import ModelConfig
 from phalanx.model.cache import Cache
@@ -19,64 +21,55 @@ Rows = Sequence[Sequence[int]]
 """Tokens of several texts, equally many of each."""
 NO_LOGITS = torch.empty(0)
 """The result on ranks that choose no tokens."""
+Method = TypeVar("Method", bound=Callable[..., Any])
+_ORDERS: set[str] = set()
 
 
-class Decoder(Protocol):
-    """Computes logits, and holds batches of texts by name. Logits are on the CPU or a device, in the model's type."""
+STOP = "stop"
 
-    @property
-    def config(self) -> ModelConfig:
-        """The model's shape."""
-        ...
 
-    @property
-    def vocab(self) -> int:
-        """Tokens of the vocabulary."""
-        ...
+def _everywhere(method: Method) -> Method:
+    """Returns a decoder's method that asks the other ranks to call it, too, where the decoder leads them."""
 
-    def prefill(self, batch: str, prompt: Sequence[int], copies: int, last: bool) -> Tensor:
-        """Appends `copies` texts with the same tokens to a batch; returns the logits (vocab,) after them. Unless
-        `last`, the last token is left out of the cache, and the result means nothing."""
-        ...
+    @wraps(method)
+    def call(decoder: Decoder, *arguments: Any, **named: Any) -> Any:
+        if decoder.leads:
+            broadcast_json([method.__name__, arguments, named])
+        return method(decoder, *arguments, **named)
 
-    def step(self, batch: str, tokens: Rows) -> Tensor:
-        """Appends tokens to every text of a batch; returns the logits (texts, tokens, vocab) after each token."""
-        ...
+    _ORDERS.add(method.__name__)
+    return cast(Method, call)
 
-    def rewind(self, batch: str, dropped: Sequence[int]) -> None:
-        """Forgets the last tokens of each text, `dropped` of them."""
-        ...
 
-    def keep(self, batch: str, rows: Sequence[int]) -> None:
-        """Keeps the texts `rows` of a batch in this order."""
-        ...
-
-    def move(self, batch: str, row: int, target: str) -> None:
-        """Appends a copy of one text of a batch to another batch."""
-        ...
-
-    def window(self, tokens: Rows) -> Tensor:
-        """Returns the logits (texts, vocab) after whole texts of one length, without a cache."""
-        ...
+def follow(part: Decoder) -> None:
+    """Does what rank 0 asks for, until it stops."""
+    while (asked := broadcast_json(None)) != STOP:
+        order, arguments, named = asked
+        assert order in _ORDERS, "rank 0 asks for nothing else"
+        getattr(part, order)(*arguments, **named)
 
 
 @dataclass
-class ModelDecoder:
-    """A decoder over a model in this process: the whole of it, or one rank's part. Ranks call the same methods with the
-    same arguments; the first rank gets the logits."""
+class Decoder:
+    """Computes logits for batches of texts, which it holds by name, over a model in this process: the whole of it, or
+    one rank's part. Ranks call the same methods with the same arguments; the first rank gets the logits, on the CPU or
+    a device, in the model's type."""
 
     model: Transformer
     device: torch.device
     vocab: int
+    """Tokens of the vocabulary."""
     stage: Stage
     pp: Axis = field(default_factory=lambda: Axis("pp"))
     """The ranks that hold the layers."""
     tp: Axis = field(default_factory=lambda: Axis("tp"))
     """The ranks that hold parts of this stage's matrices."""
     batches: dict[str, Cache] = field(default_factory=dict)
+    leads: bool = False
+    """Whether other ranks wait for each call (see `follow`)."""
 
     @classmethod
-    def whole(cls, model: Transformer) -> ModelDecoder:
+    def whole(cls, model: Transformer) -> Self:
         """Returns the decoder of a model that this process holds entirely."""
         weight = model.embed.weight
         return cls(model, weight.device, model.embed.num_embeddings, Stage(tuple(model.blocks), True, True))
@@ -86,8 +79,11 @@ class ModelDecoder:
         """The model's shape."""
         return self.model.config
 
+    @_everywhere
     def prefill(self, batch: str, prompt: Sequence[int], copies: int, last: bool) -> Tensor:
-        """As in `Decoder`. A prompt is computed alone, so that a mixture with a capacity drops what it drops alone."""
+        """Appends `copies` texts with the same tokens to a batch; returns the logits (vocab,) after them. Unless
+        `last`, the last token is left out of the cache, and the result means nothing. A prompt is computed alone, so
+        that a mixture with a capacity drops what it drops alone."""
         cache = Cache(self.config.seq_len)
         logits = self._forward([prompt], cache, 1)
         if not last:
@@ -95,24 +91,29 @@ class ModelDecoder:
         self._batch(batch).append(cache, copies)
         return logits[0, 0] if len(logits) else logits
 
+    @_everywhere
     def step(self, batch: str, tokens: Rows) -> Tensor:
-        """As in `Decoder`."""
+        """Appends tokens to every text of a batch; returns the logits (texts, tokens, vocab) after each token."""
         return self._forward(tokens, self._batch(batch), len(tokens[0]))
 
+    @_everywhere
     def rewind(self, batch: str, dropped: Sequence[int]) -> None:
-        """As in `Decoder`."""
+        """Forgets the last tokens of each text, `dropped` of them."""
         self._batch(batch).rewind(dropped)
 
+    @_everywhere
     def keep(self, batch: str, rows: Sequence[int]) -> None:
-        """As in `Decoder`."""
+        """Keeps the texts `rows` of a batch in this order."""
         self._batch(batch).keep(rows)
 
+    @_everywhere
     def move(self, batch: str, row: int, target: str) -> None:
-        """As in `Decoder`."""
+        """Appends a copy of one text of a batch to another batch."""
         self._batch(target).append(self._batch(batch).take(row))
 
+    @_everywhere
     def window(self, tokens: Rows) -> Tensor:
-        """As in `Decoder`."""
+        """Returns the logits (texts, vocab) after whole texts of one length, without a cache."""
         logits = self._forward(tokens, None, 1)
         return logits[:, 0] if len(logits) else logits
 

@@ -17,9 +17,11 @@ import torch
 from torch import Tensor
 
 from phalanx.config.model import ModelConfig
+from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
 from phalanx.generate.decoder import Decoder
 from phalanx.generate.sampling import Sampling, prompt_problems
+from phalanx.generate.text import TextStream
 from phalanx.model.seeding import derive_seed
 
 Finish = Literal["", "stop", "length", "cancelled", "failed"]
@@ -233,6 +235,38 @@ class GenerationStats:
             numbers["alpha"] = round(self.alpha, 4)
             numbers["tokens_per_pass"] = round((self.accepted + self.passes) / self.passes, 3)
         return numbers
+
+
+class TextRequest(GenerationRequest):
+    """A request whose tokens become text: `give` gets each piece as soon as it is certain, and `on_end` is called after
+    the last one, in the thread that runs the engine. It ends at an end-of-text token, unless `ends` are others, and at
+    a text of `stop`."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop: Sequence[str] = (),
+        *,
+        ends: Sequence[int] | None = None,
+        give: Callable[[str], None] = lambda _: None,
+        on_end: Callable[[], None] = lambda: None,
+        assisted: bool = True,
+    ):
+        stream = self.stream = TextStream(tokenizer, prompt, stop)
+
+        def push(token: int) -> bool:
+            if piece := stream.push(token):
+                give(piece)
+            return stream.stopped
+
+        def finish() -> None:
+            give(stream.finish())
+            on_end()
+
+        ends = tokenizer.end_ids if ends is None else ends
+        super().__init__(prompt, sampling, ends=ends, on_token=push, on_end=finish, assisted=assisted)
 
 
 class Engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,21 @@ from phalanx.bounded import field
 from phalanx.checkpoint.inventory import check, checkpoint_at, newest_valid
 from phalanx.checkpoint.manifest import Box, Manifest, job_of
 from phalanx.checkpoint.shard_file import Reader
+from phalanx.comm.agree import on_rank_zero
 from phalanx.data.template import ChatPrompts
 from phalanx.data.tokenizer import LARGEST_VOCABULARY, Tokenizer
 from phalanx.errors import CheckpointError, JobError, PhalanxError
-from phalanx.generate.decoder import Decoder, ModelDecoder
-from phalanx.generate.engine import Engine, GenerationRequest, GenerationStats, expected_speedup, require_match
+from phalanx.generate.decoder import Decoder
+from phalanx.generate.engine import (
+    Engine,
+    GenerationRequest,
+    GenerationStats,
+    TextRequest,
+    expected_speedup,
+    require_match,
+)
 from phalanx.generate.sampling import Sampling
-from phalanx.generate.text import OrderedOutput, TextStream
+from phalanx.generate.text import OrderedOutput
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.precision import DTYPES
 from phalanx.partition.tensor_slices import slice_of
@@ -69,7 +78,7 @@ def load_run(path: Path, step: int = 0, device: str = "auto") -> LoadedRun:
     model = empty_model(manifest)
     target = choose(device, 0)
     fill(model, manifest, target)
-    return LoadedRun(ModelDecoder.whole(model), Tokenizer.load(path))
+    return LoadedRun(Decoder.whole(model), Tokenizer.load(path))
 
 
 def in_chat(loaded: LoadedRun, path: Path) -> LoadedRun:
@@ -95,6 +104,11 @@ def find(path: Path, step: int = 0, verify: bool = True) -> Manifest:
             f"{path} has no checkpoint yet; it writes one at its end, or every checkpoint.every steps"
         )
     return manifest
+
+
+def find_on_ranks(path: Path, step: int = 0) -> Manifest:
+    """Returns the checkpoint on every rank of a process group as `find` does, which verifies it on rank 0."""
+    return check(Path(on_rank_zero(lambda: str(find(path, step).path))), verify=False)
 
 
 def empty_model(manifest: Manifest) -> Transformer:
@@ -164,8 +178,7 @@ class TextBatch:
         if problems:
             raise JobError(problems)
         self._texts = [(prompt, sample) for prompt in self._prompts for sample in range(samples)]
-        self._streams: list[TextStream] = []
-        self._requests: list[GenerationRequest] = []
+        self._requests: list[TextRequest] = []
 
     def __len__(self) -> int:
         return len(self._texts)
@@ -191,8 +204,19 @@ class TextBatch:
 
     def run(self, engine: Engine, output: OrderedOutput | None, assisted: bool = True, **options: Any) -> None:
         """Generates all texts, with the `options` of Sampling, and shows them in `output` as they grow."""
-        self._streams = [TextStream(self._loaded.tokenizer, prompt, self._stop) for prompt, _ in self._texts]
-        self._requests = [self._request(number, output, assisted, options) for number in range(len(self))]
+        self._requests = [
+            TextRequest(
+                self._loaded.tokenizer,
+                prompt,
+                Sampling(**options, sample=sample),
+                self._stop,
+                ends=self._ends,
+                give=partial(output.give, number) if output else lambda _: None,
+                on_end=partial(output.end, number) if output else lambda: None,
+                assisted=assisted,
+            )
+            for number, (prompt, sample) in enumerate(self._texts)
+        ]
         engine.run(self._requests)
 
     def measure_plain(self, engine: Engine, **options: Any) -> GenerationStats:
@@ -208,37 +232,16 @@ class TextBatch:
     def results(self) -> list[dict[str, Any]]:
         """Returns prompt, text, number of new tokens and reason of the end of each text."""
         decode = self._loaded.tokenizer.decode
-        rows = zip(self._texts, self._requests, self._streams, strict=True)
         return [
             {
                 "prompt": decode(prompt),
                 "sample": sample,
-                "text": decode(prompt) + stream.text,
+                "text": decode(prompt) + request.stream.text,
                 "tokens": len(request.new_tokens),
                 "finish": request.finish or "interrupted",
             }
-            for (prompt, sample), request, stream in rows
+            for (prompt, sample), request in zip(self._texts, self._requests, strict=True)
         ]
-
-    def _request(
-        self, number: int, output: OrderedOutput | None, assisted: bool, options: dict[str, Any]
-    ) -> GenerationRequest:
-        stream, (prompt, sample) = self._streams[number], self._texts[number]
-
-        def on_token(token: int) -> bool:
-            piece = stream.push(token)
-            if output and piece:
-                output.give(number, piece)
-            return stream.stopped
-
-        def on_end() -> None:
-            piece = stream.finish()
-            if output:
-                output.give(number, piece)
-                output.end(number)
-
-        sampling = Sampling(**options, sample=sample)
-        return GenerationRequest(prompt, sampling, ends=self._ends, on_token=on_token, on_end=on_end, assisted=assisted)
 
 
 def assistant_of(loaded: LoadedRun, run: Path, device: str, draft_tokens: int) -> LoadedRun:

@@ -10,26 +10,23 @@ from __future__ import annotations
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
 from phalanx.check.layout import tensor_problems
-from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import Manifest, job_of
-from phalanx.comm.agree import broadcast_json, on_rank_zero
+from phalanx.comm.agree import broadcast_json
 from phalanx.config.job import Job, RunOptions
 from phalanx.config.layout import Layout
-from phalanx.config.model import ModelConfig
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
-from phalanx.generate.decoder import ModelDecoder, Rows
-from phalanx.generate.load import LoadedRun, empty_model, fill, find
+from phalanx.generate.decoder import STOP, Decoder, follow
+from phalanx.generate.load import LoadedRun, empty_model, fill, find, find_on_ranks
 from phalanx.launch.local import launch_local
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
@@ -39,56 +36,6 @@ from phalanx.parallel.stages import Stages
 from phalanx.partition.cut import stages_of
 from phalanx.schedule.simple import gpipe
 from phalanx.train import device as devices
-
-STOP = "stop"
-ORDERS = ("prefill", "step", "rewind", "keep", "move", "window")
-"""Methods of a decoder that rank 0 asks the others to call."""
-
-
-class LeadingDecoder:
-    """The decoder of rank 0: every call is made on all ranks."""
-
-    def __init__(self, part: ModelDecoder):
-        self._part = part
-        self.config, self.vocab = part.config, part.vocab
-
-    def prefill(self, batch: str, prompt: Sequence[int], copies: int, last: bool) -> Tensor:
-        """As in `Decoder`."""
-        return self._everywhere("prefill", batch, list(prompt), copies, last)
-
-    def step(self, batch: str, tokens: Rows) -> Tensor:
-        """As in `Decoder`."""
-        return self._everywhere("step", batch, [list(row) for row in tokens])
-
-    def rewind(self, batch: str, dropped: Sequence[int]) -> None:
-        """As in `Decoder`."""
-        self._everywhere("rewind", batch, list(dropped))
-
-    def keep(self, batch: str, rows: Sequence[int]) -> None:
-        """As in `Decoder`."""
-        self._everywhere("keep", batch, list(rows))
-
-    def move(self, batch: str, row: int, target: str) -> None:
-        """As in `Decoder`."""
-        self._everywhere("move", batch, row, target)
-
-    def window(self, tokens: Rows) -> Tensor:
-        """As in `Decoder`."""
-        return self._everywhere("window", [list(row) for row in tokens])
-
-    def _everywhere(self, order: str, *arguments: Any) -> Any:
-        broadcast_json([order, *arguments])
-        return getattr(self._part, order)(*arguments)
-
-
-def follow(part: ModelDecoder) -> None:
-    """Does what rank 0 asks for, until it stops."""
-    while True:
-        order, *arguments = broadcast_json(None)
-        if order == STOP:
-            return
-        assert order in ORDERS, "rank 0 asks for nothing else"
-        getattr(part, order)(*arguments)
 
 
 def launch(argv: list[str], run: Path, step: int, tp: int, pp: int) -> int:
@@ -121,27 +68,28 @@ def joined(
             yield None
             return
         try:
-            yield LoadedRun(LeadingDecoder(part), Tokenizer.load(run))
+            yield LoadedRun(replace(part, leads=True), Tokenizer.load(run))
         finally:
-            broadcast_json([STOP])
+            broadcast_json(STOP)
 
 
-def load_part(run: Path, step: int, device: torch.device, tp: int, pp: int) -> ModelDecoder:
+def load_part(run: Path, step: int, device: torch.device, tp: int, pp: int) -> Decoder:
     """Loads one rank's part inside a process group. One rank verifies the checkpoint, each reads its own tensors."""
-    manifest = check(Path(on_rank_zero(lambda: str(find(run, step).path))), verify=False)
+    manifest = find_on_ranks(run, step)
     require_cut(manifest, tp, pp)
     mesh = meshes.build(Layout(tp=tp, pp=pp), device.type)
     pipeline, slices = mesh.axis("pp"), mesh.axis("tp")
     model = empty_model(manifest)
     vocab = model.embed.num_embeddings
-    stages = _stages(model.config, vocab, pp, pipeline.rank)
+    cut = stages_of(model.config, Layout(pp=pp), pp, vocab)  # one stage per rank, cut by cost
+    stages = Stages(gpipe(pp, 1), pipeline.rank, model.config, vocab, cut)
     stages.keep(model)
     if tp > 1:
         tensor.cut_parameters(model, slices)
         tensor.connect(model, tensor.TensorParallel(slices))
     fill(model, manifest, device, tp, slices.rank)
     [stage] = stages.local_stages.values()
-    return ModelDecoder(model, device, vocab, stage, pipeline, slices)
+    return Decoder(model, device, vocab, stage, pipeline, slices)
 
 
 def require_cut(manifest: Manifest, tp: int, pp: int) -> None:
@@ -158,8 +106,3 @@ def require_cut(manifest: Manifest, tp: int, pp: int) -> None:
         problems += [message for _, message in tensor_problems(Job(model=model, layout=Layout(tp=tp)))]
     if problems:
         raise JobError(problems)
-
-
-def _stages(model: ModelConfig, vocab: int, pp: int, rank: int) -> Stages:
-    """Returns one stage per rank, cut by cost."""
-    return Stages(gpipe(pp, 1), rank, model, vocab, stages_of(model, Layout(pp=pp), pp, vocab))

@@ -17,7 +17,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.cost.breakdown import subject
 from phalanx.errors import JobError
 from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
-from phalanx.pictures.elements import COLOURS, NEUTRAL, ON_CELL, box, document, heading, text
+from phalanx.pictures.elements import BOLD, COLOURS, NEUTRAL, ON_CELL, SMALL, box, document, heading, text
 from phalanx.units import counted
 
 _WIDTH, _MARGIN = 1000, 24
@@ -98,7 +98,7 @@ def _strip(layout: Layout, tokens: int, top: float, side: float) -> Iterator[str
             yield _box(_MARGIN, y, 22, height, _colour(rank))
             if height >= 11:
                 tokens_held = f"{run.start:,}" if len(run) == 1 else f"{run.start:,}–{run.stop - 1:,}"
-                yield text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {tokens_held}", "font-size='11'")
+                yield text(_MARGIN + 30, y + height / 2 + 4, f"rank {rank}: {tokens_held}", SMALL)
 
 
 def _matrices(layout: Layout, model: ModelConfig, top: float) -> tuple[list[str], float]:
@@ -113,7 +113,7 @@ def _matrices(layout: Layout, model: ModelConfig, top: float) -> tuple[list[str]
         x, y = _MATRICES + part % columns * (each + 16), top + part // columns * (each + 26)
         first, last = part * heads, (part + 1) * heads - 1
         name = f"head {first}" if heads == 1 else f"heads {first}–{last}"
-        drawn += [text(x, y + 8, name, "font-size='11'"), *_matrix(layout, model, part, (x, y + 14, each))]
+        drawn += [text(x, y + 8, name, SMALL), *_matrix(layout, model, part, (x, y + 14, each))]
     return drawn, y + 14 + each
 
 
@@ -175,7 +175,7 @@ def _bars(layout: Layout, model: ModelConfig, top: float) -> tuple[list[str], fl
         for name, each in counts.items():
             width, hollow = _LONGEST * each[rank] / widest, name == "contiguous"
             parts.append(_box(_BARS + 56, y, width, 13, _colour(rank), hollow=hollow))
-            parts.append(text(_BARS + 64 + width, y + 11, _number(each[rank]), "font-size='11'"))
+            parts.append(text(_BARS + 64 + width, y + 11, _number(each[rank]), SMALL))
             y += 17
         y += 7
     y += 12
@@ -202,7 +202,7 @@ def _number(count: int) -> str:
 
 
 def _title(x: float, top: float, words: str) -> str:
-    return text(x, top - 14, words, "font-weight='600'")
+    return text(x, top - 14, words, BOLD)
 
 
 def _box(

@@ -7,12 +7,12 @@ are thinned: a line through the means of neighbouring points, and around it a ba
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from zlib import crc32
 
-from phalanx.pictures.elements import COLOURS, FONT, ticks
+from phalanx.pictures.elements import COLOURS, FONT, LETTER, Scale, circle, polyline, short, shortened, ticks
 
 Points = Sequence[tuple[float, float]]
 
@@ -20,7 +20,6 @@ WIDTH, HEIGHT = 560, 250
 _LEFT, _RIGHT, _TOP, _BOTTOM = 54, 14, 58, 34  # pixels around the plot; the upper ones with one line of the legend
 _LINE = 16  # pixels of a line of the legend
 _MOST_POINTS = 240  # of a line: about two pixels each
-_LETTER = 6.6  # pixels, on average
 _TAIL = 0.01  # share of the values at either end that may lie outside a robust axis
 
 STYLE = """
@@ -74,53 +73,29 @@ def svg(chart: Chart, *, alone: bool = False) -> str:
     if not points:
         raise ValueError(f"chart {chart.title!r} has no points")
     legend = _entries(chart)
-    axes = _Axes(_x_span(points), _y_span(chart, points), chart.scale, _TOP + _LINE * (len(legend) - 1))
-    height = axes.top + axes.height + _BOTTOM
+    top = _TOP + _LINE * (len(legend) - 1)
+    bottom = top + HEIGHT - _TOP - _BOTTOM
+    x = Scale.over([step for step, _ in points], _LEFT, WIDTH - _RIGHT)
+    y = Scale(*_y_span(chart, points), bottom, top)
+    height = bottom + _BOTTOM
     size = f"viewBox='0 0 {WIDTH} {height}' width='{WIDTH}' height='{height}'"
     style = f"<style>{STYLE}{_ALONE}</style>" if alone else ""
     clip = f"plot-{crc32(chart.title.encode()):08x}"
-    plot = f"x='{_LEFT - 4}' y='{axes.top - 1}' width='{axes.width + 8}' height='{axes.height + 2}'"
+    plot = f"x='{_LEFT - 4}' y='{top - 1}' width='{x.end - x.start + 8}' height='{bottom - top + 2}'"
+    ends = [f"{c.name} {chart.unit(c.points[-1][1])} at step {c.points[-1][0]:,.0f}" for c in chart.curves if c.points]
+    words = f"{chart.title}: {', '.join(ends)}"
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' class='curves' {size} role='img' {FONT} font-size='12'>",
-        f"<title>{escape(_words(chart))}</title>{style}",
+        f"<title>{escape(words)}</title>{style}",
         f"<clipPath id='{clip}'><rect {plot}/></clipPath>",
         f"<text x='{_LEFT}' y='18' font-size='14' font-weight='600'>{escape(chart.title)}</text>",
         *_legend(legend),
-        *_grid(chart, axes),
-        *_marks(chart, axes),
+        *_grid(chart, x, y),
         f"<g clip-path='url(#{clip})'>",
-        *(part for curve in chart.curves for part in _line(curve, axes)),
+        *(part for curve in chart.curves for part in _line(curve, x, y)),
         "</g></svg>\n",
     ]
     return "\n".join(parts)
-
-
-@dataclass(frozen=True)
-class _Axes:
-    xs: tuple[float, float]
-    ys: tuple[float, float]
-    scale: float
-    top: int
-    """Upper edge of the plot, below the legend."""
-    width: int = WIDTH - _LEFT - _RIGHT
-    height: int = HEIGHT - _TOP - _BOTTOM
-
-    def x(self, value: float) -> float:
-        return _LEFT + (value - self.xs[0]) / (self.xs[1] - self.xs[0]) * self.width
-
-    def y(self, value: float) -> float:
-        place = (value - self.ys[0]) / (self.ys[1] - self.ys[0])
-        return self.top + (1 - max(-1.0, min(2.0, place))) * self.height
-
-    def y_ticks(self) -> list[float]:
-        low, high = (value / self.scale for value in self.ys)
-        return [value * self.scale for value in ticks(low, high, 4)]
-
-
-def _x_span(points: Points) -> tuple[float, float]:
-    xs = [x for x, _ in points]
-    low, high = min(xs), max(xs)
-    return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
 def _y_span(chart: Chart, points: Points) -> tuple[float, float]:
@@ -139,11 +114,6 @@ def _y_span(chart: Chart, points: Points) -> tuple[float, float]:
     return low - (0 if chart.from_zero and low == 0 else room), high + room
 
 
-def _words(chart: Chart) -> str:
-    ends = [f"{c.name} {chart.unit(c.points[-1][1])} at step {c.points[-1][0]:,.0f}" for c in chart.curves if c.points]
-    return f"{chart.title}: {', '.join(ends)}"
-
-
 def _entries(chart: Chart) -> list[list[tuple[Curve, str]]]:
     """Returns the legend's lines: curves with their names and last values, as many to a line as it has room for."""
     lines: list[list[tuple[Curve, str]]] = [[]]
@@ -151,7 +121,7 @@ def _entries(chart: Chart) -> list[list[tuple[Curve, str]]]:
     for curve in chart.curves:
         if not curve.points or not curve.named:
             continue
-        label = f"{_shortened(curve.name)} {chart.unit(curve.points[-1][1])}"
+        label = f"{shortened(curve.name, 60)} {chart.unit(curve.points[-1][1])}"
         width = _entry_width(label)
         if lines[-1] and x + width > WIDTH:
             lines.append([])
@@ -162,7 +132,7 @@ def _entries(chart: Chart) -> list[list[tuple[Curve, str]]]:
 
 
 def _entry_width(label: str) -> float:
-    return 34 + _LETTER * len(label)
+    return 34 + LETTER * len(label)
 
 
 def _legend(lines: Sequence[Sequence[tuple[Curve, str]]]) -> Iterator[str]:
@@ -172,73 +142,50 @@ def _legend(lines: Sequence[Sequence[tuple[Curve, str]]]) -> Iterator[str]:
         for curve, label in line:
             colour = COLOURS[curve.colour % len(COLOURS)]
             if curve.dots:
-                yield f"<circle cx='{x + 6:.1f}' cy='{y}' r='3.5' fill='{colour}'/>"
+                yield circle(x + 6, y, 3.5, f"fill='{colour}'")
             else:
                 yield f"<line x1='{x:.1f}' x2='{x + 12:.1f}' y1='{y}' y2='{y}' stroke='{colour}' stroke-width='3'/>"
             yield f"<text x='{x + 18:.1f}' y='{y + 4}' class='soft'>{escape(label)}</text>"
             x += _entry_width(label)
 
 
-def _shortened(name: str, most: int = 60) -> str:
-    return name if len(name) <= most else f"{name[: most - 1]}…"
-
-
-def _grid(chart: Chart, axes: _Axes) -> Iterator[str]:
-    below, right = axes.top + axes.height, _LEFT + axes.width
-    for value in axes.y_ticks():
-        y = axes.y(value)
-        yield f"<line class='grid' x1='{_LEFT}' x2='{right}' y1='{y:.1f}' y2='{y:.1f}'/>"
-        label = (chart.tick or chart.unit)(value)
-        yield _label(_LEFT - 6, y + 4, label, "end")
-    for value in ticks(*axes.xs):
-        if value != int(value):
-            continue  # a step is whole
-        yield _label(axes.x(value), below + 16, _count(value), "middle")
-    yield _label(right, below + 30, "step", "end")
+def _grid(chart: Chart, x: Scale, y: Scale) -> Iterator[str]:
+    for value in (tick * chart.scale for tick in ticks(y.low / chart.scale, y.high / chart.scale, 4)):
+        yield f"<line class='grid' x1='{x.start}' x2='{x.end}' y1='{y(value):.1f}' y2='{y(value):.1f}'/>"
+        yield _label(x.start - 6, y(value) + 4, (chart.tick or chart.unit)(value), "end")
+    for value in ticks(x.low, x.high):
+        if value == int(value):  # a step is whole
+            yield _label(x(value), y.start + 16, short(value, "g") if abs(value) >= 1e4 else f"{value:g}", "middle")
+    yield _label(x.end, y.start + 30, "step", "end")
+    for step, words in chart.marks.items():
+        if x.low <= step <= x.high:
+            yield f"<line class='mark' x1='{x(step):.1f}' x2='{x(step):.1f}' y1='{y.end}' y2='{y.start}'>"
+            yield f"<title>{escape(words)}</title></line>"
 
 
 def _label(x: float, y: float, words: str, anchor: str) -> str:
     return f"<text class='soft' x='{x:.1f}' y='{y:.1f}' text-anchor='{anchor}' font-size='11'>{escape(words)}</text>"
 
 
-def _count(value: float) -> str:
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):g}{letter}"
-    return f"{value:g}"
-
-
-def _marks(chart: Chart, axes: _Axes) -> Iterator[str]:
-    for step, words in chart.marks.items():
-        if axes.xs[0] <= step <= axes.xs[1]:
-            x = axes.x(step)
-            yield f"<line class='mark' x1='{x:.1f}' x2='{x:.1f}' y1='{axes.top}' y2='{axes.top + axes.height}'>"
-            yield f"<title>{escape(words)}</title></line>"
-
-
-def _line(curve: Curve, axes: _Axes) -> Iterator[str]:
+def _line(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
     colour = COLOURS[curve.colour % len(COLOURS)]
+
+    def placed(points: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(x(step), max(2 * y.end - y.start, min(2 * y.start - y.end, y(value)))) for step, value in points]
+
     if curve.dots or len(curve.points) == 1:
-        path = " ".join(f"{axes.x(x):.1f},{axes.y(y):.1f}" for x, y in curve.points)
-        yield f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1' stroke-opacity='.6'/>"
-        for x, y in curve.points[-_MOST_POINTS:]:
-            yield f"<circle cx='{axes.x(x):.1f}' cy='{axes.y(y):.1f}' r='3' fill='{colour}'/>"
+        yield polyline(placed(curve.points), f"stroke='{colour}' stroke-width='1' stroke-opacity='.6'")
+        for point in placed(curve.points[-_MOST_POINTS:]):
+            yield circle(*point, 3, f"fill='{colour}'")
         return
-    thinned = _thinned(curve.points)
-    if len(thinned) < len(curve.points):
-        up = " ".join(f"{axes.x(x):.1f},{axes.y(high):.1f}" for x, _, _, high in thinned)
-        down = " ".join(f"{axes.x(x):.1f},{axes.y(low):.1f}" for x, _, low, _ in reversed(thinned))
-        yield f"<polygon points='{up} {down}' fill='{colour}' fill-opacity='.18'/>"
-    path = " ".join(f"{axes.x(x):.1f},{axes.y(mean):.1f}" for x, mean, _, _ in thinned)
-    yield f"<polyline points='{path}' fill='none' stroke='{colour}' stroke-width='1.8' stroke-linejoin='round'/>"
-
-
-def _thinned(points: Points) -> list[tuple[float, float, float, float]]:
-    """Returns (step, mean, smallest, largest) of at most _MOST_POINTS groups of neighbours."""
-    each = math.ceil(len(points) / _MOST_POINTS)
-    found = []
-    for first in range(0, len(points), each):
-        group = points[first : first + each]
-        ys = [y for _, y in group]
-        found.append((sum(x for x, _ in group) / len(group), sum(ys) / len(ys), min(ys), max(ys)))
-    return found
+    each = math.ceil(len(curve.points) / _MOST_POINTS)
+    groups = [curve.points[first : first + each] for first in range(0, len(curve.points), each)]
+    steps = [sum(step for step, _ in group) / len(group) for group in groups]
+    values = [[value for _, value in group] for group in groups]
+    if each > 1:
+        up = placed(zip(steps, map(max, values), strict=True))
+        down = placed(zip(steps, map(min, values), strict=True))
+        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in (*up, *reversed(down)))
+        yield f"<polygon points='{path}' fill='{colour}' fill-opacity='.18'/>"
+    means = placed((step, sum(ys) / len(ys)) for step, ys in zip(steps, values, strict=True))
+    yield polyline(means, f"stroke='{colour}' stroke-width='1.8' stroke-linejoin='round'")

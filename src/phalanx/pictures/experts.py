@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from phalanx.bounded import field, open_regular, parse_json
 from phalanx.errors import DataError
-from phalanx.pictures.canvas import Panel, panels_svg
-from phalanx.pictures.elements import document, heading, text
+from phalanx.pictures.elements import END, MIDDLE, SMALL, document, heading, text
+from phalanx.pictures.panels import Panel, panels_svg
 
 # White digits are legible on these colours, which are legible on white and on black.
 _LESS, _EVEN, _MORE = (0x2E, 0x76, 0xE6), (0x5C, 0x62, 0x6A), (0xD2, 0x4B, 0x2A)
@@ -48,10 +48,17 @@ def svg(name: str, metrics: Path, model: str = "") -> str:
         f"step {last['step']}: an expert of layer {last['worst_layer']} has {1 + last['max_violation']:.2f} × an even "
         f"share (max_violation {last['max_violation']:.2f}); experts without tokens: {last['idle']}"
     )
-    cells = _cells(shares)
-    map_width = _LEFT + max(len(next(iter(shares.values()))) * cells.width, _SCALE_WIDTH) + 40
+    experts = len(next(iter(shares.values())))
+    # They fill the map's space but are never too small to see.
+    width = max(_NARROWEST, min(_WIDEST, _MAP_WIDTH // experts))
+    cells = _Cells(width, max(_LOWEST, min(_WIDEST, _MAP_HEIGHT // len(shares))))
+    map_width = _LEFT + max(experts * cells.width, _SCALE_WIDTH) + 40
     height = _HEADER + max(_TOP + len(shares) * cells.height + 100, 384)
-    curve = _curve(rows) if len(rows) > 1 else ""  # one row shows no more than the map
+    curve = ""
+    if len(rows) > 1:  # one row shows no more than the map
+        points = [(row["step"], row["max_violation"]) for row in rows]
+        panel = Panel("", "step", "max_violation: (largest load - mean) / mean", {"worst layer": points})
+        curve = panels_svg("Worst layer over the run", [panel])
     width = max(map_width + (488 if curve else 0), 32 + 10 * len(title), 32 + 7 * len(words))
     parts = [
         heading(16, 26, title),
@@ -93,25 +100,8 @@ def _row(line: bytes) -> dict[str, Any] | None:
     except (ValueError, TypeError):
         return None
     same_experts = len({len(layer) for layer in loads.values()}) == 1
-    return row if same_experts and all(map(_is_figure, figures)) and all(map(any, loads.values())) else None
-
-
-def _is_figure(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value < 1e15
-
-
-def _curve(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Draws max_violation over the steps as a picture of its own, which may stand inside another."""
-    points = [(row["step"], row["max_violation"]) for row in rows]
-    panel = Panel("", "step", "max_violation: (largest load - mean) / mean", {"worst layer": points})
-    return panels_svg("Worst layer over the run", [panel])
-
-
-def _cells(shares: Mapping[str, Sequence[float]]) -> _Cells:
-    """Returns cells that fill the map's space but are never too small to see."""
-    experts = len(next(iter(shares.values())))
-    width = max(_NARROWEST, min(_WIDEST, _MAP_WIDTH // experts))
-    return _Cells(width, max(_LOWEST, min(_WIDEST, _MAP_HEIGHT // len(shares))))
+    sensible = all(isinstance(value, int | float) and 0 <= value < 1e15 for value in figures)
+    return row if same_experts and sensible and all(map(any, loads.values())) else None
 
 
 def _map(shares: Mapping[str, Sequence[float]], row: Mapping[str, Any], cells: _Cells) -> Iterator[str]:
@@ -127,13 +117,13 @@ def _map(shares: Mapping[str, Sequence[float]], row: Mapping[str, Any], cells: _
         for y, layer in enumerate(shares.values()):
             for x, share in enumerate(layer):
                 at = (x + 0.5) * cells.width, (y + 0.5) * cells.height + 4
-                yield text(*at, _number(share), "text-anchor='middle' font-size='11' fill='#fff'")
+                yield text(*at, f"{share:.{2 if share < 10 else 1}f}", f"{MIDDLE} {SMALL} fill='#fff'")
     every = _every(30, cells.width)
     for x in range(0, experts, every):
-        yield text((x + 0.5) * cells.width, height + 16, str(x), "text-anchor='middle'")
-    yield text(width / 2, height + 34, "expert", "text-anchor='middle'")
+        yield text((x + 0.5) * cells.width, height + 16, str(x), MIDDLE)
+    yield text(width / 2, height + 34, "expert", MIDDLE)
     for y, layer in list(enumerate(shares))[:: _every(14, cells.height)]:
-        yield text(-8, (y + 0.5) * cells.height + 4, layer, "text-anchor='end'")
+        yield text(-8, (y + 0.5) * cells.height + 4, layer, END)
     yield f"<text transform='translate({16 - _LEFT + 8} {height / 2:g}) rotate(-90)' text-anchor='middle'>layer</text>"
     yield f"<g transform='translate(0 {height + 52})'>"
     yield from _scale(spread)
@@ -161,7 +151,7 @@ def _scale(spread: float) -> Iterator[str]:
     for part in (-1, -0.5, 0, 0.5, 1):
         at = (_SCALE_WIDTH - 8) * (part + 1) / 2 + 4
         share = 1 + part * (spread if part > 0 else min(spread, 1))
-        yield text(at, 28, f"{share:.3g} ×", "text-anchor='middle'")
+        yield text(at, 28, f"{share:.3g} ×", MIDDLE)
 
 
 def _spread(shares: Sequence[float]) -> float:
@@ -183,10 +173,6 @@ def _colour(tone: int) -> str:
     end, part = _MORE if tone > 0 else _LESS, abs(tone) / _TONES
     mixed = (round(a + (b - a) * part) for a, b in zip(_EVEN, end, strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
-
-
-def _number(share: float) -> str:
-    return f"{share:.2f}" if share < 10 else f"{share:.1f}"
 
 
 def _every(pixels: int, cell: int) -> int:

@@ -24,7 +24,7 @@ from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
 from phalanx.partition.buckets import granular_cut
 from phalanx.partition.stages import even
 from phalanx.partition.tensor_slices import TensorSlice, experts_of, in_buckets, slice_of
-from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, text
+from phalanx.pictures.elements import BOLD, COLOURS, NEUTRAL, box, document, heading, text
 from phalanx.units import gib
 
 _PARTS = {"parameters": COLOURS[0], "gradients": COLOURS[4], "optimizer": COLOURS[2]}
@@ -119,7 +119,7 @@ def _experts(job: Job, top: float) -> tuple[list[str], float]:
         f"{count // layout.ep} of {count} on each. An expert is on {layout.shard_ranks // layout.ep} of the "
         f"{layout.shard_ranks} dp_shard × cp ranks, the dense part on all{replicas}.{cut}"
     )
-    parts = [text(_MARGIN, top, "Experts by rank", "font-weight='600'"), text(_MARGIN, top + 18, words)]
+    parts = [text(_MARGIN, top, "Experts by rank", BOLD), text(_MARGIN, top + 18, words)]
     shown = list(range(layout.ep)) if layout.ep <= _MOST_EP else [*range(_MOST_EP - 1), layout.ep - 1]
     lines = -(-len(shown) // 2)
     for place, rank in enumerate(shown):
@@ -199,7 +199,7 @@ def _share(
 def _bars(title: str, rows: Sequence[tuple[str, StateBytes]], top: float) -> tuple[list[str], float]:
     """Returns bars of the bytes of state per rank, by name, and their lower end."""
     widest = max(state.total for _, state in rows)
-    parts = [text(_MARGIN, top, title, "font-weight='600'")]
+    parts = [text(_MARGIN, top, title, BOLD)]
     for number, (name, state) in enumerate(rows):
         y = top + 16 + 30 * number
         parts.append(text(_MARGIN, y + 14, name))

@@ -3,8 +3,9 @@ follows the reader's light or dark preference."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 
 # The style sheet and the script of the plan's page. Without the script the page shows the same; with it a click on
 # a heading sorts its table.
@@ -144,24 +145,60 @@ def figures(values: Iterable[tuple[str, str]]) -> Iterator[str]:
     yield "</div>"
 
 
+class Html(str):
+    """Markup: a table does not escape it."""
+
+
+Cell = tuple[str, float | None]
+"""A text, and the number that it is sorted by, if that is not the text."""
+
+
 def table(
-    heads: Sequence[str], rows: Iterable[Sequence[tuple[str, float | None]]], words: Iterable[int] = ()
+    heads: Sequence[str],
+    rows: Iterable[Sequence[Cell]],
+    words: Iterable[int] = (),
+    tips: Mapping[str, str] = MappingProxyType({}),
+    first: bool = False,
 ) -> Iterator[str]:
-    """Yields a table whose columns can be sorted. A cell is a text and the number that it is sorted by, if that is not
-    the text; columns `words` hold text."""
+    """Yields a table whose columns can be sorted. Columns `words` hold text, `tips` explain heads, and the `first` row
+    may stand out."""
     left = set(words)
     yield "<div class='scroll'><table class='sorts'><thead><tr>"
-    yield from (f"<th data-sort{_words(at in left)}>{escape(head)}</th>" for at, head in enumerate(heads))
+    for at, head in enumerate(heads):
+        tip = f" title='{escape(tips[head])}'" if head in tips else ""
+        yield f"<th data-sort{_words(at in left)}{tip}>{escape(head)}</th>"
     yield "</tr></thead><tbody>"
-    for row in rows:
-        cells = [f"<td{_words(at in left)}{_key(key)}>{escape(text)}</td>" for at, (text, key) in enumerate(row)]
-        yield f"<tr>{''.join(cells)}</tr>"
+    for number, row in enumerate(rows):
+        yield f"<tr{' class=first' if first and not number else ''}>"
+        for at, (text, key) in enumerate(row):
+            value = "" if key is None else f" data-value='{key:.9g}'"
+            yield f"<td{_words(at in left)}{value}>{text if isinstance(text, Html) else escape(text)}</td>"
+        yield "</tr>"
     yield "</tbody></table></div>"
+
+
+def bars(
+    rows: Iterable[Sequence[str]], classes: Sequence[str], heads: Sequence[str] = (), first: bool = False
+) -> Iterator[str]:
+    """Yields a table with bars among its cells, which on a narrow page become lines; the columns have `classes`."""
+    columns = [f" class='{name}'" if name else "" for name in classes]
+    yield "<div class='scroll'><table class='stacks'>"
+    if heads:
+        cells = (f"<th{of if 'words' in of else ''}>{head}</th>" for of, head in zip(columns, heads, strict=True))
+        yield f"<thead><tr>{''.join(cells)}</tr></thead>"
+    yield "<tbody>"
+    for number, row in enumerate(rows):
+        yield f"<tr{' class=first' if first and not number else ''}>"
+        for of, text in zip(columns, row, strict=True):
+            yield f"<td{of}>{text if isinstance(text, Html) else escape(text)}</td>"
+        yield "</tr>"
+    yield "</tbody></table></div>"
+
+
+def bar(share: float, best: bool = False) -> Html:
+    """Returns a bar of which `share` is full."""
+    return Html(f"<span class='bar{' best' if best else ''}' style='width:{min(100.0, 100 * share):.1f}%'></span>")
 
 
 def _words(wanted: bool) -> str:
     return " class='words'" if wanted else ""
-
-
-def _key(value: float | None) -> str:
-    return "" if value is None else f" data-value='{value:.9g}'"

@@ -1,12 +1,28 @@
-"""The picture of a profile: where each rank's step went, and predicted beside measured, part by part."""
+"""Pictures of measured steps: where each rank's time went, predicted beside measured part by part (a profile), and a
+step's timeline with two rows per rank over one axis of time, measured and predicted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, rule, text, ticks
+from phalanx.pictures.elements import (
+    BOLD,
+    COLOURS,
+    END,
+    NEUTRAL,
+    SMALL,
+    Scale,
+    across,
+    box,
+    document,
+    fill_of,
+    group,
+    heading,
+    text,
+    ticks,
+)
 from phalanx.pictures.prediction import time_fill
 from phalanx.simulate.timeline import Span as SimulatedSpan
 from phalanx.simulate.timeline import Timeline
@@ -15,21 +31,26 @@ _WIDTH, _MARGIN, _LEFT, _BARS = 1080, 24, 130, 800  # pixels
 _ROW, _HALF = 24, 11
 _MOST_RANKS = 32
 _SHOWN = 2e-3  # smallest share of a step that is drawn with its name
-_PALE = f"fill='{NEUTRAL}' fill-opacity='.25' stroke='{NEUTRAL}' stroke-width='.5'"
 
 
 def svg(profile: Mapping[str, Any]) -> str:
     """Draws the document of a profile (docs/guides/profile.md): a bar per rank, and two bars per part of a step if it
     has a prediction."""
     first, last = profile["steps"]
-    steps = f"step {first}" if first == last else f"steps {first} to {last}"
-    title = f"Profile of {steps}: {', '.join(_subject(profile))}"
+    device = f"{len(profile['ranks'])} × {profile['device']}" if profile.get("device") else ""
+    subject = ", ".join(filter(None, [str(profile.get("model") or ""), device, str(profile["layout"])]))
+    title = f"Profile of {f'step {first}' if first == last else f'steps {first} to {last}'}: {subject}"
     ranks = profile["ranks"][:_MOST_RANKS]
-    top = 62.0
-    drawn = [heading(_MARGIN, 26, title), *_legend(ranks, 46.0)]
-    top, bars = 74.0, list(_ranks(ranks, 74.0))
-    drawn += bars
-    bottom = top + _ROW * len(ranks) + 36
+    names = dict.fromkeys(name for row in ranks for name, spent in row["shares"]["parts"].items() if spent > 0)
+    exposed = [name for name in names if name.endswith("exposed")]  # one axis after the other is paler
+    fills = {name: fill(name, exposed.index(name) if name in exposed else 0) for name in names}
+    shown = [
+        name
+        for name in names
+        if any(row["shares"]["parts"].get(name, 0) > _SHOWN * row["shares"]["step"] for row in ranks)
+    ]
+    drawn = [heading(_MARGIN, 26, title), *_keys(((fills[name], name) for name in shown), 46), *_ranks(ranks, fills)]
+    bottom = 74.0 + _ROW * len(ranks) + 36
     if beside := profile.get("compared"):
         rows = [part for part in beside["parts"] if max(part["predicted_s"], part["measured_s"]) > 0]
         drawn += _compared(beside, rows, bottom + 34)
@@ -37,76 +58,46 @@ def svg(profile: Mapping[str, Any]) -> str:
     return document(title, _WIDTH, bottom + 8, drawn)
 
 
-def _subject(profile: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the model and the devices, as far as the document names them, and the layout."""
-    if model := profile.get("model"):
-        yield str(model)
-    if device := profile.get("device"):
-        yield f"{len(profile['ranks'])} × {device}"
-    yield str(profile["layout"])
-
-
 def fill(name: str, shade: int = 0) -> str:
     """Returns the colour of a part, as attributes; `shade` tells the axes of exposed communication apart."""
     own = {"backward": COLOURS[5], "recompute": COLOURS[4], "data": COLOURS[6], "other": COLOURS[7]}
     if name.endswith("waiting") or name == "bubble":
-        return _PALE
+        return fill_of(NEUTRAL, pale=True)
     colour = f"fill='{own[name]}'" if name in own else time_fill(name)
     return f"{colour} fill-opacity='{0.6**shade:.2f}'" if shade else colour
 
 
-def _fills(names: list[str]) -> dict[str, str]:
-    """Returns the colour of each part; the exposed communication of one axis after the other is paler."""
-    exposed = [name for name in names if name.endswith("exposed")]
-    return {name: fill(name, exposed.index(name) if name in exposed else 0) for name in names}
-
-
-def _names(ranks: list[Mapping[str, Any]]) -> list[str]:
-    """Returns the parts that some rank has, in order."""
-    return list(dict.fromkeys(name for row in ranks for name, seconds in row["shares"]["parts"].items() if seconds > 0))
-
-
-def _is_visible(name: str, ranks: list[Mapping[str, Any]]) -> bool:
-    return any(row["shares"]["parts"].get(name, 0) > _SHOWN * row["shares"]["step"] for row in ranks)
-
-
-def _legend(ranks: list[Mapping[str, Any]], y: float) -> Iterator[str]:
+def _keys(entries: Iterable[tuple[str, str]], y: float) -> Iterator[str]:
+    """Yields the legend: colours with their names."""
     x = float(_MARGIN)
-    for name, colour in _fills(_names(ranks)).items():
-        if not _is_visible(name, ranks):
-            continue
+    for colour, name in entries:
         yield box(x, y - 10, 12, 12, colour)
         yield text(x + 17, y, name)
         x += 34 + 6.6 * len(name)
 
 
-def _ranks(ranks: list[Mapping[str, Any]], top: float) -> Iterator[str]:
+def _ranks(ranks: list[Mapping[str, Any]], fills: Mapping[str, str]) -> Iterator[str]:
     """Yields one bar per rank with a scale in milliseconds."""
-    longest, fills = max(row["shares"]["step"] for row in ranks), _fills(_names(ranks))
+    top, longest = 74.0, max(row["shares"]["step"] for row in ranks)
     scale, base = _BARS / longest, top + _ROW * len(ranks)
-    for tick in ticks(0, longest * 1e3):
-        x = _LEFT + tick * 1e-3 * scale
-        yield rule(x, top, x, base, "stroke-opacity='.2'")
-        yield text(x, base + 16, f"{tick:g} ms", "text-anchor='middle'")
+    marks = [(tick, f"{tick:g} ms") for tick in ticks(0, longest * 1e3)]
+    yield from across(Scale(0, longest * 1e3, _LEFT, _LEFT + _BARS), marks, top, base)
     for number, row in enumerate(ranks):
         y, x = top + _ROW * number, float(_LEFT)
         yield "<g class='rank'>"
-        yield text(_LEFT - 8, y + 15, f"rank {row['rank']}", _END)
-        for name, seconds in row["shares"]["parts"].items():
-            if seconds > 0:
-                yield box(x, y + 3, seconds * scale, _ROW - 6, fills[name], f"{name}: {_ms(seconds)}")
-                x += seconds * scale
-        yield text(x + 8, y + 15, _ms(row["shares"]["step"]), "font-size='11'")
+        yield text(_LEFT - 8, y + 15, f"rank {row['rank']}", END)
+        for name, spent in row["shares"]["parts"].items():
+            if spent > 0:
+                yield box(x, y + 3, spent * scale, _ROW - 6, fills[name], f"{name}: {_ms(spent)}")
+                x += spent * scale
+        yield text(x + 8, y + 15, _ms(row["shares"]["step"]), SMALL)
         yield "</g>"
-
-
-_END = "text-anchor='end'"
 
 
 def _compared(beside: Mapping[str, Any], rows: list[Mapping[str, Any]], top: float) -> Iterator[str]:
     """Yields for each part its predicted bar, pale, above the measured one, and the ratio."""
     words = f"Predicted (pale) and measured, rank {beside['rank']}, cluster {beside['cluster']}"
-    yield text(_MARGIN, top, words, "font-weight='600'")
+    yield text(_MARGIN, top, words, BOLD)
     longest = max(max(part["predicted_s"], part["measured_s"]) for part in rows)
     scale, y = (_BARS - 190) / longest, top + 14
     for part in rows:
@@ -115,13 +106,16 @@ def _compared(beside: Mapping[str, Any], rows: list[Mapping[str, Any]], top: flo
         colour = f"fill='{NEUTRAL}'" if whole or name in ("bubble", "waiting") else fill(name)
         ratio = "" if part["ratio"] is None else f", ratio {part['ratio']:.2f}"
         both = f"{_ms(part['predicted_s'])} predicted, {_ms(part['measured_s'])} measured{ratio}"
-        yield "<g class='part'>"
-        yield text(_LEFT - 8, y + 15, name, f"{_END} font-weight='600'" if whole else _END)
-        yield box(_LEFT, y, max(0.5, part["predicted_s"] * scale), _HALF, f"{colour} fill-opacity='.4'", both)
-        yield box(_LEFT, y + _HALF + 1, max(0.5, part["measured_s"] * scale), _HALF, colour, both)
-        end = _LEFT + max(part["predicted_s"], part["measured_s"]) * scale
-        yield text(end + 8, y + 15, both, "font-size='11'")
-        yield "</g>"
+        bars = [part[f"{which}_s"] * scale for which in ("predicted", "measured")]
+        yield from group(
+            "part",
+            [
+                text(_LEFT - 8, y + 15, name, f"{END} {BOLD}" if whole else END),
+                box(_LEFT, y, max(0.5, bars[0]), _HALF, f"{colour} fill-opacity='.4'", both),
+                box(_LEFT, y + _HALF + 1, max(0.5, bars[1]), _HALF, colour, both),
+                text(_LEFT + max(bars) + 8, y + 15, both, SMALL),
+            ],
+        )
         y += 2 * (_HALF + 6)
 
 
@@ -134,9 +128,7 @@ Span = tuple[str, float, float]
 """Part of the step, its start and its duration in seconds."""
 
 MOST_RANKS = 16
-_STEP_WIDTH, _STEP_LEFT, _RIGHT, _TOP, _STEP_MARGIN = 1080, 176, 96, 84, 24  # pixels
-_CELL, _PAIR = 16, 46
-_NARROWEST = 0.3
+_NARROWEST = 0.3  # pixels
 _PASSES = {"F": "forward", "optimizer": "optimizer"}
 
 
@@ -165,67 +157,54 @@ def predicted_spans(timeline: Timeline, rank: int) -> list[Span]:
 
 
 def _passes(span: SimulatedSpan) -> Iterator[Span]:
-    name = _PASSES.get(span.kind, "backward")
-    yield name, span.start, span.seconds - span.exposed
+    yield _PASSES.get(span.kind, "backward"), span.start, span.seconds - span.exposed
     if span.exposed:
         yield "exposed", span.end - span.exposed, span.exposed
 
 
 def measured_svg(title: str, ranks: Sequence[RankRows]) -> str:
     """Draws the ranks, of many the first MOST_RANKS. Raises ValueError if none has a span."""
+    left, right, top, cell, pair = 176, 96, 84, 16, 46
     ranks = ranks[:MOST_RANKS]
-    longest = max(
-        (start + s for rank in ranks for row in (rank.measured, rank.predicted) for _, start, s in row), default=0
-    )
+    spans = [span for rank in ranks for row in (rank.measured, rank.predicted) for span in row]
+    longest = max((start + seconds for _, start, seconds in spans), default=0)
     if longest <= 0:
         raise ValueError("no spans to draw")
-    scale = (_STEP_WIDTH - _STEP_LEFT - _RIGHT) / longest
-    bottom = _TOP + _PAIR * len(ranks)
-    parts = [heading(_STEP_MARGIN, 26, title), *_step_legend(ranks)]
     unit, name = (1e3, "ms") if longest < 10 else (1.0, "s")
-    for tick in ticks(0, longest * unit, 8):
-        x = _STEP_LEFT + tick / unit * scale
-        parts.append(rule(x, _TOP - 6, x, bottom, "stroke-opacity='.25'"))
-        parts.append(text(x, bottom + 16, f"{tick:g} {name}", "text-anchor='middle'"))
+    scale = Scale(0, longest * unit, left, _WIDTH - right)
+    marks = [(tick, f"{tick:g} {name}") for tick in ticks(0, longest * unit, 8)]
+    kinds = {_kind(part) for part, _, _ in spans}
+    order = (*("forward", "recompute", "backward", "communication, exposed", "optimizer", "data"), "waiting")
+    parts = [
+        heading(_MARGIN, 26, title),
+        *_keys(((fill(_part(kind)), kind) for kind in order if kind in kinds), 54),
+        *across(scale, marks, top, top + pair * len(ranks)),
+    ]
     for number, rank in enumerate(ranks):
-        top = _TOP + number * _PAIR
-        parts.append(text(_STEP_MARGIN, top + 12, rank.name, "font-weight='600'"))
-        rows = (("measured", rank.measured), ("predicted", rank.predicted))
-        for y, (label, spans) in zip((top, top + _CELL + 3), rows, strict=True):
-            if spans:
-                parts.append(text(_STEP_LEFT - 8, y + 12, label, "text-anchor='end'"))
-                parts += _row(spans, y, scale, unit, name)
-    return document(title, _STEP_WIDTH, bottom + 30, parts)
+        y = top + number * pair
+        parts.append(text(_MARGIN, y + 12, rank.name, BOLD))
+        for label, row in (("measured", rank.measured), ("predicted", rank.predicted)):
+            if row:
+                parts += [text(left - 8, y + 12, label, END), *group("row", _row(row, y, cell, scale, unit, name))]
+            y += cell + 3
+    return document(title, _WIDTH, top + pair * len(ranks) + 30, parts)
 
 
-def _row(spans: Sequence[Span], y: float, scale: float, unit: float, name: str) -> Iterator[str]:
-    yield "<g class='row'>"
-    for part, start, seconds in spans:
-        if (width := seconds * scale) >= _NARROWEST:
-            tip = f"{part}: {seconds * unit:.4g} {name}"
-            yield box(_STEP_LEFT + start * scale, y, width, _CELL, _colour(part), tip)
-    end = max(start + seconds for _, start, seconds in spans)
-    yield text(_STEP_LEFT + end * scale + 8, y + 12, f"{end * unit:.4g} {name}")
-    yield "</g>"
-
-
-def _colour(part: str) -> str:
-    return fill("pp exposed" if part.endswith("exposed") else part)
-
-
-def _step_legend(ranks: Sequence[RankRows]) -> Iterator[str]:
-    """Yields the colour of every part that some row has."""
-    names = {_kind(part) for rank in ranks for row in (rank.measured, rank.predicted) for part, _, _ in row}
-    x = float(_STEP_MARGIN)
-    for name in (*("forward", "recompute", "backward", "communication, exposed", "optimizer", "data"), "waiting"):
-        if name in names:
-            colour = fill("pp exposed") if name.startswith("communication") else fill(name)
-            yield box(x, 44, 12, 12, colour)
-            yield text(x + 17, 54, name)
-            x += 36 + 6.6 * len(name)
+def _row(row: Sequence[Span], y: float, cell: int, scale: Scale, unit: float, name: str) -> Iterator[str]:
+    for part, start, seconds in row:
+        x = scale(start * unit)
+        if (width := scale((start + seconds) * unit) - x) >= _NARROWEST:
+            yield box(x, y, width, cell, fill(_part(part)), f"{part}: {seconds * unit:.4g} {name}")
+    end = max(start + seconds for _, start, seconds in row) * unit
+    yield text(scale(end) + 8, y + 12, f"{end:.4g} {name}")
 
 
 def _kind(part: str) -> str:
     if part.endswith("exposed"):
         return "communication, exposed"
     return "waiting" if part.endswith("waiting") or part == "bubble" else part
+
+
+def _part(name: str) -> str:
+    """Returns a part with the colour of `name`: all exposed communication has that of one axis."""
+    return "pp exposed" if name.endswith("exposed") else name

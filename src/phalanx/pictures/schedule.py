@@ -38,7 +38,9 @@ def svg(timing: Timing) -> str:
     longest = max(len(number(action, schedule)) for program in schedule.programs for action in program)
     unit = max(1.0, min(max(16.0, longest * DIGIT + 7), _WIDEST / duration))
     bottom = _TOP + schedule.ranks * _ROW
-    legend, foot, title = list(_keys(schedule)), _foot(timing), f"{schedule.name}: {size(schedule)}"
+    legend, title = list(_keys(schedule)), f"{schedule.name}: {size(schedule)}"
+    costs = ", ".join(f"{kind} takes {timing.costs[kind]:g}" for kind in _used(schedule))
+    foot = f"time: for one stage {costs}; messages take none"
     words = max(8.5 * len(title), 7 * len(summary(timing)), 7 * len(foot))
     width = max(_LEFT + duration * unit + _RIGHT, _MARGIN + words, legend[-1][0])
     height = bottom + 72
@@ -74,9 +76,9 @@ def _used(schedule: Schedule) -> list[str]:
     return [kind for kind in _KINDS if kind in found]
 
 
-def variants(schedule: Schedule) -> list[list[int]]:
+def variants(schedule: Schedule) -> tuple[list[list[int]], int]:
     """Returns, by direction and stage, the index of the stage on its rank, those of a second direction after those of
-    the first; shades distinguish them."""
+    the first; shades distinguish them. Also returns their number."""
     found: list[list[int]] = []
     first = 0
     for placement in schedule.placements:
@@ -86,7 +88,7 @@ def variants(schedule: Schedule) -> list[list[int]]:
             found[-1].append(first + before[rank])
             before[rank] += 1
         first = 1 + max(found[-1])
-    return found
+    return found, first
 
 
 @cache
@@ -100,8 +102,8 @@ def shade(kind: str, variant: int, count: int) -> tuple[str, str]:
 
 def size(schedule: Schedule) -> str:
     """Formats the size of a schedule."""
-    batches = "1 micro-batch" if schedule.micro_batches == 1 else f"{schedule.micro_batches} micro-batches"
-    words = [counted(schedule.ranks, "rank"), batches]
+    count = schedule.micro_batches
+    words = [counted(schedule.ranks, "rank"), f"{count} micro-batch{'' if count == 1 else 'es'}"]
     if schedule.stages != schedule.ranks:
         words.append(counted(schedule.stages, "stage"))
     if schedule.slices > 1:
@@ -109,11 +111,6 @@ def size(schedule: Schedule) -> str:
     if schedule.steps > 1:
         words.append(f"{schedule.steps} steps")
     return ", ".join(words)
-
-
-def _foot(timing: Timing) -> str:
-    costs = ", ".join(f"{kind} takes {timing.costs[kind]:g}" for kind in _used(timing.schedule))
-    return f"time: for one stage {costs}; messages take none"
 
 
 def number(action: Action, schedule: Schedule) -> str:
@@ -127,8 +124,7 @@ def _rank(timing: Timing, rank: int, most: int, unit: float) -> Iterator[str]:
     top = _TOP + rank * _ROW
     middle, text = top + _CELL / 2, top + _CELL / 2 + 4
     right = _LEFT + timing.duration * unit
-    found = variants(schedule)
-    count = 1 + max(found[-1])
+    found, count = variants(schedule)
     yield f"<g class='rank'><text x='{_MARGIN}' y='{text:g}'>rank {rank}</text>"
     yield (
         f"<line x1='{_LEFT}' y1='{middle:g}' x2='{right:.1f}' y2='{middle:g}' stroke='{NEUTRAL}' "
@@ -175,8 +171,7 @@ def _update(x: float, top: float) -> str:
 
 def keys(schedule: Schedule) -> Iterator[tuple[float, str]]:
     """Yields the legend of the passes: each entry, and where it ends."""
-    found = variants(schedule)
-    count = 1 + max(found[-1])
+    _, count = variants(schedule)
     x = float(_MARGIN)
     for kind in _used(schedule):
         squares = "".join(
@@ -227,7 +222,7 @@ def print_grid(timing: Timing) -> None:
     from rich.console import Console  # imported here, because it is slow and a pipe needs none
     from rich.text import Text
 
-    count = _count(timing.schedule)
+    _, count = variants(timing.schedule)
     console = Console(highlight=False)
     for line in _lines(timing, width):
         printed = Text(no_wrap=True)
@@ -275,15 +270,13 @@ def _lines(timing: Timing, width: int) -> Iterator[list[tuple[str, _Interval | N
 def _words(interval: _Interval, begin: int, end: int, cell: int) -> str:
     """Returns an interval's text in a band, with a space after it; its label is in the band where it begins."""
     wide = (min(end, interval.end) - max(begin, interval.begin)) * cell
-    if not interval.label:
-        return "." * (wide - 1) + " "
     label = interval.label if interval.begin >= begin else ""
-    return label.ljust(wide - 1, "-") + " "
+    return label.ljust(wide - 1, "-" if interval.label else ".") + " "
 
 
 def _intervals(timing: Timing, rank: int) -> Iterator[_Interval]:
     schedule, clock = timing.schedule, 0
-    found, count = variants(schedule), _count(schedule)
+    found, count = variants(schedule)
     for action, start in zip(schedule.programs[rank], timing.starts[rank], strict=True):
         begin, end = round(start), round(start + timing.costs[action.kind])
         if begin > clock:
@@ -298,7 +291,3 @@ def _intervals(timing: Timing, rank: int) -> Iterator[_Interval]:
 def _label(action: Action, schedule: Schedule, variant: int, count: int) -> str:
     letter = string.ascii_lowercase[variant % 26] if count > 1 else ""
     return f"{action.kind}{action.micro}{f'.{action.slice}' if schedule.slices > 1 else ''}{letter}"
-
-
-def _count(schedule: Schedule) -> int:
-    return 1 + max(variants(schedule)[-1])

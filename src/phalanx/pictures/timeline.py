@@ -16,9 +16,9 @@ from typing import NamedTuple, cast
 
 from phalanx.errors import JobError
 from phalanx.pictures import schedule as schedule_picture
-from phalanx.pictures.canvas import Panel, panels_svg
 from phalanx.pictures.elements import COLOURS, document, heading, rule, text, ticks
 from phalanx.pictures.elements import seconds as duration
+from phalanx.pictures.panels import Panel, panels_svg
 from phalanx.schedule.schedule import Action, Kind
 from phalanx.simulate.goodput import at, best
 from phalanx.simulate.timeline import Span, Timeline, TimeShares
@@ -238,8 +238,7 @@ class _Picture:
 
     @cached_property
     def _variants(self) -> tuple[list[list[int]], int]:
-        found = schedule_picture.variants(self.schedule)
-        return found, 1 + max(found[-1])
+        return schedule_picture.variants(self.schedule)
 
     def _colours(self, span: Span) -> tuple[str, str]:
         """Returns the colours of a span's cell and of the text on it."""

@@ -51,12 +51,16 @@ def expected(record: RunRecord) -> Expected:
         return Expected(reason="its config.yaml cannot be read")
     job = record.loaded.job
     try:
-        vocab = _vocabulary(record, job)
         start = record.metrics.last("start") or {}
+        vocab = _count(start.get("vocab_size")) or vocabulary_size(job)
         if start.get("device") == "cpu":
             job = replace(job, cluster=replace(job.cluster, device="cpu"))
         spec = rank_spec(job, vocab)
-        found = Expected(memory=step_memory(spec), traffic=rank_traffic(job, spec, _conversations(record)), vocab=vocab)
+        found = Expected(
+            memory=step_memory(spec),
+            traffic=rank_traffic(job, spec, _count(start.get("conversations")) or 1),
+            vocab=vocab,
+        )
     except PhalanxError as error:
         return Expected(reason=str(error))
     try:
@@ -67,15 +71,9 @@ def expected(record: RunRecord) -> Expected:
     return replace(found, spec=spec, prediction=prediction, memory=prediction.memory, timeline=_timeline(spec))
 
 
-def _vocabulary(record: RunRecord, job: Job) -> int:
-    start = record.metrics.last("start") or {}
-    found: Any = start.get("vocab_size")
-    return found if isinstance(found, int) and 0 < found < 2**24 else vocabulary_size(job)
-
-
-def _conversations(record: RunRecord) -> int:
-    found: Any = (record.metrics.last("start") or {}).get("conversations")
-    return found if isinstance(found, int) and 0 < found < 2**24 else 1
+def _count(found: Any) -> int:
+    """Returns a count that a row states, or 0."""
+    return found if isinstance(found, int) and 0 < found < 2**24 else 0
 
 
 def _timeline(spec: StepSpec) -> Timeline | None:
@@ -144,6 +142,11 @@ def figures(record: RunRecord) -> dict[str, Any]:
     recent |= {name: middle(metrics.values(name, RECENT)) for name in ("tflops", "mfu", "padding")}
     start = metrics.last("start") or {}
     validations = [value for row in metrics.of("validation") if (value := number(row.get("val_loss"))) is not None]
+    tokens: float | None = None
+    if record.loaded:
+        job, padding = record.loaded.job, metrics.values("padding")
+        share = 1 - sum(padding) / len(padding) if padding else 1
+        tokens = metrics.last_step * job.train.global_batch * job.model.seq_len * share
     return {
         "step": metrics.last_step,
         "steps": record.total,
@@ -152,20 +155,12 @@ def figures(record: RunRecord) -> dict[str, Any]:
         "best_val_loss": min(validations, default=None),
         **recent,
         "memory_bytes": max(metrics.values("memory"), default=None),
-        "tokens": _tokens(record),
+        "tokens": tokens,
         "seconds": sum(metrics.values("step_time_s")),
         "peak_flops": number(start.get("peak_flops")),
         "peak_source": str(start.get("peak_source", "")),
         "devices": number(start.get("devices")),
     }
-
-
-def _tokens(record: RunRecord) -> float | None:
-    if record.loaded is None:
-        return None
-    job, padding = record.loaded.job, record.metrics.values("padding")
-    share = 1 - sum(padding) / len(padding) if padding else 1
-    return record.metrics.last_step * job.train.global_batch * job.model.seq_len * share
 
 
 def document(record: RunRecord, prediction: Expected) -> dict[str, Any]:

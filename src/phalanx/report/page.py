@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from html import escape
 from typing import Any
 
+from phalanx.config.fields import get
 from phalanx.cost.breakdown import MOMENTS, duration, model_name
 from phalanx.errors import PhalanxError
 from phalanx.pictures import experts as experts_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import profile as measured_step
 from phalanx.pictures.curves import STYLE
-from phalanx.pictures.page import figure, figures, html_page, list_of, section, table
+from phalanx.pictures.elements import short
+from phalanx.pictures.page import bar, bars, figure, figures, html_page, list_of, section, table
 from phalanx.pictures.profile import RankRows, Span, predicted_spans
 from phalanx.report import charts
 from phalanx.report.figures import Expected, predicted_figures, sources_of
@@ -23,6 +26,217 @@ from phalanx.report.run import RunRecord, history, number, traffic_of
 from phalanx.units import counted, gib
 from phalanx.units import seconds as as_time
 
+STYLE_ELEMENT = f"""<style>{STYLE}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 1rem; }}
+.charts figure {{ padding: .4rem .6rem; min-width: 0; }}
+.charts svg {{ width: 100%; }}
+figure.wide svg {{ width: 100%; min-width: 760px; }}
+.state {{ display: inline-block; padding: 0 .6rem; border-radius: 1rem; background: var(--card); }}
+.state.failed, .state.interrupted {{ color: var(--bad); }}
+details summary {{ cursor: pointer; color: var(--soft); }}
+footer {{ margin-top: 3rem; color: var(--soft); font-size: .85rem; }}
+</style>"""
+"""What pages of runs need beside the style of every page."""
+
+
+def html(record: RunRecord, prediction: Expected) -> str:
+    """Returns the page of one run."""
+    return html_page(
+        f"Run {record.name}", record.name, subtitle(record), [STYLE_ELEMENT, *body(record, prediction), foot()]
+    )
+
+
+def foot() -> str:
+    """Returns the line under a page."""
+    return f"<footer>phalanx report, {_moment(time.time())}</footer>"
+
+
+def subtitle(record: RunRecord) -> str:
+    """Returns the run in a line: its model, layout, steps and state."""
+    words = []
+    if record.loaded:
+        job = record.loaded.job
+        words.append(model_name(job.model))
+        words += [job.layout.line(), job.train.precision]
+    total = f" of {record.total:,}" if record.total else ""
+    words.append(f"step {record.metrics.last_step:,}{total}")
+    words.append(record.state)
+    return " · ".join(words)
+
+
+def body(record: RunRecord, prediction: Expected, prefix: str = "") -> Iterator[str]:
+    """Yields the sections about one run; `prefix` keeps their names apart on a page of several."""
+    if record.state in ("failed", "interrupted"):
+        words = "The run failed" if record.state == "failed" else "The run was interrupted and has not gone on"
+        yield f"<p class='bad'>{words}: see Checkpoints, interruptions, restarts below.</p>"
+    if record.notes:
+        yield from list_of(record.notes)
+    yield from figures(_cards(record))
+    if pictures := list(charts.charts([record])):
+        yield from section(f"{prefix}curves", "Curves", chart_grid(pictures))
+    if sources := sources_of(record):
+        yield from section(f"{prefix}sources", "Sources", source_table(sources))
+    yield from section(f"{prefix}step", "The step: predicted beside measured", step_section(record, prediction))
+    yield from section(f"{prefix}memory", "Memory", _memory(record, prediction))
+    yield from section(f"{prefix}traffic", "Traffic", _traffic(record, prediction))
+    job = record.loaded.job if record.loaded else None
+    if record.metrics.last("experts") is not None:
+        with suppress(PhalanxError):
+            model = model_name(job.model) if job else ""
+            drawn = experts_picture.svg(record.name, record.path / "metrics.jsonl", model)
+            yield from section(f"{prefix}experts", "Experts", figure(drawn, "wide"))
+    if job and prediction.vocab:
+        with suppress(PhalanxError, ValueError, ZeroDivisionError):
+            drawn = layout_picture.svg(job, prediction.vocab)
+            yield from section(f"{prefix}layout", "Layout", figure(drawn, "wide"))
+    yield from section(f"{prefix}history", "Checkpoints, interruptions, restarts", _history(record))
+    yield from section(f"{prefix}environment", "Environment", _environment(record))
+
+
+def chart_grid(pictures: Iterable[str]) -> Iterator[str]:
+    """Yields charts in columns, as many as the window has room for."""
+    yield "<div class='charts'>"
+    for picture in pictures:
+        yield from figure(picture, "chart")
+    yield "</div>"
+
+
+def _cards(record: RunRecord) -> Iterator[tuple[str, str]]:
+    """Yields the most important figures with their labels."""
+    found = measured_figures(record)
+    total, best, loss = found["steps"], found["best_val_loss"], found["val_loss"]
+    yield f"{found['step']:,}" + (f" of {total:,}" if total else ""), f"steps: {record.state}"
+    peak = f" of {found['peak_flops'] / 1e12:,.3g} TFLOP/s" if found["peak_flops"] else ""
+    cards = {
+        "loss": ("{:.4f}".format, "loss"),
+        "val_loss": ("{:.4f}".format, "validation loss" + (f", best {best:.4f}" if best and best < loss else "")),
+        "tps": ("{:,.0f}".format, "tps: tokens/s per device"),
+        "tps_total": ("{:,.0f}".format, "tps_total: all devices"),
+        "mfu": ("{:.1%}".format, f"MFU{peak} per device"),
+        "padding": ("{:.1%}".format, "padding, which throughput does not count"),
+        "step_time_s": (duration, "step, median"),
+        "memory_bytes": (gib, "peak memory, rank 0"),
+        "tokens": (short, "tokens"),
+        "seconds": (as_time, "in steps"),
+    }
+    for name, (shown, label) in cards.items():
+        if found[name] is not None and (found[name] or name not in ("padding", "tokens", "seconds")):
+            yield shown(found[name]), label
+
+
+def source_table(sources: list[dict[str, Any]]) -> Iterator[str]:
+    """Yields the sources as a table of the page."""
+    forms = {"weight": "{:.2%}", "tokens": "{:,.0f}", "share": "{:.2%}", "epochs": "{:.2f}", "val_loss": "{:.4f}"}
+    heads = ("source", "weight", "tokens", "share of tokens", "epochs", "validation loss")
+    rows = [
+        [
+            (source["path"], None),
+            *(("–" if (value := source[name]) is None else form.format(value), value) for name, form in forms.items()),
+        ]
+        for source in sources
+    ]
+    yield from table(heads, rows, words=(0,))
+
+
+def _memory(record: RunRecord, prediction: Expected) -> Iterator[str]:
+    """Yields the predicted memory of the fullest pipeline rank by part, and the measured peak."""
+    measured = max(record.metrics.values("memory"), default=None)
+    if not prediction.memory:
+        yield f"<p class='soft'>Not predicted: {escape(prediction.reason)}</p>"
+        if measured is not None:
+            yield f"<p>Measured peak of rank 0: {gib(measured)}.</p>"
+        return
+    fullest = max(prediction.memory, key=lambda rank: rank.peak)
+    rank = f", pipeline rank {prediction.memory.index(fullest)}" if len(prediction.memory) > 1 else ""
+    words = f"Predicted peak {gib(fullest.peak)} ({MOMENTS[fullest.moment]}{rank})"
+    if prediction.prediction and prediction.prediction.memory_limit:
+        words += f" of {gib(prediction.prediction.memory_limit)} per device"
+    if measured is not None:
+        words += f"; measured peak of rank 0: {gib(measured)}"
+    yield f"<p>{escape(words)}.</p>"
+    if (record.metrics.last("start") or {}).get("device") == "cpu":
+        yield (
+            "<p class='soft'>On a CPU the measured figure is of the whole process, with Python, torch and the C "
+            "library; the prediction is of tensors.</p>"
+        )
+    rows = ([name, gib(size), bar(size / fullest.peak)] for name, size in fullest.parts() if size)
+    yield from bars(rows, ("words", "count", "track"))
+
+
+def _traffic(record: RunRecord, prediction: Expected) -> Iterator[str]:
+    """Yields the bytes that rank 0 sends per step, by axis and collective, measured beside predicted."""
+    measured = traffic_of(record.metrics.last("traffic"))
+    pairs = sorted({(axis, c) for table in (measured, prediction.traffic) for axis, by in table.items() for c in by})
+    if not pairs:
+        yield "<p class='soft'>Nothing is sent, or the run has not ended yet: it is counted at the end.</p>"
+        return
+    yield "<p class='soft'>Bytes that rank 0 sends per step.</p>"
+    rows = []
+    for axis, collective in pairs:
+        mine, theirs = (t.get(axis, {}).get(collective) for t in (measured, prediction.traffic))
+        cells = [("–", None) if v is None else (gib(v), v) for v in (theirs, mine)]
+        rows.append([(axis, None), (collective.replace("_", "-"), None), *cells, (_ratio(mine, theirs), None)])
+    yield from table(("axis", "collective", "predicted", "measured", "ratio"), rows, words=(0, 1))
+
+
+def _ratio(measured: float | None, predicted: float | None) -> str:
+    if measured is None or not predicted:
+        return ""
+    return "equal" if round(measured) == round(predicted) else f"{measured / predicted:.3f}"
+
+
+def _history(record: RunRecord) -> Iterator[str]:
+    if record.checkpoints:
+        newest, size = record.checkpoints[-1], sum(each.bytes for each in record.checkpoints)
+        yield (
+            f"<p>{counted(len(record.checkpoints), 'checkpoint')} on disk, {gib(size)}; the newest is of step "
+            f"{newest.step:,}. {counted(record.attempts, 'attempt')}.</p>"
+        )
+    else:
+        yield f"<p>No checkpoint on disk. {counted(record.attempts, 'attempt')}.</p>"
+    rows = [
+        [(_moment(when), when), (f"{step:,}", step), (kind, None), (words, None)]
+        for when, step, kind, words in reversed(history(record))
+    ]
+    if rows:
+        yield from table(("when", "step", "event", ""), rows, words=(2, 3))
+
+
+def _moment(when: float) -> str:
+    """Formats seconds since the epoch; nothing for what is no time."""
+    if not 0 < when < 1e11:
+        return ""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+
+
+def _environment(record: RunRecord) -> Iterator[str]:
+    rows = [[(name, None), (value, None)] for name, value in _flat(record.environment)]
+    if rows:
+        yield from table(("", ""), rows, words=(0, 1))
+    if record.commands:
+        yield "<p class='soft'>Commands</p>"
+        yield f"<pre class='wrap'>{escape(chr(10).join(record.commands[-20:]))}</pre>"
+    if record.loaded:
+        own = [
+            f"{path}: {value}  # {origin}"
+            for path, origin in record.loaded.origins.items()
+            if origin != "default" and (value := get(record.loaded.job, path)) is not None
+        ]
+        yield "<details><summary>The job's own values</summary>"
+        yield f"<pre class='wrap'>{escape(chr(10).join(own))}</pre></details>"
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yields names and values of env.json; lists and objects inside are joined."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name} ")
+        elif value not in (None, "", []):
+            yield f"{prefix}{name}", str(value)
+
+
+# The step: profiled ranks beside the simulated ones where steps were profiled, otherwise figures of whole steps beside
+# the predicted ones.
 _NAMED = 3
 """Differences that are named, the largest first."""
 _LEAST = 0.02
@@ -47,19 +261,15 @@ def step_section(record: RunRecord, prediction: Expected) -> Iterator[str]:
         last = steps[-1] if isinstance(steps, list) and steps and isinstance(steps[-1], int) else None
         both = ", measured and predicted" if any(rank.predicted for rank in ranks) else ", measured"
         title = "The predicted step" if last is None else f"Step {last} of each rank{both}"
-        title = f"{title}{_subject(record, prediction)}"
+        if record.loaded:
+            title += f": {model_name(record.loaded.job.model)}"
+            title += f", on {prediction.cluster}" if prediction.cluster else ""
         yield from figure(measured_step.measured_svg(title, ranks), "wide")
     if not profile:
         yield (
             "<p class='soft'>No step was profiled. <code>train.profile.steps=10,12</code> measures where the time of "
             "those steps goes on every rank.</p>"
         )
-
-
-def _subject(record: RunRecord, prediction: Expected) -> str:
-    """Returns the model, and the machine that the prediction is for, as far as they are known."""
-    model = f": {model_name(record.loaded.job.model)}" if record.loaded else ""
-    return model + (f", on {prediction.cluster}" if model and prediction.cluster else "")
 
 
 _FORMATS = {
@@ -88,13 +298,9 @@ def _whole(record: RunRecord, prediction: Expected) -> Iterator[str]:
         rows.append([(label, None), *cells, (ratio, None)])
     yield from table(("", "predicted", "measured", "ratio"), rows, words=(0,))
     if measured["peak_source"]:
-        yield f"<p class='soft'>The measured MFU divides by {escape(_peak(measured))}.</p>"
-
-
-def _peak(measured: dict[str, Any]) -> str:
-    flops = measured["peak_flops"]
-    shown = f"{flops / 1e12:,.3g} TFLOP/s per device, " if flops else ""
-    return f"{shown}{measured['peak_source']}"
+        flops = measured["peak_flops"]
+        peak = (f"{flops / 1e12:,.3g} TFLOP/s per device, " if flops else "") + measured["peak_source"]
+        yield f"<p class='soft'>The measured MFU divides by {escape(peak)}.</p>"
 
 
 def _bubble(profile: dict[str, Any]) -> float | None:
@@ -167,259 +373,3 @@ def _spans(rank: dict[str, Any]) -> list[Span]:
             if start is not None and seconds is not None and start >= 0 and 0 <= seconds < 1e6:
                 found.append((str(span[0]), start, seconds))
     return found
-
-
-CSS = f"""{STYLE}
-.charts {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); gap: 1rem; }}
-.charts figure {{ padding: .4rem .6rem; min-width: 0; }}
-.charts svg {{ width: 100%; }}
-figure.wide svg {{ width: 100%; min-width: 760px; }}
-.state {{ display: inline-block; padding: 0 .6rem; border-radius: 1rem; background: var(--card); }}
-.state.failed, .state.interrupted {{ color: var(--bad); }}
-details summary {{ cursor: pointer; color: var(--soft); }}
-footer {{ margin-top: 3rem; color: var(--soft); font-size: .85rem; }}
-"""
-
-
-def html(record: RunRecord, prediction: Expected) -> str:
-    """Returns the page of one run."""
-    return html_page(f"Run {record.name}", record.name, subtitle(record), [style(), *body(record, prediction), foot()])
-
-
-def style() -> str:
-    return f"<style>{CSS}</style>"
-
-
-def foot() -> str:
-    """Returns the line under a page."""
-    return f"<footer>phalanx report, {_moment(time.time())}</footer>"
-
-
-def subtitle(record: RunRecord) -> str:
-    """Returns the run in a line: its model, layout, steps and state."""
-    words = []
-    if record.loaded:
-        job = record.loaded.job
-        words.append(model_name(job.model))
-        words += [job.layout.line(), job.train.precision]
-    total = f" of {record.total:,}" if record.total else ""
-    words.append(f"step {record.metrics.last_step:,}{total}")
-    words.append(record.state)
-    return " · ".join(words)
-
-
-def body(record: RunRecord, prediction: Expected, prefix: str = "") -> Iterator[str]:
-    """Yields the sections about one run; `prefix` keeps their names apart on a page of several."""
-    yield from _notes(record)
-    yield from figures(_cards(record))
-    if pictures := list(charts.charts([record])):
-        yield from section(f"{prefix}curves", "Curves", chart_grid(pictures))
-    if sources := sources_of(record):
-        yield from section(f"{prefix}sources", "Sources", source_table(sources))
-    yield from section(f"{prefix}step", "The step: predicted beside measured", step_section(record, prediction))
-    yield from section(f"{prefix}memory", "Memory", _memory(record, prediction))
-    yield from section(f"{prefix}traffic", "Traffic", _traffic(record, prediction))
-    if drawn := _experts(record):
-        yield from section(f"{prefix}experts", "Experts", figure(drawn, "wide"))
-    if drawn := _layout(record, prediction):
-        yield from section(f"{prefix}layout", "Layout", figure(drawn, "wide"))
-    yield from section(f"{prefix}history", "Checkpoints, interruptions, restarts", _history(record))
-    yield from section(f"{prefix}environment", "Environment", _environment(record))
-
-
-def chart_grid(pictures: Iterable[str]) -> Iterator[str]:
-    """Yields charts in columns, as many as the window has room for."""
-    yield "<div class='charts'>"
-    for picture in pictures:
-        yield from figure(picture, "chart")
-    yield "</div>"
-
-
-def _notes(record: RunRecord) -> Iterator[str]:
-    if record.state in ("failed", "interrupted"):
-        words = "The run failed" if record.state == "failed" else "The run was interrupted and has not gone on"
-        yield f"<p class='bad'>{words}: see Checkpoints, interruptions, restarts below.</p>"
-    if record.notes:
-        yield from list_of(record.notes)
-
-
-def _cards(record: RunRecord) -> Iterator[tuple[str, str]]:
-    """Yields the most important figures with their labels."""
-    found = measured_figures(record)
-    total = found["steps"]
-    yield f"{found['step']:,}" + (f" of {total:,}" if total else ""), f"steps: {record.state}"
-    if found["loss"] is not None:
-        yield f"{found['loss']:.4f}", "loss"
-    if found["val_loss"] is not None:
-        best = found["best_val_loss"]
-        yield f"{found['val_loss']:.4f}", "validation loss" + (f", best {best:.4f}" if best < found["val_loss"] else "")
-    if found["tps"] is not None:
-        yield f"{found['tps']:,.0f}", "tps: tokens/s per device"
-    if found["tps_total"] is not None:
-        yield f"{found['tps_total']:,.0f}", "tps_total: all devices"
-    if found["mfu"] is not None:
-        peak = f" of {found['peak_flops'] / 1e12:,.3g} TFLOP/s" if found["peak_flops"] else ""
-        yield f"{found['mfu']:.1%}", f"MFU{peak} per device"
-    if found["padding"]:
-        yield f"{found['padding']:.1%}", "padding, which throughput does not count"
-    if found["step_time_s"] is not None:
-        yield duration(found["step_time_s"]), "step, median"
-    if found["memory_bytes"] is not None:
-        yield gib(found["memory_bytes"]), "peak memory, rank 0"
-    if found["tokens"]:
-        yield short(found["tokens"]), "tokens"
-    if found["seconds"]:
-        yield as_time(found["seconds"]), "in steps"
-
-
-def short(value: float) -> str:
-    """Formats a large count: "2.05M"."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:,.0f}"
-
-
-def source_table(sources: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields the sources as a table of the page."""
-    forms = {"weight": "{:.2%}", "tokens": "{:,.0f}", "share": "{:.2%}", "epochs": "{:.2f}", "val_loss": "{:.4f}"}
-    heads = ("source", "weight", "tokens", "share of tokens", "epochs", "validation loss")
-    rows = [
-        [
-            (source["path"], None),
-            *(("–" if (value := source[name]) is None else form.format(value), value) for name, form in forms.items()),
-        ]
-        for source in sources
-    ]
-    yield from table(heads, rows, words=(0,))
-
-
-def _memory(record: RunRecord, prediction: Expected) -> Iterator[str]:
-    """Yields the predicted memory of the fullest pipeline rank by part, and the measured peak."""
-    measured = max(record.metrics.values("memory"), default=None)
-    if not prediction.memory:
-        yield f"<p class='soft'>Not predicted: {escape(prediction.reason)}</p>"
-        if measured is not None:
-            yield f"<p>Measured peak of rank 0: {gib(measured)}.</p>"
-        return
-    fullest = max(prediction.memory, key=lambda rank: rank.peak)
-    rank = f", pipeline rank {prediction.memory.index(fullest)}" if len(prediction.memory) > 1 else ""
-    words = f"Predicted peak {gib(fullest.peak)} ({MOMENTS[fullest.moment]}{rank})"
-    if prediction.prediction and prediction.prediction.memory_limit:
-        words += f" of {gib(prediction.prediction.memory_limit)} per device"
-    if measured is not None:
-        words += f"; measured peak of rank 0: {gib(measured)}"
-    yield f"<p>{escape(words)}.</p>"
-    if (record.metrics.last("start") or {}).get("device") == "cpu":
-        yield (
-            "<p class='soft'>On a CPU the measured figure is of the whole process, with Python, torch and the C "
-            "library; the prediction is of tensors.</p>"
-        )
-    yield from bars([(name, size, gib(size)) for name, size in fullest.parts() if size], fullest.peak)
-
-
-def bars(rows: Sequence[tuple[str, float, str]], most: float) -> Iterator[str]:
-    """Yields a table of names, values and bars."""
-    yield "<div class='scroll'><table class='stacks'><tbody>"
-    for name, value, shown in rows:
-        width = 100 * value / most if most else 0
-        yield f"<tr><td class='words'>{escape(name)}</td><td class='count'>{escape(shown)}</td>"
-        yield f"<td class='track'><span class='bar' style='width:{min(100.0, width):.1f}%'></span></td></tr>"
-    yield "</tbody></table></div>"
-
-
-def _traffic(record: RunRecord, prediction: Expected) -> Iterator[str]:
-    """Yields the bytes that rank 0 sends per step, by axis and collective, measured beside predicted."""
-    measured = traffic_of(record.metrics.last("traffic"))
-    pairs = sorted({(axis, c) for table in (measured, prediction.traffic) for axis, by in table.items() for c in by})
-    if not pairs:
-        yield "<p class='soft'>Nothing is sent, or the run has not ended yet: it is counted at the end.</p>"
-        return
-    yield "<p class='soft'>Bytes that rank 0 sends per step.</p>"
-    rows = []
-    for axis, collective in pairs:
-        mine, theirs = (t.get(axis, {}).get(collective) for t in (measured, prediction.traffic))
-        cells = [("–", None) if v is None else (gib(v), v) for v in (theirs, mine)]
-        rows.append([(axis, None), (collective.replace("_", "-"), None), *cells, (_ratio(mine, theirs), None)])
-    yield from table(("axis", "collective", "predicted", "measured", "ratio"), rows, words=(0, 1))
-
-
-def _ratio(measured: float | None, predicted: float | None) -> str:
-    if measured is None or not predicted:
-        return ""
-    return "equal" if round(measured) == round(predicted) else f"{measured / predicted:.3f}"
-
-
-def _experts(record: RunRecord) -> str:
-    if record.metrics.last("experts") is None:
-        return ""
-    try:
-        model = model_name(record.loaded.job.model) if record.loaded else ""
-        return experts_picture.svg(record.name, record.path / "metrics.jsonl", model)
-    except PhalanxError:
-        return ""
-
-
-def _layout(record: RunRecord, prediction: Expected) -> str:
-    if record.loaded is None or not prediction.vocab:
-        return ""
-    try:
-        return layout_picture.svg(record.loaded.job, prediction.vocab)
-    except (PhalanxError, ValueError, ZeroDivisionError):
-        return ""
-
-
-def _history(record: RunRecord) -> Iterator[str]:
-    if record.checkpoints:
-        newest, size = record.checkpoints[-1], sum(each.bytes for each in record.checkpoints)
-        yield (
-            f"<p>{counted(len(record.checkpoints), 'checkpoint')} on disk, {gib(size)}; the newest is of step "
-            f"{newest.step:,}. {counted(record.attempts, 'attempt')}.</p>"
-        )
-    else:
-        yield f"<p>No checkpoint on disk. {counted(record.attempts, 'attempt')}.</p>"
-    rows = [
-        [(_moment(when), when), (f"{step:,}", step), (kind, None), (words, None)]
-        for when, step, kind, words in reversed(history(record))
-    ]
-    if rows:
-        yield from table(("when", "step", "event", ""), rows, words=(2, 3))
-
-
-def _moment(when: float) -> str:
-    """Formats seconds since the epoch; nothing for what is no time."""
-    if not 0 < when < 1e11:
-        return ""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
-
-
-def _environment(record: RunRecord) -> Iterator[str]:
-    rows = [[(name, None), (value, None)] for name, value in _flat(record.environment)]
-    if rows:
-        yield from table(("", ""), rows, words=(0, 1))
-    if record.commands:
-        yield "<p class='soft'>Commands</p>"
-        yield f"<pre class='wrap'>{escape(chr(10).join(record.commands[-20:]))}</pre>"
-    if record.loaded:
-        own = [
-            f"{path}: {value}  # {origin}"
-            for path, origin in record.loaded.origins.items()
-            if origin != "default" and (value := _value(record, path)) is not None
-        ]
-        yield "<details><summary>The job's own values</summary>"
-        yield f"<pre class='wrap'>{escape(chr(10).join(own))}</pre></details>"
-
-
-def _value(record: RunRecord, path: str) -> Any:
-    from phalanx.config.fields import get
-
-    return get(record.loaded.job, path) if record.loaded else None
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields names and values of env.json; lists and objects inside are joined."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name} ")
-        elif value not in (None, "", []):
-            yield f"{prefix}{name}", str(value)

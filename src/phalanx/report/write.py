@@ -49,27 +49,24 @@ def pages(records: Sequence[RunRecord], predictions: Sequence[Expected], *, comp
     name_apart(records)
     names = ", ".join(record.name for record in records)
     if compare:
-        parts = [*_compared(records)]
-        return html_page(f"Runs {names}", f"{len(records)} runs compared", names, [page.style(), *parts, page.foot()])
-    chapters = [page.style(), *_contents(records)]
+        parts = [
+            page.STYLE_ELEMENT,
+            *section("curves", "Curves", page.chart_grid(charts.charts(records))),
+            *section("figures", "Figures", _figures(records)),
+            *section("differences", "What differs in the jobs", _differences(records)),
+            page.foot(),
+        ]
+        return html_page(f"Runs {names}", f"{len(records)} runs compared", names, parts)
+    entries = (
+        f"<li><a href='#run-{at}'>{escape(record.name)}</a> {escape(page.subtitle(record))}</li>"
+        for at, record in enumerate(records)
+    )
+    chapters = [page.STYLE_ELEMENT, "<ul>", *entries, "</ul>"]
     for at, (record, prediction) in enumerate(zip(records, predictions, strict=True)):
         chapters.append(f"<h1 id='run-{at}'>{escape(record.name)}</h1>")
         chapters.append(f"<p class='soft'>{escape(page.subtitle(record))}</p>")
         chapters += page.body(record, prediction, f"run-{at}-")
     return html_page(f"Runs {names}", f"{len(records)} runs", names, [*chapters, page.foot()])
-
-
-def _contents(records: Sequence[RunRecord]) -> Iterator[str]:
-    yield "<ul>"
-    for at, record in enumerate(records):
-        yield f"<li><a href='#run-{at}'>{escape(record.name)}</a> {escape(page.subtitle(record))}</li>"
-    yield "</ul>"
-
-
-def _compared(records: Sequence[RunRecord]) -> Iterator[str]:
-    yield from section("curves", "Curves", page.chart_grid(charts.charts(records)))
-    yield from section("figures", "Figures", _figures(records))
-    yield from section("differences", "What differs in the jobs", _differences(records))
 
 
 def _figures(records: Sequence[RunRecord]) -> Iterator[str]:

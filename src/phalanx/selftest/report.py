@@ -11,9 +11,9 @@ from typing import Any
 from phalanx.config.layout import Layout
 from phalanx.launch.watchdog.diagnosis import FACTOR
 from phalanx.pictures.elements import seconds
-from phalanx.pictures.fit import link_svg
 from phalanx.pictures.heat_map import heat_map, histograms
 from phalanx.pictures.page import figure, figures, html_page, list_of, section, table
+from phalanx.pictures.panels import link_svg
 from phalanx.selftest.check import AxisChecks
 from phalanx.selftest.timing import PairMatrix, ProbeTimes, Straggler, TimedAxis
 from phalanx.selftest.training import TrainingTest

@@ -17,6 +17,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -32,9 +33,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from phalanx.data.tokenizer import Tokenizer
 from phalanx.echo import echo
 from phalanx.errors import PhalanxError, RunError
-from phalanx.generate.engine import Engine, GenerationRequest
+from phalanx.generate.engine import Engine, GenerationRequest, TextRequest
 from phalanx.generate.sampling import Sampling
-from phalanx.generate.text import TextStream
 from phalanx.serve.bodies import ApiError, CompletionBody, ServeLimits, read_body, sampling_of
 
 
@@ -113,7 +113,7 @@ class Answer:
         left = len(self.texts)
         while left:
             index, piece = await self.queue.get()
-            finish = self.texts[index].request.finish
+            finish = self.texts[index].finish
             if piece is None and finish in ("failed", "cancelled"):
                 said = "the model failed" if finish == "failed" else "the server is ending"
                 raise ApiError(500 if finish == "failed" else 503, said, kind="server_error")
@@ -136,7 +136,7 @@ class Answer:
         }
 
     def _usage(self) -> dict[str, int]:
-        new = sum(len(text.request.new_tokens) for text in self.texts)
+        new = sum(len(text.new_tokens) for text in self.texts)
         total = self.prompt_tokens + new
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": new, "total_tokens": total}
 
@@ -318,7 +318,7 @@ async def _answer(service: Service, request: Request, endpoint: Endpoint) -> Res
     def release() -> None:
         nonlocal held
         for text in texts:
-            text.request.cancel()
+            text.cancel()
         service.texts -= count * held
         held = False
 
@@ -347,7 +347,7 @@ async def _begin(service: Service, body: CompletionBody, endpoint: Endpoint, tex
     if service.thread.broken:
         raise ApiError(500, "the model has failed; this server is ending", kind="server_error")
     beginnings = [service.tokenizer.decode(prompt) if body.echo else "" for prompt in prompts for _ in range(body.n)]
-    service.thread.submit([text.request for text in texts])
+    service.thread.submit(texts)
     return Answer(endpoint, service.name, texts, beginnings, queue, sum(map(len, prompts)))
 
 
@@ -468,7 +468,7 @@ class EngineThread:
             self._failed()
 
 
-class ServedText:
+class ServedText(TextRequest):
     """One text of a request, whose pieces go to a queue of the event loop as (`index`, piece); the last is None."""
 
     def __init__(
@@ -480,33 +480,22 @@ class ServedText:
         stop: Sequence[str],
         queue: asyncio.Queue[tuple[int, str | None]],
     ):
-        self.index = index
-        self._loop, self._queue = asyncio.get_running_loop(), queue
-        self._stream = TextStream(tokenizer, prompt, stop)
-        self.request = GenerationRequest(
-            prompt, sampling, ends=tokenizer.end_ids, on_token=self._on_token, on_end=self._on_end
-        )
+        self.index, loop = index, asyncio.get_running_loop()
+
+        def give(piece: str | None) -> None:
+            if piece == "":
+                return
+            try:
+                loop.call_soon_threadsafe(queue.put_nowait, (index, piece))
+            except RuntimeError:  # the loop has ended, and nobody reads
+                self.cancel()
+
+        super().__init__(tokenizer, prompt, sampling, stop, give=give, on_end=partial(give, None))
 
     @property
     def finish_reason(self) -> str:
         """Why the text ended, in OpenAI's words."""
-        return "stop" if self.request.finish == "stop" else "length"
-
-    def _on_token(self, token: int) -> bool:
-        self._give(self._stream.push(token))
-        return self._stream.stopped
-
-    def _on_end(self) -> None:
-        self._give(self._stream.finish())
-        self._give(None)
-
-    def _give(self, piece: str | None) -> None:
-        if piece == "":
-            return
-        try:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (self.index, piece))
-        except RuntimeError:  # the loop has ended, and nobody reads
-            self.request.cancel()
+        return "stop" if self.finish == "stop" else "length"
 
 
 MOST_CONNECTIONS = 256

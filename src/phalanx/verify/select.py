@@ -205,11 +205,7 @@ def reduced(layout: Layout, max_ranks: int) -> Layout:
         layout = replace(layout, **{axis: degree // factor})
         if axis == "pp":
             layout = replace(layout, pp_cut="")
-    return _tidy(layout)
-
-
-def _tidy(layout: Layout) -> Layout:
-    """Returns the layout with cp_ulysses, ep and hpz that fit their axes, and without settings of absent techniques."""
+    # What subdivides an axis fits it, and settings of absent techniques go.
     layout = replace(layout, cp_ulysses=gcd(layout.cp_ulysses, layout.cp), ep=gcd(layout.ep, layout.shard_ranks))
     layout = replace(layout, hpz=max(ranks for ranks in legal_hpz(layout) if ranks <= layout.hpz))
     without = ["cp_inner"] if layout.cp == 1 else []
@@ -330,13 +326,15 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     # Of layers with and without a window at least one each.
     full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
     head = min(model.head_size, SMALL_HEAD)
+    turned = model.rotary_fraction
     width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
     small = replace(
         model,
         n_layers=n_layers,
         full_every=full_every,
         d_model=width,
-        rotary_fraction=_small_fraction(model.rotary_fraction, head),
+        # About as large a part of a small head turns, of whole pairs.
+        rotary_fraction=1 if turned == 1 else max(2, 2 * round(head * turned / 2)) / head,
         head_dim=head
         if not model.mla.kv_rank and (model.head_dim or width != model.n_heads * head)
         else model.head_dim,
@@ -346,11 +344,6 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     for kind in model_kinds(model):
         small = kind.shrink(model, small, max_ranks)
     return small
-
-
-def _small_fraction(fraction: float, head: int) -> float:
-    """Returns the share of a small head that turns: about as large a part, of whole pairs."""
-    return fraction if fraction == 1 else max(2, 2 * round(head * fraction / 2)) / head
 
 
 GLOBAL_BATCHES = (8, 24)
@@ -535,14 +528,18 @@ def _own(selection: Selection, job: Job, max_ranks: int) -> None:
     layout = reduced(own, max_ranks)
     rounded = _rounded(layout)
     selection.notes += [f"the job's own layout is compared without quantisation: {bound}" for bound in rounded]
+    if not (layout.pp > 1 and is_file(layout.schedule)):  # a schedule file has its own
+        accumulation = min(accumulation, 2 * layout.pp)
+        accumulation = accumulation if accumulation > 1 else 0
+    is_whole = selection.compared.job.model.n_layers == job.model.n_layers
     layout = replace(
         layout,
         quantise_weights="none",
         quantise_gradients="none",
         micro_batch=0,
-        accumulation=_accumulation(layout, accumulation),
-        pp_cut=layout.pp_cut if selection.compared.job.model.n_layers == job.model.n_layers else "",
-        recompute_cut=layout.recompute_cut if selection.compared.job.model.n_layers == job.model.n_layers else "",
+        accumulation=accumulation,
+        pp_cut=layout.pp_cut if is_whole else "",
+        recompute_cut=layout.recompute_cut if is_whole else "",
         loss_chunk=min(layout.logits_of(1 << 20), max(1, selection.compared.job.model.seq_len // 2)),
         bucket_mb=Layout.bucket_mb,
     )
@@ -556,15 +553,6 @@ def _own(selection: Selection, job: Job, max_ranks: int) -> None:
         selection.notes.append(
             f"the job's own layout, {own.line()} ({own.world} ranks), is compared as {layout.line()}"
         )
-
-
-def _accumulation(layout: Layout, accumulation: int) -> int:
-    """Returns the smallest sufficient number of micro-batches per step: 2, or 2 per pipeline rank. A schedule file has
-    its own; 0 stands for one."""
-    if layout.pp > 1 and is_file(layout.schedule):
-        return accumulation
-    fewer = min(accumulation, 2 * layout.pp)
-    return fewer if fewer > 1 else 0
 
 
 def _add(selection: Selection, layout: Layout) -> None:
