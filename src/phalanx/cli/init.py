@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -67,35 +68,27 @@ def as_job_file(loaded: LoadedJob, facts: str, command: str, schema: str) -> str
         command: the command that trains it.
         schema: the file name of the JSON schema.
     """
-    return "\n".join(_lines(loaded, facts, command, schema)) + "\n"
-
-
-def _lines(loaded: LoadedJob, facts: str, command: str, schema: str) -> Iterator[str]:
-    yield f"# yaml-language-server: $schema={schema}"
-    yield f"# {command}"
-    yield "# Every field: `phalanx docs job`, or `phalanx train --help SECTION`."
+    lines = [
+        f"# yaml-language-server: $schema={schema}",
+        f"# {command}",
+        "# Every field: `phalanx docs job`, or `phalanx train --help SECTION`.",
+    ]
     for section, values in as_dict(loaded.job).items():
-        paths = [f"{section}.{name}" for name in values if _is_written(loaded, f"{section}.{name}")]
-        nested = {name: inner for name, inner in values.items() if isinstance(inner, dict)}
-        inner_paths = {
-            name: [path for path in (f"{section}.{name}.{each}" for each in inner) if _is_written(loaded, path)]
-            for name, inner in nested.items()
-        }
-        if not paths and not any(inner_paths.values()):
-            continue
-        yield from ("", f"{section}:")
-        if section == "layout" and facts:
-            yield f"  # {facts}"
-        for path in paths:
-            name = path.partition(".")[2]
-            yield _line(f"  {name}: {_dumped(values[name])}", _comment(loaded, path))
-        for outer, found in inner_paths.items():
-            if not found:
-                continue
-            yield f"  {outer}:"
-            for path in found:
-                name = path.rpartition(".")[2]
-                yield _line(f"    {name}: {_dumped(nested[outer][name])}", _comment(loaded, path))
+        if written := [*_written(loaded, values, section)]:
+            lines += ["", f"{section}:", *([f"  # {facts}"] if section == "layout" and facts else []), *written]
+    return "\n".join(lines) + "\n"
+
+
+def _written(loaded: LoadedJob, values: dict[str, Any], section: str) -> Iterator[str]:
+    """Yields the lines of a section's fields that the file states, those of sections inside of it last."""
+    indent = "  " * (section.count(".") + 1)
+    for name, value in sorted(values.items(), key=lambda item: isinstance(item[1], dict)):
+        path = f"{section}.{name}"
+        if not isinstance(value, dict):
+            if _is_written(loaded, path):
+                yield _line(f"{indent}{name}: {_dumped(value)}", _comment(loaded, path))
+        elif inner := [*_written(loaded, value, path)]:
+            yield from (f"{indent}{name}:", *inner)
 
 
 def _dumped(value: object) -> str:
@@ -346,15 +339,8 @@ TOKENS_PER_STEP = 2**20
 """Tokens per step proposed for a cluster: a million, about that of published runs of 1 to 8 billion parameters."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """One question."""
-
-    option: str
-    text: str
-    default: str
-    check: Callable[[str], object]
-    """Raises JobError or ValueError about a wrong answer."""
+Question = tuple[str, str, Callable[[str], object]]
+"""Its text, the answer by default, and what raises JobError or ValueError about a wrong one."""
 
 
 @VERB.runs
@@ -394,16 +380,16 @@ def _answers(given: dict[str, str], asks: bool) -> NewJob:
     problems: list[str] = []
     answers: dict[str, str] = {}
     for name in QUESTIONS:
-        question = _question(name, answers)
+        text, default, check = _question(name, answers)
         try:
             if name in given:
-                question.check(given[name])
+                check(given[name])
                 answers[name] = given[name]
             else:
-                answers[name] = _ask(question) if asks else question.default
+                answers[name] = _ask(text, default, check) if asks else default
         except (JobError, ValueError) as error:
             problems.append(f"--{name}: {error}")
-            answers[name] = question.default
+            answers[name] = default
     if problems:
         raise JobError(problems)
     return NewJob(answers["cluster"], answers["model"], answers["data"], int(answers["batch"]), int(answers["steps"]))
@@ -412,28 +398,28 @@ def _answers(given: dict[str, str], asks: bool) -> NewJob:
 def _question(name: str, answers: dict[str, str]) -> Question:
     """Returns a question, whose default depends on earlier answers."""
     if name == "cluster":
-        text = (
-            f"1/5  Machine: this ({_devices_here()}), or one to plan for, such as dgx-h100:4 (`phalanx docs devices`)"
-        )
-        return Question(name, text, HERE, lambda text: text == HERE or machine_of(text))
+        gpus, cores = len(glob.glob("/dev/nvidia[0-9]*")), len(os.sched_getaffinity(0))
+        devices = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{cores} core{'s' * (cores != 1)}, no GPU"
+        text = f"1/5  Machine: this ({devices}), or one to plan for, such as dgx-h100:4 (`phalanx docs devices`)"
+        return (text, HERE, lambda text: text == HERE or machine_of(text))
     here = answers["cluster"] == HERE
     if name == "model":
         text = "2/5  Model: small (0.9 million parameters), a preset (`phalanx models`), hf:FOLDER, or a run"
-        return Question(name, text, SMALL if here else "llama3.1-8b", _check_model)
+        return (text, SMALL if here else "llama3.1-8b", _check_model)
     if name == "data":
         text = "3/5  Data: stdlib (Python's own library), shakespeare_char (downloads), random, or your text or JSONL"
-        return Question(name, text, "stdlib" if here else "random", _check_data)
+        return (text, "stdlib" if here else "random", _check_data)
     if name == "batch":
         batch = SMALL_BATCH if here else _batch_for(answers)
-        return Question(name, "4/5  Global batch: sequences per step over all devices", str(batch), _check_count)
-    return Question(name, "5/5  Training: optimizer steps", str(STEPS), _check_count)
+        return ("4/5  Global batch: sequences per step over all devices", str(batch), _check_count)
+    return ("5/5  Training: optimizer steps", str(STEPS), _check_count)
 
 
-def _ask(question: Question) -> str:
+def _ask(text: str, default: str, check: Callable[[str], object]) -> str:
     while True:
-        answer = _asked(question.text, question.default)
+        answer = _asked(text, default)
         try:
-            question.check(answer)
+            check(answer)
             return answer
         except (JobError, ValueError) as error:
             echo(f"     {error}", file=sys.stderr, wrap=True)
@@ -446,12 +432,6 @@ def _asked(text: str, default: str) -> str:
     if not line:
         raise JobError("the input ended before all questions were answered: nothing was written")
     return line.strip() or default
-
-
-def _devices_here() -> str:
-    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
-    cores = len(os.sched_getaffinity(0))
-    return f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{cores} core{'s' * (cores != 1)}, no GPU"
 
 
 def _check_model(text: str) -> None:

@@ -72,7 +72,7 @@ EXIT_CODES = {
 
 
 _MODULES = {
-    **dict.fromkeys(("import", "export"), "models"),
+    "import": "models",
     **dict.fromkeys(("docs", "examples", "extensions"), "shipped"),
     **dict.fromkeys(("watch", "profile"), "report"),
     "schema": "completion",

@@ -48,8 +48,10 @@ class Option:
         """Converts the given texts. Raises ValueError that says what was expected."""
         if not any(texts):
             raise ValueError(f"is empty: {self.empty}" if texts and self.empty else "needs a value")
-        converted = tuple(Path(text) if self.kind is Path else values.convert(text, self.kind) for text in texts)
-        if self.at_least is not None and min(converted) < self.at_least:  # pyright: ignore[reportOperatorIssue]
+        converted: tuple[Any, ...] = tuple(
+            Path(text) if self.kind is Path else values.convert(text, self.kind) for text in texts
+        )
+        if self.at_least is not None and min(converted) < self.at_least:
             raise ValueError(f"must be at least {self.at_least}, is {min(converted)}")
         return converted
 

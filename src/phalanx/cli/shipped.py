@@ -11,7 +11,6 @@ import phalanx
 from phalanx.cli.option import Option
 from phalanx.cli.verb import WHOLE, Command, Verb, Words
 from phalanx.errors import JobError
-from phalanx.extend import TABLES
 from phalanx.nearest import did_you_mean
 from phalanx.registry import GROUP, OWN, installed
 from phalanx.units import aligned
@@ -127,6 +126,8 @@ EXTENSIONS = Verb(
 
 @EXTENSIONS.runs
 def extensions(words: Words) -> None:
+    from phalanx.extend import TABLES  # imported here, because it imports every table
+
     packages = {kind: {name: table.package(name) for name in table} for kind, table in TABLES.items()}
     if words.command == "names":
         lines = [

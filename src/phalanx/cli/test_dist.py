@@ -18,7 +18,6 @@ from phalanx.cli.files import OutputFiles, write
 from phalanx.cli.option import Option
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import Words, job_verb
-from phalanx.config.job import Job
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.ranks import Ranks
@@ -80,7 +79,12 @@ def _parse(argv: Sequence[str], ranks: Ranks | None) -> Words | None:
     more += ["data.corpus=random"] if more and "data.corpus" not in given else []
     wanted = ranks.world if ranks else words.options["nproc_per_node"]
     if not any(path.startswith("layout.") for path in given):
-        more.append(f"layout.dp_replicate={wanted or _devices(words.job)}")
+        gpus = 0
+        if not wanted and words.job.cluster.device != "cpu":
+            import torch
+
+            gpus = torch.cuda.device_count()
+        more.append(f"layout.dp_replicate={wanted or gpus or 2}")
         if "train.global_batch" not in given:
             more.append("layout.micro_batch=8")
     if more:
@@ -95,15 +99,6 @@ def _parse(argv: Sequence[str], ranks: Ranks | None) -> Words | None:
     if ranks is not None and ranks.rank == 0:
         _make_folders(words.options)
     return words
-
-
-def _devices(job: Job) -> int:
-    """Returns the number of processes where nobody says it."""
-    if job.cluster.device != "cpu":
-        import torch
-
-        return torch.cuda.device_count() or 2
-    return 2
 
 
 def _launch(words: Words) -> int:
