@@ -22,7 +22,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.offload.budget import DeviceBudget
+from phalanx.parallel.offload import DeviceBudget
 from phalanx.train.in_files import InFiles
 from phalanx.train.step import Stepper
 from phalanx.units import counted, gib

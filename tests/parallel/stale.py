@@ -8,7 +8,7 @@ from parallel.steps import micro_batches
 from phalanx.config.job import Job
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
-from phalanx.parallel.pipedream import PipeDream, version
+from phalanx.parallel.pipeline import PipeDream, version
 from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import Stepper
 from phalanx.train.stream import UnflushedSteps

@@ -7,11 +7,11 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
-from phalanx.model.noise import Noise
+from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import build
-from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.zero import BucketReplica
 

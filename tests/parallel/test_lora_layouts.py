@@ -20,7 +20,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
-from phalanx.model.init import initial_value
+from phalanx.model.seeding import initial_value
 
 VOCAB = 29
 SEED = Train().seed

@@ -14,7 +14,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
-from phalanx.model.init import initial_value
+from phalanx.model.seeding import initial_value
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import build

@@ -22,7 +22,7 @@ from phalanx.config.train import Train
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.errors import JobError
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.offload.budget import DeviceBudget
+from phalanx.parallel.offload import DeviceBudget
 from phalanx.parallel.vocabulary import merged_loss
 from phalanx.train.memory import rank_spec
 from phalanx.train.step import Stepper

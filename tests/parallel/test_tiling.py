@@ -19,7 +19,7 @@ from phalanx.config.train import Train
 from phalanx.cost.held import block_parameters, outside
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fsdp_private import is_whole
-from phalanx.parallel.modules import Tile
+from phalanx.parallel.linear import Tile
 from phalanx.train.saving import Saving
 from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper

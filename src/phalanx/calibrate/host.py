@@ -19,7 +19,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.errors import OffloadError
 from phalanx.optimizers.facts import optimizer_costs
-from phalanx.parallel.offload.state_file import StateFile
+from phalanx.parallel.offload import StateFile
 from phalanx.partition.tiers import BUFFER_BYTES
 from phalanx.train.optimizers.adamw import adamw
 

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the 
 
 from phalanx.calibrate import cluster_file, comm, compute, report
 from phalanx.calibrate.report import CalibrationReport
-from phalanx.comm.agreement import Facts
+from phalanx.comm.agree import Facts
 from phalanx.cost.fit import Precision
 from phalanx.cost.traffic.collectives import Collective
 from phalanx.data.progress import Progress, silent, stderr_progress

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from phalanx.parallel.offload.host import on_host
-from phalanx.parallel.offload.state_file import file_of
+from phalanx.parallel.offload import file_of, on_host
 
 _ALIGNMENT = 64
 

@@ -10,9 +10,8 @@ from typing import Any
 from phalanx.cli.commands import JSON, Command, CommandVerb, CommandWords
 from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.option import Option
-from phalanx.comm.algorithms import draw, text
-from phalanx.comm.algorithms.catalogue import ALGORITHMS, build, full_name
-from phalanx.comm.algorithms.program import CollectiveProgram
+from phalanx.comm.algorithms import draw
+from phalanx.comm.algorithms.program import ALGORITHMS, CollectiveProgram, build, full_name
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.units import gib
@@ -95,8 +94,8 @@ def _show(words: CommandWords) -> None:
         return
     tensor = f"{sizes['elements']:,} elements of {sizes['element_bytes']} bytes"
     title = f"{program.name}: {program.ranks} ranks, {tensor} ({gib(sizes['elements'] * sizes['element_bytes'])})"
-    echo("\n".join([title, *text.counts(program, sizes["element_bytes"]), ""]), wrap=True)
-    echo("\n".join(text.table(program)))
+    echo("\n".join([title, *draw.counts(program, sizes["element_bytes"]), ""]), wrap=True)
+    echo("\n".join(draw.table(program)))
     if svg:
         echo(f"\nwritten: {svg}")
 

@@ -16,8 +16,7 @@ from phalanx.pictures import schedule as schedule_picture
 from phalanx.pictures import schedule_text
 from phalanx.registry import OWN
 from phalanx.schedule import catalogue, file, timing, trace
-from phalanx.schedule.blocking import blocked
-from phalanx.schedule.check import in_flight
+from phalanx.schedule.check import blocked, in_flight
 from phalanx.schedule.schedule import Schedule
 
 SIZES = {

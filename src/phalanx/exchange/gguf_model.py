@@ -25,7 +25,7 @@ from phalanx.exchange.conversions import AbsorbedKeys, Conversion, RotaryRows, S
 from phalanx.exchange.gguf import GgufFile
 from phalanx.exchange.gguf_config import architecture_of, model_of
 from phalanx.exchange.slice import first_layers, layer_of
-from phalanx.model.rotary import rotary_frequencies
+from phalanx.model.layers import rotary_frequencies
 
 _OUTSIDE = {"embed": "token_embd", "positions": "position_embd", "final_norm": "output_norm", "head": "output"}
 _IN_BLOCK = {

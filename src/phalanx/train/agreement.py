@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 import phalanx
-from phalanx.comm.agree import on_every_rank
-from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
+from phalanx.comm.agree import Disagreement, Facts, clock_skew, disagreements, on_every_rank
 from phalanx.config.data import Data
 from phalanx.config.job import Job
 from phalanx.data.index import Index, read_index, repair_command

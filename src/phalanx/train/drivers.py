@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.pipeline import PipeDream
 from phalanx.train.feed import Feed
 from phalanx.train.guard.guard import Guard
 from phalanx.train.milestones import Milestones

@@ -12,8 +12,7 @@ from phalanx.data.loader import ShardData, evaluation_batches
 from phalanx.launch.watchdog import heartbeat
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.preferences import PairFacts
+from phalanx.parallel.objective import MicroTensors, PairFacts
 from phalanx.partition import batch
 from phalanx.train.step import Stepper
 

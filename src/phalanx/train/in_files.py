@@ -23,8 +23,7 @@ from phalanx.comm.axis import Axis
 from phalanx.config.optimizer import Optimizer
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.entry import MASTER
-from phalanx.parallel.offload.host import Host, on_host
-from phalanx.parallel.offload.state_file import ALIGNMENT, StateFile, padded
+from phalanx.parallel.offload import ALIGNMENT, Host, StateFile, on_host, padded
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tiers import BUFFER_BYTES, BUFFERS
 from phalanx.train.offload_space import require_space

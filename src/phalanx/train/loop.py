@@ -16,8 +16,7 @@ from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the 
 from phalanx.blocks.flops import train_flops_per_step
 from phalanx.blocks.parameters import count, trained_text
 from phalanx.check.guard import unguarded
-from phalanx.comm.agree import on_rank_zero
-from phalanx.comm.same_calls import require_same_calls
+from phalanx.comm.agree import on_rank_zero, require_same_calls
 from phalanx.config.job import Job
 from phalanx.data.conversations import ConversationData
 from phalanx.errors import NotFiniteError, PhalanxError, StoppedError
@@ -28,7 +27,7 @@ from phalanx.launch.watchdog.layout import Phase
 from phalanx.model.attention_blocks import kernels_text, ordered_kernels
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.offload.budget import device_budget
+from phalanx.parallel.offload import device_budget
 from phalanx.parallel.precision import DTYPES
 from phalanx.partition import batch as batch_equation
 from phalanx.trackers.processes import Trackers

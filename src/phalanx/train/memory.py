@@ -15,7 +15,7 @@ from phalanx.config.job import Job
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_parts import RankParts, StepParts
 from phalanx.errors import RunError
-from phalanx.parallel.offload.budget import BudgetError
+from phalanx.parallel.offload import BudgetError
 from phalanx.partition import batch
 from phalanx.partition.tiers import Part
 from phalanx.units import gib

@@ -16,8 +16,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.optimizers.entry import MASTER, StateKind
 from phalanx.optimizers.facts import state_tensors
-from phalanx.parallel.matrices import MatrixUpdates
-from phalanx.parallel.parameter_shards import ParameterShard, counted
+from phalanx.parallel.parameter_shards import MatrixUpdates, ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
 from phalanx.train.optimizers.rule import CHUNK, Groups, MatrixRule, UpdateRule, one_pass_of
 from phalanx.train.optimizers.shapes import state_shapes

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.ledger import Ledger
+from phalanx.comm.axis import Ledger
 from phalanx.echo import shortened
 from phalanx.launch.watchdog import heartbeat
 from phalanx.train import device as devices

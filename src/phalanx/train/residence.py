@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from phalanx.parallel.offload.host import Host, on_host
+from phalanx.parallel.offload import Host, on_host
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.precision import needs_master_weights
 from phalanx.train.optimizers.rule import one_pass_of

@@ -22,7 +22,7 @@ from phalanx.checkpoint.writer import Order, Writer
 from phalanx.comm.agree import on_rank_zero
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, SupersededError
 from phalanx.launch.watchdog import heartbeat
-from phalanx.parallel.offload.state_file import will_read
+from phalanx.parallel.offload import will_read
 from phalanx.train.state import TrainState
 from phalanx.train.stop import StopRequest
 from phalanx.units import seconds as as_time

@@ -22,7 +22,7 @@ from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.entry import MASTER
 from phalanx.optimizers.facts import kinds
-from phalanx.parallel.offload.host import on_host
+from phalanx.parallel.offload import on_host
 from phalanx.train.facts import extension_facts
 from phalanx.train.guard.history import History
 from phalanx.train.schedule_end import ScheduleEnd, end_of, resumed_end

@@ -1,4 +1,4 @@
-"""Optimizer steps of a pipeline that is not flushed between them (parallel/pipedream.py).
+"""Optimizer steps of a pipeline that is not flushed between them (parallel/pipeline.py).
 
 A step's update is not needed before the step after the next one begins. Until then its norm is reduced over the ranks,
 while they compute: a step's result is known one step later.
@@ -17,8 +17,8 @@ from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.objective import MicroTensors
+from phalanx.parallel.pipeline import PipeDream
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Step, Stepper
 

@@ -7,7 +7,7 @@ import platform
 import secrets
 from pathlib import Path
 
-from phalanx.comm import direct
+from phalanx.comm import calls
 from phalanx.comm.agree import gather_json, on_rank_zero
 from phalanx.config.job import Job
 from phalanx.launch.environment import HEARTBEATS
@@ -21,7 +21,7 @@ def watch(job: Job, ranks: Ranks, log_file: Path | None) -> None:
     """Starts this rank's heartbeat, and the watchdog of its node, unless our own launcher did. All ranks call it.
 
     `log_file` is rank 0's: reports go to the folder of its attempt."""
-    direct.record()
+    calls.record()
     if HEARTBEATS in os.environ or ranks.world == 1:
         return
     reports = Path(on_rank_zero(lambda: str(log_file.parents[1] if log_file else RunDirectory.of(job).logs)))

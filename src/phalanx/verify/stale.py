@@ -1,7 +1,7 @@
 """Steps of a pipeline that is not flushed, and the same stale gradients on one process.
 
 PipeDream-2BW does not compute what synchronous training does: from the third step on, gradients are those at the
-weights before the last update (parallel/pipedream.py). So it is compared with one process that does the same.
+weights before the last update (parallel/pipeline.py). So it is compared with one process that does the same.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.data.loader import MicroBatch
-from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.pipeline import PipeDream
 from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import Stepper
 from phalanx.train.stream import UnflushedSteps

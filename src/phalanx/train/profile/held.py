@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.pipeline import PipeDream
 from phalanx.parallel.zero import BucketReplica
 from phalanx.train.profile.largest import LiveTensor
 from phalanx.train.step import Stepper

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm.recorded import now
+from phalanx.comm.calls import now
 from phalanx.parallel.data import Replica
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.recompute import Repeated, run_again

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from phalanx.comm.recorded import Recording, TimedCall
+from phalanx.comm.calls import Recording, TimedCall
 from phalanx.launch.watchdog.layout import Phase
 from phalanx.train.profile.largest import Range
 from phalanx.train.profile.passes import PassSpans

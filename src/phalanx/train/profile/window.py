@@ -20,7 +20,7 @@ import torch
 from phalanx.check.compile import compiles
 from phalanx.comm import blocking
 from phalanx.comm.agree import gather_json, on_every_rank
-from phalanx.comm.recorded import Recording, now, recorded
+from phalanx.comm.calls import Recording, now, recorded
 from phalanx.errors import RunError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.layout import Phase
