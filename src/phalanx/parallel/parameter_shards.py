@@ -282,9 +282,10 @@ class MatrixUpdates:
         self.groups: list[_Group] = []
         for (axis, between, copies), of_name in found.items():
             sources = [tuple(parts) for parts in of_name.values()]
-            matrices = [
-                SharedMatrix((*parts[0].slices[0].whole,), tuple(part.piece for part in parts)) for parts in sources
-            ]
+            matrices = list[SharedMatrix]()
+            for parts in sources:
+                rows, columns = parts[0].slices[0].whole
+                matrices.append(SharedMatrix((rows, columns), tuple(part.piece for part in parts)))
             plan = rounds(matrices, axis.size, between.size)
             self.groups.append(_Group(axis, between, copies, matrices, sources, plan))
         self.names = frozenset(s.shard.name for group in self.groups for parts in group.sources for s in parts)
