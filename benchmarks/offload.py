@@ -23,7 +23,7 @@ from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.offload.budget import DeviceBudget
+from phalanx.parallel.offload import DeviceBudget
 from phalanx.train.step import StepInputs, Stepper
 from phalanx.units import MIB
 

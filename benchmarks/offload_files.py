@@ -21,7 +21,7 @@ from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.offload.budget import DeviceBudget
+from phalanx.parallel.offload import DeviceBudget
 from phalanx.train.residence import InFiles
 from phalanx.train.step import Stepper
 from phalanx.units import counted, gib

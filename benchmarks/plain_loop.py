@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from phalanx.check.load import load_file
 from phalanx.data.loader import TokenData
 from phalanx.data.prepare import prepare
-from phalanx.model.init import initialise
+from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
 
 

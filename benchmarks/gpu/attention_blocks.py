@@ -15,8 +15,8 @@ import json
 import torch
 from torch import Tensor
 
+from phalanx.model.attention import Reach, blocked_attention
 from phalanx.model.attention_blocks import Seen, attend, gradients
-from phalanx.model.blocked_attention import Reach, blocked_attention
 from phalanx.model.documents import Documents
 
 TOLERANCE = {torch.bfloat16: 3e-2, torch.float32: 1e-5}

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.check.load import load_file
 from phalanx.config.job import Job
-from phalanx.model.init import initialise
+from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
 
 Step = Callable[[Tensor, Tensor], Tensor]

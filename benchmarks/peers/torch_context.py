@@ -28,7 +28,7 @@ from benchmarks.peers import harness
 from phalanx.config.job import Job
 from phalanx.launch.ranks import Ranks
 from phalanx.model.attention import CoreAttention
-from phalanx.model.noise import Noise
+from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 
 _aten = torch.ops.aten

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 
 from phalanx.config.job import Job
-from phalanx.model.init import initialise
+from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.stages import Stage, Stages
 from phalanx.partition import batch

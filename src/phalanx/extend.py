@@ -27,7 +27,7 @@ from phalanx.optimizers.entry import ExtraOption, OptimizerEntry, StateKind
 from phalanx.registry import Registry
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.entry import ScheduleEntry
-from phalanx.schedule.placement import round_robin, v_shape
+from phalanx.schedule.generators import round_robin, v_shape
 from phalanx.schedule.schedule import Action, Schedule
 
 __all__ = [

@@ -12,7 +12,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.partition.pipeline import schedule_of
 from phalanx.schedule import catalogue, file
-from phalanx.schedule.pipedream import pipedream
+from phalanx.schedule.generators import pipedream
 
 JOB = Job(model=ModelConfig(n_layers=8, seq_len=64), train=Train(global_batch=16))
 

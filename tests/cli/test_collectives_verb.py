@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.cli.main import main
-from phalanx.comm.algorithms.catalogue import ALGORITHMS, build
+from phalanx.comm.algorithms.program import ALGORITHMS, build
 
 ROOT = Path(__file__).parents[2]
 PICTURES = ("ring", "tree", "halving", "hierarchical")

@@ -7,10 +7,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.algorithms import direct, halving, hierarchical, ring, tree
-from phalanx.comm.algorithms.catalogue import ALGORITHMS, AlgorithmEntry
 from phalanx.comm.algorithms.execute import Reduction, all_to_all, execute, matches_definition
-from phalanx.comm.algorithms.program import CollectiveProgram, chunked
+from phalanx.comm.algorithms.program import (
+    ALGORITHMS,
+    AlgorithmEntry,
+    CollectiveProgram,
+    chunked,
+    gather,
+    halving_all_reduce,
+    hierarchical_all_reduce,
+    naive_all_reduce,
+    ring_all_gather,
+    ring_all_reduce,
+    ring_reduce_scatter,
+    scatter,
+    tree_all_reduce,
+    tree_broadcast,
+    tree_reduce,
+)
 
 SIZES = (1, 3, 37)
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -26,11 +40,11 @@ def own(rank: int, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def all_reduce_plans(ranks: int, n: int) -> list[CollectiveProgram]:
     groups = [size for size in range(1, ranks + 1) if ranks % size == 0]
     return [
-        direct.naive_all_reduce(ranks, n),
-        ring.all_reduce(ranks, n),
-        tree.all_reduce(ranks, n),
-        halving.all_reduce(ranks, n),
-        *(hierarchical.all_reduce(ranks, n, group) for group in groups),
+        naive_all_reduce(ranks, n),
+        ring_all_reduce(ranks, n),
+        tree_all_reduce(ranks, n),
+        halving_all_reduce(ranks, n),
+        *(hierarchical_all_reduce(ranks, n, group) for group in groups),
     ]
 
 
@@ -63,7 +77,7 @@ def low_precision(ranks) -> None:
     expected = own(ranks.rank, 37, torch.bfloat16)
     dist.all_reduce(expected)
     mine = own(ranks.rank, 37, torch.bfloat16)
-    execute(ring.all_reduce(ranks.world, 37), mine)
+    execute(ring_all_reduce(ranks.world, 37), mine)
     torch.testing.assert_close(mine, expected, rtol=0.05, atol=0.05)
 
 
@@ -83,30 +97,30 @@ def compare_others(ranks) -> None:
             expected = own(rank, n)
             dist.all_reduce(expected, OPS[reduction])
             scattered = own(rank, n)
-            execute(ring.reduce_scatter(world, n), scattered, reduction)
+            execute(ring_reduce_scatter(world, n), scattered, reduction)
             torch.testing.assert_close(scattered[part], expected[part], rtol=1e-12, atol=1e-12)
             reduced = own(rank, n)
-            execute(tree.reduce(world, n, root), reduced, reduction)
+            execute(tree_reduce(world, n, root), reduced, reduction)
             if rank == root:
                 torch.testing.assert_close(reduced, expected, rtol=1e-12, atol=1e-12)
 
         broadcast, expected = own(rank, n), own(rank, n)
-        execute(tree.broadcast(world, n, root), broadcast)
+        execute(tree_broadcast(world, n, root), broadcast)
         dist.broadcast(expected, src=root)
         assert torch.equal(broadcast, expected)
 
         gathered = own(rank, n)
-        execute(ring.all_gather(world, n), gathered, "avg")  # nothing is reduced, so nothing is divided
+        execute(ring_all_gather(world, n), gathered, "avg")  # nothing is reduced, so nothing is divided
         pieces = [every[each][chunk.start : chunk.stop] for each, chunk in enumerate(chunks)]
         assert torch.equal(gathered, torch.cat(pieces))
 
         collected = own(rank, n)
-        execute(direct.gather(world, n, root), collected)
+        execute(gather(world, n, root), collected)
         if rank == root:
             assert torch.equal(collected, torch.cat(pieces))
 
         dealt = own(rank, n)
-        execute(direct.scatter(world, n, root), dealt)
+        execute(scatter(world, n, root), dealt)
         assert torch.equal(dealt[part], every[root][part])
 
         expected = torch.empty(world * len(chunks[rank]), dtype=torch.float64)
@@ -152,7 +166,7 @@ def in_a_group(ranks) -> list[float]:
     group = groups[ranks.rank % 2]
     assert isinstance(group, dist.ProcessGroup)
     tensor = torch.full((2, 3), float(ranks.rank))
-    execute(ring.all_reduce(2, 6), tensor, group=group)
+    execute(ring_all_reduce(2, 6), tensor, group=group)
     return tensor.flatten().tolist()
 
 
@@ -167,11 +181,11 @@ def refuse(ranks, program: CollectiveProgram, tensor: Tensor, reduction: str) ->
 @pytest.mark.parametrize(
     ("program", "tensor", "reduction", "message"),
     [
-        (ring.all_reduce(2, 4), torch.zeros(4), "sum", r"\(ring all-reduce\) is for 2 ranks, the group has 1"),
-        (ring.all_reduce(1, 4), torch.zeros(5), "sum", r"is for 4 elements on rank 0, the tensor has 5"),
-        (ring.all_reduce(1, 4), torch.zeros(4), "product", "no reduction 'product'; there are sum, avg, min, max"),
-        (ring.all_reduce(1, 4), torch.zeros(4, dtype=torch.int64), "avg", "the average of torch.int64 is not defined"),
-        (ring.all_reduce(1, 4), torch.zeros(2, 2).T, "sum", r"contiguous; its strides are \(1, 2\)"),
+        (ring_all_reduce(2, 4), torch.zeros(4), "sum", r"\(ring all-reduce\) is for 2 ranks, the group has 1"),
+        (ring_all_reduce(1, 4), torch.zeros(5), "sum", r"is for 4 elements on rank 0, the tensor has 5"),
+        (ring_all_reduce(1, 4), torch.zeros(4), "product", "no reduction 'product'; there are sum, avg, min, max"),
+        (ring_all_reduce(1, 4), torch.zeros(4, dtype=torch.int64), "avg", "the average of torch.int64 is not defined"),
+        (ring_all_reduce(1, 4), torch.zeros(2, 2).T, "sum", r"contiguous; its strides are \(1, 2\)"),
     ],
 )
 def test_what_does_not_belong_together(ranks, program: CollectiveProgram, tensor: Tensor, reduction: str, message: str):

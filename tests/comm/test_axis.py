@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.comm.axis import LATENCY_BOUND_BYTES, Axis
-from phalanx.comm.ledger import Ledger
-from phalanx.comm.staged import StagedAxis
+from phalanx.comm.axis import LATENCY_BOUND_BYTES, Axis, Ledger, StagedAxis
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 

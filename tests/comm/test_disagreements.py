@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.comm.agreement import differences, disagreements
+from phalanx.comm.agree import differences, disagreements
 
 
 def stated(ranks, facts):

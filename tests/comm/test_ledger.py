@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.comm.ledger import Ledger
+from phalanx.comm.axis import Ledger
 from phalanx.cost.traffic.collectives import sent_bytes
 from phalanx.units import gib
 

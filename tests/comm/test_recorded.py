@@ -4,7 +4,7 @@ import torch
 
 from phalanx.comm import axis as axes
 from phalanx.comm.axis import Axis
-from phalanx.comm.recorded import Recording, recorded
+from phalanx.comm.calls import Recording, recorded
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.comm import direct, same_calls
+from phalanx.comm import agree, calls
 from phalanx.comm.axis import Axis
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import detect
@@ -90,7 +90,7 @@ def run(argv: list[str]) -> int:
     with process_group(ranks, device=torch.device("cpu"), timeout_s=TIMEOUT_S):
         world = Axis("world", ranks.world, ranks.rank, dist.distributed_c10d._get_default_group())
         heartbeat.training(0, 0)
-        direct.record()
+        calls.record()
         for step in range(6):
             heartbeat.enter(Phase.FORWARD_BACKWARD)
             if step == 3 and fault == "deadlock":
@@ -105,7 +105,7 @@ def run(argv: list[str]) -> int:
             world.all_reduce(torch.ones(2)).wait()
             heartbeat.enter(Phase.RECORD)
             heartbeat.steps_done(step + 1)
-        same_calls.require_same_calls()
+        agree.require_same_calls()
         heartbeat.enter(Phase.END)
     return 0
 

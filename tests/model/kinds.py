@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
-from phalanx.model.init import initialise
+from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
 
 _LLAMA = ModelConfig(

@@ -10,9 +10,9 @@ import torch
 from blocks.test_adapter_weights import MODELS, adapted
 from phalanx.config.model import LoRA
 from phalanx.errors import ExtensionError
-from phalanx.model.experts import GroupedLinear
-from phalanx.model.init import initial_value, initialise
 from phalanx.model.layers import Linear
+from phalanx.model.moe import GroupedLinear
+from phalanx.model.seeding import initial_value, initialise
 from phalanx.model.transformer import Transformer
 
 TOKENS = torch.arange(16).view(2, 8) % 20
@@ -98,6 +98,6 @@ def test_a_target_must_be_a_linear_layer():
     """The router of a package may be a matrix of another module; its description says what it is."""
     model = replace(MODELS["llama"], lora=LoRA(rank=2, targets="wq"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("phalanx.model.sublayers.lora.targets", lambda *_: ["core"])
+        patch.setattr("phalanx.model.transformer.lora.targets", lambda *_: ["core"])
         with pytest.raises(ExtensionError, match="core of its module must be a Linear"):
             Transformer(model)

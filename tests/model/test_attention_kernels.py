@@ -11,9 +11,8 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
 
 from model.kinds import MOE_AND_MLA
 from phalanx.model import documents as documents_of_batches
-from phalanx.model.attention import CoreAttention
+from phalanx.model.attention import CoreAttention, Reach, blocked_attention
 from phalanx.model.attention_blocks import kernel_order, kernels_text, ordered_kernels
-from phalanx.model.blocked_attention import Reach, blocked_attention
 from phalanx.model.documents import Documents
 from rehearsed_cuda import CUDA, Rehearsal, rehearsal, values
 

@@ -13,10 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import phalanx.model.documents
 from model.kinds import KINDS, build, tokens
-from phalanx.model.attention import CoreAttention
+from phalanx.model.attention import CoreAttention, visible
 from phalanx.model.documents import Documents
-from phalanx.model.noise import Noise
-from phalanx.model.window import visible
+from phalanx.model.seeding import Noise
 
 LENGTHS = ((5, 1, 6), (2, 3, 7))
 """Tokens of each document, sample by sample."""

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from phalanx.model.experts import GroupedLinear
+from phalanx.model.moe import GroupedLinear
 
 
 def layer(n: int, inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = True) -> GroupedLinear:

@@ -11,9 +11,9 @@ from torch import nn
 from model.kinds import KINDS
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.presets import PRESETS
-from phalanx.model import init
-from phalanx.model.init import initial_value, initialise, initialise_part, normal
+from phalanx.model import seeding
 from phalanx.model.moe import Routing
+from phalanx.model.seeding import initial_value, initialise, initialise_part, normal
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
@@ -135,7 +135,7 @@ def test_numbers_are_normal_and_independent():
 @pytest.mark.parametrize("dim", [None, 0, 1])
 def test_a_shard_is_drawn_as_it_lies_in_the_whole(monkeypatch, name: str, dim: int | None, chunk: int):
     """A part that begins at element 37 of a padded slice, that of the last of four tensor ranks."""
-    monkeypatch.setattr(init, "CHUNK", chunk)
+    monkeypatch.setattr(seeding, "CHUNK", chunk)
     whole = tuple(dict(initialised())[name].shape)
     size = -(-whole[dim] // 4) + 1 if dim is not None else 0
     part = TensorSlice(whole) if dim is None else TensorSlice(whole, dim, 3 * size, size)

@@ -10,10 +10,10 @@ import torch
 from generate.texts import generate
 from model.kinds import MOE_AND_MLA, build, tokens
 from phalanx.config.model import MLA, ModelConfig, RopeScaling
+from phalanx.model.attention import LatentAttention
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Documents
-from phalanx.model.latent import LatentAttention
-from phalanx.model.rotary import rotary_frequencies
+from phalanx.model.layers import rotary_frequencies
 
 _LATENT = {
     "compressed queries": MOE_AND_MLA["deepseek"],

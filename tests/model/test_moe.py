@@ -14,8 +14,8 @@ from model.kinds import MOE_AND_MLA, build, tokens
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as under_test
 from phalanx.model.documents import Conversations
-from phalanx.model.init import initialise
 from phalanx.model.moe import Routing
+from phalanx.model.seeding import initialise
 
 _LLAMA = replace(MOE_AND_MLA["mixtral"], d_model=8)
 _SIGMOID = MoE(

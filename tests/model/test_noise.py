@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from model.kinds import KINDS, build, tokens
-from phalanx.model.noise import Noise, dropout
+from phalanx.model.seeding import Noise, dropout
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

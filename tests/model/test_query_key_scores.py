@@ -15,7 +15,7 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.model import ModelConfig, RopeScaling
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Documents
-from phalanx.model.noise import Noise
+from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 
 NOISE = Noise(seed=1, step=0, sample_ids=[0, 1])

@@ -10,7 +10,7 @@ from model.kinds import KINDS
 from model.test_transformer import reference_frequency
 from phalanx.config.model import ModelConfig, RopeScaling
 from phalanx.config.presets import PRESETS
-from phalanx.model.rotary import rotary_frequencies, rotary_table, rotate
+from phalanx.model.layers import rotary_frequencies, rotary_table, rotate
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from model.kinds import STRUCTURE_KINDS, build, tokens
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.model.init import initial_value
 from phalanx.model.layers import Activation, soft_cap
+from phalanx.model.seeding import initial_value
 from phalanx.model.transformer import Block, Transformer
 
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}

@@ -16,7 +16,7 @@ from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
 from phalanx.model.cache import Cache
-from phalanx.model.noise import Noise
+from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 
 kinds = pytest.mark.parametrize("model", KINDS.values(), ids=KINDS.keys())

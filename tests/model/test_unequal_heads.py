@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from phalanx.model.attention import Reach, blocked_attention
 from phalanx.model.attention_blocks import Scoring
-from phalanx.model.blocked_attention import Reach, blocked_attention
 
 
 @pytest.mark.parametrize("width", [4, 12])

@@ -12,12 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from model.kinds import KINDS, MOE_AND_MLA, build, tokens
-from phalanx.model import blocked_attention
-from phalanx.model.attention import CoreAttention
+from phalanx.model.attention import CoreAttention, visible
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Documents
-from phalanx.model.noise import Noise
-from phalanx.model.window import visible
+from phalanx.model.seeding import Noise
 from phalanx.partition import sequence
 from phalanx.partition.sequence import window_blocks
 
@@ -92,7 +90,7 @@ def test_attention_and_its_gradients_by_definition(
     monkeypatch, seq, keys, kv_heads, width, window, with_documents, run
 ):
     monkeypatch.setattr(sequence, "LEAST_RUN", run)
-    monkeypatch.setattr(blocked_attention, "whole_run", lambda queries, keys: run)
+    monkeypatch.setattr("phalanx.model.attention.whole_run", lambda queries, keys: run)
     torch.manual_seed(1)
     shapes = [(4, seq, 6), (kv_heads, keys, 6), (kv_heads, keys, width), (4, seq, width)]
     *inputs, gradient = (torch.randn(2, *shape, dtype=torch.float64) for shape in shapes)

@@ -8,7 +8,7 @@ from parallel.steps import micro_batches
 from phalanx.config.job import Job
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
-from phalanx.parallel.pipedream import PipeDream, version
+from phalanx.parallel.pipeline import PipeDream, version
 from phalanx.train.drivers import UnflushedSteps
 from phalanx.train.step import StepInputs, Stepper
 

@@ -16,8 +16,8 @@ from phalanx.launch.ranks import Ranks
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import Construction, apply, apply_compile
 from phalanx.parallel.mesh import alone, build
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.offload.host import Host
+from phalanx.parallel.objective import MicroTensors
+from phalanx.parallel.offload import Host
 
 SHAPE = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)
 

@@ -14,7 +14,7 @@ from parallel import steps as parallel_steps
 from parallel.test_composition import LLAMA, VOCAB, compare
 from phalanx.blocks.kinds import block_kinds, model_for
 from phalanx.check.job import problems_of
-from phalanx.comm.ledger import Ledger
+from phalanx.comm.axis import Ledger
 from phalanx.config import layout_line
 from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from phalanx.comm.axis import Axis
-from phalanx.parallel.bucket import Bucket, Slot, fill
+from phalanx.parallel.zero import Bucket, Slot, fill
 from phalanx.partition.matrices import equal_cut
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=8)

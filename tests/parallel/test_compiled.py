@@ -18,7 +18,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.compiled import FOLDER, keep_compiled
 from phalanx.parallel.mesh import alone
-from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.objective import MicroTensors
 
 ALL = bool(os.environ.get("PHALANX_COMPILE"))
 SHAPE = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)

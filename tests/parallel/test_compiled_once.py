@@ -21,12 +21,12 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
 from phalanx.launch.ranks import Ranks
 from phalanx.model.documents import Documents
-from phalanx.model.noise import Noise
+from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import build
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.objective import MicroTensors
+from phalanx.parallel.pipeline import PipeDream
 
 ALL = bool(os.environ.get("PHALANX_COMPILE"))
 VOCABULARY, SEQ_LEN = 32, 16

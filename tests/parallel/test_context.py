@@ -15,14 +15,13 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.model.attention import CoreAttention
 from phalanx.model.documents import Documents
-from phalanx.model.init import initialise
-from phalanx.model.noise import Noise
+from phalanx.model.seeding import Noise, initialise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import ring
 from phalanx.parallel.context import SplitSequences, connect
 from phalanx.parallel.mesh import Mesh, build
 from phalanx.parallel.recompute import recompute
-from phalanx.parallel.ring_blocks import RingBlock, zigzag
+from phalanx.parallel.ring import RingBlock, zigzag
 from phalanx.partition import sequence
 from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
 

@@ -6,11 +6,11 @@ import torch
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.model.noise import Noise
+from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import build
-from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.zero import BucketReplica
 

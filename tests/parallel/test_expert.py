@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.blocks.operator import is_expert
-from phalanx.comm.axis import Axis, Pending
-from phalanx.comm.ledger import Ledger
+from phalanx.comm.axis import Axis, Ledger, Pending
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model import moe as layers
 from phalanx.parallel.expert import connect, cut_experts

@@ -19,8 +19,7 @@ from phalanx.data.loader import MicroBatch
 from phalanx.errors import JobError
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.fp8 import Fp8Product, rounded
-from phalanx.parallel.linear import OwnProduct, gradient_of_input, gradient_of_weight, use_fp8
+from phalanx.parallel.linear import Fp8Product, OwnProduct, gradient_of_input, gradient_of_weight, rounded, use_fp8
 from phalanx.train.step import StepInputs, Stepper
 
 VOCABULARY, STEPS = 48, 40

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.config.model import ModelConfig
-from phalanx.model.init import initialise
 from phalanx.model.layers import Linear
+from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.linear import (
     DeferredWeightGrads,

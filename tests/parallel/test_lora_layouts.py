@@ -18,7 +18,7 @@ from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import LoRA, ModelConfig
-from phalanx.model.init import initial_value
+from phalanx.model.seeding import initial_value
 
 VOCAB = 29
 SEED = Train().seed

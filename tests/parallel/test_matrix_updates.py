@@ -16,7 +16,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.optimizers.entry import is_hidden_matrix
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.apply import apply
-from phalanx.parallel.matrices import MatrixUpdates
+from phalanx.parallel.parameter_shards import MatrixUpdates
 
 VOCAB = 29
 LLAMA = ModelConfig(

@@ -5,10 +5,9 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.config.model import ModelConfig
-from phalanx.model.init import initialise
+from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.objective import Objective
+from phalanx.parallel.objective import MicroTensors, Objective
 from phalanx.parallel.vocabulary import CrossEntropy
 
 VOCAB, TOKENS = 997, 48

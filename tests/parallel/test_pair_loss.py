@@ -8,9 +8,7 @@ from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE, DpoOptions
 from phalanx.config.model import ModelConfig
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.objective import Objective
-from phalanx.parallel.preferences import PairFacts, PairLoss
+from phalanx.parallel.objective import MicroTensors, Objective, PairFacts, PairLoss
 from phalanx.parallel.vocabulary import CrossEntropy
 
 SMALL = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)

@@ -13,7 +13,7 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.model.init import initial_value
+from phalanx.model.seeding import initial_value
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.mesh import build

@@ -12,9 +12,9 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.memory.state import state_bytes
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.pipedream import _split_by_batch, version
+from phalanx.parallel.pipeline import _split_by_batch, version
 from phalanx.partition.cut import stages_of
-from phalanx.schedule.pipedream import pipedream
+from phalanx.schedule.generators import pipedream
 from phalanx.train.step import Stepper
 from train.measured_memory import state_memory
 

@@ -18,8 +18,7 @@ from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.pipeline import Execution
-from phalanx.parallel.transfers import RECEIVE_AHEAD
+from phalanx.parallel.pipeline import RECEIVE_AHEAD, Execution
 from phalanx.schedule.catalogue import SCHEDULES, build
 from phalanx.schedule.check import in_flight
 from phalanx.train.step import StepInputs, Stepper

@@ -23,7 +23,7 @@ from phalanx.cost.traffic.table import Traffic
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import expert
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.pipeline import PipeDream
 from phalanx.partition import batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.pipeline import schedule_of

@@ -22,8 +22,7 @@ from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.cost.memory.state import second_copy_bytes
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.codec import Codec, CodedShare, quantise
-from phalanx.parallel.coded_sum import CodedSum
+from phalanx.parallel.codec import Codec, CodedShare, CodedSum, quantise
 from phalanx.partition.wire import BLOCK, LARGEST, SCALE_BYTES, Format
 from phalanx.train.step import StepInputs, Stepper
 

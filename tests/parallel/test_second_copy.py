@@ -17,7 +17,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.memory.state import second_copy_bytes
 from phalanx.cost.traffic.step import step_traffic
-from phalanx.parallel import gather
+from phalanx.parallel import fsdp
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.partition import batch
@@ -90,24 +90,24 @@ def copied_bytes(ranks, job: Job) -> tuple[int, int, int]:
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     assert isinstance(stepper.replica, ShardedReplica)
     gathers = stepper.replica.gathers
-    most, keep = 0, gather.Gather._arrived
+    most, keep = 0, fsdp.Gather._arrived
 
     def held() -> int:
         return sum(each.copy.nbytes for each in gathers if each.copy is not None)
 
-    def counting(self: gather.Gather, whole: Tensor, numbers: Tensor) -> None:
+    def counting(self: fsdp.Gather, whole: Tensor, numbers: Tensor) -> None:
         nonlocal most
         keep(self, whole, numbers)
         most = max(most, held())
 
-    gather.Gather._arrived = counting
+    fsdp.Gather._arrived = counting
     try:
         batches, valid = micro_batches(job, 0, mesh.data_rank, VOCAB)
         stepper.step(StepInputs(batches, 0, valid, 1e-2))
         after = held()
         stepper.replica.loss(stepper.tensors(batches[0], 0, validates=True))
     finally:
-        gather.Gather._arrived = keep
+        fsdp.Gather._arrived = keep
     return most, after + held(), mesh.coordinates["pp"]
 
 

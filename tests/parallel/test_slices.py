@@ -11,13 +11,10 @@ import torch
 from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.model.init import initialise
-from phalanx.model.noise import Noise
+from phalanx.model.seeding import Noise, initialise
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.objective import Objective
+from phalanx.parallel.objective import Earlier, MicroTensors, Objective
 from phalanx.parallel.recompute import recompute
-from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage
 from phalanx.parallel.vocabulary import CrossEntropy
 from phalanx.partition.recompute import Mode

@@ -21,7 +21,7 @@ from phalanx.config.layout import Layout
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.errors import JobError
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.offload.budget import DeviceBudget
+from phalanx.parallel.offload import DeviceBudget
 from phalanx.parallel.vocabulary import merged_loss
 from phalanx.train.step import StepInputs, Stepper, rank_spec
 from train.measured_memory import least_device_peak

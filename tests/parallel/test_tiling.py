@@ -17,7 +17,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.cost.held import block_parameters, outside
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fsdp_private import is_whole
-from phalanx.parallel.modules import Tile
+from phalanx.parallel.linear import Tile
 from phalanx.train.requests import StopRequest
 from phalanx.train.saving import Saving
 from phalanx.train.state import TrainState

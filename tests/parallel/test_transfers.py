@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.axis import Axis
-from phalanx.comm.ledger import Ledger
-from phalanx.parallel.transfers import RECEIVE_AHEAD, StepMailbox, Transfers
+from phalanx.comm.axis import Axis, Ledger
+from phalanx.parallel.pipeline import RECEIVE_AHEAD, StepMailbox, Transfers
 from phalanx.schedule.catalogue import SCHEDULES, build, problems
 from phalanx.schedule.schedule import Action, Schedule
 from phalanx.schedule.timing import time

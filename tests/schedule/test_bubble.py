@@ -9,8 +9,7 @@ import pytest
 from phalanx.config.model import ModelConfig
 from phalanx.cost.predict import predict
 from phalanx.schedule import catalogue
-from phalanx.schedule.bubble import bubble_fraction
-from phalanx.schedule.timing import time
+from phalanx.schedule.timing import bubble_fraction, time
 from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.stage_seconds import rank_seconds
 from phalanx.simulate.step import figures, simulate

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from phalanx.errors import JobError
 from phalanx.schedule import catalogue
-from phalanx.schedule.blocking import blocked
-from phalanx.schedule.check import check, in_flight, problems
+from phalanx.schedule.check import blocked, check, in_flight, problems
 from phalanx.schedule.schedule import Action, Schedule
 
 NAMES = list(catalogue.SCHEDULES)

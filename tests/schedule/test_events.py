@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from phalanx.schedule import catalogue
 from phalanx.schedule.catalogue import SCHEDULES
-from phalanx.schedule.events import Events, run
 from phalanx.schedule.schedule import Action, Schedule
-from phalanx.schedule.timing import UNIT, time
+from phalanx.schedule.timing import UNIT, Events, run, time
 
 NAMES = sorted(SCHEDULES)
 PASSES = {"F": 1.0, "B": 2.0, "I": 1.25, "W": 0.75}

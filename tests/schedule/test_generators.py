@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.schedule import catalogue, check
 from phalanx.schedule.catalogue import SCHEDULES
-from phalanx.schedule.greedy import with_weight_passes
-from phalanx.schedule.placement import round_robin, v_shape
+from phalanx.schedule.generators import round_robin, v_shape, with_weight_passes
 from phalanx.schedule.schedule import Action, Kind, Schedule
 from phalanx.schedule.timing import time
 

@@ -9,9 +9,9 @@ import pytest
 from phalanx.errors import ExtensionError
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.entry import ScheduleEntry
+from phalanx.schedule.generators import gpipe, one_f_one_b
 from phalanx.schedule.probe import entry_problems
 from phalanx.schedule.schedule import Schedule
-from phalanx.schedule.simple import gpipe, one_f_one_b
 
 ENTRY = replace(SCHEDULES["1f1b"], also_called=(), seeds=False, usual=False)
 

@@ -10,7 +10,7 @@ import pytest
 from phalanx.errors import JobError
 from phalanx.schedule import catalogue
 from phalanx.schedule.catalogue import SCHEDULES
-from phalanx.schedule.size import MOST_ACTIONS, Size, too_large
+from phalanx.schedule.entry import MOST_ACTIONS, Size, too_large
 
 ABSURD = [
     {"ranks": 100_000, "micro_batches": 100_000},

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.cost.memory.state import StateBytes
 from phalanx.parallel.data import Replica
-from phalanx.parallel.offload.budget import DeviceBudget
-from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.offload import DeviceBudget
+from phalanx.parallel.pipeline import PipeDream
 from phalanx.parallel.zero import BucketReplica
 from phalanx.train.optimizer import ShardedOptimizer
 

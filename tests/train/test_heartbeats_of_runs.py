@@ -11,7 +11,7 @@ import torch.distributed._functional_collectives as functional
 import torch.distributed.nn.functional as differentiable
 
 from phalanx.checkpoint.inventory import newest_valid
-from phalanx.comm import direct, same_calls
+from phalanx.comm import agree, calls
 from phalanx.config.layout import Layout
 from phalanx.errors import MismatchError
 from phalanx.launch.watchdog.diagnosis import diagnose
@@ -56,7 +56,7 @@ def test_the_records_of_a_run_are_complete_and_match(ranks, job, tmp_path, layou
 def differing_norm(ranks, job):
     """Rank 1 sums another type than the others before the last norm, past the mesh's axes."""
     trainer = loop.Trainer(job, ranks, torch.device("cpu"), StopRequest())
-    direct.record()
+    calls.record()
     norm = trainer.stepper.replica.model.objective.model.final_norm
 
     def sum_again(*_) -> None:
@@ -79,7 +79,7 @@ def test_calls_that_differ_end_a_run_before_its_checkpoint_under_any_launcher(ra
 
 def several_ways(ranks):
     """Calls of a plug-in in all forms, as rank 0 and rank 1 make them."""
-    direct.record()
+    calls.record()
     differentiable.all_reduce(torch.ones(2))
     dist.all_gather_object([None, None], "x" * ranks.rank)
     if ranks.rank == 0:
@@ -97,13 +97,13 @@ def several_ways(ranks):
     assert theirs.tolist() == [other, other]
     functional.all_gather_tensor(torch.ones(2), 0, dist.group.WORLD)
     assert functional.all_reduce(torch.ones(2), "max", dist.group.WORLD.group_name).tolist() == [1, 1]
-    same_calls.require_same_calls()
+    agree.require_same_calls()
     if ranks.rank == 0:
         dist.isend(torch.ones(3), 1).wait()
     else:
         dist.irecv(torch.ones(3, dtype=torch.int32), 0).wait()
     with pytest.raises(MismatchError, match="#4 of world 0 → 1"):
-        same_calls.require_same_calls()
+        agree.require_same_calls()
 
 
 def test_every_way_of_calling_torch_distributed_is_recorded(ranks, tmp_path):

@@ -13,8 +13,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError, OffloadError
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.offload.budget import DeviceBudget
-from phalanx.parallel.offload.state_file import ALIGNMENT, StateFile
+from phalanx.parallel.offload import ALIGNMENT, DeviceBudget, StateFile
 from phalanx.train import residence as in_files
 from phalanx.train.step import StepInputs, Stepper
 from train.test_offload import DEEP, EXPERTS, GPT, VOCAB, job_of
@@ -131,7 +130,7 @@ def test_ranks_on_a_disk_are_counted_together(ranks, tmp_path):
 
 
 def test_without_direct_io_the_same_bytes_come_back(tmp_path):
-    with mock.patch("phalanx.parallel.offload.state_file._open_direct", return_value=None):
+    with mock.patch("phalanx.parallel.offload._open_direct", return_value=None):
         file = StateFile(tmp_path, 3 * ALIGNMENT)
     assert not file.is_direct
     data = torch.arange(ALIGNMENT, dtype=torch.int64).to(torch.uint8)

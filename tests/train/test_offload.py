@@ -16,7 +16,7 @@ from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.memory.rank_memory import step_memory
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.offload.budget import DeviceBudget
+from phalanx.parallel.offload import DeviceBudget
 from phalanx.train.optimizers import rule
 from phalanx.train.step import StepInputs, Stepper
 from train.measured_memory import least_device_peak

@@ -7,7 +7,7 @@ import torch
 
 from phalanx.config.layout import Layout
 from phalanx.errors import RunError, StoppedError
-from phalanx.parallel.offload.budget import device_budget
+from phalanx.parallel.offload import device_budget
 from train.runs import change, moves_between, rows, train, weights
 
 

@@ -15,9 +15,9 @@ from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig
 from phalanx.errors import RunError
 from phalanx.model import moe
-from phalanx.model.noise import Noise
+from phalanx.model.seeding import Noise
 from phalanx.parallel.data import Replica
-from phalanx.parallel.fp8 import Fp8Product
+from phalanx.parallel.linear import Fp8Product
 from phalanx.parallel.mesh import build
 from phalanx.train.step import Stepper
 from phalanx.verify import measure

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from phalanx.comm.staged import StagedAxis
+from phalanx.comm.axis import StagedAxis
 from phalanx.config.job import Job
 from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig

@@ -262,7 +262,7 @@ def _query_key_norm(place: Place) -> Operator:
             for weight in norm_weights(model, name, model.head_size, PARTIAL)
         )
     numbers, kernels = place.tokens * (queries + spread) // place.tp, 2 * norm_kernels(model)
-    # Tensor ranks that sum squares have a norm of their own, which saves what it reads (parallel/head_norm.py).
+    # Tensor ranks that sum squares have a norm of their own, which saves what it reads (parallel/tensor.py).
     saved = (queries + spread) * place.width if wide and place.tp > 1 else norm_saved(place, queries + spread)
     sums = Message("tp", "all_reduce", SQUARES * place.tokens, "wide", forward=1, full=1, backward=1)
     return Operator(

@@ -14,7 +14,7 @@ MOST_MASKED = 2**25
 MOST_SCORES = 2**26
 """Most scores of a micro-batch that are in memory at once where they are computed step by step."""
 DRAWN = 2
-"""Random bytes per element of a dropout mask, which are there for one sequence at a time (model/noise.py)."""
+"""Random bytes per element of a dropout mask, which are there for one sequence at a time (model/seeding.py)."""
 CAPPED_TENSORS = 3
 """Tensors of capped scores at once in the backward pass: probabilities, their gradient, and the slope of the cap."""
 

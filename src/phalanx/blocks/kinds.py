@@ -42,7 +42,7 @@ ATTENTION: Registry[AttentionKind] = Registry(
             title="multi-head latent attention",
             source="DeepSeek-V2, section 2.1",
             operators=latent_attention,
-            module="phalanx.model.latent:LatentAttention",
+            module="phalanx.model.attention:LatentAttention",
             connection=Connection(writes=("wo",)),
             cores=("core",),
             needs=("mla.kv_rank",),

@@ -43,7 +43,7 @@ class Weight(NamedTuple):
     tiled: bool = False
     """Whether `layout.tiles` may cut it, along the dimension that tp cuts (partition/tiles.py)."""
     initial: Initial = "by name"
-    """Its initial value (model/init.py), if its name does not say it."""
+    """Its initial value (model/seeding.py), if its name does not say it."""
     frozen: bool = False
     """Whether training leaves it as it is: it has no gradient and no optimizer state."""
 

@@ -1,7 +1,7 @@
 """Compares the facts of a kind of layer with the operators that it yields for small models.
 
 Predictions and the planner trust the operators. The torch module is compared with them when it is made
-(model/sublayers.py).
+(model/transformer.py).
 """
 
 from __future__ import annotations

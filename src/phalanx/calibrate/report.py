@@ -24,7 +24,7 @@ import phalanx
 from phalanx.calibrate import comm, compute
 from phalanx.calibrate.comm import Fitted, chosen
 from phalanx.calibrate.compute import Measured
-from phalanx.comm.agreement import Facts
+from phalanx.comm.agree import Facts
 from phalanx.config import calibration, clusters
 from phalanx.config.calibration import (
     Assessment,

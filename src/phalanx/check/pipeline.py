@@ -13,7 +13,7 @@ from phalanx.partition import batch
 from phalanx.partition.pipeline import is_file
 from phalanx.partition.stages import written_stages
 from phalanx.schedule import catalogue, file
-from phalanx.schedule.pipedream import pipedream
+from phalanx.schedule.generators import pipedream
 
 
 def pipeline_problems(job: Job) -> Iterator[Problem]:

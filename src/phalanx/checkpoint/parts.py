@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from phalanx.checkpoint.manifest import Box, flat_boxes
-from phalanx.parallel.offload.host import on_host
-from phalanx.parallel.offload.state_file import file_of
+from phalanx.parallel.offload import file_of, on_host
 from phalanx.parallel.parameter_shards import ParameterShard
 
 

@@ -8,9 +8,8 @@ from typing import Any
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.option import Option
 from phalanx.cli.verb import JSON, Command, Verb, Words
-from phalanx.comm.algorithms import draw, text
-from phalanx.comm.algorithms.catalogue import ALGORITHMS, build, full_name
-from phalanx.comm.algorithms.program import CollectiveProgram
+from phalanx.comm.algorithms import draw
+from phalanx.comm.algorithms.program import ALGORITHMS, CollectiveProgram, build, full_name
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.units import aligned, gib
@@ -74,9 +73,9 @@ def _show(words: Words) -> None:
     files.write({"svg": lambda: draw.svg(program)})
     tensor = f"{elements:,} elements of {size} bytes ({gib(elements * size)})"
     title = f"{program.name}: {program.ranks} ranks, {tensor}"
-    words.show(as_json(program, size), "\n".join([title, *text.counts(program, size), ""]), indent=None)
+    words.show(as_json(program, size), "\n".join([title, *draw.counts(program, size), ""]), indent=None)
     if not words.as_json:
-        echo("\n".join(text.table(program)))
+        echo("\n".join(draw.table(program)))
     files.tell()
 
 

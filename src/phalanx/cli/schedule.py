@@ -10,8 +10,7 @@ from phalanx.partition.pipeline import is_file
 from phalanx.pictures import schedule as schedule_picture
 from phalanx.registry import OWN
 from phalanx.schedule import catalogue, file, timing, trace
-from phalanx.schedule.blocking import blocked
-from phalanx.schedule.check import in_flight
+from phalanx.schedule.check import blocked, in_flight
 from phalanx.schedule.schedule import Schedule
 from phalanx.units import aligned
 

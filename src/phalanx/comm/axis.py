@@ -3,11 +3,20 @@
 On gloo three of them are composed of other calls than the backend's own, which copies more than necessary (2 ranks, 43
 MiB on two cores: reduce-scatter 66 ms, here 42; all-gather 61 ms, here 26; `python -m benchmarks.axis`). They also sum
 in rank order, so that a sum does not depend on the position of a value in a buffer.
+
+`StagedAxis` is for tensors on a GPU whose process group is gloo's. NCCL takes one rank per GPU; where several share
+one, as in `phalanx verify --device cuda` with a single GPU, messages are copied to the host, sent, and copied back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any, Protocol
 
 import torch
@@ -15,10 +24,74 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.comm.agree import gather_json
-from phalanx.comm.calls import CallLog, reduction
-from phalanx.comm.ledger import Ledger
-from phalanx.cost.traffic.collectives import Collective
+from phalanx.comm.calls import CallLog, ObservedCall, reduction
+from phalanx.cost.traffic.collectives import Collective, sent_bytes
 from phalanx.launch.watchdog.heartbeat import Call
+from phalanx.units import counted, gib
+
+
+@dataclass
+class LedgerEntry:
+    """One collective on one axis."""
+
+    calls: int = 0
+    sent: float = 0.0
+    """Bytes sent by this rank, by the formula of the bandwidth-optimal algorithm."""
+
+
+class Ledger:
+    """Counts the bytes that one rank has sent."""
+
+    def __init__(self) -> None:
+        self.entries: defaultdict[tuple[str, Collective], LedgerEntry] = defaultdict(LedgerEntry)
+        self.counts = True
+        self.lock = threading.Lock()  # a parameter server answers each replica in a thread
+
+    def add(self, axis: str, collective: Collective, payload: int, ranks: int) -> None:
+        """Records a call over a whole tensor of `payload` bytes."""
+        self.note(axis, collective, sent_bytes(collective, payload, ranks))
+
+    def note(self, axis: str, collective: Collective, sent: float) -> None:
+        """Records a call that sends `sent` bytes."""
+        if not self.counts:
+            return
+        with self.lock:
+            entry = self.entries[axis, collective]
+            entry.calls += 1
+            entry.sent += sent
+
+    def clear(self) -> None:
+        """Resets all counts."""
+        self.entries.clear()
+
+    @contextmanager
+    def untracked(self) -> Iterator[None]:
+        """Pauses counting in a `with` block: validations and checkpoints are not part of a step's traffic."""
+        before, self.counts = self.counts, False
+        try:
+            yield
+        finally:
+            self.counts = before
+
+    def traffic(self, steps: int = 1) -> dict[str, dict[str, float]]:
+        """Returns bytes sent per step, {axis: {collective: bytes}}, as `phalanx predict --json` names them."""
+        table: dict[str, dict[str, float]] = {}
+        for (axis, collective), entry in sorted(self.entries.items()):
+            table.setdefault(axis, {})[collective] = entry.sent / steps
+        return table
+
+    def lines(self, steps: int) -> list[str]:
+        """Returns a log line per axis: bytes and calls per step."""
+        lines = []
+        for axis in dict.fromkeys(axis for axis, _ in sorted(self.entries)):
+            parts = []
+            for (of, collective), entry in sorted(self.entries.items()):
+                if of == axis:
+                    sent, calls = gib(int(entry.sent / steps)), counted(entry.calls / steps, "call")
+                    parts.append(f"{collective.replace('_', '-')} {sent} in {calls}")
+            lines.append(f"{axis}: {', '.join(parts)}")
+        return lines
+
 
 LATENCY_BOUND_BYTES = 64 * 1024
 """Bytes up to which gloo's latency is all that counts: an all-reduce then gathers everything and adds locally."""
@@ -43,6 +116,8 @@ class _Then:
 
     def __init__(self, works: Sequence[Any], call: Call | None = None, rest: Callable[[], Any] | None = None):
         self.works, self.call, self.rest = works, call, rest
+        if isinstance(call, ObservedCall):
+            call.launched()
 
     def wait(self) -> None:
         if self.call is not None:
@@ -53,6 +128,8 @@ class _Then:
             self.call.done()
         if self.rest is not None:
             self.rest()
+            if isinstance(self.call, ObservedCall):
+                self.call.settled()
         self.works, self.call, self.rest = (), None, None
 
 
@@ -111,14 +188,15 @@ class Axis:
         """Sets `whole` to all ranks' parts in rank order: (size × n,) from (n,).
 
         `part` may be a view of its own place in `whole`."""
+        call = None
+        if self.size > 1:
+            self.count("all_gather", whole)
+            call = self.calls.begin("all_gather", whole)
         mine = whole.view(self.size, -1)[self.rank].view_as(part)
-        in_place = mine.data_ptr() == part.data_ptr()
-        if not in_place and (self.gloo or self.size == 1):
+        if mine.data_ptr() != part.data_ptr() and (self.gloo or self.size == 1):
             mine.copy_(part)
         if self.size == 1:
             return _Then(())
-        self.count("all_gather", whole)
-        call = self.calls.begin("all_gather", whole)
         if not self.gloo or self.size >= DIRECT_RANKS:
             return _Then([_all_gather(whole, part, group=self.group, async_op=True)], call)
         return _Then(self._exchange(whole.view(self.size, -1)), call)
@@ -216,3 +294,55 @@ def _reduce(rows: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
     if op == dist.ReduceOp.SUM:
         return rows.sum(dim=0)
     raise ValueError(f"no reduction {op} here: SUM or MAX")
+
+
+class _CopyBack:
+    """Waits for a collective on host tensors, then copies the first one to `target`. Keeps all alive."""
+
+    def __init__(self, pending: Pending, target: Tensor | None, hosts: Sequence[Tensor]):
+        self.pending, self.target, self.hosts = pending, target, hosts
+
+    def wait(self) -> Any:
+        self.pending.wait()
+        if self.target is not None:
+            self.target.copy_(self.hosts[0])
+            self.target = None
+
+
+def _room_on_host(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu")
+
+
+def _staged(method: Callable[..., Pending], ends: str) -> Callable[..., Pending]:
+    """Returns a method of Axis with host memory in place of its tensors. `ends` names the argument that gets the result
+    and the one that is sent: the same, two, or only one of them."""
+    signature, (result, sent) = inspect.signature(method), ends.split()
+
+    @wraps(method)
+    def staged(*args: Any, **options: Any) -> Pending:
+        given = signature.bind(*args, **options)
+        target, source = given.arguments.get(result), given.arguments.get(sent)
+        hosts = list[Tensor]()
+        if source is not None:
+            hosts.append(_room_on_host(source).copy_(source))  # waits for the device
+            given.arguments[sent] = hosts[0]
+        if target is not None and result != sent:
+            hosts.insert(0, _room_on_host(target))
+            given.arguments[result] = hosts[0]
+        return _CopyBack(method(*given.args, **given.kwargs), target, hosts)
+
+    return staged
+
+
+class StagedAxis(Axis):
+    """An `Axis` of gloo for tensors on any device. Calls and results are those of `Axis`."""
+
+    all_reduce = _staged(Axis.all_reduce, "x x")
+    broadcast = _staged(Axis.broadcast, "x x")
+    start_send = _staged(Axis.start_send, "- x")
+    start_receive = _staged(Axis.start_receive, "x -")
+    reduce_scatter = _staged(Axis.reduce_scatter, "part whole")
+    all_gather = _staged(Axis.all_gather, "whole part")
+    rotate = _staged(Axis.rotate, "received x")
+    shift = _staged(Axis.shift, "received x")
+    all_to_all = _staged(Axis.all_to_all, "received x")

@@ -2,20 +2,33 @@
 
 All ranks of a group make the same calls in the same order, so a call is known by its number: comparing the ranks'
 records shows who has not come to a call, and whether two ranks made different calls.
+
+`record` does the same for what other code, such as a plug-in, calls on torch.distributed itself: else a rank that waits
+in such a call would seem to wait for nothing, and the watchdog would blame the wrong one. `recorded` keeps the calls
+and phases of a while with their times, for a profile.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from torch import Tensor, nn
 
 from phalanx.launch.watchdog import heartbeat
-from phalanx.launch.watchdog.heartbeat import DTYPES, OTHER_TYPE, Call, Channel
+from phalanx.launch.watchdog.heartbeat import DTYPES, OTHER_TYPE, Call, Channel, Heartbeat, Phase
 
 _HIDDEN = f"{Path(__file__).parent}/"
 _TYPE_NAMES = {getattr(torch, name): name for name in DTYPES if hasattr(torch, name)}
@@ -105,3 +118,266 @@ class CallLog:
         whom = ranks[peer] if peer >= 0 else -1
         channel = self._channels[kind, peer] = beat.channel(self._group.group_name, kind, ranks, whom)
         return channel
+
+
+_TORCH = f"{Path(torch.__file__).parent}/"
+_OWN = (f"{Path(__file__).parents[1]}/", _TORCH)
+_DIFFERENTIABLE = f"{_TORCH}distributed/nn/"
+"""torch's collectives with a backward pass, which call those of torch.distributed for a plug-in."""
+_RECORDED = {
+    "all_reduce": ("all_reduce",),
+    "broadcast": ("broadcast", "broadcast_object_list"),
+    "reduce": ("reduce",),
+    "scatter": ("scatter", "scatter_object_list"),
+    "gather": ("gather", "gather_object"),
+    "all_gather": ("all_gather", "all_gather_into_tensor", "all_gather_single", "all_gather_object"),
+    "reduce_scatter": ("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single"),
+    "all_to_all": ("all_to_all", "all_to_all_single"),
+    "send": ("send", "isend"),
+    "receive": ("recv", "irecv"),
+    "messages": ("batch_isend_irecv",),
+    "barrier": ("barrier", "monitored_barrier"),
+}
+"""By operation, the functions of torch.distributed."""
+_FUNCTIONAL = {
+    "all_reduce": ("all_reduce", "all_reduce_coalesced"),
+    "broadcast": ("broadcast",),
+    "all_gather": tuple(
+        f"all_gather_{name}"
+        for name in (
+            *("tensor", "tensor_autograd", "single", "single_autograd"),
+            *("into_tensor_coalesced", "single_coalesced"),
+        )
+    ),
+    "reduce_scatter": tuple(
+        f"reduce_scatter_{name}"
+        for name in (
+            *("tensor", "tensor_autograd", "single", "single_autograd"),
+            *("tensor_coalesced", "single_coalesced"),
+        )
+    ),
+    "all_to_all": ("all_to_all_single", "all_to_all_single_autograd", "permute_tensor"),
+}
+"""The same of torch.distributed._functional_collectives, none of which waits."""
+_LATER = ("isend", "irecv", "batch_isend_irecv")
+"""Functions that never wait."""
+_LIKE = ("tensor", "input_tensor", "input_tensor_list", "self", "inputs", "input")
+"""Arguments of which every rank gives a like one, as it does the `output` of a reduce-scatter. Values of any type have
+sizes of each rank's own."""
+
+
+def record() -> None:
+    """Makes torch.distributed's collectives record calls from other code in this process's heartbeat, also where that
+    has imported them by name. Calls of this package and of torch are recorded where they are made."""
+    replaced: dict[Any, Any] = {}
+    everywhere: dict[Any, Any] = {}
+    for home, functions in ((dist, _RECORDED), (functional, _FUNCTIONAL)):
+        for operation, name in ((operation, name) for operation, names in functions.items() for name in names):
+            function = getattr(home, name, None)
+            if function is not None and not hasattr(function, "records_calls"):
+                later = home is functional or name in _LATER
+                replaced[function] = _recording(function, operation, later=later)
+                setattr(home, name, replaced[function])
+                if name in ("isend", "irecv"):  # torch's P2POp compares them with its own
+                    everywhere[function] = replaced[function]
+    if not replaced:
+        return
+    for module in list(sys.modules.values()):
+        own = (getattr(module, "__file__", None) or _TORCH).startswith(_OWN)
+        for name, value in list(vars(module).items()):
+            # isinstance would ask torch's deprecated names for their class, of which they warn.
+            if type(value) is FunctionType and value in (found := everywhere if own else replaced):
+                setattr(module, name, found[value])
+
+
+def _recording(function: Callable[..., Any], operation: str, *, later: bool) -> Callable[..., Any]:
+    signature = inspect.signature(function)
+    likes = ("self", "inputs", "output") if operation == "reduce_scatter" else _LIKE
+    like = next((name for name in likes if name in signature.parameters), "")
+
+    @wraps(function)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        caller = sys._getframe(1).f_code.co_filename
+        if heartbeat.own() is None or (caller.startswith(_OWN) and not caller.startswith(_DIFFERENTIABLE)):
+            return function(*args, **kwargs)
+        given = signature.bind(*args, **kwargs).arguments
+        waits = not (later or given.get("async_op"))
+        if operation == "messages":
+            for one in given["p2p_op_list"]:
+                sends, ends = "send" in one.op.__name__, {"group": one.group, "group_src": one.group_peer}
+                _begin("send" if sends else "receive", one.tensor, ends, waits=False)
+            return function(*args, **kwargs)
+        call = _begin(operation, given.get(like), given, waits=waits)
+        result = function(*args, **kwargs)
+        if call is not None and waits:
+            call.done()
+        return result
+
+    recorded.records_calls = True  # pyright: ignore[reportAttributeAccessIssue]
+    return recorded
+
+
+def _begin(operation: str, x: Any, given: dict[str, Any], *, waits: bool) -> heartbeat.Call | None:
+    world = dist.distributed_c10d._get_default_group()
+    group = given.get("group") or world
+    if not isinstance(group, dist.ProcessGroup):  # functional collectives take names, meshes and ranks as well
+        name = functional._resolve_group_name(group, given.get("tag", ""))
+        group = dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateImportUsage]
+    if dist.get_rank(group) < 0:
+        return None
+    log = CallLog("world" if group is world else group.group_name, group)
+    tensor = x if isinstance(x, torch.Tensor) else x[0] if x else torch.empty(0)
+    peer = next((given[name] for name in ("group_src", "group_dst") if given.get(name) is not None), None)
+    if peer is None:
+        peer = next((given[name] for name in ("src", "dst") if given.get(name) is not None), None)
+        peer = None if peer is None else dist.get_group_rank(group, peer)
+    if operation == "send":
+        return log.send(tensor, 0 if peer is None else peer, waits=waits)
+    if operation == "receive":
+        return None if peer is None else log.receive(tensor, peer, waits=waits)  # from any rank: of no channel
+    if operation == "all_reduce":
+        operation = reduction(given.get("op", given.get("reduceOp", dist.ReduceOp.SUM)))
+    rooted = operation in ("broadcast", "reduce", "scatter", "gather")
+    return log.begin(operation, tensor, waits=waits, root=(peer or 0) if rooted else -1)
+
+
+MOST_CALLS = 50_000
+"""Most calls of one rank that are recorded."""
+_LEDGER_NAMES = {
+    **dict.fromkeys(("all_reduce_max", "all_reduce_min", "all_reduce_avg"), "all_reduce"),
+    "receive": "send",
+    "rotate": "send",
+    "shift": "send",
+}
+now: Callable[[], int] = time.monotonic_ns
+"""The clock of a recording, which all processes of a machine share."""
+
+
+@dataclass
+class TimedCall:
+    """One collective or message. Times are nanoseconds of the monotonic clock; 0: not yet."""
+
+    axis: str
+    collective: str
+    """As the ledger calls it: a message is a send, on both sides."""
+    channel: str
+    """The same text on every rank that takes part in calls of this order."""
+    sequence: int
+    """The place among the calls of the channel, from 1."""
+    bytes: int
+    main: bool
+    """Whether the thread that trains made it."""
+    sends: bool = False
+    receives: bool = False
+    start: int = 0
+    launched: int = 0
+    """When the host went on after starting it."""
+    waited: int = 0
+    """When the rank began to wait for its result."""
+    done: int = 0
+    """When the rank had its result."""
+
+
+@dataclass
+class Recording:
+    """The calls and phases of one rank."""
+
+    calls: list[TimedCall] = field(default_factory=list)
+    phases: list[tuple[int, Phase]] = field(default_factory=list)
+    """When each phase began."""
+    left_out: int = 0
+    """Calls beyond MOST_CALLS."""
+
+
+class ObservedCall(Call):
+    """A call that is recorded beside the heartbeat's own record of it, if there is one."""
+
+    __slots__ = ("_call", "_inner")
+
+    def __init__(self, call: TimedCall, inner: Call | None):
+        self._call, self._inner = call, inner
+
+    def launched(self) -> None:
+        """Records that the host goes on."""
+        self._call.launched = now()
+
+    def waits(self) -> None:
+        self._call.waited = now()
+        if self._inner is not None:
+            self._inner.waits()
+
+    def done(self) -> None:
+        if self._inner is not None:
+            self._inner.done()
+        self.settled()
+
+    def settled(self) -> None:
+        """Records that the host has also done its own part of the result: a sum of what has arrived."""
+        self._call.done = now()
+
+
+class _Recorder:
+    """Stands in for this process's heartbeat, which goes on if there is one."""
+
+    def __init__(self, inner: Heartbeat | None, recording: Recording):
+        self._inner, self._recording, self._thread = inner, recording, threading.get_ident()
+        self._phase = Phase.START if inner is None else inner._phase
+        self.channels = {} if inner is None else inner.channels
+        recording.phases.append((now(), self._phase))
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *_: None) if self._inner is None else getattr(self._inner, name)
+
+    def enter(self, phase: Phase) -> Phase:
+        before, self._phase = self._phase, phase
+        self._recording.phases.append((now(), phase))
+        if self._inner is not None:
+            self._inner.enter(phase)
+        return before
+
+    def channel(self, group: str, kind: str, ranks: Sequence[int], peer: int = -1) -> Channel:
+        if self._inner is None:
+            return self.channels.setdefault((group, kind, peer), Channel(0))
+        return self._inner.channel(group, kind, ranks, peer)
+
+    def begin(
+        self, channel: Channel, operation: str, axis: str, *sizes: Any, waits: bool, **options: Any
+    ) -> ObservedCall:
+        inner, start = None, now()
+        if self._inner is None:
+            channel.started += 1
+        else:
+            inner = self._inner.begin(channel, operation, axis, *sizes, waits=waits, **options)
+        known = (key for key, each in list(self.channels.items()) if each is channel)
+        group, kind, peer = next(known, ("", "all", -1))
+        call = TimedCall(
+            axis,
+            _LEDGER_NAMES.get(operation, operation),
+            group if kind == "all" else f"{group}:{peer}",
+            channel.started,
+            bytes=sizes[-1],
+            main=threading.get_ident() == self._thread,
+            sends=operation == "send",
+            receives=operation == "receive",
+            start=start,
+        )
+        if waits:
+            call.waited = call.launched = start
+        if len(self._recording.calls) < MOST_CALLS:
+            self._recording.calls.append(call)
+        else:
+            self._recording.left_out += 1
+        return ObservedCall(call, inner)
+
+
+@contextmanager
+def recorded(recording: Recording) -> Iterator[None]:
+    """Records the calls and phases of a `with` block. Steps outside of it run without any of this."""
+    before = heartbeat.own()
+    heartbeat.adopt(cast(Heartbeat, _Recorder(before, recording)))
+    try:
+        yield
+    finally:
+        heartbeat.adopt(before)

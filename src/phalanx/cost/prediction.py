@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from phalanx.cost.memory.rank_memory import RankMemory
 from phalanx.partition.tiers import Tier
-from phalanx.schedule.bubble import bubble_fraction
+from phalanx.schedule.timing import bubble_fraction
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        """The pipeline bubble (schedule/bubble.py)."""
+        """The pipeline bubble (schedule/timing.py)."""
         return bubble_fraction(self.parts.bubble, self.step_time_s)
 
     @property

@@ -356,7 +356,7 @@ def _group(machine: CheckedMachine, meeting: NodesMeeting, ranks: Ranks) -> dict
     import torch.distributed as dist
 
     from phalanx.comm import blocking
-    from phalanx.comm.agreement import clock_skew, disagreements
+    from phalanx.comm.agree import clock_skew, disagreements
     from phalanx.train.agreement import MAX_CLOCK_SKEW_S, MAY_DIFFER_WITH_WARNING, job_facts, program_facts
     from phalanx.train.device import threads_for
 

@@ -29,7 +29,7 @@ from phalanx.evaluate.text import ScoredConversations, ScoredText
 from phalanx.generate.load import find_on_ranks, vocabulary_of
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.micro import MicroTensors
+from phalanx.parallel.objective import MicroTensors
 from phalanx.train.evaluate import validation_loss
 from phalanx.train.state import fill
 from phalanx.train.step import Stepper

@@ -39,7 +39,7 @@ from phalanx.data.tokenizer import LibraryTokenizer, Tokenizer
 from phalanx.errors import CheckpointError, DamagedCheckpointError, DataError, JobError, NotFoundError
 from phalanx.exchange.import_run import Imported, Incoming, first_layers, layer_of, write_import
 from phalanx.exchange.links import ABSORBED_KEYS, SAME, Conversion, rotary_rows
-from phalanx.model.rotary import rotary_frequencies
+from phalanx.model.layers import rotary_frequencies
 from phalanx.nearest import did_you_mean, near_file
 
 SUFFIX = ".gguf"

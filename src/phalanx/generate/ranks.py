@@ -34,7 +34,7 @@ from phalanx.parallel import mesh as meshes
 from phalanx.parallel import tensor
 from phalanx.parallel.stages import Stages
 from phalanx.partition.cut import stages_of
-from phalanx.schedule.simple import gpipe
+from phalanx.schedule.generators import gpipe
 from phalanx.train import device as devices
 
 

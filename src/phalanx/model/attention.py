@@ -1,25 +1,161 @@
 """Causal self-attention: projections around a core without parameters.
 
 Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more with a cache), d_model, head_size.
+
+Attention in blocks of queries, each with the keys within their reach, takes work and memory of seq × window, and also
+computes what torch's fused attention cannot: sinks, capped scores, and documents without a mask that is kept. It saves
+what fused attention saves: q, k, v, the output and its log-sum-exp. Latent attention (DeepSeek-V2, section 2.1; with
+DeepSeek-V3's norms) computes the keys and values of all heads from one small vector per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from phalanx.blocks.attention_runs import whole_run
 from phalanx.config.model import ModelConfig, window_within
-from phalanx.model.attention_blocks import Scoring, bias, capped, is_cudnn, is_flash
-from phalanx.model.blocked_attention import Reach, blocked_attention
+from phalanx.model.attention_blocks import (
+    PLAIN_SCORING,
+    Scoring,
+    Seen,
+    attend,
+    bias,
+    capped,
+    gradients,
+    is_cudnn,
+    is_flash,
+)
 from phalanx.model.documents import Documents
-from phalanx.model.layers import Linear, Project, Run, RunCheap, make_norm, project, run, uncompiled
-from phalanx.model.noise import Noise
-from phalanx.model.rotary import rotate
-from phalanx.model.window import visible
+from phalanx.model.layers import Linear, Project, Run, RunCheap, make_norm, project, rotate, run, uncompiled
+from phalanx.model.seeding import Noise
+from phalanx.partition.sequence import window_blocks
+
+
+def visible(queries: Tensor, keys: Tensor, window: int = 0, documents: Documents | None = None) -> Tensor:
+    """Returns which keys queries see, both given by position (one dimension each): their own and those before, at most
+    the last `window` (0: all), within their own document where `documents` are given. Boolean, (queries, keys), or with
+    documents (batch, 1, queries, keys)."""
+    seen = queries[:, None] >= keys
+    if window:
+        seen &= (queries - window)[:, None] < keys
+    if documents is None:
+        return seen
+    numbers = documents.numbers
+    return ((numbers[:, queries, None] == numbers[:, None, keys]) & seen).unsqueeze(1)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What queries see, and how they score it."""
+
+    window: int = 0
+    """Keys that a query sees at most; 0: all."""
+    documents: Documents | None = None
+    """Those of at least the keys, where queries see only their own document."""
+    scoring: Scoring = PLAIN_SCORING
+
+
+@uncompiled
+def blocked_attention(q: Tensor, k: Tensor, v: Tensor, reach: Reach, sinks: Tensor | None = None) -> Tensor:
+    """Maps `q` (batch, heads, seq, head_size), `k` (batch, kv_heads, keys, head_size) and `v` in the same form to
+    (batch, heads, seq, size of v's heads). The queries are those of the last `seq` of the keys. `sinks` (heads,) are
+    scores of each head that join its softmax and belong to no key."""
+    return _BlockedAttention.apply(q, k, v, sinks, reach)  # pyright: ignore[reportReturnType]
+
+
+def join_sinks(o: Tensor, lse: Tensor, sinks: Tensor | None) -> None:
+    """Adds `sinks` (heads,) to a softmax, in place: to the output `o` (batch, heads, queries, size) over all keys and
+    to its log-sum-exp (batch, heads, queries)."""
+    if sinks is None:
+        return
+    both = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+    o.mul_((lse - both).exp().unsqueeze(-1))
+    lse.copy_(both)
+
+
+def gradient_of_sinks(gradient: Tensor, o: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """Returns the gradient of `sinks` from that of the output `o`: a sink's probability meets no value, so it only
+    takes away from the others."""
+    if sinks is None:
+        return None
+    probabilities = (sinks.to(lse.dtype)[:, None] - lse).exp()
+    passed = (gradient.to(lse.dtype) * o.to(lse.dtype)).sum(dim=-1)
+    return -(probabilities * passed).sum(dim=(0, 2)).to(sinks.dtype)
+
+
+class _BlockedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, reach: Reach) -> Tensor:
+        batch, heads, seq, _ = q.shape
+        # In memory as the projection after it reads it: token by token.
+        o = q.new_empty(batch, seq, heads, v.shape[-1]).transpose(1, 2)
+        lse = q.new_empty(batch, heads, seq, dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows, columns, seen in _blocks(q, k, v, reach):
+            block = attend(q[:, :, rows], k[:, :, columns], v[:, :, columns], seen, reach.scoring)
+            o[:, :, rows], lse[:, :, rows] = block
+        join_sinks(o, lse, sinks)
+        ctx.reach = reach
+        ctx.save_for_backward(q, k, v, o, lse, sinks)
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse, sinks = ctx.saved_tensors
+        reach: Reach = ctx.reach
+        gradient = grad_outputs[0]
+        of_sinks = gradient_of_sinks(gradient, o, lse, sinks)
+        if seen := _seen_at_once(q, k, v, reach):
+            return *gradients(gradient, q, k, v, o, lse, seen, reach.scoring), of_sinks, None
+        of_q = torch.empty_like(q)
+        of_k, of_v = (torch.zeros_like(x, dtype=lse.dtype) for x in (k, v))
+        for rows, columns, seen in _blocks(q, k, v, reach):
+            inputs = q[:, :, rows], k[:, :, columns], v[:, :, columns], o[:, :, rows], lse[:, :, rows]
+            of_q[:, :, rows], of_keys, of_values = gradients(gradient[:, :, rows], *inputs, seen, reach.scoring)
+            of_k[:, :, columns] += of_keys
+            of_v[:, :, columns] += of_values
+        return of_q, of_k.to(k.dtype), of_v.to(v.dtype), of_sinks, None
+
+
+def _blocks(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Iterator[tuple[slice, slice, Seen]]:
+    """Yields runs of queries and of keys, and which of these they see."""
+    keys, earlier = k.shape[2], k.shape[2] - q.shape[2]
+    if seen := _seen_at_once(q, k, v, reach):
+        yield slice(None), slice(None), seen
+        return
+    for queries, columns in _runs(range(earlier, keys), keys, reach):
+        of_q, of_k = (torch.arange(run.start, run.stop, device=q.device) for run in (queries, columns))
+        mask = visible(of_q, of_k, reach.window, reach.documents)
+        rows = slice(queries.start - earlier, queries.stop - earlier)
+        yield rows, slice(columns.start, columns.stop), Seen(mask=mask.view(-1, 1, *mask.shape[-2:]))
+
+
+def _seen_at_once(q: Tensor, k: Tensor, v: Tensor, reach: Reach) -> Seen | None:
+    """Returns what all queries see of all keys where one call without a mask computes it; otherwise None."""
+    seq, keys, documents = q.shape[2], k.shape[2], reach.documents
+    if reach.scoring.softcap:
+        return None
+    if documents is None:
+        alone = (seq == keys and not reach.window) or is_flash(q, v)
+    else:
+        alone = seq == keys == documents.numbers.shape[1] and is_flash(q, v)
+    return Seen(causal=True, documents=documents, window=reach.window) if alone else None
+
+
+def _runs(queries: range, keys: int, reach: Reach) -> Iterator[tuple[range, range]]:
+    """Yields runs of queries with the keys that some of them see, by position."""
+    if reach.window:
+        yield from window_blocks(queries, range(keys), reach.window)
+        return
+    length = whole_run(len(queries), keys)
+    for start in range(queries.start, queries.stop, length):
+        run = range(start, min(start + length, queries.stop))
+        yield run, range(run.stop)
 
 
 class KeysAndValues(Protocol):
@@ -211,3 +347,70 @@ def _takes_unequal_heads(q: Tensor, v: Tensor) -> bool:
     if q.device.type == "cpu":
         return not torch.backends.cuda.flash_sdp_enabled()  # also the switch of torch's kernels for CPUs
     return is_cudnn(q, v) or not is_flash(q, v)
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention with compressed queries (where `q_rank` is not 0), keys and values.
+
+    Keys and values are expanded before they are cached or attended to: the compression saves parameters here, not
+    memory. A layout may replace `run_cheap`, which calls what is cheap to repeat."""
+
+    run_cheap: RunCheap = staticmethod(run)
+
+    def __init__(self, model: ModelConfig, layer: int):
+        super().__init__()
+        mla, bias = model.mla, model.bias or model.qkv_bias
+        self.layer = layer
+        self.parts = [mla.nope_head_dim, mla.rope_head_dim]
+        self.kv_parts = [mla.nope_head_dim, mla.v_head_dim]
+        self.kv_rank = mla.kv_rank
+        queries = model.n_heads * model.head_size
+        self.compresses_queries = mla.q_rank > 0
+        if self.compresses_queries:
+            self.wq_a = Linear(model.d_model, mla.q_rank, bias=bias)
+            self.q_norm = make_norm(model, mla.q_rank, mla.norm_eps)
+            self.wq_b = Linear(mla.q_rank, queries, bias=bias)
+        else:
+            self.wq = Linear(model.d_model, queries, bias=bias)
+        self.wkv_a = Linear(model.d_model, mla.kv_rank + mla.rope_head_dim, bias=bias)
+        self.kv_norm = make_norm(model, mla.kv_rank, mla.norm_eps)
+        self.wkv_b = Linear(mla.kv_rank, model.n_heads * sum(self.kv_parts), bias=bias)
+        self.core = CoreAttention(model, layer)
+        self.wo = Linear(model.n_heads * mla.v_head_dim, model.d_model, bias=model.bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor | None,
+        noise: Noise | None,
+        cache: KeysAndValues | None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Computes attention, (batch, seq, d_model) to the same shape."""
+        assert rotary is not None, "latent attention needs rotary positions"
+        q, k, v = (heads.transpose(1, 2) for heads in self.heads(x, rotary))
+        if cache is not None:
+            k, v = all_keys(cache, self, k, v)
+        return self.wo(self.core(q, k, v, noise, documents).transpose(1, 2).flatten(2))
+
+    def heads(self, x: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns queries, keys (batch, seq, heads, head_size) and values (batch, seq, heads, v_head_dim), rotated to
+        their positions, of `x` (batch, seq, d_model)."""
+        queries, compressed = self.compress(x)
+        queries = self.wq_b(self.q_norm(queries)) if self.compresses_queries else queries
+        latent, k_turned = compressed.split([self.kv_rank, self.parts[1]], -1)
+        k, v = self.wkv_b(self.kv_norm(latent)).unflatten(-1, (-1, sum(self.kv_parts))).split(self.kv_parts, -1)
+        return *self.run_cheap(self.place, queries, k, k_turned, rotary), v
+
+    def place(self, queries: Tensor, k: Tensor, k_turned: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the heads' queries and keys, (batch, seq, heads, head_size) each, with the rotary parts turned: of
+        `queries` (batch, seq, heads × head_size), and of keys without them, `k`, and theirs, `k_turned` (batch, seq,
+        rope_head_dim)."""
+        q, q_turned = queries.unflatten(-1, (-1, sum(self.parts))).split(self.parts, -1)
+        k_turned = rotate(k_turned.unsqueeze(2), rotary).expand(-1, -1, k.shape[2], -1)
+        return torch.cat((q, rotate(q_turned, rotary)), -1), torch.cat((k, k_turned), -1)
+
+    def compress(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns compressed queries (batch, seq, q_rank), or the heads' queries where queries are not compressed, and
+        (batch, seq, kv_rank + rope_head_dim) for keys and values, from `x` (batch, seq, d_model)."""
+        return self.wq_a(x) if self.compresses_queries else self.wq(x), self.wkv_a(x)

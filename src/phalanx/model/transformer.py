@@ -1,12 +1,12 @@
 """A decoder-only transformer of the GPT-2, Llama or DeepSeek kind, as one device would run it.
 
 Nothing here knows of other devices. A layout changes parts from outside and by name: `embed`, `positions`, `blocks`,
-`final_norm`, `head`; in a block `attn` with `wq`, `wk`, `wv`, `core`, `wo` (latent.py has names of its own), and `mlp`
-with `up`, `gate`, `down`, or in its place `moe` with `router`, `experts`, `shared`, between `attn_norm` and
-`attn_post_norm`, `mlp_norm` and `mlp_post_norm`. The weights' shapes give the
-numbers of heads and experts, so that a shard of a layer computes with its own part, and blocks are keyed by their
-layer, so that a pipeline stage keeps the names of its blocks. Layers that read the same input are called together
-(`qkv`, `widen`), so that a layout communicates once for all of them.
+`final_norm`, `head`; in a block `attn` with `wq`, `wk`, `wv`, `core`, `wo` (latent attention has names of its own), and
+`mlp` with `up`, `gate`, `down`, or in its place `moe` with `router`, `experts`, `shared`, between `attn_norm` and
+`attn_post_norm`, `mlp_norm` and `mlp_post_norm`. The weights' shapes give the numbers of heads and experts, so that a
+shard of a layer computes with its own part, and blocks are keyed by their layer, so that a pipeline stage keeps the
+names of its blocks. Layers that read the same input are called together (`qkv`, `widen`), so that a layout communicates
+once for all of them.
 
 Shapes: batch, seq (tokens of the input), keys (tokens attended to: seq, or more with a cache), d_model, head_size.
 """
@@ -19,28 +19,82 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.blocks.kind import SublayerKind
+from phalanx.blocks import lora
+from phalanx.blocks.kind import AttentionKind, FeedForwardKind, SublayerKind
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, attention_models, block_kinds, model_for
-from phalanx.blocks.parameters import vocabulary, weight_of
+from phalanx.blocks.parameters import Shapes, vocabulary, weight_of
+from phalanx.blocks.place import Half, Place
 from phalanx.check.model import model_problems
 from phalanx.config.model import ModelConfig
-from phalanx.errors import JobError
-from phalanx.model.attention import KeysAndValues
+from phalanx.errors import ExtensionError, JobError
+from phalanx.model.attention import CoreAttention, KeysAndValues
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Conversations, Documents
-from phalanx.model.layers import Multiply, Run, make_norm, run, soft_cap, uncompiled
-from phalanx.model.moe import Routing
-from phalanx.model.noise import Noise, dropout
-from phalanx.model.rotary import rotary_table
-from phalanx.model.sublayers import make_sublayer
+from phalanx.model.layers import Linear, Multiply, Run, make_norm, rotary_table, run, soft_cap, uncompiled
+from phalanx.model.moe import GroupedLinear, Routing
+from phalanx.model.seeding import Noise, dropout
+from phalanx.registry import Registry
+
+
+def make_sublayer(
+    table: Registry[AttentionKind] | Registry[FeedForwardKind], name: str, model: ModelConfig, layer: int, *more: object
+) -> nn.Module:
+    """Returns the module of the kind `name` for block `layer`; `more` are further arguments of what makes it.
+
+    Raises ExtensionError if there is none, or if it is not the one that the kind describes."""
+    kind = table[name]
+    made: nn.Module = table.code(name, "module")(model, layer, *more)
+    problems = [*_other_parameters(kind, model, made), *_other_modules(kind, made)]
+    if problems := problems or list(_add_adapters(kind, model, made)):
+        raise ExtensionError([f"{table.kind} {name!r}: {problem}" for problem in problems])
+    return made
+
+
+def _add_adapters(kind: SublayerKind, model: ModelConfig, made: nn.Module) -> Iterator[str]:
+    """Gives the linear layers that are targets their adapters. Yields those that are no linear layers."""
+    half: Half = "attention" if isinstance(kind, AttentionKind) else "feed_forward"
+    for name in dict.fromkeys(lora.targets(Place(model), half, kind.operators(Place(model)))):
+        layer = made.get_submodule(name.removeprefix(f"{kind.name_in_block}."))
+        if isinstance(layer, Linear | GroupedLinear):
+            layer.add_adapter(model.lora.rank, model.lora.scale)
+        else:
+            yield f"model.lora: {name} of its module must be a Linear of phalanx.model.layers to have an adapter"
+
+
+def _other_parameters(kind: SublayerKind, model: ModelConfig, made: nn.Module) -> Iterator[str]:
+    """Yields the differences between the weights of a description and the parameters of a module."""
+    operators, prefix = kind.operators(Place(model)), kind.name_in_block
+    described: Shapes = {weight.name: weight.shape for operator in operators for weight in operator.weights}
+    held: Shapes = {f"{prefix}.{name}": tuple(parameter.shape) for name, parameter in made.named_parameters()}
+    yield from (f"its module lacks the weight {name} {described[name]}" for name in described if name not in held)
+    yield from (f"its operators lack the parameter {name} {held[name]}" for name in held if name not in described)
+    for name in described:
+        if name in held and held[name] != described[name]:
+            yield f"{name} is {described[name]} in its operators and {held[name]} in its module"
+    if described == held and list(described) != list(held):
+        yield f"its operators have the weights in the order {', '.join(described)}, its module {', '.join(held)}"
+
+
+def _other_modules(kind: SublayerKind, made: nn.Module) -> Iterator[str]:
+    """Yields the submodules that a kind names and a module does not have so."""
+    named = dict(made.named_modules())
+    if kind.connection.reads and not hasattr(made, "project"):
+        yield f"its module applies {', '.join(kind.connection.reads)}, which read the input, without a `project`"
+    for name in (*kind.connection.reads, *kind.connection.writes):
+        if not isinstance(named.get(name), Linear | GroupedLinear | None):
+            yield f"{name} of its module must be a Linear of phalanx.model.layers, is {type(named[name]).__name__}"
+    if isinstance(kind, AttentionKind):
+        cores = [name for name, module in named.items() if isinstance(module, CoreAttention)]
+        if sorted(cores) != sorted(kind.cores):
+            yield f"it states the cores {list(kind.cores)}, its module has {cores}"
 
 
 class Transformer(nn.Module):
     """The whole model: embeddings, blocks, final norm and head.
 
     `vocab_size` is the tokenizer's, used if the model's shape leaves it open. The parameters are exactly those of
-    `phalanx.blocks.parameters.parameter_shapes`; `phalanx.model.init.initialise` sets their values. Raises JobError for
-    an invalid shape."""
+    `phalanx.blocks.parameters.parameter_shapes`; `phalanx.model.seeding.initialise` sets their values. Raises JobError
+    for an invalid shape."""
 
     def __init__(self, model: ModelConfig, vocab_size: int | None = None):
         super().__init__()

@@ -16,28 +16,30 @@ from phalanx.config.corpora import has_pairs
 from phalanx.config.job import FP8_ALIGNMENT, Job
 from phalanx.cost.job_spec import rank_spec
 from phalanx.errors import JobError
-from phalanx.model.init import initialise_part
 from phalanx.model.layers import prepare_compiler
+from phalanx.model.seeding import initialise_part
 from phalanx.model.transformer import Transformer
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.parallel import context, expert, tensor
 from phalanx.parallel.compiled import compile_blocks, keep_compiled, missing
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
-from phalanx.parallel.fp8 import Fp8Product
 from phalanx.parallel.fsdp import ShardedReplica
-from phalanx.parallel.linear import DeferredWeightGrads, defer_weight_grads, onednn_is_faster, use_fp8, use_onednn
+from phalanx.parallel.linear import (
+    DeferredWeightGrads,
+    Fp8Product,
+    defer_weight_grads,
+    onednn_is_faster,
+    use_fp8,
+    use_onednn,
+)
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import Objective
-from phalanx.parallel.offload.activations import offload_activations
-from phalanx.parallel.offload.host import Host, on_host
-from phalanx.parallel.pipedream import PipeDream
-from phalanx.parallel.pipeline import Pipeline
-from phalanx.parallel.preferences import PairLoss
+from phalanx.parallel.objective import Objective, PairLoss
+from phalanx.parallel.offload import Host, offload_activations, on_host
+from phalanx.parallel.pipeline import PipeDream, Pipeline
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.stages import Stages
-from phalanx.parallel.tiled_vocabulary import HeadTile, TiledHead
 from phalanx.parallel.tiling import project_tiles, tile
-from phalanx.parallel.vocabulary import CrossEntropy
+from phalanx.parallel.vocabulary import CrossEntropy, HeadTile, TiledHead
 from phalanx.parallel.zero import BucketReplica
 from phalanx.partition import batch
 from phalanx.partition.cut import describe, layer_costs, stages_of

@@ -1,13 +1,15 @@
 """Context parallelism: the ranks along the cp axis each hold a part of every sequence, and communicate in attention.
 
 In a grid of ring × ulysses ranks (Fang and Zhao 2024, USP), those at one place of the ring exchange heads for tokens
-(ulysses.py), and between the places keys and values are sent (ring.py). partition/sequence.py says which positions a
-rank holds. Everything else in a model works on single tokens, except for experts' counts over whole sequences.
+(Ulysses: Jacobs et al. 2023), so that in between attention is that of one device with fewer heads, and between the
+places keys and values are sent (ring.py). partition/sequence.py says which positions a rank holds. Everything else in a
+model works on single tokens, except for experts' counts over whole sequences.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,17 +17,68 @@ from torch import Tensor, nn
 from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.config.model import window_within
-from phalanx.model.attention import CoreAttention
-from phalanx.model.blocked_attention import Reach
+from phalanx.model.attention import CoreAttention, Reach
 from phalanx.model.documents import Documents
 from phalanx.model.layers import uncompiled
-from phalanx.model.noise import Noise
+from phalanx.model.moe import Sequences
+from phalanx.model.seeding import Noise
+from phalanx.parallel.linear import replace_modules
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.modules import replace_modules
-from phalanx.parallel.ring import ring_attention
-from phalanx.parallel.ring_blocks import Dropping
-from phalanx.parallel.ulysses import to_heads, to_tokens
+from phalanx.parallel.ring import Dropping, ring_attention
 from phalanx.partition.sequence import rank_positions
+
+
+@uncompiled
+def to_heads(x: Tensor, ulysses: Axis, slices: int = 1) -> Tensor:
+    """Maps (batch, heads, tokens, size) of all heads to (batch, heads / ranks, tokens × ranks, size), the ranks' tokens
+    in rank order; those of a sequence in `slices` slice by slice. If there are fewer key heads than ranks, a head goes
+    to several ranks."""
+    if x.shape[1] < ulysses.size:
+        x = x.repeat_interleave(ulysses.size // x.shape[1], dim=1)
+    return _ExchangeHeads.apply(x, ulysses, slices, True)  # pyright: ignore[reportReturnType]
+
+
+@uncompiled
+def to_tokens(x: Tensor, ulysses: Axis) -> Tensor:
+    """Maps (batch, heads / ranks, tokens × ranks, size) back to (batch, heads, tokens, size)."""
+    return _ExchangeHeads.apply(x, ulysses, 1, False)  # pyright: ignore[reportReturnType]
+
+
+class _ExchangeHeads(torch.autograd.Function):
+    """An all-to-all whose gradient is the reverse one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ulysses: Axis, slices: int, heads: bool) -> Tensor:
+        ctx.exchange = ulysses, slices, heads
+        return (_gather_tokens if heads else _gather_heads)(x, ulysses, slices)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None, None]:
+        ulysses, slices, heads = ctx.exchange
+        return (_gather_heads if heads else _gather_tokens)(grad_outputs[0], ulysses, slices), None, None, None
+
+
+# What travels is (ranks, batch, slices, tokens, heads, size): attention's kernels keep the heads of a token together,
+# so that with one sequence a share of all tokens is sent from where it stands, and read where it arrives.
+
+
+def _gather_tokens(x: Tensor, ulysses: Axis, slices: int) -> Tensor:
+    parts = x.unflatten(1, (ulysses.size, -1)).unflatten(3, (slices, -1)).permute(1, 0, 3, 4, 2, 5)
+    received = _exchanged(parts, ulysses)
+    return received.permute(1, 2, 0, 3, 4, 5).flatten(1, 3).transpose(1, 2)
+
+
+def _gather_heads(x: Tensor, ulysses: Axis, slices: int) -> Tensor:
+    parts = x.unflatten(2, (slices, ulysses.size, -1)).permute(3, 0, 2, 4, 1, 5)
+    received = _exchanged(parts, ulysses)
+    return received.permute(1, 2, 3, 0, 4, 5).flatten(3, 4).flatten(1, 2).transpose(1, 2)
+
+
+def _exchanged(parts: Tensor, ulysses: Axis) -> Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    ulysses.all_to_all(received, parts).wait()
+    return received
 
 
 def connect(model: nn.Module, mesh: Mesh) -> None:
@@ -77,23 +130,20 @@ class ContextAttention(CoreAttention):
         return to_tokens(o, ulysses) if ulysses.size > 1 else o
 
 
-class SplitSequences:
-    """Access to whole sequences, of which every cp rank holds a part, for the routers of a mixture of experts. Nothing
-    here has gradients."""
+class SplitSequences(Sequences):
+    """Access to whole sequences, of which every cp rank holds a part."""
 
     def __init__(self, layout: Layout, cp: Axis):
         self.layout, self.cp = layout, cp
 
     @uncompiled
     def sum(self, x: Tensor) -> Tensor:
-        """Returns the sum over the cp ranks."""
         total = x.detach().clone(memory_format=torch.contiguous_format)
         self.cp.all_reduce(total).wait()
         return total
 
     @uncompiled
     def whole(self, x: Tensor) -> Tensor:
-        """Gathers all tokens, (batch, sequence, ...) in order of position, from those here, (batch, tokens, ...)."""
         parts = x.new_empty(self.cp.size, *x.shape)
         self.cp.all_gather(parts.view(-1), x.detach().contiguous().view(-1)).wait()
         seq_len = self.cp.size * x.shape[1]
@@ -104,7 +154,6 @@ class SplitSequences:
 
     @uncompiled
     def mine(self, x: Tensor) -> Tensor:
-        """Selects the tokens here, (batch, tokens, ...), from `x` (batch, sequence, ...) of all."""
         return x[:, self._places(x.shape[1], self.cp.rank, x.device)]
 
     def _places(self, seq_len: int, rank: int, device: torch.device) -> Tensor:

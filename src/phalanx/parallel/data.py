@@ -8,7 +8,7 @@ interpreter costs.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -21,8 +21,7 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.entry import Granularity
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.objective import Objective
+from phalanx.parallel.objective import MicroTensors, Objective
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.stages import Stages
 from phalanx.partition.tensor_slices import TensorSlice
@@ -110,6 +109,16 @@ Move = Callable[[ParameterShard, Tensor], Tensor]
 """Copies a shard's final gradient to the memory of an offloaded optimizer, and returns the copy."""
 
 
+def call_when_complete(weights: Iterable[Tensor], method: Callable[[Tensor], None]) -> None:
+    """Makes autograd call a bound method with each of the weights when its gradient of a backward pass is complete.
+
+    It is referenced weakly: the garbage collector does not see references held by a parameter's hook, and they would
+    keep the replica alive, with its process groups and their threads."""
+    told = WeakMethod(method)
+    for weight in weights:
+        weight.register_post_accumulate_grad_hook(lambda weight: tell(weight) if (tell := told()) else None)
+
+
 class Replica:
     """One process that computes a whole step by itself, or with its tensor ranks."""
 
@@ -186,10 +195,7 @@ class Replica:
         """Arranges that gradients leave during the backward pass: without a pipeline, whose stages may share
         parameters."""
         self.of_weight = {shard.value: shard for shard in self.shards if not shard.frozen}
-        # A weak reference, because the garbage collector does not see those that a parameter's hook holds.
-        ready = WeakMethod(self._ready)
-        for weight in self.of_weight:
-            weight.register_post_accumulate_grad_hook(lambda weight: tell(weight) if (tell := ready()) else None)
+        call_when_complete(self.of_weight, self._ready)
 
     def _ready(self, weight: Tensor) -> None:
         """Lets a gradient leave that autograd has just completed."""

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.comm.axis import Axis, Pending
-from phalanx.model.experts import Ends, GroupedLinear
 from phalanx.model.layers import uncompiled
-from phalanx.model.moe import MixtureOfExperts
+from phalanx.model.moe import Ends, GroupedLinear, MixtureOfExperts
 from phalanx.partition.tensor_slices import experts_of
 
 

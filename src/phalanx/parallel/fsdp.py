@@ -3,14 +3,21 @@
 Zhao et al. 2023; ZeRO-3: Rajbhandari et al. 2020, section 5.3. Each block is one group, the non-block parameters
 another; with `layout.tiles` each tile of a large matrix is one as well (parallel/tiling.py). A group's parameters are
 all-gathered before its forward pass and, if they were resharded after it, again before its backward pass; its gradients
-leave by a reduce-scatter. With `layout.hpz` later gathers of a step stay in a node (parallel/gather.py). FSDP2's
-collectives go through the mesh's axes, so that they are counted, and on gloo take the faster way.
+leave by a reduce-scatter. FSDP2's collectives go through the mesh's axes, so that they are counted, and on gloo take
+the faster way.
+
+ZeRO++ (Wang et al. 2023). With `layout.hpz` the ranks of a node keep what the first gather of a step has brought, each
+an equal part of it, and later gathers of the step stay in the node: the same numbers, to the bit. DeepSpeed does so for
+gathers of the backward pass; here also those of the next micro-batch's forward pass stay, because parameters change
+only after the step. With codes (qwZ) every rank computes with the same rounded parameters, also with its own share; the
+second copy then consists of codes, too. The shards that the optimizer updates are never rounded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -26,25 +33,81 @@ from phalanx.blocks.operator import is_expert
 from phalanx.comm.axis import Axis, Pending
 from phalanx.config.layout import Layout
 from phalanx.launch.watchdog.heartbeat import Call
-from phalanx.model.experts import Experts, GroupedLinear
+from phalanx.model.moe import Experts, GroupedLinear
 from phalanx.parallel import fsdp_private
-from phalanx.parallel.codec import Codec, CodedShare
-from phalanx.parallel.coded_sum import CodedSum
-from phalanx.parallel.data import GradientSum, LocalModel, Replica
-from phalanx.parallel.gather import Allocates, Gather
+from phalanx.parallel.codec import Codec, CodedShare, CodedSum
+from phalanx.parallel.data import GradientSum, LocalModel, Replica, call_when_complete
+from phalanx.parallel.linear import Tile
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.modules import Tile
-from phalanx.parallel.objective import Objective
-from phalanx.parallel.offload.host import Host, on_host
+from phalanx.parallel.objective import MicroTensors, Objective
+from phalanx.parallel.offload import Host, on_host
 from phalanx.parallel.parameter_shards import ParameterShard, ShardGroup
-from phalanx.parallel.tiled_vocabulary import EmbeddingTile
 from phalanx.parallel.tiling import ExpertTile
+from phalanx.parallel.vocabulary import EmbeddingTile
 from phalanx.parallel.zero import preceding
 from phalanx.partition.matrices import row_ranges
 from phalanx.partition.second_copy import is_copied
 from phalanx.partition.tiers import is_offloaded
 from phalanx.partition.wire import Format, sent_as
+
+
+class Allocates:
+    """Allocates a collective's memory through FSDP2's interface."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class Gather(Allocates, fsdp_private.AllGather):
+    """Gathers the parameters of one group. `near` are the ranks of `shard` that keep a second copy together; None
+    without one. `codec` translates a rank's shares; None sends numbers."""
+
+    def __init__(self, shard: Axis, near: Axis | None, codec: Codec | None):
+        self.shard, self.near, self.codec = shard, near, codec
+        self.copy: Tensor | None = None
+        """This rank's part of the second copy: what shard.size / near.size ranks sent, in rank order."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        if self.near is not None and self.copy is not None:
+            axis, sent = self.near, self.copy
+        else:
+            axis, sent = self.shard, input_tensor
+            if self.codec is not None:
+                sent = self.codec.encode(input_tensor.view(1, -1)).view(-1)
+        whole = output_tensor if self.codec is None else sent.new_empty(axis.size * sent.numel())
+        arriving = Arriving(axis.all_gather(whole, sent), lambda: self._arrived(whole, output_tensor))
+        if async_op:
+            return arriving
+        arriving.wait()
+        return None
+
+    def drop(self) -> None:
+        """Gives up the second copy: the parameters may change now."""
+        self.copy = None
+
+    def _arrived(self, whole: Tensor, numbers: Tensor) -> None:
+        """Keeps a part of what all ranks have sent, and writes its numbers."""
+        if self.near is not None and self.copy is None:
+            self.copy = whole.view(self.near.size, -1)[self.near.rank].clone()
+        if self.codec is not None:
+            self.codec.decode(whole.view(self.shard.size, -1), numbers.view(self.shard.size, -1))
+
+
+class Arriving(dist.Work):
+    """A collective in flight, with FSDP2's interface for waiting. `then` is called once it has arrived."""
+
+    def __init__(self, pending: Pending, then: Callable[[], None] | None = None):
+        super().__init__()
+        self.pending, self.then = pending, then
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        self.pending.wait()
+        if self.then is not None:
+            self.then()
+            self.then = None
+        return True
 
 
 class ShardedReplica(Replica):
@@ -164,13 +227,11 @@ class ShardedReplica(Replica):
         parameters = dict(self._parameters())
         self.early = [(shard, parameters[shard.name]) for shard in self.shards if not shard.frozen]
         if self.shard.size == 1:
-            arrived = WeakMethod(self._leave_arrived)
-            for _, parameter in self.early:
-                parameter.register_post_accumulate_grad_hook(lambda _: tell() if (tell := arrived()) else None)
+            call_when_complete((parameter for _, parameter in self.early), self._leave_arrived)
         for scatter in self.scatters:
             scatter.arrived = WeakMethod(self._leave_arrived)
 
-    def _leave_arrived(self) -> None:
+    def _leave_arrived(self, _: Tensor | None = None) -> None:
         """Lets all gradients leave that FSDP2 has given to parameters by now."""
         if not self.final or self.runner is not None:
             return

@@ -18,20 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard import _fsdp_api
 
-__all__ = [
-    "AllGather",
-    "ReduceScatter",
-    "fill_missing_gradients",
-    "finish_backward",
-    "is_whole",
-    "reduce_gradients",
-    "sent_shares",
-    "start_gathers_early",
-    "take_in_gradients",
-    "watch_gathers",
-]
+AllGather, ReduceScatter = _fsdp_api.AllGather, _fsdp_api.ReduceScatter
 
 
 def start_gathers_early(module: FSDPModule, enabled: bool) -> None:

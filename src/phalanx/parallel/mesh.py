@@ -17,9 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.comm.axis import Axis, Pending
-from phalanx.comm.ledger import Ledger
-from phalanx.comm.staged import StagedAxis
+from phalanx.comm.axis import Axis, Ledger, Pending, StagedAxis
 from phalanx.config.layout import AXES, Layout
 from phalanx.errors import JobError
 from phalanx.launch.process_group import inherit_timeout, new_group
@@ -159,9 +157,7 @@ class Mesh:
             group = self.expert_devices.get_group(name)
         else:
             # All ranks create the groups of their own lines, equally many.
-            place = line.place(dist.get_rank())
-            ranks = [dist.get_rank() + (other - place) * line.stride for other in range(line.size)]
-            group = new_group(ranks)
+            group = new_group(self._ranks(name, range(line.size)))
         return self._over(shown.get(name, name), line.size, line.place(dist.get_rank()), group)
 
     def _over(self, name: str, size: int, rank: int, group: dist.ProcessGroup) -> Axis:

@@ -1,18 +1,199 @@
-"""The model with its loss: tokens and targets in, the sum of the loss over valid tokens out."""
+"""The model with its loss: tokens and targets in, the sum of the loss over valid tokens out.
+
+Slices of sequences pass through a pipeline one after the other (TeraPipe: Li et al. 2021, section 3.2): a slice needs
+the keys and values of earlier ones, layer by layer, and the backward pass, in reverse order, adds the gradients that
+later slices contribute to them. The loss of preferences (DPO: Rafailov et al. 2023, equation 7) depends on whole
+sequences: context-parallel ranks sum one number per sequence, and each then takes the gradient of its own tokens.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.job import IGNORE
+from phalanx.comm.axis import Axis
+from phalanx.config.job import IGNORE, DpoOptions
+from phalanx.model.documents import Conversations, Documents
+from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.preferences import PairLoss
-from phalanx.parallel.slices import Earlier
 from phalanx.parallel.stages import Stage
-from phalanx.parallel.tiled_vocabulary import TiledHead, recomputed_loss
-from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy
+from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy, TiledHead, recomputed_loss
+
+
+@dataclass(frozen=True)
+class MicroTensors:
+    """The inputs of one forward pass of one rank."""
+
+    tokens: Tensor
+    """(micro_batch, seq), int64: seq_len tokens, or a context-parallel rank's part of them."""
+    targets: Tensor
+    """(micro_batch, seq), int64, IGNORE where a position does not count."""
+    noise: Noise | None = None
+    """The source of dropout masks; None without dropout."""
+    places: Tensor | None = None
+    """Positions, within their sequences, of the tokens here, (seq,); None if all are here."""
+    documents: Documents | None = None
+    """Those of the whole sequences, if attention must not cross them."""
+    reference: Tensor | None = None
+    """(micro_batch,), float64: of preference pairs, the log-probability of each whole sequence's answer by the
+    reference model; NaN for padding."""
+    conversations: Conversations | None = None
+    """What routers count; None if every sequence is one conversation without padding."""
+
+    @property
+    def positions(self) -> Tensor:
+        """The tokens' positions within their sequences, (seq,)."""
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device) if self.places is None else self.places
+
+    def part(self, chosen: slice) -> MicroTensors:
+        """Returns some of its samples."""
+        noise = self.noise and replace(self.noise, sample_ids=self.noise.sample_ids[chosen])
+        documents = None if self.documents is None else self.documents.part(chosen)
+        reference = None if self.reference is None else self.reference[chosen]
+        conversations = None if self.conversations is None else self.conversations.part(chosen)
+        return replace(
+            self,
+            tokens=self.tokens[chosen],
+            targets=self.targets[chosen],
+            noise=noise,
+            documents=documents,
+            reference=reference,
+            conversations=conversations,
+        )
+
+    def slice(self, number: int, slices: int) -> MicroTensors:
+        """Returns one of several equal parts of its sequences."""
+        if slices == 1:
+            return self
+        tokens = self.tokens.shape[1] // slices
+        chosen = slice(number * tokens, (number + 1) * tokens)
+        places = self.positions[chosen]
+        noise = self.noise and replace(self.noise, places=places, seq_len=self.noise.seq_len or self.tokens.shape[1])
+        conversations = None if self.conversations is None else self.conversations.at(chosen)
+        return replace(
+            self,
+            tokens=self.tokens[:, chosen],
+            targets=self.targets[:, chosen],
+            noise=noise,
+            places=places,
+            conversations=conversations,
+        )
+
+
+class Earlier:
+    """Keys and values of one micro-batch at one stage, of all slices processed so far."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        """The slice being computed or recomputed."""
+        self.made: list[dict[int, tuple[Tensor, Tensor]]] = []
+        """Keys and values as computed, by slice and layer."""
+        self.seen: list[dict[int, tuple[Tensor, Tensor]]] = []
+        """Keys and values as later slices see them, by slice and layer: leaves, which accumulate their gradients."""
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values (batch, kv_heads, tokens, head_size) of all slices up to this one."""
+        if layer not in self.made[self.now]:  # otherwise this is recomputation
+            self.made[self.now][layer] = keys, values
+        before = [seen[layer] for seen in self.seen[: self.now]]
+        if not before:
+            return keys, values
+        every_key, every_value = zip(*before, (keys, values), strict=True)
+        return torch.cat(every_key, dim=2), torch.cat(every_value, dim=2)
+
+    def begin(self, number: int) -> None:
+        """Begins computing slice `number`."""
+        self.now = number
+        self.made.append({})
+
+    def end(self) -> None:
+        """Ends computing the current slice: later ones see its keys and values from now on."""
+        self.seen.append({layer: (_leaf(k), _leaf(v)) for layer, (k, v) in self.made[self.now].items()})
+
+    def again(self, number: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Begins a slice's backward pass. Returns the keys and values that later slices have seen, and the gradients
+        that these contributed."""
+        self.now = number
+        del self.made[number + 1 :]
+        made, seen = self.made[number], self.seen.pop()
+        roots, gradients = [], []
+        for layer, pair in made.items():
+            for tensor, leaf in zip(pair, seen[layer], strict=True):
+                if leaf.grad is not None:
+                    roots.append(tensor)
+                    gradients.append(leaf.grad)
+        return roots, gradients
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().requires_grad_()
+
+
+@dataclass(frozen=True)
+class PairFacts:
+    """Means over pairs, with the names they have in metrics.jsonl. A reward is beta × log(p / p of the reference)."""
+
+    reward_chosen: float
+    reward_rejected: float
+    reward_margin: float
+    """The chosen reward minus the rejected one."""
+    reward_accuracy: float
+    """The share of pairs whose chosen reward is the larger one."""
+
+    @classmethod
+    def of(cls, sums: Tensor) -> PairFacts | None:
+        """Returns the means of `sums` (4,), as PairLoss.take returns them, over all ranks; None without a pair."""
+        pairs, chosen, rejected, right = sums.tolist()
+        if not pairs:
+            return None
+        return cls(chosen / pairs, rejected / pairs, (chosen - rejected) / pairs, right / pairs)
+
+
+class PairLoss:
+    """The loss of pairs. Rows 2i and 2i + 1 of a micro-batch are the chosen and the rejected sequence of a pair."""
+
+    def __init__(self, options: DpoOptions, cp: Axis):
+        self.options, self.cp = options, cp
+        self.log_probabilities: Tensor | None = None
+        """The log-probability of each sequence of the last micro-batch: (micro_batch,) fp64."""
+        self._sums: Tensor | None = None
+
+    def __call__(self, losses: Tensor, micro: MicroTensors) -> Tensor:
+        """Returns the loss summed over the pairs of a micro-batch, of which every context-parallel rank gets an equal
+        share, with the gradient of its own tokens. `losses` (micro_batch,) fp64 are -log p, summed over the tokens
+        here."""
+        assert micro.reference is not None, "the data of a job with pairs have references"
+        whole = losses.detach().clone()
+        self.cp.all_reduce(whole).wait()
+        self.log_probabilities = -whole
+        rewards = self.options.beta * (-(losses + (whole - losses.detach())) - micro.reference)
+        chosen, rejected = rewards[0::2], rewards[1::2]
+        real = ~micro.reference[0::2].isnan()
+        margin = (chosen - rejected).where(real, 0)
+        wrong = self.options.label_smoothing
+        loss = -((1 - wrong) * F.logsigmoid(margin) + wrong * F.logsigmoid(-margin))
+        self._count(chosen.detach(), rejected.detach(), real)
+        total = loss.where(real, 0).sum()
+        return total - total.detach() * (1 - 1 / self.cp.size)
+
+    def counted(self, micro: MicroTensors) -> Tensor:
+        """Returns this rank's share of the number of pairs in a micro-batch, which is not padding, in fp64."""
+        assert micro.reference is not None, "the data of a job with pairs have references"
+        return (~micro.reference[0::2].isnan()).double().sum() / self.cp.size
+
+    def take(self, like: Tensor) -> Tensor:
+        """Returns this rank's share of the sums over all pairs since the last call: pairs, chosen rewards, rejected
+        rewards, and pairs in the right order, (4,) fp64 on the device of `like`."""
+        sums, self._sums = self._sums, None
+        return torch.zeros(4, dtype=torch.float64, device=like.device) if sums is None else sums / self.cp.size
+
+    def _count(self, chosen: Tensor, rejected: Tensor, real: Tensor) -> None:
+        rows = torch.stack((real, chosen, rejected, chosen > rejected)).double()
+        sums = rows.where(real, 0).sum(dim=1)
+        self._sums = sums if self._sums is None else self._sums + sums
 
 
 class Objective(nn.Module):

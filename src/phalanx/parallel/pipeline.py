@@ -1,15 +1,26 @@
 """Pipeline parallelism: one executor that runs any schedule (phalanx/schedule) on real ranks.
 
-A rank executes its program action by action. Receives of an action's inputs are posted some actions earlier; its
-results are sent asynchronously (parallel/transfers.py). From the forward to the backward pass an action saves a stage's
-input and autograd's graph. If the schedule splits the backward pass, I runs autograd, in which linear layers defer
-their weight gradients, and W computes those (parallel/linear.py).
+A rank executes its program action by action. Its messages are derived from the schedule and keep the sender's order: a
+receive is posted some actions before its message is needed, and a send is waited for only to free its memory. From the
+forward to the backward pass an action saves a stage's input and autograd's graph. If the schedule splits the backward
+pass, I runs autograd, in which linear layers defer their weight gradients, and W computes those (parallel/linear.py).
+
+PipeDream-2BW (Narayanan et al. 2020, section 3.1) is not flushed at the end of a step: while one global batch is in its
+backward passes, the next one begins its forward passes. A micro-batch passes forward and backward through one version
+of the weights; batch k of a run of batches computes with the version before the last,
+
+    W(k + 1) = W(k) - update(gradient of batch k at W(k - 1)),
+
+so that two versions suffice, in alternating buffers. The optimizer has the newest in tensors of its own. The pipeline
+drains only where the run of batches ends (a checkpoint, a validation).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,12 +28,131 @@ from torch import Tensor
 from phalanx.comm.axis import Axis, Pending
 from phalanx.parallel.data import Replica
 from phalanx.parallel.linear import DeferredWeightGrads, Product
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.offload.activations import SwappingRun
-from phalanx.parallel.slices import Earlier
+from phalanx.parallel.objective import Earlier, MicroTensors
+from phalanx.parallel.offload import SwappingRun
 from phalanx.parallel.stages import Stage, Stages
-from phalanx.parallel.transfers import RECEIVE_AHEAD, P2PMailbox, Transfers
-from phalanx.schedule.schedule import Action
+from phalanx.schedule.generators import pipedream
+from phalanx.schedule.schedule import Action, Schedule
+
+RECEIVE_AHEAD = 2
+"""Number of actions by which a receive is posted before its use."""
+
+
+@dataclass
+class Transfers:
+    """One rank's messages of a pipeline's step."""
+
+    schedule: Schedule
+    rank: int
+    up: Axis
+    """Messages to higher ranks."""
+    down: Axis
+    """Messages to lower ranks."""
+    targets: dict[Action, tuple[int, int]] = field(init=False, default_factory=dict)
+    """By action of this rank whose result another rank needs: that rank, and the index in its program that reads it."""
+    sources: dict[Action, tuple[int, int]] = field(init=False, default_factory=dict)
+    """By action of this rank that needs another rank's result: that rank, and the index in its program that produces
+    it."""
+    order: dict[int, list[int]] = field(init=False, default_factory=dict)
+    """By sender, the indices in its program of the results received here."""
+    pairs: set[tuple[int, int]] = field(init=False, default_factory=set)
+    """Every (sender, receiver) of the pipeline."""
+
+    def __post_init__(self) -> None:
+        places = [{action: place for place, action in enumerate(program)} for program in self.schedule.programs]
+        for rank, program in enumerate(self.schedule.programs):
+            for place, action in enumerate(program):
+                reader = _reader(self.schedule, action)
+                if reader is None or (target := self.schedule.rank_of(reader.stage, reader.micro)) == rank:
+                    continue
+                self.pairs.add((rank, target))
+                if reader not in places[target]:
+                    reader = reader._replace(kind="I")  # the backward pass is split there
+                if rank == self.rank:
+                    self.targets[action] = target, places[target][reader]
+                if target == self.rank:
+                    self.order.setdefault(rank, []).append(place)
+                    self.sources[reader] = rank, place
+
+    def connect(self, device: torch.device) -> None:
+        """Sends one element from each sender to each receiver, in the same order on all ranks; it is not counted.
+
+        NCCL creates a communicator with the first message between two ranks, and each waits there for the other. Ranks
+        that post receives before they send, as those of a pipeline do, would deadlock."""
+        x = torch.zeros(1, device=device)
+        with self.up.ledger.untracked(), self.down.ledger.untracked():
+            for sender, receiver in sorted(self.pairs):
+                axis = self.up if receiver > sender else self.down
+                if self.rank == sender:
+                    axis.send(x, receiver)
+                elif self.rank == receiver:
+                    axis.receive(x, sender)
+
+
+class StepMailbox:
+    """Sends and receives the messages of one step."""
+
+    def __init__(self, transfers: Transfers, like: Tensor, shape: tuple[int, ...]):
+        self.transfers, self.like, self.shape = transfers, like, shape
+        self.coming = {source: iter(places) for source, places in transfers.order.items()}
+        self.arriving: dict[tuple[int, int], tuple[Tensor, Pending]] = {}
+        """Pending receives by sender and index in its program."""
+        self.leaving: dict[int, list[tuple[int, Tensor, Pending]]] = defaultdict(list)
+        """Pending sends by receiver: the index in its program that reads them, and the tensor that must not change
+        until then."""
+
+    def expect(self, action: Action) -> None:
+        """Begins to receive an action's input."""
+        if (needed := self.transfers.sources.get(action)) is None or needed in self.arriving:
+            return
+        source, place = needed
+        group = self.transfers.up if source < self.transfers.rank else self.transfers.down
+        for made in self.coming[source]:
+            buffer = torch.empty(self.shape, dtype=self.like.dtype, device=self.like.device)
+            self.arriving[source, made] = buffer, group.start_receive(buffer, source)
+            if made == place:
+                return
+
+    def receive(self, action: Action) -> Tensor | None:
+        """Waits for the tensor that an action needs from another rank; returns None if it needs none."""
+        if (needed := self.transfers.sources.get(action)) is None:
+            return None
+        self.expect(action)
+        buffer, pending = self.arriving.pop(needed)
+        pending.wait()
+        self._release(*needed)
+        return buffer
+
+    def send(self, action: Action, result: Tensor) -> bool:
+        """Starts sending an action's result if another rank needs it. Returns whether one does."""
+        if (target := self.transfers.targets.get(action)) is None:
+            return False
+        rank, read = target
+        group = self.transfers.up if rank > self.transfers.rank else self.transfers.down
+        result = result.contiguous()
+        self.leaving[rank].append((read, result, group.start_send(result, rank)))
+        return True
+
+    def settle(self) -> None:
+        """Waits until everything has been sent."""
+        for rank in self.leaving:
+            self._release(rank, len(self.transfers.schedule.programs[rank]))
+
+    def _release(self, rank: int, place: int) -> None:
+        """Releases the messages that another rank has read, given that it has reached `place` in its program."""
+        for read, _, pending in self.leaving[rank]:
+            if read < place:
+                pending.wait()
+        self.leaving[rank] = [message for message in self.leaving[rank] if message[0] >= place]
+
+
+def _reader(schedule: Schedule, action: Action) -> Action | None:
+    """Returns the next stage's action that reads a result: a forward or backward pass (or its first half)."""
+    if action.kind == "F":
+        return action._replace(stage=action.stage + 1) if action.stage < schedule.stages - 1 else None
+    if action.kind == "W" or action.stage == 0:
+        return None
+    return Action("B", action.stage - 1, action.micro, action.slice)
 
 
 class Pipeline:
@@ -53,7 +183,7 @@ class Pipeline:
 
     def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
         """Runs a step's program. Returns the loss summed over the micro-batches whose last stage is here, in fp64."""
-        mailbox = self.transfers.begin(self.like, self.shape(micros[0], self.schedule.slices))
+        mailbox = StepMailbox(self.transfers, self.like, self.shape(micros[0], self.schedule.slices))
         execution = Execution(self, mailbox, dict(enumerate(micros)), micros[0].tokens.device, factor)
         for place, action in enumerate(self.program):
             for coming in self.program[place : place + 1 + RECEIVE_AHEAD]:
@@ -117,7 +247,7 @@ class Execution:
     def __init__(
         self,
         pipeline: Pipeline,
-        mailbox: P2PMailbox,
+        mailbox: StepMailbox | StreamMailbox,
         micros: dict[int, MicroTensors],
         device: torch.device,
         factor: float,
@@ -216,3 +346,151 @@ class Execution:
     def _pass_on(self, action: Action, reader: Action, result: Tensor) -> None:
         if not self.mailbox.send(action, result):
             self.local_results[reader] = result
+
+
+Due = Callable[[int], None]
+"""Called before the first forward pass of a batch of the run: its version of the weights must be available."""
+More = Callable[[], Sequence[MicroTensors]]
+"""Returns the micro-batches of the next batch."""
+
+
+class PipeDream(Pipeline):
+    """One rank's part in runs of batches."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        stages: Stages,
+        p2p_groups: tuple[Axis, Axis],
+        deferred: DeferredWeightGrads,
+        token_parts: int,
+    ):
+        super().__init__(replica, stages, p2p_groups, deferred, token_parts)
+        ranks, micro_batches = self.schedule.ranks, self.schedule.micro_batches // self.schedule.steps
+        self.micro_batches = micro_batches
+        """Micro-batches per batch."""
+        fill, steady, drain = _split_by_batch(pipedream(ranks, micro_batches, 3), stages.rank)
+        (alone,) = _split_by_batch(pipedream(ranks, micro_batches, 1), stages.rank)
+        self.batch_actions = {(True, True): fill, (False, True): steady, (False, False): drain, (True, False): alone}
+        """The actions up to the current batch's last micro-batch, by whether the batch is the first of its run, and
+        whether another one follows."""
+        self.weights = [shard.value for shard in replica.shards]
+        self.versions = [[w.data for w in self.weights], [w.data.clone() for w in self.weights]]
+        self.execution: Execution | None = None
+        """The execution of the current run; None between runs."""
+        self.batch = 0
+        """The current batch's number in the run."""
+
+    @property
+    def running(self) -> bool:
+        """True if micro-batches of another batch are in flight."""
+        return self.batch > 0
+
+    def run_batch(self, micros: Sequence[MicroTensors], factor: float, more: More | None, due: Due) -> Tensor:
+        """Runs until the current batch has finished its backward passes, and with `more` starts the next one. Returns
+        the batch's loss where the last stage is here. Afterwards the parameter shards have its gradients."""
+        if self.execution is None:
+            self.mailbox = StreamMailbox(self, micros[0])
+            self.execution = Execution(self, self.mailbox, {}, micros[0].tokens.device, factor)
+        execution, mailbox, first = self.execution, self.mailbox, self.batch * self.micro_batches
+        # The rank with the last stage, whose losses these are, never runs ahead of its batch.
+        execution.loss, execution.factor = torch.zeros_like(execution.loss), factor
+        execution.micros = dict(enumerate(micros, first))
+        program = self.batch_actions[self.batch == 0, more is not None]
+        actions = [a._replace(micro=a.micro + first) for a in program]
+        for place, action in enumerate(actions):
+            if action.kind == "F" and action.micro % self.micro_batches == 0:
+                if action.micro > first and more is not None:
+                    execution.micros |= dict(enumerate(more(), action.micro))
+                due(action.micro // self.micro_batches)
+            for coming in actions[place : place + 1 + RECEIVE_AHEAD]:
+                mailbox.expect(coming)
+            self._use(action.micro // self.micro_batches)
+            execution.act(action, last=place == len(actions) - 1)
+        self.replica.finish()
+        self.batch += 1
+        if more is None:
+            mailbox.settle()
+            self.execution, self.batch = None, 0
+        return execution.loss
+
+    @torch.no_grad()
+    def write(self, batch: int, values: Sequence[Tensor]) -> None:
+        """Sets the weights of a batch of the run to `values`, one for every parameter shard."""
+        for mine, value in zip(self.versions[version(batch) % 2], values, strict=True):
+            mine.copy_(value)
+
+    def restart(self, values: Sequence[Tensor]) -> None:
+        """Begins another run of batches, at these weights."""
+        self.write(0, values)
+        self._use(0)
+
+    def _use(self, batch: int) -> None:
+        """Computes with the weights of a batch. Tensors saved by earlier forward passes stay valid."""
+        for weight, values in zip(self.weights, self.versions[version(batch) % 2], strict=True):
+            weight.data = values
+
+
+def version(batch: int) -> int:
+    """Returns the number of updates that the weights of a batch of a run have seen: one less than there are."""
+    return max(batch - 1, 0)
+
+
+class StreamMailbox:
+    """Messages between neighbours over a whole run of batches: they arrive in the order in which they are needed."""
+
+    def __init__(self, pipeline: PipeDream, micro: MicroTensors):
+        self.rank, self.last = pipeline.stages.rank, pipeline.schedule.ranks - 1
+        self.p2p_groups, self.like, self.shape = pipeline.p2p_groups, pipeline.like, pipeline.shape(micro)
+        self.arriving: dict[Action, tuple[Tensor, Pending]] = {}
+        self.leaving: dict[Action, tuple[Tensor, Pending]] = {}
+
+    def expect(self, action: Action) -> None:
+        """Begins to receive an action's input."""
+        source = self.rank - 1 if action.kind == "F" else self.rank + 1
+        if action in self.arriving or not 0 <= source <= self.last:
+            return
+        up, down = self.p2p_groups
+        buffer = torch.empty(self.shape, dtype=self.like.dtype, device=self.like.device)
+        self.arriving[action] = buffer, (up if action.kind == "F" else down).start_receive(buffer, source)
+
+    def receive(self, action: Action) -> Tensor | None:
+        self.expect(action)
+        if action not in self.arriving:
+            return None
+        buffer, pending = self.arriving.pop(action)
+        pending.wait()
+        # A returned gradient shows that the sent activation was read. A received micro-batch was computed after the
+        # backward passes that 1F1B has before it, so that their gradients were read.
+        behind = 0 if action.kind == "B" else self.last - self.rank + 2
+        read = [s for s in self.leaving if s.kind != action.kind and s.micro <= action.micro - behind]
+        for sent in read:
+            self.leaving.pop(sent)[1].wait()
+        return buffer
+
+    def send(self, action: Action, result: Tensor) -> bool:
+        target = self.rank + 1 if action.kind == "F" else self.rank - 1
+        if not 0 <= target <= self.last:
+            return False
+        up, down = self.p2p_groups
+        result = result.contiguous()
+        self.leaving[action] = result, (up if action.kind == "F" else down).start_send(result, target)
+        return True
+
+    def settle(self) -> None:
+        """Waits until everything has been sent."""
+        for _, pending in self.leaving.values():
+            pending.wait()
+        self.leaving.clear()
+
+
+def _split_by_batch(schedule: Schedule, rank: int) -> list[list[Action]]:
+    """Returns a rank's program, cut after the last backward pass of each step; micro-batches are numbered from the
+    step's first."""
+    micro_batches = schedule.micro_batches // schedule.steps
+    program = schedule.programs[rank]
+    ends = [n + 1 for n, action in enumerate(program) if action.kind == "B" and (action.micro + 1) % micro_batches == 0]
+    return [
+        [action._replace(micro=action.micro - run_batch * micro_batches) for action in program[start:end]]
+        for run_batch, (start, end) in enumerate(pairwise([0, *ends]))
+    ]

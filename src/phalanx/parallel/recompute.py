@@ -4,7 +4,7 @@ Each block has a mode of its own (partition/recompute.py). `full` saves only the
 `selective` saves everything but the inside of the attention core, which is large and cheap to repeat (Korthikanti et
 al. 2022, section 5); `products` saves the results of matrix products, of attention and of collectives, and repeats
 norms and activations (as the selective checkpointing by operator of torchtitan, Liang et al. 2024, section 2.1.3).
-Dropout masks are functions of seed, step and sample (model/noise.py), so the second pass gets the same ones without
+Dropout masks are functions of seed, step and sample (model/seeding.py), so the second pass gets the same ones without
 saved generator state.
 """
 

@@ -22,13 +22,67 @@ from torch import Tensor, nn
 from phalanx.blocks.kind import Connection
 from phalanx.blocks.lora import A
 from phalanx.comm.axis import Axis
-from phalanx.model.experts import GroupedLinear
 from phalanx.model.layers import Linear, Multiply, uncompiled
+from phalanx.model.moe import GroupedLinear
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
-from phalanx.parallel.head_norm import NormAllHeads
-from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight
-from phalanx.parallel.modules import linear_of
+from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight, linear_of
 from phalanx.partition.tensor_slices import TensorSlice, slice_of
+
+
+@dataclass(frozen=True)
+class NormAllHeads:
+    """Applies RMS norms over all tensor ranks' heads. It is the `norm_all_heads` of attention."""
+
+    tp: Axis
+
+    @uncompiled
+    def __call__(self, q_norm: nn.Module, k_norm: nn.Module, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps queries (batch, seq, heads here × head_size) and keys in the same form to their normed ones."""
+        assert isinstance(q_norm, nn.RMSNorm)
+        assert isinstance(k_norm, nn.RMSNorm)
+        whole = q_norm.normalized_shape[0], k_norm.normalized_shape[0]
+        return _RMSNorms.apply(q, k, q_norm.weight, k_norm.weight, self.tp, whole, q_norm.eps)  # pyright: ignore[reportReturnType]
+
+
+class _RMSNorms(torch.autograd.Function):
+    """The norms of queries and of keys: (batch, seq, width here) each, to the same shapes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, tp: Axis, whole: tuple[int, int], eps: float
+    ) -> tuple[Tensor, Tensor]:
+        ctx.tp, ctx.whole = tp, whole
+        ctx.copies = tuple(tp.size * x.shape[-1] // size for x, size in zip((q, k), whole, strict=True))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        sums = _summed(tp, [x.to(wide).square().sum(-1) / copies for x, copies in zip((q, k), ctx.copies, strict=True)])
+        factors = [(total / size + eps).rsqrt().unsqueeze(-1) for total, size in zip(sums, whole, strict=True)]
+        ctx.save_for_backward(q, k, q_weight, k_weight, *factors)
+        normed_q, normed_k = ((x.to(wide) * factor).to(x.dtype) for x, factor in zip((q, k), factors, strict=True))
+        return normed_q * q_weight, normed_k * k_weight
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        q, k, *others = ctx.saved_tensors
+        weights, factors = others[:2], others[2:]
+        wide = factors[0].dtype
+        gradients = [(g * weight).to(wide) for g, weight in zip(grad_outputs, weights, strict=True)]
+        # Of a key head with copies each rank has a part of the gradient, which add up in this sum too.
+        products = [(g * x.to(wide)).sum(-1) for g, x in zip(gradients, (q, k), strict=True)]
+        sums = _summed(ctx.tp, products)
+        of_inputs, of_weights = [], []
+        for number, x in enumerate((q, k)):
+            factor, size = factors[number], ctx.whole[number] * ctx.copies[number]
+            of_squares = x.to(wide) * factor**3 * (sums[number] / size).unsqueeze(-1)
+            of_inputs.append((gradients[number] * factor - of_squares).to(x.dtype))
+            of_weights.append((grad_outputs[number] * (x.to(wide) * factor).to(x.dtype)).flatten(0, -2).sum(0))
+        return *of_inputs, *of_weights, None, None, None
+
+
+def _summed(tp: Axis, parts: list[Tensor]) -> Tensor:
+    """Returns the sums over the tensor ranks of some numbers per token, (numbers, batch, seq), in one message."""
+    together = torch.stack(parts)
+    tp.all_reduce(together).wait()
+    return together
 
 
 @dataclass(frozen=True)
@@ -56,13 +110,6 @@ class TensorParallel:
         whole = x.new_empty(batch, seq * self.tp.size, width)
         return whole, self.tp.all_gather(whole.view(-1), x.contiguous().view(-1))
 
-    def start_reduce_scatter(self, x: Tensor) -> tuple[Tensor, Any]:
-        """Starts summing all ranks' `x` (batch, seq, d_model). Returns this rank's tokens of the sum and the pending
-        collective."""
-        batch, seq, width = x.shape
-        share = x.new_empty(batch, seq // self.tp.size, width)
-        return share, self.tp.reduce_scatter(share.view(-1), x.contiguous().view(-1))
-
     def constant(self, weight: Tensor) -> Tensor:
         """Returns the weight as seen by autograd: detached where `deferred` takes its gradient."""
         return weight if self.deferred is None else weight.detach()
@@ -78,10 +125,45 @@ class TensorParallel:
     def start_reduce(self, x: Tensor) -> tuple[Tensor, Any]:
         """Starts summing all ranks' `x` (batch, seq, d_model), perhaps in place. Returns the sum's part on the residual
         stream here, and the pending collective."""
-        if self.sequence:
-            return self.start_reduce_scatter(x)
         x = x.contiguous()
-        return x, self.tp.all_reduce(x)
+        if not self.sequence:
+            return x, self.tp.all_reduce(x)
+        batch, seq, width = x.shape
+        share = x.new_empty(batch, seq // self.tp.size, width)
+        return share, self.tp.reduce_scatter(share.view(-1), x.view(-1))
+
+    @uncompiled
+    def gathered(self, x: Tensor) -> Tensor:
+        """Returns all tokens (batch, seq, d_model) of `x`, this rank's part of them."""
+        return _GatherTokens.apply(x, self)  # pyright: ignore[reportReturnType]
+
+    @uncompiled
+    def reduced(self, x: Tensor) -> Tensor:
+        """Returns the sum over the ranks of `x` (batch, seq, d_model), onto the residual stream."""
+        return _ReduceTokens.apply(x, self)  # pyright: ignore[reportReturnType]
+
+    @uncompiled
+    def gather_input(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Gathers all tokens for a module's first input: a forward pre-hook."""
+        x, *others = inputs
+        return self.gathered(x), *others
+
+    @uncompiled
+    def gather_output(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Gathers all tokens of a module's output: a forward hook."""
+        return self.gathered(output)
+
+    @uncompiled
+    def reduce_output(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
+        """Sums the ranks' outputs of a module: a forward hook."""
+        return self.reduced(output)
+
+    def run_halves(self, halves: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
+        """Runs the halves of a parallel block between one exchange off the residual stream and one onto it.
+
+        Every rank normalises all tokens for its own heads and columns, so its norms have parts of their gradients. Had
+        each half its own exchange, as many bytes again would be sent."""
+        return self.reduced(halves(self.gathered(x), *others))
 
 
 def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice, ...]]:
@@ -101,7 +183,7 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice,
 
 def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str] = ()) -> set[nn.Module]:
     """Replaces the layers of `model`, whose parameters are cut, by layers that communicate. The blocks in `keeps` save
-    their gathered inputs, whatever `how` says. Returns the linear layers whose weight gradients are computed here."""
+    their gathered inputs in any case. Returns the linear layers whose weight gradients are computed here."""
     made: set[nn.Module] = set()
     for layer, block in model.blocks.items():
         assert isinstance(block, Block), "nothing wraps blocks before this"
@@ -110,7 +192,7 @@ def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str]
         model.embed = ParallelEmbedding(model.embed, parallel)
     if isinstance(model.positions, PositionEmbedding):
         model.positions = ParallelPositions(model.positions, parallel)
-    model.final_norm.register_forward_hook(GatherOutput(parallel))
+    model.final_norm.register_forward_hook(parallel.gather_output)
     model.routing.share = 1 / parallel.tp.size
     return made
 
@@ -122,7 +204,7 @@ def _connect_block(block: Block, parallel: TensorParallel) -> set[nn.Module]:
             half.norm_all_heads = NormAllHeads(parallel.tp)  # pyright: ignore[reportArgumentType]
     if not block.parallel:
         return set().union(*(_connect_half(half, kind.connection, parallel) for kind, half in block.sublayers()))
-    block.run_halves = BothHalves(parallel)
+    block.run_halves = parallel.run_halves
     for kind, half in block.sublayers():
         _add_biases_once(half, kind.connection, parallel)
     return set()
@@ -138,7 +220,7 @@ def _connect_half(half: nn.Module, connection: Connection, parallel: TensorParal
         # The adapters' A read the input with their matrices.
         made |= {named[name] for read in connection.reads for name in (read, f"{read}.{A}") if name in named}
     else:
-        half.register_forward_pre_hook(GatherInput(parallel))
+        half.register_forward_pre_hook(parallel.gather_input)
     if len(connection.writes) == 1:
         (name,) = connection.writes
         plain = named[name]
@@ -146,7 +228,7 @@ def _connect_half(half: nn.Module, connection: Connection, parallel: TensorParal
         half.set_submodule(name, RowParallelLinear.of(plain, parallel))
         made.add(half.get_submodule(name))
     else:
-        half.register_forward_hook(ReduceOutput(parallel))
+        half.register_forward_hook(parallel.reduce_output)
         _add_biases_once(half, connection, parallel)
     return made
 
@@ -201,7 +283,7 @@ class RowParallelLinear(Linear):
         if self.weight.requires_grad:
             y = _Rows.apply(input, self.parallel, self.multiply, [self.weight], self.parallel.constant(self.weight))
         else:  # one sum for the frozen matrix and its adapter, of which each rank has the whole B
-            y = _ReduceTokens.apply(self.adapt(self.multiply(input, self.weight), input), self.parallel)
+            y = self.parallel.reduced(self.adapt(self.multiply(input, self.weight), input))
         return y if self.bias is None else y + self.bias
 
 
@@ -217,6 +299,14 @@ class FirstRankBias(RowParallelLinear):
         return self.adapt(y, input)
 
 
+def look_up(tokens: Tensor, weight: Tensor, first: int) -> Tensor:
+    """Returns the rows of `tokens` (batch, seq) that are among those of `weight`, which begin with row `first` of the
+    vocabulary, and zeros for the rest: (batch, seq, d_model)."""
+    local = tokens - first
+    mine = (local >= 0) & (local < len(weight))
+    return nn.functional.embedding(local.where(mine, 0), weight) * mine.unsqueeze(-1)
+
+
 class ParallelEmbedding(nn.Embedding):
     """An embedding in which every rank has some of the rows."""
 
@@ -227,10 +317,7 @@ class ParallelEmbedding(nn.Embedding):
     @uncompiled
     def forward(self, input: Tensor) -> Tensor:
         """Maps tokens (batch, seq) to (batch, seq, d_model), or to this rank's part of it."""
-        local = input - self.parallel.tp.rank * self.weight.shape[0]
-        mine = (local >= 0) & (local < self.weight.shape[0])
-        rows = nn.functional.embedding(local.where(mine, 0), self.weight) * mine.unsqueeze(-1)
-        return _ReduceTokens.apply(rows, self.parallel)  # pyright: ignore[reportReturnType]
+        return self.parallel.reduced(look_up(input, self.weight, self.parallel.tp.rank * len(self.weight)))
 
 
 class ParallelPositions(PositionEmbedding):
@@ -244,59 +331,6 @@ class ParallelPositions(PositionEmbedding):
         """Maps positions (seq,) of tokens of `shape` (batch, seq) to (batch, seq, d_model), or to this rank's part."""
         places = input.expand(shape)
         return super().forward(self.parallel.local_tokens(places) if self.parallel.sequence else places, shape)
-
-
-@dataclass(frozen=True)
-class GatherInput:
-    """A forward pre-hook that gathers all tokens for a module's input."""
-
-    parallel: TensorParallel
-
-    @uncompiled
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Gathers the first input, this rank's part of (batch, seq, d_model)."""
-        x, *others = inputs
-        return _GatherTokens.apply(x, self.parallel), *others
-
-
-@dataclass(frozen=True)
-class ReduceOutput:
-    """A forward hook that sums the ranks' outputs of a module onto the residual stream."""
-
-    parallel: TensorParallel
-
-    @uncompiled
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Sums the ranks' outputs (batch, seq, d_model)."""
-        return _ReduceTokens.apply(output, self.parallel)  # pyright: ignore[reportReturnType]
-
-
-@dataclass(frozen=True)
-class BothHalves:
-    """Runs the halves of a parallel block between one exchange off the residual stream and one onto it: the
-    `run_halves` of a block.
-
-    Every rank normalises all tokens for its own heads and columns, so its norms have parts of their gradients. Had each
-    half its own exchange, as many bytes again would be sent."""
-
-    parallel: TensorParallel
-
-    def __call__(self, halves: Callable[..., Tensor], x: Tensor, *others: Any) -> Tensor:
-        """Calls `halves` with all tokens of `x`, this rank's part of (batch, seq, d_model), and sums the results."""
-        whole = _gathered(x, self.parallel)
-        return _reduced(halves(whole, *others), self.parallel)
-
-
-@dataclass(frozen=True)
-class GatherOutput:
-    """A forward hook that gathers all tokens of a module's output."""
-
-    parallel: TensorParallel
-
-    @uncompiled
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        """Gathers the output, this rank's part of (batch, seq, d_model)."""
-        return _GatherTokens.apply(output, self.parallel)  # pyright: ignore[reportReturnType]
 
 
 class _Columns(torch.autograd.Function):
@@ -374,9 +408,7 @@ class _ReduceTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parallel: TensorParallel) -> Tensor:
         ctx.parallel = parallel
-        y, work = parallel.start_reduce(x.clone() if not parallel.sequence else x)
-        work.wait()
-        return y
+        return _summed_tokens(parallel, x)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
@@ -393,20 +425,13 @@ class _GatherTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        parallel: TensorParallel = ctx.parallel
-        gradient, work = parallel.start_reduce(grad_outputs[0] if parallel.sequence else grad_outputs[0].clone())
-        work.wait()
-        return gradient, None
+        return _summed_tokens(ctx.parallel, grad_outputs[0]), None
 
 
-@uncompiled
-def _gathered(x: Tensor, parallel: TensorParallel) -> Tensor:
-    return _GatherTokens.apply(x, parallel)  # pyright: ignore[reportReturnType]
-
-
-@uncompiled
-def _reduced(x: Tensor, parallel: TensorParallel) -> Tensor:
-    return _ReduceTokens.apply(x, parallel)  # pyright: ignore[reportReturnType]
+def _summed_tokens(parallel: TensorParallel, x: Tensor) -> Tensor:
+    total, work = parallel.start_reduce(x if parallel.sequence else x.clone())
+    work.wait()
+    return total
 
 
 def _all_tokens(parallel: TensorParallel, x: Tensor) -> Tensor:

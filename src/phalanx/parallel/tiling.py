@@ -5,12 +5,12 @@ of a matrix is whole at a time (Rajbhandari et al. 2021, section 5.1.3). The com
 cut by rows, `wq`, `up` and others, concatenate their tiles' outputs; of those that are cut by columns, `wo` and `down`,
 each tile reads its part of the width, and the outputs are summed. The sum's bias stays outside the tiles. Tensor ranks
 cut their own slices into tiles, and communicate around all of them. Embedding and head are cut by rows of the
-vocabulary (tiled_vocabulary.py). An adapter stays whole beside the tiles of its frozen matrix.
+vocabulary (vocabulary.py). An adapter stays whole beside the tiles of its frozen matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,12 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.model.experts import Ends, GroupedLinear, add_bias
 from phalanx.model.layers import Linear, project, uncompiled
+from phalanx.model.moe import Ends, GroupedLinear, add_bias
 from phalanx.model.transformer import Block, Transformer
-from phalanx.parallel.modules import Tile
-from phalanx.parallel.tensor import ColumnParallel, FirstRankBias, GatherInput, ReduceOutput, RowParallelLinear
-from phalanx.parallel.tiled_vocabulary import TiledEmbedding, TiledHead
+from phalanx.parallel.linear import Tile
+from phalanx.parallel.tensor import ColumnParallel, FirstRankBias, RowParallelLinear, TensorParallel
+from phalanx.parallel.vocabulary import TiledEmbedding, TiledHead
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.partition.tiles import in_tiles, is_tiled, too_few_rows
 
@@ -71,7 +71,7 @@ class TiledColumns(_Tiled):
         """The bias is multiplied by `bias_factor`, and added to the sum."""
         super().__init__(whole, tiles)
         self.bias, self.bias_factor = whole.bias, bias_factor
-        self.reduce: ReduceOutput | None = None
+        self.reduce: Callable[[Tensor], Tensor] | None = None
         """Sums the tensor ranks' outputs, before the bias is added."""
 
     @uncompiled
@@ -85,7 +85,7 @@ class TiledColumns(_Tiled):
             y = y + tile(part, *ends)
         y = self.adapt(y.unflatten(0, x.shape[:-1]), x, *ends)
         if self.reduce is not None:
-            y = self.reduce(self, (x,), y)
+            y = self.reduce(y)
         if self.bias is None:
             return y
         bias = self.bias if self.bias_factor == 1 else self.bias * self.bias_factor
@@ -97,13 +97,12 @@ class ProjectGathered:
     """Applies layers one after the other to an input that is gathered once: the `project` where tiles, which ZeRO-3
     gathers one by one, take the place of linear layers."""
 
-    gather: GatherInput
+    parallel: TensorParallel
 
     @uncompiled
     def __call__(self, layers: Sequence[Linear], x: Tensor) -> tuple[Tensor, ...]:
         """Maps (batch, seq, d_model), or this rank's part of it, to (batch, seq, outputs / tp) for each layer."""
-        (whole,) = self.gather(layers[0], (x,))
-        return project(layers, whole)
+        return project(layers, self.parallel.gathered(x))
 
 
 def tile(
@@ -150,7 +149,7 @@ def project_tiles(model: Transformer) -> set[nn.Module]:
             reads = [named[name] for name in kind.connection.reads if name in named]
             column = getattr(half, "project", None)
             if isinstance(column, ColumnParallel) and any(isinstance(layer, TiledRows) for layer in reads):
-                half.project = ProjectGathered(GatherInput(column.parallel))  # pyright: ignore[reportArgumentType]
+                half.project = ProjectGathered(column.parallel)  # pyright: ignore[reportArgumentType]
                 others |= set(reads)
     return others
 
@@ -167,7 +166,7 @@ def _columns(whole: Linear | GroupedLinear, tiles: int) -> TiledColumns:
         return TiledColumns(whole, found, float(whole.parallel.tp.rank == 0))
     tiled = TiledColumns(whole, found, whole.bias_factor if isinstance(whole, GroupedLinear) else 1.0)
     if isinstance(whole, RowParallelLinear):
-        tiled.reduce = ReduceOutput(whole.parallel)
+        tiled.reduce = whole.parallel.reduced
     return tiled
 
 

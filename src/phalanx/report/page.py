@@ -305,7 +305,7 @@ def _whole(record: RunRecord, prediction: Expected) -> Iterator[str]:
 
 def _bubble(profile: dict[str, Any]) -> float | None:
     """Returns the bubble of the profiled rank that is compared, by the project's one definition."""
-    from phalanx.schedule.bubble import bubble_fraction
+    from phalanx.schedule.timing import bubble_fraction
 
     parts = {name: seconds for name, _, seconds in _compared(profile)}
     step, idle = parts.get("step", 0.0), parts.get("bubble", 0.0)

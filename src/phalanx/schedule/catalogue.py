@@ -9,16 +9,23 @@ from typing import Any
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
 from phalanx.registry import Registry
-from phalanx.schedule.dualpipe import dualpipe
-from phalanx.schedule.entry import UNBOUNDED_CHUNKS, ScheduleEntry
-from phalanx.schedule.interleaved import interleaved_1f1b, looped_bfs
-from phalanx.schedule.pipedream import pipedream
+from phalanx.schedule.entry import UNBOUNDED_CHUNKS, ScheduleEntry, Size, too_large
+from phalanx.schedule.generators import (
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b,
+    looped_bfs,
+    naive,
+    one_f_one_b,
+    pipedream,
+    terapipe,
+    v_half,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from phalanx.schedule.schedule import Schedule
-from phalanx.schedule.simple import gpipe, naive, one_f_one_b
-from phalanx.schedule.size import Size, too_large
-from phalanx.schedule.terapipe import terapipe
-from phalanx.schedule.vshape import dualpipe_v, v_half, zb_v
-from phalanx.schedule.zero_bubble import zb_h1, zb_h2
 
 
 def _until_first_gradient(p: int, m: int, v: int, r: int) -> int:

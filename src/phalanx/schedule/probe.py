@@ -13,7 +13,7 @@ from phalanx.errors import ExtensionError
 from phalanx.registry import package_code
 from phalanx.schedule.check import problems as program_problems
 from phalanx.schedule.entry import ScheduleEntry
-from phalanx.schedule.placement import round_robin, v_shape
+from phalanx.schedule.generators import round_robin, v_shape
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.timing import time
 

@@ -19,9 +19,8 @@ from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition.pipeline import is_file, schedule_of
 from phalanx.schedule import catalogue
-from phalanx.schedule.bubble import bubble_fraction
-from phalanx.schedule.events import Events, run
 from phalanx.schedule.schedule import Schedule
+from phalanx.schedule.timing import Events, bubble_fraction, run
 from phalanx.simulate.disturbance import Disturbance
 from phalanx.simulate.stage_seconds import RankSeconds, rank_seconds
 from phalanx.simulate.timeline import Span, Timeline
@@ -250,7 +249,7 @@ class Figures:
 
     step_time_s: float
     bubble: float
-    """The pipeline bubble (schedule/bubble.py); the busiest rank is the one that is idle least."""
+    """The pipeline bubble (schedule/timing.py); the busiest rank is the one that is idle least."""
     ranks: list[Mapping[str, float]]
 
 

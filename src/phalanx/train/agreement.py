@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 import phalanx
-from phalanx.comm.agree import gather_json, on_every_rank, on_rank_zero
-from phalanx.comm.agreement import Disagreement, Facts, clock_skew, disagreements
+from phalanx.comm.agree import Disagreement, Facts, clock_skew, disagreements, gather_json, on_every_rank, on_rank_zero
 from phalanx.config.job import Data, Job
 from phalanx.data.index import INDEX, Index, open_shards, read_index, repair_command
 from phalanx.data.loader import ShardData, SplitReader, split_blocks

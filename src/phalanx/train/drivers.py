@@ -20,8 +20,8 @@ from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.objective import MicroTensors
+from phalanx.parallel.pipeline import PipeDream
 from phalanx.train.asp import Arrivals, Asynchronous
 from phalanx.train.feed import Feed
 from phalanx.train.guard import Guard
@@ -40,7 +40,7 @@ class _UnknownStep:
 
 
 class UnflushedSteps:
-    """Takes the steps of a Stepper whose pipeline continues from one step to the next (parallel/pipedream.py).
+    """Takes the steps of a Stepper whose pipeline continues from one step to the next (parallel/pipeline.py).
 
     A step's update is not needed before the step after the next one begins. Until then its norm is reduced over the
     ranks, while they compute: a step's result is known one step later."""

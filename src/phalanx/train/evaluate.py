@@ -25,8 +25,7 @@ from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.preferences import PairFacts
+from phalanx.parallel.objective import MicroTensors, PairFacts
 from phalanx.partition import batch
 from phalanx.train.callbacks import Callback, Done
 from phalanx.train.requests import Milestones, StopRequest

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from phalanx.comm.agree import on_rank_zero
-from phalanx.comm.same_calls import require_same_calls
+from phalanx.comm.agree import on_rank_zero, require_same_calls
 from phalanx.config.job import Job
 from phalanx.errors import StoppedError
 from phalanx.launch.ranks import Ranks

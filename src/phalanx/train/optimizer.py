@@ -15,8 +15,7 @@ from phalanx.comm.axis import Axis
 from phalanx.config.job import Optimizer
 from phalanx.optimizers.catalogue import OPTIMIZERS, state_tensors
 from phalanx.optimizers.entry import MASTER, StateKind
-from phalanx.parallel.matrices import MatrixUpdates
-from phalanx.parallel.parameter_shards import ParameterShard, counted
+from phalanx.parallel.parameter_shards import MatrixUpdates, ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
 from phalanx.train.optimizers.rule import CHUNK, Groups, MatrixRule, UpdateRule, one_pass_of
 from phalanx.train.residence import OnDevice, state_shapes

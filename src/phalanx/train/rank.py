@@ -18,7 +18,7 @@ from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.attention_blocks import ordered_kernels
-from phalanx.parallel.offload.budget import device_budget
+from phalanx.parallel.offload import device_budget
 from phalanx.trackers.processes import Trackers
 from phalanx.train import device as devices
 from phalanx.train.loop import Trainer

@@ -28,8 +28,7 @@ from phalanx.errors import JobError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.catalogue import state_tensors
 from phalanx.optimizers.entry import MASTER
-from phalanx.parallel.offload.host import Host, on_host
-from phalanx.parallel.offload.state_file import ALIGNMENT, StateFile, padded
+from phalanx.parallel.offload import ALIGNMENT, Host, StateFile, on_host, padded
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.precision import needs_master_weights
 from phalanx.partition.tiers import BUFFER_BYTES, BUFFERS

@@ -16,12 +16,11 @@ from torch import Tensor
 from phalanx.checkpoint.inventory import Retention, directory_of, newest_valid
 from phalanx.checkpoint.parts import Part, Share, Snapshot, all_finite, is_finite
 from phalanx.checkpoint.writer import Mirror, Order, Upload, Writer
-from phalanx.comm.agree import on_rank_zero
-from phalanx.comm.same_calls import require_same_calls
+from phalanx.comm.agree import on_rank_zero, require_same_calls
 from phalanx.errors import CheckpointError, NotFiniteError, RunError, SupersededError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
-from phalanx.parallel.offload.state_file import will_read
+from phalanx.parallel.offload import will_read
 from phalanx.train.callbacks import Callback, Done
 from phalanx.train.guard import Guard
 from phalanx.train.metrics import Recorder

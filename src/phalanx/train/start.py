@@ -28,7 +28,7 @@ from phalanx.checkpoint.remote import CommitRecord, RemoteCheckpoints, manifest_
 from phalanx.checkpoint.save import KEEP_ALL, Save
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.checkpoint.writer import share_of
-from phalanx.comm import direct
+from phalanx.comm import calls
 from phalanx.comm.agree import gather_json, on_every_rank, on_rank_zero
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
@@ -56,7 +56,7 @@ def watch(job: Job, ranks: Ranks, log_file: Path | None) -> None:
     """Starts this rank's heartbeat, and the watchdog of its node, unless our own launcher did. All ranks call it.
 
     `log_file` is rank 0's: reports go to the folder of its attempt."""
-    direct.record()
+    calls.record()
     if HEARTBEATS in os.environ or ranks.world == 1:
         return
     reports = Path(on_rank_zero(lambda: str(log_file.parents[1] if log_file else RunDirectory.of(job).logs)))

@@ -21,7 +21,7 @@ from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.catalogue import kinds
 from phalanx.optimizers.entry import MASTER
-from phalanx.parallel.offload.host import on_host
+from phalanx.parallel.offload import on_host
 from phalanx.train.guard import History
 from phalanx.train.learning_rate import ScheduleEnd, end_of, resumed_end
 from phalanx.train.run_directory import extension_facts

@@ -25,18 +25,15 @@ from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.documents import Conversations, Documents
-from phalanx.model.noise import Noise
+from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply, initialise
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.micro import MicroTensors
-from phalanx.parallel.offload.budget import BudgetError
-from phalanx.parallel.offload.host import Host
+from phalanx.parallel.objective import MicroTensors, PairFacts
+from phalanx.parallel.offload import BudgetError, Host
 from phalanx.parallel.parameter_shards import ParameterShard
-from phalanx.parallel.pipedream import PipeDream
-from phalanx.parallel.pipeline import Pipeline
+from phalanx.parallel.pipeline import PipeDream, Pipeline
 from phalanx.parallel.precision import DTYPES, LossScale
-from phalanx.parallel.preferences import PairFacts
 from phalanx.partition import batch
 from phalanx.partition.sequence import rank_positions
 from phalanx.partition.tiers import HOST, Part, is_offloaded, named, tier_of

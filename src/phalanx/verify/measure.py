@@ -30,7 +30,7 @@ from phalanx.model.seeding import derive_seed
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.parameter_shards import wholes
-from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.pipeline import PipeDream
 from phalanx.partition import batch
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.drivers import UnflushedSteps

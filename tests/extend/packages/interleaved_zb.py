@@ -1,8 +1,7 @@
 """Interleaved 1F1B with split backward passes: weight gradients fill the bubble that more stages per rank leave."""
 
 from phalanx import extend
-from phalanx.schedule.greedy import with_weight_passes
-from phalanx.schedule.interleaved import interleaved_1f1b
+from phalanx.schedule.generators import interleaved_1f1b, with_weight_passes
 
 MOST_CHUNKS = 4
 

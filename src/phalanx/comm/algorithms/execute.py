@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.comm.algorithms import direct
-from phalanx.comm.algorithms.catalogue import build
-from phalanx.comm.algorithms.program import CollectiveProgram, CollectiveStep, chunked
+from phalanx.comm.algorithms.program import CollectiveProgram, CollectiveStep, build, chunked, pairwise_all_to_all
 from phalanx.launch.ranks import Ranks
 
 Reduction = Literal["sum", "avg", "min", "max"]
@@ -54,7 +52,7 @@ def all_to_all(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor
 
     The tensors have equally many elements; program.chunked divides them."""
     rank, ranks, n = dist.get_rank(group), dist.get_world_size(group), tensor.numel()
-    program = direct.all_to_all(ranks, n)
+    program = pairwise_all_to_all(ranks, n)
     own = program.chunks[rank]
     buffer = tensor.new_empty(program.sizes[rank])
     buffer[:n] = tensor.reshape(-1)

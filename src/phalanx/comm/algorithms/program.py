@@ -1,11 +1,20 @@
-"""A collective as data: which rank sends which elements to which, step by step, with the resulting counts."""
+"""A collective as data: which rank sends which elements to which, step by step, with the resulting counts.
+
+Rings send the fewest bytes possible at a latency that grows with the ranks (Patarasuk & Yuan 2009); trees take the
+fewest steps, each with the whole tensor; halving and doubling sends the bytes of the ring in a number of steps that
+grows with the logarithm of the ranks (Thakur, Rabenseifner & Gropp 2005); HSDP and two-dimensional rings communicate
+hierarchically, inside groups of ranks with fast links and between them (Mikami et al. 2018, "2D-Torus all-reduce").
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Literal
+
+from phalanx.errors import JobError
+from phalanx.nearest import nearest
 
 Action = Literal["copy", "reduce"]
 
@@ -108,6 +117,13 @@ def joined(chunks: Sequence[range]) -> range:
     return range(chunks[0].start, chunks[-1].stop)
 
 
+def _program(
+    name: str, ranks: int, n: int, chunks: tuple[range, ...], steps: Sequence[CollectiveStep]
+) -> CollectiveProgram:
+    """Returns the program of an algorithm whose ranks all have buffers of `n` elements."""
+    return CollectiveProgram(name, ranks, (n,) * ranks, chunks, tuple(steps))
+
+
 def step(phase: str, messages: Iterable[ChunkMessage]) -> CollectiveStep:
     """Returns a step without empty messages."""
     return CollectiveStep(phase, tuple(message for message in messages if message.span))
@@ -135,3 +151,271 @@ def check_root(root: int, ranks: int) -> None:
     """Raises ValueError if `root` is not one of the ranks."""
     if not 0 <= root < ranks:
         raise ValueError(f"root {root} is not one of the {ranks} ranks (0 to {ranks - 1})")
+
+
+def ring_all_reduce(ranks: int, n: int) -> CollectiveProgram:
+    """Builds a reduce-scatter and an all-gather: 2(P-1) steps, 2·D·(P-1)/P bytes sent per rank."""
+    chunks = chunked(n, ranks)
+    steps = reduce_scatter_steps(range(ranks), chunks) + all_gather_steps(range(ranks), chunks)
+    return _program("ring all-reduce", ranks, n, chunks, steps)
+
+
+def ring_reduce_scatter(ranks: int, n: int) -> CollectiveProgram:
+    """Builds a reduce-scatter, chunk r to rank r: P-1 steps, D·(P-1)/P bytes. Other chunks stay half reduced."""
+    chunks = chunked(n, ranks)
+    return _program("ring reduce-scatter", ranks, n, chunks, reduce_scatter_steps(range(ranks), chunks))
+
+
+def ring_all_gather(ranks: int, n: int) -> CollectiveProgram:
+    """Builds an all-gather of chunk r from rank r: P-1 steps, D·(P-1)/P bytes."""
+    chunks = chunked(n, ranks)
+    return _program("ring all-gather", ranks, n, chunks, all_gather_steps(range(ranks), chunks))
+
+
+def reduce_scatter_steps(members: Sequence[int], chunks: Sequence[range]) -> list[CollectiveStep]:
+    """Returns steps in which chunk c starts at member c+1 and is reduced at every member until it reaches member c."""
+    return [_turn("reduce-scatter", members, chunks, turn + 1) for turn in range(len(members) - 1)]
+
+
+def all_gather_steps(members: Sequence[int], chunks: Sequence[range]) -> list[CollectiveStep]:
+    """Returns steps in which chunk c starts at member c and travels round to member c-1."""
+    return [_turn("all-gather", members, chunks, turn) for turn in range(len(members) - 1)]
+
+
+def _turn(phase: str, members: Sequence[int], chunks: Sequence[range], behind: int) -> CollectiveStep:
+    """Returns the step in which member i sends chunk i - behind to its right neighbour."""
+    count = len(members)
+    return step(
+        phase,
+        (
+            ChunkMessage(
+                members[i],
+                members[(i + 1) % count],
+                chunks[(i - behind) % count],
+                "reduce" if phase == "reduce-scatter" else "copy",
+            )
+            for i in range(count)
+        ),
+    )
+
+
+def tree_all_reduce(ranks: int, n: int) -> CollectiveProgram:
+    """Builds a reduce to rank 0 and a broadcast: 2·ceil(log2 P) steps."""
+    steps = _reduce_steps(ranks, n, root=0)
+    return _program("tree all-reduce", ranks, n, chunked(n, 1), steps + reversed_as_copies("broadcast", steps))
+
+
+def tree_reduce(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
+    """Builds a reduce to `root`: ceil(log2 P) steps; every other rank sends D once and is left partially reduced."""
+    return _program("tree reduce", ranks, n, chunked(n, 1), _reduce_steps(ranks, n, root))
+
+
+def tree_broadcast(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
+    """Builds a broadcast from `root`: the reduction run backwards, ceil(log2 P) steps.
+
+    In each step every rank that has the tensor sends all of it to one that does not.
+    """
+    return _program(
+        "tree broadcast", ranks, n, chunked(n, 1), reversed_as_copies("broadcast", _reduce_steps(ranks, n, root))
+    )
+
+
+def _reduce_steps(ranks: int, n: int, root: int) -> list[CollectiveStep]:
+    """Returns the steps, ranks counted from the root: in step k, rank r with lowest set bit k sends to r - 2^k."""
+    check_root(root, ranks)
+    whole = range(n)
+    return [
+        step(
+            "reduce",
+            (
+                ChunkMessage((root + place) % ranks, (root + place - distance) % ranks, whole, "reduce")
+                for place in range(distance, ranks, 2 * distance)
+            ),
+        )
+        for distance in (1 << k for k in range((ranks - 1).bit_length()))
+    ]
+
+
+def halving_all_reduce(ranks: int, n: int) -> CollectiveProgram:
+    """Builds a halving reduce-scatter, then a doubling all-gather: 2·log2 P steps, 2·D·(P-1)/P bytes, P a power of two.
+
+    The ranks above the largest power of two Q first fold into ranks 0 ... P-Q-1 and get the result at the end: two more
+    steps of D each.
+    """
+    power = 1 << (ranks.bit_length() - 1) if ranks > 0 else 0
+    chunks = chunked(n, power)
+    extra = range(power, ranks)
+    fold = [step("fold", (ChunkMessage(rank, rank - power, range(n), "reduce") for rank in extra))] if extra else []
+    halving = [_exchange(power, chunks, k) for k in range(power.bit_length() - 1)]
+    back = reversed_as_copies("doubling all-gather", halving) + reversed_as_copies("unfold", fold)
+    return _program("halving-doubling all-reduce", ranks, n, chunks, fold + halving + back)
+
+
+def _exchange(power: int, chunks: tuple[range, ...], k: int) -> CollectiveStep:
+    """Builds one exchange: ranks 2^k apart hold the same window of chunks; each keeps the half selected by its bit k.
+
+    The nearest ranks exchange the longest messages.
+    """
+    messages = []
+    for rank in range(power):
+        start, length = 0, power
+        for bit in range(k + 1):
+            length //= 2
+            # The bits below k chose this rank's window; in the last round, the half that its partner keeps.
+            owner = rank if bit < k else rank ^ (1 << k)
+            start += length * (owner >> bit & 1)
+        messages.append(ChunkMessage(rank, rank ^ (1 << k), joined(chunks[start : start + length]), "reduce"))
+    return step("halving reduce-scatter", messages)
+
+
+def hierarchical_all_reduce(ranks: int, n: int, group: int) -> CollectiveProgram:
+    """Builds a ring reduce-scatter per group, rings across groups over each shard, and a ring all-gather per group.
+
+    The groups are the ranks 0 ... group-1, group ... 2·group-1 and so on. 2(group-1) + 2(P/group-1) steps. A rank sends
+    2·D·(P-1)/P bytes as in one ring, but only 2·(D/group)·(G-1)/G of them leave its group, with G = P/group.
+
+    Raises ValueError if the number of ranks is not a multiple of `group`.
+    """
+    if group < 1 or ranks % group:
+        divisors = [size for size in range(1, ranks + 1) if ranks % size == 0]
+        raise ValueError(f"{ranks} ranks do not divide into groups of {group}; possible sizes: {divisors}")
+    groups = ranks // group
+    chunks = chunked(n, ranks)
+    pieces = [chunks[place * groups : (place + 1) * groups] for place in range(group)]
+    shards = [joined(piece) for piece in pieces]
+    inside = [range(first, first + group) for first in range(0, ranks, group)]
+    between = [range(place, ranks, group) for place in range(group)]
+    steps = [
+        *_named("inside", side_by_side([reduce_scatter_steps(members, shards) for members in inside])),
+        *_named(
+            "between",
+            side_by_side(
+                [
+                    reduce_scatter_steps(members, piece) + all_gather_steps(members, piece)
+                    for members, piece in zip(between, pieces, strict=True)
+                ]
+            ),
+        ),
+        *_named("inside", side_by_side([all_gather_steps(members, shards) for members in inside])),
+    ]
+    return _program(f"hierarchical all-reduce, groups of {group}", ranks, n, chunks, steps)
+
+
+def _named(where: str, steps: list[CollectiveStep]) -> list[CollectiveStep]:
+    return [CollectiveStep(f"{each.phase} {where}", each.messages) for each in steps]
+
+
+def naive_all_reduce(ranks: int, n: int) -> CollectiveProgram:
+    """Builds an all-reduce through rank 0: 2(P-1) steps of D each; rank 0's traffic is 2·D·(P-1)."""
+    check_root(0, ranks)
+    inward = [step("to rank 0", [ChunkMessage(rank, 0, range(n), "reduce")]) for rank in range(1, ranks)]
+    outward = [step("from rank 0", [ChunkMessage(0, rank, range(n), "copy")]) for rank in range(1, ranks)]
+    return _program("naive all-reduce", ranks, n, chunked(n, 1), inward + outward)
+
+
+def scatter(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
+    """Builds a scatter, which puts chunk r of `root` on rank r: P-1 steps; the root sends D less its own chunk."""
+    check_root(root, ranks)
+    chunks = chunked(n, ranks)
+    steps = [
+        step("scatter", [ChunkMessage(root, rank, chunks[rank], "copy")])
+        for rank in ((root + place) % ranks for place in range(1, ranks))
+    ]
+    return _program("scatter", ranks, n, chunks, steps)
+
+
+def gather(ranks: int, n: int, root: int = 0) -> CollectiveProgram:
+    """Builds a gather, which puts chunk r of rank r on `root`: the scatter run backwards."""
+    outward = scatter(ranks, n, root)
+    inward = reversed_as_copies("gather", outward.steps)
+    return CollectiveProgram("gather", ranks, outward.sizes, outward.chunks, tuple(inward))
+
+
+def pairwise_all_to_all(ranks: int, n: int) -> CollectiveProgram:
+    """Builds an all-to-all, which puts chunk j of rank r on rank j as part r: P-1 pairwise steps, D·(P-1)/P bytes.
+
+    The buffer of rank r holds the `n` elements of its input and then its result: P parts as long as chunk r. The part
+    that a rank gets from itself is in place from the start.
+    """
+    chunks = chunked(n, ranks)
+    steps = [
+        step(
+            "pairwise exchange",
+            (
+                ChunkMessage(rank, to, chunks[to], "copy", shift=n + rank * len(chunks[to]) - chunks[to].start)
+                for rank, to in ((rank, (rank + distance) % ranks) for rank in range(ranks))
+            ),
+        )
+        for distance in range(1, ranks)
+    ]
+    return CollectiveProgram(
+        "pairwise all-to-all", ranks, tuple(n + ranks * len(chunk) for chunk in chunks), chunks, tuple(steps)
+    )
+
+
+THAKUR = "Thakur, Rabenseifner & Gropp 2005"
+MOST_RANKS = 512
+"""The limit on ranks: a program lists every message, and a ring has one per rank and step, quadratic in the ranks."""
+
+
+@dataclass(frozen=True)
+class AlgorithmEntry:
+    """One algorithm of a collective."""
+
+    build: Callable[..., CollectiveProgram]
+    """Builds the program from ranks, elements, and the setting that `takes` names."""
+    steps: str
+    """The number of steps as a closed form in the P ranks."""
+    source: str
+    takes: Literal["", "root", "group"] = ""
+    """The additional setting: the root's rank, or the number of ranks in a group with fast links."""
+
+
+ALGORITHMS: dict[str, AlgorithmEntry] = {
+    "naive-all-reduce": AlgorithmEntry(naive_all_reduce, "2(P-1)", "everything through rank 0"),
+    "ring-all-reduce": AlgorithmEntry(ring_all_reduce, "2(P-1)", "Patarasuk & Yuan 2009"),
+    "tree-all-reduce": AlgorithmEntry(tree_all_reduce, "2 ceil(log2 P)", THAKUR),
+    "halving-doubling-all-reduce": AlgorithmEntry(
+        halving_all_reduce, "2 log2 P, P a power of 2", f"Rabenseifner; {THAKUR}"
+    ),
+    "hierarchical-all-reduce": AlgorithmEntry(
+        hierarchical_all_reduce, "2(g-1) + 2(P/g-1), groups of g", "Mikami et al. 2018", takes="group"
+    ),
+    "ring-reduce-scatter": AlgorithmEntry(ring_reduce_scatter, "P-1", "Patarasuk & Yuan 2009"),
+    "ring-all-gather": AlgorithmEntry(ring_all_gather, "P-1", "Patarasuk & Yuan 2009"),
+    "tree-broadcast": AlgorithmEntry(tree_broadcast, "ceil(log2 P)", THAKUR, takes="root"),
+    "tree-reduce": AlgorithmEntry(tree_reduce, "ceil(log2 P)", THAKUR, takes="root"),
+    "scatter": AlgorithmEntry(scatter, "P-1", "straight from the root", takes="root"),
+    "gather": AlgorithmEntry(gather, "P-1", "straight to the root", takes="root"),
+    "all-to-all": AlgorithmEntry(pairwise_all_to_all, "P-1", "pairwise exchange"),
+}
+
+
+def full_name(name: str) -> str:
+    """Returns the catalogue's spelling of an algorithm's name. Raises JobError with the nearest one if it has none."""
+    spelled = name.lower().replace("_", "-").replace(" ", "-")
+    if spelled not in ALGORITHMS:
+        meant = nearest(spelled, ALGORITHMS) or next((known for known in ALGORITHMS if spelled in known), None)
+        hint = f"; did you mean {meant}?" if meant else ""
+        raise JobError(f"no collective algorithm {name!r}{hint} (known: {', '.join(ALGORITHMS)})")
+    return spelled
+
+
+def build(name: str, ranks: int, elements: int, **settings: int) -> CollectiveProgram:
+    """Returns the program of the algorithm `name` among `ranks` ranks for a tensor of `elements` elements.
+
+    `settings` may have the `root` or `group` that the algorithm takes; by default the root is rank 0, and a group is
+    the largest proper divisor of the ranks. Raises JobError with the nearest name, or where a setting does not fit.
+    """
+    spelled = full_name(name)
+    if ranks > MOST_RANKS:
+        raise JobError(f"ranks {ranks}: at most {MOST_RANKS}, because a program lists every message")
+    entry = ALGORITHMS[spelled]
+    if wrong := [setting for setting in settings if setting != entry.takes]:
+        raise JobError([f"{spelled} has no {setting}; leave --{setting} out" for setting in wrong])
+    if entry.takes == "group":
+        settings.setdefault("group", next(size for size in range(max(1, ranks // 2), 0, -1) if ranks % size == 0))
+    try:
+        return entry.build(ranks, elements, **settings)
+    except ValueError as error:
+        raise JobError(f"{spelled}: {error}") from None

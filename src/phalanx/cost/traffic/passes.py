@@ -13,8 +13,8 @@ from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.partition.pipeline import is_file, schedule_of
 from phalanx.partition.stages import written_stages
+from phalanx.schedule.generators import naive
 from phalanx.schedule.schedule import Schedule
-from phalanx.schedule.simple import naive
 
 
 @dataclass

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils._triton import has_triton
 
 from phalanx.config.job import Optimizer
-from phalanx.parallel.matrices import MatrixUpdates
-from phalanx.parallel.parameter_shards import ParameterShard
+from phalanx.parallel.parameter_shards import MatrixUpdates, ParameterShard
 
 Groups = list[dict[str, Any]]
 """torch's parameter groups. `params` are tensors in the optimizer's precision, `shards` the parameter shard of each

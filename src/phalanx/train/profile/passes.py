@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from phalanx.comm.recorded import Recording, TimedCall, now
+from phalanx.comm.calls import Recording, TimedCall, now
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.data import Replica
 from phalanx.parallel.pipeline import Pipeline

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.check.job import compiles
 from phalanx.comm import blocking
 from phalanx.comm.agree import gather_json, on_every_rank
-from phalanx.comm.recorded import Recording, now, recorded
+from phalanx.comm.calls import Recording, now, recorded
 from phalanx.config.job import Job
 from phalanx.cost.breakdown import model_name
 from phalanx.cost.compared import ComparedPart, compared, compared_memory
@@ -38,7 +38,7 @@ from phalanx.cost.time.step_time import step_parts
 from phalanx.errors import JobError, PhalanxError, RunError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
-from phalanx.parallel.pipedream import PipeDream
+from phalanx.parallel.pipeline import PipeDream
 from phalanx.parallel.zero import BucketReplica
 from phalanx.pictures import profile as picture
 from phalanx.train.callbacks import Callback, Steps

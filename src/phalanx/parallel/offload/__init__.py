@@ -1,1 +1,0 @@
-"""State that leaves the device: in host memory, in files, and activations between the passes."""
