@@ -13,7 +13,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
-from phalanx.partition.sequence import rank_positions
+from phalanx.partition.tensor_slices import rank_positions
 
 MODEL = ModelConfig(n_layers=4, d_model=96, n_heads=12, n_kv_heads=4, d_ff=96, seq_len=48)
 EXPERTS = replace(MODEL, moe=MoE(n_experts=8, d_ff=32))

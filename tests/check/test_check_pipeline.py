@@ -11,7 +11,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.train import Train
-from phalanx.partition.pipeline import schedule_of
+from phalanx.partition.derived import schedule_of
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.pipedream import pipedream
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.devices import ACCELERATORS
-from phalanx.cost.time.kernel import (
+from phalanx.cost.kernels import (
     STREAM_EFFICIENCY,
     attention_seconds,
     peak_flops,

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
-from phalanx.cost.frameworks.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
 from phalanx.cost.held import GatheredParameters
-from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks, fullest
+from phalanx.cost.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
+from phalanx.cost.rank_memory import MemoryFormulas, expert_ranks, fullest
 from phalanx.optimizers.facts import OptimizerCosts, optimizer_costs
 
 FP32_GRADIENTS = replace(PHALANX, gradient_bytes=4, unbuffered_gradient_bytes=2)

@@ -21,7 +21,7 @@ from phalanx.optimizers.blocks import BLOCK, ROW_PARTS, block_of
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
 from phalanx.optimizers.entry import ExtraOption, StateKind, problems
 from phalanx.optimizers.facts import extra_options, kinds, optimizer_costs, state_bytes_of
-from phalanx.partition.buckets import granular_cut
+from phalanx.partition.matrices import granular_cut
 
 GPT = ModelConfig(n_layers=2, d_model=128, n_heads=4, seq_len=16, vocab_size=50)
 ADAMW = OPTIMIZERS["adamw"]

@@ -10,7 +10,7 @@ from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.train.step import Stepper
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
-from phalanx.cost.memory.state import state_bytes
+from phalanx.cost.exact_state import state_bytes
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipedream import _split_by_batch, version
 from phalanx.partition.cut import stages_of

@@ -13,7 +13,7 @@ from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.vocabulary import CrossEntropy
-from phalanx.partition.recompute import MODES, modes, written
+from phalanx.partition.derived import MODES, modes, written
 
 VOCAB, SEQ, BATCH, WIDTH, LAYERS = 11, 32, 2, 16, 3
 NONE, PRODUCTS, SELECTIVE, FULL = (Layout(recompute=mode) for mode in MODES)

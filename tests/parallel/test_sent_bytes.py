@@ -13,7 +13,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.train import Train
 from phalanx.parallel import mesh as meshes
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.schedule.catalogue import build
 from phalanx.train.step import Stepper
 

@@ -19,7 +19,7 @@ from phalanx.config import layout_line
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.train import Train
-from phalanx.cost.memory.rank_memory import step_memory
+from phalanx.cost.rank_memory import step_memory
 from phalanx.errors import JobError
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget

@@ -16,7 +16,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import LoRA
 from phalanx.config.train import Train
-from phalanx.cost.memory.state import WIDTHS, state_bytes
+from phalanx.cost.exact_state import WIDTHS, state_bytes
 from train.test_memory import GPT, VOCAB, held
 from train.test_predicted_memory import BLOCKS, DEEP, WORDS, compare, kept
 

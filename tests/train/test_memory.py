@@ -14,7 +14,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.train import Train
-from phalanx.cost.memory.state import StateBytes, state_bytes
+from phalanx.cost.exact_state import StateBytes, state_bytes
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
 from phalanx.train.memory import Memory

@@ -15,7 +15,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_memory import step_memory
+from phalanx.cost.rank_memory import step_memory
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload.budget import DeviceBudget

@@ -22,13 +22,13 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
+from phalanx.cost.exact_state import WIDTHS
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_memory import step_memory
-from phalanx.cost.memory.state import WIDTHS
+from phalanx.cost.rank_memory import step_memory
 from phalanx.cost.spec import StepSpec
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.train.step import Stepper
 from train import measured_memory

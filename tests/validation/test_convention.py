@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.config.devices import ACCELERATORS
-from phalanx.validation.convention import convention_of, flops_per_step, peak_tflops
-from phalanx.validation.shapes import SHAPES, gpt
+from phalanx.validation.row import SHAPES, convention_of, flops_per_step, gpt, peak_tflops
 
 B, S, L, H, V = 32, 2048, 24, 2304, 51200
 GPT = gpt(L, H, 24, V, S)

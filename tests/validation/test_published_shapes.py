@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.blocks.parameters import count, count_active
 from phalanx.check.model import model_problems
-from phalanx.validation.shapes import SHAPES, key_of, plain, remark
+from phalanx.validation.row import SHAPES, key_of, plain, remark
 
 BILLIONS = {
     # What the papers and model cards print.

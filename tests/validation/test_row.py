@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from phalanx.check.layout import context_problems
 from phalanx.config.job import Job
-from phalanx.cost.frameworks.known import FRAMEWORKS
+from phalanx.cost.frameworks import FRAMEWORKS
 from phalanx.errors import JobError
 from phalanx.validation.row import read
-from phalanx.validation.row_machine import _FRAMEWORKS, DISTRIBUTED, MODERN, SHARDED
+from phalanx.validation.row_layout import _FRAMEWORKS, DISTRIBUTED, MODERN, SHARDED
 
 ROW = {
     "model_name": "llama3-8b",

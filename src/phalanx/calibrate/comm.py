@@ -19,9 +19,8 @@ from phalanx.calibrate.clock import WINDOW, Clock, Timings
 from phalanx.comm.axis import Axis
 from phalanx.config.calibration import FitQuality
 from phalanx.config.cluster import Cluster, Link
+from phalanx.cost.communication import Collective, RankGroup
 from phalanx.cost.fit import FitRow, Transfer, fit_link, link_rows, median_error
-from phalanx.cost.time.link import RankGroup
-from phalanx.cost.traffic.collectives import Collective
 from phalanx.data.progress import Progress
 from phalanx.errors import JobError
 from phalanx.launch.ranks import Ranks

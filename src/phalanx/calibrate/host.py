@@ -20,7 +20,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.errors import OffloadError
 from phalanx.optimizers.facts import optimizer_costs
 from phalanx.parallel.offload.state_file import StateFile
-from phalanx.partition.tiers import BUFFER_BYTES
+from phalanx.partition.derived import BUFFER_BYTES
 from phalanx.train.optimizers.adamw import adamw
 
 Call = Callable[[], Any]

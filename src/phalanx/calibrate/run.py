@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the 
 from phalanx.calibrate import cluster_file, comm, compute, report
 from phalanx.calibrate.report import CalibrationReport
 from phalanx.comm.agreement import Facts
+from phalanx.cost.communication import Collective
 from phalanx.cost.fit import Precision
-from phalanx.cost.traffic.collectives import Collective
 from phalanx.data.progress import Progress, silent, stderr_progress
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks

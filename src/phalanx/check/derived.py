@@ -9,7 +9,7 @@ from phalanx.config import values
 from phalanx.config.aliases import ALIASES, Derived
 from phalanx.config.fields import get, leaves, replace
 from phalanx.config.job import Job
-from phalanx.partition.batch import solve
+from phalanx.partition.derived import solve
 
 
 @dataclass(frozen=True)

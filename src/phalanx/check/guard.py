@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from phalanx.check.layout import Problem
 from phalanx.config.job import Job
 from phalanx.errors import JobError
-from phalanx.partition.pipeline import flushes
+from phalanx.partition.derived import flushes
 
 
 def guard_problems(job: Job) -> Iterator[Problem]:

@@ -16,8 +16,9 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, divisors, multiples
-from phalanx.partition import batch, recompute
-from phalanx.partition.second_copy import legal_hpz
+from phalanx.partition import derived as batch
+from phalanx.partition import derived as recompute
+from phalanx.partition.derived import legal_hpz
 
 Problem = tuple[str, str]
 """The dotted path of the field at fault, and the message."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.blocks.kinds import HALVES, TABLES, block_kinds
-from phalanx.blocks.lora import EVERY, can_adapt, is_target, layer_of, names_of
-from phalanx.blocks.place import Half, Place
+from phalanx.blocks.operator import Half, Place
+from phalanx.blocks.residual import EVERY, can_adapt, is_target, layer_of, names_of
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import OPTIMIZERS
-from phalanx.partition.pipeline import flushes
+from phalanx.partition.derived import flushes
 from phalanx.schedule.catalogue import SCHEDULES
 
 Problem = tuple[str, str]

@@ -13,8 +13,7 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import OPTIMIZERS
-from phalanx.partition.pipeline import flushes
-from phalanx.partition.tiers import PARTS, Part, figures, is_offloaded, named
+from phalanx.partition.derived import PARTS, Part, figures, flushes, is_offloaded, named
 
 CHEAPEST_FIRST: tuple[Part, ...] = ("optimizer", "activations", "parameters")
 """Parts in the order in which they are offloaded where nothing fits otherwise."""

@@ -12,7 +12,7 @@ from phalanx.nearest import Misfit, divisors
 from phalanx.optimizers.blocks import block_of
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
 from phalanx.optimizers.facts import extra_options, unread
-from phalanx.partition.tiles import first_rank_tiles
+from phalanx.partition.tensor_slices import first_rank_tiles
 
 
 def optimizer_problems(job: Job) -> Iterator[tuple[str, str]]:

@@ -8,8 +8,8 @@ from phalanx.check.layout import Problem
 from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.dpo import DpoOptions
 from phalanx.config.job import Job
-from phalanx.partition import batch
-from phalanx.partition.pipeline import flushes
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import flushes
 
 
 def preference_problems(job: Job) -> Iterator[Problem]:

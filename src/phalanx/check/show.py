@@ -12,7 +12,7 @@ from phalanx.check.load import RESOLVED, LoadedJob
 from phalanx.config.fields import name_of
 from phalanx.config.job import Job
 from phalanx.config.yaml_file import SET_FIELDS
-from phalanx.partition.batch import solve
+from phalanx.partition.derived import solve
 
 
 def as_dict(job: Job) -> dict[str, Any]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import gcd
 
-from phalanx.blocks.ends import VOCABULARY, embedding_weights, head_weights
 from phalanx.blocks.kinds import FEED_FORWARD, block_kinds
 from phalanx.blocks.operator import Weight
 from phalanx.blocks.parameters import block_weights
+from phalanx.blocks.residual import VOCABULARY, embedding_weights, head_weights
 from phalanx.config.job import Job
 from phalanx.config.layout import TILED, Layout
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import Misfit, did_you_mean, divisors
-from phalanx.partition.tiles import ENDS, is_tiled, layers_of, too_few_rows
+from phalanx.partition.tensor_slices import ENDS, is_tiled, layers_of, too_few_rows
 
 Problem = tuple[str, str]
 

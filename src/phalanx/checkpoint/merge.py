@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 import torch
 from torch import Tensor
 
-from phalanx.blocks.lora import A, B, is_adapter
+from phalanx.blocks.residual import A, B, is_adapter
 from phalanx.checkpoint.boxes import Box
 from phalanx.checkpoint.manifest import kind_of
 from phalanx.checkpoint.meta import job_of

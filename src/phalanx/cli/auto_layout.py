@@ -82,8 +82,8 @@ def worlds_of(job: Job) -> tuple[int, ...]:
 
 def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool = True) -> LoadedJob:
     # Here, because numpy is a third of the time that --help takes.
-    from phalanx.plan.auto import choose
-    from phalanx.plan.report.notes import NO_HEADROOM
+    from phalanx.plan.notes import NO_HEADROOM
+    from phalanx.plan.planner import choose
 
     with stderr_progress() as progress:
         plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if prints else None)

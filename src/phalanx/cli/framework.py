@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 from phalanx.cli.option import Option
-from phalanx.cost.frameworks.calibration import calibrated
-from phalanx.cost.frameworks.known import FRAMEWORKS, PHALANX
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
-from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.space import PlanRequest
 
 OPTIONS = {
     "products": Option(

@@ -12,7 +12,7 @@ from phalanx.cli.columns import clipped
 from phalanx.config import reference
 from phalanx.config.fields import get
 from phalanx.config.layout import Layout
-from phalanx.partition.batch import solve
+from phalanx.partition.derived import solve
 
 WIDTH = 110
 """Columns of a line with its comment."""

@@ -61,7 +61,7 @@ def planned_job(job: NewJob, path: Path, *, plans: bool) -> tuple[LoadedJob, str
     loaded = load_words(words, opens="phalanx init")
     if not plans:
         return loaded, ""
-    from phalanx.plan.auto import choose  # here, because it imports numpy
+    from phalanx.plan.planner import choose  # here, because it imports numpy
 
     if job.cluster == HERE and not local_cluster.default_path().exists():
         echo("this machine is measured once, which takes about half a minute; --no-plan skips it", file=sys.stderr)

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx.blocks.flops import train_flops_per_token
-from phalanx.blocks.parameters import count, count_active
+from phalanx.blocks.parameters import count, count_active, train_flops_per_token
 from phalanx.check.job import shape_problems
 from phalanx.cli.columns import filled
 from phalanx.cli.commands import WHOLE, Command, CommandVerb

@@ -10,7 +10,7 @@ from phalanx.check.load import LoadedJob
 from phalanx.cli import auto_layout
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.partition import batch as batch_equation
+from phalanx.partition import derived as batch_equation
 
 
 def words_for(loaded: LoadedJob, nodes: int) -> tuple[str, ...]:

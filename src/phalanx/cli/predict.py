@@ -16,8 +16,7 @@ from phalanx.cli.option import Option
 from phalanx.config.job import Job
 from phalanx.cost.breakdown import document, memory_lines, subject, time_lines
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.data.progress import stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
@@ -27,7 +26,7 @@ from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
 from phalanx.pictures import recompute as recompute_picture
-from phalanx.plan.report.advice import advice, shortfall
+from phalanx.plan.page import advice, shortfall
 from phalanx.report.expected import rank_traffic
 from phalanx.units import gib
 from phalanx.validation import table

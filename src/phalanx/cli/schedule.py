@@ -11,7 +11,7 @@ from phalanx.cli.files import DARK, check_folders, wants_dark, write
 from phalanx.cli.option import Option
 from phalanx.echo import echo
 from phalanx.errors import JobError
-from phalanx.partition.pipeline import is_file
+from phalanx.partition.derived import is_file
 from phalanx.pictures import schedule as schedule_picture
 from phalanx.pictures import schedule_text
 from phalanx.registry import OWN

@@ -19,19 +19,17 @@ from phalanx.cli.option import Option
 from phalanx.config import values
 from phalanx.cost.breakdown import duration, subject
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.data.progress import Progress, silent, stderr_progress
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.gc import gc_paused
-from phalanx.plan.report.advice import shortfall
+from phalanx.plan.page import shortfall
 from phalanx.simulate import goodput
-from phalanx.simulate.disturbance import AXES, Disturbance, check
 from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
-from phalanx.simulate.step import Figures, figures, simulate
+from phalanx.simulate.step import AXES, Disturbance, Figures, check, figures, simulate
 from phalanx.simulate.timeline import Timeline
 
 PROGRESS_PASSES = 50_000
@@ -214,7 +212,7 @@ def _failures_picture(devices: int, failures_per_device_day: float, save_s: floa
 def _write(result: Simulated, options: Mapping[str, Any], dark: bool) -> None:
     # Imported here, because they are rarely asked for.
     from phalanx.pictures import timeline as timeline_picture
-    from phalanx.simulate import trace as events
+    from phalanx.simulate import timeline as events
 
     if options["svg"]:
         about, window = subject(result.spec, result.spec.layout.world), (options["from"], options["to"])

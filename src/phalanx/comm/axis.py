@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.comm.agree import gather_json
 from phalanx.comm.calls import CallLog, reduction
 from phalanx.comm.ledger import Ledger
-from phalanx.cost.traffic.collectives import Collective
+from phalanx.cost.communication import Collective
 from phalanx.launch.watchdog.heartbeat import Call
 
 LATENCY_BOUND_BYTES = 64 * 1024

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from phalanx.cost.traffic.collectives import Collective, sent_bytes
+from phalanx.cost.communication import Collective, sent_bytes
 from phalanx.units import counted, gib
 
 

@@ -1,31 +1,102 @@
 """Fits the cost model's figures to measured times: an Accelerator to matrix products, attention and streams, a Link to
 collectives.
 
-It fits the cost model's own functions (time/kernel.py, time/link.py), so that a prediction with the result is as close
+It fits the cost model's own functions (kernels.py, communication.py), so that a prediction with the result is as close
 to the measurements as the model allows. Residuals are relative: the logarithm of predicted over measured time.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import log
+from math import exp, log
 from typing import Literal
 
 from phalanx.blocks.kinds import block, block_kinds
-from phalanx.blocks.place import Place
+from phalanx.blocks.operator import Place
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.config.cpu_node import with_processes
 from phalanx.config.model import ModelConfig
-from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.known import PHALANX_CPU
-from phalanx.cost.least_squares import least_squares
-from phalanx.cost.time import link
-from phalanx.cost.time.kernel import attention_seconds, product_seconds, stream_seconds
-from phalanx.cost.time.layer import operator_seconds
-from phalanx.cost.traffic.collectives import Collective, sent_bytes
+from phalanx.cost import communication
+from phalanx.cost.communication import Collective, sent_bytes
+from phalanx.cost.frameworks import PHALANX_CPU
+from phalanx.cost.kernels import attention_seconds, operator_seconds, product_seconds, stream_seconds
+from phalanx.cost.spec import Framework
 from phalanx.units import gib
+
+HUBER_DELTA = 0.1
+"""Relative error up to which its square counts; above, its size (Huber 1964), so that outliers do not bend the fit."""
+MAX_ITERATIONS = 200
+"""Most iterations: about ten are usual."""
+MAX_DAMPING, CONVERGED_STEP = 1e9, 1e-9
+"""Damping at which the fit gives up, and the relative step below which it has converged."""
+
+
+def least_squares(errors: Callable[..., list[float]], start: Sequence[float]) -> list[float]:
+    """Returns the positive parameters that minimise `errors(*parameters)`, logarithms of predicted over measured
+    values: Levenberg-Marquardt steps on the logarithms of the parameters, with derivatives by differences and Huber's
+    weights."""
+    at = [log(value) for value in start]
+    residuals = errors(*map(exp, at))
+    damping = 1e-3
+    for _ in range(MAX_ITERATIONS):
+        slopes = [_derivative(errors, at, residuals, place) for place in range(len(at))]
+        while damping < MAX_DAMPING:
+            step = _step(slopes, residuals, damping)
+            trial = [value + move for value, move in zip(at, step, strict=True)]
+            tried = errors(*map(exp, trial))
+            if _loss(tried) < _loss(residuals):
+                break
+            damping *= 5
+        else:
+            break  # no smaller step is better either
+        at, residuals, damping = trial, tried, max(damping / 5, 1e-9)
+        if max(map(abs, step)) < CONVERGED_STEP:
+            break
+    return [exp(value) for value in at]
+
+
+def _step(slopes: Sequence[Sequence[float]], residuals: Sequence[float], damping: float) -> list[float]:
+    """Returns the step that solves the normal equations with damping on their diagonal, clipped to a factor of e."""
+    weights = [min(1.0, HUBER_DELTA / abs(error)) if error else 1.0 for error in residuals]
+    square = [[_weighted(a, b, weights) for b in slopes] for a in slopes]
+    for place, row in enumerate(square):
+        row[place] += damping * row[place] + 1e-12  # a parameter without influence stays
+    step = _solve(square, [-_weighted(slope, residuals, weights) for slope in slopes])
+    return [max(-1.0, min(1.0, value)) for value in step]
+
+
+def _derivative(
+    errors: Callable[..., list[float]], at: Sequence[float], residuals: Sequence[float], place: int
+) -> list[float]:
+    """Returns the derivative of every error by the logarithm of one parameter."""
+    little = 1e-5
+    moved = [value + (little if other == place else 0) for other, value in enumerate(at)]
+    return [(b - a) / little for a, b in zip(residuals, errors(*map(exp, moved)), strict=True)]
+
+
+def _loss(errors: Iterable[float]) -> float:
+    return sum(e * e / 2 if abs(e) <= HUBER_DELTA else HUBER_DELTA * (abs(e) - HUBER_DELTA / 2) for e in errors)
+
+
+def _weighted(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(x * y * weight for x, y, weight in zip(a, b, weights, strict=True))
+
+
+def _solve(square: list[list[float]], right: list[float]) -> list[float]:
+    """Solves a few equations by Gaussian elimination without pivoting: the matrix is positive definite."""
+    rows = [[*values, value] for values, value in zip(square, right, strict=True)]
+    for pivot, row in enumerate(rows):
+        for other in rows[pivot + 1 :]:
+            factor = other[pivot] / row[pivot]
+            other[:] = [a - factor * b for a, b in zip(other, row, strict=True)]
+    solution: list[float] = []
+    for pivot in reversed(range(len(rows))):
+        known = sum(a * b for a, b in zip(rows[pivot][pivot + 1 : -1], solution, strict=True))
+        solution.insert(0, (rows[pivot][-1] - known) / rows[pivot][pivot])
+    return solution
+
 
 UNCACHED_BYTES = 100e6
 """Bytes moved from which on a stream runs at the bandwidth of memory: more than the last-level caches of CPUs (32 MB
@@ -94,11 +165,11 @@ class StreamTiming:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Seconds of one collective over a tensor of `payload` bytes (as in link.seconds)."""
+    """Seconds of one collective over a tensor of `payload` bytes (as in communication.seconds)."""
 
     collective: Collective
     payload: int
-    group: link.RankGroup
+    group: communication.RankGroup
     seconds: float
 
     @property
@@ -291,7 +362,9 @@ def fit_link(transfers: Sequence[Transfer], devices_per_node: int) -> Link:
 
 def predicted(machine: Cluster, transfer: Transfer) -> Transfer:
     """Returns the collective with its predicted seconds."""
-    return replace(transfer, seconds=link.seconds(machine, transfer.collective, transfer.payload, transfer.group))
+    return replace(
+        transfer, seconds=communication.seconds(machine, transfer.collective, transfer.payload, transfer.group)
+    )
 
 
 def link_rows(machine: Cluster, transfers: Iterable[Transfer]) -> list[FitRow]:

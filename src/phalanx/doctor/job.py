@@ -11,9 +11,9 @@ from phalanx.config.corpora import CORPORA
 from phalanx.config.fields import replace
 from phalanx.config.tokenizers import TOKENIZERS
 from phalanx.config.trackers import missing
+from phalanx.cost.exact_state import checkpoint_bytes
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_memory import step_memory
-from phalanx.cost.memory.state import checkpoint_bytes
+from phalanx.cost.rank_memory import step_memory
 from phalanx.data.vocabulary import vocabulary_size
 from phalanx.doctor.findings import CheckResult, DoctorCheck, error, ok, warn
 from phalanx.doctor.limits import memory_bytes

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.blocks.attention_runs import whole_run
+from phalanx.blocks.attention import whole_run
 from phalanx.model.attention_blocks import PLAIN_SCORING, Scoring, Seen, attend, gradients, is_flash
 from phalanx.model.documents import Documents
 from phalanx.model.layers import uncompiled
 from phalanx.model.window import visible
-from phalanx.partition.sequence import window_blocks
+from phalanx.partition.tensor_slices import window_blocks
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from phalanx.blocks import lora
-from phalanx.blocks.kind import AttentionKind, FeedForwardKind, SublayerKind
+from phalanx.blocks import residual as lora
+from phalanx.blocks.kinds import AttentionKind, FeedForwardKind, SublayerKind
+from phalanx.blocks.operator import Half, Place
 from phalanx.blocks.parameters import Shapes
-from phalanx.blocks.place import Half, Place
 from phalanx.config.model import ModelConfig
 from phalanx.errors import ExtensionError
 from phalanx.model.attention import CoreAttention

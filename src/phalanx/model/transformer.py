@@ -19,8 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.blocks.kind import SublayerKind
-from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, attention_models, block_kinds, model_for
+from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, SublayerKind, attention_models, block_kinds, model_for
 from phalanx.blocks.parameters import vocabulary, weight_of
 from phalanx.check.model import model_problems
 from phalanx.config.model import ModelConfig

@@ -1,8 +1,8 @@
 """Context parallelism: the ranks along the cp axis each hold a part of every sequence, and communicate in attention.
 
 In a grid of ring × ulysses ranks (Fang and Zhao 2024, USP), those at one place of the ring exchange heads for tokens
-(ulysses.py), and between the places keys and values are sent (ring.py). partition/sequence.py says which positions a
-rank holds. Everything else in a model works on single tokens, except for experts' counts over whole sequences.
+(ulysses.py), and between the places keys and values are sent (ring.py). partition/tensor_slices.py says which positions
+a rank holds. Everything else in a model works on single tokens, except for experts' counts over whole sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.parallel.modules import replace_modules
 from phalanx.parallel.ring import ring_attention
 from phalanx.parallel.ring_blocks import Dropping
 from phalanx.parallel.ulysses import to_heads, to_tokens
-from phalanx.partition.sequence import rank_positions
+from phalanx.partition.tensor_slices import rank_positions
 
 
 def connect(model: nn.Module, mesh: Mesh) -> None:

@@ -1,6 +1,7 @@
 """The blocks of queries and keys that one place of a ring computes with, and what it sends to the others.
 
-Places of the ring have zig-zag parts (blocks/ring.py), so that with a causal mask all compute the same at every hop.
+Places of the ring have zig-zag parts (blocks/attention.py), so that with a causal mask all compute the same at every
+hop.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from phalanx.blocks.ring import reached_runs, sliced_runs
+from phalanx.blocks.attention import reached_runs, sliced_runs
 from phalanx.comm.axis import Axis
 from phalanx.model.attention_blocks import Seen
 from phalanx.model.blocked_attention import Reach
 from phalanx.model.noise import Noise, scale
 from phalanx.model.window import visible
-from phalanx.partition.sequence import window_blocks
+from phalanx.partition.tensor_slices import window_blocks
 
 
 @dataclass(frozen=True)

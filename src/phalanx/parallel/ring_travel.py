@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from phalanx.blocks.ring import ring_hops
+from phalanx.blocks.attention import ring_hops
 from phalanx.comm.axis import Axis, Pending
 from phalanx.parallel.ring_blocks import Sight
 

@@ -27,8 +27,7 @@ from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.modules import Tile
 from phalanx.parallel.tensor import ColumnParallel, FirstRankBias, GatherInput, ReduceOutput, RowParallelLinear
 from phalanx.parallel.tiled_vocabulary import TiledEmbedding, TiledHead
-from phalanx.partition.tensor_slices import TensorSlice
-from phalanx.partition.tiles import in_tiles, is_tiled, too_few_rows
+from phalanx.partition.tensor_slices import TensorSlice, in_tiles, is_tiled, too_few_rows
 
 
 class LinearTile(Linear, Tile):

@@ -22,7 +22,7 @@ from phalanx.parallel.bucket import Bucket, Slot, fill
 from phalanx.parallel.data import GradientSum, LocalModel, Replica, TensorSlices
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.parameter_shards import ParameterShard, ShardGroup
-from phalanx.partition.buckets import granular_cut
+from phalanx.partition.matrices import granular_cut
 
 
 class BucketReplica(Replica):

@@ -1,7 +1,7 @@
 """A picture of a layout: which rank holds which part of a block's matrices and which experts, and the bytes of state
 per rank under each ZeRO stage and with each optimizer (`phalanx predict JOB --svg FILE --picture layout`).
 
-It is drawn from the arithmetic that training uses (partition/tensor_slices.py, cost/memory/state.py).
+It is drawn from the arithmetic that training uses (partition/tensor_slices.py, cost/exact_state.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.cost.breakdown import subject
-from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
+from phalanx.cost.exact_state import WIDTHS, StateBytes, state_bytes
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
-from phalanx.partition.buckets import granular_cut
-from phalanx.partition.stages import even
+from phalanx.partition.derived import even
+from phalanx.partition.matrices import granular_cut
 from phalanx.partition.tensor_slices import TensorSlice, experts_of, in_buckets, slice_of
 from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, text
 from phalanx.units import gib

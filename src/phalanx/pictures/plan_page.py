@@ -16,9 +16,7 @@ from phalanx.cost.breakdown import duration
 from phalanx.pictures.page import figure, figures, html_page, list_of, section
 from phalanx.pictures.plan_pictures import memory_picture, time_picture
 from phalanx.pictures.space import space_picture
-from phalanx.plan.plan import Candidate, Plan
-from phalanx.plan.report.advice import shortfall
-from phalanx.plan.report.report import (
+from phalanx.plan.page import (
     COLUMNS,
     batch,
     cells,
@@ -26,9 +24,11 @@ from phalanx.plan.report.report import (
     effort,
     headline,
     largest_first,
+    shortfall,
     slower,
     verdict,
 )
+from phalanx.plan.plan import Candidate, Plan
 from phalanx.units import gib
 
 _DRAWN = 10  # layouts in the pictures of time and memory

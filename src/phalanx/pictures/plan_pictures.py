@@ -11,8 +11,8 @@ from phalanx.pictures.elements import COLOURS, box, document, rule, text, ticks
 from phalanx.pictures.prediction import time_fill
 from phalanx.pictures.prediction_memory import memory_fill
 from phalanx.pictures.roofline import seconds
+from phalanx.plan.page import short_line
 from phalanx.plan.plan import Candidate
-from phalanx.plan.report.report import short_line
 from phalanx.units import gib
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 600, 8, 524, 34  # pixels; the bars end at _RIGHT, with their values beside them

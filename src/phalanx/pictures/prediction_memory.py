@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from html import escape
 
 from phalanx.cost.breakdown import MOMENTS
-from phalanx.cost.memory.rank_memory import PARTS
 from phalanx.cost.prediction import Prediction
+from phalanx.cost.rank_memory import PARTS
 from phalanx.pictures.elements import COLOURS, NEUTRAL, box, fill_of, rule, text, ticks
 from phalanx.units import gib
 

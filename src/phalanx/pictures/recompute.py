@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from phalanx.config.job import Job
 from phalanx.cost.breakdown import subject
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.recompute import Mode, RecomputeRun
+from phalanx.partition.derived import Mode, RecomputeRun
 from phalanx.pictures.canvas import Panel
 from phalanx.pictures.canvas import svg as panels
 

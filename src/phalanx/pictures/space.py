@@ -12,8 +12,8 @@ from math import ceil, floor, log10
 from phalanx.pictures.elements import COLOURS, NEUTRAL, document, heading, rule, text, ticks
 from phalanx.pictures.plan_pictures import shorten
 from phalanx.pictures.roofline import seconds
+from phalanx.plan.page import headline
 from phalanx.plan.plan import Plan, SpacePoint
-from phalanx.plan.report.report import headline
 from phalanx.units import counted, gib
 
 _WIDTH, _HEIGHT = 1160, 520  # pixels

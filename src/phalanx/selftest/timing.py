@@ -20,8 +20,8 @@ from phalanx.calibrate.comm import call_of
 from phalanx.comm import blocking
 from phalanx.comm.axis import Axis
 from phalanx.config.cluster import Cluster
+from phalanx.cost.communication import RankGroup
 from phalanx.cost.fit import COLLECTIVES, Transfer, fit_link, link_rows, median_error
-from phalanx.cost.time.link import RankGroup
 from phalanx.launch.watchdog.slow import FACTOR
 from phalanx.parallel.mesh import AxisGeometry
 from phalanx.selftest.calls import ALL, root

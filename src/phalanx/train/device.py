@@ -8,7 +8,7 @@ import os
 import torch
 
 from phalanx.config.devices import device_reported_as
-from phalanx.cost.time.kernel import peak_flops as data_sheet_peak
+from phalanx.cost.kernels import peak_flops as data_sheet_peak
 from phalanx.errors import RunError
 
 DTYPES: dict[torch.dtype, str] = {

@@ -14,7 +14,7 @@ from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.micro import MicroTensors
 from phalanx.parallel.preferences import PairFacts
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.train.step import Stepper
 
 

@@ -26,7 +26,7 @@ from phalanx.optimizers.entry import MASTER
 from phalanx.parallel.offload.host import Host, on_host
 from phalanx.parallel.offload.state_file import ALIGNMENT, StateFile, padded
 from phalanx.parallel.parameter_shards import ParameterShard
-from phalanx.partition.tiers import BUFFER_BYTES, BUFFERS
+from phalanx.partition.derived import BUFFER_BYTES, BUFFERS
 from phalanx.train.offload_space import require_space
 from phalanx.train.optimizers.shapes import state_shapes
 from phalanx.train.residence import OnHost, step

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
-from phalanx.blocks.flops import train_flops_per_step
-from phalanx.blocks.parameters import count, trained_text
+from phalanx.blocks.parameters import count, train_flops_per_step, trained_text
 from phalanx.check.guard import unguarded
 from phalanx.comm.agree import on_rank_zero
 from phalanx.comm.same_calls import require_same_calls
@@ -30,7 +29,7 @@ from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.offload.budget import device_budget
 from phalanx.parallel.precision import DTYPES
-from phalanx.partition import batch as batch_equation
+from phalanx.partition import derived as batch_equation
 from phalanx.trackers.processes import Trackers
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, metrics, start

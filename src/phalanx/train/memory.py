@@ -13,11 +13,11 @@ import torch
 from phalanx.check.offload import offload_problems, with_offload
 from phalanx.config.job import Job
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_parts import RankParts, StepParts
+from phalanx.cost.rank_memory import RankParts, StepParts
 from phalanx.errors import RunError
 from phalanx.parallel.offload.budget import BudgetError
-from phalanx.partition import batch
-from phalanx.partition.tiers import Part
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import Part
 from phalanx.units import gib
 
 REFUSALS = ("can't allocate memory", "DefaultCPUAllocator", "could not create a primitive")

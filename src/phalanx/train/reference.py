@@ -26,7 +26,7 @@ from phalanx.data.files import write_atomic
 from phalanx.data.loader import MicroBatch, ShardData
 from phalanx.errors import StoppedError
 from phalanx.launch.watchdog import heartbeat
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.train.run_directory import REFERENCE, RunDirectory
 from phalanx.train.step import Stepper
 from phalanx.train.stop import StopRequest

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 
 from phalanx.config.job import Job
-from phalanx.partition.batch import solve
+from phalanx.partition.derived import solve
 from phalanx.train.learning_rate import at_step
 
 

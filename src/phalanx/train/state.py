@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from phalanx.blocks.lora import is_adapter
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
+from phalanx.blocks.residual import is_adapter
 from phalanx.check.show import as_dict
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.meta import job_of, require_resumable

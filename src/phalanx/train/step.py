@@ -31,8 +31,8 @@ from phalanx.parallel.pipedream import PipeDream
 from phalanx.parallel.pipeline import Pipeline
 from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.parallel.preferences import PairFacts
-from phalanx.partition.sequence import rank_positions
-from phalanx.partition.tiers import HOST, is_offloaded, named, tier_of
+from phalanx.partition.derived import HOST, is_offloaded, named, tier_of
+from phalanx.partition.tensor_slices import rank_positions
 from phalanx.train.in_files import InFiles
 from phalanx.train.memory import Memory
 from phalanx.train.optimizer import ShardedOptimizer

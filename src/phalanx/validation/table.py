@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from phalanx.bounded import open_regular
-from phalanx.cost import predict as whole
+from phalanx.cost import prediction as whole
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.echo import VisibleStream, echo
 from phalanx.errors import JobError
 from phalanx.validation.row import Reading, read
-from phalanx.validation.row_cells import COLUMNS
+from phalanx.validation.row_layout import COLUMNS
 
 ADDED = (
     *("pred_step_time_s", "pred_tflops_per_gpu", "pred_mfu_pct", "pred_tokens_per_s_per_gpu", "pred_peak_mem_gb"),

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from phalanx.blocks.shrink import alike
+from phalanx.blocks.kinds import alike
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import MoE
 from phalanx.errors import JobError
-from phalanx.partition.pipeline import schedule_of
-from phalanx.partition.recompute import parse
-from phalanx.partition.stages import parse_cut
+from phalanx.partition.derived import parse, parse_cut, schedule_of
 from phalanx.schedule.schedule import Schedule
 
 EXPERTS = MoE(n_experts=8, top_k=2, n_shared=1, aux_loss=0.01, z_loss=0.001, bias_balanced=True)

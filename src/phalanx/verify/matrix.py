@@ -8,9 +8,7 @@ from dataclasses import replace
 from math import gcd
 
 from phalanx.config.layout import AXES, Layout
-from phalanx.partition.pipeline import is_file
-from phalanx.partition.recompute import MODES
-from phalanx.partition.second_copy import legal_hpz
+from phalanx.partition.derived import MODES, is_file, legal_hpz
 from phalanx.schedule.catalogue import SCHEDULES
 
 MATRIX = (

@@ -16,9 +16,8 @@ from phalanx.config.corpora import PAIR, has_answers, has_pairs
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.partition import batch
-from phalanx.partition.pipeline import flushes, is_file
-from phalanx.partition.wire import BLOCK, LARGEST
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import BLOCK, LARGEST, flushes, is_file
 from phalanx.units import counted
 from phalanx.verify import covering, matrix
 from phalanx.verify.fit import deep_enough, with_experts

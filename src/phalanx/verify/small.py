@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.blocks.kinds import model_kinds
+from phalanx.blocks.kinds import alike, model_kinds
 from phalanx.blocks.parameters import count
-from phalanx.blocks.shrink import alike
 from phalanx.config import fields
 from phalanx.config.cluster import Cluster
 from phalanx.config.job import Job

@@ -17,7 +17,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
-from phalanx.cost.memory.state import state_bytes
+from phalanx.cost.exact_state import state_bytes
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import ShardedOptimizer

@@ -16,7 +16,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.optimizer import Optimizer
 from phalanx.config.train import Train
-from phalanx.cost.memory.state import checkpoint_bytes, state_bytes
+from phalanx.cost.exact_state import checkpoint_bytes, state_bytes
 from train.runs import change, moves_between, train, weights
 from train.test_memory import held
 

@@ -20,7 +20,7 @@ from phalanx.config.layout import Layout
 from phalanx.model.layers import Run
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.offload.host import Arrival, Host
-from phalanx.partition.tiers import offloaded_layers
+from phalanx.partition.derived import offloaded_layers
 
 LEAST_BYTES = 1024
 """Smaller tensors stay: a copy would take longer than it is worth."""

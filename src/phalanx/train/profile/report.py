@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx.bounded import field, read_json
-from phalanx.cost.compared import ComparedPart
+from phalanx.cost.breakdown import ComparedPart
 from phalanx.errors import DataError, NotFoundError
 from phalanx.train.profile.shares import Shares
 from phalanx.units import counted, gib, listed

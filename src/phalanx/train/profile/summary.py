@@ -10,13 +10,10 @@ from statistics import median
 from typing import Any
 
 from phalanx.config.job import Job
-from phalanx.cost.breakdown import model_name
-from phalanx.cost.compared import ComparedPart, compared, compared_memory
-from phalanx.cost.job_spec import rank_spec, step_spec
-from phalanx.cost.local import on_known_cluster
-from phalanx.cost.memory.rank_memory import step_memory
-from phalanx.cost.prediction import Parts
-from phalanx.cost.time.step_time import step_parts
+from phalanx.cost.breakdown import ComparedPart, compared, compared_memory, model_name
+from phalanx.cost.job_spec import on_known_cluster, rank_spec, step_spec
+from phalanx.cost.prediction import Parts, step_parts
+from phalanx.cost.rank_memory import step_memory
 from phalanx.errors import PhalanxError, RunError
 from phalanx.pictures import profile as picture
 from phalanx.train.profile import report, tracing
