@@ -16,11 +16,11 @@ from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
 from phalanx.cost.communication import RankGroup, seconds
 from phalanx.cost.frameworks import FRAMEWORKS, MEGATRON_CORE, PHALANX, PHALANX_CPU
-from phalanx.cost.held import contents
+from phalanx.cost.held import ParameterCounts, contents
 from phalanx.cost.prediction import predict, step_parts
 from phalanx.cost.rank_time import held_by, rank_time
 from phalanx.cost.spec import Framework, StepSpec
-from phalanx.cost.step_state import ParameterCounts, state_seconds
+from phalanx.cost.step_state import state_seconds
 from phalanx.partition import derived as batch
 
 

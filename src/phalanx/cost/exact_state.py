@@ -20,13 +20,21 @@ from phalanx.config.optimizer import Optimizer
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.optimizers.entry import Granularity, Shape
 from phalanx.optimizers.facts import outer_bytes, state_bytes_of
-from phalanx.partition.derived import flushes, is_copied, near_ranks, sent_as, stage_shapes, wire_bytes
+from phalanx.partition.derived import (
+    PARAMETER_BYTES,
+    bucket_bytes,
+    flushes,
+    is_copied,
+    near_ranks,
+    sent_as,
+    shards_parameters,
+    stage_shapes,
+    wire_bytes,
+)
 from phalanx.partition.matrices import BucketCut, ShardRanges, granular_cut
 from phalanx.partition.tensor_slices import first_rank_tiles, in_buckets
 
 ADAMW = Optimizer()
-WIDTHS = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
-"""Bytes per element of a parameter, by `train.precision`."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ def state_bytes(
     `stages` are those of a pipeline rank, as runs of layers (phalanx.partition.cut.stages_of); None: the whole model.
     `optimizer` decides what is kept for each parameter. Raises JobError if the vocabulary size is not known."""
     held = _held_parameters(model, layout, vocab, [range(model.n_layers)] if stages is None else stages)
-    width = WIDTHS[precision]
+    width = PARAMETER_BYTES[precision]
     widths = width, 4 if gradients == "fp32" else width
     if layout.ep == 1:
         return _sharded(held, layout, *widths, optimizer)
@@ -85,7 +93,7 @@ def second_copy_bytes(
     padding included: exactly those of its tensors; 0 without a copy. Arguments are those of `state_bytes`."""
     if not is_copied(layout):
         return 0
-    copied, width = 0, WIDTHS[precision]
+    copied, width = 0, PARAMETER_BYTES[precision]
     for each in _held_parameters(model, layout, vocab, [range(model.n_layers)] if stages is None else stages):
         apart = is_expert(each.name) and layout.ep > 1
         shape = (each.shape[0] // layout.ep, *each.shape[1:]) if apart else each.shape
@@ -150,7 +158,7 @@ def _alike(
         inner = sum(size * part // all_of_it for size, part, all_of_it in zip(whole, elements, sizes, strict=True))
         return inner + outer * sum(elements)
 
-    if ranks > 1 and layout.zero == 3:
+    if shards_parameters(layout):
         shares = [_largest_share(each.shape, ranks) for each in held]
         return StateBytes(sum(shares) * width, sum(shares) * width, state(shares))
     versions, waiting = (1, 1) if flushes(layout) else (3, 2)
@@ -177,7 +185,7 @@ def _cuts(
 ) -> Iterator[tuple[list[int], BucketCut]]:
     """Yields the parameters of each flat bucket, as indices, and their places in it."""
     backwards = range(len(held))[::-1]
-    for bucket in in_buckets([held[place].size * width for place in backwards], layout.bucket_mb * 2**20):
+    for bucket in in_buckets([held[place].size * width for place in backwards], bucket_bytes(layout)):
         places = [backwards[number] for number in bucket]
         named = [(held[place].name, held[place].shape) for place in places]
         yield places, granular_cut(granularity, [held[place].size for place in places], named, layout.shard_ranks)

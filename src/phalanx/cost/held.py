@@ -18,7 +18,17 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.exposed import larger
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.derived import Mode, even, is_file, modes, offloaded_layers, schedule_of, written, written_stages
+from phalanx.partition.derived import (
+    Mode,
+    even,
+    gathers_parameters,
+    is_file,
+    modes,
+    offloaded_layers,
+    schedule_of,
+    written,
+    written_stages,
+)
 from phalanx.partition.tensor_slices import head_tiles, is_tiled
 from phalanx.schedule import catalogue
 from phalanx.schedule.schedule import Schedule
@@ -167,6 +177,42 @@ def _gathered_outside(model: ModelConfig, layout: Layout, first: bool, last: boo
 def trained_outside(model: ModelConfig, tp: int, first: bool, last: bool) -> int:
     """Returns those of them that training changes: none beside adapters."""
     return 0 if model.lora.rank else outside(model, tp, first, last)
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters on a tensor rank, before the data ranks shard them: dense ones, and those of routed experts."""
+
+    dense: int
+    experts: int
+    trained_dense: int
+    """The dense ones that training changes: all, or adapters."""
+    trained_experts: int
+
+    @property
+    def trained(self) -> int:
+        return self.trained_dense + self.trained_experts
+
+    def sent(self, layout: Layout, number: str) -> tuple[int, int]:
+        """Returns the numbers, dense and of experts, in messages of parameters or gradients: ZeRO-3 gathers also what
+        training leaves as it is."""
+        if number == "parameter" and gathers_parameters(layout):
+            return self.dense, self.experts
+        return self.trained_dense, self.trained_experts
+
+
+def parameter_counts(
+    model: ModelConfig, layout: Layout, blocks: Iterable[tuple[BlockKind, int]], first: bool, last: bool
+) -> ParameterCounts:
+    """Returns the parameters of a rank with so many `blocks` of each kind, and with the embedding (`first`) and the
+    head (`last`)."""
+    dense, trained = outside(model, layout.tp, first, last), trained_outside(model, layout.tp, first, last)
+    experts = trained_experts = 0
+    for kind, many in blocks:
+        each = block_parameters(model, layout, kind)
+        dense, experts = dense + many * each.dense, experts + many * each.experts
+        trained, trained_experts = trained + many * each.trained_dense, trained_experts + many * each.trained_experts
+    return ParameterCounts(dense, experts, trained, trained_experts)
 
 
 class Deferring(NamedTuple):

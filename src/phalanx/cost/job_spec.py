@@ -12,14 +12,13 @@ from phalanx.config.cpu_node import with_processes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.exact_state import WIDTHS
 from phalanx.cost.frameworks import COMPILED_KERNEL_US, COMPILED_PASSES, PHALANX, PHALANX_CPU
 from phalanx.cost.memory_profiles import COMPILED_LOSS_TENSORS
 from phalanx.cost.rank_memory import RankParts, StepParts, step_memory
 from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.cost.step_state import require_host
 from phalanx.errors import JobError
-from phalanx.partition.derived import is_file, schedule_of, solve
+from phalanx.partition.derived import PARAMETER_BYTES, is_file, schedule_of, solve
 from phalanx.schedule import catalogue
 
 SHARE = 0.1
@@ -98,7 +97,7 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
         layout=job.layout,
         batch=solve(job.train.global_batch, job.layout),
         products="fp32" if precision in ("fp32", "fp64") else precision,
-        width=WIDTHS[precision],
+        width=PARAMETER_BYTES[precision],
         framework=framework,
         optimizer=job.optimizer,
         stages=stages(model, job.layout),
@@ -126,7 +125,7 @@ def _as_trained(job: Job, framework: Framework) -> Framework:
         profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
     framework = replace(framework, cast_bytes=5) if compiled else framework
     if job.train.gradients != "same":
-        profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])
+        profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=PARAMETER_BYTES[job.train.precision])
     low, high = framework.spread
     if not job.cluster.preset:  # nobody measured this machine
         low, high = low / DESCRIBED_SPREAD, high * DESCRIBED_SPREAD

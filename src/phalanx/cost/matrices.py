@@ -26,6 +26,7 @@ from phalanx.optimizers.matrices import (
     newton_schulz_flops,
     newton_schulz_products,
 )
+from phalanx.partition.derived import bucket_bytes
 from phalanx.partition.matrices import ROUND_ELEMENTS, Owner, Piece, ShardRanges, SharedMatrix, bucket_cut, rounds
 from phalanx.partition.tensor_slices import in_buckets
 
@@ -91,7 +92,7 @@ def matrix_work(spec: StepSpec, kinds: Kinds, ends: tuple[bool, bool]) -> tuple[
     layout = spec.layout
     if layout.zero == 3 or layout.shard_ranks == 1:
         return _balanced(spec.model, layout.tp, layout.ep, layout.shard_ranks, kinds)
-    least = layout.bucket_mb * 2**20 / spec.width
+    least = bucket_bytes(layout) / spec.width
     if layout.ep == 1:
         return _in_buckets(spec.model, layout.tp, 1, layout.shard_ranks, kinds, ends, least)
     dense = _in_buckets(spec.model, layout.tp, 1, layout.shard_ranks, kinds, ends, least, "dense")

@@ -11,24 +11,22 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import boundary_seconds
 from phalanx.cost.exposed import boundaries, bucket_messages, ends_of_blocks, pipeline_seconds, step_state
-from phalanx.cost.held import Content, contents
+from phalanx.cost.held import Content, ParameterCounts, contents
 from phalanx.cost.kernels import peak_flops
 from phalanx.cost.matrices import matrix_seconds
 from phalanx.cost.rank_memory import RankMemory, step_memory
 from phalanx.cost.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.step_state import (
-    ParameterCounts,
     duplicated_stages_seconds,
     fetch_seconds,
     interference,
-    is_zero3,
     offloaded_work,
     optimizer_seconds,
     state_seconds,
     synchronization_seconds,
 )
-from phalanx.partition.derived import Tier, modes, written
+from phalanx.partition.derived import Tier, gathers_parameters, modes, written
 from phalanx.schedule import catalogue
 from phalanx.schedule.bubble import bubble_fraction
 
@@ -246,7 +244,7 @@ def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: Ran
     """Returns the exposed seconds of gathering parameters and reducing gradients once per step, and the optimizer's."""
     layout, blocks = spec.layout, content.blocks
     optimizer = optimizer_seconds(spec, held) + matrix_seconds(spec, content)
-    if is_zero3(layout):
+    if gathers_parameters(layout):
         state = state_seconds(spec, held, max(1, blocks))
         return ends_of_blocks(state.gather, state.reduce, blocks), optimizer
     messages = bucket_messages(blocks)

@@ -28,10 +28,9 @@ from phalanx.cost.held import (
     covering,
     gathered_outside,
     kinds_of,
-    outside,
+    parameter_counts,
     placed,
     table,
-    trained_outside,
 )
 from phalanx.cost.matrices import matrix_work
 from phalanx.cost.spec import StepSpec
@@ -41,6 +40,7 @@ from phalanx.partition.derived import (
     BUFFERS,
     Format,
     Tier,
+    bucket_bytes,
     flushes,
     gathers_parameters,
     is_copied,
@@ -260,18 +260,16 @@ class RankParts:
             step.kinds[kind] for kind in dict.fromkeys(kind for held in self.blocks for kind, _ in held[::-1])
         ]
         self.runs = [self._runs(held, stage) for held, stage in zip(self.blocks, flight.held, strict=True)]
-        self.count = sum(many for held in self.blocks for _, many in held)
         self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
-        self.outside = outside(self.model, self.layout.tp, self.first, self.last)
-        dense, experts = float(self.outside), 0.0
-        trained, trained_experts = float(trained_outside(self.model, self.layout.tp, self.first, self.last)), 0.0
+        self.of_kind = Counter[BlockKind]()
         for kind, many in (pair for held in self.blocks for pair in held):
-            parameters = step.kinds[kind].parameters
-            dense, experts = dense + many * parameters.dense, experts + many * parameters.experts
-            trained += many * parameters.trained_dense
-            trained_experts += many * parameters.trained_experts
+            self.of_kind[kind.block] += many
+        held = parameter_counts(self.model, self.layout, self.of_kind.items(), self.first, self.last)
         ranks = self.layout.shard_ranks
-        self.shards = (dense, trained, ranks), (experts, trained_experts, expert_ranks(ranks, self.layout.ep))
+        self.shards = (
+            (held.dense, held.trained_dense, ranks),
+            (held.experts, held.trained_experts, expert_ranks(ranks, self.layout.ep)),
+        )
         """Parameters of the rank's stages, those that are trained, and over how many ranks their state is sharded:
         dense ones, and experts."""
 
@@ -293,7 +291,7 @@ class RankParts:
             return 0
         whole = sum(trained for _, trained, _ in self.shards) * self.formulas.gradient
         # On their way to the host one bucket is summed while the next is filled.
-        return min(whole, (2 if self.formulas.offloads else 1) * layout.bucket_mb * MIB)
+        return min(whole, (2 if self.formulas.offloads else 1) * bucket_bytes(layout))
 
     def stepping(self, gradients: float) -> float:
         """Returns the bytes of gradients on the device when the optimizer begins."""
@@ -306,16 +304,10 @@ class RankParts:
 
     def copied(self) -> float:
         """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
-        tensors."""
-        return self.formulas.copied(self.shards, self.step.data_ranks) + self._whole_matrices()
-
-    def _whole_matrices(self) -> int:
-        """Returns the bytes of temporary tensors while the optimizer computes with whole matrices."""
-        counts = Counter[BlockKind]()
-        for kind, many in (pair for held in self.blocks for pair in held):
-            counts[kind.block] += many
-        work = matrix_work(self.step.spec, tuple(counts.items()), (self.first, self.last))
-        return max((each.most_elements for each in work), default=0) * max(4, self.width)
+        tensors, among them whole matrices."""
+        whole = matrix_work(self.step.spec, tuple(self.of_kind.items()), (self.first, self.last))
+        temporary = max((each.most_elements for each in whole), default=0) * max(4, self.width)
+        return self.formulas.copied(self.shards, self.step.data_ranks) + temporary
 
     def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:
         """Returns the blocks of a stage as runs, those first whose activations leave the device."""
@@ -541,7 +533,7 @@ class RankParts:
         held = held._replace(tile=max(held.tile, ends.tile))
         # Without a collective FSDP2 fetches a block when it computes.
         ahead = layout.prefetch if layout.shard_ranks > 1 else 0
-        blocks = self.formulas.gathers(self.count, layout.pp, ahead, reshard=layout.reshard)
+        blocks = self.formulas.gathers(self.of_kind.total(), layout.pp, ahead, reshard=layout.reshard)
         if layout.quantise_weights != "none":
             # The codes of a block that arrives, beside its numbers.
             found += max(held.block, held.tile, ends.block) * wire_width(layout.quantise_weights, self.width)

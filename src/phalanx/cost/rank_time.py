@@ -15,19 +15,23 @@ from phalanx.blocks.residual import embedding, head
 from phalanx.config.cluster import Accelerator
 from phalanx.cost.communication import NO_MESSAGES, MessageSeconds, collectives, messages_seconds, place
 from phalanx.cost.exposed import added, block_state, pass_seconds
-from phalanx.cost.held import Content, block_parameters, outside, table, trained_outside
+from phalanx.cost.held import (
+    Content,
+    ParameterCounts,
+    block_parameters,
+    parameter_counts,
+    table,
+)
 from phalanx.cost.kernels import Seconds, operator_seconds
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.step_state import (
-    ParameterCounts,
     exposed_swaps,
     fetch_seconds,
     interference,
-    is_zero3,
     state_seconds,
     summing_seconds,
 )
-from phalanx.partition.derived import Mode, uniform_recompute
+from phalanx.partition.derived import Mode, gathers_parameters, uniform_recompute
 from phalanx.partition.tensor_slices import head_tiles, is_tiled
 
 HOST_OPS = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 90}
@@ -105,18 +109,12 @@ def _waits(device: float, host: float) -> float:
 
 def held_by(spec: StepSpec, content: Content) -> ParameterCounts:
     """Returns the parameters of a rank before data ranks shard them."""
-    model, layout = spec.model, spec.layout
-    ends = layout.tp, content.embedding, content.head
-    numbers = [outside(model, *ends), 0, trained_outside(model, *ends), 0]
-    for kind, number in content.of_kind.items():
-        numbers = [total + number * one for total, one in zip(numbers, astuple(block_held(spec, kind)), strict=True)]
-    return ParameterCounts(*numbers)
+    return parameter_counts(spec.model, spec.layout, content.of_kind.items(), content.embedding, content.head)
 
 
 def block_held(spec: StepSpec, kind: BlockKind) -> ParameterCounts:
     """Returns the parameters of one block."""
-    counts = block_parameters(spec.model, spec.layout, kind)
-    return ParameterCounts(counts.dense, counts.experts, counts.trained_dense, counts.trained_experts)
+    return parameter_counts(spec.model, spec.layout, [(kind, 1)], False, False)
 
 
 @lru_cache(50_000)
@@ -237,7 +235,7 @@ def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds) -> float:
 def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
     """Returns a block's time with ZeRO-3's collectives, which overlap with the neighbouring block and slow it down."""
     layout, framework = spec.layout, spec.framework
-    if not is_zero3(layout):
+    if not gathers_parameters(layout):
         return block
     counts, held = block_parameters(spec.model, layout, kind), block_held(spec, kind)
     there, back = _gathering(spec, held, block)
@@ -390,7 +388,7 @@ def _gathered_ends(spec: StepSpec, content: Content) -> RankTime:
     """Returns the time of gathering the tiles of embedding and head, which no product hides: the head's also in the
     backward pass."""
     layout, there, back = spec.layout, 0.0, 0.0
-    if is_zero3(layout) and layout.reshard:
+    if gathers_parameters(layout) and layout.reshard:
         for name, here in (("embed.weight", content.embedding), ("head.weight", content.head and not spec.model.tied)):
             if here and is_tiled(weight_of(spec.model, name), layout):
                 rows = table(spec.model, layout.tp)

@@ -13,7 +13,7 @@ from phalanx.config.cluster import Accelerator, Cluster, HostShare
 from phalanx.config.layout import Layout
 from phalanx.cost.communication import PURPOSES, RankGroup, group, load, seconds, state_messages
 from phalanx.cost.exposed import added, larger
-from phalanx.cost.held import LayerKind
+from phalanx.cost.held import LayerKind, ParameterCounts
 from phalanx.cost.kernels import rate, stream_seconds
 from phalanx.cost.rank_memory import StepParts
 from phalanx.cost.spec import Framework, StepSpec
@@ -23,7 +23,6 @@ from phalanx.optimizers.facts import OptimizerCosts, offloaded_bytes, optimizer_
 from phalanx.partition.derived import (
     BUFFER_BYTES,
     figures,
-    gathers_parameters,
     is_copied,
     is_offloaded,
     tier_of,
@@ -153,28 +152,6 @@ fp32, and the code), and for its number (the code, a product in fp32, the copy).
 
 
 @dataclass(frozen=True)
-class ParameterCounts:
-    """Parameters on a tensor rank, before the data ranks shard them: dense ones, and those of routed experts."""
-
-    dense: int
-    experts: int
-    trained_dense: int
-    """The dense ones that training changes: all, or adapters."""
-    trained_experts: int
-
-    @property
-    def trained(self) -> int:
-        return self.trained_dense + self.trained_experts
-
-    def sent(self, layout: Layout, number: str) -> tuple[int, int]:
-        """Returns the numbers, dense and of experts, in messages of parameters or gradients: ZeRO-3 gathers also what
-        training leaves as it is."""
-        if number == "parameter" and is_zero3(layout):
-            return self.dense, self.experts
-        return self.trained_dense, self.trained_experts
-
-
-@dataclass(frozen=True)
 class StateSeconds:
     """Seconds of the data-parallel collectives of one rank's parameters, without overlap."""
 
@@ -269,8 +246,8 @@ def conversion_seconds(device: Accelerator, layout: Layout) -> dict[str, float]:
 def duplicated_stages_seconds(spec: StepSpec, held: ParameterCounts) -> float:
     """Returns the seconds of summing the gradients of duplicated stages (DualPipe) over their two pipeline ranks, after
     the data ranks have reduced theirs: for the most distant pair."""
-    layout, ranks = spec.layout, group(spec.layout, "pp")
-    mine = held.trained_dense / layout.shard_ranks + held.trained_experts / group(layout, "edp").ranks
+    ranks = group(spec.layout, "pp")
+    mine = updated_parameters(spec, held)
     width = state_widths(spec.framework, spec.products, spec.width)["gradient"]
     return seconds(spec.cluster, "all_reduce", mine * width, RankGroup(2, ranks.stride * (ranks.ranks - 1)))
 
@@ -351,7 +328,3 @@ def summing_seconds(device: Accelerator, framework: Framework, width: int, held:
     before, of which the first has none: numbers or arrays."""
     moved = held * state_widths(framework, "", width)["gradient"] * framework.sum_passes
     return stream_seconds(device, moved, 0) * (micro_batches - 1) / micro_batches
-
-
-def is_zero3(layout: Layout) -> bool:
-    return gathers_parameters(layout)

@@ -22,13 +22,24 @@ from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.cost.communication import Collective, sent_bytes, state_messages
-from phalanx.cost.exact_state import WIDTHS
 from phalanx.cost.held import LayerKind, kinds_of
 from phalanx.cost.traffic_parameters import HeldParameter, LayerRun, RankPasses, held_parameters, pipeline_work
 from phalanx.optimizers.catalogue import entry_of
 from phalanx.optimizers.entry import Granularity
 from phalanx.optimizers.matrices import is_hidden_matrix, matrix_elements
-from phalanx.partition.derived import Batch, Format, is_copied, near_ranks, sent_as, wire_bytes, written
+from phalanx.partition.derived import (
+    PARAMETER_BYTES,
+    Batch,
+    Format,
+    bucket_bytes,
+    is_copied,
+    near_ranks,
+    sent_as,
+    shard_axis,
+    shards_parameters,
+    wire_bytes,
+    written,
+)
 from phalanx.partition.matrices import Piece, ShardRanges, SharedMatrix, granular_cut, rounds, sent_elements
 from phalanx.partition.tensor_slices import PUSH_BYTES, REPLY_BYTES, STOP_MESSAGE_BYTES, cp_coordinates, in_buckets
 
@@ -186,7 +197,7 @@ class Spread:
         cls, layout: Layout, precision: str, gradients: str, rank: int, *, optimizer: Optimizer, share: float = 1
     ) -> Spread:
         """Returns the spread of a rank of all of the layout's; `precision` and `gradients` are `train`'s."""
-        width = WIDTHS[precision]
+        width = PARAMETER_BYTES[precision]
         # Half precisions have fp32 master weights.
         widths = width, 4 if gradients == "fp32" else width, max(width, 4)
         place = rank // layout.tp % layout.shard_ranks, rank % layout.tp
@@ -196,7 +207,7 @@ class Spread:
     @property
     def shard(self) -> tuple[str, int]:
         """The axis that shards state, and its number of ranks."""
-        return "dp_shard" if self.layout.cp == 1 else "dp_shard_cp", self.layout.shard_ranks
+        return shard_axis(self.layout), self.layout.shard_ranks
 
     @property
     def replicas(self) -> int:
@@ -218,7 +229,7 @@ def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses, mo
     """Returns the bytes that a rank with `runs` sends in one step for all of its state."""
     table, layout = Table(), spread.layout
     instances: list[Instance] = []
-    if layout.zero == 3 and layout.shard_ranks > 1:
+    if shards_parameters(layout):
         updated, width = _fsdp(table, runs, spread, work), spread.width
         if spread.granularity == "matrix":
             instances = [_by_rows(layer, parameter, spread) for layer, parameter in instances_of(runs)]
@@ -335,7 +346,7 @@ def _buckets(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankP
         axis, ranks, rank = over
         each_pass = spread.layout.accumulate == "sharded" and len(users) == 1 and ranks > 1
         reductions = work.passes[users[0]].ends if each_pass else 1
-        least = spread.layout.bucket_mb * 2**20 / spread.width
+        least = bucket_bytes(spread.layout) / spread.width
         sizes = tuple(every[number][1].size for number in numbers)
         for bucket in _filled(sizes, least):
             here = [numbers[n] for n in bucket]
@@ -451,7 +462,7 @@ def step_traffic(
         model,
         layout,
         batch.micro_batch,
-        width=WIDTHS[precision],
+        width=PARAMETER_BYTES[precision],
         slices=plan.slices,
         ring_rank=ring_rank,
         conversations=conversations,
@@ -483,6 +494,5 @@ def _status(table: Table, layout: Layout, size: int, share: float) -> None:
     if layout.independent_replicas == 1:
         table.add("world", "all_reduce", size, layout.world)
         return
-    shard = "dp_shard" if layout.cp == 1 else "dp_shard_cp"
-    for axis, ranks in (("tp", layout.tp), (shard, layout.shard_ranks), ("pp", layout.pp)):
+    for axis, ranks in (("tp", layout.tp), (shard_axis(layout), layout.shard_ranks), ("pp", layout.pp)):
         table.add(axis, "all_reduce", size, ranks, share)

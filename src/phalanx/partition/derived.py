@@ -18,6 +18,7 @@ from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean, divisors
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.schedule import Schedule
+from phalanx.units import MIB
 
 DEFAULT_GLOBAL_BATCH = 16
 """Default sequences per step: independent of the layout, so that the loss curve is too."""
@@ -255,9 +256,11 @@ def stage_shapes(model: ModelConfig, stages: Iterable[range], vocab_size: int | 
     }
 
 
+PARAMETER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+"""Bytes per element of a parameter, by `train.precision`."""
 BUFFERS = 3
 """Buffers through which state in files passes: one is read, one updated, one written."""
-BUFFER_BYTES = 64 * 2**20
+BUFFER_BYTES = 64 * MIB
 """Bytes of state in one buffer: requests of tens of MiB reach a disk's bandwidth."""
 Tier = Literal["device", "host", "disk"]
 Part = Literal["optimizer", "parameters", "activations"]
@@ -293,10 +296,25 @@ def is_offloaded(layout: Layout, part: Part) -> bool:
     return tier_of(layout, part) != "device"
 
 
+def bucket_bytes(layout: Layout) -> int:
+    """Returns the least bytes of a flat bucket of gradients."""
+    return layout.bucket_mb * MIB
+
+
+def shard_axis(layout: Layout) -> str:
+    """Returns the ledger's name of the axis that shards the state."""
+    return "dp_shard" if layout.cp == 1 else "dp_shard_cp"
+
+
+def shards_parameters(layout: Layout) -> bool:
+    """Returns whether several ranks share every parameter (ZeRO-3)."""
+    return layout.zero == 3 and layout.shard_ranks > 1
+
+
 def gathers_parameters(layout: Layout) -> bool:
     """Returns whether a block's parameters are whole on the device only while it computes: ZeRO-3's, which several
     ranks share, or which come from the host."""
-    return layout.zero == 3 and (layout.shard_ranks > 1 or is_offloaded(layout, "parameters"))
+    return shards_parameters(layout) or (layout.zero == 3 and is_offloaded(layout, "parameters"))
 
 
 def has_buckets(layout: Layout) -> bool:
@@ -315,7 +333,7 @@ def offloaded_layers(layout: Layout, stage: range) -> range:
 
 def is_copied(layout: Layout) -> bool:
     """Returns whether ranks keep a second copy of the parameters."""
-    return layout.hpz > 1 and layout.zero == 3 and layout.shard_ranks > 1
+    return layout.hpz > 1 and shards_parameters(layout)
 
 
 def near_ranks(layout: Layout, *, experts: bool = False) -> int:

@@ -20,9 +20,9 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.optimizer import Optimizer
 from phalanx.cost.breakdown import subject
-from phalanx.cost.exact_state import WIDTHS, StateBytes, state_bytes
+from phalanx.cost.exact_state import StateBytes, state_bytes
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
-from phalanx.partition.derived import even
+from phalanx.partition.derived import PARAMETER_BYTES, bucket_bytes, even
 from phalanx.partition.matrices import granular_cut
 from phalanx.partition.tensor_slices import TensorSlice, experts_of, in_buckets, slice_of
 from phalanx.pictures.elements import COLOURS, NEUTRAL, box, document, heading, text
@@ -163,9 +163,9 @@ def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
         return found | _dealt_out(shapes, layout)
     names, found = list(shapes)[::-1], {}
     sizes = [prod(shapes[name]) for name in names]
-    width = WIDTHS[job.train.precision]
+    width = PARAMETER_BYTES[job.train.precision]
     granularity = entry_of(job.optimizer.name).granularity
-    for group in in_buckets([size * width for size in sizes], layout.bucket_mb * 2**20):
+    for group in in_buckets([size * width for size in sizes], bucket_bytes(layout)):
         named = [(names[place], shapes[names[place]]) for place in group]
         starts, each = granular_cut(granularity, [sizes[place] for place in group], named, ranks)
         for place, start in zip(group, starts, strict=True):

@@ -393,7 +393,7 @@ class Bounds:
 
     def _pipelines(self, pairs: NDArray[Any], pp: int, scheduled: int, mode: int) -> Pipelines:
         """Returns the figures of the meshes of some pairs that their bounds need."""
-        tables, cut = self.tables, self.tables.cut(pp, scheduled).shares
+        tables, cut = self.tables, self.tables.cut(pp, scheduled)
         inner = tables.inner_of[pairs]
         return Pipelines(
             tables=tables,
@@ -470,7 +470,7 @@ class Bounds:
     def _in_flight(self, pp: int, m: int, scheduled: int) -> float:
         if (pp, m, scheduled) in self._known:
             return self._known[pp, m, scheduled]
-        least = min(share.least for share in self.tables.cut(pp, scheduled).shares)
+        least = min(share.least for share in self.tables.cut(pp, scheduled))
         flying = sum(least_in_flight(self.space.schedules[scheduled], pp, m, rank) for rank in range(pp))
         return self._known.setdefault((pp, m, scheduled), least * flying / pp)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -29,8 +29,7 @@ from phalanx.cost.held import (
     block_parameters,
     content_of,
     gathered_outside,
-    outside,
-    trained_outside,
+    parameter_counts,
 )
 from phalanx.cost.job_spec import stages
 from phalanx.cost.rank_memory import RankParts, Shards, StepParts
@@ -71,12 +70,8 @@ class RankContents:
         return dict(self.blocks).get(kind, 0)
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The contents of the ranks of a pipeline."""
-
-    shares: dict[RankContents, tuple[int, int]]
-    """The first rank with each different contents, and the number of such ranks."""
+Cut = dict[RankContents, tuple[int, int]]
+"""The first rank with each different contents in a pipeline, and the number of such ranks."""
 
 
 @dataclass(frozen=True)
@@ -158,8 +153,7 @@ class Tables:
         self._asked: dict[tuple[str, Hashable], Floats] = {}
         self._blocks: dict[BlockKind, Floats] = {}
         self._work: dict[Hashable, Floats] = {}
-        self._parts: dict[tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.intp]]] = {}
-        self._numbers: dict[RankContents, Floats] = {}
+        self._parts: dict[tuple[int, ...], tuple[list[StepSpec], NDArray[np.intp]]] = {}
         self._cuts: dict[tuple[int, int], Cut] = {}
 
     def work(self, share: RankContents, mode: int, inner: NDArray[Any]) -> Floats:
@@ -253,18 +247,11 @@ class Tables:
 
     def _counts(self, share: RankContents) -> Floats:
         """Returns the parameters of a rank, dense and of experts, then those that training changes."""
-        if share in self._numbers:
-            return self._numbers[share]
-        model, found = self.request.model, []
-        degrees, which = self._projected((TP, EP))
-        for tp, _, _, _, ep, _ in degrees.tolist():
-            ends = model, tp, share.embedding, share.head
-            counts = np.array([outside(*ends), 0.0, trained_outside(*ends), 0.0])
-            for kind, number in share.blocks:
-                held = block_parameters(model, Layout(tp=tp, ep=ep), kind)
-                counts += np.array([held.dense, held.experts, held.trained_dense, held.trained_experts]) * number
-            found.append(counts)
-        return self._numbers.setdefault(share, np.array(found)[which])
+
+        def ask(spec: StepSpec) -> tuple[int, ...]:
+            return astuple(parameter_counts(spec.model, spec.layout, share.blocks, share.embedding, share.head))
+
+        return self._figures(("counts", share), (TP, EP), ask)
 
     def cut(self, pp: int, scheduled: int) -> Cut:
         """Returns the contents of the ranks of a pipeline under a schedule of the space."""
@@ -274,26 +261,28 @@ class Tables:
             self._cuts[pp, scheduled] = _cut(self.request.model, layout)
         return self._cuts[pp, scheduled]
 
-    def _projected(self, on: tuple[int, ...]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-        """Returns the combinations of some inner degrees, others 1, and by inner combination the number of its own."""
+    def _specs(self, on: tuple[int, ...]) -> tuple[list[StepSpec], NDArray[np.intp]]:
+        """Returns single micro-batches of every combination of some inner degrees, others 1, and by inner combination
+        the number of its own."""
         if on not in self._parts:
             some = np.ones_like(self.inner)
             some[:, on] = self.inner[:, on]
             if SP not in on:
                 some[:, SP] = 0
-            self._parts[on] = distinct(*some.T)
+            combinations, which = distinct(*some.T)
+            specs = []
+            for tp, sp, cp, ulysses, ep, micro in combinations.tolist():
+                degree = {"tp": tp, "sp": bool(sp), "cp": cp, "cp_ulysses": ulysses, "ep": ep, "dp_shard": ep}
+                specs.append(alone(self.request, replace(self._alone, **degree), micro))
+            self._parts[on] = specs, which
         return self._parts[on]
 
     def _figures(self, what: tuple[str, Hashable], on: tuple[int, ...], ask: Callable[[StepSpec], Any]) -> Floats:
         """Returns the cost model's figures by inner combination, computed once per combination of the degrees `on`
         which they depend."""
         if what not in self._asked:
-            degrees, which = self._projected(on)
-            found = []
-            for tp, sp, cp, ulysses, ep, micro in degrees.tolist():
-                degree = {"tp": tp, "sp": bool(sp), "cp": cp, "cp_ulysses": ulysses, "ep": ep, "dp_shard": ep}
-                found.append(ask(alone(self.request, replace(self._alone, **degree), micro)))
-            self._asked[what] = np.array(found, np.float64)[which]
+            specs, which = self._specs(on)
+            self._asked[what] = np.array([ask(spec) for spec in specs], np.float64)[which]
         return self._asked[what]
 
     @cached_property
@@ -335,7 +324,7 @@ def every_block(model: ModelConfig) -> tuple[tuple[BlockKind, int], ...]:
 @lru_cache(4096)
 def _cut(model: ModelConfig, layout: Layout) -> Cut:
     if layout.pp == 1:
-        return Cut({RankContents(every_block(model), True, True, least=model.n_layers): (0, 1)})
+        return {RankContents(every_block(model), True, True, least=model.n_layers): (0, 1)}
     cut, shares = stages(model, layout), []
     # The stages of a rank do not depend on the number of micro-batches: the smallest legal one is built fastest.
     name, few = layout.schedule, range(1, 2 * layout.pp + 1)
@@ -348,7 +337,7 @@ def _cut(model: ModelConfig, layout: Layout) -> Cut:
         part = visits / len(held) / len(schedule.placements)
         least = min(len(cut[stage]) for stage in held)
         shares.append(RankContents(tuple(content.of_kind.items()), content.embedding, content.head, part, least))
-    return Cut({share: (shares.index(share), shares.count(share)) for share in dict.fromkeys(shares)})
+    return {share: (shares.index(share), shares.count(share)) for share in dict.fromkeys(shares)}
 
 
 @lru_cache(4096)

@@ -18,22 +18,20 @@ from typing import Any
 from phalanx.config.layout import Layout
 from phalanx.cost.communication import boundary_seconds
 from phalanx.cost.exposed import bucket_messages
-from phalanx.cost.held import Content, content_of, stages_of_case
+from phalanx.cost.held import Content, ParameterCounts, content_of, stages_of_case
 from phalanx.cost.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.step_state import (
     HostWork,
-    ParameterCounts,
     StateSeconds,
     duplicated_stages_seconds,
     interference,
-    is_zero3,
     offloaded_work,
     optimizer_seconds,
     state_seconds,
 )
 from phalanx.errors import JobError
-from phalanx.partition.derived import is_file, schedule_of
+from phalanx.partition.derived import gathers_parameters, is_file, schedule_of
 from phalanx.schedule import catalogue
 from phalanx.schedule.bubble import bubble_fraction
 from phalanx.schedule.events import Events, run
@@ -174,7 +172,7 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
             exposed[kind][stage] = share * (seconds - (time.weights if kind == "B" else 0)) / schedule.slices
         exposed["W"][stage] = 0.0
     state = {stage: _state(spec, contents[stage], disturbance) for stage in local_stages}
-    zero3, overlaps = is_zero3(spec.layout), spec.framework.dp_overlaps
+    zero3, overlaps = gathers_parameters(spec.layout), spec.framework.dp_overlaps
     whole = ParameterCounts(
         *map(sum, zip(*(astuple(held_by(spec, contents[stage])) for stage in local_stages), strict=True))
     )
@@ -226,7 +224,7 @@ def _state(spec: StepSpec, content: Content, disturbance: Disturbance) -> StateS
     """Returns the seconds of a stage's state collectives, once per step; with zero=3 those of its non-block parameters,
     because the others are in the passes."""
     parameters, factor = held_by(spec, content), disturbance.axis("dp")
-    if is_zero3(spec.layout):
+    if gathers_parameters(spec.layout):
         found = state_seconds(spec, parameters, max(1, content.blocks))
         once = (found.gather + found.reduce) / max(1, content.blocks)
         return StateSeconds(once * factor, reduce=once * factor)
