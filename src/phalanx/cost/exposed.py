@@ -92,9 +92,13 @@ def block_state(
     return added(there, forward, slowdown), added(back, backward, slowdown)
 
 
-def step_state(gather: Any, reduce: Any, forward: Any, backward: Any, blocks: Any, slowdown: Any) -> Any:
+def step_state(
+    gather: Any, reduce: Any, forward: Any, backward: Any, blocks: Any, slowdown: Any, *, overlaps: bool
+) -> Any:
     """Returns the seconds that gathering parameters and reducing gradients once per step add to one micro-batch's
     passes, which overlap all but the last bucket and the first block's parameters."""
+    if not overlaps:
+        return gather + reduce
     inside = 1 - 1 / larger(2, blocks)
     hidden, before = backward * inside, forward * inside
     late = larger(0.0, reduce - hidden) + larger(0.0, gather - before)

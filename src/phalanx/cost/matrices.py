@@ -155,7 +155,9 @@ def _in_buckets(
     """Returns the matrices of flat buckets of at least `least` elements, of `which` weights."""
     weights = [*(embedding_weights(model, model.vocab_size) if ends[0] else ())]
     for kind, blocks in kinds:
-        weights += [weight for weight in _weights(model, kind) if which in ("all", _which(weight))] * blocks
+        weights += [
+            weight for weight in _weights(model, kind) if which in ("all", "experts" if weight.routed else "dense")
+        ] * blocks
     weights += head_weights(model, model.vocab_size) if ends[1] else ()
     weights.reverse()
     shapes = [weight.shape_on(tp, ep) for weight in weights]
@@ -207,10 +209,6 @@ def _shape(weight: Weight) -> Shape:
 def _slices(weight: Weight, tp: int) -> int:
     """Returns how many tensor ranks have slices of a matrix; 1 if each has the whole."""
     return tp if weight.dim is not None else 1
-
-
-def _which(weight: Weight) -> str:
-    return "experts" if weight.routed else "dense"
 
 
 def matrix_seconds(spec: StepSpec, content: Content) -> float:

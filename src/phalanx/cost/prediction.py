@@ -249,11 +249,9 @@ def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: Ran
         return ends_of_blocks(state.gather, state.reduce, blocks), optimizer
     messages = bucket_messages(blocks)
     state = state_seconds(spec, held, messages)
-    if not spec.framework.dp_overlaps:
-        return state.gather + state.reduce, optimizer
-    slowdown = interference(spec, held, messages)
-    backward = slowest.total - slowest.forward
-    return step_state(state.gather, state.reduce, slowest.forward, backward, blocks, slowdown), optimizer
+    ahead, slowdown, overlaps = slowest.forward, interference(spec, held, messages), spec.framework.dp_overlaps
+    behind = slowest.total - ahead
+    return step_state(state.gather, state.reduce, ahead, behind, blocks, slowdown, overlaps=overlaps), optimizer
 
 
 def predict(spec: StepSpec) -> Prediction:

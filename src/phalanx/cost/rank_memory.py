@@ -19,12 +19,14 @@ from typing import Any, Literal
 from phalanx.blocks.kinds import BlockKind
 from phalanx.blocks.operator import MemoryProfile
 from phalanx.config.cluster import Cluster
+from phalanx.config.layout import Layout
 from phalanx.cost.block_memory import BlockBytes, BlockRun, StepSizes
 from phalanx.cost.exposed import larger, smaller
 from phalanx.cost.held import (
     Flight,
     GatheredParameters,
     LayerKind,
+    ParameterCounts,
     covering,
     gathered_outside,
     kinds_of,
@@ -190,6 +192,14 @@ def expert_ranks(shard_ranks: Any, ep: Any) -> Any:
     return larger(1, shard_ranks // ep)
 
 
+def shards_of(held: ParameterCounts, layout: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Returns parameters on a rank as groups of dense ones and experts: all, those that are trained, and over how many
+    ranks their state is sharded."""
+    ranks = layout.shard_ranks
+    experts = held.experts, held.trained_experts, expert_ranks(ranks, layout.ep)
+    return (held.dense, held.trained_dense, ranks), experts
+
+
 def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
     """Returns the bytes of state per parameter on each of `ranks` ranks, by ZeRO stage (0: none), from those of one
     copy (Rajbhandari et al. 2020, section 5)."""
@@ -265,11 +275,7 @@ class RankParts:
         for kind, many in (pair for held in self.blocks for pair in held):
             self.of_kind[kind.block] += many
         held = parameter_counts(self.model, self.layout, self.of_kind.items(), self.first, self.last)
-        ranks = self.layout.shard_ranks
-        self.shards = (
-            (held.dense, held.trained_dense, ranks),
-            (held.experts, held.trained_experts, expert_ranks(ranks, self.layout.ep)),
-        )
+        self.shards = shards_of(held, self.layout)
         """Parameters of the rank's stages, those that are trained, and over how many ranks their state is sharded:
         dense ones, and experts."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import gcd
 from operator import itemgetter
@@ -134,7 +135,9 @@ def families(space: Space, cluster: Cluster, best: Layout | None) -> Iterator[Fa
     devices = world.tp * world.cp * world.pp * world.dp_shard * world.dp_replicate
     if devices == 1:
         return
-    yield Family("DDP: a whole copy per device", _flat(lambda c: c.dp_shard == 1), _any, Layout(dp_replicate=devices))
+    yield Family(
+        "DDP: a whole copy per device", _flat(lambda c: c.dp_shard == 1), lambda *_: True, Layout(dp_replicate=devices)
+    )
     flat = _flat(lambda c: c.dp_shard == devices)
     yield Family("ZeRO-1: optimizer state sharded", flat, _zero(1), Layout(dp_shard=devices, zero=1))
     yield Family("FSDP over all devices (zero 3)", flat, _zero(3), Layout(dp_shard=devices))
@@ -194,7 +197,12 @@ def _without(best: Layout) -> Iterator[Family]:
     for axis, name in AXES.items():
         if getattr(best, axis) > 1:
             # All other axes stay open, used or not, so that they may take over.
-            yield Family(f"{WITHOUT}{name} parallelism", _one(axis), _common(best), Layout(dp_shard=best.world))
+            yield Family(
+                f"{WITHOUT}{name} parallelism",
+                partial(_same, layout=Layout(), names=(axis,)),
+                _common(best),
+                Layout(dp_shard=best.world),
+            )
     same = replace(best, micro_batch=0, accumulation=0, pp_cut="")
     if best.pp > 1 and best.schedule != Layout.schedule:
         yield Family(
@@ -227,10 +235,6 @@ def _same(c: Any, layout: Layout, names: tuple[str, ...]) -> Any:
     return found
 
 
-def _one(axis: str) -> Callable[[Any], Any]:
-    return lambda c: getattr(c, axis) == 1
-
-
 def _zero(stage: int) -> Callable[[Scheduled, StateSharding, str], bool]:
     return lambda _, state, __: state.zero == stage
 
@@ -244,10 +248,6 @@ def _common(best: Layout | None) -> Callable[[Scheduled, StateSharding, str], bo
     }
     common |= {Scheduled(best.schedule, best.pp_chunks)} if best else set()
     return lambda scheduled, *_: scheduled in common
-
-
-def _any(*_: object) -> bool:
-    return True
 
 
 FAST_LINKS = 100

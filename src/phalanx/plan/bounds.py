@@ -159,11 +159,10 @@ class StepSeconds:
 
     def seconds(self, state: int, exactly: NDArray[Any] | None = None) -> Floats:
         """Returns the seconds with a state sharding; the pairs `exactly` get the bubble of the schedule's program."""
-        if STATES[state].zero == 3:
-            return self._step(self._passes(state), exactly) + self._optimizer(state)
-        if exactly is not None:
-            return self._step(self._plain_passes, exactly) + self._optimizer(state)
-        return self._plain + self._optimizer(state)
+        if STATES[state].zero < 3 and exactly is None:
+            return self._plain + self._optimizer(state)
+        passes = self._passes(state) if STATES[state].zero == 3 else self._plain_passes
+        return self._step(passes, exactly) + self._optimizer(state)
 
     @cached_property
     def _plain_passes(self) -> tuple[Floats, ...]:
@@ -190,7 +189,9 @@ class StepSeconds:
         busiest, columns = each.argmax(0), np.arange(len(self.m))
         slowest, whole = each[busiest, columns], (group.count * each).sum(0)
         ahead = work[0][busiest, columns]
-        time = self.m * slowest + self._ends(state, group.blocks[busiest], ahead, slowest - ahead) + self._messages()
+        chunks, overlaps = catalogue.chunks_of(*group.scheduled), self.framework.pp_overlaps
+        time = self.m * slowest + self._ends(state, group.blocks[busiest], ahead, slowest - ahead)
+        time += boundaries(group.hop, self.pp, chunks, self.m, overlaps=overlaps)
         others = (whole - slowest) / max(1, self.pp - 1)
         return time, others, (group.count * work[0]).sum(0) / whole, (group.count * work[4]).sum(0) / whole
 
@@ -262,9 +263,8 @@ class StepSeconds:
                 return around
         messages = bucket_messages(blocks)
         gather, reduce = self._state(trained, trained, messages)
-        late = gather + reduce
-        if self.framework.dp_overlaps:
-            late = step_state(gather, reduce, ahead, behind, blocks, self._interference(trained.sum(0), messages))
+        slowdown, overlaps = self._interference(trained.sum(0), messages), self.framework.dp_overlaps
+        late = step_state(gather, reduce, ahead, behind, blocks, slowdown, overlaps=overlaps)
         return np.where(shared, around, late) if STATES[state].zero == 3 else late
 
     @cached_property
@@ -279,11 +279,6 @@ class StepSeconds:
         clipped = np.where(self.group.shared, updated, every) if STATES[state].zero > 1 else every
         cluster, clips = self.request.cluster, clip_bytes(self.framework, self.request.width)
         return update_seconds(cluster, self.tables.space.base, self.tables.optimizer, updated, clipped, clips)
-
-    def _messages(self) -> Floats:
-        """Returns the seconds of messages between stages."""
-        chunks = catalogue.chunks_of(*self.group.scheduled)
-        return boundaries(self.group.hop, self.pp, chunks, self.m, overlaps=self.framework.pp_overlaps)
 
     def _idle(self, forward: Floats, weights: Floats, exactly: NDArray[Any] | None) -> Floats:
         """Returns a lower bound on the idle time, in micro-batches of a rank, from the shares of forward passes and of

@@ -206,7 +206,7 @@ def text(plan: Plan, width: int = WIDTH) -> str:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Returns the document of `--json`."""
-    best = _layout(plan.best[0].layout) if plan.best else None
+    best = {**differing(plan.best[0].layout), "line": plan.best[0].layout.line()} if plan.best else None
     nearest = plan.nearest
     return {
         "best": best,
@@ -388,10 +388,6 @@ def _reason(each: Alternative) -> str:
 def _rejected(plan: Plan, width: int) -> Iterator[str]:
     for reason, count in largest_first(plan.rejected):
         yield textwrap.fill(f"{count:>9,}  {reason}", width, subsequent_indent=" " * 11, break_on_hyphens=False)
-
-
-def _layout(layout: Layout) -> dict[str, Any]:
-    return {**differing(layout), "line": layout.line()}
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:

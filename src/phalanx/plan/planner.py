@@ -54,7 +54,8 @@ def points(found: Sequence[tuple[Search, Found]], sample: int) -> tuple[SpacePoi
     drawn = [(family(spec.layout), spec) for spec in specs.values()]
     names = [name for name, _ in Counter(name for name, _ in drawn).most_common()]
     listed = names if len(names) <= MOST_FAMILIES else names[: MOST_FAMILIES - 1]
-    return tuple(_point(name if name in listed else OTHERS, spec) for name, spec in drawn)
+    predicted = [(name if name in listed else OTHERS, predict(spec), spec.layout.line()) for name, spec in drawn]
+    return tuple(SpacePoint(name, one.step_time_s, one.fullest.peak, one.fits, line) for name, one, line in predicted)
 
 
 def family(layout: Layout) -> str:
@@ -67,11 +68,6 @@ def family(layout: Layout) -> str:
     elif layout.dp_replicate > 1:
         parts.append("replicas")
     return " + ".join(parts) or "one device"
-
-
-def _point(name: str, spec: StepSpec) -> SpacePoint:
-    prediction = predict(spec)
-    return SpacePoint(name, prediction.step_time_s, prediction.fullest.peak, prediction.fits, spec.layout.line())
 
 
 def _spread(found: Sequence[tuple[StepSpec, float]], number: int) -> list[tuple[StepSpec, float]]:

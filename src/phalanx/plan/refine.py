@@ -18,9 +18,9 @@ from phalanx.blocks.kinds import BlockKind, block_kinds
 from phalanx.config.layout import Layout
 from phalanx.cost.block_memory import BlockBytes
 from phalanx.cost.communication import group
-from phalanx.cost.held import Content, Flight, LayerKind, stages_of_case
+from phalanx.cost.held import Content, Flight, LayerKind, parameter_counts, stages_of_case
 from phalanx.cost.prediction import predict, step_parts
-from phalanx.cost.rank_memory import StepParts, expert_ranks, needed_bytes, step_memory
+from phalanx.cost.rank_memory import StepParts, needed_bytes, shards_of, step_memory
 from phalanx.cost.rank_time import rank_time
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
@@ -90,11 +90,8 @@ def fill(groups: Sequence[EqualBlocks], room: float) -> Filling | None:
         rows.append(last)
     rows.append(place)
     chosen = zip(groups, frontiers, reversed(rows), strict=True)
-    return Filling(seconds, tuple(_choice(group, int(frontier.rows[row])) for group, frontier, row in chosen))
-
-
-def _choice(group: EqualBlocks, number: int) -> tuple[int, ...]:
-    return tuple(int(n) for n in _choices(group.blocks, len(group.bytes))[number])
+    numbers = (_choices(group.blocks, len(group.bytes))[int(frontier.rows[row])] for group, frontier, row in chosen)
+    return Filling(seconds, tuple(tuple(map(int, number)) for number in numbers))
 
 
 @lru_cache(4096)
@@ -179,11 +176,7 @@ class PipelineRanks:
         layout, formulas = self.spec.layout, step.formulas
         kinds = [LayerKind(kind, mode) for mode in self.modes]
         parts = [BlockBytes(step, kind) for kind in kinds]
-        held = parts[0].parameters
-        shards = (
-            (held.dense, held.trained_dense, layout.shard_ranks),
-            (held.experts, held.trained_experts, expert_ranks(layout.shard_ranks, layout.ep)),
-        )
+        shards = shards_of(parameter_counts(self.spec.model, layout, [(kind, 1)], False, False), layout)
         parameters, gradients, optimizer = formulas.state(shards, layout.zero, step.data_ranks)
         if formulas.defers(layout.zero, layout.accumulate):
             gradients = max(gradients, formulas.unsent(shards, self.spec.batch.accumulation))
@@ -473,7 +466,9 @@ def refinement(request: PlanRequest, spec: StepSpec) -> StepSpec | None:
     """Returns the spec of a layout that fits, with another cut, another recomputation of its layers or both, whose
     slowest rank is faster; None if there is none."""
     layout = spec.layout
-    cuts, mixes = _open(request, layout)
+    fixed = request.fixed
+    cuts = layout.pp > 1 and not fixed.get("pp_cut")
+    mixes = not fixed.get("recompute_cut") and "recompute" not in fixed
     if not (cuts or mixes):
         return None
     every = MODES if mixes else tuple(dict.fromkeys(modes(written(layout), spec.model.n_layers)))
@@ -498,13 +493,6 @@ def refinement(request: PlanRequest, spec: StepSpec) -> StepSpec | None:
         if ranks.calibrated(tried):
             best, found = score, tried
     return found
-
-
-def _open(request: PlanRequest, layout: Layout) -> tuple[bool, bool]:
-    """Returns whether stages may be cut differently, and whether layers may recompute differently."""
-    fixed = request.fixed
-    cuts = layout.pp > 1 and not fixed.get("pp_cut")
-    return cuts, not fixed.get("recompute_cut") and "recompute" not in fixed
 
 
 def _score(ranks: PipelineRanks, spec: StepSpec) -> float:
@@ -560,8 +548,10 @@ def with_second_copies(request: PlanRequest, candidates: Sequence[Candidate]) ->
     limit, better = request.cluster.accelerator.memory_gib * 2**30, list[Candidate]()
     crossing = [candidate for candidate in candidates if crosses_nodes(candidate.spec)][:COPIES_TRIED]
     for candidate in crossing:
-        copied = replace(candidate.layout, hpz=_largest(candidate.spec))
-        spec = replace(candidate.spec, layout=copied)
+        # The most ranks of a node that can keep a copy together: fewer would need more memory.
+        near = group(candidate.layout, "shard").near(candidate.spec.cluster.joined)
+        most = max(ranks for ranks in legal_hpz(candidate.layout) if ranks <= near)
+        spec = replace(candidate.spec, layout=replace(candidate.layout, hpz=most))
         if needed_bytes(spec, limit) > limit or step_parts(spec).total * WORTH > step_parts(candidate.spec).total:
             continue
         seconds = step_seconds(spec)
@@ -576,9 +566,3 @@ def crosses_nodes(spec: StepSpec) -> bool:
     if is_offloaded(layout, "parameters"):
         return False  # the copy would be on the device
     return layout.zero == 3 and layout.reshard and ranks.ranks > ranks.near(spec.cluster.joined)
-
-
-def _largest(spec: StepSpec) -> int:
-    """Returns the most ranks of a node that can keep a copy together: fewer would need more memory."""
-    near = group(spec.layout, "shard").near(spec.cluster.joined)
-    return max(ranks for ranks in legal_hpz(spec.layout) if ranks <= near)

@@ -181,7 +181,10 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
     late = sum(host.late) + host.late_files if host else 0.0
     optimizer = optimizer + late if host else optimizer * disturbance.device(rank)
     messages = bucket_messages(sum(contents[stage].blocks for stage in local_stages))
-    after, duplicated = not overlaps and not zero3, _has_duplicated_stages(schedule, local_stages)
+    after, duplicated = (
+        not overlaps and not zero3,
+        any(len({placement[stage] for placement in schedule.placements}) > 1 for stage in local_stages),
+    )
     return RankSeconds(
         durations={kind: tuple(seconds) for kind, seconds in durations.items()},
         exposed={kind: tuple(seconds) for kind, seconds in exposed.items()},
@@ -197,15 +200,8 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
     )
 
 
-def _has_duplicated_stages(schedule: Schedule, local_stages: list[int]) -> bool:
-    """Returns whether other ranks have copies of these stages."""
-    return any(len({placement[stage] for placement in schedule.placements}) > 1 for stage in local_stages)
-
-
-@lru_cache(20_000)
-def stage_time(spec: StepSpec, content: Content) -> RankTime:
-    """Returns the time of a micro-batch in a stage."""
-    return rank_time(spec, content)
+stage_time = lru_cache(20_000)(rank_time)
+"""The time of a micro-batch in a stage."""
 
 
 def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:

@@ -222,14 +222,13 @@ def _opened(source: str) -> Iterator[BinaryIO]:
     pipe = re.fullmatch("/dev/(?:fd/([0-9]{1,9})|stdin)", source)
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(_pipe(int(pipe[1] or 0)) if pipe else open_regular(Path(source)))
+            if pipe:
+                file: BinaryIO = stack.enter_context(open(int(pipe[1] or 0), "rb", closefd=False))
+            else:
+                file = stack.enter_context(open_regular(Path(source)))
         except OSError as error:
             raise JobError(f"table: {source!r} cannot be read: {error.strerror}") from None
         yield file
-
-
-def _pipe(descriptor: int) -> BinaryIO:
-    return open(descriptor, "rb", closefd=False)
 
 
 @contextlib.contextmanager
