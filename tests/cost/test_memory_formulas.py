@@ -30,7 +30,7 @@ def results(formulas: MemoryFormulas, zero: int, case: Any) -> list[Any]:
     whole = formulas.gathered(
         1e6 * experts, GatheredParameters(1e6 * dense, 1e6 * ep, 1e5 * ep), blocks, 1e6 * ranks
     ) + formulas.buffer(ranks)
-    unsent, copied = formulas.unsent(shards, micro_batches), formulas.copied(shards, ranks * ep)
+    unsent, copied = formulas.unsent(shards, micro_batches, 3, "local"), formulas.copied(shards, ranks * ep)
     most = fullest(parameters + optimizer, early, 1e6 * ep, whole, gradients + copied)
     context = formulas.context(ranks, micro_batches, ep)
     return [parameters, gradients, optimizer, early, whole, unsent, copied, most, context]

@@ -10,8 +10,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from math import exp, log
+from math import log
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.blocks.kinds import block, block_kinds
 from phalanx.blocks.operator import Place
@@ -29,73 +32,42 @@ HUBER_DELTA = 0.1
 """Relative error up to which its square counts; above, its size (Huber 1964), so that outliers do not bend the fit."""
 MAX_ITERATIONS = 200
 """Most iterations: about ten are usual."""
-MAX_DAMPING, CONVERGED_STEP = 1e9, 1e-9
-"""Damping at which the fit gives up, and the relative step below which it has converged."""
+MAX_DAMPING, CONVERGED_STEP, LITTLE = 1e9, 1e-9, 1e-5
+"""Damping at which the fit gives up, the relative step below which it has converged, and that of derivatives."""
 
 
 def least_squares(errors: Callable[..., list[float]], start: Sequence[float]) -> list[float]:
     """Returns the positive parameters that minimise `errors(*parameters)`, logarithms of predicted over measured
-    values: Levenberg-Marquardt steps on the logarithms of the parameters, with derivatives by differences and Huber's
-    weights."""
-    at = [log(value) for value in start]
-    residuals = errors(*map(exp, at))
-    damping = 1e-3
+    values: Levenberg-Marquardt steps on the logarithms of the parameters, each at most a factor of e, with derivatives
+    by differences and Huber's weights."""
+
+    def errors_at(place: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.array(errors(*map(float, np.exp(place))))
+
+    def loss(residuals: NDArray[np.float64]) -> float:
+        size = np.abs(residuals)
+        return np.where(size <= HUBER_DELTA, size**2 / 2, HUBER_DELTA * (size - HUBER_DELTA / 2)).sum()
+
+    at = np.log(start)
+    residuals, damping = errors_at(at), 1e-3
     for _ in range(MAX_ITERATIONS):
-        slopes = [_derivative(errors, at, residuals, place) for place in range(len(at))]
+        moved = [errors_at(at + LITTLE * one) for one in np.eye(len(at))]
+        slopes = (np.array(moved) - residuals) / LITTLE
+        weighted = slopes * (HUBER_DELTA / np.maximum(np.abs(residuals), HUBER_DELTA))
+        square, right = weighted @ slopes.T, -weighted @ residuals
         while damping < MAX_DAMPING:
-            step = _step(slopes, residuals, damping)
-            trial = [value + move for value, move in zip(at, step, strict=True)]
-            tried = errors(*map(exp, trial))
-            if _loss(tried) < _loss(residuals):
+            raised = square + np.diag(damping * np.diag(square) + 1e-12)  # a parameter without influence stays
+            step = np.clip(np.linalg.solve(raised, right), -1.0, 1.0)
+            tried = errors_at(at + step)
+            if loss(tried) < loss(residuals):
                 break
             damping *= 5
         else:
             break  # no smaller step is better either
-        at, residuals, damping = trial, tried, max(damping / 5, 1e-9)
-        if max(map(abs, step)) < CONVERGED_STEP:
+        at, residuals, damping = at + step, tried, max(damping / 5, 1e-9)
+        if np.abs(step).max() < CONVERGED_STEP:
             break
-    return [exp(value) for value in at]
-
-
-def _step(slopes: Sequence[Sequence[float]], residuals: Sequence[float], damping: float) -> list[float]:
-    """Returns the step that solves the normal equations with damping on their diagonal, clipped to a factor of e."""
-    weights = [min(1.0, HUBER_DELTA / abs(error)) if error else 1.0 for error in residuals]
-    square = [[_weighted(a, b, weights) for b in slopes] for a in slopes]
-    for place, row in enumerate(square):
-        row[place] += damping * row[place] + 1e-12  # a parameter without influence stays
-    step = _solve(square, [-_weighted(slope, residuals, weights) for slope in slopes])
-    return [max(-1.0, min(1.0, value)) for value in step]
-
-
-def _derivative(
-    errors: Callable[..., list[float]], at: Sequence[float], residuals: Sequence[float], place: int
-) -> list[float]:
-    """Returns the derivative of every error by the logarithm of one parameter."""
-    little = 1e-5
-    moved = [value + (little if other == place else 0) for other, value in enumerate(at)]
-    return [(b - a) / little for a, b in zip(residuals, errors(*map(exp, moved)), strict=True)]
-
-
-def _loss(errors: Iterable[float]) -> float:
-    return sum(e * e / 2 if abs(e) <= HUBER_DELTA else HUBER_DELTA * (abs(e) - HUBER_DELTA / 2) for e in errors)
-
-
-def _weighted(a: Sequence[float], b: Sequence[float], weights: Sequence[float]) -> float:
-    return sum(x * y * weight for x, y, weight in zip(a, b, weights, strict=True))
-
-
-def _solve(square: list[list[float]], right: list[float]) -> list[float]:
-    """Solves a few equations by Gaussian elimination without pivoting: the matrix is positive definite."""
-    rows = [[*values, value] for values, value in zip(square, right, strict=True)]
-    for pivot, row in enumerate(rows):
-        for other in rows[pivot + 1 :]:
-            factor = other[pivot] / row[pivot]
-            other[:] = [a - factor * b for a, b in zip(other, row, strict=True)]
-    solution: list[float] = []
-    for pivot in reversed(range(len(rows))):
-        known = sum(a * b for a, b in zip(rows[pivot][pivot + 1 : -1], solution, strict=True))
-        solution.insert(0, (rows[pivot][-1] - known) / rows[pivot][pivot])
-    return solution
+    return [float(value) for value in np.exp(at)]
 
 
 UNCACHED_BYTES = 100e6

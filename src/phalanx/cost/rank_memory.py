@@ -109,13 +109,11 @@ class MemoryFormulas:
             optimizer = optimizer + trained * each[2]
         return parameters, gradients, optimizer
 
-    def defers(self, zero: int, accumulate: str) -> bool:
-        """Returns whether ZeRO-2 or 3 reduces gradients only after the last micro-batch."""
-        return zero >= 2 and accumulate == "local" and not self.profile.reduces_each
-
-    def unsent(self, shards: Shards, micro_batches: Any) -> Any:
-        """Returns the bytes of the gradients, whole, that wait for the last micro-batch where their reduction is
-        deferred: with those of dense parameters, the first of `shards`, also those of experts that no rank shares."""
+    def unsent(self, shards: Shards, micro_batches: Any, zero: int, accumulate: str) -> Any:
+        """Returns the bytes of the gradients, whole, that wait for the last micro-batch where ZeRO-2 or 3 reduces them
+        only then: with those of dense parameters, the first of `shards`, also those of experts that no rank shares."""
+        if zero < 2 or accumulate != "local" or self.profile.reduces_each:
+            return 0.0
         _, trained, ranks = zip(*shards, strict=True)
         return sum(trained) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
 
@@ -286,9 +284,8 @@ class RankParts:
 
     def unsent(self) -> float:
         """Returns the bytes of unsharded gradients that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
-        if not self.formulas.defers(self.layout.zero, self.layout.accumulate):
-            return 0
-        return self.formulas.unsent(self.shards, self.step.spec.batch.accumulation)
+        layout, micro_batches = self.layout, self.step.spec.batch.accumulation
+        return self.formulas.unsent(self.shards, micro_batches, layout.zero, layout.accumulate)
 
     def bucket(self) -> float:
         """Returns the bytes of the first bucket; without any, gradients arrive one by one as activations are freed."""
@@ -298,15 +295,6 @@ class RankParts:
         whole = sum(trained for _, trained, _ in self.shards) * self.formulas.gradient
         # On their way to the host one bucket is summed while the next is filled.
         return min(whole, (2 if self.formulas.offloads else 1) * bucket_bytes(layout))
-
-    def stepping(self, gradients: float) -> float:
-        """Returns the bytes of gradients on the device when the optimizer begins."""
-        return self.formulas.stepping(gradients, self.layout.zero, gathers_parameters(self.layout))
-
-    def beside(self) -> tuple[float, float]:
-        """Returns the bytes of state and activations in host memory, and of state on disk."""
-        host, disk = self.formulas.beside(self.shards)
-        return host + self.activations_beside(), disk
 
     def copied(self) -> float:
         """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
@@ -656,7 +644,7 @@ def _short(cluster: Cluster, memory: RankMemory) -> int:
 
 def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     """Returns the memory of a rank at the fullest of its moments."""
-    memory_profile, rank = step.memory_profile, RankParts(step, flight)
+    memory_profile, layout, rank = step.memory_profile, step.spec.layout, RankParts(step, flight)
     parameters, gradients, optimizer = rank.state()
     kept, in_flight = rank.kept()
     (logits, hidden), waiting = rank.logits(), rank.waiting_logits()
@@ -668,8 +656,8 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     early = max(unsent, gradients if stays else rank.bucket())
     again, moving = rank.backward(stays or unsent > 0)
     copied, held = rank.copied(), parameters + optimizer
-    stepping = rank.stepping(gradients) + copied
-    host, disk = rank.beside()
+    stepping = step.formulas.stepping(gradients, layout.zero, gathers_parameters(layout)) + copied
+    host, disk = step.formulas.beside(rank.shards)
     moments: list[tuple[Moment, float, float, float, float]] = [
         ("backward", early, kept + again, waiting + rank.waiting_head(), moving),
         ("loss", early, kept + hidden, logits + waiting, 0),
@@ -696,6 +684,6 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         context=context,
         moment=moment,
         in_flight=in_flight,
-        host=round(host),
+        host=round(host + rank.activations_beside()),
         disk=round(disk),
     )

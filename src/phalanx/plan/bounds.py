@@ -85,8 +85,7 @@ class StepBytes:
         """Returns the bytes of the fullest rank. Of ranks with the same contents the first has the most in flight."""
         zero, reshard, accumulate = STATES[state]
         held, early, stepping = self._state(zero)
-        if self.formulas.defers(zero, accumulate):
-            early = np.maximum(early, self._unsent)
+        early = np.maximum(early, self.formulas.unsent(self.shards, self.m, zero, accumulate))
         whole = self._whole(reshard) if zero == 3 and not self.formulas.profile.gathers_matrices else 0.0
         return fullest(held, early, self.activations, whole, stepping).max(0)
 
@@ -108,10 +107,6 @@ class StepBytes:
         """Whether gradients of earlier micro-batches are there while the most are in flight."""
         several = 2 * self.pp + 1 if self.entry is not None and not self.entry.all_in_flight else inf
         return self.formulas.stays(self.m, 1 if self.pp == 1 else several)
-
-    @cached_property
-    def _unsent(self) -> Floats:
-        return self.formulas.unsent(self.shards, self.m)
 
     def _whole(self, reshard: bool) -> Floats:
         """Returns the bytes of unsharded parameters of ZeRO-3, and of their gradients in transit."""
@@ -416,10 +411,9 @@ class Bounds:
         """Returns the mean bytes over the ranks of the pipeline, without unsharded parameters of ZeRO-3."""
         tables, inner = self.tables, self.tables.inner_of[pairs]
         counts = (count(tables.whole)[inner].T / self.pp[pairs] for count in (tables.numbers, tables.trained))
-        shards, data_ranks, early = list(zip(*counts, self.ranks[:, pairs], strict=True)), self.data_ranks[pairs], 0.0
+        shards, data_ranks = list(zip(*counts, self.ranks[:, pairs], strict=True)), self.data_ranks[pairs]
         parameters, gradients, optimizer = self.formulas.state(shards, zero, data_ranks)
-        if self.formulas.defers(zero, accumulate):
-            early = self.formulas.unsent(shards, self.space.accumulation[pairs])
+        early = self.formulas.unsent(shards, self.space.accumulation[pairs], zero, accumulate)
         left = self.formulas.stepping(gradients, zero, self.shard_ranks[pairs] > 1)
         stepping = left + self.formulas.copied(shards, data_ranks)
         return fullest(parameters + optimizer, early, activations, 0.0, stepping)

@@ -178,9 +178,8 @@ class PipelineRanks:
         parts = [BlockBytes(step, kind) for kind in kinds]
         shards = shards_of(parameter_counts(self.spec.model, layout, [(kind, 1)], False, False), layout)
         parameters, gradients, optimizer = formulas.state(shards, layout.zero, step.data_ranks)
-        if formulas.defers(layout.zero, layout.accumulate):
-            gradients = max(gradients, formulas.unsent(shards, self.spec.batch.accumulation))
-        state = parameters + gradients + optimizer
+        unsent = formulas.unsent(shards, self.spec.batch.accumulation, layout.zero, layout.accumulate)
+        state = parameters + max(gradients, unsent) + optimizer
         times = [rank_time(self._plain, Content(((kind, 1),), False, False)).total for kind in kinds]
         stays = 0 if is_offloaded(layout, "activations") else 1
         return BlockCosts(tuple(times), tuple(part.kept * stays for part in parts), state)
