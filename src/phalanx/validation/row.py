@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import sqrt
 from pathlib import Path
@@ -46,33 +46,14 @@ class Convention:
     """FLOPs that its TFLOP/s and its MFU count; no known source prints both from different counts."""
     narrow_peak: bool = False
     """Whether MFU of 8-bit and 4-bit runs is against the peak of these formats instead of that of bfloat16."""
-    peaks: tuple[tuple[str, float], ...] = ()
+    peaks: Mapping[str, float] = field(default_factory=dict)
     """Peaks that replace the data sheets': 16 bits in TFLOP/s by device name; the narrower formats have twice that."""
-
-
-SOURCES: tuple[tuple[str, Convention], ...] = (
-    ("under-reporting", Convention("hardware_matrices")),
-    ("chronicles", Convention("hardware")),
-    ("tr3m", Convention("hardware_eight")),
-    ("tr8-104b", Convention("hardware_eight")),
-    ("bigscience", Convention("hardware")),
-    ("narayanan", Convention("hardware")),
-    ("2104.04473", Convention("hardware")),
-    ("llm-foundry", Convention("parameters", narrow_peak=True)),
-    ("torchtitan", Convention("parameters")),
-    (r"dgxc.*\(2025-(0[7-9]|1)|dgxc.*\(202[6-9]", Convention("causal", narrow_peak=True)),
-    ("dgxc", Convention("full", narrow_peak=True, peaks=(("gb200", 2450),))),
-    ("megatron-bridge", Convention("causal")),
-    ("modelzoo", Convention("causal")),
-    ("2407.21783", Convention("causal")),
-    ("nemo", Convention("causal")),
-)
-"""Conventions by a pattern of the source or of its notes; the first match counts."""
 
 
 def convention_of(description: str) -> Convention:
     """Returns the convention of a source from its name and notes in lower case; unknown ones count full attention."""
-    return next((convention for pattern, convention in SOURCES if re.search(pattern, description)), Convention())
+    tables = row_layout.sources()["conventions"]
+    return next((Convention(**fields) for pattern, fields in tables if re.search(pattern, description)), Convention())
 
 
 def flops_per_step(counts: Counts, model: ModelConfig, sequences: int, parameters: float = 0.0) -> float:
@@ -93,7 +74,7 @@ def flops_per_step(counts: Counts, model: ModelConfig, sequences: int, parameter
 
 def peak_tflops(convention: Convention, device: Accelerator, products: Products) -> float:
     """Returns the peak of the source's MFU, in TFLOP/s."""
-    sixteen = dict(convention.peaks).get(device.name) or device.bf16_tflops or device.fp16_tflops
+    sixteen = convention.peaks.get(device.name) or device.bf16_tflops or device.fp16_tflops
     if products in ("fp8", "fp4") and convention.narrow_peak:
         return 2 * sixteen
     return sixteen

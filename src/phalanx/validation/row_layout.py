@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from math import gcd, prod
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
 
 from phalanx.blocks.parameters import count
 from phalanx.check.sizes import BOUNDS
@@ -139,78 +143,11 @@ class Cells:
             self.assumed.append(message)
 
 
-_DEVICES: tuple[tuple[str, str], ...] = (
-    ("gb300", "gb300-nvl72"),
-    ("gb200", "gb200-nvl72"),
-    ("b300", "dgx-b300"),
-    ("b200", "dgx-b200"),
-    ("gh200", "gh200"),
-    ("h200", "dgx-h200"),
-    ("h100.*(96|hbm2e|500 ?w)", "grand-teton"),
-    ("h100.*(pcie|nvl\\b)", "h100-pcie"),
-    ("h800", "h800"),
-    ("h100", "dgx-h100"),
-    ("a800", "a800"),
-    ("a100.*pcie", "a100-pcie"),
-    ("a100.*40", "dgx-a100-40gb"),
-    ("a100|ampere", "dgx-a100"),
-    ("v100.*16", "v100-16gb"),
-    ("v100", "dgx-v100"),
-    ("mi355", "mi355x"),
-    ("mi350", "mi350x"),
-    ("mi325", "mi325x"),
-    ("mi300x|mi300\\b", "mi300x"),
-    ("mi250", "frontier"),
-    ("max[ -]?1550|pvc|ponte", "aurora"),
-    ("gaudi[ -]?3", "gaudi3"),
-    ("gaudi[ -]?2", "gaudi2"),
-    ("v6e|trillium", "tpu-v6e"),
-    ("tpu.*v5p|v5p", "tpu-v5p"),
-    ("v5e|v5 ?lite", "tpu-v5e"),
-    ("tpu.*v4", "tpu-v4"),
-)
-"""Patterns of the devices' spellings in lower case, longer names first, and the machine."""
+@cache
+def sources() -> dict[str, list[list[Any]]]:
+    """Returns the tables of sources.yaml."""
+    return yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
 
-_SITES: tuple[tuple[str, str, str], ...] = (
-    ("bigscience|jean[ -]zay", "dgx-a100", "jean-zay"),
-    ("bigscience|jean[ -]zay", "dgx-v100", "jean-zay-v100"),
-    ("bigscience|jean[ -]zay", "v100-16gb", "jean-zay-v100-16gb"),
-    ("narayanan|korthikanti|selene|2104\\.04473|2205\\.05198", "dgx-a100", "selene"),
-    ("2407\\.21783|24k-gpu", "dgx-h100", "meta-h100"),
-    ("/results/eos", "dgx-h100", "eos"),
-    ("polaris", "dgx-a100-40gb|dgx-a100", "polaris"),
-    ("perlmutter", "dgx-a100-40gb|dgx-a100", "perlmutter"),
-    ("sophia", "dgx-a100-40gb|dgx-a100", "sophia"),
-)
-"""Patterns of the source's description, the machine of its device, and the site's own machine."""
-
-_FRAMEWORKS: tuple[tuple[str, str], ...] = (
-    ("vtrain", "vtrain"),
-    ("zero bubble|2401\\.10241", "zero-bubble"),
-    ("\\(zero-3\\)", "deepspeed-zero3"),
-    ("bigscience|chronicles|megatron-deepspeed", "megatron-deepspeed"),
-    ("narayanan|2104\\.04473", "megatron-2021"),
-    ("korthikanti|2205\\.05198", "megatron-2022"),
-    ("llm-foundry", "fsdp1"),
-    ("torchtitan.*async ?tp[,;]", "torchtitan-async"),
-    ("torchtitan.*(_2025|2026).*compile", "torchtitan-2025"),
-    ("torchtitan.*compile", "torchtitan-compile"),
-    ("torchtitan", "torchtitan"),
-    ("maxtext|paxml|\\bpalm\\b", "maxtext"),
-    ("2407\\.21783", "llama3"),
-    ("megascale.*(baseline|megatron-lm|parallel transformer|sliding window|\\+tp overlap|\\+pp overlap)", "megatron"),
-    ("megascale", "megascale"),
-    # Before NeMo, because half of the submissions have NeMo in their name.
-    ("mlperf.*(google|tpu)", "maxtext"),
-    ("mlperf", "mlperf"),
-    ("\\b25\\.[01][0-9] nemo|v25\\.|dgxc", "nemo-2025"),
-    ("\\b26\\.0[1-5](\\.[0-9]+)? nemo", "nemo-early-2026"),
-    ("megatron-bridge|nemo", "nemo"),
-    ("simumax|modelzoo|model_table|megatron-lm readme|megatron-core", "megatron-core"),
-    ("deepspeed", "megatron-deepspeed"),
-    ("fsdp", "torchtitan"),
-)
-"""Patterns of the source's description, and the family of frameworks."""
 
 SHARDED = (
     "fsdp1",
@@ -232,7 +169,7 @@ USABLE_MEMORY = 0.99
 
 def framework_of(cells: Cells) -> str:
     """Returns the family of the framework; `megatron` if it is unknown."""
-    found = next((family for pattern, family in _FRAMEWORKS if re.search(pattern, cells.description)), "")
+    found = next((family for pattern, family in sources()["frameworks"] if re.search(pattern, cells.description)), "")
     if not found:
         cells.assume("framework unknown: as Megatron")
     return found or "megatron"
@@ -243,7 +180,7 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
     text, devices = cells.text("gpu").lower(), cells.whole("n_gpus")
     if not devices and not any(problem.startswith("n_gpus") for problem in cells.problems):
         cells.problem(f"n_gpus: is {cells.text('n_gpus') or 'blank'}, and nothing else says how many devices there are")
-    machine = _named(text) or next((name for pattern, name in _DEVICES if re.search(pattern, text)), "")
+    machine = _named(text) or next((name for pattern, name in sources()["devices"] if re.search(pattern, text)), "")
     if not machine:
         known = ", ".join(ACCELERATORS)
         hint = did_you_mean(re.sub(r"nvidia|amd|intel|google|[^a-z0-9-]", "", text), ACCELERATORS)
@@ -278,18 +215,19 @@ def _with_memory(cells: Cells, text: str, device: Accelerator) -> Accelerator:
 def _sited(cells: Cells, machine: str) -> Cluster:
     """Returns the machine of the source if it is known, else the device's usual one."""
     site = next(
-        (own for pattern, of, own in _SITES if re.fullmatch(of, machine) and re.search(pattern, cells.description)),
+        (
+            own
+            for pattern, of, own in sources()["sites"]
+            if re.fullmatch(of, machine) and re.search(pattern, cells.description)
+        ),
         machine,
     )
     if site == "v100-16gb":  # the one device without a machine of its own in the catalogue
         cells.assume("V100 with 16 GB in a DGX-1")
         return replace(CLUSTERS["dgx-v100"], accelerator=ACCELERATORS["v100-16gb"])
     cluster = CLUSTERS[site]
-    if "vtrain" in cells.description:
-        # 800 Gb/s per node (its config/validation), for eight devices. The preset's NVLink figure is from its own
-        # tables of NCCL.
-        return replace(cluster, inter=replace(cluster.inter, gbs=12.5))
-    return cluster
+    stated = next((gbs for pattern, gbs in sources()["networks"] if re.search(pattern, cells.description)), 0.0)
+    return replace(cluster, inter=replace(cluster.inter, gbs=stated)) if stated else cluster
 
 
 def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
