@@ -10,7 +10,7 @@ from phalanx.blocks.parameters import attention_flops_per_sequence, block_flops_
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import boundary_seconds
-from phalanx.cost.exposed import boundaries, bucket_messages, ends_of_blocks, pipeline_seconds, step_state
+from phalanx.cost.exposed import boundaries, ends_of_blocks, pipeline_seconds, step_state
 from phalanx.cost.held import Content, ParameterCounts, contents
 from phalanx.cost.kernels import peak_flops
 from phalanx.cost.matrices import matrix_seconds
@@ -23,7 +23,7 @@ from phalanx.cost.step_state import (
     interference,
     offloaded_work,
     optimizer_seconds,
-    state_seconds,
+    step_collectives,
     synchronization_seconds,
 )
 from phalanx.partition.derived import Tier, gathers_parameters, modes, written
@@ -244,11 +244,9 @@ def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: Ran
     """Returns the exposed seconds of gathering parameters and reducing gradients once per step, and the optimizer's."""
     layout, blocks = spec.layout, content.blocks
     optimizer = optimizer_seconds(spec, held) + matrix_seconds(spec, content)
+    state, messages = step_collectives(spec, held, blocks)
     if gathers_parameters(layout):
-        state = state_seconds(spec, held, max(1, blocks))
         return ends_of_blocks(state.gather, state.reduce, blocks), optimizer
-    messages = bucket_messages(blocks)
-    state = state_seconds(spec, held, messages)
     ahead, slowdown, overlaps = slowest.forward, interference(spec, held, messages), spec.framework.dp_overlaps
     behind = slowest.total - ahead
     return step_state(state.gather, state.reduce, ahead, behind, blocks, slowdown, overlaps=overlaps), optimizer

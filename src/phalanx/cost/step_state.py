@@ -12,7 +12,7 @@ from typing import Any
 from phalanx.config.cluster import Accelerator, Cluster, HostShare
 from phalanx.config.layout import Layout
 from phalanx.cost.communication import PURPOSES, RankGroup, group, load, seconds, state_messages
-from phalanx.cost.exposed import added, larger
+from phalanx.cost.exposed import added, bucket_messages, larger
 from phalanx.cost.held import LayerKind, ParameterCounts
 from phalanx.cost.kernels import rate, stream_seconds
 from phalanx.cost.rank_memory import StepParts
@@ -23,6 +23,7 @@ from phalanx.optimizers.facts import OptimizerCosts, offloaded_bytes, optimizer_
 from phalanx.partition.derived import (
     BUFFER_BYTES,
     figures,
+    gathers_parameters,
     is_copied,
     is_offloaded,
     tier_of,
@@ -189,6 +190,13 @@ def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> Stat
                     totals[message.purpose] += parts * once + numbers * codes[message.purpose]
     fetch = fetch_seconds(spec, *held.sent(layout, "parameter"))
     return StateSeconds(totals["gather"], totals["regather"], totals["reduce"] + totals["sum"], fetch)
+
+
+def step_collectives(spec: StepSpec, held: ParameterCounts, blocks: int) -> tuple[StateSeconds, int]:
+    """Returns the seconds of the state's collectives of a rank with so many blocks, and the number of their messages:
+    one per block with ZeRO-3, else those that are sent once per step."""
+    messages = max(1, blocks) if gathers_parameters(spec.layout) else bucket_messages(blocks)
+    return state_seconds(spec, held, messages), messages
 
 
 def fetch_seconds(spec: StepSpec, dense: float, experts: float) -> float:

@@ -28,7 +28,7 @@ from phalanx.cost.step_state import (
     interference,
     offloaded_work,
     optimizer_seconds,
-    state_seconds,
+    step_collectives,
 )
 from phalanx.errors import JobError
 from phalanx.partition.derived import gathers_parameters, is_file, schedule_of
@@ -219,12 +219,11 @@ def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:
 def _state(spec: StepSpec, content: Content, disturbance: Disturbance) -> StateSeconds:
     """Returns the seconds of a stage's state collectives, once per step; with zero=3 those of its non-block parameters,
     because the others are in the passes."""
-    parameters, factor = held_by(spec, content), disturbance.axis("dp")
+    found, messages = step_collectives(spec, held_by(spec, content), content.blocks)
+    factor = disturbance.axis("dp")
     if gathers_parameters(spec.layout):
-        found = state_seconds(spec, parameters, max(1, content.blocks))
-        once = (found.gather + found.reduce) / max(1, content.blocks)
+        once = (found.gather + found.reduce) / messages
         return StateSeconds(once * factor, reduce=once * factor)
-    found = state_seconds(spec, parameters, bucket_messages(content.blocks))
     return StateSeconds(found.gather * factor, reduce=found.reduce * factor)
 
 
