@@ -4,7 +4,7 @@
 Tensor ranks hold whole heads, and copies of key/value heads if there are fewer of them than ranks. Context-parallel
 ranks hold a part of every sequence: keys and values travel around a ring in the forward pass, and again in the backward
 pass with their gradients in fp32 (Liu et al. 2023), or with a window only the last ones to the few positions that see
-them (ring.py); Ulysses exchanges tokens for heads of queries, keys, values and the output (Jacobs et al. 2023).
+them; Ulysses exchanges tokens for heads of queries, keys, values and the output (Jacobs et al. 2023).
 """
 
 from __future__ import annotations

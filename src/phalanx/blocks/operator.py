@@ -1,7 +1,7 @@
 """The data types of the model description: operators with weights, products, memory traffic, saved tensors, messages.
 
-A block, the embedding, the head and the loss are lists of operators (attention.py, feed_forward.py, experts.py,
-ends.py). Parameter counts, tensor slices, FLOPs, memory, traffic, seconds, roofline and the planner's bounds are views
+A block, the embedding, the head and the loss are lists of operators (attention.py, feed_forward.py, residual.py).
+Parameter counts, tensor slices, FLOPs, memory, traffic, seconds, roofline and the planner's bounds are views
 of these lists: each formula is written once, here.
 """
 

@@ -27,7 +27,7 @@ class Framework(Hashed):
     """Name in reports."""
     slowdown: float = 1.0
     """Factor on the device time that sizes and the device's best rates give: clocks that power and heat hold down, and
-    kernels that are not the best ones. Calibrated (calibration.py)."""
+    kernels that are not the best ones. Calibrated (calibration.yaml)."""
     moe_slowdown: float = 1.0
     """Further factor on blocks with experts: routing, permuting and small products in one kernel after another."""
     attention: Literal["flash", "unfused"] = "flash"

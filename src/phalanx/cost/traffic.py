@@ -1,6 +1,6 @@
 """Bytes that a rank sends in one optimizer step, by formula: exactly those that the ledger of a real run counts.
 
-Beside the messages of each technique (state.py, blocks.py) there are a pipeline's messages, and three numbers over all
+Beside the messages of each technique there are a pipeline's messages, and three numbers over all
 ranks: loss, gradient norm, and whether to stop. No byte depends on the data, except between experts without a capacity,
 for which a balanced load is predicted.
 """
