@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,10 +41,10 @@ def least_squares(errors: Callable[..., list[float]], start: Sequence[float]) ->
     values: Levenberg-Marquardt steps on the logarithms of the parameters, each at most a factor of e, with derivatives
     by differences and Huber's weights."""
 
-    def errors_at(place: NDArray[np.float64]) -> NDArray[np.float64]:
+    def errors_at(place: NDArray[Any]) -> NDArray[np.float64]:
         return np.array(errors(*map(float, np.exp(place))))
 
-    def loss(residuals: NDArray[np.float64]) -> float:
+    def loss(residuals: NDArray[Any]) -> float:
         size = np.abs(residuals)
         return np.where(size <= HUBER_DELTA, size**2 / 2, HUBER_DELTA * (size - HUBER_DELTA / 2)).sum()
 

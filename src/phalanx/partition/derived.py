@@ -296,7 +296,7 @@ def is_offloaded(layout: Layout, part: Part) -> bool:
     return tier_of(layout, part) != "device"
 
 
-def bucket_bytes(layout: Layout) -> int:
+def bucket_bytes(layout: Layout) -> float:
     """Returns the least bytes of a flat bucket of gradients."""
     return layout.bucket_mb * MIB
 
