@@ -24,12 +24,10 @@ from benchmarks.report import RESULTS, machine, save
 from benchmarks.truth import picture as accuracy_picture
 from benchmarks.truth.grades import outcomes, verdicts
 from benchmarks.truth.report import as_dict, calibrated, confusion, markdown, table
-from phalanx.cost.frameworks.calibration import calibration_rows
-from phalanx.cost.frameworks.known import FRAMEWORKS
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.frameworks import FRAMEWORKS, calibration_rows
+from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
-from phalanx.validation.row_cells import COLUMNS
+from phalanx.validation.row_layout import COLUMNS
 
 OTHERS = """Published errors of others, to compare: vTrain 8.4 % on one node and 14.7 % on several, of its own rows
 (mean; MICRO 2024); SimuMax 5.6 % of its B200 rows (mean) and 0.5 % of their memory; Proteus 3.0 %, Charon 3.7 %, Maya

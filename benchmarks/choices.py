@@ -25,16 +25,15 @@ from benchmarks.published import LLAMA3, MEGATRON, Published, predicted, publish
 from benchmarks.report import machine, save
 from benchmarks.solar import assumptions, solar
 from benchmarks.truth.report import markdown
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
+from phalanx.plan.alternatives import differences, explain
 from phalanx.plan.plan import Candidate
 from phalanx.plan.planner import search
-from phalanx.plan.report.explain import differences, explain
-from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.space import PlanRequest
 from phalanx.simulate.step import step_seconds
-from phalanx.validation.row import Reading, read
-from phalanx.validation.shapes import key_of, remark
+from phalanx.validation.row import Reading, key_of, read, remark
 from phalanx.validation.table import step_seconds as share_of
 
 SOURCES = ("torchtitan", "nemo_megatron_bridge", "nvidia_dgxc_benchmarking", "mlperf_training_llm")

@@ -53,7 +53,7 @@ from phalanx.model.attention import CoreAttention
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import context
 from phalanx.parallel import mesh as meshes
-from phalanx.partition import sequence
+from phalanx.partition import tensor_slices as sequence
 from phalanx.train.step import StepInputs, Stepper
 
 MODEL = (

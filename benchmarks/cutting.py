@@ -17,12 +17,12 @@ from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import PHALANX
-from phalanx.cost.memory.rank_memory import needed_bytes
-from phalanx.partition.stages import even
+from phalanx.cost.frameworks import PHALANX
+from phalanx.cost.rank_memory import needed_bytes
+from phalanx.partition.derived import even
 from phalanx.plan.plan import Candidate
-from phalanx.plan.search.refine import refined
-from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.refine import refined
+from phalanx.plan.space import PlanRequest
 from phalanx.schedule import catalogue
 
 BLOOM = ModelConfig(

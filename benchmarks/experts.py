@@ -3,11 +3,11 @@
     python -m benchmarks.experts [--rounds 25] [--seconds 240] [--quick] [--json]
 
 A small Llama, with 8 routed experts of which a token visits 2, and a shared one, or with an MLP as wide as the experts
-of a token together: blocks/flops.py says how close the two are (the router is the difference). Forward and backward of
-one global batch, without the optimizer, fp32, 1 thread per process; as in benchmarks/pipeline.py every contender takes
-its turn in every round, ratios are taken round by round, and their medians count. In two processes the state is sharded
-by FSDP2 on both; with ep the experts are cut over the ranks, and rows are exchanged. Routers are as initialised. Every
-model's layouts must agree on loss and gradient norm before anything is measured.
+of a token together: blocks/parameters.py says how close the two are (the router is the difference). Forward and
+backward of one global batch, without the optimizer, fp32, 1 thread per process; as in benchmarks/pipeline.py every
+contender takes its turn in every round, ratios are taken round by round, and their medians count. In two processes the
+state is sharded by FSDP2 on both; with ep the experts are cut over the ranks, and rows are exchanged. Routers are as
+initialised. Every model's layouts must agree on loss and gradient norm before anything is measured.
 
 Dropless experts compute the rows that were routed to them; with a capacity each computes equally many, filled or not,
 so more than 1.0 computes more than the model's FLOPs, and surplus tokens are dropped.
@@ -31,7 +31,7 @@ import torch
 from benchmarks.contenders import JOB, ROOT
 from benchmarks.report import machine, save
 from benchmarks.turns import MIN_ROUNDS, Turns, agree, alone, lasted, prepare, ratio, take_turns
-from phalanx.blocks.flops import train_flops_per_token
+from phalanx.blocks.parameters import train_flops_per_token
 from phalanx.check.load import load_file
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig

@@ -18,14 +18,14 @@ from phalanx.config.cluster import Cluster, Link
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import PHALANX
-from phalanx.cost.predict import predict
+from phalanx.cost.frameworks import PHALANX
+from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
+from phalanx.plan.alternatives import explain
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import search
-from phalanx.plan.report.explain import explain
-from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.space import PlanRequest
 from phalanx.simulate.step import step_seconds
 from phalanx.units import gib
 

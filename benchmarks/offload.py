@@ -20,7 +20,7 @@ from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_memory import step_memory
+from phalanx.cost.rank_memory import step_memory
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload import DeviceBudget

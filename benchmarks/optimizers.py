@@ -4,7 +4,7 @@
 
 The parameters are those of `model=baby` in fp32. Optimizers, a sum in place and a matrix product run in turns; the
 best of all rounds counts, since other programs can only slow them down. The prediction is that of
-cost/time/state_time.py on a device with the measured bandwidth and rate. The sum is in place, as updates are: a copy
+cost/step_state.py on a device with the measured bandwidth and rate. The sum is in place, as updates are: a copy
 would be slower per byte, for a processor also reads the lines that it is about to overwrite. Prints a table in
 Markdown.
 """

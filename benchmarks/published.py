@@ -10,16 +10,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from benchmarks.report import machine, save
-from phalanx.blocks.flops import train_flops_per_step
+from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.flops import hardware_flops_per_step
-from phalanx.cost.frameworks.calibration import calibrated
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.frameworks import calibrated
+from phalanx.cost.prediction import Prediction, hardware_flops_per_step, predict
 from phalanx.cost.spec import StepSpec
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 
 
 @dataclass(frozen=True)

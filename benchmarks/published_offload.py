@@ -19,12 +19,10 @@ from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import gpt_kind
-from phalanx.cost.flops import hardware_flops_per_step
-from phalanx.cost.frameworks.calibration import calibrated
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.frameworks import calibrated
+from phalanx.cost.prediction import Prediction, hardware_flops_per_step, predict
 from phalanx.cost.spec import StepSpec
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.units import gib
 
 OFFLOAD = "Ren et al. 2021 (arXiv 2101.06840)"

@@ -34,10 +34,10 @@ from phalanx.config import clusters
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.launch.pool import Pool
 from phalanx.plan.planner import search
-from phalanx.plan.search.request import plan_request
+from phalanx.plan.space import plan_request
 
 MAX_REGRET = 0.10
 """Allowed top-1 regret."""

@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks import contenders as c
 from benchmarks.contenders import Contender, NotRunError, Run
 from benchmarks.report import machine, save
-from phalanx.blocks.flops import train_flops_per_step
+from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.check.load import load_file
 from phalanx.config.job import Job
 from phalanx.data.prepare import prepare

@@ -16,11 +16,10 @@ from benchmarks.truth.report import markdown
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.calibration import calibrated
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.frameworks import calibrated
+from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 
 PUBLISHED = ((16, 1, 5500), (60, 1, 4267), (60, 6, 5400))
 """Nodes, groups, tokens per second per device."""

@@ -36,7 +36,7 @@ from phalanx.config.calibration import assess
 from phalanx.config.fields import replace
 from phalanx.config.job import Job
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import JobError
 from phalanx.launch.pool import Pool

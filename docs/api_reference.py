@@ -18,8 +18,8 @@ from phalanx import errors, extend
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.reference import texts_below
-from phalanx.cost.memory.rank_memory import RankMemory
 from phalanx.cost.prediction import Parts, Prediction
+from phalanx.cost.rank_memory import RankMemory
 from phalanx.plan.plan import Alternative, Candidate, Plan
 from phalanx.report.run import Metrics, RunRecord
 from phalanx.simulate.timeline import Span, Timeline, TimeShares

@@ -13,17 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.blocks.memory_profile import MemoryProfile
+from phalanx.blocks.operator import MemoryProfile
 from phalanx.config.cluster import Accelerator, Cluster, Sharing
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.known import PHALANX
-from phalanx.cost.spec import StepSpec
+from phalanx.cost.frameworks import PHALANX
+from phalanx.cost.spec import Framework, StepSpec
 from phalanx.hashed import Hashed
-from phalanx.partition.batch import Batch
+from phalanx.partition.derived import Batch
 
 CASE = StepSpec(
     PRESETS["llama3-8b"], cluster_of("dgx-h100:2"), Layout(dp_shard=16), Batch(16, 1, 1, 16), framework=PHALANX

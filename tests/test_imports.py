@@ -23,8 +23,10 @@ GROUND = {"bounded", "echo", "errors", "facts", "gc", "hashed", "nearest", "regi
 """Modules that every room may import."""
 DOOR = "extend"
 """The module through which packages add entries: it imports rooms, and only `cli` imports it."""
-INNER_FLOORS = {"plan": ["planner", "report", "search", "plan"]}
-"""Rooms within a room that have an order of their own."""
+INNER_FLOORS = {
+    "plan": ["planner", "page", "notes", "alternatives", "refine", "branch", "bounds", "tables", "space", "plan"],
+}
+"""Rooms whose files have an order of their own."""
 
 
 def imported(path: Path) -> set[str]:

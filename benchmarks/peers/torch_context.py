@@ -4,7 +4,7 @@ Not started by torchrun like the other peers: benchmarks/context.py runs it in i
 `context_parallel()` does not run on a CPU: ring kernels are registered for CUDA's attention operations alone, and
 DTensor finds no way to split the CPU's (2.13: NotImplementedError after a search of some seconds). So the templates
 under it, a private API, are called here with the CPU's flash attention, and with its load balancer's order of tokens:
-the i-th chunk from the start beside the i-th from the end, which is partition/sequence.py's order, too.
+the i-th chunk from the start beside the i-th from the end, which is partition/tensor_slices.py's order, too.
 """
 
 from __future__ import annotations

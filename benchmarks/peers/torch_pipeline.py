@@ -19,9 +19,9 @@ from phalanx.config.job import Job
 from phalanx.model.seeding import initialise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.stages import Stage, Stages
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
-from phalanx.partition.pipeline import schedule_of
+from phalanx.partition.derived import schedule_of
 from phalanx.schedule.schedule import Schedule
 
 SCHEDULES: dict[str, Callable[..., Any]] = {

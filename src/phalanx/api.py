@@ -94,7 +94,7 @@ def plan_layout(job: Job, *, fixed: Mapping[str, Any] | None = None, top: int = 
     """
     from phalanx.data.settings import vocabulary_size
     from phalanx.plan.planner import search
-    from phalanx.plan.search.request import plan_request
+    from phalanx.plan.space import plan_request
 
     plan = search(plan_request(job, vocabulary_size(job), dict(fixed or {})))
     return replace(plan, best=plan.best[:top])
@@ -116,7 +116,7 @@ def predict_step(job: Job) -> Prediction:
         >>> f"{step.step_time_s:.0f} s, MFU {step.mfu:.1f}, peak {step.fullest.peak / 2**30:.0f} GiB, fits: {step.fits}"
         '3 s, MFU 0.4, peak 32 GiB, fits: True'
     """
-    from phalanx.cost.predict import predict
+    from phalanx.cost.prediction import predict
 
     return predict(_spec(job))
 
@@ -169,8 +169,7 @@ def simulate_step(
         >>> slow.shares(0).idle > even.shares(0).idle  # rank 0 waits for rank 1
         True
     """
-    from phalanx.simulate.disturbance import Disturbance, check
-    from phalanx.simulate.step import simulate
+    from phalanx.simulate.step import Disturbance, check, simulate
 
     spec = _spec(job)
     slow = tuple((stragglers or {}).items()), tuple((slow_links or {}).items()), tuple((slow_axes or {}).items())

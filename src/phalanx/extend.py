@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind
-from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD
+from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, AttentionKind, Connection, FeedForwardKind
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import DEVICES, MACHINES, DeviceEntry, MachineEntry
 from phalanx.config.constraints import Interval

@@ -10,11 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.blocks.flops import forward_flops_per_token, train_flops_per_step, train_flops_per_token
 from phalanx.blocks.parameters import (
     count,
     count_trained,
+    forward_flops_per_token,
     parameter_shapes,
+    train_flops_per_step,
+    train_flops_per_token,
     trained_shapes,
     trained_text,
     weight_of,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from phalanx.blocks.attention_runs import LEAST_RUN, MOST_MASKED, largest_run, whole_run
+from phalanx.blocks.attention import LEAST_RUN, MOST_MASKED, largest_run, whole_run
 
 
 @pytest.mark.parametrize(

@@ -12,23 +12,23 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model.kinds import KINDS, MOE_AND_MLA, build, tokens
 from phalanx.blocks.attention import visible_pairs
-from phalanx.blocks.flops import (
+from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.operator import place_of
+from phalanx.blocks.parameters import (
     attention_flops_per_sequence,
     attention_flops_per_token,
     block_flops_per_token,
+    count_active,
     forward_flops_per_token,
     head_flops_per_token,
     train_flops_per_step,
     train_flops_per_token,
 )
-from phalanx.blocks.kinds import block, block_kinds
-from phalanx.blocks.parameters import count_active
-from phalanx.blocks.place import place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.presets import PRESETS
-from phalanx.cost.flops import hardware_flops_per_step
-from phalanx.partition.sequence import ring_positions
+from phalanx.cost.prediction import hardware_flops_per_step
+from phalanx.partition.tensor_slices import ring_positions
 
 _ALL = KINDS | MOE_AND_MLA
 
@@ -154,5 +154,5 @@ def test_no_torch_in_the_cost_model():
     import subprocess
     import sys
 
-    code = "import sys, phalanx.blocks.flops, phalanx.config.presets; sys.exit('torch' in sys.modules)"
+    code = "import sys, phalanx.blocks.parameters, phalanx.config.presets; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.blocks.ends import embedding, head
 from phalanx.blocks.kinds import block, block_kinds
-from phalanx.blocks.operator import Operator
-from phalanx.blocks.place import Place, place_of
+from phalanx.blocks.operator import Operator, Place, place_of
+from phalanx.blocks.residual import embedding, head
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 

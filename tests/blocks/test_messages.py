@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from phalanx.blocks.kinds import HALVES, block_kinds, half_block
-from phalanx.blocks.operator import Message
-from phalanx.blocks.place import place_of
+from phalanx.blocks.operator import Message, place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 

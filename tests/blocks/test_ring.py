@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.blocks.attention import RingKeys, ring_hops, ring_keys, zigzag_runs
 from phalanx.blocks.kinds import block, block_kinds
-from phalanx.blocks.place import place_of
-from phalanx.blocks.ring import RingKeys, ring_hops, ring_keys, zigzag_runs
+from phalanx.blocks.operator import place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 

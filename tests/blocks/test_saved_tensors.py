@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from phalanx.blocks.kinds import block, block_kinds
-from phalanx.blocks.memory_profile import PHALANX, MemoryProfile
-from phalanx.blocks.place import place_of
+from phalanx.blocks.operator import PHALANX, MemoryProfile, place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 

@@ -11,9 +11,9 @@ from phalanx.calibrate.compute import Measured
 from phalanx.calibrate.report import fields_of, of_comm, of_compute, of_device, write
 from phalanx.config import clusters
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
+from phalanx.cost import communication as link
 from phalanx.cost.fit import AttentionTiming, ProductTiming, StreamTiming, Transfer
-from phalanx.cost.time import link
-from phalanx.cost.time.kernel import product_seconds, stream_seconds
+from phalanx.cost.kernels import product_seconds, stream_seconds
 from phalanx.errors import JobError
 
 COMPUTE = {"device": "cpu", "devices_per_node": 1, "accelerator.name": "a cpu", "accelerator.fp32_tflops": 0.25}

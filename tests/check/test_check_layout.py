@@ -11,7 +11,7 @@ from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.partition.sequence import rank_positions
+from phalanx.partition.tensor_slices import rank_positions
 
 MODEL = ModelConfig(n_layers=4, d_model=96, n_heads=12, n_kv_heads=4, d_ff=96, seq_len=48)
 EXPERTS = replace(MODEL, moe=MoE(n_experts=8, d_ff=32))

@@ -10,7 +10,7 @@ from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.partition.pipeline import schedule_of
+from phalanx.partition.derived import schedule_of
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.generators import pipedream
 

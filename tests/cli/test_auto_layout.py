@@ -15,7 +15,7 @@ from phalanx.cli.verb import Verb, Words, job_verb
 from phalanx.config import layout_line
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError, RunError
-from phalanx.plan.report.notes import NO_HEADROOM
+from phalanx.plan.notes import NO_HEADROOM
 from phalanx.train.run_directory import RunDirectory
 
 VERB = job_verb("test", "A verb.", ())
@@ -58,7 +58,7 @@ def asked(monkeypatch):
         best = SimpleNamespace(layout=layout, seconds=0.0123)
         return SimpleNamespace(best=(best,), searched=1234, seconds=0.5, notes=found.notes)
 
-    monkeypatch.setattr("phalanx.plan.auto.choose", choose)
+    monkeypatch.setattr("phalanx.plan.planner.choose", choose)
     return found
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.comm.axis import Ledger
-from phalanx.cost.traffic.collectives import sent_bytes
+from phalanx.cost.communication import sent_bytes
 from phalanx.units import gib
 
 

@@ -12,7 +12,7 @@ from phalanx.check.load import LoadedJob, load_file, load_words
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.overrides import parse
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.errors import JobError
 
 JOB = ["model=llama3-8b", "train.global_batch=64", "train.precision=bf16", "layout.dp_shard=16", "layout.zero=3"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse as parse_line
 from phalanx.errors import JobError
-from phalanx.partition.recompute import MODES, RecomputeRun, modes, parse, recompute_of, uniform_recompute
+from phalanx.partition.derived import MODES, RecomputeRun, modes, parse, recompute_of, uniform_recompute
 
 RUNS = st.lists(st.builds(RecomputeRun, st.integers(1, 40), st.sampled_from(MODES)), min_size=1, max_size=6)
 

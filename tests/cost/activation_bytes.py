@@ -1,11 +1,11 @@
 """The bytes that a block keeps of a micro-batch, from the list of its operators."""
 
 from phalanx.blocks.kinds import block_kinds
-from phalanx.blocks.memory_profile import PHALANX, MemoryProfile
+from phalanx.blocks.operator import PHALANX, MemoryProfile
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.memory.activations import saved
-from phalanx.partition.recompute import recompute_of, uniform_recompute
+from phalanx.cost.block_memory import saved
+from phalanx.partition.derived import recompute_of, uniform_recompute
 
 
 def activation_bytes(

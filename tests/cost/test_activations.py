@@ -13,7 +13,8 @@ from phalanx.blocks.kinds import BlockKind
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.memory_profiles import (
+from phalanx.cost.block_memory import saved
+from phalanx.cost.memory_profiles import (
     MEGATRON_2021,
     MEGATRON_CORE,
     PHALANX,
@@ -22,7 +23,6 @@ from phalanx.cost.frameworks.memory_profiles import (
     XLA,
     MemoryProfile,
 )
-from phalanx.cost.memory.activations import saved
 
 GPT = ModelConfig(n_layers=2, d_model=64, n_heads=8, seq_len=32, dropout=0.1)
 LLAMA = replace(PRESETS["llama3-8b"], seq_len=8192)

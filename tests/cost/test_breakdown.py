@@ -7,7 +7,7 @@ import pytest
 from cost.test_step_time import spec
 from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import duration, memory_lines, subject, time_lines
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from phalanx.check.load import load_words
 from phalanx.config import overrides
 from phalanx.cost.job_spec import stages, step_spec
-from phalanx.cost.memory.rank_memory import step_memory
+from phalanx.cost.rank_memory import step_memory
 from phalanx.errors import JobError
 
 

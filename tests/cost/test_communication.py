@@ -14,17 +14,15 @@ from phalanx.config.clusters import cluster_of
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import MEGATRON_CORE, PHALANX
+from phalanx.cost.communication import messages_seconds, place
+from phalanx.cost.frameworks import MEGATRON_CORE, PHALANX
+from phalanx.cost.held import contents
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.placed import contents
+from phalanx.cost.rank_time import block_time, held_by
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.communication import messages_seconds, place
-from phalanx.cost.time.rank_time import block_time, held_by
-from phalanx.cost.time.state_time import state_seconds
-from phalanx.cost.traffic.blocks import balanced_rows, block_traffic, row_traffic
-from phalanx.cost.traffic.step import step_traffic
-from phalanx.cost.traffic.table import Table
-from phalanx.partition import batch
+from phalanx.cost.step_state import state_seconds
+from phalanx.cost.traffic import Table, balanced_rows, block_traffic, row_traffic, step_traffic
+from phalanx.partition import derived as batch
 
 SLOW = Link(gbs=1e-6, latency_us=0, reached=1.0)
 """A kilobyte per second: beside its bytes no message's latency counts."""

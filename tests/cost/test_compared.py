@@ -4,10 +4,9 @@ import pytest
 
 from phalanx.check.load import load_words
 from phalanx.config import overrides
-from phalanx.cost.compared import compared
+from phalanx.cost.breakdown import compared
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.prediction import Parts
-from phalanx.cost.time.step_time import step_parts
+from phalanx.cost.prediction import Parts, step_parts
 
 MEASURED = {
     "forward": 0.2,

@@ -2,7 +2,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.elementwise import larger, quotient, rounded, smaller
+from phalanx.cost.exposed import larger, quotient, rounded, smaller
 
 NUMBER = st.just(0.0) | st.floats(1e-6, 1e12)
 NUMBERS = st.lists(st.tuples(NUMBER, NUMBER), min_size=1)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from phalanx.blocks.kinds import block as block_of
 from phalanx.blocks.kinds import block_kinds
-from phalanx.blocks.place import Place
+from phalanx.blocks.operator import Place
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing, with_processes
 from phalanx.config.model import ModelConfig
+from phalanx.cost import communication as link
 from phalanx.cost.fit import (
     TORCHS_KERNEL,
     AttentionTiming,
@@ -27,10 +28,8 @@ from phalanx.cost.fit import (
     median_error,
     product_call_us,
 )
-from phalanx.cost.frameworks.known import PHALANX_CPU
-from phalanx.cost.time import link
-from phalanx.cost.time.kernel import attention_seconds, product_seconds, stream_seconds
-from phalanx.cost.time.layer import operator_seconds
+from phalanx.cost.frameworks import PHALANX_CPU
+from phalanx.cost.kernels import attention_seconds, operator_seconds, product_seconds, stream_seconds
 
 SHAPES = [(n, n, n) for n in (64, 256, 512, 1024, 2048, 4096)] + [(t, 2048, 512) for t in (64, 512, 4096)]
 MOVED = (1024, 4096, 2e6, 128e6, 512e6)

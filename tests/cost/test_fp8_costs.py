@@ -11,11 +11,10 @@ from phalanx.check.load import load_words
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.job import Job
 from phalanx.config.overrides import parse
-from phalanx.cost.frameworks.known import PHALANX, TORCHTITAN
+from phalanx.cost.frameworks import PHALANX, TORCHTITAN
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
-from phalanx.cost.time.kernel import product_seconds, stream_seconds
-from phalanx.cost.time.layer import operator_seconds
+from phalanx.cost.kernels import operator_seconds, product_seconds, stream_seconds
+from phalanx.cost.prediction import predict
 from phalanx.errors import JobError
 
 H200 = ACCELERATORS["h200"]

@@ -7,14 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.clusters import ACCELERATORS
-from phalanx.cost.time.kernel import (
-    STREAM_EFFICIENCY,
-    attention_seconds,
-    peak_flops,
-    product_seconds,
-    rate,
-    stream_seconds,
-)
+from phalanx.cost.kernels import STREAM_EFFICIENCY, attention_seconds, peak_flops, product_seconds, rate, stream_seconds
 
 sizes = st.integers(1, 20_000)
 devices = st.sampled_from(sorted(ACCELERATORS))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.least_squares import least_squares
+from phalanx.cost.fit import least_squares
 
 
 @given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.clusters import CLUSTERS, cluster_of
-from phalanx.cost.time.link import RankGroup, load, seconds
-from phalanx.cost.traffic.collectives import Collective
+from phalanx.cost.communication import Collective, RankGroup, load, seconds
 
 collectives = st.sampled_from(["all_reduce", "all_gather", "reduce_scatter", "all_to_all"])
 payloads = st.floats(1e3, 1e11)

@@ -14,13 +14,12 @@ from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.matrices import matrix_work
-from phalanx.cost.placed import Content, contents
+from phalanx.cost.held import Content, contents
+from phalanx.cost.kernels import rate
+from phalanx.cost.matrices import matrix_seconds, matrix_work
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.kernel import rate
-from phalanx.cost.time.matrix_time import matrix_seconds
 from phalanx.optimizers.entry import newton_schulz_flops
-from phalanx.partition.batch import Batch
+from phalanx.partition.derived import Batch
 from plan.questions import request
 from plan.test_bounds import compare
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
-from phalanx.cost.frameworks.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
 from phalanx.cost.held import GatheredParameters
-from phalanx.cost.memory.formulas import MemoryFormulas, expert_ranks, fullest
+from phalanx.cost.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
+from phalanx.cost.rank_memory import MemoryFormulas, expert_ranks, fullest
 from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs
 
 FP32_GRADIENTS = replace(PHALANX, gradient_bytes=4, unbuffered_gradient_bytes=2)
@@ -30,7 +30,7 @@ def results(formulas: MemoryFormulas, zero: int, case: Any) -> list[Any]:
     whole = formulas.gathered(
         1e6 * experts, GatheredParameters(1e6 * dense, 1e6 * ep, 1e5 * ep), blocks, 1e6 * ranks
     ) + formulas.buffer(ranks)
-    unsent, copied = formulas.unsent(shards, micro_batches), formulas.copied(shards, ranks * ep)
+    unsent, copied = formulas.unsent(shards, micro_batches, 3, "local"), formulas.copied(shards, ranks * ep)
     most = fullest(parameters + optimizer, early, 1e6 * ep, whole, gradients + copied)
     context = formulas.context(ranks, micro_batches, ep)
     return [parameters, gradients, optimizer, early, whole, unsent, copied, most, context]

@@ -14,10 +14,10 @@ from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.partition.tiers import BUFFER_BYTES, BUFFERS
+from phalanx.partition.derived import BUFFER_BYTES, BUFFERS
 from phalanx.simulate.step import step_seconds
 
 ONE = replace(cluster_of("dgx-h100"), devices_per_node=1)

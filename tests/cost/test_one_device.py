@@ -15,11 +15,10 @@ from phalanx.config import overrides
 from phalanx.config.clusters import cluster_of
 from phalanx.config.job import Job
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
+from phalanx.cost.kernels import attention_seconds
+from phalanx.cost.prediction import predict, step_parts
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.kernel import attention_seconds
-from phalanx.cost.time.step_time import step_parts
-from phalanx.plan.search.request import plan_request
+from phalanx.plan.space import plan_request
 
 FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("one_device.yaml").read_text(encoding="utf-8"))
 WITHIN = 0.08

@@ -9,18 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.blocks.ends import head
-from phalanx.blocks.flops import (
+from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.operator import Operator, Place, place_of
+from phalanx.blocks.parameters import (
     block_flops_per_token,
     head_flops_per_token,
     train_flops_per_step,
 )
-from phalanx.blocks.kinds import block, block_kinds
-from phalanx.blocks.operator import Operator
-from phalanx.blocks.place import Place, place_of
+from phalanx.blocks.residual import head
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.flops import hardware_flops_per_step
+from phalanx.cost.prediction import hardware_flops_per_step
 
 
 def flops(operators: Iterable[Operator], place: Place, without: str = "") -> int:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.config.layout import Layout
-from phalanx.cost.time.pipeline import idle, pipeline_seconds
+from phalanx.cost.exposed import idle, pipeline_seconds
 from phalanx.errors import JobError
 from phalanx.schedule import catalogue
 from phalanx.schedule.timing import time

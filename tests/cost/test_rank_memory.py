@@ -17,8 +17,9 @@ from phalanx.config.cluster import Accelerator, Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.memory_profiles import (
+from phalanx.cost.exact_state import state_bytes
+from phalanx.cost.held import flights
+from phalanx.cost.memory_profiles import (
     COMPILED_LOSS_TENSORS,
     FSDP1,
     MEGATRON_2021,
@@ -29,14 +30,11 @@ from phalanx.cost.frameworks.memory_profiles import (
     XLA,
     MemoryProfile,
 )
-from phalanx.cost.memory.formulas import by_stage
-from phalanx.cost.memory.in_flight import flights
-from phalanx.cost.memory.rank_memory import RankMemory, step_memory
-from phalanx.cost.memory.state import state_bytes
-from phalanx.cost.spec import Products, StepSpec
+from phalanx.cost.rank_memory import RankMemory, by_stage, step_memory
+from phalanx.cost.spec import Framework, Products, StepSpec
 from phalanx.errors import JobError
-from phalanx.partition import batch
-from phalanx.partition.stages import even
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import even
 from phalanx.schedule import catalogue
 
 GPT = ModelConfig(n_layers=8, d_model=512, n_heads=8, vocab_size=1024, seq_len=128, dropout=0.1)

@@ -11,14 +11,12 @@ from hypothesis import strategies as st
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.flops import hardware_flops_per_step
-from phalanx.cost.frameworks.known import PHALANX
-from phalanx.cost.predict import predict
+from phalanx.cost.frameworks import PHALANX
+from phalanx.cost.prediction import hardware_flops_per_step, predict
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.traffic.step import step_traffic
-from phalanx.partition import batch
-from phalanx.partition.recompute import MODES, Mode
-from phalanx.partition.stages import even
+from phalanx.cost.traffic import step_traffic
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import MODES, Mode, even
 
 LLAMA, MIXTRAL = (PRESETS[name] for name in ("llama3-8b", "mixtral-8x7b"))
 

@@ -12,12 +12,12 @@ from phalanx.config.clusters import ACCELERATORS, CLUSTERS
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.communication import messages_seconds, place
+from phalanx.cost.frameworks import PHALANX
+from phalanx.cost.kernels import operator_seconds
 from phalanx.cost.roofline import OperatorPoint, block_slowdown, data_sheet, points, reached
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.communication import messages_seconds, place
-from phalanx.cost.time.layer import operator_seconds
-from phalanx.partition.batch import Batch
+from phalanx.partition.derived import Batch
 
 
 def spec(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from phalanx.blocks.parameters import count
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.memory.state import state_bytes
-from phalanx.partition.stages import ranges
+from phalanx.cost.exact_state import state_bytes
+from phalanx.partition.derived import ranges
 from phalanx.schedule import catalogue
 from phalanx.schedule.check import in_flight
 

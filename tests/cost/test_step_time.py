@@ -14,16 +14,14 @@ from phalanx.blocks.parameters import count
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.known import FRAMEWORKS, MEGATRON_CORE, PHALANX, PHALANX_CPU
-from phalanx.cost.placed import contents
-from phalanx.cost.predict import predict
-from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.link import RankGroup, seconds
-from phalanx.cost.time.rank_time import held_by, rank_time
-from phalanx.cost.time.state_time import ParameterCounts, state_seconds
-from phalanx.cost.time.step_time import step_parts
-from phalanx.partition import batch
+from phalanx.cost.communication import RankGroup, seconds
+from phalanx.cost.frameworks import FRAMEWORKS, MEGATRON_CORE, PHALANX, PHALANX_CPU
+from phalanx.cost.held import ParameterCounts, contents
+from phalanx.cost.prediction import predict, step_parts
+from phalanx.cost.rank_time import held_by, rank_time
+from phalanx.cost.spec import Framework, StepSpec
+from phalanx.cost.step_state import state_seconds
+from phalanx.partition import derived as batch
 
 
 def spec(

@@ -15,11 +15,10 @@ from phalanx.blocks.parameters import count, parameter_shapes
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.presets import PRESETS
-from phalanx.cost.traffic.step import step_traffic
+from phalanx.cost.traffic import step_traffic
 from phalanx.errors import JobError
-from phalanx.partition.batch import Batch
 from phalanx.partition.cut import stages_of
-from phalanx.partition.stages import even
+from phalanx.partition.derived import Batch, even
 from phalanx.schedule.catalogue import SCHEDULES, stages
 
 SHAPE = ModelConfig(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.cost.traffic.collectives import sent_bytes
+from phalanx.cost.communication import sent_bytes
 
 payloads, many = st.integers(0, 10**12), st.integers(1, 4096)
 

@@ -9,7 +9,7 @@ from checkpoint.trained import small_job
 from disks import mounted
 from doctor.machines import machine, only, with_torch, write
 from phalanx.config.layout import Layout
-from phalanx.cost.memory.state import checkpoint_bytes
+from phalanx.cost.exact_state import checkpoint_bytes
 from phalanx.data.prepare import prepare
 from phalanx.doctor import storage
 from phalanx.doctor.machine import CheckedMachine

@@ -17,9 +17,8 @@ import pytest
 
 from documented.drawn import FOLDER, ROOT, commands, made
 from phalanx.config.cluster import Accelerator, Cluster, Link
+from phalanx.cost.communication import Collective, RankGroup
 from phalanx.cost.fit import COLLECTIVES, AttentionTiming, ProductTiming, StreamTiming, Transfer, device_rows
-from phalanx.cost.time.link import RankGroup
-from phalanx.cost.traffic.collectives import Collective
 from phalanx.pictures import experts, profile
 from phalanx.pictures.elements import STYLE
 from phalanx.pictures.heat_map import heat_map, histograms

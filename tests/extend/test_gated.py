@@ -22,12 +22,9 @@ from model.kinds import build, tokens
 from parallel import test_composition as composition
 from parallel import test_predicted_traffic as traffic
 from parallel.steps import steps
-from phalanx.blocks.flops import forward_flops_per_token, train_flops_per_step
-from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind
-from phalanx.blocks.kinds import ATTENTION, block_kinds
-from phalanx.blocks.operator import Operator
-from phalanx.blocks.parameters import parameter_shapes
-from phalanx.blocks.place import Place
+from phalanx.blocks.kinds import ATTENTION, AttentionKind, Connection, FeedForwardKind, block_kinds
+from phalanx.blocks.operator import Operator, Place
+from phalanx.blocks.parameters import forward_flops_per_token, parameter_shapes, train_flops_per_step
 from phalanx.check.job import problems_of
 from phalanx.cli.main import main
 from phalanx.config import layout_line

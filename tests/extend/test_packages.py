@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from extend.install import PACKAGES, environment, install
-from phalanx.blocks.kind import AttentionKind, FeedForwardKind
+from phalanx.blocks.kinds import AttentionKind, FeedForwardKind
 from phalanx.extend import CorpusEntry, DeviceEntry, MachineEntry, ScheduleEntry, TokenizerEntry, TrackerEntry
 
 ROOT = Path(__file__).parents[2]

@@ -6,14 +6,13 @@ import json
 
 import pytest
 
-from phalanx.blocks.flops import train_flops_per_step
-from phalanx.blocks.parameters import count, count_active
+from phalanx.blocks.parameters import count, count_active, train_flops_per_step
 from phalanx.check.load import load_words
 from phalanx.cli.main import main
 from phalanx.config import overrides
 from phalanx.config.presets import CATALOGUE, PRESETS
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.simulate.step import step_seconds
 

@@ -16,8 +16,8 @@ from phalanx.model.attention import CoreAttention, visible
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Documents
 from phalanx.model.seeding import Noise
-from phalanx.partition import sequence
-from phalanx.partition.sequence import window_blocks
+from phalanx.partition import tensor_slices as sequence
+from phalanx.partition.tensor_slices import window_blocks
 
 MODELS = {kind: (KINDS | MOE_AND_MLA)[kind] for kind in ("gpt2", "llama", "mixtral", "deepseek")}
 

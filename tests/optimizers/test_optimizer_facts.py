@@ -17,7 +17,7 @@ from phalanx.config.presets import PRESETS
 from phalanx.errors import ExtensionError, JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, kinds, optimizer_costs, state_bytes_of
 from phalanx.optimizers.entry import BLOCK, ROW_PARTS, ExtraOption, StateKind, block_of, problems
-from phalanx.partition.buckets import granular_cut
+from phalanx.partition.matrices import granular_cut
 
 GPT = ModelConfig(n_layers=2, d_model=128, n_heads=4, seq_len=16, vocab_size=50)
 ADAMW = OPTIMIZERS["adamw"]

@@ -16,7 +16,7 @@ from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
-from phalanx.partition import batch as batch_equation
+from phalanx.partition import derived as batch_equation
 from phalanx.train import learning_rate
 from phalanx.train.learning_rate import end_of
 from phalanx.train.loop import Trainer

@@ -9,7 +9,7 @@ from phalanx.config.job import IGNORE, Job
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.train.step import StepInputs, Stepper
 
 CPU = torch.device("cpu")

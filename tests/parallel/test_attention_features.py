@@ -19,15 +19,14 @@ from phalanx.config import layout_line
 from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, RopeScaling
-from phalanx.cost.traffic.step import step_traffic
-from phalanx.cost.traffic.table import Traffic
+from phalanx.cost.traffic import Traffic, step_traffic
 from phalanx.model.transformer import Transformer
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.parameter_shards import wholes
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
-from phalanx.partition.pipeline import schedule_of
+from phalanx.partition.derived import schedule_of
 
 BATCH, COUNT = 4, 2
 PLAIN = dataclasses.replace(LLAMA, seq_len=16, dropout=0.0)

@@ -22,8 +22,8 @@ from phalanx.parallel.context import SplitSequences, connect
 from phalanx.parallel.mesh import Mesh, build
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.ring import RingBlock, zigzag
-from phalanx.partition import sequence
-from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
+from phalanx.partition import tensor_slices as sequence
+from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, ring_positions
 
 HEADS, SIZE, SEQ, BATCH = 8, 4, 48, 2
 

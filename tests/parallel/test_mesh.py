@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from phalanx.config.layout import AXES, Layout
 from phalanx.errors import JobError
 from phalanx.parallel.mesh import build, lines, place
-from phalanx.partition.sequence import cp_coordinates
+from phalanx.partition.tensor_slices import cp_coordinates
 
 degree = st.integers(1, 4)
 

@@ -10,7 +10,7 @@ from parallel.steps import worst
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.memory.state import state_bytes
+from phalanx.cost.exact_state import state_bytes
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import _split_by_batch, version
 from phalanx.partition.cut import stages_of

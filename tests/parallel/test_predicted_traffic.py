@@ -18,15 +18,14 @@ from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.cost.traffic.step import step_traffic
-from phalanx.cost.traffic.table import Traffic
+from phalanx.cost.traffic import Traffic, step_traffic
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import expert
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import PipeDream
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
-from phalanx.partition.pipeline import schedule_of
+from phalanx.partition.derived import schedule_of
 from phalanx.train.asp import Asynchronous
 from phalanx.train.drivers import UnflushedSteps
 from phalanx.train.requests import NO_REQUESTS

@@ -18,12 +18,12 @@ from phalanx.comm.axis import Axis, Pending
 from phalanx.config import layout_line
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
+from phalanx.cost.exact_state import second_copy_bytes
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_memory import step_memory
-from phalanx.cost.memory.state import second_copy_bytes
+from phalanx.cost.rank_memory import step_memory
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.codec import Codec, CodedShare, CodedSum, quantise
-from phalanx.partition.wire import BLOCK, LARGEST, SCALE_BYTES, Format
+from phalanx.partition.derived import BLOCK, LARGEST, SCALE_BYTES, Format
 from phalanx.train.step import StepInputs, Stepper
 
 WEIGHTS = [

@@ -11,7 +11,7 @@ from phalanx.model.transformer import Transformer
 from phalanx.parallel.objective import MicroTensors, Objective
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.vocabulary import CrossEntropy
-from phalanx.partition.recompute import MODES, modes, written
+from phalanx.partition.derived import MODES, modes, written
 
 VOCAB, SEQ, BATCH, WIDTH, LAYERS = 11, 32, 2, 16, 3
 NONE, PRODUCTS, SELECTIVE, FULL = (Layout(recompute=mode) for mode in MODES)

@@ -11,12 +11,12 @@ from phalanx.check.job import problems_of
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.cost.frameworks.known import PHALANX_CPU
-from phalanx.cost.memory.rank_memory import needed_bytes
+from phalanx.cost.frameworks import PHALANX_CPU
+from phalanx.cost.rank_memory import needed_bytes
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.stages import even
-from phalanx.plan.search.refine import refinement
-from phalanx.plan.search.request import PlanRequest
+from phalanx.partition.derived import even
+from phalanx.plan.refine import refinement
+from phalanx.plan.space import PlanRequest
 
 VOCAB = 499
 """So large beside 24 numbers of width that the head costs as much as several blocks."""

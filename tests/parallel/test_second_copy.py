@@ -15,14 +15,14 @@ from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.memory.state import second_copy_bytes
-from phalanx.cost.traffic.step import step_traffic
+from phalanx.cost.exact_state import second_copy_bytes
+from phalanx.cost.traffic import step_traffic
 from phalanx.parallel import fsdp
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.fsdp import ShardedReplica
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
-from phalanx.partition.pipeline import schedule_of
+from phalanx.partition.derived import schedule_of
 from phalanx.train.step import StepInputs, Stepper
 
 LAYOUTS = [

@@ -12,7 +12,7 @@ from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.parallel import mesh as meshes
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.schedule.catalogue import build
 from phalanx.train.step import StepInputs, Stepper
 

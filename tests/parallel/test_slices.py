@@ -17,7 +17,7 @@ from phalanx.parallel.objective import Earlier, MicroTensors, Objective
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.stages import Stage
 from phalanx.parallel.vocabulary import CrossEntropy
-from phalanx.partition.recompute import Mode
+from phalanx.partition.derived import Mode
 
 VOCAB = 13
 GPT = ModelConfig(n_layers=2, d_model=16, n_heads=4, seq_len=12)

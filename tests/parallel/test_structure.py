@@ -22,8 +22,8 @@ from parallel.test_composition import VOCAB, compare, job_of
 from parallel.test_predicted_traffic import check
 from parallel.test_predicted_traffic import job_of as sending_job
 from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.operator import place_of
 from phalanx.blocks.parameters import weight_of
-from phalanx.blocks.place import place_of
 from phalanx.check.job import problems_of
 from phalanx.config import layout_line
 from phalanx.config.layout import Layout

@@ -18,7 +18,7 @@ from phalanx.comm.axis import Axis
 from phalanx.config import layout_line
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
-from phalanx.cost.memory.rank_memory import step_memory
+from phalanx.cost.rank_memory import step_memory
 from phalanx.errors import JobError
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload import DeviceBudget

@@ -5,7 +5,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from phalanx.config.layout import Layout
-from phalanx.partition.batch import DEFAULT_GLOBAL_BATCH, Batch, solve
+from phalanx.partition.derived import DEFAULT_GLOBAL_BATCH, Batch, solve
 
 small = st.integers(1, 12)
 

@@ -12,7 +12,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
 from phalanx.partition.cut import LayerCosts, cut, describe, layer_costs, stage_costs, stages_of
-from phalanx.partition.stages import even, ranges
+from phalanx.partition.derived import even, ranges
 
 cost = st.integers(0, 20) | st.floats(0, 20, allow_subnormal=False)
 

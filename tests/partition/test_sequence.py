@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.layout import Layout
-from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
+from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, ring_positions
 
 
 @st.composite

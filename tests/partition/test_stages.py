@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.partition.stages import even, parse_cut, ranges, stage_shapes, written_stages
+from phalanx.partition.derived import even, parse_cut, ranges, stage_shapes, written_stages
 
 
 def test_layers_are_written_with_plus_signs():

@@ -11,7 +11,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.partition.sequence import ring_positions
+from phalanx.partition.tensor_slices import ring_positions
 from phalanx.pictures.context import contiguous, pairs, svg
 from phalanx.pictures.elements import COLOURS
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.cluster import Accelerator, Cluster, Link
+from phalanx.cost.communication import RankGroup
 from phalanx.cost.fit import AttentionTiming, ProductTiming, StreamTiming, Transfer, device_rows
-from phalanx.cost.time.link import RankGroup
 from phalanx.pictures.panels import Panel, device_svg, link_svg, panels_svg
 
 DEVICE = Accelerator("a & b", fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=5)

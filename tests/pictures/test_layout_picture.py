@@ -14,7 +14,7 @@ from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.memory.state import state_bytes
+from phalanx.cost.exact_state import state_bytes
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.pictures.layout import _shards, _stages, svg
 from phalanx.units import counted

@@ -12,12 +12,11 @@ from phalanx.config.clusters import CLUSTERS
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import PHALANX
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.frameworks import PHALANX
+from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.roofline import points
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.batch import Batch
+from phalanx.partition.derived import Batch
 from phalanx.pictures.elements import seconds
 from phalanx.pictures.prediction import svg
 from phalanx.units import gib

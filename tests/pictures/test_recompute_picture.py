@@ -7,9 +7,9 @@ from typing import cast
 import pytest
 
 from phalanx.config.job import Job
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.recompute import Mode
+from phalanx.partition.derived import Mode
 from phalanx.pictures import prediction as recompute
 from phalanx.pictures.panels import Panel
 from pictures.test_prediction_picture import given_case

@@ -9,10 +9,10 @@ from typing import Any
 from phalanx.config.cluster import Cluster, Link
 from phalanx.config.clusters import cluster_of
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.frameworks import PHALANX
 from phalanx.plan.plan import Plan
 from phalanx.plan.planner import search
-from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.space import PlanRequest
 
 
 def request(model: str, cluster: str | Cluster, sequences: int, **fixed: Any) -> PlanRequest:

@@ -8,12 +8,12 @@ from functools import cache
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.frameworks import PHALANX
 from phalanx.cost.job_spec import stages
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.plan.plan import Alternative, Candidate, Plan, SpacePoint
 
 GIB = 2**30

@@ -9,9 +9,9 @@ from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing
 from phalanx.config.clusters import cluster_of
 from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.known import MEGATRON_2021, MEGATRON_CORE, PHALANX, PHALANX_CPU, TORCHTITAN
-from phalanx.plan.search.request import PlanRequest
+from phalanx.cost.frameworks import MEGATRON_2021, MEGATRON_CORE, PHALANX, PHALANX_CPU, TORCHTITAN
+from phalanx.cost.spec import Framework
+from phalanx.plan.space import PlanRequest
 
 LAPTOP = Cluster(
     devices_per_node=4,

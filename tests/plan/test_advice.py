@@ -9,9 +9,9 @@ from phalanx.config import overrides, values
 from phalanx.config.fields import leaves
 from phalanx.config.layout import Layout
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
-from phalanx.plan.report.advice import advice, shortfall
+from phalanx.plan.page import advice, shortfall
 
 
 def spec(*words: str) -> StepSpec:

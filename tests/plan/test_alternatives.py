@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from phalanx.cost.memory.rank_memory import needed_bytes
-from phalanx.cost.time.step_time import step_parts
+from phalanx.cost.prediction import step_parts
+from phalanx.cost.rank_memory import needed_bytes
+from phalanx.plan.alternatives import alternatives, has_headroom, headroom_layout
+from phalanx.plan.branch import Found, Search, simulated
 from phalanx.plan.plan import Alternative
 from phalanx.plan.planner import search
-from phalanx.plan.report.alternatives import alternatives, has_headroom, headroom_layout
-from phalanx.plan.search.branch import Found, Search, simulated
 from plan.answers import planned, request, slow_network
 
 

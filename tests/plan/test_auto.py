@@ -8,7 +8,7 @@ from phalanx.check.load import load_words
 from phalanx.config import overrides
 from phalanx.config.layout import Layout
 from phalanx.errors import DoesNotFitError, JobError
-from phalanx.plan import auto
+from phalanx.plan import planner as auto
 from phalanx.plan.plan import Candidate, Plan
 
 VOCAB = 256
@@ -37,7 +37,7 @@ def asked(monkeypatch):
 
 
 def auto_predict(spec):
-    from phalanx.cost.predict import predict
+    from phalanx.cost.prediction import predict
 
     return predict(spec)
 

@@ -7,12 +7,11 @@ import random
 import numpy as np
 import pytest
 
-from phalanx.cost.memory.rank_memory import needed_bytes
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
+from phalanx.cost.rank_memory import needed_bytes
 from phalanx.errors import JobError
-from phalanx.plan.search.bounds import Bounds
-from phalanx.plan.search.request import PlanRequest
-from phalanx.plan.search.space import STATES, space_of
+from phalanx.plan.bounds import Bounds
+from phalanx.plan.space import STATES, PlanRequest, space_of
 from phalanx.schedule.catalogue import SCHEDULES
 from plan.questions import QUESTIONS, on_laptop, request
 

@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import MEGATRON_CORE
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Parts, Prediction
+from phalanx.cost.frameworks import MEGATRON_CORE
+from phalanx.cost.prediction import Parts, Prediction, predict
 from phalanx.cost.spec import StepSpec
-from phalanx.partition import batch
-from phalanx.plan.report.explain import differences, explain
+from phalanx.partition import derived as batch
+from phalanx.plan.alternatives import differences, explain
 
 
 def prediction(layout: Layout) -> Prediction:

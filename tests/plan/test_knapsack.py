@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.plan.search.knapsack import EqualBlocks, fill
+from phalanx.plan.refine import EqualBlocks, fill
 
 number = st.integers(0, 20).map(float)
 

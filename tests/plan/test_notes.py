@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
+from phalanx.plan.alternatives import AXES, headroom_layout
 from phalanx.plan.planner import search
-from phalanx.plan.report.alternatives import headroom_layout
-from phalanx.plan.report.families import AXES
 from plan.answers import planned, request, slow_network
 
 

@@ -10,7 +10,7 @@ import pytest
 from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.plan.planner import search
 from phalanx.schedule import catalogue, check
 from phalanx.schedule.catalogue import SCHEDULES

@@ -12,7 +12,7 @@ import pytest
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
 from phalanx.cost.breakdown import document, duration
-from phalanx.plan.report.report import as_json, text
+from phalanx.plan.page import as_json, text
 from plan.plans import hopeless, plan
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.config.layout import Layout
-from phalanx.plan.report.points import MOST_FAMILIES, family
+from phalanx.plan.planner import MOST_FAMILIES, family
 from plan.answers import planned
 
 

@@ -7,13 +7,12 @@ import pytest
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import MEGATRON_2021, MEGATRON_DEEPSPEED, PHALANX
-from phalanx.cost.memory.rank_memory import step_memory
-from phalanx.cost.placed import contents
-from phalanx.cost.time.rank_time import rank_time
-from phalanx.plan.search.knapsack import Filling
-from phalanx.plan.search.rank_costs import PipelineRanks
-from phalanx.plan.search.request import PlanRequest
+from phalanx.cost.frameworks import MEGATRON_2021, MEGATRON_DEEPSPEED, PHALANX
+from phalanx.cost.held import contents
+from phalanx.cost.rank_memory import step_memory
+from phalanx.cost.rank_time import rank_time
+from phalanx.plan.refine import Filling, PipelineRanks
+from phalanx.plan.space import PlanRequest
 
 LAYOUTS = [
     Layout(pp=4, dp_shard=4, zero=1, micro_batch=1, recompute="full"),

@@ -8,14 +8,14 @@ from benchmarks.cutting import CASES, compared
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import PHALANX
-from phalanx.cost.memory.rank_memory import needed_bytes
-from phalanx.partition.recompute import modes
+from phalanx.cost.frameworks import PHALANX
+from phalanx.cost.rank_memory import needed_bytes
+from phalanx.partition.derived import modes
+from phalanx.plan.branch import Search, simulated
 from phalanx.plan.plan import Candidate
 from phalanx.plan.planner import search
-from phalanx.plan.search.branch import Search, simulated
-from phalanx.plan.search.refine import refined, refinement
-from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.refine import refined, refinement
+from phalanx.plan.space import PlanRequest
 from phalanx.simulate.step import step_seconds
 
 LLAMA = PRESETS["llama3-8b"]

@@ -8,8 +8,8 @@ import pytest
 
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
-from phalanx.cost.memory.rank_memory import needed_bytes
-from phalanx.plan.report.rules import fitted, rule
+from phalanx.cost.rank_memory import needed_bytes
+from phalanx.plan.alternatives import fitted, rule
 from plan.answers import request, slow_network
 
 ONE = replace(cluster_of("dgx-h100:1"), devices_per_node=1)

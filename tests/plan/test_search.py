@@ -14,14 +14,13 @@ from phalanx.check.job import problems_of
 from phalanx.config.clusters import cluster_of
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
-from phalanx.cost.memory.rank_memory import needed_bytes
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
+from phalanx.cost.rank_memory import needed_bytes
 from phalanx.errors import JobError
+from phalanx.plan.branch import TIE, Search, complexity, ranked, simulated
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.planner import search
-from phalanx.plan.search.branch import TIE, Search, complexity, ranked, simulated
-from phalanx.plan.search.request import PlanRequest
-from phalanx.plan.search.space import space_of
+from phalanx.plan.space import PlanRequest, space_of
 from phalanx.simulate.step import step_seconds
 from plan.questions import model, on_laptop, request
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from phalanx.config.cluster import Link
 from phalanx.config.clusters import cluster_of
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.plan.planner import search
-from phalanx.plan.search.request import PlanRequest
+from phalanx.plan.space import PlanRequest
 from plan.questions import request
 
 FORM = {"tp": 1, "pp": 1, "cp": 1, "dp_replicate": 1, "zero": 3, "reshard": True, "recompute": "full"}

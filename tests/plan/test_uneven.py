@@ -8,12 +8,11 @@ from partition.cuts import every_cut
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.frameworks import PHALANX
 from phalanx.cost.spec import StepSpec
-from phalanx.partition import batch
-from phalanx.partition.stages import even, ranges
-from phalanx.plan.search.rank_costs import PipelineRanks
-from phalanx.plan.search.uneven import stages_of_ranks
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import even, ranges
+from phalanx.plan.refine import PipelineRanks, stages_of_ranks
 from phalanx.schedule import catalogue
 
 LLAMA = replace(PRESETS["llama3-8b"], n_layers=11)

@@ -7,12 +7,10 @@ from dataclasses import replace
 import pytest
 
 from phalanx.config.model import ModelConfig
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.schedule import catalogue
 from phalanx.schedule.timing import bubble_fraction, time
-from phalanx.simulate.disturbance import Disturbance
-from phalanx.simulate.stage_seconds import rank_seconds
-from phalanx.simulate.step import figures, simulate
+from phalanx.simulate.step import Disturbance, figures, rank_seconds, simulate
 from simulate.specs import spec
 
 SHAPE = ModelConfig(n_layers=64, d_model=4096, n_heads=32, seq_len=4096, vocab_size=256)

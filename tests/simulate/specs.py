@@ -7,11 +7,10 @@ from dataclasses import replace
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout_line import parse
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.known import PHALANX
+from phalanx.cost.frameworks import PHALANX
 from phalanx.cost.job_spec import stages
-from phalanx.cost.spec import StepSpec
-from phalanx.partition import batch
+from phalanx.cost.spec import Framework, StepSpec
+from phalanx.partition import derived as batch
 
 
 def spec(

@@ -9,9 +9,9 @@ import numpy as np
 
 from phalanx.config.clusters import cluster_of
 from phalanx.config.presets import PRESETS
-from phalanx.cost.predict import predict
-from phalanx.plan.search.branch import Search
-from phalanx.plan.search.request import PlanRequest
+from phalanx.cost.prediction import predict
+from phalanx.plan.branch import Search
+from phalanx.plan.space import PlanRequest
 from phalanx.simulate.step import step_seconds
 
 LAYOUTS = 40

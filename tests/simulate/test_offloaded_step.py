@@ -10,11 +10,11 @@ from xml.etree import ElementTree
 import pytest
 
 from phalanx.config.clusters import cluster_of
-from phalanx.cost.predict import predict
+from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.pictures import prediction as prediction_picture
 from phalanx.pictures.timeline import svg
-from phalanx.simulate import trace
+from phalanx.simulate import timeline as trace
 from phalanx.simulate.step import simulate
 from simulate.specs import spec
 

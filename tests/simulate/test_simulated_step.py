@@ -12,19 +12,16 @@ from hypothesis import strategies as st
 
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.known import MEGATRON_2021, MEGATRON_CORE, PHALANX
-from phalanx.cost.placed import contents
-from phalanx.cost.predict import predict
-from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.communication import boundary_seconds
-from phalanx.cost.time.rank_time import held_by
-from phalanx.cost.time.state_time import duplicated_stages_seconds, optimizer_seconds, state_seconds
+from phalanx.cost.communication import boundary_seconds
+from phalanx.cost.frameworks import MEGATRON_2021, MEGATRON_CORE, PHALANX
+from phalanx.cost.held import contents
+from phalanx.cost.prediction import predict
+from phalanx.cost.rank_time import held_by
+from phalanx.cost.spec import Framework, StepSpec
+from phalanx.cost.step_state import duplicated_stages_seconds, optimizer_seconds, state_seconds
 from phalanx.errors import JobError
 from phalanx.schedule import catalogue, file
-from phalanx.simulate.disturbance import Disturbance, check
-from phalanx.simulate.stage_seconds import rank_seconds, stage_time
-from phalanx.simulate.step import figures, simulate, step_seconds
+from phalanx.simulate.step import Disturbance, check, figures, rank_seconds, simulate, stage_time, step_seconds
 from simulate.specs import spec
 
 DATA = ("dp_shard=64", "dp_shard=8,dp_replicate=8", "dp_shard=64,reshard=false", "dp_shard=8,tp=8,sp=true")

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from phalanx.schedule.schedule import Action
-from phalanx.simulate import trace
+from phalanx.simulate import timeline as trace
 from phalanx.simulate.timeline import Span, Timeline
 from simulate.timed_timeline import timeline
 

@@ -13,14 +13,14 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.job import IGNORE, Checkpoint, Data, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.cost.traffic.step import step_traffic
+from phalanx.cost.traffic import step_traffic
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
 from phalanx.errors import JobError, StoppedError
 from phalanx.parallel import mesh as meshes
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
-from phalanx.partition.pipeline import schedule_of
+from phalanx.partition.derived import schedule_of
 from phalanx.train.step import Stepper
 from train.runs import change, losses, rows, train, weights
 

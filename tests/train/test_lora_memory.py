@@ -15,7 +15,8 @@ from phalanx.config import layout_line
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import LoRA
-from phalanx.cost.memory.state import WIDTHS, state_bytes
+from phalanx.cost.exact_state import state_bytes
+from phalanx.partition.derived import PARAMETER_BYTES
 from train.test_memory import GPT, VOCAB, held
 from train.test_predicted_memory import BLOCKS, DEEP, WORDS, compare, kept
 
@@ -34,7 +35,7 @@ def test_a_block_keeps_what_its_operators_say(ranks, name, targets, precision):
     uncounted = []
     for model in (replace(plain, lora=LoRA(rank=8, targets=targets)), plain):
         (found,) = ranks(kept, 1, Layout(), model, precision)
-        expected = activation_bytes(model, Layout(), 2, WIDTHS[precision])
+        expected = activation_bytes(model, Layout(), 2, PARAMETER_BYTES[precision])
         print(f"{expected:,} {found:,}")
         uncounted.append(found - expected)
     assert uncounted[0] == uncounted[1]

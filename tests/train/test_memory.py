@@ -13,7 +13,7 @@ from phalanx.blocks.parameters import count
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.cost.memory.state import StateBytes, state_bytes
+from phalanx.cost.exact_state import StateBytes, state_bytes
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
 from phalanx.train.step import Memory, StepInputs, Stepper

@@ -13,7 +13,7 @@ from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_memory import step_memory
+from phalanx.cost.rank_memory import step_memory
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.offload import DeviceBudget

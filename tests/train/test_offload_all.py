@@ -12,7 +12,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.held import block_parameters
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_memory import step_memory
+from phalanx.cost.rank_memory import step_memory
 from phalanx.errors import RunError
 from train.test_offload import DEEP, EXPERTS, GPT, VOCAB, counted, job_of
 

@@ -20,13 +20,13 @@ from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_memory import step_memory
-from phalanx.cost.memory.state import WIDTHS
+from phalanx.cost.rank_memory import step_memory
 from phalanx.cost.spec import StepSpec
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import mesh as meshes
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
+from phalanx.partition.derived import PARAMETER_BYTES
 from phalanx.train.step import StepInputs, Stepper
 from train import measured_memory
 from train.measured_memory import Made, activation_memory, state_memory, tensors_in
@@ -104,7 +104,7 @@ def test_a_block_keeps_what_its_operators_say(ranks, model, recompute, precision
     """To 2 %: norms' means and deviations, attention's log-sum-exp and the rotary table are not counted."""
     layout = Layout(recompute=recompute)
     (found,) = ranks(kept, 1, layout, model, precision)
-    expected = activation_bytes(model, layout, 2, WIDTHS[precision])
+    expected = activation_bytes(model, layout, 2, PARAMETER_BYTES[precision])
     print(f"{expected:,} {found:,}")
     assert expected <= found <= 1.02 * expected
 
@@ -229,7 +229,7 @@ def compare(ranks, job: Job, bound: float = 0.04) -> set[str]:
     model, layout = job.model, job.layout
     equation = batch.solve(job.train.global_batch, layout)
     stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else ()
-    width = WIDTHS[job.train.precision]
+    width = PARAMETER_BYTES[job.train.precision]
     spec = StepSpec(model, Cluster(), layout, equation, "bf16", width, stages=stages, optimizer=job.optimizer)
     spec = replace(spec, framework=rank_spec(job, VOCAB, "cpu").framework, document_mask=job.data.document_mask)
     moments = set()

@@ -14,11 +14,10 @@ from phalanx.config.job import Data
 from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig
 from phalanx.cost.job_spec import stages
-from phalanx.cost.traffic.step import step_traffic
+from phalanx.cost.traffic import step_traffic
 from phalanx.errors import StoppedError
-from phalanx.partition import batch
-from phalanx.plan.search.request import plan_request
-from phalanx.plan.search.space import MeshDegrees, _batches
+from phalanx.partition import derived as batch
+from phalanx.plan.space import MeshDegrees, _batches, plan_request
 from phalanx.train.run_directory import REFERENCE
 from train.runs import change, losses, rows, train, weights
 

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from phalanx.config.clusters import ACCELERATORS
-from phalanx.validation.convention import convention_of, flops_per_step, peak_tflops
-from phalanx.validation.shapes import SHAPES, gpt
+from phalanx.validation.row import convention_of, flops_per_step, gpt, peak_tflops, shapes
 
 B, S, L, H, V = 32, 2048, 24, 2304, 51200
 GPT = gpt(L, H, 24, V, S)
@@ -32,7 +31,7 @@ def test_causal_counts_half_of_the_attention():
 
 
 def test_parameters_are_six_a_token_and_the_attention():
-    shape = SHAPES["mpt7b"]
+    shape = shapes()["mpt7b"]
     # llm-foundry, scripts/train/benchmarking: 6 N + 12 L h s a token.
     expected = 4 * 2048 * (6 * 6.657e9 + 12 * 32 * 4096 * 2048)
     assert flops_per_step("parameters", shape, 4) == pytest.approx(expected, rel=1e-3)

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.blocks.parameters import count, count_active
 from phalanx.check.model import model_problems
-from phalanx.validation.shapes import SHAPES, key_of, plain, remark
+from phalanx.validation.row import key_of, plain, remark, shapes
 
 BILLIONS = {
     # What the papers and model cards print.
@@ -41,15 +41,15 @@ BILLIONS = {
 @pytest.mark.parametrize("key", BILLIONS)
 def test_shapes_have_the_parameters_that_their_papers_print(key):
     total, active = BILLIONS[key]
-    shape = SHAPES[key]
+    shape = shapes()[key]
     assert count(shape) / 1e9 == pytest.approx(total, rel=0.02)
     # Some count the embedding or the head out, and the hybrids' predictions of several tokens are in.
     assert count_active(shape) / 1e9 == pytest.approx(active, rel=0.2)
 
 
-@pytest.mark.parametrize("key", SHAPES)
+@pytest.mark.parametrize("key", shapes())
 def test_every_shape_is_legal_and_has_a_vocabulary(key):
-    shape = SHAPES[key]
+    shape = shapes()[key]
     assert not list(model_problems(shape))
     assert shape.vocab_size > 1000
     assert shape.seq_len >= 1024
@@ -98,8 +98,8 @@ def test_what_stands_for_something_else_says_so():
 
 def test_maxtext_scales_as_its_own_rule_does():
     # base.yml with global_parameter_scale 16, 32 and 128: heads and MLP, width, layers in turn.
-    assert [(SHAPES[k].n_layers, SHAPES[k].d_model, SHAPES[k].n_heads) for k in ("maxtext16b", "maxtext32b")] == [
+    assert [(shapes()[k].n_layers, shapes()[k].d_model, shapes()[k].n_heads) for k in ("maxtext16b", "maxtext32b")] == [
         (32, 4096, 64),
         (32, 8192, 64),
     ]
-    assert (SHAPES["maxtext128b"].n_layers, SHAPES["maxtext128b"].n_heads) == (64, 128)
+    assert (shapes()["maxtext128b"].n_layers, shapes()["maxtext128b"].n_heads) == (64, 128)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.validation import table

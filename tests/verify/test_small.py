@@ -6,9 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from phalanx.blocks.kinds import block_kinds
+from phalanx.blocks.kinds import alike, block_kinds
 from phalanx.blocks.parameters import count
-from phalanx.blocks.shrink import alike
 from phalanx.check.job import problems_of
 from phalanx.check.model import model_problems
 from phalanx.config.job import Job, Optimizer, Train

@@ -4,21 +4,138 @@
 Tensor ranks hold whole heads, and copies of key/value heads if there are fewer of them than ranks. Context-parallel
 ranks hold a part of every sequence: keys and values travel around a ring in the forward pass, and again in the backward
 pass with their gradients in fp32 (Liu et al. 2023), or with a window only the last ones to the few positions that see
-them (ring.py); Ulysses exchanges tokens for heads of queries, keys, values and the output (Jacobs et al. 2023).
+them; Ulysses exchanges tokens for heads of queries, keys, values and the output (Jacobs et al. 2023).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
-from phalanx.blocks.attention_runs import CAPPED_TENSORS, DRAWN, MOST_SCORES, capped_scores, largest_run
-from phalanx.blocks.lora import saved_input
-from phalanx.blocks.operator import PLAIN, AttentionCore, MemoryBound, Message, Operator, SavedTensor
-from phalanx.blocks.place import WIDE, Place
-from phalanx.blocks.residual import enter, leave, linear_weights, norm_kernels, norm_saved, norm_weights
-from phalanx.blocks.ring import ring_keys
+from phalanx.blocks.operator import PLAIN, WIDE, AttentionCore, MemoryBound, Message, Operator, Place, SavedTensor
+from phalanx.blocks.residual import enter, leave, linear_weights, norm_kernels, norm_saved, norm_weights, saved_input
+
+LEAST_RUN = 128
+"""Fewest queries that are computed in one call, where there are as many."""
+CAPPED_RUNS = 8
+"""Runs of queries in which capped or masked scores of whole sequences are computed: an eighth of a sequence sees on
+average half of the keys, and a sixteenth more."""
+MOST_CAPPED_SCORES = 2**24
+"""Most capped scores per sequence, of all heads on a rank, that are in memory at once; longer runs are divided."""
+MOST_MASKED = 2**25
+"""Most elements per sequence of the mask of a run without a window; longer runs are divided."""
+MOST_SCORES = 2**26
+"""Most scores of a micro-batch that are in memory at once where they are computed step by step."""
+DRAWN = 2
+"""Random bytes per element of a dropout mask, which are there for one sequence at a time (model/seeding.py)."""
+CAPPED_TENSORS = 3
+"""Tensors of capped scores at once in the backward pass: probabilities, their gradient, and the slope of the cap."""
+
+
+def window_run(window: int, least: int = LEAST_RUN) -> int:
+    """Returns the queries of a run with a window: a quarter of it, so that a run reads at most five keys for four that
+    a query sees."""
+    return max(least, window // 4)
+
+
+def whole_run(queries: int, keys: int, least: int = LEAST_RUN) -> int:
+    """Returns the queries of a run without a window, of `queries` in all, which see up to `keys` keys."""
+    return max(1, min(max(least, -(-queries // CAPPED_RUNS)), MOST_MASKED // keys))
+
+
+def largest_run(seq_len: int, ring: int, window: int, slices: int = 1) -> tuple[int, int]:
+    """Returns the queries and the keys of the largest run on a rank, of sequences that a ring cuts (1: no ring) and
+    that pass in slices."""
+    if window:
+        chunk = seq_len if ring == 1 else seq_len // (2 * ring)
+        rows = chunk if chunk <= window else min(chunk, window_run(window))
+        return rows, min(chunk, rows + window - 1)
+    keys, queries = seq_len // ring, seq_len // ring // slices
+    return min(queries, whole_run(queries, keys)) if ring == 1 else queries, keys
+
+
+def capped_scores(heads: int, seq_len: int, ring: int, window: int) -> tuple[int, int]:
+    """Returns the queries of the largest run, and the capped scores per sequence that it has in memory at once, on a
+    rank with `heads` heads of sequences that a ring cuts (1: no ring)."""
+    rows, keys = largest_run(seq_len, ring, window)
+    rows = max(1, min(rows, MOST_CAPPED_SCORES // (heads * keys)))
+    return rows, heads * rows * keys
+
+
+def zigzag_runs(tokens: int, ring: int, position: int) -> list[range]:
+    """Returns the tokens of a ring position, of sequences of `tokens` tokens."""
+    if ring == 1:
+        return [range(tokens)]
+    chunk, mirror = tokens // (2 * ring), 2 * ring - 1 - position
+    return [range(position * chunk, (position + 1) * chunk), range(mirror * chunk, (mirror + 1) * chunk)]
+
+
+def sliced_runs(tokens: int, ring: int, position: int, slices: int) -> list[range]:
+    """Returns the same of sequences of `slices` slices of `tokens` tokens each, every one of which is cut in
+    zig-zag."""
+    runs = zigzag_runs(tokens, ring, position)
+    return [range(start + run.start, start + run.stop) for start in range(0, slices * tokens, tokens) for run in runs]
+
+
+def reached(keys: range, queries: Sequence[range], window: int) -> range:
+    """Returns the keys of a run that queries of other runs see under a causal mask and a window (0: all keys): the last
+    ones, as many as the nearest later run reaches."""
+    later = [run.start for run in queries if run.start > keys.start]
+    if not later:
+        return range(keys.stop, keys.stop)
+    first = max(keys.start, min(later) - window + 1) if window else keys.start
+    return range(min(first, keys.stop), keys.stop)
+
+
+def reached_runs(tokens: int, ring: int, slices: int, window: int, position: int, source: int) -> list[range]:
+    """Returns, for the runs of keys of position `source` in `slices` slices of `tokens` tokens, those that the queries
+    of `position` in the last slice see; runs may be empty."""
+    queries = sliced_runs(tokens, ring, position, slices)[-2:]
+    return [reached(run, queries, window) for run in sliced_runs(tokens, ring, source, slices)]
+
+
+@lru_cache(4096)
+def ring_hops(tokens: int, ring: int, slices: int, window: int) -> tuple[int, ...]:
+    """Returns the distances over which some position sends keys to one after it, in the last of `slices` slices."""
+    return tuple(
+        hops
+        for hops in range(1, ring)
+        if any(
+            any(reached_runs(tokens, ring, slices, window, (source + hops) % ring, source)) for source in range(ring)
+        )
+    )
+
+
+class RingKeys(NamedTuple):
+    """Keys per sequence that one position sends to the others, and gets from them, in its messages' order: to and from
+    the next positions and those before, by distance. Slices of a sequence send separately."""
+
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+@lru_cache(4096)
+def ring_keys(seq_len: int, ring: int, slices: int, window: int, position: int | None = None) -> RingKeys:
+    """Returns the keys of the messages, none of them empty, of a layer with a window; for no `position` those of the
+    one that sends most keys if sequences have one slice."""
+    if position is None:
+        ends = {0, min(1, ring - 1), ring // 2, ring - 1}
+        return max(
+            (ring_keys(seq_len, ring, slices, window, end) for end in sorted(ends)), key=lambda keys: sum(keys.sent)
+        )
+    tokens = seq_len // slices
+    others = [(position + hops) % ring for hops in range(1, ring)]
+
+    def counted(at: int, source: int, seen: int) -> int:
+        return sum(map(len, reached_runs(tokens, ring, seen, window, at, source)))
+
+    so_far = range(1, slices + 1)
+    sent = (counted(other, position, seen) for seen in so_far for other in others)
+    received = (counted(position, other, seen) for seen in so_far for other in reversed(others))
+    return RingKeys(tuple(filter(None, sent)), tuple(filter(None, received)))
+
 
 ROWS = PLAIN._replace(cut="rows")
 TILED_ROWS, TILED_COLUMNS = (PLAIN._replace(cut=cut, tiled=True) for cut in ("rows", "columns"))

@@ -3,24 +3,277 @@ own: one object each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 from phalanx.blocks.attention import attention, latent_attention
-from phalanx.blocks.experts import experts
-from phalanx.blocks.feed_forward import dense
-from phalanx.blocks.kind import AttentionKind, Connection, FeedForwardKind, SublayerKind
-from phalanx.blocks.lora import adapted
-from phalanx.blocks.operator import Operator
-from phalanx.blocks.place import Half, Place
-from phalanx.blocks.probe import kind_problems
-from phalanx.blocks.problems import expert_problems, latent_problems
-from phalanx.blocks.residual import norm, residual, sum_of_halves
-from phalanx.blocks.shrink import fewer_experts, smaller_latents
-from phalanx.config.model import MLA, ModelConfig, window_within
-from phalanx.registry import Registry
+from phalanx.blocks.feed_forward import dense, experts
+from phalanx.blocks.operator import Half, Operator, Place
+from phalanx.blocks.residual import adapted, norm, residual, sum_of_halves
+from phalanx.config.model import MLA, ModelConfig, MoE, window_within
+from phalanx.facts import Lazy, stated
+from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
+from phalanx.registry import Registry, package_code
+
+
+class Connection(NamedTuple):
+    """How tensor parallelism connects a layer to the residual stream, by the names of linear layers in its module
+    (Shoeybi et al. 2019, section 3)."""
+
+    reads: tuple[str, ...] = ()
+    """Those that read the input, cut by rows. The module applies them through its `project`, all at once: the input is
+    gathered, and its gradient is summed, once for all. None: a hook gathers the input of the whole module, and every
+    rank computes what reads it."""
+    writes: tuple[str, ...] = ()
+    """Those that write the output, cut by columns. If there is one, it sums the ranks' outputs. Otherwise a hook sums
+    the output of the whole module, to which only the first rank adds their biases."""
+
+
+def no_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields nothing: any values of the model's fields will do."""
+    yield from ()
+
+
+def no_fields(model: ModelConfig, small: ModelConfig, max_ranks: int) -> ModelConfig:
+    """Returns `small`: the kind has no fields of its own."""
+    return small
+
+
+@stated
+@dataclass(frozen=True, kw_only=True)
+class SublayerKind:
+    """A kind of one of a block's two sub-layers, attention and feed-forward layer."""
+
+    title: str
+    """A few words for lists and messages."""
+    source: str
+    """The paper or model that it is from, with the section."""
+    operators: Callable[[Place], Iterator[Operator]]
+    """The description: yields the operators between the norm and the residual sum, in the order of the forward pass,
+    with weights, products, saved tensors and messages. Parameter counts, tensor slices, FLOPs, memory, traffic and
+    seconds are views of it."""
+    module: Lazy
+    """What makes the torch module on one device, "package.module:name", imported when a model is built. Its parameters
+    are the description's weights, in the same order."""
+    connection: Connection
+    """How tensor parallelism connects the module to the residual stream."""
+    name_in_block: str
+    """The name of the module in a block, with which the names of its weights begin."""
+    needs: tuple[str, ...] = ()
+    """Fields of the model that it needs above 0, such as "mla.kv_rank". Kinds that do not need them refuse them."""
+    problems: Callable[[ModelConfig], Iterator[tuple[str, str]]] = no_problems
+    """Yields the dotted path of each wrong field of the model, and the message."""
+    shrink: Callable[[ModelConfig, ModelConfig, int], ModelConfig] = no_fields
+    """(model, small, max_ranks): returns `small`, which phalanx verify compares in place of a large `model`, with
+    smaller values of this kind's own fields. Sizes stay divisible by the same numbers of ranks up to `max_ranks`."""
+
+
+@stated
+@dataclass(frozen=True, kw_only=True)
+class AttentionKind(SublayerKind):
+    """A kind of attention. `module` is called with (model, layer); its forward pass takes what that of
+    `phalanx.model.attention.Attention` takes."""
+
+    name_in_block: str = "attn"
+    cores: tuple[str, ...]
+    """The names of the CoreAttention modules in its module, outside which tokens do not meet: selective recomputation
+    repeats them, and context parallelism replaces them. None: no rank may hold a part of a sequence."""
+
+
+@stated
+@dataclass(frozen=True, kw_only=True)
+class FeedForwardKind(SublayerKind):
+    """A kind of feed-forward layer. `module` is called with (model, layer, routing); its forward pass maps (batch, seq,
+    d_model) to the same shape, each token by itself."""
+
+    name_in_block: str = "mlp"
+    width: Callable[[ModelConfig], int]
+    """The hidden width, which tensor parallelism cuts."""
+    width_name: str = "MLP width"
+    """That width in messages."""
+    routed: bool = False
+    """Whether it has routed experts, which expert parallelism distributes: weights named "moe.experts.…". The first
+    `moe.n_dense_layers` layers are dense. Its forward pass takes Conversations (phalanx.model.documents) or None, too:
+    what its router counts besides choosing experts."""
+
+
+_PLAIN = ModelConfig(n_heads=4, n_kv_heads=2, positions="rope", activation="swiglu", bias=False)
+_LATENT = MLA(kv_rank=8, q_rank=8, rope_head_dim=4, nope_head_dim=4, v_head_dim=4)
+NEEDS = {"mla.kv_rank": {"mla": _LATENT}, "moe.n_experts": {"moe": MoE(n_experts=4)}}
+"""Fields that switch a part of a model on, and a small value of that part."""
+
+
+def kind_problems(kind: SublayerKind) -> Iterator[str]:
+    """Yields what contradicts the facts of a kind."""
+    for path in kind.needs:
+        if path not in NEEDS:
+            yield f"needs: {path!r} switches no part of a model on{did_you_mean(path, NEEDS)} ({', '.join(NEEDS)} do)"
+            return
+    parts = {name: part for path in kind.needs for name, part in NEEDS[path].items()}
+    place = Place(replace(_PLAIN, **parts), tp=2)
+    with package_code("its operators failed for a small model with tp=2"):
+        legal = not list(kind.problems(place.model))  # otherwise it goes with other models only
+        found = list(_operator_problems(kind, place, tuple(kind.operators(place)))) if legal else []
+    yield from found
+
+
+def _operator_problems(kind: SublayerKind, place: Place, operators: tuple[Operator, ...]) -> Iterator[str]:
+    weights = {weight.name: weight for operator in operators for weight in operator.weights}
+    if not weights:
+        yield "its operators have no weights"
+    for name in weights:
+        if not name.startswith(f"{kind.name_in_block}."):
+            yield f"the name of the weight {name!r} must begin with {kind.name_in_block!r} and a dot"
+    for names, cut in ((kind.connection.reads, "rows"), (kind.connection.writes, "columns")):
+        for name in names:
+            weight = weights.get(f"{kind.name_in_block}.{name}.weight")
+            if weight and weight.cut != cut:
+                yield f"{name} {'reads the input' if cut == 'rows' else 'writes the output'}: it must be cut by {cut}"
+    if isinstance(kind, AttentionKind):
+        cores = sum(operator.core is not None for operator in operators)
+        if cores != len(kind.cores):
+            yield f"it states {len(kind.cores)} cores, its operators have {cores}"
+    if isinstance(kind, FeedForwardKind):
+        if kind.width(place.model) < 1:
+            yield f"width must be at least 1, is {kind.width(place.model)}"
+        if kind.routed != any(weight.routed for weight in weights.values()):
+            yield f"routed is {kind.routed}: so are not the names of its weights (moe.experts.…)"
+    yield from _message_problems(place, operators)
+
+
+def _message_problems(place: Place, operators: tuple[Operator, ...]) -> Iterator[str]:
+    """Yields the problems of the messages off and onto the residual stream: one all-reduce of the stream in the
+    backward pass and one in the forward pass."""
+    sums = [
+        message
+        for operator in operators
+        for message in operator.messages
+        if message.axis == "tp" and message.collective == "all_reduce" and message.elements == place.hidden
+    ]
+    off, onto = sum(message.backward for message in sums), sum(message.forward for message in sums)
+    for times, way, helper in ((off, "off", "enter"), (onto, "onto", "leave")):
+        if times != 1:
+            yield (
+                f"its messages {way} the residual stream sum it {times:g} times over tensor ranks instead of once: "
+                f"phalanx.blocks.residual.{helper} yields them"
+            )
+
+
+def expert_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the problems of a mixture of experts."""
+    moe, n_layers = model.moe, model.n_layers
+    n = moe.n_experts
+    if moe.top_k > n:
+        choices = {"model.moe.top_k": [n], "model.moe.n_experts": range(moe.top_k, moe.top_k + 8)}
+        yield "model.moe.top_k", Misfit(f"must lie between 1 and n_experts {n}, is {moe.top_k}", moe.top_k, choices)
+    elif moe.top_k == 1 and moe.renormalise:
+        yield (
+            "model.moe.renormalise",
+            "with top_k 1 the gate is always 1 and the router gets no gradient from the loss; nearest legal: "
+            "renormalise=false",
+        )
+    if moe.bias_balanced and not moe.bias_rate:
+        yield "model.moe.bias_rate", f"must be above 0 with bias_balanced, is {moe.bias_rate}"
+    if moe.n_dense_layers > n_layers:
+        yield "model.moe.n_dense_layers", f"is {moe.n_dense_layers}, more than the model's n_layers {n_layers}"
+    yield from _groups(moe)
+
+
+def _groups(moe: MoE) -> Iterator[tuple[str, str]]:
+    n, groups = moe.n_experts, moe.n_groups
+    if n % groups:
+        yield (
+            "model.moe.n_groups",
+            Misfit(
+                f"n_experts {n} / n_groups {groups} is not an integer",
+                groups,
+                {"model.moe.n_groups": divisors(n), "model.moe.n_experts": multiples(groups, n)},
+            ),
+        )
+        return
+    if moe.top_groups > groups:
+        yield (
+            "model.moe.top_groups",
+            Misfit(
+                f"must lie between 1 and n_groups {groups}, is {moe.top_groups}",
+                moe.top_groups,
+                {"model.moe.top_groups": [groups]},
+            ),
+        )
+        return
+    within = n // groups * moe.top_groups
+    if within < moe.top_k <= n:
+        legal = [count for count in range(1, groups + 1) if n // groups * count >= moe.top_k]
+        yield (
+            "model.moe.top_groups",
+            Misfit(
+                f"top_groups {moe.top_groups} × (n_experts {n} / n_groups {groups}) = {within} experts to choose from, "
+                f"fewer than top_k {moe.top_k}",
+                moe.top_groups,
+                {"model.moe.top_groups": legal, "model.moe.top_k": range(1, within + 1)},
+            ),
+        )
+
+
+def latent_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the problems of latent attention."""
+    mla, positions = model.mla, model.positions
+    if mla.rope_head_dim % 2:
+        even = range(max(2, mla.rope_head_dim - 1), mla.rope_head_dim + 2, 2)
+        yield (
+            "model.mla.rope_head_dim",
+            Misfit(
+                f"rotary positions turn pairs: must be even, is {mla.rope_head_dim}",
+                mla.rope_head_dim,
+                {"model.mla.rope_head_dim": even},
+            ),
+        )
+    if positions != "rope":
+        yield "model.positions", f"latent attention needs rotary positions: rope, is {positions}"
+
+
+SMALL_EXPERTS = 8
+SMALL_Q_RANK, SMALL_KV_RANK, SMALL_PART = 16, 8, 4
+"""Latent attention: the ranks of its compressions, and the size of each part of a head."""
+
+
+def alike(number: int, at_least: int, max_ranks: int) -> int:
+    """Returns the smallest number from `at_least` on with the same divisors among 2 to `max_ranks` as `number`."""
+    ranks = range(2, max_ranks + 1)
+    return next(n for n in range(at_least, number + 1) if all((n % r == 0) == (number % r == 0) for r in ranks))
+
+
+def fewer_experts(model: ModelConfig, small: ModelConfig, max_ranks: int) -> ModelConfig:
+    """Returns `small` with fewer and narrower experts than `model`, in at least one layer. The same fraction of their
+    groups is chosen from, and the groups hold more experts than a token visits, so that the choice is not trivial."""
+    width = alike(model.expert_ff_size, min(model.expert_ff_size, small.d_model // 4), max_ranks)
+    dense = min(model.moe.n_dense_layers, small.n_layers - 1)
+    return replace(small, moe=_fewer(replace(model.moe, n_dense_layers=dense, d_ff=width), max_ranks))
+
+
+def _fewer(moe: MoE, max_ranks: int) -> MoE:
+    n = alike(moe.n_experts, min(moe.n_experts, SMALL_EXPERTS), max_ranks)
+    if n == moe.n_experts:
+        return moe
+    groups = next(groups for groups in range(min(moe.n_groups, n // 2), 0, -1) if n % groups == 0)
+    top_groups = -(-moe.top_groups * groups // moe.n_groups)
+    top_k = min(moe.top_k, max(2, n // groups * top_groups // 2))
+    return replace(moe, n_experts=n, n_groups=groups, top_groups=top_groups, top_k=top_k)
+
+
+def smaller_latents(model: ModelConfig, small: ModelConfig, max_ranks: int) -> ModelConfig:
+    """Returns `small` with lower ranks of latent attention's compressions, and smaller heads, than `model`."""
+    mla = model.mla
+    latents = MLA(
+        q_rank=min(mla.q_rank, SMALL_Q_RANK),
+        kv_rank=min(mla.kv_rank, SMALL_KV_RANK),
+        rope_head_dim=min(mla.rope_head_dim, SMALL_PART),
+        nope_head_dim=min(mla.nope_head_dim, SMALL_PART),
+        v_head_dim=min(mla.v_head_dim, SMALL_PART),
+    )
+    return replace(small, mla=latents)
 
 
 def _problems(name: str, kind: SublayerKind) -> Iterator[str]:

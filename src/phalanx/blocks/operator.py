@@ -1,7 +1,7 @@
 """The data types of the model description: operators with weights, products, memory traffic, saved tensors, messages.
 
-A block, the embedding, the head and the loss are lists of operators (attention.py, feed_forward.py, experts.py,
-ends.py). Parameter counts, tensor slices, FLOPs, memory, traffic, seconds, roofline and the planner's bounds are views
+A block, the embedding, the head and the loss are lists of operators (attention.py, feed_forward.py, residual.py).
+Parameter counts, tensor slices, FLOPs, memory, traffic, seconds, roofline and the planner's bounds are views
 of these lists: each formula is written once, here.
 """
 
@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal, NamedTuple
 
-from phalanx.config.layout import Recompute
+from phalanx.config.layout import Layout, Recompute
+from phalanx.config.model import ModelConfig
+from phalanx.hashed import Hashed, hashed_once
 
 Cut = Literal["whole", "rows", "columns"]
 """How tensor parallelism cuts a weight: rows are outputs, columns are inputs (Shoeybi et al. 2019, section 3)."""
@@ -41,7 +43,7 @@ class Weight(NamedTuple):
     """Whether rows are padded to a multiple of the tensor ranks (the vocabulary)."""
     gradient: Gradient = "tokens"
     tiled: bool = False
-    """Whether `layout.tiles` may cut it, along the dimension that tp cuts (partition/tiles.py)."""
+    """Whether `layout.tiles` may cut it, along the dimension that tp cuts (partition/tensor_slices.py)."""
     initial: Initial = "by name"
     """Its initial value (model/seeding.py), if its name does not say it."""
     frozen: bool = False
@@ -249,3 +251,218 @@ class Operator:
     def sending(self, *messages: Message) -> Operator:
         """Returns the operator with more messages."""
         return replace(self, messages=(*self.messages, *messages))
+
+
+@hashed_once
+@dataclass(frozen=True)
+class MemoryProfile(Hashed):
+    """The buffers, copies and reserves of a framework. The defaults are Phalanx's on a GPU."""
+
+    parameter_bytes: int = 0
+    """Bytes per element of a stored parameter; 0: those of the computation. torchtitan stores fp32 shards: 4."""
+    gradient_bytes: int = 0
+    """Bytes per element of a gradient that accumulates over micro-batches; 0: those of the computation."""
+    unbuffered_gradient_bytes: int = 0
+    """Bytes per element of a gradient outside of flat buffers, in FSDP's shards and without data ranks, where it has
+    the parameter's type whatever type it is reduced in; 0: `gradient_bytes`."""
+    passing_gradient_bytes: int = 0
+    """Bytes per parameter of the whole stage for the gradients of one micro-batch before they are added to those of
+    `gradient_bytes` (DeepSpeed's BF16_Optimizer: 2)."""
+    step_gradient_bytes: int = 0
+    """Bytes per parameter that a rank updates for the copy of the gradient in the optimizer's precision, which exists
+    during the optimizer step, besides that of the optimizer (OptimizerCosts.widened); counts only if the gradient
+    itself is narrower."""
+    step_is_flat: bool = False
+    """Whether that copy is one tensor, which does not fit into the blocks that activations have freed: the allocator
+    takes more from the device, as long as there is more."""
+    bucket_numbers: float = 0
+    """Gradients that are copied to one buffer to be reduced (DeepSpeed: 5e8)."""
+    gradients_stay: bool = False
+    """Whether gradients are allocated for the whole step (flat buffers), not just from the first backward pass on."""
+    scores: Literal["dropout", "always", "never"] = "dropout"
+    """When attention saves its probabilities: `dropout`, if the model has dropout, which torch's fused kernel does not
+    draw equally in all layouts; `always`, for unfused attention; `never`, for flash attention."""
+    masks: Literal["none", "runs"] = "none"
+    """The masks that attention within documents makes: `none`, if its kernel gets documents as runs of tokens; `runs`,
+    one of some queries at a time. None is kept for a backward pass."""
+    rms_copies: bool = False
+    """Whether an RMS norm saves its normalised input for its weight's gradient and, in half precision, its input in
+    fp32 in place of the input itself: torch's on CPUs, which has no kernel for it."""
+    swiglu_kept: int = 4
+    """Tensors of the MLP's hidden size that SwiGLU saves: both inputs, the SiLU's output and the product. A fused
+    kernel recomputes the SiLU (3), a compiler may recompute the product, too (2)."""
+    regathers: bool = False
+    """Whether sequence parallelism always gathers inputs again in the backward pass (Megatron), in every layout."""
+    routes_shards: bool = False
+    """Whether, with sequence parallelism, routers and the compressions of latent attention work on a rank's own tokens
+    (Megatron), not on those of all tensor ranks."""
+    weights_inside: bool = False
+    """Whether gates multiply inside the experts, before their last matrix, so that their output is not saved (Megatron
+    0.12 and later)."""
+    values_apart: bool = False
+    """Whether latent attention copies its values; views of the matrix's output keep the keys' part alive as well."""
+    selective: Literal["core", "products", "layers"] = "core"
+    """The meaning of recompute=selective: `core` repeats attention's core (Korthikanti et al. 2022, section 5);
+    `products` keeps the block's input, attention's output and every other matrix product (torchtitan's `op`); `layers`
+    repeats every other block."""
+    loss_tensors: tuple[int, int] = (1, 1)
+    """Tensors as large as the logits at the peak of the loss: in fp32, and in the width of the computation. Phalanx:
+    probabilities beside the logits, which they replace as their gradient; in torch's eager mode log-probabilities and
+    two gradients (3, 0); compiled, the logits and their gradient; fused, with the gradient in place, the logits alone.
+    """
+    split_loss_tensors: tuple[int, int] = (1, 1)
+    """These if tensor ranks share the vocabulary."""
+    saves_slopes: bool = True
+    """Whether the loss saves the gradient of the logits, in their place and width, until the backward pass; otherwise
+    it saves log-probabilities in fp32, or where it is fused, the logits."""
+    reduces_each: bool = False
+    """Whether ZeRO-2 and 3 reduce the gradients of every micro-batch, whatever the layout says."""
+    whole_under_pp: bool = False
+    """Whether ZeRO-3 in a pipeline keeps parameters gathered from the first micro-batch to the last."""
+    keeps_boundaries: bool = False
+    """Whether a pipeline's buffers hold the received and sent tensors of a stage for every micro-batch in flight,
+    beside the copy that blocks save (deepspeed/runtime/pipe/engine.py: pipe_buffers)."""
+    gathers_matrices: bool = False
+    """Whether ZeRO-3 gathers one matrix at a time, with the next or the gradient of one, instead of blocks."""
+    keeps_narrow: bool = False
+    """Whether products in fp8 save the inputs of matrices in fp8, one byte per element."""
+    dummy_gradients: bool = False
+    """Whether an empty gradient for each shape of a block's matrices stands in for those that kernels have already
+    added (Transformer Engine from 2.3 on)."""
+    reserve: float = 1.05
+    """Memory that torch's allocator reserves over the tensors' at the peak, as a factor, as long as there is room.
+    SimuMax's runs on B200 record both: 1.03 to 1.08, median 1.05."""
+    context_mib: int = 600
+    """MiB of the device's context, kernels and libraries, outside the allocator: 500 to 600 if CUDA loads kernels
+    lazily (from 11.7 on), 1,573 if it loads all of them (bigscience, A100)."""
+    communicator_mib: int = 150
+    """MiB of a communicator's buffers, which NCCL allocates itself: channels × peers × protocols."""
+    imbalance: float = 1.0
+    """Tokens of the fullest rank's experts over the mean of all; 1 is balanced routing."""
+    fp16: MemoryProfile | None = None
+    """The profile that replaces this one if products are in fp16."""
+
+
+PHALANX = MemoryProfile()
+"""The profile of Phalanx itself."""
+
+
+INDEX = 8
+"""Bytes of a count, an expert's number or an index into a tensor (int64)."""
+Half = Literal["attention", "feed_forward"]
+"""The halves of a block."""
+WIDE = 4
+"""Least bytes per element of losses, routers and sums over attention (fp32)."""
+
+
+class Place(NamedTuple):
+    """A tensor, context and expert rank with a micro-batch of `sequences` sequences."""
+
+    model: ModelConfig
+    tp: int = 1
+    sp: bool = False
+    sp_regather: bool = False
+    ring: int = 1
+    ulysses: int = 1
+    ep: int = 1
+    sequences: int = 1
+    conversations: int = 1
+    """The most conversations that are packed into a sequence, which routers count each for itself."""
+    slices: int = 1
+    """Slices into which pipelined sequences are cut."""
+    width: int = 2
+    """Bytes per element of an activation."""
+    narrow: bool = False
+    """Whether matrix products are in 8 bits, which matters to frameworks that save their operands so."""
+    profile: MemoryProfile = PHALANX
+    documents: bool = False
+    """Whether attention must not cross documents."""
+    window: int = 0
+    """Keys that a query of this layer sees at most, fewer than the sequence has; 0: all. Set by the kind of block."""
+    ring_rank: int | None = None
+    """Position in the ring, on which messages depend with a window; None: a position with the most bytes."""
+    tiled: frozenset[str] = frozenset()
+    """Layers that run in tiles, by the names of `layout.tile`."""
+    exchange: Literal["both", "enter", "leave"] = "both"
+    """Messages between the residual stream and a half of a block: off it and onto it, or in a parallel block off it
+    before the first half and onto it after the second. Set by the kind of block."""
+
+    @property
+    def cp(self) -> int:
+        return self.ring * self.ulysses
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the sequences on this context rank."""
+        return -(-self.sequences * self.model.seq_len // self.cp)
+
+    @property
+    def token_share(self) -> int:
+        """Number of tensor ranks that share the tokens between the matrices."""
+        return self.tp if self.sp else 1
+
+    @property
+    def hidden(self) -> int:
+        """Elements of the residual stream of these tokens, all tensor ranks' shares together."""
+        return self.tokens * self.model.d_model
+
+    @property
+    def read(self) -> int:
+        """Bytes per element of the saved operand of a matrix product."""
+        return 1 if self.narrow and self.profile.keeps_narrow else self.width
+
+    @property
+    def regathers(self) -> bool:
+        """Whether gathered inputs are dropped after the forward pass and gathered again in the backward pass. What a
+        parallel block gathers is the input of its norms, not of matrices."""
+        return (self.sp_regather or self.profile.regathers) and not self.model.parallel_block
+
+    def repeats_input(self, size: float, *, regathered: bool = True) -> float:
+        """Returns the part of the `size` of a matrix's input that recompute=products computes again: a norm's output,
+        unless tensor ranks gather it and the backward pass does not gather it again (`regathered`: as with
+        `sp_regather`)."""
+        gathered = self.sp and not self.model.parallel_block and not (regathered and self.regathers)
+        return size if self.model.norms_inputs and not gathered else 0
+
+    def bytes_of(self, message: Message) -> float:
+        """Returns the bytes of a message's tensor."""
+        widths = {"activation": self.width, "wide": max(self.width, WIDE), "index": INDEX}
+        return message.elements * widths[message.number]
+
+    def ranks_of(self, message: Message) -> int:
+        """Returns how many ranks a message's collective joins; for a send, the size of the ring."""
+        return {"tp": self.tp, "ring": self.ring, "ulysses": self.ulysses, "cp": self.cp, "ep": self.ep}[message.axis]
+
+
+def place_of(
+    model: ModelConfig,
+    layout: Layout,
+    sequences: int = 1,
+    *,
+    width: int = 2,
+    narrow: bool = False,
+    slices: int = 1,
+    profile: MemoryProfile = PHALANX,
+    documents: bool = False,
+    ring_rank: int | None = None,
+    conversations: int = 1,
+) -> Place:
+    """Returns the place of a rank under a layout."""
+    return Place(
+        model,
+        layout.tp,
+        layout.sp,
+        layout.sp_regather,
+        layout.ring,
+        layout.cp_ulysses,
+        layout.ep,
+        sequences,
+        conversations,
+        slices,
+        width,
+        narrow,
+        profile,
+        documents,
+        ring_rank=ring_rank,
+        tiled=layout.tiled_layers if layout.tiles > 1 else frozenset(),
+    )

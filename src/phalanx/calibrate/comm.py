@@ -25,9 +25,8 @@ import torch.distributed as dist
 from phalanx.comm.axis import Axis
 from phalanx.config.calibration import STABLE_SPREAD, FitQuality, relative_spread
 from phalanx.config.cluster import Cluster, Link
+from phalanx.cost.communication import Collective, RankGroup
 from phalanx.cost.fit import FitRow, Transfer, fit_link, link_rows, median_error
-from phalanx.cost.time.link import RankGroup
-from phalanx.cost.traffic.collectives import Collective
 from phalanx.data.files import Progress
 from phalanx.errors import JobError
 from phalanx.launch.ranks import Ranks

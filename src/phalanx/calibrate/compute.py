@@ -52,7 +52,7 @@ from phalanx.optimizers.catalogue import optimizer_costs
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.linear import linear, onednn_is_faster
 from phalanx.parallel.offload import StateFile
-from phalanx.partition.tiers import BUFFER_BYTES
+from phalanx.partition.derived import BUFFER_BYTES
 from phalanx.train.device import data_sheet_flops, keep_freed_memory
 from phalanx.train.optimizers.rule import adamw
 from phalanx.train.step import Stepper

@@ -21,6 +21,7 @@ import yaml
 from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
 import phalanx
+from phalanx.blocks.operator import Collective
 from phalanx.calibrate import comm, compute
 from phalanx.calibrate.comm import Fitted, chosen
 from phalanx.calibrate.compute import Measured
@@ -38,7 +39,6 @@ from phalanx.config.calibration import (
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.fields import get, leaves
 from phalanx.cost.fit import FitRow, Precision, median_error
-from phalanx.cost.traffic.collectives import Collective
 from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.errors import JobError
 from phalanx.launch.process_group import process_group

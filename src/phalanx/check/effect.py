@@ -14,7 +14,7 @@ from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.presets import FROM_FILE, states_no_rows
-from phalanx.partition.tiers import has_buckets, is_offloaded, named
+from phalanx.partition.derived import has_buckets, is_offloaded, named
 
 Condition = tuple[Callable[[Job], object], str]
 """Whether a field has an effect in a job, and when it has one, in words."""

@@ -21,8 +21,8 @@ from phalanx.config.trackers import TRACKERS
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, did_you_mean, divisors, misfit, multiples, nearest_divisors
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, unread
-from phalanx.partition import batch
-from phalanx.partition.pipeline import flushes
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import flushes
 
 
 def compiles(job: Job, device: str = "") -> bool:

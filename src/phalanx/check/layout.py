@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import lru_cache
 from math import gcd
 
-from phalanx.blocks.ends import VOCABULARY, embedding_weights, head_weights
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
 from phalanx.blocks.operator import Weight
 from phalanx.blocks.parameters import block_weights, parameter_shapes
+from phalanx.blocks.residual import VOCABULARY, embedding_weights, head_weights
 from phalanx.config.cluster import Cluster
 from phalanx.config.job import Job, Optimizer
 from phalanx.config.layout import TILED, Layout
@@ -20,11 +20,10 @@ from phalanx.errors import JobError
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.optimizers.entry import block_of
-from phalanx.partition import batch, recompute
-from phalanx.partition.pipeline import flushes
-from phalanx.partition.second_copy import legal_hpz
-from phalanx.partition.tiers import PARTS, Part, figures, is_offloaded, named
-from phalanx.partition.tiles import ENDS, first_rank_tiles, is_tiled, layers_of, too_few_rows
+from phalanx.partition import derived as batch
+from phalanx.partition import derived as recompute
+from phalanx.partition.derived import PARTS, Part, figures, flushes, is_offloaded, legal_hpz, named
+from phalanx.partition.tensor_slices import ENDS, first_rank_tiles, is_tiled, layers_of, too_few_rows
 
 
 def tile_problems(job: Job) -> Iterator[Problem]:

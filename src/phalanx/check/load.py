@@ -31,7 +31,7 @@ from phalanx.config.values import row_of
 from phalanx.config.yaml_file import SET_FIELDS, Setting
 from phalanx.errors import JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
-from phalanx.partition.batch import solve
+from phalanx.partition.derived import solve
 from phalanx.schedule import catalogue
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.blocks.kinds import HALVES, TABLES, attention_models, block_kinds, chosen_kinds
-from phalanx.blocks.lora import EVERY, can_adapt, is_target, layer_of, names_of
-from phalanx.blocks.place import Half, Place
+from phalanx.blocks.operator import Half, Place
+from phalanx.blocks.residual import EVERY, can_adapt, is_target, layer_of, names_of
 from phalanx.check.layout import Problem
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
@@ -14,7 +14,7 @@ from phalanx.config.layout import AXES
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
 from phalanx.optimizers.catalogue import OPTIMIZERS
-from phalanx.partition.pipeline import flushes
+from phalanx.partition.derived import flushes
 from phalanx.schedule.catalogue import SCHEDULES
 
 

@@ -9,9 +9,8 @@ from phalanx.check.layout import Problem, context_problems
 from phalanx.config.job import Job
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, divisors, multiples
-from phalanx.partition import batch
-from phalanx.partition.pipeline import is_file
-from phalanx.partition.stages import written_stages
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import is_file, written_stages
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.generators import pipedream
 

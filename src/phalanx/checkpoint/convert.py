@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.blocks.lora import A, B, is_adapter
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
+from phalanx.blocks.residual import A, B, is_adapter
 from phalanx.bounded import read_bytes
 from phalanx.checkpoint import consolidated
 from phalanx.checkpoint.consolidated import PlannedFile, numbered, plan

@@ -26,7 +26,7 @@ from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.ranks import Ranks, detect
-from phalanx.partition import batch as batch_equation
+from phalanx.partition import derived as batch_equation
 from phalanx.train.run_directory import RunDirectory
 from phalanx.units import duration, seconds
 
@@ -84,8 +84,8 @@ def worlds_of(job: Job) -> tuple[int, ...]:
 
 def _chosen(loaded: LoadedJob, worlds: tuple[int, ...], vocab: int, prints: bool = True) -> LoadedJob:
     # Here, because numpy is a third of the time that --help takes.
-    from phalanx.plan.auto import choose
-    from phalanx.plan.report.notes import NO_HEADROOM
+    from phalanx.plan.notes import NO_HEADROOM
+    from phalanx.plan.planner import choose
 
     with stderr_progress() as progress:
         plan = choose(loaded.job, fixed_of(loaded), vocab, worlds, progress if prints else None)

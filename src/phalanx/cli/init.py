@@ -31,7 +31,7 @@ from phalanx.data.files import stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
-from phalanx.partition.batch import solve
+from phalanx.partition.derived import solve
 from phalanx.units import gib
 
 WIDTH = 110
@@ -162,7 +162,7 @@ def planned_job(job: NewJob, path: Path, *, plans: bool) -> tuple[LoadedJob, str
     loaded = load_words(words, opens="phalanx init")
     if not plans:
         return loaded, ""
-    from phalanx.plan.auto import choose  # here, because it imports numpy
+    from phalanx.plan.planner import choose
 
     if job.cluster == HERE and not clusters.default_path().exists():
         echo("this machine is measured once, which takes about half a minute; --no-plan skips it", file=sys.stderr)

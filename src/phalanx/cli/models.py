@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.blocks.flops import train_flops_per_token
-from phalanx.blocks.parameters import count, count_active
+from phalanx.blocks.parameters import count, count_active, train_flops_per_token
 from phalanx.check.job import shape_problems
 from phalanx.cli.help_page import filled
 from phalanx.cli.option import Option, flag_of

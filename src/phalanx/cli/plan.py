@@ -17,10 +17,10 @@ from phalanx.data.files import stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo, terminal_columns
 from phalanx.errors import DoesNotFitError
+from phalanx.plan import page as report
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.planner import search
-from phalanx.plan.report import report
-from phalanx.plan.search.request import plan_request
+from phalanx.plan.space import plan_request
 
 MAP_POINTS = 300
 """Number of layouts in the map of the space."""

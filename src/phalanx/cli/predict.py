@@ -12,8 +12,7 @@ from phalanx.cli.predicting import OPTIONS, asked, calibration_document
 from phalanx.cli.verb import Words, job_verb
 from phalanx.cost.breakdown import document, memory_lines, subject, time_lines
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.data.files import stderr_progress
 from phalanx.data.settings import vocabulary_size
@@ -22,7 +21,7 @@ from phalanx.errors import DoesNotFitError, JobError
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
-from phalanx.plan.report.advice import advice, shortfall
+from phalanx.plan.page import advice, shortfall
 from phalanx.report.figures import rank_traffic
 from phalanx.units import gib
 from phalanx.validation import table

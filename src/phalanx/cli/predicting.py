@@ -13,15 +13,14 @@ from phalanx.cli.option import Option
 from phalanx.config.calibration import Assessment, assess
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import LOCAL
-from phalanx.cost.frameworks.calibration import calibrated
-from phalanx.cost.frameworks.known import FRAMEWORKS, PHALANX
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from phalanx.cost.spec import StepSpec
-    from phalanx.plan.search.request import PlanRequest
+    from phalanx.plan.space import PlanRequest
 
 OPTIONS = {
     "products": Option(

@@ -6,7 +6,7 @@ from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.option import Option
 from phalanx.cli.verb import JSON, Command, Verb, Words
 from phalanx.errors import JobError
-from phalanx.partition.pipeline import is_file
+from phalanx.partition.derived import is_file
 from phalanx.pictures import schedule as schedule_picture
 from phalanx.registry import OWN
 from phalanx.schedule import catalogue, file, timing, trace

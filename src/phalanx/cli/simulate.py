@@ -17,19 +17,17 @@ from phalanx.cli.verb import Words, job_verb
 from phalanx.config import values
 from phalanx.cost.breakdown import duration, subject
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.gc import gc_paused
-from phalanx.plan.report.advice import shortfall
+from phalanx.plan.page import shortfall
 from phalanx.simulate import goodput
-from phalanx.simulate.disturbance import AXES, Disturbance, check
 from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
-from phalanx.simulate.step import Figures, figures, simulate
+from phalanx.simulate.step import AXES, Disturbance, Figures, check, figures, simulate
 from phalanx.simulate.timeline import Timeline
 
 PROGRESS_PASSES = 50_000
@@ -200,7 +198,7 @@ def _contents(
         return timeline_picture.svg(result.timeline, *window, about, _marks(result.disturbance), slowed)
 
     def trace() -> str:
-        from phalanx.simulate import trace as events
+        from phalanx.simulate import timeline as events
 
         return events.text(result.timeline)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from phalanx.comm.agree import gather_json
 from phalanx.comm.calls import CallLog, ObservedCall, reduction
-from phalanx.cost.traffic.collectives import Collective, sent_bytes
+from phalanx.cost.communication import Collective, sent_bytes
 from phalanx.launch.watchdog.heartbeat import Call
 from phalanx.units import counted, gib
 

@@ -54,7 +54,7 @@ def _read(kind: Any, value: Any, where: str, problems: list[str], more: bool) ->
         found = _read(arguments[0], value, where, problems, more)
         if len(problems) == before:
             limits = [each for each in arguments[1:] if not isinstance(each, Example)]
-            problems += [_at(where, wrong) for each in limits if (wrong := each.problem(found))]
+            problems += [_at(where, str(wrong)) for each in limits if (wrong := each.problem(found))]
         return found
     if origin in (typing.Union, types.UnionType):
         for each in arguments:

@@ -1,30 +1,73 @@
 """Fits the cost model's figures to measured times: an Accelerator to matrix products, attention and streams, a Link to
 collectives.
 
-It fits the cost model's own functions (time/kernel.py, time/link.py), so that a prediction with the result is as close
+It fits the cost model's own functions (kernels.py, communication.py), so that a prediction with the result is as close
 to the measurements as the model allows. Residuals are relative: the logarithm of predicted over measured time.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.blocks.kinds import block, block_kinds
-from phalanx.blocks.place import Place
+from phalanx.blocks.operator import Place
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing, with_processes
 from phalanx.config.model import ModelConfig
-from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.known import PHALANX_CPU
-from phalanx.cost.least_squares import least_squares
-from phalanx.cost.time import link
-from phalanx.cost.time.kernel import attention_seconds, product_seconds, stream_seconds
-from phalanx.cost.time.layer import operator_seconds
-from phalanx.cost.traffic.collectives import Collective, sent_bytes
+from phalanx.cost import communication
+from phalanx.cost.communication import Collective, sent_bytes
+from phalanx.cost.frameworks import PHALANX_CPU
+from phalanx.cost.kernels import attention_seconds, operator_seconds, product_seconds, stream_seconds
+from phalanx.cost.spec import Framework
 from phalanx.units import gib
+
+HUBER_DELTA = 0.1
+"""Relative error up to which its square counts; above, its size (Huber 1964), so that outliers do not bend the fit."""
+MAX_ITERATIONS = 200
+"""Most iterations: about ten are usual."""
+MAX_DAMPING, CONVERGED_STEP, LITTLE = 1e9, 1e-9, 1e-5
+"""Damping at which the fit gives up, the relative step below which it has converged, and that of derivatives."""
+
+
+def least_squares(errors: Callable[..., list[float]], start: Sequence[float]) -> list[float]:
+    """Returns the positive parameters that minimise `errors(*parameters)`, logarithms of predicted over measured
+    values: Levenberg-Marquardt steps on the logarithms of the parameters, each at most a factor of e, with derivatives
+    by differences and Huber's weights."""
+
+    def errors_at(place: NDArray[Any]) -> NDArray[np.float64]:
+        return np.array(errors(*map(float, np.exp(place))))
+
+    def loss(residuals: NDArray[Any]) -> float:
+        size = np.abs(residuals)
+        return np.where(size <= HUBER_DELTA, size**2 / 2, HUBER_DELTA * (size - HUBER_DELTA / 2)).sum()
+
+    at = np.log(start)
+    residuals, damping = errors_at(at), 1e-3
+    for _ in range(MAX_ITERATIONS):
+        moved = [errors_at(at + LITTLE * one) for one in np.eye(len(at))]
+        slopes = (np.array(moved) - residuals) / LITTLE
+        weighted = slopes * (HUBER_DELTA / np.maximum(np.abs(residuals), HUBER_DELTA))
+        square, right = weighted @ slopes.T, -weighted @ residuals
+        while damping < MAX_DAMPING:
+            raised = square + np.diag(damping * np.diag(square) + 1e-12)  # a parameter without influence stays
+            step = np.clip(np.linalg.solve(raised, right), -1.0, 1.0)
+            tried = errors_at(at + step)
+            if loss(tried) < loss(residuals):
+                break
+            damping *= 5
+        else:
+            break  # no smaller step is better either
+        at, residuals, damping = at + step, tried, max(damping / 5, 1e-9)
+        if np.abs(step).max() < CONVERGED_STEP:
+            break
+    return [float(value) for value in np.exp(at)]
+
 
 UNCACHED_BYTES = 100e6
 """Bytes moved from which on a stream runs at the bandwidth of memory: more than the last-level caches of CPUs (32 MB
@@ -93,11 +136,11 @@ class StreamTiming:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Seconds of one collective over a tensor of `payload` bytes (as in link.seconds)."""
+    """Seconds of one collective over a tensor of `payload` bytes (as in communication.seconds)."""
 
     collective: Collective
     payload: int
-    group: link.RankGroup
+    group: communication.RankGroup
     seconds: float
 
     @property
@@ -290,7 +333,9 @@ def fit_link(transfers: Sequence[Transfer], devices_per_node: int) -> Link:
 
 def predicted(machine: Cluster, transfer: Transfer) -> Transfer:
     """Returns the collective with its predicted seconds."""
-    return replace(transfer, seconds=link.seconds(machine, transfer.collective, transfer.payload, transfer.group))
+    return replace(
+        transfer, seconds=communication.seconds(machine, transfer.collective, transfer.payload, transfer.group)
+    )
 
 
 def link_rows(machine: Cluster, transfers: Iterable[Transfer]) -> list[FitRow]:

@@ -7,22 +7,57 @@ from functools import lru_cache
 
 from phalanx.check.job import compiles
 from phalanx.config.cluster import with_processes
-from phalanx.config.clusters import CLUSTERS
+from phalanx.config.clusters import CLUSTERS, cluster_of
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.frameworks.framework import Framework
-from phalanx.cost.frameworks.known import COMPILED_KERNEL_US, COMPILED_PASSES, PHALANX, PHALANX_CPU
-from phalanx.cost.frameworks.memory_profiles import COMPILED_LOSS_TENSORS
-from phalanx.cost.loss_chunk import with_loss_chunk
-from phalanx.cost.memory.state import WIDTHS
-from phalanx.cost.spec import StepSpec, as_used_by
-from phalanx.cost.time.offload_time import require_host
+from phalanx.cost.frameworks import COMPILED_KERNEL_US, COMPILED_PASSES, PHALANX, PHALANX_CPU
+from phalanx.cost.memory_profiles import COMPILED_LOSS_TENSORS
+from phalanx.cost.rank_memory import RankParts, StepParts, step_memory
+from phalanx.cost.spec import Framework, StepSpec, as_used_by
+from phalanx.cost.step_state import require_host
 from phalanx.errors import JobError
-from phalanx.partition import batch
-from phalanx.partition.pipeline import is_file, schedule_of
+from phalanx.partition.derived import PARAMETER_BYTES, is_file, schedule_of, solve
 from phalanx.schedule import catalogue
+
+SHARE = 0.1
+"""The least share of logits in the memory at the peak for which the loss computes them in chunks."""
+
+
+def with_loss_chunk(spec: StepSpec) -> StepSpec:
+    """Returns the spec with a number in place of `loss_chunk=auto`: without chunks if the logits of a micro-batch would
+    be less than a tenth of the memory of their rank at its peak, and fit."""
+    if spec.layout.loss_chunk != "auto":
+        return spec
+    whole = _with(spec, 0)
+    step = StepParts(whole)
+    parts = [RankParts(step, flight) for flight in step.flights]
+    fits = spec.cluster.accelerator.memory_gib * 2**30 or float("inf")
+    for memory, rank in zip(step_memory(whole), parts, strict=True):
+        logits = rank.logits()[0] + rank.waiting_logits()
+        if logits >= SHARE * memory.allocated or (logits and memory.needed > fits):
+            # The rank's tokens of a micro-batch, or of a slice of it.
+            return _with(spec, spec.layout.logits_of(int(step.pass_tokens)))
+    return whole
+
+
+def _with(spec: StepSpec, chunk: int) -> StepSpec:
+    layout: Layout = replace(spec.layout, loss_chunk=chunk)
+    return replace(spec, layout=layout)
+
+
+def on_known_cluster(job: Job, device: str = "") -> Job:
+    """Returns the job on its cluster, or on cluster=local if it names none. Raises JobError if nothing was measured, or
+    if the ranks are on another kind of `device` (cpu, cuda) than was measured."""
+    if job.cluster.accelerator.name:
+        return job
+    local = cluster_of("local")
+    if device and local.device != device:
+        raise JobError(f"cluster=local is a measured {local.device}, the ranks are on {device}; name the cluster")
+    nodes = job.cluster.nodes
+    return replace(job, cluster=replace(local, nodes=nodes, devices_per_node=max(1, job.layout.processes // nodes)))
+
 
 DESCRIBED_SPREAD = 1.15
 """Factor by which the interval of a machine that the user describes is wider on either side: the same H100s described
@@ -60,9 +95,9 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
         model=model,
         cluster=cluster,
         layout=job.layout,
-        batch=batch.solve(job.train.global_batch, job.layout),
+        batch=solve(job.train.global_batch, job.layout),
         products="fp32" if precision in ("fp32", "fp64") else precision,
-        width=WIDTHS[precision],
+        width=PARAMETER_BYTES[precision],
         framework=framework,
         optimizer=job.optimizer,
         stages=stages(model, job.layout),
@@ -90,7 +125,7 @@ def _as_trained(job: Job, framework: Framework) -> Framework:
         profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
     framework = replace(framework, cast_bytes=5) if compiled else framework
     if job.train.gradients != "same":
-        profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=WIDTHS[job.train.precision])
+        profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=PARAMETER_BYTES[job.train.precision])
     low, high = framework.spread
     if not job.cluster.preset:  # nobody measured this machine
         low, high = low / DESCRIBED_SPREAD, high * DESCRIBED_SPREAD

@@ -9,14 +9,24 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Literal
 
-from phalanx.blocks.ends import embedding_weights, head_weights
 from phalanx.blocks.kinds import BlockKind
 from phalanx.blocks.operator import Weight
 from phalanx.blocks.parameters import block_weights
+from phalanx.blocks.residual import embedding_weights, head_weights
 from phalanx.config.model import ModelConfig
+from phalanx.cost.communication import RankGroup, group, seconds
+from phalanx.cost.held import Content
+from phalanx.cost.kernels import product_seconds
 from phalanx.cost.spec import StepSpec
 from phalanx.optimizers.catalogue import entry_of
-from phalanx.optimizers.entry import is_hidden_matrix, matrix_elements, newton_schulz_flops
+from phalanx.optimizers.entry import (
+    ITERATIONS,
+    is_hidden_matrix,
+    matrix_elements,
+    newton_schulz_flops,
+    newton_schulz_products,
+)
+from phalanx.partition.derived import bucket_bytes
 from phalanx.partition.matrices import ROUND_ELEMENTS, Owner, Piece, ShardRanges, SharedMatrix, bucket_cut, rounds
 from phalanx.partition.tensor_slices import in_buckets
 
@@ -82,7 +92,7 @@ def matrix_work(spec: StepSpec, kinds: Kinds, ends: tuple[bool, bool]) -> tuple[
     layout = spec.layout
     if layout.zero == 3 or layout.shard_ranks == 1:
         return _balanced(spec.model, layout.tp, layout.ep, layout.shard_ranks, kinds)
-    least = layout.bucket_mb * 2**20 / spec.width
+    least = bucket_bytes(layout) / spec.width
     if layout.ep == 1:
         return _in_buckets(spec.model, layout.tp, 1, layout.shard_ranks, kinds, ends, least)
     dense = _in_buckets(spec.model, layout.tp, 1, layout.shard_ranks, kinds, ends, least, "dense")
@@ -145,7 +155,9 @@ def _in_buckets(
     """Returns the matrices of flat buckets of at least `least` elements, of `which` weights."""
     weights = [*(embedding_weights(model, model.vocab_size) if ends[0] else ())]
     for kind, blocks in kinds:
-        weights += [weight for weight in _weights(model, kind) if which in ("all", _which(weight))] * blocks
+        weights += [
+            weight for weight in _weights(model, kind) if which in ("all", "experts" if weight.routed else "dense")
+        ] * blocks
     weights += head_weights(model, model.vocab_size) if ends[1] else ()
     weights.reverse()
     shapes = [weight.shape_on(tp, ep) for weight in weights]
@@ -199,5 +211,29 @@ def _slices(weight: Weight, tp: int) -> int:
     return tp if weight.dim is not None else 1
 
 
-def _which(weight: Weight) -> str:
-    return "experts" if weight.routed else "dense"
+def matrix_seconds(spec: StepSpec, content: Content) -> float:
+    """Returns the seconds of the busiest of the ranks with `content`; 0 for an optimizer that updates elements."""
+    total = 0.0
+    for work in matrix_work(spec, tuple(content.of_kind.items()), (content.embedding, content.head)):
+        total += max(_orthogonal_seconds(spec, owned) for owned in work.owned)
+        mine = work.elements / work.ranks * max(4, spec.width)
+        among = group(spec.layout, "edp" if work.experts else "shard")
+        total += _both_ways(spec, mine * work.moved, among, work.rounds)
+        if work.tp > 1:
+            total += _both_ways(spec, mine, group(spec.layout, "tp"), work.rounds)
+    return total
+
+
+def _orthogonal_seconds(spec: StepSpec, owned: Owned) -> float:
+    """Returns the seconds of orthogonalising some matrices."""
+    device, products = spec.cluster.accelerator, "bf16" if spec.optimizer.newton_schulz == "bf16" else "fp32"
+    return ITERATIONS * sum(
+        product_seconds(device, products, *sizes, number)
+        for shape, number in owned
+        for sizes in newton_schulz_products(*shape)
+    )
+
+
+def _both_ways(spec: StepSpec, payload: float, among: RankGroup, rounds: int) -> float:
+    """Returns the seconds of sending `payload` bytes to owners and back, in some rounds."""
+    return 2 * rounds * seconds(spec.cluster, "all_to_all", payload / rounds, among)

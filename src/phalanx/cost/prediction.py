@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
+from functools import lru_cache
 
-from phalanx.cost.memory.rank_memory import RankMemory
-from phalanx.partition.tiers import Tier
+from phalanx.blocks.parameters import attention_flops_per_sequence, block_flops_per_sequence, train_flops_per_step
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.cost.communication import boundary_seconds
+from phalanx.cost.exposed import boundaries, ends_of_blocks, pipeline_seconds, step_state
+from phalanx.cost.held import Content, ParameterCounts, contents
+from phalanx.cost.kernels import peak_flops
+from phalanx.cost.matrices import matrix_seconds
+from phalanx.cost.rank_memory import RankMemory, step_memory
+from phalanx.cost.rank_time import RankTime, held_by, rank_time
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.step_state import (
+    duplicated_stages_seconds,
+    fetch_seconds,
+    interference,
+    offloaded_work,
+    optimizer_seconds,
+    step_collectives,
+    synchronization_seconds,
+)
+from phalanx.partition.derived import Tier, gathers_parameters, modes, written
+from phalanx.schedule import catalogue
 from phalanx.schedule.timing import bubble_fraction
 
 
@@ -146,3 +168,104 @@ class Prediction:
     def short_tiers(self) -> tuple[Tier, ...]:
         """The tiers other than the device that are known to be too small."""
         return tuple(tier for tier, (most, limit) in self.tiers.items() if tier != "device" and 0 < limit < most)
+
+
+def hardware_flops_per_step(model: ModelConfig, layout: Layout, sequences: int) -> int:
+    """Returns the FLOPs of one optimizer step with what the layout computes twice: of each block the forward pass
+    (full), or its attention (selective); with products no product. Raises JobError where `layout.recompute_cut` does
+    not fit the model."""
+    repeated = _repeated_flops_per_sequence(model, written(layout))
+    return train_flops_per_step(model, sequences) + sequences * repeated
+
+
+@lru_cache(4096)
+def _repeated_flops_per_sequence(model: ModelConfig, recomputes: str) -> int:
+    flops = 0
+    for layer, mode in enumerate(modes(recomputes, model.n_layers)):
+        if mode == "full":
+            flops += block_flops_per_sequence(model, layer)
+        elif mode == "selective":
+            flops += attention_flops_per_sequence(model, layer)
+    return flops
+
+
+def step_parts(spec: StepSpec) -> Parts:
+    """Returns the seconds of one step by part; their sum is the step time."""
+    layout, batch = spec.layout, spec.batch
+    ranks = contents(spec)
+    count = Counter(ranks)
+    time_of = {content: rank_time(spec, content) for content in count}
+    times = [time_of[content] for content in ranks]
+    busiest = max(range(len(times)), key=lambda rank: times[rank].total)
+    slowest, m = times[busiest], batch.accumulation
+    mean = RankTime()
+    for content, number in count.items():
+        mean += time_of[content].scaled(number / len(times))
+    whole = pipeline_seconds(layout, m, [time.total for time in times], mean.forward, mean.weights)
+    held = max((held_by(spec, content) for content in count), key=lambda held: held.dense + held.experts)
+    data, optimizer = _state(spec, ranks[busiest], held, slowest)
+    # Those of the first block and outside the blocks, as in `ends_of_blocks`.
+    fetched = 2 * fetch_seconds(spec, *held.sent(layout, "parameter")) / max(1, ranks[busiest].blocks)
+    host = offloaded_work(spec, held, slowest.backward_seconds, optimizer)
+    bidirectional = min(content.share for content in count) < 1
+    exposed = {
+        "tp": m * slowest.tp,
+        "cp": m * slowest.cp,
+        "ep": m * slowest.ep,
+        "pp": _boundaries(spec) + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
+        "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + data,
+    }
+    exposed["dp_replicate"] = exposed.get("dp_replicate", 0.0) + synchronization_seconds(spec, held)
+    return Parts(
+        products=m * slowest.products,
+        streams=m * slowest.streams,
+        recompute=m * slowest.recompute,
+        host=m * slowest.host,
+        exposed={axis: spent for axis, spent in exposed.items() if spent},
+        bubble=whole - m * slowest.total,
+        optimizer=optimizer,
+        copies=(sum(host.late) if host else 0.0) + fetched + m * slowest.copies,
+        files=host.late_files if host else 0.0,
+        forward=m * (slowest.forward_seconds - slowest.forward_communication),
+    )
+
+
+def _boundaries(spec: StepSpec) -> float:
+    """Returns the exposed seconds of messages between stages."""
+    layout = spec.layout
+    if layout.pp == 1:
+        return 0.0
+    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
+    once = sum(boundary_seconds(spec, rank, rank + 1) for rank in range(layout.pp - 1)) / (layout.pp - 1)
+    return boundaries(once, layout.pp, chunks, spec.batch.accumulation, overlaps=spec.framework.pp_overlaps)
+
+
+def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: RankTime) -> tuple[float, float]:
+    """Returns the exposed seconds of gathering parameters and reducing gradients once per step, and the optimizer's."""
+    layout, blocks = spec.layout, content.blocks
+    optimizer = optimizer_seconds(spec, held) + matrix_seconds(spec, content)
+    state, messages = step_collectives(spec, held, blocks)
+    if gathers_parameters(layout):
+        return ends_of_blocks(state.gather, state.reduce, blocks), optimizer
+    ahead, slowdown, overlaps = slowest.forward, interference(spec, held, messages), spec.framework.dp_overlaps
+    behind = slowest.total - ahead
+    return step_state(state.gather, state.reduce, ahead, behind, blocks, slowdown, overlaps=overlaps), optimizer
+
+
+def predict(spec: StepSpec) -> Prediction:
+    """Returns time, memory and FLOPs of one step. Raises JobError if the layout's schedule or cut does not fit it."""
+    device, sequences = spec.cluster.accelerator, spec.batch.global_batch
+    return Prediction(
+        parts=step_parts(spec),
+        devices=spec.layout.world,
+        tokens=sequences * spec.model.seq_len,
+        model_flops=train_flops_per_step(spec.model, sequences),
+        hardware_flops=hardware_flops_per_step(spec.model, spec.layout, sequences),
+        peak_flops=spec.cluster.peak_tflops * 1e12 or peak_flops(device, spec.products),
+        memory=step_memory(spec),
+        memory_limit=device.memory_gib * 2**30,
+        spread=spec.framework.spread,
+        memory_spread=spec.framework.memory_spread,
+        host_limit=spec.cluster.host.memory_gib * 2**30,
+        disk_limit=spec.cluster.host.disk_gib * 2**30,
+    )

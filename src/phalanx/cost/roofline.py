@@ -11,13 +11,19 @@ from math import inf
 from typing import Literal
 
 from phalanx.blocks.kinds import BlockKind, block, block_kinds
-from phalanx.blocks.operator import Operator
-from phalanx.blocks.place import Place
+from phalanx.blocks.operator import Operator, Place
 from phalanx.config.cluster import Accelerator
+from phalanx.cost.communication import messages_seconds, place
+from phalanx.cost.kernels import (
+    BEST_INNER,
+    FILLING,
+    STREAM_EFFICIENCY,
+    number_format,
+    operator_seconds,
+    peak_flops,
+    rate,
+)
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.time.communication import messages_seconds, place
-from phalanx.cost.time.kernel import BEST_INNER, FILLING, STREAM_EFFICIENCY, peak_flops, rate
-from phalanx.cost.time.layer import number_format, operator_seconds
 
 Bound = Literal["compute", "memory", "launch"]
 

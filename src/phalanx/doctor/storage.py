@@ -19,9 +19,9 @@ from phalanx.checkpoint.inventory import REMOVED, space_for, sync
 from phalanx.config.corpora import CORPORA, TOKENIZERS
 from phalanx.config.fields import replace
 from phalanx.config.trackers import missing
+from phalanx.cost.exact_state import checkpoint_bytes
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_memory import step_memory
-from phalanx.cost.memory.state import checkpoint_bytes
+from phalanx.cost.rank_memory import step_memory
 from phalanx.data.files import TEMPORARY, open_regular, write_atomic
 from phalanx.data.settings import vocabulary_size
 from phalanx.doctor.machine import CheckedMachine, CheckResult, DoctorCheck, Problems, error, ok, ok_unless_found, warn

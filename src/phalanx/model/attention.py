@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.blocks.attention_runs import whole_run
+from phalanx.blocks.attention import whole_run
 from phalanx.config.model import ModelConfig, window_within
 from phalanx.model.attention_blocks import (
     PLAIN_SCORING,
@@ -34,7 +34,7 @@ from phalanx.model.attention_blocks import (
 from phalanx.model.documents import Documents
 from phalanx.model.layers import Linear, Project, Run, RunCheap, make_norm, project, rotate, run, uncompiled
 from phalanx.model.seeding import Noise
-from phalanx.partition.sequence import window_blocks
+from phalanx.partition.tensor_slices import window_blocks
 
 
 def visible(queries: Tensor, keys: Tensor, window: int = 0, documents: Documents | None = None) -> Tensor:

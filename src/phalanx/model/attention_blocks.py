@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from phalanx.blocks.attention_runs import MOST_CAPPED_SCORES, MOST_SCORES
+from phalanx.blocks.attention import MOST_CAPPED_SCORES, MOST_SCORES
 from phalanx.model.documents import Documents
 
 _aten = torch.ops.aten

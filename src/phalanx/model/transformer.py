@@ -19,11 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.blocks import lora
-from phalanx.blocks.kind import AttentionKind, FeedForwardKind, SublayerKind
-from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, attention_models, block_kinds, model_for
+from phalanx.blocks import residual as lora
+from phalanx.blocks.kinds import (
+    ATTENTION,
+    FEED_FORWARD,
+    AttentionKind,
+    FeedForwardKind,
+    SublayerKind,
+    attention_models,
+    block_kinds,
+    model_for,
+)
+from phalanx.blocks.operator import Half, Place
 from phalanx.blocks.parameters import Shapes, vocabulary, weight_of
-from phalanx.blocks.place import Half, Place
 from phalanx.check.model import model_problems
 from phalanx.config.model import ModelConfig
 from phalanx.errors import ExtensionError, JobError

@@ -41,13 +41,10 @@ from phalanx.parallel.stages import Stages
 from phalanx.parallel.tiling import project_tiles, tile
 from phalanx.parallel.vocabulary import CrossEntropy, HeadTile, TiledHead
 from phalanx.parallel.zero import BucketReplica
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.partition.cut import describe, layer_costs, stages_of
-from phalanx.partition.pipeline import schedule_of
-from phalanx.partition.recompute import recompute_of, written
-from phalanx.partition.second_copy import is_copied
+from phalanx.partition.derived import gathers_parameters, is_copied, is_offloaded, recompute_of, schedule_of, written
 from phalanx.partition.tensor_slices import padded_vocabulary
-from phalanx.partition.tiers import gathers_parameters, is_offloaded
 from phalanx.units import counted
 
 log = logging.getLogger(__name__)

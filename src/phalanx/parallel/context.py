@@ -2,8 +2,8 @@
 
 In a grid of ring × ulysses ranks (Fang and Zhao 2024, USP), those at one place of the ring exchange heads for tokens
 (Ulysses: Jacobs et al. 2023), so that in between attention is that of one device with fewer heads, and between the
-places keys and values are sent (ring.py). partition/sequence.py says which positions a rank holds. Everything else in a
-model works on single tokens, except for experts' counts over whole sequences.
+places keys and values are sent (ring.py). partition/tensor_slices.py says which positions a rank holds. Everything
+else in a model works on single tokens, except for experts' counts over whole sequences.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from phalanx.model.seeding import Noise
 from phalanx.parallel.linear import replace_modules
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.ring import Dropping, ring_attention
-from phalanx.partition.sequence import rank_positions
+from phalanx.partition.tensor_slices import rank_positions
 
 
 @uncompiled

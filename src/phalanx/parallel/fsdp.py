@@ -45,10 +45,8 @@ from phalanx.parallel.parameter_shards import ParameterShard, ShardGroup
 from phalanx.parallel.tiling import ExpertTile
 from phalanx.parallel.vocabulary import EmbeddingTile
 from phalanx.parallel.zero import preceding
+from phalanx.partition.derived import Format, is_copied, is_offloaded, sent_as
 from phalanx.partition.matrices import row_ranges
-from phalanx.partition.second_copy import is_copied
-from phalanx.partition.tiers import is_offloaded
-from phalanx.partition.wire import Format, sent_as
 
 
 class Allocates:

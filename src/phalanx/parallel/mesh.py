@@ -21,8 +21,7 @@ from phalanx.comm.axis import Axis, Ledger, Pending, StagedAxis
 from phalanx.config.layout import AXES, Layout
 from phalanx.errors import JobError
 from phalanx.launch.process_group import inherit_timeout, new_group
-from phalanx.partition.second_copy import is_copied, near_ranks
-from phalanx.partition.tiers import gathers_parameters
+from phalanx.partition.derived import gathers_parameters, is_copied, near_ranks
 
 DEVICE_AXES = ("pp", "dp_replicate", "shard", "tp")
 """Outermost first; what torch's mesh has."""

@@ -44,7 +44,7 @@ from phalanx.config.layout import Layout
 from phalanx.errors import OffloadError, RunError
 from phalanx.model.layers import Run
 from phalanx.model.transformer import Block, Transformer
-from phalanx.partition.tiers import offloaded_layers
+from phalanx.partition.derived import offloaded_layers
 from phalanx.units import MIB, gib
 
 ALIGNMENT = 4096

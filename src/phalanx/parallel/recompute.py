@@ -1,6 +1,6 @@
 """Recomputation: activations are recomputed in the backward pass instead of being saved in the forward pass.
 
-Each block has a mode of its own (partition/recompute.py). `full` saves only the block's input (Chen et al. 2016);
+Each block has a mode of its own (partition/derived.py). `full` saves only the block's input (Chen et al. 2016);
 `selective` saves everything but the inside of the attention core, which is large and cheap to repeat (Korthikanti et
 al. 2022, section 5); `products` saves the results of matrix products, of attention and of collectives, and repeats
 norms and activations (as the selective checkpointing by operator of torchtitan, Liang et al. 2024, section 2.1.3).
@@ -26,7 +26,7 @@ from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
 from phalanx.model.layers import uncompiled
 from phalanx.model.transformer import Block, Transformer
-from phalanx.partition.recompute import recompute_of
+from phalanx.partition.derived import recompute_of
 
 NORMS = nn.RMSNorm, nn.LayerNorm
 

@@ -2,8 +2,8 @@
 
 While a rank computes with one block of keys, the next one arrives. In the backward pass keys and values come again, and
 their gradients return. Only q, k, v, the output and its log-sum-exp are saved in between, so that memory is that of
-this rank's tokens. Places of the ring have zig-zag parts (blocks/ring.py), so that with a causal mask all compute the
-same at every hop. Both ways of travel yield every place's keys in an order in which a place sends and gets one message
+this rank's tokens. Places of the ring have zig-zag parts (blocks/attention.py), so that with a causal mask all
+compute the same at every hop. Both ways of travel yield every place's keys in an order in which a place sends and gets one message
 at a time, and all ranks make the same calls.
 """
 
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.blocks.ring import reached_runs, ring_hops, sliced_runs
+from phalanx.blocks.attention import reached_runs, ring_hops, sliced_runs
 from phalanx.comm.axis import Axis, Pending
 from phalanx.model.attention import Reach, gradient_of_sinks, join_sinks, visible
 from phalanx.model.attention_blocks import Seen, attend, gradients
 from phalanx.model.layers import uncompiled
 from phalanx.model.seeding import Noise, scale
-from phalanx.partition.sequence import window_blocks
+from phalanx.partition.tensor_slices import window_blocks
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 
 from phalanx.config.model import ModelConfig
 from phalanx.model.transformer import Transformer
-from phalanx.partition.stages import stage_shapes
+from phalanx.partition.derived import stage_shapes
 from phalanx.schedule.schedule import Schedule
 
 

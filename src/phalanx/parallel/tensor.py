@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from phalanx.blocks.kind import Connection
-from phalanx.blocks.lora import A
+from phalanx.blocks.kinds import Connection
+from phalanx.blocks.residual import A
 from phalanx.comm.axis import Axis
 from phalanx.model.layers import Linear, Multiply, uncompiled
 from phalanx.model.moe import GroupedLinear

@@ -25,10 +25,14 @@ from phalanx.model.layers import Linear, project, uncompiled
 from phalanx.model.moe import Ends, GroupedLinear, add_bias
 from phalanx.model.transformer import Block, Transformer
 from phalanx.parallel.linear import Tile
-from phalanx.parallel.tensor import ColumnParallel, FirstRankBias, RowParallelLinear, TensorParallel
+from phalanx.parallel.tensor import (
+    ColumnParallel,
+    FirstRankBias,
+    RowParallelLinear,
+    TensorParallel,
+)
 from phalanx.parallel.vocabulary import TiledEmbedding, TiledHead
-from phalanx.partition.tensor_slices import TensorSlice
-from phalanx.partition.tiles import in_tiles, is_tiled, too_few_rows
+from phalanx.partition.tensor_slices import TensorSlice, in_tiles, is_tiled, too_few_rows
 
 
 class LinearTile(Linear, Tile):

@@ -26,8 +26,7 @@ from phalanx.optimizers.entry import Granularity
 from phalanx.parallel.data import GradientSum, LocalModel, Replica, TensorSlices, call_when_complete
 from phalanx.parallel.objective import Objective
 from phalanx.parallel.parameter_shards import ParameterShard, ShardGroup
-from phalanx.partition.buckets import granular_cut
-from phalanx.partition.matrices import ShardRanges
+from phalanx.partition.matrices import ShardRanges, granular_cut
 from phalanx.partition.tensor_slices import in_buckets
 
 

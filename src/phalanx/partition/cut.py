@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.blocks.flops import block_flops_per_token, head_flops_per_token
+from phalanx.blocks.parameters import block_flops_per_token, head_flops_per_token
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
-from phalanx.partition.stages import ranges, written_stages
+from phalanx.partition.derived import ranges, written_stages
 
 Floats = NDArray[np.float64]
 Places = NDArray[np.intp]

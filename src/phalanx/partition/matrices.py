@@ -24,7 +24,7 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from phalanx.optimizers.entry import newton_schulz_flops
+from phalanx.optimizers.entry import BLOCK, Granularity, Shape, matrix_elements, newton_schulz_flops
 
 ROUND_ELEMENTS = 2**24
 """Elements of whole matrices that a rank computes with at a time, if several matrices are that small."""
@@ -252,3 +252,21 @@ def _placed(sizes: Sequence[int], matrices: Sequence[int], each: int, ranks: int
         starts[n] = stop - left
         insort(room, (left - sizes[n], stop))
     return tuple(starts)
+
+
+def granular_cut(
+    granularity: Granularity, sizes: Sequence[int], named: Sequence[tuple[str, Shape]], ranks: int
+) -> BucketCut:
+    """Returns the places of the parameters of a bucket in shares of `ranks` ranks. `sizes` are the elements of which a
+    rank has a replica, `named` the parameters' names and the shapes with which a rank computes."""
+    if granularity == "element" or ranks == 1:
+        return equal_cut(sizes, ranks)
+    if granularity == "block":
+        return _aligned_cut(sizes, ranks)
+    return bucket_cut(tuple(sizes), tuple(matrix_elements(name, shape, shape) for name, shape in named), ranks)
+
+
+def _aligned_cut(sizes: Sequence[int], ranks: int) -> BucketCut:
+    """Returns parameters that begin at multiples of BLOCK elements, in shares of such multiples."""
+    blocks = equal_cut([-(-size // BLOCK) for size in sizes], ranks)
+    return BucketCut(tuple(start * BLOCK for start in blocks.starts), blocks.each * BLOCK)

@@ -10,11 +10,15 @@ rank. Expert parallelism distributes whole experts, in equal runs, independently
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
-from phalanx.blocks.ends import VOCABULARY
-from phalanx.blocks.parameters import weight_of
+from phalanx.blocks.attention import LEAST_RUN, window_run, zigzag_runs
+from phalanx.blocks.operator import Weight, is_expert
+from phalanx.blocks.parameters import Shapes, weight_of
+from phalanx.blocks.residual import VOCABULARY
+from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 
 STOP_MESSAGE_BYTES = 256
@@ -100,3 +104,121 @@ def in_buckets(sizes: Sequence[int], least: float) -> list[list[int]]:
 def padded_vocabulary(vocab: int, tp: int) -> int:
     """Returns the rows of an embedding or head on all tensor ranks together: the vocabulary, padded to equal parts."""
     return VOCABULARY._replace(shape=(vocab, 1)).part(tp) * tp
+
+
+ENDS = {"embed.weight": "embedding", "head.weight": "head"}
+"""The names by which `layout.tile` means the matrices of the vocabulary."""
+
+
+def layers_of(name: str) -> str:
+    """Returns the name by which `layout.tile` means the layer of a parameter, which has its name in a block."""
+    if name in ENDS:
+        return ENDS[name]
+    if is_expert(name):
+        return "experts"
+    return "attention" if name.startswith("attn.") else "mlp"
+
+
+def is_tiled(weight: Weight, layout: Layout) -> bool:
+    """Returns whether a layout runs a weight in tiles."""
+    return layout.tiles > 1 and weight.tiled and layers_of(weight.name) in layout.tiled_layers
+
+
+def head_tiles(model: ModelConfig, layout: Layout) -> int:
+    """Returns the number of tiles of the head, each of which has its own logits; 1: all logits exist at once."""
+    return layout.tiles if not model.tied and is_tiled(weight_of(model, "head.weight"), layout) else 1
+
+
+def too_few_rows(rows: int, tiles: int) -> str:
+    """Returns why the rows of the vocabulary that a tensor rank holds do not go into so many tiles; empty if they
+    do."""
+    if rows >= tiles:
+        return ""
+    return (
+        f"a tensor rank's {rows} rows of the vocabulary cannot fill tiles {tiles}; nearest legal: tiles={rows}, or a "
+        "tile without embedding and head"
+    )
+
+
+def in_tiles(
+    slices: Mapping[str, Sequence[TensorSlice]], layout: Layout, model: ModelConfig
+) -> Iterator[tuple[str, int | None, tuple[TensorSlice, ...]]]:
+    """Yields name, tile and slices of every parameter, given by what each tensor rank holds of it, in the order of the
+    module tree: of a module that runs in tiles first what no tile has (tile None), then tile after tile. The layout
+    must be legal: what a rank holds divides by the tiles, or has a row of the vocabulary for each."""
+    for _, names in groupby(slices, lambda name: name.rpartition(".")[0]):
+        tiled = list[str]()
+        for name in names:
+            if is_tiled(weight_of(model, name), layout):
+                tiled.append(name)
+            else:
+                yield name, None, tuple(slices[name])
+        for number in range(layout.tiles if tiled else 0):
+            for name in tiled:
+                dim = weight_of(model, name).dim
+                yield name, number, tuple(_tile(held, dim, layout.tiles, number) for held in slices[name])
+
+
+def first_rank_tiles(
+    shapes: Shapes, layout: Layout, model: ModelConfig
+) -> Iterator[tuple[str, int | None, TensorSlice]]:
+    """Yields what the first tensor rank, which holds at least as much as any other, has of parameters of these whole
+    `shapes`: name, tile and slice, as `in_tiles`."""
+    slices = {name: (slice_of(name, whole, model, layout.tp, 0),) for name, whole in shapes.items()}
+    for name, number, (part,) in in_tiles(slices, layout, model):
+        yield name, number, part
+
+
+def _tile(held: TensorSlice, dim: int | None, tiles: int, number: int) -> TensorSlice:
+    """Returns tile `number` of what a rank holds."""
+    assert dim is not None, "only what tensor ranks cut runs in tiles"
+    start, stop = (held.shape[dim] * end // tiles for end in (number, number + 1))
+    return replace(held, dim=dim, start=held.start + start, size=stop - start)
+
+
+def rank_positions(layout: Layout, seq_len: int, rank: int, slices: int = 1) -> list[range]:
+    """Returns the positions that context-parallel rank `rank` holds, as ranges in storage order. Sequences that are
+    pipelined in `slices` equal parts are distributed part by part. The layout must be legal."""
+    tokens = seq_len // slices
+    runs = _rank_share(layout, tokens, *cp_coordinates(layout, rank))
+    return [range(run.start + part * tokens, run.stop + part * tokens) for part in range(slices) for run in runs]
+
+
+def cp_coordinates(layout: Layout, rank: int) -> tuple[int, int]:
+    """Returns the rank's position in the ring, and its position among the ranks that exchange heads."""
+    inner, outer = (
+        (layout.cp_ulysses, layout.ring) if layout.cp_inner == "ulysses" else (layout.ring, layout.cp_ulysses)
+    )
+    far, near = rank // inner % outer, rank % inner
+    return (far, near) if layout.cp_inner == "ulysses" else (near, far)
+
+
+def ring_positions(layout: Layout, tokens: int, place: int) -> list[range]:
+    """Returns the positions that the ranks at one ring position hold together, of a sequence of `tokens` tokens."""
+    return zigzag_runs(tokens, layout.ring, place)
+
+
+def window_blocks(queries: range, keys: range, window: int) -> Iterator[tuple[range, range]]:
+    """Yields blocks of queries and keys, by position, that hold all pairs that a causal mask and a window leave of
+    `queries` and `keys`: runs of queries, each with the keys that some of them see.
+
+    One block suffices where the window reaches over all."""
+    queries = range(max(queries.start, keys.start), min(queries.stop, keys.stop - 1 + window))
+    length = window if queries.stop - keys.start <= window else window_run(window, LEAST_RUN)
+    for start in range(queries.start, queries.stop, length):
+        run = range(start, min(start + length, queries.stop))
+        seen = range(max(keys.start, run.start - window + 1), min(keys.stop, run.stop))
+        if seen:
+            yield run, seen
+
+
+def _rank_share(layout: Layout, tokens: int, ring: int, ulysses: int) -> list[range]:
+    """Returns the equal share of a rank in the positions of its ring position."""
+    share = tokens // layout.cp
+    start, found = ulysses * share, []
+    for run in ring_positions(layout, tokens, ring):
+        part = run[max(0, start) : max(0, start + share)]
+        start -= len(run)
+        if part:
+            found.append(part)
+    return found

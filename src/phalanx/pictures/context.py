@@ -1,6 +1,6 @@
 """A picture of context parallelism: the tokens of each rank, the ring step in which queries meet keys, and the balance
 of the work (`phalanx predict JOB --svg FILE --picture context`). It is drawn from the arithmetic that training uses
-(partition/sequence.py), for a sequence without slices."""
+(partition/tensor_slices.py), for a sequence without slices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.breakdown import subject
 from phalanx.errors import JobError
-from phalanx.partition.sequence import cp_coordinates, rank_positions, ring_positions
+from phalanx.partition.tensor_slices import cp_coordinates, rank_positions, ring_positions
 from phalanx.pictures.elements import BOLD, COLOURS, NEUTRAL, ON_CELL, SMALL, box, document, heading, text
 from phalanx.units import counted
 

@@ -1,7 +1,7 @@
 """A picture of a layout: which rank holds which part of a block's matrices and which experts, and the bytes of state
 per rank under each ZeRO stage and with each optimizer (`phalanx predict JOB --svg FILE --picture layout`).
 
-It is drawn from the arithmetic that training uses (partition/tensor_slices.py, cost/memory/state.py).
+It is drawn from the arithmetic that training uses (partition/tensor_slices.py, cost/exact_state.py).
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from phalanx.config.job import Job, Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.breakdown import subject
-from phalanx.cost.memory.state import WIDTHS, StateBytes, state_bytes
+from phalanx.cost.exact_state import StateBytes, state_bytes
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
-from phalanx.partition.buckets import granular_cut
-from phalanx.partition.stages import even
+from phalanx.partition.derived import PARAMETER_BYTES, bucket_bytes, even
+from phalanx.partition.matrices import granular_cut
 from phalanx.partition.tensor_slices import TensorSlice, experts_of, in_buckets, slice_of
 from phalanx.pictures.elements import BOLD, COLOURS, NEUTRAL, box, document, heading, text
 from phalanx.units import gib
@@ -162,9 +162,9 @@ def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
         return found | _dealt_out(shapes, layout)
     names, found = list(shapes)[::-1], {}
     sizes = [prod(shapes[name]) for name in names]
-    width = WIDTHS[job.train.precision]
+    width = PARAMETER_BYTES[job.train.precision]
     granularity = entry_of(job.optimizer.name).granularity
-    for group in in_buckets([size * width for size in sizes], layout.bucket_mb * 2**20):
+    for group in in_buckets([size * width for size in sizes], bucket_bytes(layout)):
         named = [(names[place], shapes[names[place]]) for place in group]
         starts, each = granular_cut(granularity, [sizes[place] for place in group], named, ranks)
         for place, start in zip(group, starts, strict=True):

@@ -39,9 +39,7 @@ from phalanx.pictures.elements import (
 )
 from phalanx.pictures.page import Html, bar, bars, figure, figures, html_page, list_of, section, table
 from phalanx.pictures.prediction import memory_fill, time_fill
-from phalanx.plan.plan import Candidate, Plan, SpacePoint
-from phalanx.plan.report.advice import shortfall
-from phalanx.plan.report.report import (
+from phalanx.plan.page import (
     COLUMNS,
     batch,
     cells,
@@ -50,9 +48,11 @@ from phalanx.plan.report.report import (
     headline,
     largest_first,
     short_line,
+    shortfall,
     slower,
     verdict,
 )
+from phalanx.plan.plan import Candidate, Plan, SpacePoint
 from phalanx.units import counted, gib
 
 _DRAWN = 10  # layouts in the pictures of time and memory

@@ -13,12 +13,11 @@ from math import hypot, log10
 from phalanx.config.job import Job
 from phalanx.cost import roofline
 from phalanx.cost.breakdown import MOMENTS, subject
-from phalanx.cost.memory.rank_memory import PARTS
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.prediction import Prediction, predict
+from phalanx.cost.rank_memory import PARTS
 from phalanx.cost.roofline import OperatorPoint, Roof
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.recompute import Mode, RecomputeRun
+from phalanx.partition.derived import Mode, RecomputeRun
 from phalanx.pictures.elements import (
     BOLD,
     COLOURS,

@@ -21,8 +21,7 @@ from phalanx.pictures.elements import seconds as duration
 from phalanx.pictures.panels import Panel, panels_svg
 from phalanx.schedule.schedule import Action, Kind
 from phalanx.simulate.goodput import at, best
-from phalanx.simulate.timeline import Span, Timeline, TimeShares
-from phalanx.simulate.trace import HOST_ROWS, span_name
+from phalanx.simulate.timeline import HOST_ROWS, Span, Timeline, TimeShares, span_name
 from phalanx.units import counted
 
 # Spans as the cells of a picture: cut to a window of time; cells too narrow to be seen are merged.

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from phalanx.config.layout import Layout
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.simulate.step import step_seconds
 

@@ -5,28 +5,127 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import ceil
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from phalanx.check.layout import offloads
+from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.cost.loss_chunk import with_loss_chunk
-from phalanx.errors import JobError
+from phalanx.cost.job_spec import with_loss_chunk
+from phalanx.cost.prediction import predict
+from phalanx.cost.spec import StepSpec
+from phalanx.errors import DoesNotFitError, JobError
 from phalanx.gc import gc_paused
-from phalanx.partition.tiers import gathers_parameters
-from phalanx.plan.plan import Alternative, Candidate, Plan
-from phalanx.plan.report.alternatives import alternatives
-from phalanx.plan.report.devices import enough_devices
-from phalanx.plan.report.notes import notes
-from phalanx.plan.report.points import points
-from phalanx.plan.report.rules import TILES, on_host
-from phalanx.plan.search.branch import Found, Progress, Search, complexity, degrees, ranked, simulated
-from phalanx.plan.search.refine import refinements
-from phalanx.plan.search.request import PlanRequest
-from phalanx.plan.search.second_copy import with_second_copies
+from phalanx.partition.derived import gathers_parameters
+from phalanx.plan.alternatives import AXES, TILES, alternatives, on_host
+from phalanx.plan.branch import Found, Progress, Search, complexity, degrees, ranked, simulated
+from phalanx.plan.notes import notes
+from phalanx.plan.page import shortfall
+from phalanx.plan.plan import Alternative, Candidate, Plan, SpacePoint
+from phalanx.plan.refine import refinements, with_second_copies
+from phalanx.plan.space import PlanRequest, plan_request
+from phalanx.units import gib
+
+MOST_FAMILIES = 8
+"""Most names of families in the picture; rarer ones are joined."""
+OTHERS = "others"
+SEVERAL_AXES = "three axes or more"
+"""Name of families with three axes that cut the model; with two, the sharding of the state is omitted, because names
+would outnumber the colours."""
+SEED = 0
+STATES = {1: "ZeRO-1", 2: "ZeRO-2", 3: "FSDP"}
+
+
+def points(found: Sequence[tuple[Search, Found]], sample: int) -> tuple[SpacePoint, ...]:
+    """Returns about `sample` layouts, deterministically: a third that fit, a third that do not, if there are as many,
+    and random ones for the rest."""
+    share = ceil(sample / len(found))
+    specs = dict[Layout, StepSpec]()
+    for search, results in found:
+        fitting = sorted(results.predicted, key=itemgetter(1))
+        chosen = [*_spread(fitting, share // 3), *_spread(results.too_large, share // 3)]
+        specs |= {spec.layout: spec for spec, _ in chosen}
+        specs |= {spec.layout: spec for spec in _drawn(search, share - len(chosen))}
+    drawn = [(family(spec.layout), spec) for spec in specs.values()]
+    names = [name for name, _ in Counter(name for name, _ in drawn).most_common()]
+    listed = names if len(names) <= MOST_FAMILIES else names[: MOST_FAMILIES - 1]
+    predicted = [(name if name in listed else OTHERS, predict(spec), spec.layout.line()) for name, spec in drawn]
+    return tuple(SpacePoint(name, one.step_time_s, one.fullest.peak, one.fits, line) for name, one, line in predicted)
+
+
+def family(layout: Layout) -> str:
+    """Names the axes that a layout uses, such as "tensor + FSDP" or "tensor + pipeline"."""
+    parts = [name for axis, name in AXES.items() if getattr(layout, axis) > 1]
+    if len(parts) > 1:
+        return " + ".join(parts) if len(parts) == 2 else SEVERAL_AXES
+    if layout.shard_ranks > 1:
+        parts.append(STATES[layout.zero])
+    elif layout.dp_replicate > 1:
+        parts.append("replicas")
+    return " + ".join(parts) or "one device"
+
+
+def _spread(found: Sequence[tuple[StepSpec, float]], number: int) -> list[tuple[StepSpec, float]]:
+    """Returns `number` items of a list, evenly from its beginning to its end."""
+    if len(found) <= number:
+        return list(found)
+    return [found[place * (len(found) - 1) // max(1, number - 1)] for place in range(number)]
+
+
+def _drawn(search: Search, number: int) -> Iterator[StepSpec]:
+    """Yields random layouts: each combination of axes is equally likely, and within it each pair."""
+    space, draw = search.space, np.random.default_rng(SEED)
+    kinds = sum((space.column(axis) > 1) * 2**bit for bit, axis in enumerate(AXES))
+    groups = [np.flatnonzero(kinds == kind) for kind in np.unique(kinds)]
+    for _ in range(number):
+        pair = draw.choice(groups[draw.integers(len(groups))])
+        rows = space.rows(np.array([pair]))
+        try:
+            yield search.request.spec(space.layout(rows, int(draw.integers(len(rows)))))
+        except (JobError, ValueError):
+            continue  # the schedule does not match the layers
+
+
+MOST_DEVICES = 4096
+"""Most devices that are tried."""
+LEAST_MEMORY = {"recompute": "full", "micro_batch": 1, "schedule": Layout.schedule}
+"""Values of fields that the request leaves open, chosen for little memory."""
+
+
+def enough_devices(request: PlanRequest) -> tuple[str, ...]:
+    """Returns a sentence about the first machine of 2, 4, 8 ... times as many nodes on which some layout fits; empty if
+    there is none, for instance because the degrees are fixed."""
+    for more, found in _tried(request):
+        needed, limit = gib(found.prediction.fullest.needed), gib(found.prediction.memory_limit)
+        line = replace(found.layout, accumulation=0, pp_cut="").line().replace(",", " ")
+        return (
+            f"It fits on {found.layout.world:,} of these devices, {more} times as many: {line} needs {needed} of "
+            f"{limit} there.",
+        )
+    return ()
+
+
+def _tried(request: PlanRequest) -> Iterator[tuple[int, Candidate]]:
+    """Yields the multiples of the nodes on which a layout fits, with the layout that needs the least memory."""
+    world, more = request.cluster.devices, 2
+    while more * world <= MOST_DEVICES:
+        cluster = replace(request.cluster, nodes=more * request.cluster.nodes)
+        wider = replace(request, cluster=cluster, worlds=(), fixed={**LEAST_MEMORY, **request.fixed})
+        try:
+            search = Search(wider)
+        except JobError:
+            return
+        everything = search.pair_bytes <= search.limit
+        least = search.least(everything) if everything.any() else None
+        if least and least.prediction.fits:
+            yield more, least
+        more *= 2
+
 
 LISTED = 10
 """Most layouts that a plan lists."""
@@ -137,4 +236,43 @@ def nearest(searches: Iterable[Search], weighed: Iterable[Alternative]) -> Candi
     found = [*(each.leanest for each in searches), *(each.candidate for each in weighed)]
     return min(
         filter(None, found), key=lambda candidate: (candidate.prediction.fullest.needed, complexity(candidate.layout))
+    )
+
+
+MOST_REASONS = 4
+"""Most reasons in the message if no layout is legal."""
+
+
+def choose(
+    job: Job, fixed: Collection[str], vocab: int, worlds: tuple[int, ...] = (), progress: Progress | None = None
+) -> Plan:
+    """Returns the plan of a job with `layout: auto`; its best candidate exists.
+
+    `fixed` are the names of the layout's fields that keep the job's values, `vocab` is the size of the vocabulary,
+    `worlds` are the numbers of devices that may be used (empty: all of the cluster's). Raises JobError if the devices
+    are unknown or no legal layout has the fixed fields, and DoesNotFitError if no legal layout fits.
+    """
+    fixed_values = {name: getattr(job.layout, name) for name in fixed}
+    request = replace(plan_request(job, vocab, fixed_values), worlds=worlds)
+    plan = search(request, progress)
+    if plan.best:
+        return plan
+    if plan.nearest is None:
+        raise JobError(_nothing_legal(plan, request))
+    nearest = plan.nearest.spec
+    raise DoesNotFitError(
+        f"layout auto: none of {plan.searched:,} layouts fits. The one that needs the least memory, "
+        f"{nearest.layout.line()}, " + "\n  ".join([shortfall(nearest), *plan.notes])
+    )
+
+
+def _nothing_legal(plan: Plan, request: PlanRequest) -> str:
+    settled = "".join(
+        f",{name}={str(value).lower() if isinstance(value, bool) else value}" for name, value in request.fixed.items()
+    )
+    reasons = sorted(plan.rejected.items(), key=lambda item: -item[1])[:MOST_REASONS]
+    return (
+        f"layout auto{settled}: no such layout is legal for this model, global batch {request.global_batch} and "
+        f"{' or '.join(map(str, request.devices))} devices; fix fewer fields, or change the number of devices "
+        "(cluster.devices_per_node)" + "".join(f"\n  {count:,} layouts: {reason}" for reason, count in reasons)
     )

@@ -7,13 +7,11 @@ from typing import Any
 
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
-from phalanx.cost.job_spec import rank_spec, step_spec
-from phalanx.cost.local import on_known_cluster
-from phalanx.cost.memory.rank_memory import RankMemory, step_memory
-from phalanx.cost.predict import predict
-from phalanx.cost.prediction import Prediction
+from phalanx.cost.job_spec import on_known_cluster, rank_spec, step_spec
+from phalanx.cost.prediction import Prediction, predict
+from phalanx.cost.rank_memory import RankMemory, step_memory
 from phalanx.cost.spec import StepSpec
-from phalanx.cost.traffic.step import step_traffic
+from phalanx.cost.traffic import step_traffic
 from phalanx.data.settings import vocabulary_size
 from phalanx.errors import PhalanxError
 from phalanx.report.run import RunRecord, history, middle, number, numbers_of, traffic_of

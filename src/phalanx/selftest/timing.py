@@ -24,8 +24,8 @@ from phalanx.calibrate.comm import WINDOW, Clock, call_of, synchronize
 from phalanx.comm import blocking
 from phalanx.comm.axis import Axis
 from phalanx.config.cluster import Cluster, Link
+from phalanx.cost.communication import RankGroup
 from phalanx.cost.fit import COLLECTIVES, Transfer, fit_link, link_rows, median_error
-from phalanx.cost.time.link import RankGroup
 from phalanx.launch.watchdog.diagnosis import FACTOR, median_if_slow
 from phalanx.parallel.mesh import AxisGeometry
 from phalanx.pictures.elements import seconds

@@ -20,8 +20,7 @@ from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.mesh import Mesh
-from phalanx.partition.batch import solve
-from phalanx.partition.pipeline import flushes
+from phalanx.partition.derived import flushes, solve
 from phalanx.selftest.timing import Straggler, slow_in_all
 from phalanx.train.profile import tracing
 from phalanx.train.step import StepInputs, Stepper

@@ -2,28 +2,229 @@
 between stages, the state's collectives beside the passes, and the optimizer.
 
 One pipeline represents all, because replicas are equal; if one is slower, all wait for it. Within a pass the cost model
-already combines computation, collectives of its axes and the host (cost/time/rank_time.py). The simulation adds the
+already combines computation, collectives of its axes and the host (cost/rank_time.py). The simulation adds the
 order in time of passes, messages and the state's collectives.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache, partial
 from math import ceil
 from typing import Any
 
 from phalanx.config.layout import Layout
+from phalanx.cost.communication import boundary_seconds
+from phalanx.cost.exposed import bucket_messages
+from phalanx.cost.held import Content, ParameterCounts, content_of, stages_of_case
+from phalanx.cost.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.spec import StepSpec
+from phalanx.cost.step_state import (
+    HostWork,
+    StateSeconds,
+    duplicated_stages_seconds,
+    interference,
+    offloaded_work,
+    optimizer_seconds,
+    step_collectives,
+)
 from phalanx.errors import JobError
-from phalanx.partition.pipeline import is_file, schedule_of
+from phalanx.partition.derived import gathers_parameters, is_file, schedule_of
 from phalanx.schedule import catalogue
 from phalanx.schedule.schedule import Schedule
 from phalanx.schedule.timing import Events, bubble_fraction, run
-from phalanx.simulate.disturbance import Disturbance
-from phalanx.simulate.stage_seconds import RankSeconds, rank_seconds
 from phalanx.simulate.timeline import Span, Timeline
+
+AXES = ("tp", "cp", "ep", "dp")
+"""Axes whose links can be slow; dp stands for the collectives of the state, over dp_shard and dp_replicate."""
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Slow devices and links of one replica; the other replicas wait for it once per step."""
+
+    slow: tuple[tuple[int, float], ...] = ()
+    """Pipeline ranks with the factor on the time of their passes."""
+    links: tuple[tuple[tuple[int, int], float], ...] = ()
+    """Pairs of pipeline ranks with the factor on messages between them, both ways."""
+    axes: tuple[tuple[str, float], ...] = ()
+    """Axes of the mesh with the factor on the time of their collectives."""
+
+    def device(self, rank: int) -> float:
+        """Returns the factor on the passes of a pipeline rank."""
+        return dict(self.slow).get(rank, 1.0)
+
+    def axis(self, name: str) -> float:
+        """Returns the factor on the collectives of an axis."""
+        return dict(self.axes).get(name, 1.0)
+
+    def p2p_seconds(self, spec: StepSpec, schedule: Schedule) -> dict[tuple[int, int], float]:
+        """Returns the seconds of a message by sender and receiver, for all pairs of pipeline ranks that communicate."""
+        slow = {frozenset(pair): factor for pair, factor in self.links}
+        pairs = {
+            (one, other)
+            for placement in schedule.placements
+            for a, b in itertools.pairwise(placement)
+            for one, other in ((a, b), (b, a))
+            if one != other
+        }
+        return {
+            pair: boundary_seconds(spec, *pair) / schedule.slices * slow.get(frozenset(pair), 1.0) for pair in pairs
+        }
+
+
+def check(disturbance: Disturbance, spec: StepSpec) -> None:
+    """Raises JobError with every rank and axis that the spec does not have."""
+    if problems := list(_problems(disturbance, spec)):
+        raise JobError(problems)
+
+
+def _problems(disturbance: Disturbance, spec: StepSpec) -> Iterator[str]:
+    pp = spec.layout.pp
+    ranks = "the pipeline has rank 0 alone" if pp == 1 else f"pipeline ranks are 0 to {pp - 1}"
+    for rank, factor in disturbance.slow:
+        if not 0 <= rank < pp:
+            yield f"--straggler {rank}={factor:g}: {ranks}"
+    for (one, other), factor in disturbance.links:
+        if not (0 <= one < pp and 0 <= other < pp) or one == other:
+            yield f"--slow-link {one}-{other}={factor:g}: {ranks}; a link joins two of them"
+    for axis, factor in disturbance.axes:
+        if axis not in AXES:
+            yield f"--slow-link {axis}={factor:g}: axes are {', '.join(AXES)}; between pipeline ranks: 2-3={factor:g}"
+    given = [(f"--straggler {rank}", factor) for rank, factor in disturbance.slow]
+    given += [(f"--slow-link {one}-{other}", factor) for (one, other), factor in disturbance.links]
+    given += [(f"--slow-link {axis}", factor) for axis, factor in disturbance.axes]
+    for option, factor in given:
+        if factor <= 0:
+            yield f"{option}={factor:g}: the factor must be more than 0; 2 is twice as slow"
+
+
+@dataclass(frozen=True)
+class RankSeconds:
+    """The times of one pipeline rank. Lists by stage have an entry per stage of the pipeline, 0 for other ranks'."""
+
+    durations: Mapping[str, tuple[float, ...]]
+    """Seconds of a pass by kind and stage; of a slice its share."""
+    exposed: Mapping[str, tuple[float, ...]]
+    """Exposed communication among these seconds."""
+    gather: Mapping[int, float]
+    """Seconds of the all-gather of each stage's parameters during the first passes; empty without one."""
+    reduce: Mapping[int, float]
+    """Seconds of the reduction of each stage's gradients."""
+    blocks: Mapping[int, float]
+    """Blocks of each stage, which are gathered and reduced one after the other."""
+    duplicated_stages: float
+    """Seconds of the reduction of duplicated stages' gradients, after all these."""
+    optimizer: float
+    """Seconds of the optimizer, with exposed copies between device and host, and of state in files."""
+    host: HostWork | None
+    """The host's part of the step, if the optimizer is offloaded."""
+    late_gather: float
+    """Seconds of the all-gather of parameters after the optimizer, which nothing overlaps."""
+    interference_factor: float
+    """Seconds that passes lose per second of an overlapping collective."""
+    reduces_after: bool
+    """Whether gradients are reduced after the last pass, without overlap."""
+
+    @property
+    def floors(self) -> dict[int, float]:
+        """Returns, per stage, the earliest begin of its first pass: its first block's parameters must have arrived, and
+        the last block's before the pass ends."""
+        found: dict[int, float] = {}
+        for span in self.gathers():
+            part, forward = 1 / max(1.0, self.blocks[span.stage]), self.durations["F"][span.stage]
+            found[span.stage] = max(span.start + span.seconds * part, span.end - forward * (1 - part))
+        return found
+
+    def gathers(self) -> Iterator[Span]:
+        """Yields the all-gathers of the stages' parameters, one after the other from the beginning of the step."""
+        start = 0.0
+        for stage, seconds in sorted(self.gather.items()):
+            if seconds:
+                yield Span(start, seconds, "gather", stage)
+                start += seconds
+
+
+def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Disturbance) -> RankSeconds:
+    """Returns the times of a pipeline rank."""
+    stages = stages_of_case(spec, schedule.stages)
+    local_stages = schedule.stages_on(rank)
+    contents = {stage: content_of(spec, stages, [stage]) for stage in local_stages}
+    factor = disturbance.device(rank) / schedule.slices
+    empty = [0.0] * schedule.stages
+    durations = {kind: list(empty) for kind in "FBIW"}
+    exposed = {kind: list(empty) for kind in "FBIW"}
+    for stage in local_stages:
+        time = _disturbed(stage_time(spec, contents[stage]), disturbance)
+        passes = {
+            "F": time.forward_seconds,
+            "B": time.backward_seconds,
+            "I": time.backward_seconds - time.weights,
+            "W": time.weights,
+        }
+        # Communication is spread over both passes in proportion; the gradients of weights have none.
+        share = time.communication / (time.total - time.weights) if time.total > time.weights else 0.0
+        for kind, seconds in passes.items():
+            durations[kind][stage] = seconds * factor
+            exposed[kind][stage] = share * (seconds - (time.weights if kind == "B" else 0)) / schedule.slices
+        exposed["W"][stage] = 0.0
+    state = {stage: _state(spec, contents[stage], disturbance) for stage in local_stages}
+    zero3, overlaps = gathers_parameters(spec.layout), spec.framework.dp_overlaps
+    whole = ParameterCounts(
+        *map(sum, zip(*(astuple(held_by(spec, contents[stage])) for stage in local_stages), strict=True))
+    )
+    optimizer = optimizer_seconds(spec, whole)
+    host = offloaded_work(spec, whole, sum(durations["B"]), optimizer)
+    late = sum(host.late) + host.late_files if host else 0.0
+    optimizer = optimizer + late if host else optimizer * disturbance.device(rank)
+    messages = bucket_messages(sum(contents[stage].blocks for stage in local_stages))
+    after, duplicated = (
+        not overlaps and not zero3,
+        any(len({placement[stage] for placement in schedule.placements}) > 1 for stage in local_stages),
+    )
+    return RankSeconds(
+        durations={kind: tuple(seconds) for kind, seconds in durations.items()},
+        exposed={kind: tuple(seconds) for kind, seconds in exposed.items()},
+        gather={} if after else {stage: seconds.gather for stage, seconds in state.items()},
+        reduce={stage: seconds.reduce for stage, seconds in state.items()},
+        blocks={stage: 1.0 if zero3 else contents[stage].blocks for stage in local_stages},
+        duplicated_stages=duplicated_stages_seconds(spec, whole) if duplicated else 0.0,
+        optimizer=optimizer,
+        host=host,
+        late_gather=sum(seconds.gather for seconds in state.values()) if after else 0.0,
+        interference_factor=0.0 if zero3 else interference(spec, whole, messages),
+        reduces_after=after or zero3,
+    )
+
+
+stage_time = lru_cache(20_000)(rank_time)
+"""The time of a micro-batch in a stage."""
+
+
+def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:
+    """Returns the time with the collectives of slow axes: each pass grows by its share of their extra time."""
+    if not disturbance.axes:
+        return time
+    more = {
+        field: getattr(time, field) * disturbance.axis(axis)
+        for field, axis in (("tp", "tp"), ("cp", "cp"), ("ep", "ep"), ("shard", "dp"))
+    }
+    slow = replace(time, **more)
+    return replace(slow, forward=time.forward * slow.device / time.device)
+
+
+def _state(spec: StepSpec, content: Content, disturbance: Disturbance) -> StateSeconds:
+    """Returns the seconds of a stage's state collectives, once per step; with zero=3 those of its non-block parameters,
+    because the others are in the passes."""
+    found, messages = step_collectives(spec, held_by(spec, content), content.blocks)
+    factor = disturbance.axis("dp")
+    if gathers_parameters(spec.layout):
+        once = (found.gather + found.reduce) / messages
+        return StateSeconds(once * factor, reduce=once * factor)
+    return StateSeconds(found.gather * factor, reduce=found.reduce * factor)
+
 
 SETTLED_PERIODS, SETTLED_MICRO_BATCHES = 3, 64
 """Fewest micro-batches per direction, for each pipeline rank and in all, after which most schedules are periodic."""

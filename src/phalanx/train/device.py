@@ -21,7 +21,7 @@ from phalanx.config.calibration import assess, relative_spread
 from phalanx.config.cluster import Cluster, with_processes
 from phalanx.config.clusters import device_reported_as
 from phalanx.config.job import Job
-from phalanx.cost.time.kernel import peak_flops as data_sheet_peak
+from phalanx.cost.kernels import peak_flops as data_sheet_peak
 from phalanx.errors import JobError, RunError
 from phalanx.parallel.linear import linear, onednn_is_faster
 from phalanx.parallel.precision import DTYPES as PRECISIONS

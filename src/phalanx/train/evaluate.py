@@ -26,7 +26,7 @@ from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import MicroTensors, PairFacts
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.train.callbacks import Callback, Done
 from phalanx.train.requests import Milestones, StopRequest
 from phalanx.train.run_directory import REFERENCE, RunDirectory

@@ -14,7 +14,7 @@ from phalanx.data.loader import Batches, MicroBatch, ShardData
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.mesh import Mesh
-from phalanx.partition.batch import Batch
+from phalanx.partition.derived import Batch
 from phalanx.train.metrics import Meter
 
 _POLL_S = 0.2

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from phalanx.config.job import Job, Optimizer
-from phalanx.partition.batch import solve
+from phalanx.partition.derived import solve
 
 
 def peak(optimizer: Optimizer, global_batch: int) -> float:

@@ -16,7 +16,7 @@ from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel import mesh as meshes
-from phalanx.partition import batch as batch_equation
+from phalanx.partition import derived as batch_equation
 from phalanx.train import device as devices
 from phalanx.train import learning_rate, start
 from phalanx.train.agreement import agree_on_job, open_data

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from phalanx.blocks.flops import train_flops_per_step
 from phalanx.blocks.kinds import block_kinds
+from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.config.job import Job
 from phalanx.cost.breakdown import subject
 from phalanx.data.files import write_atomic

@@ -31,7 +31,7 @@ from phalanx.optimizers.entry import MASTER
 from phalanx.parallel.offload import ALIGNMENT, Host, StateFile, on_host, padded
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.precision import needs_master_weights
-from phalanx.partition.tiers import BUFFER_BYTES, BUFFERS
+from phalanx.partition.derived import BUFFER_BYTES, BUFFERS
 from phalanx.train.optimizers.rule import one_pass_of
 from phalanx.units import counted, gib
 from phalanx.units import seconds as as_time

@@ -46,7 +46,7 @@ from phalanx.launch.ranks import HEARTBEATS, Ranks
 from phalanx.launch.watchdog.diagnosis import Limits
 from phalanx.launch.watchdog.watchdog import join
 from phalanx.model.attention_blocks import kernels_text
-from phalanx.partition.batch import Batch
+from phalanx.partition.derived import Batch
 from phalanx.train.run_directory import RunDirectory, require_same_job
 from phalanx.train.state import TrainState
 from phalanx.units import counted

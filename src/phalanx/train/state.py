@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from phalanx.blocks.lora import is_adapter
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
+from phalanx.blocks.residual import is_adapter
 from phalanx.check.load import as_dict
 from phalanx.checkpoint.inventory import check, check_digests
 from phalanx.checkpoint.manifest import Manifest, job_of, require_resumable

@@ -19,7 +19,7 @@ from phalanx.check.layout import offload_problems, with_offload
 from phalanx.comm.axis import Pending
 from phalanx.config.job import Job
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.memory.rank_parts import RankParts, StepParts
+from phalanx.cost.rank_memory import RankParts, StepParts
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.watchdog import heartbeat
@@ -34,9 +34,9 @@ from phalanx.parallel.offload import BudgetError, Host
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.pipeline import PipeDream, Pipeline
 from phalanx.parallel.precision import DTYPES, LossScale
-from phalanx.partition import batch
-from phalanx.partition.sequence import rank_positions
-from phalanx.partition.tiers import HOST, Part, is_offloaded, named, tier_of
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import HOST, Part, is_offloaded, named, tier_of
+from phalanx.partition.tensor_slices import rank_positions
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.residence import InFiles, OnDevice, OnHost

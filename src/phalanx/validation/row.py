@@ -7,16 +7,341 @@ memory in their own ways. Missing values are filled in if possible, and `Reading
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from math import sqrt
+from pathlib import Path
+from typing import Any, Literal
 
-from phalanx.cost.frameworks.calibration import calibrated
-from phalanx.cost.spec import StepSpec, as_used_by
+import yaml
+
+from phalanx.blocks.parameters import (
+    attention_flops_per_token,
+    block_flops_per_token,
+    count_active,
+    head_flops_per_token,
+    matrix_flops_per_token,
+    train_flops_per_step,
+)
+from phalanx.config.cluster import Accelerator
+from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
+from phalanx.cost.frameworks import calibrated
+from phalanx.cost.spec import Products, StepSpec, as_used_by
 from phalanx.errors import JobError
-from phalanx.validation import row_layout, row_machine, row_shape
-from phalanx.validation.convention import Convention, convention_of, flops_per_step, peak_tflops
-from phalanx.validation.row_cells import Cells
+from phalanx.nearest import did_you_mean
+from phalanx.validation import row_layout
+from phalanx.validation.row_layout import Cells
+
+Counts = Literal["full", "causal", "parameters", "hardware", "hardware_matrices", "hardware_eight"]
+
+
+@dataclass(frozen=True)
+class Convention:
+    """A source's count of FLOPs, and the peak of its MFU."""
+
+    counts: Counts = "full"
+    """FLOPs that its TFLOP/s and its MFU count; no known source prints both from different counts."""
+    narrow_peak: bool = False
+    """Whether MFU of 8-bit and 4-bit runs is against the peak of these formats instead of that of bfloat16."""
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    """Peaks that replace the data sheets': 16 bits in TFLOP/s by device name; the narrower formats have twice that."""
+
+
+def convention_of(description: str) -> Convention:
+    """Returns the convention of a source from its name and notes in lower case; unknown ones count full attention."""
+    tables = row_layout.sources()["conventions"]
+    return next((Convention(**fields) for pattern, fields in tables if re.search(pattern, description)), Convention())
+
+
+def flops_per_step(counts: Counts, model: ModelConfig, sequences: int, parameters: float = 0.0) -> float:
+    """Returns the FLOPs of a step of `sequences` sequences on all devices; 0 `parameters` means to count them."""
+    tokens = sequences * model.seq_len
+    layers = range(model.n_layers)
+    if counts in ("full", "causal"):
+        return train_flops_per_step(model, sequences, attention=counts)
+    if counts == "parameters":
+        attention = 3 * sum(attention_flops_per_token(model, layer) for layer in layers)
+        return tokens * (6 * count_active(model) + attention)
+    if counts == "hardware":
+        return tokens * (4 * sum(block_flops_per_token(model, i) for i in layers) + 3 * head_flops_per_token(model))
+    if counts == "hardware_matrices":
+        return tokens * 4 * sum(matrix_flops_per_token(model, i) for i in layers)
+    return tokens * 8 * (parameters or count_active(model))
+
+
+def peak_tflops(convention: Convention, device: Accelerator, products: Products) -> float:
+    """Returns the peak of the source's MFU, in TFLOP/s."""
+    sixteen = convention.peaks.get(device.name) or device.bf16_tflops or device.fp16_tflops
+    if products in ("fp8", "fp4") and convention.narrow_peak:
+        return 2 * sixteen
+    return sixteen
+
+
+def gpt(layers: int, width: int, heads: int, vocab: int = 51200, seq: int = 2048, **more: Any) -> ModelConfig:
+    """Returns a GPT-2 kind of `seq` tokens; `more` are other fields."""
+    return gpt_kind(layers, width, heads, vocab=vocab, seq_len=seq, **more)
+
+
+def llama(
+    layers: int, width: int, heads: int, kv: int, ff: int, vocab: int, seq: int = 4096, **more: Any
+) -> ModelConfig:
+    """Returns a Llama kind of `seq` tokens; `more` are other fields. Nothing that is predicted depends on the base of
+    its rotary positions."""
+    base = ModelConfig.rope_theta
+    return llama_kind(layers, width, heads, kv_heads=kv, d_ff=ff, vocab=vocab, seq_len=seq, rope_theta=base, **more)
+
+
+def _moe(experts: int, top_k: int, ff: int, shared: int = 0, dense: int = 0) -> MoE:
+    return MoE(n_experts=experts, top_k=top_k, d_ff=ff, n_shared=shared, n_dense_layers=dense, renormalise=top_k > 1)
+
+
+def _mla(q_rank: int, nope: int = 128, rope: int = 64, value: int = 128) -> MLA:
+    return MLA(q_rank=q_rank, kv_rank=512, rope_head_dim=rope, nope_head_dim=nope, v_head_dim=value)
+
+
+def _squared(layers: int, width: int, heads: int, kv: int, ff: int, vocab: int, seq: int, **more: Any) -> ModelConfig:
+    """Returns a Nemotron: the Llama kind, with two matrices and a squared ReLU instead of SwiGLU."""
+    return llama(layers, width, heads, kv, ff, vocab, seq, activation="gelu", **more)
+
+
+def _maxtext(scale: int) -> ModelConfig:
+    """Returns the shape of MaxText's `global_parameter_scale` in billions of parameters: doublings go in turn to heads
+    and MLP, to the width, to the layers (maxtext, `get_individual_scales`; base: 16 layers, 2,048 wide, 16 heads, MLP
+    7,168)."""
+    cycles, rest = divmod(scale.bit_length() - 1, 3)
+    heads, width, layers = 2 ** (cycles + (rest > 0)), 2 ** (cycles + (rest > 1)), 2**cycles
+    return llama(16 * layers, 2048 * width, 16 * heads, 16 * heads, 7168 * heads, 32000, 2048, head_dim=128)
+
+
+@cache
+def shapes() -> dict[str, ModelConfig]:
+    """Returns the published shapes by the `plain` form of their names: the presets, those of shapes.yaml, MaxText's."""
+    found = {
+        re.sub(r"[^a-z0-9]", "", name.replace(".", "p")): shape
+        for name, shape in PRESETS.items()
+        if shape.vocab_size  # models without a vocabulary are small ones for tests
+    }
+    found |= {"qwen330b": PRESETS["qwen3-30b-a3b"], "qwen3235b": PRESETS["qwen3-235b-a22b"]}
+    kinds = {"gpt": gpt, "llama": llama, "nemotron": _squared}
+    parts: dict[str, Callable[..., Any]] = {"moe": _moe, "mla": _mla}
+    written = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
+    for name, (kind, *sizes) in written.items():
+        more = sizes.pop() if isinstance(sizes[-1], dict) else {}
+        more |= {field: part(*more[field]) for field, part in parts.items() if field in more}
+        found[name] = kinds[kind](*sizes, **more)
+    return found | {f"maxtext{scale}b": _maxtext(scale) for scale in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)}
+
+
+_ALIASES = {
+    "qwen3vl": "qwen3",
+    "qwen380b": "qwen3next",
+    "deepseekr1": "deepseekv3",
+    "glm4p6": "glm4p5",
+    "glm4p7": "glm4p5",
+    "nemotron5h": "nemotronh",
+    "llama4400b": "llama4maverick",
+    "llama4109b": "llama4scout",
+    "llama405b": "llama3405b",
+    "llama70b": "llama270b",
+    "mtnlg530b": "mtnlg",
+}
+"""Other spellings of names."""
+
+_NAMES_WITHOUT_SIZE = {"gpt2": "gpt2", "gpt3": "gpt3175b", "opt": "opt175b", "palm": "palm540b", "bloom": "bloom176b"}
+"""Names without a size, which must match as a whole: a GPT of 2.5 B is no gpt2."""
+
+REMARKS = {
+    "nemotronh": "hybrid of Mamba as a transformer of the same parameters and FLOPs",
+    "nemotronnano": "hybrid of Mamba as a transformer of the same parameters and FLOPs",
+    "nemotron3": "hybrid of Mamba as a transformer of the same parameters and FLOPs",
+    "qwen3next": "linear attention as a transformer of about the same parameters and FLOPs",
+    "nemotron4": "squared ReLU as GELU",
+    "llama4maverick": "128 experts in every second layer as 64 in every layer",
+    "glm5": "sparse attention as dense",
+    "bloom": "ALiBi as learned positions",
+}
+"""Approximations of shapes, by the beginning of their keys."""
+
+
+def plain(name: str) -> str:
+    """Normalises a model's name to the spelling of `shapes`: lower-case letters and digits, p for a point."""
+    text = re.sub(r"[^a-z0-9]", "", re.sub(r"(?<=[0-9])\.(?=[0-9])", "p", name.lower()))
+    text = re.sub(r"llama(?:3p[13]|31(?=8b|70b|405b))", "llama3", text)
+    for other, own in _ALIASES.items():
+        text = text.replace(other, own)
+    return text
+
+
+def key_of(name: str) -> str | None:
+    """Returns the longest key of `shapes` that a name contains: `llama3-70b-l12` is a llama3-70b."""
+    text = plain(name)
+    if text in _NAMES_WITHOUT_SIZE:
+        return _NAMES_WITHOUT_SIZE[text]
+    found = [key for key in shapes() if key in text and key not in _NAMES_WITHOUT_SIZE]
+    return max(found, key=len) if found else None
+
+
+def remark(key: str) -> str:
+    """Returns the approximation that a shape stands for; empty if it is the model itself."""
+    return next((text for start, text in REMARKS.items() if key.startswith(start)), "")
+
+
+_COLUMNS = ("n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads", "vocab", "seq_len", "moe_experts", "moe_topk")
+
+_DROPOUT = ("megatron-2021", "megatron-2022", "megatron-deepspeed", "zero-bubble", "vtrain", "deepspeed-zero3")
+"""Frameworks whose GPTs trained with dropout 0.1, Megatron-LM's default until 2022."""
+
+
+def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
+    """Returns the row's model with vocabulary and sequence length; None with a recorded problem if it is unknown."""
+    columns = {name: cells.whole(name) for name in _COLUMNS}
+    name = cells.text("model_name")
+    key = key_of(name)
+    if "bloom" in name.lower() and not key:
+        base, key = _bloom(columns), "bloom"
+    elif key:
+        base = shapes()[key]
+    else:
+        base = _unknown(cells, columns)
+    if key and remark(key):
+        cells.assume(remark(key))
+    if base is None:
+        return None
+    if not columns["n_layers"] and (cut := re.search(r"-l([0-9]{1,3})\b", name.lower())):
+        columns["n_layers"] = int(cut[1])
+    shape = _overridden(base, columns)
+    dense = base.moe.n_dense_layers
+    if base.n_layers and shape.n_layers < base.n_layers and dense > 1:
+        dense = max(1, round(dense * shape.n_layers / base.n_layers))
+        cells.assume(f"{shape.n_layers} of {base.n_layers} layers: {dense} of {base.moe.n_dense_layers} dense ones")
+        shape = replace(shape, moe=replace(shape.moe, n_dense_layers=dense))
+    if (
+        key == "deepseekv3"
+        and shape.n_layers == base.n_layers
+        and re.search("nemo|megatron-bridge|dgxc|modelzoo", cells.description)
+        and "w/o mtp" not in cells.description
+    ):
+        cells.assume("multi-token prediction as one layer more")
+        shape = replace(shape, n_layers=shape.n_layers + 1)
+    shape = _solved(cells, shape, pp, bool(key) and key != "bloom")
+    if shape is None:
+        return None
+    if not (columns["vocab"] or (key and key != "bloom")) and "bloom" not in name.lower():
+        cells.assume(f"vocab blank: {shape.vocab_size}")
+    if not columns["seq_len"]:
+        cells.assume(f"seq_len blank: {shape.seq_len}")
+    if shape.activation.startswith("gelu") and shape.positions == "learned" and framework in _DROPOUT:
+        shape = replace(shape, dropout=0.1)
+    return replace(shape, preset="")
+
+
+def _bloom(columns: dict[str, int]) -> ModelConfig:
+    """Returns a candidate for BLOOM: 250 thousand tokens; 96 heads if 14,400 wide, else 64 by default (bigscience,
+    train/tr11-176B-ml/chronicles-prequel.md)."""
+    width = columns["hidden"] or 14400
+    return gpt(0, width, 96 if width == 14400 else 64, 250000)
+
+
+def _unknown(cells: Cells, columns: dict[str, int]) -> ModelConfig | None:
+    """Returns a model from its columns alone: Llama's kind if it has fewer key/value heads or experts, else GPT-2's."""
+    name = cells.text("model_name")
+    lower = name.lower()
+    if not columns["hidden"] and not (columns["n_layers"] and cells.number("n_params_b")):
+        listed = [shapes()[key] for key in shapes() if key.startswith(("megatron", "gpt3"))]
+        billions = cells.number("n_params_b") or 0
+        close = [shape for shape in listed if abs(_billions(shape) / billions - 1) < 0.06] if billions else []
+        if close and re.search("gpt|megatron", lower):
+            cells.assume(f"shape blank: the GPT of {_billions(close[0]):.1f} B")
+            return close[0]
+        hint = did_you_mean(plain(name), shapes())
+        cells.problem(
+            f"model_name: {name!r} is not a known model{hint}; give n_layers, hidden and n_heads, or one of "
+            f"{', '.join(shapes())}"
+        )
+        return None
+    modern = (
+        0 < columns["n_kv_heads"] < columns["n_heads"]
+        or columns["moe_experts"]
+        or re.search("llama|mistral|qwen|deepseek", lower)
+    )
+    width = columns["hidden"] or 0
+    if modern:
+        return llama(0, width, 0, 0, 0, 32000)
+    return gpt(0, width, 0)
+
+
+def _billions(shape: ModelConfig) -> float:
+    return (12 * shape.n_layers * shape.d_model**2 + shape.vocab_size * shape.d_model) / 1e9
+
+
+def _overridden(shape: ModelConfig, columns: dict[str, int]) -> ModelConfig:
+    """Returns the shape with the values of the columns."""
+    width = columns["hidden"] or shape.d_model
+    same_width = width == shape.d_model
+    heads = columns["n_heads"] or (shape.n_heads if same_width else 0)
+    shape = replace(
+        shape,
+        n_layers=columns["n_layers"] or shape.n_layers,
+        d_model=width,
+        head_dim=shape.head_dim if same_width else 0,
+        n_heads=heads,
+        n_kv_heads=columns["n_kv_heads"] or (shape.n_kv_heads if not columns["n_heads"] or same_width else 0),
+        vocab_size=columns["vocab"] or shape.vocab_size,
+        seq_len=columns["seq_len"] or shape.seq_len,
+    )
+    if columns["moe_experts"] > 1:
+        moe = replace(
+            shape.moe,
+            n_experts=columns["moe_experts"],
+            top_k=columns["moe_topk"] or min(shape.moe.top_k, columns["moe_experts"]),
+        )
+        shape = replace(shape, moe=replace(moe, renormalise=moe.top_k > 1))
+    ff = columns["ffn_hidden"]
+    if not ff or ff in (shape.d_ff, shape.moe.d_ff):
+        return shape
+    if shape.moe.n_experts and not shape.moe.n_dense_layers:
+        return replace(shape, moe=replace(shape.moe, d_ff=ff))
+    return replace(shape, d_ff=ff)
+
+
+def _solved(cells: Cells, shape: ModelConfig, pp: int, known: bool) -> ModelConfig | None:
+    """Returns the shape with unknown layers, width and heads from the number of parameters: N = 12 l h² + V h."""
+    billions = cells.number("n_params_b") or 0
+    if not shape.n_layers and not billions:
+        cells.problem("n_layers: is blank, and so is n_params_b, from which it would follow")
+        return None
+    if not shape.n_layers:
+        layers = (billions * 1e9 - shape.vocab_size * shape.d_model) / (12 * shape.d_model**2)
+        # Equal stages, as chosen by authors whose layers fit their pipelines.
+        if layers > 1000:
+            cells.problem(
+                f"hidden: {billions:g} B parameters {shape.d_model} wide are {layers:.0f} layers; give n_layers"
+            )
+            return None
+        shape = replace(shape, n_layers=max(pp, round(layers / pp) * pp))
+        cells.assume(f"n_layers blank: {shape.n_layers} by n_params_b")
+    if not shape.d_model:
+        width = sqrt(billions * 1e9 / (12 * shape.n_layers))
+        shape = replace(shape, d_model=max(128, round(width / 128) * 128))
+        cells.assume(f"hidden blank: {shape.d_model} by n_params_b")
+    if not shape.n_heads:
+        shape = replace(shape, n_heads=max(1, shape.d_model // 128))
+        cells.assume(f"n_heads blank: {shape.n_heads}, of 128 each")
+    elif not cells.text("n_heads") and not known:
+        cells.assume(f"n_heads blank: {shape.n_heads}")
+    if shape.d_model % shape.n_heads and not shape.head_dim and not shape.mla.kv_rank:
+        # This is rare and comes from rounded tables: the nearest smaller head size is taken.
+        cells.assume(f"hidden {shape.d_model} / n_heads {shape.n_heads} is not an integer: heads of its floor")
+    if shape.n_kv_heads and shape.n_heads % shape.n_kv_heads:
+        cells.problem(f"n_kv_heads: n_heads {shape.n_heads} / n_kv_heads {shape.n_kv_heads} is not an integer")
+        return None
+    if shape.moe.top_k > max(shape.moe.n_experts, 1) and shape.moe.n_experts:
+        cells.problem(f"moe_topk: {shape.moe.top_k} of {shape.moe.n_experts} experts; nearest: {shape.moe.n_experts}")
+        return None
+    return shape
+
 
 MemoryKind = Literal["allocated", "reserved", "device"]
 
@@ -82,13 +407,13 @@ def read(row: Mapping[str, str]) -> Reading:
     """Reads a row. Raises JobError with every reason why it cannot be expressed."""
     cells = Cells(row)
     cells.check()
-    framework = row_machine.framework_of(cells)
-    cluster = row_machine.cluster_of_row(cells)
-    model = row_shape.model_of(cells, framework, row_layout.degree(cells, "pp") or 1)
+    framework = row_layout.framework_of(cells)
+    cluster = row_layout.cluster_of_row(cells)
+    model = model_of(cells, framework, row_layout.degree(cells, "pp") or 1)
     if cells.problems or not model or not cluster:
         raise JobError(cells.problems)
     found = row_layout.layout_of(cells, model, cluster, framework)
-    products = row_machine.products_of(cells, cluster, framework)
+    products = row_layout.products_of(cells, cluster, framework)
     if not found:
         raise JobError(cells.problems)
     layout, batch = found

@@ -3,19 +3,359 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from math import gcd, prod
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
 
 from phalanx.blocks.parameters import count
-from phalanx.config.cluster import Cluster
+from phalanx.check.model import BOUNDS
+from phalanx.config.cluster import Accelerator, Cluster
+from phalanx.config.clusters import ACCELERATORS, CLUSTERS, MACHINES, MEMORY_TOLERANCE
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.cost.spec import Products
 from phalanx.nearest import did_you_mean
-from phalanx.partition.batch import Batch
-from phalanx.validation import row_schedule
-from phalanx.validation.row_cells import Cells
-from phalanx.validation.row_machine import DISTRIBUTED, MODERN, SHARDED
+from phalanx.partition.derived import Batch
+from phalanx.registry import OWN
+from phalanx.schedule import catalogue
+
+COLUMNS = (
+    *("source", "row_id", "model_name", "n_params_b", "n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads"),
+    *("vocab", "seq_len", "moe_experts", "moe_topk", "gpu", "n_gpus", "gpus_per_node", "dp", "tp", "pp", "vpp", "cp"),
+    *("ep", "zero_stage", "sequence_parallel", "recompute", "schedule", "micro_batch", "global_batch_seqs"),
+    *("precision", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb", "notes"),
+)
+"""Columns with a meaning; a table may have any subset of them, and others."""
+
+COUNTS = {
+    "n_layers": "model.n_layers",
+    "hidden": "model.d_model",
+    "ffn_hidden": "model.d_ff",
+    "n_heads": "model.n_heads",
+    "n_kv_heads": "model.n_kv_heads",
+    "vocab": "model.vocab_size",
+    "seq_len": "model.seq_len",
+    "moe_experts": "model.moe.n_experts",
+    "moe_topk": "model.moe.top_k",
+    "n_gpus": "cluster.nodes",
+    "gpus_per_node": "cluster.devices_per_node",
+    "dp": "layout.dp_shard",
+    "tp": "layout.tp",
+    "pp": "layout.pp",
+    "cp": "layout.cp",
+    "ep": "layout.ep",
+    "micro_batch": "layout.micro_batch",
+    "global_batch_seqs": "train.global_batch",
+}
+"""Columns of whole numbers, and the field of a job whose upper bound each has."""
+AMOUNTS = ("n_params_b", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb")
+
+LONGEST = 2000
+"""Most characters of a cell with a meaning; the longest of the published tables has 589."""
+
+_BLANK = {"", "-", "--", "n/a", "na", "nan", "none", "null", "?", "x", "unknown", "tbd"}
+_YES, _NO = {"yes", "true", "1", "on", "y"}, {"no", "false", "0", "off", "n"}
+
+
+class Cells:
+    """The cells of a row. Reading an invalid cell adds to `problems` and returns nothing."""
+
+    def __init__(self, row: Mapping[str, str]):
+        known = {name.strip().lower(): (value or "").strip() for name, value in row.items() if name}
+        self._row = {name: known[name][:LONGEST] for name in COLUMNS if name in known}
+        self.problems: list[str] = [
+            f"{name}: {len(known[name]):,} characters; at most {LONGEST:,}"
+            for name in self._row
+            if len(known[name]) > LONGEST
+        ]
+        self.assumed: list[str] = []
+        self.description = " ".join(self.text(name) for name in ("source", "row_id", "model_name", "notes")).lower()
+        """All that says where the row is from, in small letters."""
+
+    def text(self, name: str) -> str:
+        """Returns the cell's text; empty for a blank or unknown value."""
+        text = self._row.get(name, "")
+        return "" if text.lower() in _BLANK else text
+
+    def raw(self, name: str) -> str:
+        """Returns the cell's text in lower case, also where `none` has a meaning."""
+        return self._row.get(name, "").lower()
+
+    def number(self, name: str) -> float | None:
+        """Returns a positive number, or None."""
+        text = self.text(name)
+        if not text or text.upper().startswith("OOM"):
+            return None
+        plain = (
+            re.sub(r" *\(.*\)$", "", re.sub(r"(?<=[0-9])[,_](?=[0-9]{3})", "", text)).lstrip("~≈<>≥≤ ").rstrip("%sxBG ")
+        )
+        try:
+            value = float(plain)
+        except ValueError:
+            value = float("nan")
+        if not 0 < value < float("inf"):
+            self.problem(f"{name}: expected a number above 0, found {text!r}")
+            return None
+        return value
+
+    def whole(self, name: str, default: int = 0) -> int:
+        """Returns a whole number of at least 1, or `default` for a blank cell."""
+        if self.text(name) == "0":
+            return default
+        value = self.number(name)
+        if value is None:
+            return default
+        if value != int(value):
+            self.problem(f"{name}: expected a whole number, found {self.text(name)!r}; nearest: {max(1, round(value))}")
+            return default
+        return int(value)
+
+    def check(self) -> None:
+        """Reads every number, so that all problems with them are reported at once."""
+        for name, path in COUNTS.items():
+            most, reason = BOUNDS[path]
+            if self.whole(name) > most:
+                self.problem(f"{name}: must be at most {most:,}, is {self.whole(name):,}: {reason}")
+        for name in AMOUNTS:
+            self.number(name)
+
+    def yes(self, name: str) -> bool | None:
+        """Returns yes, no, or None for a blank cell."""
+        text = self.text(name).lower()
+        if text and text not in _YES | _NO:
+            self.problem(f"{name}: expected yes or no, found {text!r}")
+        return True if text in _YES else False if text in _NO else None
+
+    def problem(self, message: str) -> None:
+        """Records why the row cannot be expressed."""
+        if message not in self.problems:
+            self.problems.append(message)
+
+    def assume(self, message: str) -> None:
+        """Records a value that was filled in."""
+        if message not in self.assumed:
+            self.assumed.append(message)
+
+
+@cache
+def sources() -> dict[str, list[list[Any]]]:
+    """Returns the tables of sources.yaml."""
+    return yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
+
+
+SHARDED = (
+    "fsdp1",
+    "torchtitan",
+    "torchtitan-compile",
+    "torchtitan-async",
+    "torchtitan-2025",
+    "maxtext",
+    "deepspeed-zero3",
+)
+"""Frameworks that shard parameters by default."""
+MODERN = ("nemo", "nemo-2025", "nemo-early-2026", "mlperf", "megatron-core", "llama3", "megascale", "megatron")
+"""Megatron's relatives since 2022, whose tensor parallelism includes sequence parallelism by default."""
+DISTRIBUTED = (*MODERN, "megatron-deepspeed")
+"""Frameworks that shard the optimizer state by default."""
+USABLE_MEMORY = 0.99
+"""Share of the printed memory that a program can use, assumed for devices with an unusual size."""
+
+
+def framework_of(cells: Cells) -> str:
+    """Returns the family of the framework; `megatron` if it is unknown."""
+    found = next((family for pattern, family in sources()["frameworks"] if re.search(pattern, cells.description)), "")
+    if not found:
+        cells.assume("framework unknown: as Megatron")
+    return found or "megatron"
+
+
+def cluster_of_row(cells: Cells) -> Cluster | None:
+    """Returns the machine with as many nodes as the row needs; None with a recorded problem if it is unknown."""
+    text, devices = cells.text("gpu").lower(), cells.whole("n_gpus")
+    if not devices and not any(problem.startswith("n_gpus") for problem in cells.problems):
+        cells.problem(f"n_gpus: is {cells.text('n_gpus') or 'blank'}, and nothing else says how many devices there are")
+    machine = _named(text) or next((name for pattern, name in sources()["devices"] if re.search(pattern, text)), "")
+    if not machine:
+        known = ", ".join(ACCELERATORS)
+        hint = did_you_mean(re.sub(r"nvidia|amd|intel|google|[^a-z0-9-]", "", text), ACCELERATORS)
+        cells.problem(f"gpu: {cells.text('gpu')!r} is not a known device{hint} (known: {known})")
+    if not machine or not devices:
+        return None
+    cluster = _sited(cells, machine)
+    per_node = cells.whole("gpus_per_node") or cluster.devices_per_node
+    per_node = min(per_node, devices)
+    cluster = replace(cluster, accelerator=_with_memory(cells, text, cluster.accelerator))
+    return replace(cluster, preset="", nodes=-(-devices // per_node), devices_per_node=per_node)
+
+
+def _named(text: str) -> str:
+    """Returns the machine of this name, or the first one that a package has added for a device of this name; empty if
+    there is none."""
+    if text in MACHINES:
+        return text
+    added = (name for name in MACHINES if MACHINES.package(name) != OWN)
+    return next((name for name in added if MACHINES[name].cluster.accelerator.name == text), "")
+
+
+def _with_memory(cells: Cells, text: str, device: Accelerator) -> Accelerator:
+    """Returns the device with the memory that its spelling states, if that differs: an A100 with 64 GB."""
+    stated = re.search("([0-9]{2,3}) ?gi?b", text)
+    if not stated or abs(float(stated[1]) / device.memory_gib - 1) < MEMORY_TOLERANCE:
+        return device
+    cells.assume(f"{device.name} with {stated[1]} GB")
+    return replace(device, memory_gib=USABLE_MEMORY * float(stated[1]))
+
+
+def _sited(cells: Cells, machine: str) -> Cluster:
+    """Returns the machine of the source if it is known, else the device's usual one."""
+    site = next(
+        (
+            own
+            for pattern, of, own in sources()["sites"]
+            if re.fullmatch(of, machine) and re.search(pattern, cells.description)
+        ),
+        machine,
+    )
+    if site == "v100-16gb":  # the one device without a machine of its own in the catalogue
+        cells.assume("V100 with 16 GB in a DGX-1")
+        return replace(CLUSTERS["dgx-v100"], accelerator=ACCELERATORS["v100-16gb"])
+    cluster = CLUSTERS[site]
+    stated = next((gbs for pattern, gbs in sources()["networks"] if re.search(pattern, cells.description)), 0.0)
+    return replace(cluster, inter=replace(cluster.inter, gbs=stated)) if stated else cluster
+
+
+def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
+    """Returns the number format of the blocks' matrix products; the narrower one of two."""
+    text = cells.text("precision").lower()
+    device = cluster.accelerator
+    for pattern, products in (("fp4", "fp4"), ("fp8|int8|e4m3", "fp8"), ("bf16|bfloat", "bf16"), ("fp16|half", "fp16")):
+        if re.search(pattern, text):
+            if products in ("fp4", "fp8") and not getattr(device, f"{products}_tflops"):
+                cells.problem(
+                    f"precision: {cells.text('precision')!r}, but {device.name} has no {products}; nearest: bf16"
+                )
+            if products == "bf16" and not device.bf16_tflops:
+                return "fp16"
+            return products  # pyright: ignore[reportReturnType]
+    if re.search("fp32|tf32|float32", text):
+        return "fp32"
+    if text:
+        cells.problem(f"precision: {cells.text('precision')!r} is unknown; known: fp32, fp16, bf16, fp8, fp4")
+    if not device.bf16_tflops:
+        return "fp16"
+    if (
+        device.fp4_tflops
+        and cells.whole("n_gpus") <= 8
+        and re.search("mlperf.*v5\\.1.*8b.*(fp4|2 candidate|not matched)", cells.description)
+    ):
+        # There are two recipes for one node: submitters that do not use the 8-bit one use the 4-bit one.
+        cells.assume("precision blank: fp4, the faster of the round's two recipes")
+        return "fp4"
+    if "mlperf" in cells.description and device.fp8_tflops and not device.name.startswith("tpu"):
+        cells.assume("precision blank: fp8, as MLPerf submissions train")
+        return "fp8"
+    if framework in ("megatron-2021", "megatron-2022", "zero-bubble", "vtrain"):
+        return "fp16"
+    cells.assume("precision blank: bf16")
+    return "bf16"
+
+
+MLPERF_CHUNKS = {96: 6, 126: 8}
+"""Stages per rank of MLPerf's large models, GPT-3 and Llama 3.1 405B, by their number of layers."""
+
+
+def scheduled(cells: Cells, model: ModelConfig, framework: str, layout: Layout) -> Layout:
+    """Returns the schedule and, if the framework distributes layers evenly, the cut."""
+    if layout.pp == 1:
+        return layout
+    chunks = _chunks(cells, model, layout)
+    name = _name(cells, chunks)
+    if not name:
+        return layout
+    entry = catalogue.SCHEDULES[name]
+    least, most = entry.chunks
+    if entry.interleaves and chunks < least:
+        chunks = min(4 if "2407.21783" in cells.description else 2, model.n_layers // layout.pp)
+        cells.assume(f"vpp blank: {chunks}")
+    chunks = min(max(chunks, least), most)
+    totals = _totals(model.n_layers, layout.pp, framework)
+    if entry.interleaves:
+        if chunks > min(totals):
+            cells.assume(f"vpp {chunks} with stages without layers: {min(totals)}")
+        chunks = min(chunks, *totals)
+        name = name if chunks > 1 else entry.interleaves
+    if entry.placement != "round robin":
+        return replace(layout, schedule=name, pp_chunks=chunks if most > 1 else 0)
+    cut = "+".join(map(str, _cut(totals, chunks)))
+    return replace(layout, schedule=name, pp_chunks=chunks if chunks > 1 else 0, pp_cut=cut)
+
+
+def _name(cells: Cells, chunks: int) -> str:
+    """Returns the schedule's name; empty with a recorded problem if it is unknown."""
+    text = re.sub(r"\(.*\)", "", cells.text("schedule").lower()).strip()
+    text = text or Layout.schedule
+    plain = re.sub("[^a-z0-9_]", "", text)
+    found = text if text in catalogue.SCHEDULES else catalogue.likely(plain)
+    if found is None:  # as in "modified interleaved 1F1B"
+        within = [name for name in catalogue.SCHEDULES if name.replace("_", "") in plain]
+        found = max(within, key=len, default=None)
+    if found is None:
+        cells.problem(f"schedule: {text!r} is unknown; known: {', '.join(catalogue.SCHEDULES)}")
+        return ""
+    forms = (name for name, entry in catalogue.SCHEDULES.items() if entry.interleaves == found)
+    return next(forms, found) if chunks > 1 else found
+
+
+def _chunks(cells: Cells, model: ModelConfig, layout: Layout) -> int:
+    text = cells.text("vpp").lower()
+    if text.startswith("max"):
+        return max(1, -(-model.n_layers // layout.pp))
+    if not text and re.search("(vpp|layouts?) not given", cells.description) and (fits := _fitting(model, layout)):
+        cells.assume(f"vpp blank: {fits}, for a bubble of at most 5 %")
+        return fits
+    if not text and "mlperf" in cells.description and (chunks := MLPERF_CHUNKS.get(model.n_layers, 0)):
+        cells.assume(f"vpp blank: {chunks}")
+        return chunks
+    return cells.whole("vpp", 1)
+
+
+def _fitting(model: ModelConfig, layout: Layout) -> int:
+    """Returns the fewest chunks of whole layers with which the bubble is at most 5 %; 0 if there are none."""
+    each = model.n_layers // layout.pp
+    legal = [n for n in range(1, each + 1) if model.n_layers % layout.pp == 0 and each % n == 0]
+    return next((n for n in legal if (layout.pp - 1) <= 0.05 * layout.accumulation * n), max(legal, default=0))
+
+
+def _totals(layers: int, pp: int, framework: str) -> list[int]:
+    """Returns the layers of each rank: equal parts; one less on the first and the last rank if the embedding and the
+    head count as a layer each; else DeepSpeed's, whose last rank gets the rest."""
+    if layers % pp == 0:
+        return [layers // pp] * pp
+    if (layers + 2) % pp == 0 and layers + 2 > pp:
+        each = (layers + 2) // pp
+        return [each - 1, *[each] * (pp - 2), each - 1]
+    each = -(-layers // pp)
+    left = layers - each * (pp - 1)
+    if framework == "megatron-deepspeed" and left > 0:
+        return [*[each] * (pp - 1), left]
+    return [(layers + pp - 1 - rank) // pp for rank in range(pp)]
+
+
+def _cut(totals: list[int], chunks: int) -> list[int]:
+    """Returns the layers of every stage, chunk after chunk. A remainder goes to a rank's later chunks, which have fewer
+    micro-batches in flight; the last rank's last chunk, beside the head, has the fewest."""
+    sizes = list[int]()
+    for chunk in range(chunks):
+        for rank, total in enumerate(totals):
+            place = chunk if rank == len(totals) - 1 else chunks - 1 - chunk
+            sizes.append(total // chunks + (place < total % chunks))
+    return sizes
+
 
 STATE_SHARE = 0.6
 """Share of a device's memory for state in a layout that is filled in."""
@@ -55,7 +395,7 @@ def layout_of(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str
     if batch is None:
         return None
     layout = replace(layout, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
-    return row_schedule.scheduled(cells, model, framework, layout), batch
+    return scheduled(cells, model, framework, layout), batch
 
 
 def _degrees(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str, devices: int) -> Layout | None:

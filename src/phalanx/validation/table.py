@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from phalanx.bounded import open_regular
-from phalanx.cost import predict as whole
+from phalanx.cost import prediction as whole
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.echo import VisibleStream, echo
 from phalanx.errors import JobError
 from phalanx.validation.row import Reading, read
-from phalanx.validation.row_cells import COLUMNS
+from phalanx.validation.row_layout import COLUMNS
 
 ADDED = (
     *("pred_step_time_s", "pred_tflops_per_gpu", "pred_mfu_pct", "pred_tokens_per_s_per_gpu", "pred_peak_mem_gb"),
@@ -222,14 +222,13 @@ def _opened(source: str) -> Iterator[BinaryIO]:
     pipe = re.fullmatch("/dev/(?:fd/([0-9]{1,9})|stdin)", source)
     with contextlib.ExitStack() as stack:
         try:
-            file = stack.enter_context(_pipe(int(pipe[1] or 0)) if pipe else open_regular(Path(source)))
+            if pipe:
+                file: BinaryIO = stack.enter_context(open(int(pipe[1] or 0), "rb", closefd=False))
+            else:
+                file = stack.enter_context(open_regular(Path(source)))
         except OSError as error:
             raise JobError(f"table: {source!r} cannot be read: {error.strerror}") from None
         yield file
-
-
-def _pipe(descriptor: int) -> BinaryIO:
-    return open(descriptor, "rb", closefd=False)
 
 
 @contextlib.contextmanager

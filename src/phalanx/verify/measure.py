@@ -31,7 +31,7 @@ from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipeline import PipeDream
-from phalanx.partition import batch
+from phalanx.partition import derived as batch
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.drivers import UnflushedSteps
 from phalanx.train.requests import NO_REQUESTS, Requests

@@ -9,9 +9,8 @@ from functools import cache
 from math import gcd
 from typing import Any
 
-from phalanx.blocks.kinds import model_kinds
+from phalanx.blocks.kinds import alike, model_kinds
 from phalanx.blocks.parameters import count
-from phalanx.blocks.shrink import alike
 from phalanx.check.effect import effect_problems
 from phalanx.check.job import by_cause, out_of_range, problems_of
 from phalanx.check.layout import Problem
@@ -24,12 +23,8 @@ from phalanx.config.job import Job
 from phalanx.config.layout import AXES, Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.errors import JobError
-from phalanx.partition import batch
-from phalanx.partition.pipeline import flushes, is_file, schedule_of
-from phalanx.partition.recompute import MODES, parse
-from phalanx.partition.second_copy import legal_hpz
-from phalanx.partition.stages import parse_cut
-from phalanx.partition.wire import BLOCK, LARGEST
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import BLOCK, LARGEST, MODES, flushes, is_file, legal_hpz, parse, parse_cut, schedule_of
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.schedule import Schedule
 from phalanx.units import counted

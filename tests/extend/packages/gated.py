@@ -8,8 +8,7 @@ from functools import cache
 
 from phalanx import extend
 from phalanx.blocks.attention import ROWS, attention
-from phalanx.blocks.operator import MemoryBound, Operator, SavedTensor
-from phalanx.blocks.place import Place
+from phalanx.blocks.operator import MemoryBound, Operator, Place, SavedTensor
 from phalanx.blocks.residual import linear_weights
 
 

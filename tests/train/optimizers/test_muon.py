@@ -15,7 +15,7 @@ from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.cost.memory.state import state_bytes
+from phalanx.cost.exact_state import state_bytes
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import ShardedOptimizer

@@ -14,7 +14,7 @@ from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.cost.memory.state import checkpoint_bytes, state_bytes
+from phalanx.cost.exact_state import checkpoint_bytes, state_bytes
 from train.runs import change, moves_between, train, weights
 from train.test_memory import held
 

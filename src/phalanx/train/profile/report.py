@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from phalanx import bounded
-from phalanx.cost.compared import ComparedPart
+from phalanx.cost.breakdown import ComparedPart
 from phalanx.errors import DataError, NotFoundError
 from phalanx.train.profile.trace_file import TraceClock
 from phalanx.units import counted, gib, listed

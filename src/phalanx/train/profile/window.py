@@ -28,13 +28,10 @@ from phalanx.comm import blocking
 from phalanx.comm.agree import gather_json, on_every_rank
 from phalanx.comm.calls import Recording, now, recorded
 from phalanx.config.job import Job
-from phalanx.cost.breakdown import model_name
-from phalanx.cost.compared import ComparedPart, compared, compared_memory
-from phalanx.cost.job_spec import rank_spec, step_spec
-from phalanx.cost.local import on_known_cluster
-from phalanx.cost.memory.rank_memory import step_memory
-from phalanx.cost.prediction import Parts
-from phalanx.cost.time.step_time import step_parts
+from phalanx.cost.breakdown import ComparedPart, compared, compared_memory, model_name
+from phalanx.cost.job_spec import on_known_cluster, rank_spec, step_spec
+from phalanx.cost.prediction import Parts, step_parts
+from phalanx.cost.rank_memory import step_memory
 from phalanx.errors import JobError, PhalanxError, RunError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase

@@ -1,0 +1,221 @@
+"""The bytes of one block on a rank: what it saves for its backward pass, operator by operator (a view of
+phalanx.blocks), and what its backward pass needs besides.
+
+The list implies Korthikanti et al. 2022, table 2, for the GPT-2 kind with dropout (s tokens, b sequences, hidden size
+h, a heads, t tensor ranks, 2 bytes per element): sbh (34 + 5as/h) without tp; sbh (10 + 24/t + 5as/ht) with tp; all of
+it over t with sp; without the terms in a s with selective recomputation; 2sbh with full. As there, a norm's mean and
+deviation (two bytes each) and attention's log-sum-exp (four bytes per head) are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+from operator import sub
+from typing import NamedTuple
+
+from phalanx.blocks.kinds import FEED_FORWARD, BlockKind, block, half_block
+from phalanx.blocks.operator import MemoryProfile, Operator, Place, place_of
+from phalanx.blocks.residual import norm_backward, norm_saved, saved_input
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.cost.held import BlockParameters, LayerKind, block_parameters
+from phalanx.cost.spec import StepSpec
+from phalanx.partition.derived import Mode, slices_of, splits_backward, uniform_recompute
+
+
+@lru_cache(maxsize=4096)
+def workspace(
+    model: ModelConfig,
+    layout: Layout,
+    width: int,
+    kind: BlockKind,
+    profile: MemoryProfile,
+    narrow: bool = False,
+    documents: bool = False,
+    sequences: int = 1,
+    slices: int = 1,
+    splits: bool = False,
+) -> float:
+    """Returns the bytes that the backward pass of attention needs for a moment, of a micro-batch of so many sequences,
+    or of the last of its slices, less those that the second half of the block has saved and released by then, all or
+    with deferred weight gradients (`splits`) all but what these need; 0 where fused kernels need none."""
+    place = place_of(
+        model, layout, sequences, width=width, narrow=narrow, profile=profile, documents=documents, slices=slices
+    )
+    needed = sum(operator.workspace for operator in half_block(place, kind, "attention"))
+    if not needed:
+        return 0.0
+    tensors = (tensor for operator in half_block(place, kind, "feed_forward") for tensor in operator.saved)
+    released = sum(tensor.size / _shares(place)[tensor.cut] for tensor in tensors)
+    released -= _deferred(place, half_block(place, kind, "feed_forward")) if splits else 0.0
+    return max(0.0, needed - place.tokens / slices * released)
+
+
+@lru_cache(maxsize=4096)
+def saved(
+    model: ModelConfig,
+    layout: Layout,
+    width: int,
+    kind: BlockKind,
+    profile: MemoryProfile,
+    narrow: bool = False,
+    slices: int = 1,
+) -> tuple[tuple[str, float], ...]:
+    """Returns the operators of a block and the bytes per token that each saves on a rank, in elements of `width` bytes.
+    The block recomputes as `layout.recompute` says; sequences pass in `slices`.
+
+    Without `layout.sp_regather` the inputs of the matrices are saved whole; without dropout there are no masks, and
+    torch's fused attention saves no scores. Of RMS norms see `profile.rms_copies`. Tokens are balanced over experts,
+    times `profile.imbalance`. `narrow`: products are in 8 bits, which matters to frameworks that save their operands
+    so.
+    """
+    place = place_of(model, layout, width=width, narrow=narrow, profile=profile, slices=slices)
+    shares = _shares(place)
+    alone = (("block input", model.d_model * width / place.token_share),)
+    if layout.recompute == "full":
+        every = (tensor for operator in block(place, kind) for tensor in operator.saved if slices > 1 and tensor.across)
+        return alone + tuple((each.operator, each.size / shares[each.cut]) for each in every)
+    selective = profile.selective if layout.recompute == "selective" else ""
+    tensors = (
+        tensor
+        for operator in block(place, kind)
+        for tensor in (operator.results if selective == "products" else operator.saved)
+    )
+    products = layout.recompute == "products"
+    found = (
+        (each.operator, (each.size - (each.cheap if products else 0)) / shares[each.cut])
+        for each in tensors
+        if not (selective == "core" and each.inside)
+    )
+    return tuple((name, size / 2) for name, size in (*alone, *found)) if selective == "layers" else tuple(found)
+
+
+@lru_cache(maxsize=4096)
+def deferred(model: ModelConfig, layout: Layout, width: int, kind: BlockKind) -> float:
+    """Returns the bytes per token that a block keeps on a rank after the gradients of its inputs, until those of its
+    weights are computed: the input of every trained matrix and the gradient of its output. All else is released then,
+    scores and what norms and activations have saved among it. Inputs that tensor ranks gather are whole here."""
+    place = place_of(model, layout, width=width)
+    return _deferred(place, block(place, kind))
+
+
+def _deferred(place: Place, operators: Iterable[Operator]) -> float:
+    products = (operator.product(place.tp, place.ep) for operator in operators)
+    numbers = sum(each.m * each.number * (each.n + each.k) for each in products if each and not each.frozen)
+    return numbers * place.width / place.tokens
+
+
+def _shares(place: Place) -> dict[str, int]:
+    """Returns the number of tensor ranks that share a saved tensor, by the way in which they do."""
+    gathered = place.token_share if place.regathers else 1
+    return {"whole": 1, "tokens": place.token_share, "width": place.tp, "gathered": gathered}
+
+
+TRANSIT = 2
+"""Number of messages between stages that a rank has in transit at a time: one that arrives and one that leaves."""
+
+
+class StepSizes:
+    """Sizes of a micro-batch on one rank."""
+
+    def __init__(self, spec: StepSpec):
+        self.spec, self.memory_profile = spec, spec.framework.memory_profile
+        if spec.products == "fp16":
+            self.memory_profile = self.memory_profile.fp16 or self.memory_profile
+        if spec.framework.attention == "unfused" and self.memory_profile.scores != "always":
+            self.memory_profile = replace(self.memory_profile, scores="always")
+        layout = spec.layout
+        self.tokens = spec.batch.micro_batch * spec.model.seq_len / layout.cp
+        self.slices = slices_of(layout)
+        self.splits = splits_backward(layout)
+        self.pass_tokens = self.tokens / self.slices
+        """Tokens of a micro-batch that pass a stage at a time."""
+        self.share = layout.tp if layout.sp else 1
+        self.stream = self.pass_tokens * spec.model.d_model * spec.width
+        place = place_of(spec.model, layout, width=spec.width, profile=self.memory_profile)
+        inputs = norm_saved(place, spec.model.d_model) + spec.model.d_model * spec.width
+        self.head_reads = self.pass_tokens * inputs / self.share
+        """Bytes that the final norm and the head save."""
+        self.final_norm = self.pass_tokens * norm_backward(place, spec.model.d_model) / self.share
+        """Bytes in the backward pass of the final norm, with its input."""
+        self.under_way = TRANSIT * self.stream / self.share
+        """Bytes of messages between stages."""
+
+
+class BlockBytes:
+    """Bytes of one block of a kind on a rank."""
+
+    def __init__(self, step: StepSizes, kind: LayerKind):
+        model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
+        layout = uniform_recompute(step.spec.layout, kind.recompute)
+        narrow = step.spec.products in ("fp8", "fp4")
+        alone = replace(layout, recompute="none")
+        self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
+        parts, every = (
+            [size for _, size in saved(model, each, width, kind.block, memory_profile, narrow, step.slices)]
+            for each in (layout, alone)
+        )
+        self.kept, whole = step.tokens * sum(parts), step.tokens * sum(every)
+        if kind.recompute == "products":  # each comes back when it is needed, and goes before the next
+            whole = self.kept + step.tokens * max(map(sub, every, parts), default=0.0)
+        self._of_slices = step, kind, layout, width, memory_profile, narrow
+        self.again = max(0.0, whole - self.kept) / step.slices
+        self.deferred = step.tokens * deferred(model, layout, width, kind.block)
+        """Bytes that wait for the weights' gradients where these are put off."""
+        # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
+        # wrote, which the last matrix does not need any longer, if it has saved it. Of experts also those of rows.
+        last = "moe.experts.down" if kind.block.routed else "mlp.down"
+        reads = saved_input(place_of(model, layout), "feed_forward", last) > 0
+        # With deferred weight gradients it needs it still.
+        tensors = (2 if model.gated else 1) + (0 if reads and not step.splits else 1)
+        wide = FEED_FORWARD[kind.block.feed_forward].width(model) * tensors / layout.tp
+        if kind.block.routed:
+            rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
+            spread = step.share if memory_profile.routes_shards else 1
+            wide = rows * (wide + model.d_model / spread)
+        # What is computed again ends with an output that nothing needs.
+        outputs = 2 if kind.recompute == "full" else 1
+        attention = workspace(
+            model,
+            alone,
+            width,
+            kind.block,
+            memory_profile,
+            narrow,
+            step.spec.document_mask,
+            step.spec.batch.micro_batch,
+            step.slices,
+            step.splits,
+        )
+        self.backward = self.again + max(step.pass_tokens * wide * width, attention), outputs * step.stream / step.share
+        """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
+
+    def kept_of(self, slices: int) -> float:
+        """Returns the bytes that the block keeps of the first slices of a micro-batch, as many as of sequences of these
+        alone, since later slices see more keys; and once the backward pass of a later slice has been, of the gradients
+        of their keys and values. What is fully recomputed counts as the average slice."""
+        step, kind, layout, width, profile, narrow = self._of_slices
+        share, tokens = slices / step.slices, slices * step.pass_tokens
+        if not slices or slices == step.slices or kind.recompute == "full":
+            return share * self.kept
+        model = replace(step.spec.model, seq_len=int(step.spec.model.seq_len * share))
+        return tokens * sum(size for _, size in saved(model, layout, width, kind.block, profile, narrow, slices))
+
+    def seen_gradients(self, slices: int) -> float:
+        """Returns the bytes of the gradients of the keys and values of the first slices, which later ones have seen."""
+        step, kind, layout, width, profile, narrow = self._of_slices
+        whole = replace(layout, recompute="full")  # keeps these beside the block's input
+        _, *seen = saved(step.spec.model, whole, width, kind.block, profile, narrow, step.slices)
+        return slices * step.pass_tokens * sum(size for _, size in seen)
+
+
+class BlockRun(NamedTuple):
+    """Consecutive blocks of one kind in a stage."""
+
+    block: BlockBytes
+    many: int
+    recompute: Mode
+    leaves: bool
+    """Whether their activations wait on the host."""

@@ -1,0 +1,328 @@
+"""Seconds and bytes of messages: of a collective over the links between the ranks of its group, of the operators'
+messages (the table of phalanx.blocks), and of those that carry parameters and gradients.
+
+alpha-beta: each message costs a latency and its bytes over the bandwidth (Thakur et al. 2005, section 2). Ranks on one
+node communicate over `intra`, others over `inter`; a group uses one network card per rank on a node. NCCL's choice
+(src/graph/tuning.cc): rings for large tensors, trees for small ones, and reduction in the switch if it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import ceil, inf, log2
+from typing import Any, Literal, NamedTuple, get_args
+
+from phalanx.blocks.operator import Collective, Message, Operator, Place, place_of
+from phalanx.blocks.residual import boundary
+from phalanx.config.cluster import Cluster, Link
+from phalanx.config.layout import Layout, Recompute
+from phalanx.cost.exposed import quotient, smaller
+from phalanx.cost.spec import StepSpec
+from phalanx.partition.derived import near_ranks
+
+
+def sent_bytes(collective: Collective, payload: float, ranks: int) -> float:
+    """Returns the bytes that each of `ranks` ranks sends for a collective over a tensor of `payload` bytes.
+
+    `payload` is the whole tensor: an all-gather's output, a reduce-scatter's input. An all-reduce is a reduce-scatter
+    and an all-gather: 2 D (P-1)/P (Thakur et al. 2005, sections 4.2 and 4.5); a broadcast counts as a scatter and an
+    all-gather, on average over the ranks. `send` is one message, counted by its sender.
+    """
+    if collective == "send":
+        return payload
+    passes = 2 if collective in ("all_reduce", "broadcast") else 1
+    return passes * payload * (ranks - 1) / ranks
+
+
+START_US = 20.0
+"""Microseconds before the first byte of a collective moves: its kernel, and the synchronization of the ranks (NCCL's 1
+MB all-reduce on two A100 takes 45 us, of which 5 are for the bytes: vTrain's tables)."""
+INTRA_STEP = 0.65
+"""Latency of a step of a ring inside a node relative to that of a single message: chunks are pipelined."""
+INTER_STEP = 1.4
+"""Latency of a step of a ring across nodes relative to a message over the network: all steps wait for the slowest, and
+a rank's part is too small to be pipelined in chunks. An all-gather of 2 GB over 32 nodes of eight H100, where large
+tensors reach 340 GB/s, reached 200: 17 us for each of 255 steps (NVIDIA/nccl, issue 1218)."""
+MAX_CARDS = 8
+"""Most devices over whose cards one tensor travels (NCCL: one channel per card)."""
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks that communicate: their number, and the stride between neighbours in ranks of the whole world."""
+
+    ranks: int
+    stride: int = 1
+
+    def near(self, domain: int) -> int:
+        """Returns how many of the ranks lie in one domain of neighbouring devices."""
+        return max(1, min(self.ranks, domain // self.stride))
+
+
+@lru_cache(100_000)
+def seconds(cluster: Cluster, collective: Collective, payload: float, group: RankGroup) -> float:
+    """Returns the seconds of a collective over a tensor of `payload` bytes: an all-gather's output, a reduce-scatter's
+    input, a rank's part of an all-to-all. 0 for a group of one."""
+    n = group.ranks
+    if n == 1 or payload <= 0:
+        return 0.0
+    near = group.near(cluster.joined)
+    nodes = ceil(n / near)
+    if collective == "send":
+        link = cluster.intra if group.stride < cluster.joined else cluster.inter
+        slow = link.pair_gbs / link.gbs if link.pair_gbs else 1.0
+        return link.latency_us * 1e-6 + payload / _bytes(link) / slow
+    if collective == "all_to_all":
+        return _all_to_all(cluster, payload, n, near, nodes)
+    bandwidth = _bandwidth(cluster, group, near, nodes)
+    step = INTER_STEP * cluster.inter.latency_us if nodes > 1 else INTRA_STEP * cluster.intra.latency_us
+    hops = (n - 1) * step * 1e-6
+    start = START_US * 1e-6
+    share = (n - 1) / n
+    if collective != "all_reduce":
+        return start + hops + share * payload / bandwidth
+    ring = 2 * hops + 2 * share * payload / bandwidth
+    deep = 2 * (log2(nodes) * cluster.inter.latency_us + log2(near) * cluster.intra.latency_us) * 1e-6
+    tree = deep + 2 * payload / (bandwidth * 0.9)
+    if nodes == 1 and cluster.intra.reduces:
+        switch = 4 * cluster.intra.latency_us * 1e-6 + payload / bandwidth
+        return start + min(ring, tree, switch)
+    return start + min(ring, tree)
+
+
+def load(cluster: Cluster, group: RankGroup, payload: float) -> float:
+    """Returns the `occupancy` of a group's all-gathers of `payload` bytes each."""
+    spent = seconds(cluster, "all_gather", payload, group)
+    return occupancy(cluster, payload * (1 - 1 / group.ranks), spent)
+
+
+def occupancy(cluster: Cluster, sent: Any, spent: Any) -> Any:
+    """Returns the share of the bandwidth between neighbouring devices that `sent` bytes in `spent` seconds (numbers or
+    arrays) use: they slow down overlapping computation in proportion. Slow transfers over a network take few cores and
+    little of the memory's bandwidth, and a ring that waits for its next step takes none."""
+    return smaller(1.0, quotient(sent, spent) / _bytes(cluster.intra))
+
+
+def _bytes(link: Link) -> float:
+    """Returns the bytes per second of large messages; infinite for a link that is not described."""
+    return link.gbs * link.reached * 1e9 or inf
+
+
+def _bandwidth(cluster: Cluster, group: RankGroup, near: int, nodes: int) -> float:
+    """Returns the bytes per second that pass each rank of a ring."""
+    inside = _bytes(cluster.intra)
+    if cluster.intra.pair_gbs:
+        inside = min(inside, (near - 1 or 1) * cluster.intra.pair_gbs * cluster.intra.reached * 1e9)
+    if nodes == 1:
+        return inside
+    outside = _bytes(cluster.inter) * min(near, MAX_CARDS)
+    if cluster.pod and group.ranks * group.stride > cluster.pod:
+        # A ring leaves a pod once, however many of its ranks are there.
+        outside /= max(1.0, cluster.oversubscription * group.stride / cluster.pod)
+    return min(inside, outside) if near > 1 else outside
+
+
+def _all_to_all(cluster: Cluster, payload: float, n: int, near: int, nodes: int) -> float:
+    """Returns the seconds in which every rank sends a part to every other, beyond its node over its own card."""
+    part = payload / n
+    return _exchange(cluster, nodes, (near - 1) * part, (n - near) * part)
+
+
+def _exchange(cluster: Cluster, nodes: int, inside: float, outside: float) -> float:
+    """Returns the seconds in which every rank sends `inside` bytes within its node and `outside` bytes beyond."""
+    far = outside / _bytes(cluster.inter) if nodes > 1 else 0.0
+    latency = cluster.inter.latency_us if nodes > 1 else cluster.intra.latency_us
+    return (START_US + 2 * latency) * 1e-6 + max(inside / _bytes(cluster.intra), far)
+
+
+@lru_cache(100_000)
+def dispatch_seconds(
+    cluster: Cluster, tokens: float, width: float, copies: float, group: RankGroup, *, once: bool
+) -> float:
+    """Returns the seconds of sending tokens of `width` bytes to `copies` experts each, balanced over `group`.
+
+    `once`: a token crosses the network once to each node that has some of its experts, where it is forwarded (DeepEP,
+    HybridEP; DeepSeek-V3, section 3.2.2), and within a node once to each device; otherwise once per expert."""
+    n = group.ranks
+    if n == 1 or tokens <= 0:
+        return 0.0
+    near = group.near(cluster.joined)
+    nodes = ceil(n / near)
+    if not once:
+        return _all_to_all(cluster, tokens * width * copies, n, near, nodes)
+    reached = nodes * (1 - (1 - 1 / nodes) ** copies)
+    devices = n * (1 - (1 - 1 / n) ** copies)
+    inside = tokens * width * devices * (near - 1) / near
+    return _exchange(cluster, nodes, inside, tokens * width * reached * (nodes - 1) / nodes)
+
+
+@lru_cache(1000)
+def group(layout: Layout, axis: str) -> RankGroup:
+    """Returns the ranks of an axis: `tp` innermost, then `ring` and `ulysses` of cp, `ep`, dp_shard, dp_replicate, pp;
+    `shard` is dp_shard × cp, `edp` the ranks that hold the same experts; `hpz` and `edp_hpz` are parts of them that
+    keep a second copy of the parameters together, `hpz_across` and `edp_hpz_across` the ranks at one place of these.
+    `summed` are the replicas that sum their gradients in every step: one where each trains by itself."""
+    tp, cp, shard = layout.tp, layout.cp, layout.dp_shard
+    ulysses_inside = layout.cp_inner == "ulysses"
+    return {
+        "tp": RankGroup(tp),
+        "ulysses": RankGroup(layout.cp_ulysses, tp if ulysses_inside else tp * layout.ring),
+        "ring": RankGroup(layout.ring, tp * layout.cp_ulysses if ulysses_inside else tp),
+        "cp": RankGroup(cp, tp),
+        "ep": RankGroup(layout.ep, tp),
+        "edp": RankGroup(layout.shard_ranks // layout.ep or 1, tp * layout.ep),
+        "shard": RankGroup(cp * shard, tp),
+        "hpz": RankGroup(near_ranks(layout), tp),
+        "edp_hpz": RankGroup(near_ranks(layout, experts=True), tp * layout.ep),
+        "hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
+        "edp_hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
+        "replicate": RankGroup(layout.dp_replicate, tp * cp * shard),
+        "summed": RankGroup(layout.dp_replicate // layout.independent_replicas, tp * cp * shard),
+        "pp": RankGroup(layout.pp, tp * cp * shard * layout.dp_replicate),
+    }[axis]
+
+
+@dataclass(frozen=True)
+class MessageSeconds:
+    """Seconds of the collectives of some operators for a micro-batch, without overlap."""
+
+    forward: float = 0.0
+    again: float = 0.0
+    """Seconds in a repeated forward pass."""
+    backward: float = 0.0
+    occupancy: float = 0.0
+    """Share of the bandwidth between neighbouring devices that these messages use while in flight."""
+
+    def __add__(self, other: MessageSeconds) -> MessageSeconds:
+        return MessageSeconds(
+            self.forward + other.forward,
+            self.again + other.again,
+            self.backward + other.backward,
+            max(self.occupancy, other.occupancy),
+        )
+
+
+NO_MESSAGES = MessageSeconds()
+Kind = str
+"""An axis of the ledger (tp, cp, ep), or the computation that a message overlaps."""
+
+
+def place(spec: StepSpec, layout: Layout | None = None) -> Place:
+    """Returns the place of a rank of a spec, in another layout if one is given."""
+    return place_of(
+        spec.model,
+        layout or spec.layout,
+        spec.batch.micro_batch,
+        width=spec.width,
+        narrow=spec.products in ("fp8", "fp4"),
+        profile=spec.framework.memory_profile,
+    )
+
+
+def messages_seconds(
+    spec: StepSpec, place: Place, operators: Iterable[Operator], modes: Sequence[Recompute] = ("none",)
+) -> list[dict[Kind, MessageSeconds]]:
+    """Returns, for each recomputation mode, the seconds of the operators' messages by axis; messages that overlap
+    attention or weight gradients have these as keys instead."""
+    by_mode: list[dict[Kind, MessageSeconds]] = [{} for _ in modes]
+    for message in (message for operator in operators for message in operator.messages):
+        once = message_seconds(spec, place, message)
+        if not once:
+            continue
+        kind = message.ledger_axis if message.beside == "nothing" else message.beside
+        load = occupancy(spec.cluster, place.bytes_of(message), once) if message.axis == "ring" else 0.0
+        for mode, so_far in zip(modes, by_mode, strict=True):
+            more = MessageSeconds(once * message.forward, once * message.again(mode), once * message.back(mode), load)
+            so_far[kind] = so_far[kind] + more if kind in so_far else more
+    return by_mode
+
+
+def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
+    """Returns the seconds of one message without overlap."""
+    cluster, framework, layout = spec.cluster, spec.framework, spec.layout
+    if message.axis == "pp":
+        ranks = RankGroup(2, group(layout, "pp").stride)
+    elif place.ranks_of(message) == 1 or (framework.ep_once and message.axis == "ep" and not message.copies):
+        # Such a dispatch sends the numbers of its rows in its own kernel (DeepEP's notify_dispatch).
+        return 0.0
+    elif message.copies:
+        folds = framework.ep_folds
+        # If tensor ranks share every expert, each of them sends all tokens.
+        sent = place.tokens / (place.tp if folds and place.sp else 1)
+        ranks = RankGroup(place.ep) if folds else group(layout, "ep")
+        row = place.bytes_of(message) / (place.tokens * message.copies)
+        return dispatch_seconds(cluster, sent, row, message.copies, ranks, once=framework.ep_once)
+    elif message.collective == "send":
+        ranks = RankGroup(2, group(layout, message.axis).stride)
+    else:
+        ranks = group(layout, message.axis)
+    return seconds(cluster, message.collective, place.bytes_of(message), ranks)
+
+
+def collectives(place: Place, operators: Iterable[Operator]) -> float:
+    """Returns the number of collectives that the host launches in the forward pass of some operators."""
+    return sum(
+        message.forward
+        for operator in operators
+        for message in operator.messages
+        if message.axis != "pp" and place.ranks_of(message) > 1
+    )
+
+
+def boundary_bytes(spec: StepSpec) -> float:
+    """Returns the bytes of one micro-batch's hidden states that a rank sends to the next stage."""
+    here = place(spec)
+    whole = here.bytes_of(boundary(here))
+    return whole / here.tp if spec.framework.pp_scatters and not here.sp else whole
+
+
+def boundary_seconds(spec: StepSpec, one: int, other: int) -> float:
+    """Returns the seconds of sending one micro-batch's hidden states from a pipeline rank to another: inside a domain
+    of neighbouring devices if both have theirs there."""
+    joined, stride = spec.cluster.joined, group(spec.layout, "pp").stride
+    crosses = one * stride // joined != other * stride // joined
+    return seconds(spec.cluster, "send", boundary_bytes(spec), RankGroup(2, joined if crosses else 1))
+
+
+Purpose = Literal["gather", "regather", "reduce", "sum"]
+PURPOSES: tuple[Purpose, ...] = get_args(Purpose)
+
+
+class StateMessage(NamedTuple):
+    """One collective over the state."""
+
+    purpose: Purpose
+    collective: Collective
+    among: Literal["shard", "near", "across", "replicas"]
+    """`near`: the ranks of `shard` that keep a second copy of the parameters, those of a node; `across`: the ranks at
+    the same place of every node."""
+    size: Any
+    """Bytes of the whole tensor: a number, or an array."""
+
+
+def state_messages(
+    ranks: Any, *, gathered: Any, reduced: Any, summed: Any, near: Any = 0, coded: bool = False
+) -> tuple[StateMessage, ...]:
+    """Returns the messages of parameters that `ranks` ranks share: the all-gather of the parameters, the one by which
+    they are gathered again in the same step, the reduce-scatter of their gradients, and the replicas' sum.
+
+    `gathered`, `reduced` and `summed` are the bytes, padding included, in which one rank's share of the parameters is
+    gathered, one of the gradients reduced, and one summed over replicas. `near`: the ranks that keep a second copy
+    together, from which parameters are gathered again; 0 without one. `coded`: gradients are sent as codes, which no
+    reduce-scatter sums: an all-to-all inside the node, if it is known, and one across nodes."""
+    whole = reduced * ranks
+    if not coded:
+        reductions = [StateMessage("reduce", "reduce_scatter", "shard", whole)]
+    elif near:
+        inside = StateMessage("reduce", "all_to_all", "near", whole)
+        reductions = [inside, StateMessage("reduce", "all_to_all", "across", whole / near)]
+    else:
+        reductions = [StateMessage("reduce", "all_to_all", "shard", whole)]
+    return (
+        StateMessage("gather", "all_gather", "shard", gathered * ranks),
+        StateMessage("regather", "all_gather", "near" if near else "shard", gathered * ranks),
+        *reductions,
+        StateMessage("sum", "all_reduce", "replicas", summed),
+    )

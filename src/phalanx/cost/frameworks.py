@@ -1,0 +1,195 @@
+"""Known training frameworks by name, with the constants of time and memory that depend on them.
+
+Values that stand in a framework's code or paper are taken from there. Two numbers are calibrated, `slowdown` and
+`kernel_us`, each on the named rows of docs/explanation/accuracy.md and never on more than eight of them; without them a
+family has the general values below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import yaml
+
+from phalanx.config.cluster import Accelerator
+from phalanx.cost import memory_profiles as profiles
+from phalanx.cost.spec import Framework
+
+_PHALANX = Framework(
+    name="phalanx",
+    interference=1.5,
+    passes=2.0,
+    cast_bytes=9,
+    casts_each=True,
+    narrow_experts=False,
+    clip_bytes=0,
+    memory_profile=profiles.PHALANX,
+)
+PHALANX = replace(_PHALANX, slowdown=1.14, alone=replace(_PHALANX, passes=2.5, moe_slowdown=1.4))
+"""Phalanx: operations in torch's eager mode, flash attention, everything overlapped. In a cluster it was not measured:
+its slowdown is the middle of those fitted to torchtitan, which runs the same kernels of the same library; its
+interference is assumed to be near that of FSDP1. Alone it is fitted to the kernels of three steps on one H200
+(tests/cost/one_device.yaml), which are the best ones; there rows of experts were still summed by an atomic addition per
+element."""
+
+COMPILED_PASSES, COMPILED_KERNEL_US = 0.56, 4
+"""train.compile: memory-bound work over that of the eager mode (the same steps; half in torchtitan's rows), and
+`kernel_us`, as torchtitan's."""
+
+PHALANX_CPU = replace(
+    _PHALANX,
+    name="phalanx-cpu",
+    slowdown=1.0,
+    interference=1.5,
+    sum_passes=3.0,
+    memory_profile=replace(
+        profiles.PHALANX, masks="runs", rms_copies=True, context_mib=380, communicator_mib=0, reserve=1.0
+    ),
+)
+"""Phalanx on CPUs: their rates are measured on the machine itself, and the context is the memory of the process beside
+its tensors (a Python with torch and gloo: 380 MiB). Gloo moves bytes with the cores that compute: half of the time of
+an all-reduce is processor time (40 MB between two processes: 53 ms, of which 21 to 27), which products lose."""
+
+MEGATRON_2021 = Framework(
+    name="megatron-2021",
+    attention="unfused",
+    passes=1.5,
+    kernel_us=10,
+    dp_overlaps=False,
+    pp_overlaps=False,
+    pp_scatters=True,
+    memory_profile=profiles.MEGATRON_2021,
+)
+"""Megatron-LM of Narayanan et al. 2021: unfused attention, reduction after the last backward pass (section 5)."""
+
+MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022", passes=1.0)
+"""Megatron-LM of Korthikanti et al. 2022: fused softmax, GELU and dropout-residual kernels."""
+
+VTRAIN = replace(
+    MEGATRON_2021,
+    name="vtrain",
+    passes=1.75,
+    kernel_us=42,
+    pp_scatters=False,
+    memory_profile=profiles.MEGATRON_DEEPSPEED_FP16,
+)
+"""Megatron-DeepSpeed as vTrain's authors ran it (Bang et al. 2024, section 5): small models, which are launch-bound."""
+
+MEGATRON_DEEPSPEED = replace(
+    MEGATRON_2021, name="megatron-deepspeed", passes=1.75, pp_scatters=False, memory_profile=profiles.MEGATRON_DEEPSPEED
+)
+"""BLOOM's framework (bigscience-workshop/Megatron-DeepSpeed): ZeRO-1 in a pipeline."""
+
+DEEPSPEED_ZERO3 = replace(MEGATRON_2021, name="deepspeed-zero3", messages=12, memory_profile=profiles.DEEPSPEED_ZERO3)
+"""DeepSpeed's ZeRO-3 of 2021 (Narayanan et al. 2021, table 2)."""
+
+ZERO_BUBBLE = replace(MEGATRON_2022, name="zero-bubble", kernel_us=6)
+"""Qi et al. 2023's fork of Megatron-LM."""
+
+MEGATRON_CORE = Framework(
+    name="megatron-core",
+    flash=3,
+    kernel_us=5,
+    ep_folds=True,
+    memory_profile=profiles.MEGATRON_CORE,
+)
+"""Megatron Core with Transformer Engine: fused kernels, flash attention, overlapped distributed optimizer."""
+
+NEMO = replace(
+    MEGATRON_CORE, name="nemo", tp_hidden=0.7, gathers_narrow=True, ep_once=True, memory_profile=profiles.NEMO
+)
+"""NVIDIA's own recipes (NeMo, Megatron-Bridge, MLPerf): user buffers overlap tensor-parallel traffic, CUDA graphs and
+fp8 parameters if the recipe has them."""
+
+NEMO_2025 = replace(NEMO, name="nemo-2025")
+"""NeMo containers of 2025 (25.02 to 25.11), whose experts ran in many small kernels."""
+
+NEMO_EARLY_2026 = replace(NEMO, name="nemo-early-2026")
+"""NeMo containers 26.02 to 26.04, before fused permutation and graphs of whole MoE blocks (26.06)."""
+
+MLPERF = replace(NEMO, name="mlperf")
+"""NVIDIA's recipes, tuned for MLPerf's rounds."""
+
+MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
+"""MegaScale (Jiang et al. 2024)."""
+
+LLAMA3 = replace(MEGATRON_CORE, name="llama3")
+"""The framework of Llama 3 (Llama Team 2024, section 3.3)."""
+
+FSDP1 = Framework(name="fsdp1", flash=1, interference=1.6, passes=2.0, kernel_us=8, memory_profile=profiles.FSDP1)
+"""llm-foundry and Composer on torch's first FSDP, in eager mode; reduces in the width of the computation."""
+
+TORCHTITAN = Framework(name="torchtitan", passes=2.0, kernel_us=8, memory_profile=profiles.TORCHTITAN)
+"""torchtitan on FSDP2 in eager mode."""
+
+TORCHTITAN_COMPILE = replace(
+    TORCHTITAN, name="torchtitan-compile", passes=1.0, kernel_us=4, memory_profile=profiles.TORCHTITAN_COMPILED
+)
+"""torchtitan with compiled blocks."""
+
+TORCHTITAN_2025 = replace(TORCHTITAN_COMPILE, name="torchtitan-2025", memory_profile=profiles.TORCHTITAN_COMPILED_LOSS)
+"""torchtitan from 2025 on, with compiled blocks and loss."""
+
+TORCHTITAN_ASYNC = replace(TORCHTITAN_COMPILE, name="torchtitan-async", tp_hidden=0.5)
+"""torchtitan with compiled blocks and chunked tensor-parallel traffic that overlaps with products (AsyncTP)."""
+
+MAXTEXT = Framework(name="maxtext", flash=3, kernel_us=0, tp_hidden=0.5, memory_profile=profiles.XLA)
+"""JAX: the compiler makes one program of a step."""
+
+FRAMEWORKS: dict[str, Framework] = {
+    framework.name: framework
+    for framework in (
+        PHALANX,
+        PHALANX_CPU,
+        MEGATRON_2021,
+        MEGATRON_2022,
+        VTRAIN,
+        MEGATRON_DEEPSPEED,
+        DEEPSPEED_ZERO3,
+        ZERO_BUBBLE,
+        MEGATRON_CORE,
+        NEMO,
+        NEMO_2025,
+        NEMO_EARLY_2026,
+        MLPERF,
+        MEGASCALE,
+        LLAMA3,
+        FSDP1,
+        TORCHTITAN,
+        TORCHTITAN_COMPILE,
+        TORCHTITAN_ASYNC,
+        TORCHTITAN_2025,
+        MAXTEXT,
+        replace(MEGATRON_CORE, name="megatron"),
+    )
+}
+"""The known frameworks by name."""
+
+
+@cache
+def _fitted() -> dict[str, dict[tuple[str, str], tuple[float, list[str]]]]:
+    """Returns the factors of calibration.yaml by framework and device, with the rows that each was fitted to."""
+    written = yaml.safe_load(Path(__file__).with_name("calibration.yaml").read_text(encoding="utf-8"))
+    return {
+        name: {
+            (framework, device): (factor, [f"{source}-{row:04}" for row in rows])
+            for framework, device, factor, source, rows in lines
+        }
+        for name, lines in written.items()
+    }
+
+
+def calibrated(program: str, device: Accelerator) -> Framework:
+    """Returns the framework of that name, calibrated on that device."""
+    plain, experts = _fitted()["slowdown"], _fitted()["moe_slowdown"]
+    slowdown, _ = plain.get((program, device.name), (1.0, []))
+    moe_slowdown, _ = experts.get((program, device.name), experts.get((program, ""), (1.0, [])))
+    framework = FRAMEWORKS[program]
+    return replace(framework, slowdown=slowdown * framework.slowdown, moe_slowdown=moe_slowdown)
+
+
+def calibration_rows() -> frozenset[str]:
+    """Returns all rows that a factor was fitted to."""
+    return frozenset(row for factors in _fitted().values() for _, rows in factors.values() for row in rows)

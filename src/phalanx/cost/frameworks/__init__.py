@@ -1,1 +1,0 @@
-"""Training frameworks: the constants of time and memory that depend on them."""

@@ -1,1 +1,0 @@
-"""Bytes on each device over a step, by formula."""

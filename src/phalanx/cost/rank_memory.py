@@ -1,0 +1,689 @@
+"""Memory of a pipeline rank at each moment of a step, part by part, in bytes.
+
+Every formula of MemoryFormulas takes numbers or arrays of them: RankParts prices one rank with the same ones by which
+the planner bounds many layouts at once (plan/bounds.py). `shards` are groups of parameters on one rank, such as dense
+ones and experts: how many there are, how many of them are trained, and over how many ranks their state is sharded.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from math import inf
+from operator import mul
+from typing import Any, Literal
+
+from phalanx.blocks.kinds import BlockKind
+from phalanx.blocks.operator import MemoryProfile
+from phalanx.config.cluster import Cluster
+from phalanx.config.layout import Layout
+from phalanx.cost.block_memory import BlockBytes, BlockRun, StepSizes
+from phalanx.cost.exposed import larger, smaller
+from phalanx.cost.held import (
+    Flight,
+    GatheredParameters,
+    LayerKind,
+    ParameterCounts,
+    covering,
+    gathered_outside,
+    kinds_of,
+    parameter_counts,
+    placed,
+    table,
+)
+from phalanx.cost.matrices import matrix_work
+from phalanx.cost.spec import StepSpec
+from phalanx.optimizers.catalogue import OptimizerCosts, offloaded_bytes, optimizer_costs, outer_bytes
+from phalanx.partition.derived import (
+    BUFFER_BYTES,
+    BUFFERS,
+    Format,
+    Tier,
+    bucket_bytes,
+    flushes,
+    gathers_parameters,
+    is_copied,
+    is_offloaded,
+    near_ranks,
+    offloaded_layers,
+    tier_of,
+    wire_width,
+    written,
+)
+from phalanx.partition.tensor_slices import head_tiles
+from phalanx.units import MIB, gib
+
+Shards = Sequence[tuple[Any, Any, Any]]
+
+
+class MemoryFormulas:
+    """The formulas for one framework and numbers of `width` bytes in the computation. `data_ranks` are those over which
+    gradients are reduced, context-parallel ones included. `optimizer` returns what the optimizer takes, for the
+    bytes of a stored parameter; its state is in `optimizer_tier`, parameters are in `parameters_tier`."""
+
+    def __init__(
+        self,
+        profile: MemoryProfile,
+        width: int,
+        optimizer: Callable[[int], OptimizerCosts],
+        optimizer_tier: Tier = "device",
+        parameters_tier: Tier = "device",
+    ):
+        self.profile, self.width, self.tier = profile, width, optimizer_tier
+        self.parameter = profile.parameter_bytes or width
+        self.gradient = profile.gradient_bytes or self.parameter
+        self.unbuffered = profile.unbuffered_gradient_bytes or self.gradient
+        self.resident = self.parameter if parameters_tier == "device" else 0
+        """Bytes of a parameter on the device between its uses."""
+        costs = optimizer(self.parameter)
+        self.kept = costs.state
+        """Bytes of optimizer state per parameter, in whatever tier."""
+        self.offloads = optimizer_tier != "device"
+        self.optimizer, self.transient = (0.0, 0.0) if self.offloads else (costs.state, costs.transient)
+        self.widened = profile.step_gradient_bytes + costs.widened
+        """Bytes per parameter of the copy in fp32 that the step makes of gradients in half precision."""
+
+    def per_parameter(self, zero: int, ranks: Any, data_ranks: Any) -> tuple[Any, Any, Any]:
+        """Returns the bytes of a parameter, its gradient and its optimizer state on each of `ranks` ranks."""
+        buffered = data_ranks > 1 if zero < 3 else (data_ranks > 1) & (ranks == 1)
+        return by_stage(zero, ranks, self.resident, self._gradient(buffered), self.optimizer)
+
+    def _gradient(self, buffered: Any) -> Any:
+        """Returns the bytes of a gradient's number, in flat buffers or outside of them."""
+        if self.unbuffered == self.gradient:
+            return self.gradient
+        return self.unbuffered + buffered * (self.gradient - self.unbuffered)
+
+    def state(self, shards: Shards, zero: int, data_ranks: Any, *, flushes: bool = True) -> tuple[Any, Any, Any]:
+        """Returns the bytes of parameters, gradients and optimizer state when the optimizer begins. A pipeline without
+        a flush has two versions of the weights besides the optimizer's own, and gradients that wait for their step."""
+        versions, waiting = (1, 1) if flushes else (3, 2)
+        parameters = gradients = optimizer = 0.0
+        for numbers, trained, ranks in shards:
+            each = self.per_parameter(zero, ranks, data_ranks)
+            parameters = parameters + numbers * (each[0] * versions)
+            gradients = gradients + trained * (each[1] * waiting + self.profile.passing_gradient_bytes)
+            optimizer = optimizer + trained * each[2]
+        return parameters, gradients, optimizer
+
+    def unsent(self, shards: Shards, micro_batches: Any, zero: int, accumulate: str) -> Any:
+        """Returns the bytes of the gradients, whole, that wait for the last micro-batch where ZeRO-2 or 3 reduces them
+        only then: with those of dense parameters, the first of `shards`, also those of experts that no rank shares."""
+        if zero < 2 or accumulate != "local" or self.profile.reduces_each:
+            return 0.0
+        _, trained, ranks = zip(*shards, strict=True)
+        return sum(trained) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
+
+    def stepping(self, gradients: Any, zero: int, shared: Any) -> Any:
+        """Returns the bytes of gradients on the device when the optimizer begins: with an offloaded optimizer they have
+        left, but for ZeRO-3's shards, which leave last, unless parameters are offloaded, too."""
+        return gradients * shared * (zero == 3) * (self.resident > 0) if self.offloads else gradients
+
+    def beside(self, shards: Shards) -> tuple[Any, Any]:
+        """Returns the bytes in host memory and on disk of an offloaded optimizer: its state with its own parameters,
+        of which files have buffers in host memory; gradients, and those that it copies to its precision; parameters
+        on their way to the device, in the memory of their gradients if the type is the same; and of parameters that are
+        not on the device."""
+        if not self.offloads:
+            return 0.0, 0.0
+        own = max(4, self.parameter)
+        state = offloaded_bytes(self.kept, self.parameter)
+        if self.tier == "host" and self.parameter >= own and not self.resident:
+            state -= own  # the optimizer updates the parameters themselves
+        arriving = self.gradient + (self.gradient < own) * self.widened
+        arriving += self.parameter * (self.parameter != self.gradient and self.parameter < own)
+        updated = sum(trained / ranks for _, trained, ranks in shards)
+        parameters = sum(numbers / ranks for numbers, _, ranks in shards) * (self.parameter - self.resident)
+        if self.tier == "host":
+            return parameters + updated * (state + arriving), 0.0
+        buffers = smaller(updated * state, BUFFERS * BUFFER_BYTES)
+        return parameters + updated * arriving + buffers, updated * state
+
+    def stays(self, passes: Any, in_flight: Any) -> Any:
+        """Returns whether gradients are there while the most forward passes are in flight: some of all `passes` of a
+        step have come back by then."""
+        return (passes > in_flight) | self.profile.gradients_stay
+
+    def copied(self, shards: Shards, data_ranks: Any) -> Any:
+        """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
+        tensors."""
+        if self.offloads:
+            return 0.0
+        each = (self._gradient(data_ranks > 1) < 4) * self.widened + self.transient
+        return sum(trained / ranks for _, trained, ranks in shards) * each
+
+    def buffer(self, data_ranks: Any) -> Any:
+        """Returns the bytes of the buffer from which gradients are reduced over data and context-parallel ranks."""
+        return (data_ranks > 1) * (self.profile.bucket_numbers * self.gradient)
+
+    def gathers(self, blocks: Any, pp: int, prefetch: int, *, reshard: bool) -> Any:
+        """Returns how many of a rank's blocks ZeRO-3 has whole at a time."""
+        if not reshard or (self.profile.whole_under_pp and pp > 1):
+            return blocks
+        return smaller(1 + prefetch, blocks)
+
+    def gathered(self, outside: Any, held: GatheredParameters, blocks: Any, kept: Any) -> Any:
+        """Returns the bytes of the parameters that ZeRO-3 has whole, and of their gradients on the way: `outside` the
+        blocks, and `blocks` of the largest, which has those `held` and keeps `kept` bytes. Its first gradients are
+        there when its activations are gone."""
+        gradients = held.trained * (self.width + max(self.width, self.gradient))
+        return (outside + held.block * blocks + held.tile) * self.width + larger(0.0, gradients - kept)
+
+    def second_copy(self, shards: Shards, near: Sequence[Any], format: Format) -> Any:
+        """Returns the bytes of the second copy of the parameters, in the format in which they are sent; as many ranks
+        keep it together as `near` has for each of `shards`."""
+        each = wire_width(format, self.width)
+        return sum(numbers / ranks for (numbers, *_), ranks in zip(shards, near, strict=True)) * each
+
+    def context(self, *axes: Any) -> Any:
+        """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;
+        `axes` are their sizes."""
+        communicators = sum(size > 1 for size in axes)
+        return (self.profile.context_mib + communicators * self.profile.communicator_mib) * MIB
+
+
+def expert_ranks(shard_ranks: Any, ep: Any) -> Any:
+    """Returns over how many ranks the state of a rank's experts is sharded, of `shard_ranks` for dense parameters."""
+    return larger(1, shard_ranks // ep)
+
+
+def shards_of(held: ParameterCounts, layout: Layout) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Returns parameters on a rank as groups of dense ones and experts: all, those that are trained, and over how many
+    ranks their state is sharded."""
+    ranks = layout.shard_ranks
+    experts = held.experts, held.trained_experts, expert_ranks(ranks, layout.ep)
+    return (held.dense, held.trained_dense, ranks), experts
+
+
+def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer: float) -> tuple[Any, Any, Any]:
+    """Returns the bytes of state per parameter on each of `ranks` ranks, by ZeRO stage (0: none), from those of one
+    copy (Rajbhandari et al. 2020, section 5)."""
+    return (
+        parameter / (ranks if zero >= 3 else 1),
+        gradient / (ranks if zero >= 2 else 1),
+        optimizer / (ranks if zero >= 1 else 1),
+    )
+
+
+def fullest(state: Any, early: Any, activations: Any, whole: Any, gradients: Any) -> Any:
+    """Returns the bytes at the fullest moment of a step beside the context. `state`, parameters and optimizer state, is
+    there all the time; in the passes `early` gradients, activations and what is `whole` for a moment; in the
+    optimizer's step all `gradients` and their copies."""
+    return state + larger(early + activations + whole, gradients)
+
+
+TILE_LOSS_TENSORS = 1, 1
+"""Tensors as large as a tile's logits, in fp32 and in the width of the computation: its scores become probabilities and
+their gradient in place."""
+
+
+class StepParts(StepSizes):
+    """Sizes that all ranks of a step share, with the formulas of its state and its kinds of blocks."""
+
+    def __init__(self, spec: StepSpec):
+        super().__init__(spec)
+        layout = spec.layout
+        self.cut, self.flights = placed(spec)
+
+        def costs(stored: int) -> OptimizerCosts:
+            inner = optimizer_costs(spec.optimizer, spec.model, stored)
+            return replace(inner, state=inner.state + outer_bytes(layout, stored))
+
+        self.formulas = MemoryFormulas(
+            self.memory_profile,
+            spec.width,
+            costs,
+            tier_of(layout, "optimizer"),
+            tier_of(layout, "parameters"),
+        )
+        self.data_ranks = layout.data_ranks * layout.cp
+        """Ranks over which gradients are reduced."""
+        self.recomputes = written(layout)
+        every = kinds_of(spec.model, self.recomputes, range(spec.model.n_layers))
+        self.kinds = {kind: BlockBytes(self, kind) for kind in {kind for kind, _ in every}}
+
+    def kinds_of(self, stage: int) -> tuple[tuple[LayerKind, int], ...]:
+        """Returns the kinds of blocks of a stage, with the number of each."""
+        return kinds_of(self.spec.model, self.recomputes, self.cut[stage])
+
+    def context(self) -> int:
+        """Returns the bytes outside the allocator."""
+        layout = self.spec.layout
+        return self.formulas.context(layout.pp, self.data_ranks, layout.tp, layout.cp, layout.ep)
+
+
+class RankParts:
+    """Memory of one rank of a pipeline, part by part."""
+
+    def __init__(self, step: StepParts, flight: Flight):
+        self.step, self.flight = step, flight
+        self.model, self.layout = step.spec.model, step.spec.layout
+        self.memory_profile, self.width, self.formulas = step.memory_profile, step.spec.width, step.formulas
+        self.blocks = [step.kinds_of(stage) for stage in flight.held]
+        # The backward pass begins with the last.
+        self.present = [
+            step.kinds[kind] for kind in dict.fromkeys(kind for held in self.blocks for kind, _ in held[::-1])
+        ]
+        self.runs = [self._runs(held, stage) for held, stage in zip(self.blocks, flight.held, strict=True)]
+        self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
+        self.of_kind = Counter[BlockKind]()
+        for kind, many in (pair for held in self.blocks for pair in held):
+            self.of_kind[kind.block] += many
+        held = parameter_counts(self.model, self.layout, self.of_kind.items(), self.first, self.last)
+        self.shards = shards_of(held, self.layout)
+        """Parameters of the rank's stages, those that are trained, and over how many ranks their state is sharded:
+        dense ones, and experts."""
+
+    def state(self) -> tuple[float, float, float]:
+        """Returns the bytes of parameters, gradients and optimizer state at the start of the optimizer step."""
+        layout = self.layout
+        return self.formulas.state(self.shards, layout.zero, self.step.data_ranks, flushes=flushes(layout))
+
+    def unsent(self) -> float:
+        """Returns the bytes of unsharded gradients that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
+        layout, micro_batches = self.layout, self.step.spec.batch.accumulation
+        return self.formulas.unsent(self.shards, micro_batches, layout.zero, layout.accumulate)
+
+    def bucket(self) -> float:
+        """Returns the bytes of the first bucket; without any, gradients arrive one by one as activations are freed."""
+        layout = self.layout
+        if self.step.data_ranks == 1 or gathers_parameters(layout):
+            return 0
+        whole = sum(trained for _, trained, _ in self.shards) * self.formulas.gradient
+        # On their way to the host one bucket is summed while the next is filled.
+        return min(whole, (2 if self.formulas.offloads else 1) * bucket_bytes(layout))
+
+    def copied(self) -> float:
+        """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
+        tensors, among them whole matrices."""
+        whole = matrix_work(self.step.spec, tuple(self.of_kind.items()), (self.first, self.last))
+        temporary = max((each.most_elements for each in whole), default=0) * max(4, self.width)
+        return self.formulas.copied(self.shards, self.step.data_ranks) + temporary
+
+    def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:
+        """Returns the blocks of a stage as runs, those first whose activations leave the device."""
+        leaving = len(offloaded_layers(self.layout, self.step.cut[stage]))
+        found = list[BlockRun]()
+        for kind, many in held:
+            away = min(many, leaving)
+            leaving -= away
+            parts = (away, True), (many - away, False)
+            found += [BlockRun(self.step.kinds[kind], n, kind.recompute, leaves) for n, leaves in parts if n]
+        return found
+
+    def kept(self) -> tuple[float, float]:
+        """Returns the most bytes that blocks keep on the device for all micro-batches in flight, and the number of
+        these."""
+        bytes_of = {counts: self._kept_of(counts) for counts in self.flight.most}
+        most = max(bytes_of, key=bytes_of.__getitem__)
+        return self._deferred if self.flight.deferring else bytes_of[most], sum(most) / len(most)
+
+    def kept_later(self) -> float:
+        """Returns the same bytes when all stages have gradients of an earlier micro-batch."""
+        if self.flight.deferring:
+            return self._deferred
+        return max(self._kept_of(counts) for counts in self.flight.later)
+
+    def _kept_of(self, counts: Sequence[float]) -> float:
+        """Returns the bytes that blocks keep for so many micro-batches in flight per stage."""
+        found = sum(map(mul, counts, self._kept))
+        if self.step.slices > 1:
+            runs = [[(run.many, run.block) for run in held if not run.leaves] for held in self.runs]
+            found += sum(map(self._by_slice, counts, runs))
+        return found
+
+    def _by_slice(self, count: float, blocks: Sequence[tuple[int, BlockBytes]]) -> float:
+        """Returns how many bytes more blocks keep than of average slices. Of a micro-batch that is not whole the first
+        slices are there: forward passes add the next one, backward passes take the last. So they are of the one that
+        goes back, with gradients from its later slices, of whole ones, and of the newest."""
+        slices, others = self.step.slices, self.step.spec.batch.accumulation - 1
+        there, most = round(count * slices), 0.0
+        for back in range(max(1, there - others * slices), min(there, slices) + 1):
+            whole, newest = divmod(there - back, slices)
+            more = sum(
+                many * (block.kept_of(back) + (back < slices) * block.seen_gradients(back) + block.kept_of(newest))
+                for many, block in blocks
+            )
+            average = sum(many * block.kept for many, block in blocks)
+            more -= (count - whole) * average
+            most = more if back == max(1, there - others * slices) else max(most, more)
+        return most
+
+    @cached_property
+    def _deferred(self) -> float:
+        """The most bytes of all micro-batches in flight where some wait for their weight gradients alone."""
+        waiting = [sum(run.many * run.block.deferred for run in runs) for runs in self.runs]
+        if self.last:
+            waiting[self.flight.held.index(self.flight.stages - 1)] += self._deferred_head()
+        return max(sum(map(mul, counts, (*self._kept, *waiting))) for counts in self.flight.joined)
+
+    def _deferred_head(self) -> float:
+        """Returns the bytes of a micro-batch's input of the head and gradient of the logits, unless these come in
+        chunks or the head is frozen."""
+        step, layout = self.step, self.layout
+        if self.logits_of or head_tiles(self.model, layout) > 1 or self.model.lora.rank:
+            return 0.0
+        return step.tokens * (table(self.model, layout.tp) // self.model.d_model + self.model.d_model) * self.width
+
+    @cached_property
+    def _kept(self) -> list[float]:
+        """The bytes that each stage keeps on the device per micro-batch in flight."""
+        sizes = [sum(run.many * run.block.kept for run in runs if not run.leaves) for runs in self.runs]
+        if self.memory_profile.keeps_boundaries and self.layout.pp > 1:
+            last, message = self.flight.stages - 1, self.step.stream / self.step.share
+            ends = [(stage > 0) + (stage < last) for stage in self.flight.held]
+            sizes = [size + many * message for size, many in zip(sizes, ends, strict=True)]
+        return sizes
+
+    def activations_beside(self) -> float:
+        """Returns the most bytes of activations in host memory."""
+        peaks = self.flight.unread or self.flight.most
+        return max(sum(map(mul, peak, self._moved)) for peak in peaks)
+
+    @cached_property
+    def _moved(self) -> list[float]:
+        """Bytes of a micro-batch's activations, by stage, that leave the device."""
+        return [sum(run.many * run.block.kept for run in runs if run.leaves) for runs in self.runs]
+
+    def backward(self, gradients: bool) -> tuple[float, float]:
+        """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
+        blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs and of
+        messages in transit. `gradients`: those of all weights are counted already."""
+        step, layout = self.step, self.layout
+        # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's
+        # input, of all tokens, while it computes that of attention's.
+        again = layout.sp_regather or self.memory_profile.regathers or self.model.parallel_block
+        gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
+        between = step.under_way if layout.pp > 1 else 0
+        most = max(self._backward(runs, gradients, gathered) for runs in self.runs)
+        return most, gathered + between
+
+    def _backward(self, held: Sequence[BlockRun], gradients: bool, gathered: float) -> float:
+        """Returns the same for one stage. Blocks with the same recomputation count as one run. From block to block it
+        gives up what it keeps and gets gradients of weights, so that its first block in the backward pass has the most,
+        or its last. Beside the last, what is `gathered` comes when the widest tensors have gone; beside the first it
+        stands for what the loss leaves. Of blocks whose activations are on the host, those of the one that computes and
+        of the one before it are here."""
+        moved = max((run.block.kept for run in held if run.leaves), default=0.0)
+        if self.flight.deferring:  # what every block has computed again waits for its weight gradients
+            inside = max((sum(run.block.backward) for run in held), default=0.0)
+            grown = [
+                run.block.deferred - (0 if run.leaves else run.block.kept) for run in held for _ in range(run.many)
+            ]
+            return inside + max(0.0, sum(grown[1:])) + moved or self.step.stream / self.step.share
+        most = given_up = arrived = 0.0
+        # Of gradients in flat buckets one bucket is counted already.
+        bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
+        for (_, leaves), run in groupby(held[::-1], lambda run: (run.recompute, run.leaves)):
+            here = list(run)
+            inside, stream = (max(parts) for parts in zip(*(run.block.backward for run in here), strict=True))
+            many, last = sum(run.many for run in here), here[-1].block
+            gained = 0.0 if gradients else sum(run.many * self._gradients(run.block) for run in here)
+            first_has = max(0.0, arrived - bucket)
+            arrived += gained
+            last_has = 0.0 if gradients else max(0.0, arrived - self._gradients(last) - bucket)
+            released = 0.0 if leaves else sum(run.many * run.block.kept for run in here)
+            if leaves:
+                kept = max(run.block.kept for run in here)
+                before_it = max(0.0, arrived - 2 * gained / many - bucket) if many > 1 else 0.0
+                beside = max(kept + last_has, 2 * kept + max(first_has, before_it) if many > 1 else 0.0)
+            else:
+                # The last block of the run has what is fetched for the block before it.
+                beside = max(first_has, last.kept - released + last_has + moved - gathered)
+            most = max(most, inside + stream + beside - given_up)
+            given_up += released
+        return most or self.step.stream / self.step.share
+
+    def _gradients(self, kind: BlockBytes) -> float:
+        """Returns the bytes of the gradients of a block's weights, unless they leave for the host at once."""
+        layout, each = self.layout, 0.0
+        if self.formulas.offloads and layout.pp == 1:
+            return each
+        trained = kind.parameters.trained_dense, kind.parameters.trained_experts
+        for numbers, (*_, ranks) in zip(trained, self.shards, strict=True):
+            each += numbers * self.formulas.per_parameter(layout.zero, ranks, self.step.data_ranks)[1]
+        return each
+
+    @property
+    def logits_of(self) -> int:
+        """Tokens that have logits at once in a loss in chunks; 0 without chunks."""
+        return self.layout.logits_of(int(self.step.pass_tokens))
+
+    def logits(self, *, least: bool = False) -> tuple[float, float]:
+        """Returns the bytes of the logits at the peak of the loss, or of what the final norm's backward pass adds if
+        that is more, and of the inputs of head and final norm. `least`: without the gradient of the head, as in the
+        layouts that count it elsewhere."""
+        if not self.last:
+            return 0, 0
+        step, layout = self.step, self.layout
+        tiles = head_tiles(self.model, layout)
+        rows = -(-table(self.model, layout.tp) // self.model.d_model // tiles)
+        tokens = min(self.logits_of or step.pass_tokens, step.pass_tokens)
+        wide, narrow = TILE_LOSS_TENSORS if tiles > 1 else self._loss_tensors()
+        # What is in fp32 anyway needs no second form.
+        each = wide * max(4, self.width) + (narrow * self.width if self.width < 4 or not wide else 0)
+        each += self._capped()
+        read = step.head_reads + (step.stream if layout.sp and layout.tp > 1 else 0)
+        if tiles > 1:  # gradients of what this tile read and of what the others did, and of the tile
+            read += 2 * step.stream + rows * self.model.d_model * self.width
+        elif self.logits_of:  # of chunks before this one: gradients of what they read, and of the head
+            read += step.stream + (0 if least else self.head_gradient())
+        most = tokens * rows * each
+        if self.memory_profile.saves_slopes and not self.logits_of and tiles == 1 and not self.flight.deferring:
+            most = max(most, tokens * rows * self.width + step.stream + (0 if least else self.head_gradient()))
+        return max(most, step.final_norm - step.head_reads), read
+
+    def waiting_logits(self, *, later: bool = False) -> float:
+        """Returns the bytes of what the loss saves (the gradient of the logits, log-probabilities in fp32, or logits)
+        and of what the head read, of micro-batches in flight other than the one that the moment is about.
+        `later`: when all stages have gradients of an earlier one."""
+        others = (self.flight.later_losses if later else self.flight.losses) - 1 / self.step.slices
+        if not self.last or others <= 0:
+            return 0
+        step, layout = self.step, self.layout
+        chunked = self.logits_of or head_tiles(self.model, layout) > 1
+        rows = 0 if chunked else table(self.model, layout.tp) // self.model.d_model
+        each = self.width
+        if not self.memory_profile.saves_slopes:
+            each = (max(4, self.width) if self._loss_tensors()[0] else self.width) + self._capped()
+        return others * step.slices * (step.pass_tokens * rows * each + step.head_reads)
+
+    def _loss_tensors(self) -> tuple[int, int]:
+        """Returns the tensors as large as the logits at the peak of the loss: in fp32, and in the width of the
+        computation."""
+        return self.memory_profile.split_loss_tensors if self.layout.tp > 1 else self.memory_profile.loss_tensors
+
+    def _capped(self) -> int:
+        """Returns the bytes per logit of a soft cap's result, which needs room where the logits are not in fp32 twice
+        anyway."""
+        beside = self.width >= 4 if self.memory_profile.saves_slopes else True
+        return self.width if self.model.logit_softcap and beside else 0
+
+    def whole(self) -> float:
+        """Returns the bytes of ZeRO-3's unsharded parameters and their gradients in transit, of the second copy of the
+        parameters, of buckets and dummies."""
+        layout, memory_profile = self.layout, self.memory_profile
+        found = self.formulas.buffer(self.step.data_ranks)
+        if memory_profile.dummy_gradients:
+            matrices = sum(kind.parameters.matrices for kind in self.present)
+            found += (matrices + self.last * table(self.model, layout.tp)) * self.width
+        if not gathers_parameters(layout):
+            return found
+        if is_copied(layout):
+            found += self.formulas.second_copy(
+                self.shards, (near_ranks(layout), near_ranks(layout, experts=layout.ep > 1)), layout.quantise_weights
+            )
+        if memory_profile.gathers_matrices:
+            matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
+            return found + matrix * 2 * self.width
+        # Experts that no other rank has are not gathered.
+        dealt_out = self.shards[1][2] > 1 or is_offloaded(layout, "parameters")
+        sizes = [(kind.parameters.gathered(dealt_out, tiled=layout.reshard), kind.kept) for kind in self.present]
+        held, kept = max(sizes, key=lambda size: size[0].block + size[0].tile, default=(GatheredParameters(0, 0, 0), 0))
+        ends = gathered_outside(self.model, layout, self.first, self.last, tiled=layout.reshard)
+        held = held._replace(tile=max(held.tile, ends.tile))
+        # Without a collective FSDP2 fetches a block when it computes.
+        ahead = layout.prefetch if layout.shard_ranks > 1 else 0
+        blocks = self.formulas.gathers(self.of_kind.total(), layout.pp, ahead, reshard=layout.reshard)
+        if layout.quantise_weights != "none":
+            # The codes of a block that arrives, beside its numbers.
+            found += max(held.block, held.tile, ends.block) * wire_width(layout.quantise_weights, self.width)
+        if layout.quantise_gradients != "none":
+            # The codes of a group's gradients that a rank sends, and as many that it gets.
+            found += 2 * max(held.trained, ends.block, ends.tile) * wire_width(layout.quantise_gradients, self.width)
+        return found + self.formulas.gathered(ends.block + ends.trained, held, blocks, kept)
+
+    def head_gradient(self) -> int:
+        """Returns the bytes of the gradient of the head's part here. ZeRO-3's is in `whole`."""
+        counted = self.model.lora.rank or gathers_parameters(self.layout)
+        return 0 if counted else table(self.model, self.layout.tp) * self.width
+
+    def waiting_head(self) -> int:
+        """Returns these bytes where losses in chunks wait for their backward pass: one gradient of all."""
+        return self.head_gradient() if self.last and self.logits_of and self.flight.losses > 1 else 0
+
+
+Moment = Literal["loss", "backward", "optimizer"]
+PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "communication", "reserved")
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one device at the fullest moment of a step."""
+
+    parameters: int
+    """The rank's parameters."""
+    gradients: int
+    """Their gradients."""
+    optimizer: int
+    """Moments and master weights."""
+    activations: int
+    """Tensors that blocks keep for all micro-batches in flight, and those of the backward pass of one block."""
+    logits: int
+    """The logits, their fp32 copies and gradients."""
+    communication: int
+    """Parameters that are whole for a moment (FSDP), gathered inputs, buckets, messages under way."""
+    reserved: int
+    """Memory that the allocator has taken and no tensor uses, and the `context`."""
+    context: int = 0
+    """The part of `reserved` outside torch's allocator: the device's context and communicators' buffers."""
+    moment: Moment = "backward"
+    """Time of the peak: the loss, the backward pass of the first micro-batch to come back, or the optimizer step."""
+    in_flight: float = 0
+    """Most micro-batches in flight on the rank, averaged over its stages."""
+    host: int = 0
+    """Bytes of offloaded state in host memory; no part of the device's memory."""
+    disk: int = 0
+    """Bytes of offloaded state in files."""
+
+    @property
+    def peak(self) -> int:
+        """Whole memory, as nvidia-smi shows it."""
+        return sum(size for _, size in self.parts())
+
+    @property
+    def held(self) -> int:
+        """Memory that the allocator has taken: torch.cuda.max_memory_reserved."""
+        return self.peak - self.context
+
+    @property
+    def allocated(self) -> int:
+        """Memory of tensors: torch.cuda.max_memory_allocated."""
+        return self.peak - self.reserved
+
+    @property
+    def needed(self) -> int:
+        """Memory without what the allocator can release: a device with less runs out of memory."""
+        return self.allocated + self.context
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """Returns the name and bytes of each part, in a stable order."""
+        return tuple((name, getattr(self, name)) for name in PARTS)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {gib(size)}" for name, size in self.parts())
+        return f"{gib(self.peak)} in the {self.moment}: {shown}"
+
+
+def step_memory(spec: StepSpec) -> tuple[RankMemory, ...]:
+    """Returns the memory of each rank of the pipeline. Raises JobError if pp_cut or the schedule does not fit."""
+    step = StepParts(spec)
+    return tuple(_fullest(step, flight) for flight in step.flights)
+
+
+def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
+    """Returns the memory that the fullest rank needs (RankMemory.needed). Ranks that hold the same as another and have
+    fewer micro-batches in flight are skipped. If some need more than `limit`, returns the need of the first of them. If
+    offloaded state exceeds the host or the disk, what is missing there counts on top of a full device. Raises as
+    `step_memory`."""
+    step, most = StepParts(spec), 0
+    keys = [
+        (*(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held)
+        for flight in step.flights
+    ]
+    for flight, key, fuller in zip(step.flights, keys, covering(step.flights), strict=True):
+        if any(keys[other] == key for other in fuller):
+            continue
+        memory = _fullest(step, flight)
+        most = max(most, memory.needed, _short(spec.cluster, memory))
+        if most > limit:
+            break
+    return most
+
+
+def _short(cluster: Cluster, memory: RankMemory) -> int:
+    """Returns the device's memory with what is missing of the other tiers; 0 if they suffice, or are not known."""
+    limits = cluster.host.memory_gib, cluster.host.disk_gib
+    missing = [size - gib * 2**30 for size, gib in zip((memory.host, memory.disk), limits, strict=True) if gib]
+    short = sum(max(0.0, size) for size in missing)
+    return round(cluster.accelerator.memory_gib * 2**30 + short) if short else 0
+
+
+def _fullest(step: StepParts, flight: Flight) -> RankMemory:
+    """Returns the memory of a rank at the fullest of its moments."""
+    memory_profile, layout, rank = step.memory_profile, step.spec.layout, RankParts(step, flight)
+    parameters, gradients, optimizer = rank.state()
+    kept, in_flight = rank.kept()
+    (logits, hidden), waiting = rank.logits(), rank.waiting_logits()
+    whole = rank.whole()
+    # Where all are in flight at once, none has left gradients yet.
+    passes = step.spec.batch.accumulation * len(flight.held)
+    stays = step.formulas.stays(passes, max(map(sum, flight.most)))
+    unsent = rank.unsent()
+    early = max(unsent, gradients if stays else rank.bucket())
+    again, moving = rank.backward(stays or unsent > 0)
+    copied, held = rank.copied(), parameters + optimizer
+    stepping = step.formulas.stepping(gradients, layout.zero, gathers_parameters(layout)) + copied
+    host, disk = step.formulas.beside(rank.shards)
+    moments: list[tuple[Moment, float, float, float, float]] = [
+        ("backward", early, kept + again, waiting + rank.waiting_head(), moving),
+        ("loss", early, kept + hidden, logits + waiting, 0),
+    ]
+    if flight.later and not stays:
+        again, moving = rank.backward(True)
+        moments.append(
+            ("backward", max(unsent, gradients), rank.kept_later() + again, rank.waiting_logits(later=True), moving)
+        )
+    moment, early, activations, logits, moving = max(moments, key=lambda each: sum(each[1:]))
+    before = early, activations + logits + moving, whole
+    allocated = fullest(held, *before, stepping)
+    # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
+    beside = fullest(held + copied, *before, 0) if memory_profile.step_is_flat else 0
+    reserved, context = max(allocated, beside) * memory_profile.reserve - allocated, step.context()
+    if capacity := step.spec.cluster.accelerator.memory_gib * 2**30:
+        # A full device has its allocator give back what no tensor uses.
+        reserved = max(0, min(reserved, capacity - context - allocated))
+    if allocated <= held + stepping:
+        moment, early, activations, logits, whole, moving = "optimizer", stepping, 0, 0, 0, 0
+    return RankMemory(
+        *(round(n) for n in (parameters, early, optimizer, activations, logits, whole + moving)),
+        reserved=round(reserved) + context,
+        context=context,
+        moment=moment,
+        in_flight=in_flight,
+        host=round(host + rank.activations_beside()),
+        disk=round(disk),
+    )

@@ -1,0 +1,419 @@
+"""The seconds of one micro-batch on each pipeline rank: its blocks, the ends of the model, and communication inside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from functools import lru_cache
+from math import ceil
+from operator import add, attrgetter, sub
+
+from phalanx.blocks.kinds import HALVES, BlockKind, Half, half_block
+from phalanx.blocks.operator import MemoryBound, Operator
+from phalanx.blocks.parameters import weight_of
+from phalanx.blocks.residual import embedding, head
+from phalanx.config.cluster import Accelerator
+from phalanx.cost.communication import NO_MESSAGES, MessageSeconds, collectives, messages_seconds, place
+from phalanx.cost.exposed import added, block_state, pass_seconds
+from phalanx.cost.held import (
+    Content,
+    ParameterCounts,
+    block_parameters,
+    parameter_counts,
+    table,
+)
+from phalanx.cost.kernels import Seconds, operator_seconds
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.step_state import (
+    exposed_swaps,
+    fetch_seconds,
+    interference,
+    state_seconds,
+    summing_seconds,
+)
+from phalanx.partition.derived import Mode, gathers_parameters, uniform_recompute
+from phalanx.partition.tensor_slices import head_tiles, is_tiled
+
+HOST_OPS = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 90}
+"""Operations of the host around a block's collectives in a forward pass, by their cause (ring: per message, with the
+attention of its blocks and their merging; shard: FSDP's hooks). They are exposed only on a CPU: the processor time of
+two processes over that of data parallelism alone, in times of launching an operation."""
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Seconds of one micro-batch on a rank, both passes."""
+
+    products: float = 0.0
+    streams: float = 0.0
+    recompute: float = 0.0
+    host_forward: float = 0.0
+    """Seconds in which the host launches the forward pass."""
+    host_backward: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    ep: float = 0.0
+    shard: float = 0.0
+    """Seconds of gathering parameters and reducing gradients in every micro-batch (ZeRO-3)."""
+    copies: float = 0.0
+    """Exposed copies of activations between device and host."""
+    forward: float = 0.0
+    """The part of the device's seconds in the forward pass."""
+    weights: float = 0.0
+    """The part of the device's seconds in gradients of weights."""
+    forward_communication: float = 0.0
+    """The part of the exposed communication and copies in the forward pass."""
+
+    @property
+    def device(self) -> float:
+        """Seconds of the device, without waiting for its host."""
+        return self.products + self.streams + self.recompute + self.communication + self.copies
+
+    @property
+    def host(self) -> float:
+        """Seconds for which the device waits for its host to launch kernels."""
+        return _waits(self.forward, self.host_forward) + _waits(self.device - self.forward, self.host_backward)
+
+    @property
+    def total(self) -> float:
+        return self.device + self.host
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds of the forward pass, with the device's waiting for its host."""
+        return self.forward + _waits(self.forward, self.host_forward)
+
+    @property
+    def backward_seconds(self) -> float:
+        return self.total - self.forward_seconds
+
+    @property
+    def communication(self) -> float:
+        """Seconds of exposed communication."""
+        return self.tp + self.cp + self.ep + self.shard
+
+    def scaled(self, factor: float) -> RankTime:
+        return RankTime(*(factor * part for part in _PARTS(self)))
+
+    def __add__(self, other: RankTime) -> RankTime:
+        return RankTime(*map(add, _PARTS(self), _PARTS(other)))
+
+
+_PARTS = attrgetter(*(field.name for field in fields(RankTime)))
+
+
+def _waits(device: float, host: float) -> float:
+    """Returns the seconds that a pass of `device` seconds waits for a host that needs `host` seconds to launch it."""
+    return pass_seconds(device, host) - device if host else 0.0
+
+
+def held_by(spec: StepSpec, content: Content) -> ParameterCounts:
+    """Returns the parameters of a rank before data ranks shard them."""
+    return parameter_counts(spec.model, spec.layout, content.of_kind.items(), content.embedding, content.head)
+
+
+def block_held(spec: StepSpec, kind: BlockKind) -> ParameterCounts:
+    """Returns the parameters of one block."""
+    return parameter_counts(spec.model, spec.layout, [(kind, 1)], False, False)
+
+
+@lru_cache(50_000)
+def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
+    """Returns the time of one block with its communication, recomputed as `layout.recompute` says."""
+    mode = spec.layout.recompute
+    halves = [half_times(spec, kind, half, (mode,))[0] for half in HALVES]
+    return _sharded(spec, kind, halves[0] + halves[1])
+
+
+def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode]) -> list[RankTime]:
+    """Returns the time of half a block for each recomputation mode, without ZeRO-3's collectives."""
+    layout, framework, device = spec.layout, spec.framework, spec.cluster.accelerator
+    here = place(spec)
+    work = half_block(here, kind, half)
+    slowdown = framework.block_slowdown(kind)
+    seconds = operator_seconds(device, work, framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
+    handling = {axis: handling_seconds(device, ops) for axis, ops in _host_operations(spec, kind, work).items()}
+    starts = framework.kernel_us * 1e-6 * collectives(here, work)
+    every = messages_seconds(spec, here, work, modes)
+    return [
+        _half_time(spec, seconds, messages, mode, handling, starts) for mode, messages in zip(modes, every, strict=True)
+    ]
+
+
+def _half_time(
+    spec: StepSpec,
+    seconds: Seconds,
+    messages: Mapping[str, MessageSeconds],
+    mode: Mode,
+    handling: Mapping[str, float],
+    starts: float,
+) -> RankTime:
+    """Returns the time of half a block; `starts` are the host's seconds for its collectives in a forward pass."""
+    framework = spec.framework
+    tp, cp, ep = (messages.get(axis, NO_MESSAGES) for axis in ("tp", "cp", "ep"))
+    ring, regather = messages.get("attention", NO_MESSAGES), messages.get("weight_gradients", NO_MESSAGES)
+    again = _recomputed(spec, mode, seconds)
+    visible = 1 - framework.tp_hidden
+    # A ring's messages slow down the attention that they overlap: a CPU moves bytes and computes with the same cores;
+    # an accelerator loses the cores and the memory bandwidth that messages use.
+    share = 1.0 if spec.cluster.accelerator.host_us else ring.occupancy
+    slowed = (framework.interference - 1) * share
+    forward = {
+        "tp": tp.forward * visible,
+        "cp": cp.forward + added(ring.forward, seconds.attention, slowed),
+        "ep": ep.forward,
+    }
+    backward = {
+        # Inputs are gathered again during the computation of weight gradients.
+        "tp": (tp.backward + tp.again) * visible + max(0.0, regather.backward - seconds.weights),
+        "cp": cp.backward
+        + cp.again
+        + added(ring.backward, 2 * seconds.attention, slowed)
+        + added(ring.again, seconds.attention, slowed),
+        "ep": ep.backward + ep.again,
+    }
+    forward = {axis: spent + handling[axis] for axis, spent in forward.items()}
+    backward = {axis: spent + 2 * handling[axis] for axis, spent in backward.items()}
+    repeated = seconds.host_forward + starts if starts_again(spec.cluster.accelerator, mode) else 0.0
+    repeated = seconds.host_cheap if mode == "products" else repeated
+    return RankTime(
+        products=seconds.products,
+        streams=seconds.streams,
+        recompute=again,
+        host_forward=seconds.host_forward + starts,
+        host_backward=seconds.host_backward + starts + repeated,
+        **{axis: forward[axis] + backward[axis] for axis in forward},
+        forward=seconds.forward + sum(forward.values()),
+        weights=seconds.weights,
+        forward_communication=sum(forward.values()),
+    )
+
+
+def handling_seconds(device: Accelerator, operations: float) -> float:
+    """Returns the seconds in which a CPU launches some operations; 0 if the host runs ahead of the device."""
+    return operations * device.host_us * 1e-6
+
+
+def starts_again(device: Accelerator, mode: Mode) -> bool:
+    """Returns whether the host launches the forward pass a second time, ahead of the device."""
+    return mode == "full" and not device.host_us
+
+
+def _host_operations(spec: StepSpec, kind: BlockKind, work: Iterable[Operator]) -> dict[str, float]:
+    """Returns the host's operations around the collectives of half a block with the operators `work`, by axis, in the
+    forward pass; the backward pass has twice as many."""
+    layout = spec.layout
+    steps = next((operator.core.steps for operator in work if operator.core), 0)
+    attention = steps > 0
+    # Both halves of a parallel block share one exchange.
+    exchanges = 1 if spec.model.parallel_block else 2
+    return {
+        "tp": (layout.tp > 1) * HOST_OPS["sp" if layout.sp else "tp"] * exchanges / 4,
+        "cp": attention * ((steps - 1) * HOST_OPS["ring"] + (layout.cp_ulysses > 1) * HOST_OPS["ulysses"]),
+        "ep": (not attention and kind.routed and layout.ep > 1) * HOST_OPS["ep"],
+    }
+
+
+def _with_uniform_recompute(spec: StepSpec, mode: Mode) -> StepSpec:
+    """Returns the spec with the same recomputation in all blocks."""
+    return replace(spec, layout=uniform_recompute(spec.layout, mode)) if spec.layout.recompute_cut else spec
+
+
+def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds) -> float:
+    """Returns the seconds of work that the backward pass repeats."""
+    if mode == "full":
+        return seconds.forward
+    if mode == "products":
+        return seconds.cheap
+    if mode == "selective":
+        if spec.framework.memory_profile.selective == "products":
+            return (seconds.forward - seconds.attention) / 2
+        return seconds.attention
+    return 0.0
+
+
+def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
+    """Returns a block's time with ZeRO-3's collectives, which overlap with the neighbouring block and slow it down."""
+    layout, framework = spec.layout, spec.framework
+    if not gathers_parameters(layout):
+        return block
+    counts, held = block_parameters(spec.model, layout, kind), block_held(spec, kind)
+    there, back = _gathering(spec, held, block)
+    tiles = counts.tiles if layout.reshard else 0
+    fetched = _fetching(spec, held, block)
+    if tiles:
+        # Each tile is gathered when it runs, and no product hides it; the rest of the block is, as without tiles.
+        parts = counts.tiled_dense, counts.tiled_experts
+        within = ParameterCounts(*parts, *parts)
+        tiled = state_seconds(spec, within, tiles)
+        rest = _gathering(spec, ParameterCounts(*map(sub, astuple(held), astuple(within))), block)
+        again = 2 if layout.recompute == "full" else 1
+        there, back = max(there, rest[0] + tiled.gather), max(back, rest[1] + again * tiled.regather)
+        fetched = max(fetched[0], tiled.fetch), max(fetched[1], again * tiled.fetch)
+    device = spec.cluster.accelerator
+    handling = handling_seconds(device, HOST_OPS["shard"]) * (1 + tiles)
+    starts = framework.kernel_us * 1e-6 * (1 + tiles)
+    return replace(
+        block,
+        shard=there + back + 3 * handling,
+        copies=sum(fetched),
+        forward=block.forward + there + handling + fetched[0],
+        forward_communication=block.forward_communication + there + handling + fetched[0],
+        host_forward=block.host_forward + starts,
+        host_backward=block.host_backward + starts * (2 if starts_again(device, layout.recompute) else 1),
+    )
+
+
+def _gathering(spec: StepSpec, held: ParameterCounts, block: RankTime) -> tuple[float, float]:
+    """Returns the seconds that ZeRO-3's collectives of some parameters add to a block's forward and backward pass."""
+    layout, framework = spec.layout, spec.framework
+    state = state_seconds(spec, held, framework.messages)
+    return block_state(
+        state.gather,
+        state.regather,
+        state.reduce,
+        block.forward,
+        block.device - block.forward,
+        interference(spec, held, framework.messages),
+        spec.batch.accumulation,
+        reshard=layout.reshard,
+        local=layout.accumulate == "local",
+        overlaps=framework.dp_overlaps,
+    )
+
+
+def _fetching(spec: StepSpec, held: ParameterCounts, block: RankTime) -> tuple[float, float]:
+    """Returns the seconds that copies of parameters from the host add to a block's forward and backward pass: on one
+    rank, without a collective, FSDP2 starts them when it needs them."""
+    layout = spec.layout
+    state = state_seconds(spec, held, spec.framework.messages)
+    late, plain = (
+        block_state(
+            state.gather + fetch,
+            state.regather + fetch,
+            state.reduce,
+            block.forward,
+            block.device - block.forward,
+            0.0,
+            spec.batch.accumulation,
+            reshard=layout.reshard,
+            local=layout.accumulate == "local",
+            overlaps=spec.framework.dp_overlaps and layout.shard_ranks > 1,
+        )
+        for fetch in (state.fetch, 0.0)
+    )
+    return late[0] - plain[0], late[1] - plain[1]
+
+
+def around_time(spec: StepSpec, content: Content) -> RankTime:
+    """Returns the time of embedding, head and loss with their communication. A loss in chunks of tokens computes all
+    gradients in the forward pass (parallel/vocabulary.py)."""
+    time, here, vocab = RankTime(), place(spec), spec.model.vocab_size
+    parts: list[tuple[Operator, ...]] = []
+    if content.embedding:
+        parts.append((embedding(here, vocab),))
+    if content.head:
+        norm, *loss = head(here, vocab)
+        parts += [(norm,), tuple(loss)] if _is_fused(spec) else [(norm, *loss)]
+    for operators in parts:
+        fused = operators[-1].name == "loss" and _is_fused(spec)
+        chunks = max(1.0, here.tokens / spec.layout.logits_of(here.tokens)) if fused else 1.0
+        work = tuple(_of_chunk(spec, operators, chunks)) if fused else operators
+        seconds = operator_seconds(
+            spec.cluster.accelerator,
+            work,
+            spec.framework,
+            spec.products,
+            spec.layout.tp,
+            slowdown=spec.framework.slowdown,
+        )
+        tp = messages_seconds(spec, here, work)[0].get("tp", NO_MESSAGES)
+        one = RankTime(
+            products=seconds.products,
+            streams=seconds.streams,
+            recompute=_logits_again(spec, operators),
+            host_forward=seconds.host_forward + (seconds.host_backward if fused else 0.0),
+            host_backward=0.0 if fused else seconds.host_backward,
+            tp=tp.forward + tp.backward,
+            forward=seconds.forward + tp.forward + (seconds.backward if fused else 0.0),
+            weights=0.0 if fused else seconds.weights,
+            forward_communication=tp.forward,
+        )
+        time += one.scaled(chunks)
+    return time
+
+
+def _is_fused(spec: StepSpec) -> bool:
+    """Returns whether the loss computes the gradients of head and hidden states of one chunk of tokens at a time."""
+    return spec.layout.logits_of(place(spec).tokens) > 0 and not _repeats_logits(spec)
+
+
+def _of_chunk(spec: StepSpec, operators: Iterable[Operator], chunks: float) -> Iterator[Operator]:
+    """Yields the operators of one of `chunks` chunks of tokens, each of which adds to the gradient of the head."""
+    for operator in operators:
+        yield replace(
+            operator,
+            rows=ceil(operator.rows / chunks),
+            memory_bound=tuple(
+                each._replace(forward=each.forward / chunks, backward=each.backward / chunks)
+                for each in operator.memory_bound
+            ),
+            messages=tuple(each._replace(elements=each.elements / chunks) for each in operator.messages),
+        )
+    if chunks > 1 and not spec.model.lora.rank:
+        yield Operator(
+            "sum", memory_bound=(MemoryBound("sum", 2 * table(spec.model, spec.layout.tp), 0, kernels=0, launches=0),)
+        )
+
+
+def _repeats_logits(spec: StepSpec) -> bool:
+    """Returns whether the backward pass computes logits again: of tiles, or of chunks of preference pairs, the factors
+    of whose gradients are known when the whole loss is."""
+    return head_tiles(spec.model, spec.layout) > 1 or (
+        spec.pairs and not spec.model.lora.rank and spec.layout.logits_of(place(spec).tokens) > 0
+    )
+
+
+def _logits_again(spec: StepSpec, operators: Iterable[Operator]) -> float:
+    """Returns the seconds in which the backward pass computes logits again."""
+    again = [operator for operator in operators if operator.name == "head"]
+    if not again or not _repeats_logits(spec):
+        return 0.0
+    device, framework = spec.cluster.accelerator, spec.framework
+    seconds = operator_seconds(device, again, framework, spec.products, spec.layout.tp, slowdown=framework.slowdown)
+    return seconds.forward
+
+
+def _gathered_ends(spec: StepSpec, content: Content) -> RankTime:
+    """Returns the time of gathering the tiles of embedding and head, which no product hides: the head's also in the
+    backward pass."""
+    layout, there, back = spec.layout, 0.0, 0.0
+    if gathers_parameters(layout) and layout.reshard:
+        for name, here in (("embed.weight", content.embedding), ("head.weight", content.head and not spec.model.tied)):
+            if here and is_tiled(weight_of(spec.model, name), layout):
+                rows = table(spec.model, layout.tp)
+                tiles = state_seconds(spec, ParameterCounts(rows, 0, rows, 0), layout.tiles)
+                there += tiles.gather
+                back += tiles.regather if name == "head.weight" else 0.0
+    return RankTime(shard=there + back, forward=there, forward_communication=there)
+
+
+def rank_time(spec: StepSpec, content: Content) -> RankTime:
+    """Returns the time of a micro-batch on a rank with `content`, times the share of them that passes it."""
+    time = around_time(spec, content) + _gathered_ends(spec, content)
+    for kind, number in content.kinds:
+        time += block_time(_with_uniform_recompute(spec, kind.recompute), kind.block).scaled(number)
+    for kind, number in content.swapped:
+        alone = block_time(_with_uniform_recompute(spec, kind.recompute), kind.block)
+        held = block_held(spec, kind.block)
+        fetched = fetch_seconds(spec, held.dense, held.experts)  # on the same link
+        beside = max(0.0, alone.forward_seconds - fetched), max(0.0, alone.backward_seconds - fetched)
+        down, up = exposed_swaps(spec, kind, *beside)
+        swaps = RankTime(copies=down + up, forward=down, forward_communication=down)
+        time += swaps.scaled(number)
+    if spec.framework.sum_passes:
+        held = held_by(spec, content)
+        count = spec.batch.accumulation
+        summing = summing_seconds(spec.cluster.accelerator, spec.framework, spec.width, held.trained, count)
+        time += RankTime(streams=summing)
+    return time if content.share == 1 else time.scaled(content.share)

@@ -1,1 +1,0 @@
-"""Bytes sent per mesh axis and collective, by formula."""

@@ -1,0 +1,499 @@
+"""Lower bounds on the seconds of a step and the bytes of its fullest rank, for many pairs of a mesh and a micro-batch
+at once. The formulas are those of cost/exposed.py and of MemoryFormulas (cost/rank_memory.py), without latencies of
+all-reduces, without the bubble of schedules that have no closed form (unless it is asked for), and with the fewest
+activations that a schedule can have in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property, lru_cache
+from math import inf
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.blocks.kinds import BlockKind
+from phalanx.config.layout import Layout
+from phalanx.cost.communication import RankGroup, occupancy
+from phalanx.cost.exposed import (
+    GRID,
+    block_state,
+    boundaries,
+    bucket_messages,
+    ends_of_blocks,
+    idle,
+    pass_seconds,
+    step_state,
+)
+from phalanx.cost.held import GatheredParameters
+from phalanx.cost.rank_memory import expert_ranks, fullest
+from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
+from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
+from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
+from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Scheduled, Space
+from phalanx.plan.tables import Floats, Pipelines, RankContents, Tables, distinct, line
+from phalanx.schedule import catalogue
+from phalanx.schedule.catalogue import SCHEDULES, chunks_of
+
+
+def least_in_flight(scheduled: Scheduled, pp: int, m: int, rank: int) -> int:
+    """Returns the fewest activations of a stage that a rank holds at its peak; one for a schedule in a file."""
+    if pp == 1 or scheduled.schedule not in SCHEDULES:
+        return 1
+    return SCHEDULES[scheduled.schedule].in_flight(pp, m, chunks_of(*scheduled), rank)
+
+
+class StepBytes:
+    """The memory of layouts with the same pipeline and recomputation. Arrays have a row per different rank contents and
+    a column per pair."""
+
+    def __init__(self, group: Pipelines):
+        self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
+        self.formulas = group.tables.formulas
+        self.entry = SCHEDULES.get(group.scheduled.schedule) if group.pp > 1 else None
+        self.shards = group.shards
+        self.kinds = {kind: self.tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
+        self.activations = self._activations() + self.formulas.buffer(group.data_ranks)
+        """Least bytes of activations at the peak, and those of the buffer beside them."""
+        self.states: dict[int, tuple[Floats, Floats, Floats]] = {}
+        self.whole: dict[bool, Floats] = {}
+
+    def _activations(self) -> Floats:
+        group, base = self.group, self.tables.space.base
+        layout = replace(base, pp=self.pp, schedule=group.scheduled.schedule)
+        slices = slices_of(layout)
+        several, which = np.unique(self.m, return_inverse=True)
+        found = []
+        for share, rank in zip(group.shares, group.first, strict=True):
+            most = [least_in_flight(group.scheduled, self.pp, n, rank) for n in several.tolist()]
+            # What one block needs is there whichever comes first: the least of the kinds.
+            least = np.minimum.reduce([self.kinds[kind] for kind, _ in share.blocks])
+            stays = 0 if is_offloaded(base, "activations") else least[:, 0]
+            if splits_backward(layout):
+                stays = np.minimum(stays, least[:, 3])
+            if slices > 1 and self.tables.request.model.dropout:
+                stays = stays / 2  # earlier slices see, and save scores of, fewer keys: half of all
+            kept = np.array(most)[which] * share.least * stays
+            moving = least[:, 1] + least[:, 2] if self.pp > 1 else least[:, 1]
+            moving = np.maximum(moving, self.tables.loss(group.inner)) if share.head else moving
+            found.append(kept + moving / slices)
+        return np.array(found)
+
+    def bytes(self, state: int) -> Floats:
+        """Returns the bytes of the fullest rank. Of ranks with the same contents the first has the most in flight."""
+        zero, reshard, accumulate = STATES[state]
+        held, early, stepping = self._state(zero)
+        early = np.maximum(early, self.formulas.unsent(self.shards, self.m, zero, accumulate))
+        whole = self._whole(reshard) if zero == 3 and not self.formulas.profile.gathers_matrices else 0.0
+        return fullest(held, early, self.activations, whole, stepping).max(0)
+
+    def _state(self, zero: int) -> tuple[Floats, Floats, Floats]:
+        """Returns the bytes of parameters and optimizer state, of gradients while the most micro-batches are in flight,
+        and of gradients in the optimizer step."""
+        if zero not in self.states:
+            flushes = self.entry is None or self.entry.steps == 1
+            parameters, gradients, optimizer = self.formulas.state(
+                self.shards, zero, self.group.data_ranks, flushes=flushes
+            )
+            left = self.formulas.stepping(gradients, zero, self.group.shared)
+            stepping = left + self.formulas.copied(self.shards, self.group.data_ranks)
+            self.states[zero] = parameters + optimizer, gradients * self._stays, stepping
+        return self.states[zero]
+
+    @cached_property
+    def _stays(self) -> Floats:
+        """Whether gradients of earlier micro-batches are there while the most are in flight."""
+        several = 2 * self.pp + 1 if self.entry is not None and not self.entry.all_in_flight else inf
+        return self.formulas.stays(self.m, 1 if self.pp == 1 else several)
+
+    def _whole(self, reshard: bool) -> Floats:
+        """Returns the bytes of unsharded parameters of ZeRO-3, and of their gradients in transit."""
+        if reshard not in self.whole:
+            blocks = self.formulas.gathers(self.group.blocks, self.pp, self.tables.space.base.prefetch, reshard=reshard)
+            outside, held, kept = self._largest(tiled=reshard)
+            whole = self.formulas.gathered(outside, held, blocks[:, None], kept)
+            self.whole[reshard] = whole * self.group.shared
+        return self.whole[reshard]
+
+    def _largest(self, *, tiled: bool) -> tuple[Floats, GatheredParameters, Floats]:
+        """Returns the parameters around a rank's blocks that are whole at once, those of the largest block, and the
+        most bytes that it keeps."""
+        group, tables, sizes = self.group, self.tables, dict[BlockKind, Floats]()
+        shared = group.ranks[1] > 1  # experts that no other rank has are not gathered
+        for kind, activations in self.kinds.items():
+            alone, together = (tables.gathered(kind, group.inner, shared=each, tiled=tiled) for each in (False, True))
+            sizes[kind] = np.stack([*np.where(shared[:, None], together, alone).T, activations[:, 0]])
+        largest = []
+        for share in group.shares:
+            of_kinds = [sizes[kind] for kind, _ in share.blocks]
+            most = np.maximum.reduce(of_kinds)
+            # The largest block may be another than that with the largest tile.
+            most[2] = np.minimum.reduce(of_kinds)[2]
+            largest.append(most)
+        *held, kept = np.stack(largest, 1)
+        outside = [tables.outside(share, group.inner, tiled=tiled) for share in group.shares]
+        return np.stack(outside), GatheredParameters(*held), kept
+
+
+class StepSeconds:
+    """The times of layouts with the same pipeline and recomputation. Arrays have a row per different rank contents and
+    a column per pair."""
+
+    def __init__(self, group: Pipelines):
+        self.group, self.tables, self.m, self.pp = group, group.tables, group.m, group.pp
+        self.request = group.tables.request
+        self.framework, self.device = self.request.framework, self.request.cluster.accelerator
+        self.work = np.stack([self.tables.work(share, group.mode, group.inner).T for share in group.shares], 1)
+        """Seconds per micro-batch: forward, backward, the same of the host, and those of weight gradients."""
+        if self.framework.sum_passes:
+            width = self.request.width
+            self.work[1] += summing_seconds(self.device, self.framework, width, group.trained.sum(0), self.m)
+        self.slopes = self.tables.slopes[group.outer].T
+
+    def seconds(self, state: int, exactly: NDArray[Any] | None = None) -> Floats:
+        """Returns the seconds with a state sharding; the pairs `exactly` get the bubble of the schedule's program."""
+        if STATES[state].zero < 3 and exactly is None:
+            return self._plain + self._optimizer(state)
+        passes = self._passes(state) if STATES[state].zero == 3 else self._plain_passes
+        return self._step(passes, exactly) + self._optimizer(state)
+
+    @cached_property
+    def _plain_passes(self) -> tuple[Floats, ...]:
+        """Passes without ZeRO-3, the same with every other state sharding."""
+        return self._passes(next(number for number, state in enumerate(STATES) if state.zero < 3))
+
+    @cached_property
+    def _plain(self) -> Floats:
+        return self._step(self._plain_passes, None)
+
+    def _step(self, passes: tuple[Floats, ...], exactly: NDArray[Any] | None) -> Floats:
+        """Returns the seconds without those of the optimizer."""
+        time, others, forward, weights = passes
+        return time + self._idle(forward, weights, exactly) * others if self.pp > 1 else time
+
+    def _passes(self, state: int) -> tuple[Floats, ...]:
+        """Returns the seconds of the busiest rank with its exposed collectives, and of another rank's micro-batch; the
+        shares of forward passes and of weight gradients in the latter."""
+        group, work = self.group, self.work
+        if STATES[state].zero == 3:
+            work = work + np.where(group.shared, self._gathered(state), 0.0)
+        work = work * group.parts
+        each = pass_seconds(work[0], work[2]) + pass_seconds(work[1], work[3])
+        busiest, columns = each.argmax(0), np.arange(len(self.m))
+        slowest, whole = each[busiest, columns], (group.count * each).sum(0)
+        ahead = work[0][busiest, columns]
+        chunks, overlaps = catalogue.chunks_of(*group.scheduled), self.framework.pp_overlaps
+        time = self.m * slowest + self._ends(state, group.blocks[busiest], ahead, slowest - ahead)
+        time += boundaries(group.hop, self.pp, chunks, self.m, overlaps=overlaps)
+        others = (whole - slowest) / max(1, self.pp - 1)
+        return time, others, (group.count * work[0]).sum(0) / whole, (group.count * work[4]).sum(0) / whole
+
+    def _gathered(self, state: int) -> Floats:
+        """Returns the seconds that ZeRO-3 adds to the work of ranks that shard parameters."""
+        _, reshard, accumulate = STATES[state]
+        seconds, starts = np.zeros((5, *self.work.shape[1:])), self.framework.kernel_us * 1e-6
+        handling = handling_seconds(self.device, HOST_OPS["shard"])
+        twice = 2 if starts_again(self.device, RECOMPUTE[self.group.mode]) else 1
+        for kind, (gather, regather, reduce, slowdown) in self._blocks.items():
+            forward, backward, *_ = self.tables.block(kind, self.group.mode, self.group.inner).T
+            there, back = block_state(
+                gather,
+                regather,
+                reduce,
+                forward,
+                backward,
+                slowdown,
+                self.m,
+                reshard=reshard,
+                local=accumulate == "local",
+                overlaps=self.framework.dp_overlaps,
+            )
+            number = np.array([[share.of(kind)] for share in self.group.shares])
+            for row, more in enumerate((there + handling, back + 2 * handling, starts, starts * twice)):
+                seconds[row] += number * more
+        return seconds
+
+    @cached_property
+    def _blocks(self) -> dict[BlockKind, tuple[Floats, Floats, Floats, Floats]]:
+        """By kind of block: seconds of gathering its parameters, of gathering them again and of reducing its gradients,
+        and the interference of these."""
+        blocks = {}
+        for kind in self.group.kinds:
+            alone = RankContents(((kind, 1),), False, False)
+            held, trained = (count(alone)[self.group.inner].T for count in (self.tables.numbers, self.tables.trained))
+            messages = self.framework.messages
+            (gather, reduce), regather = self._state(held, trained, messages), self._sent(held, messages, 2)
+            blocks[kind] = gather, regather, reduce, self._interference(held.sum(0), messages)
+        return blocks
+
+    def _state(self, gathered: Floats, trained: Floats, messages: Floats | int) -> tuple[Floats, Floats]:
+        """Returns the seconds of gathering parameters, dense and of experts, and of reducing the gradients of those
+        that are `trained`."""
+        return self._sent(gathered, messages, 0), self._sent(trained, messages, 4)
+
+    def _sent(self, numbers: Floats, messages: Floats | int, column: int) -> Floats:
+        """Returns the seconds of messages of parameters, with the slopes from a column on."""
+        alike, s = self.group.alike, self.slopes
+        dense, experts = numbers[0] + np.where(alike, numbers[1], 0.0), np.where(alike, 0.0, numbers[1])
+        some, more = messages * (dense > 0), messages * (experts > 0)
+        return dense * s[column] + experts * s[column + 1] + some * s[column + 6] + more * s[column + 7]
+
+    def _interference(self, numbers: Floats, messages: Floats | int) -> Floats:
+        """Returns the slowdown, minus one, of a product during the collectives of `numbers` parameters."""
+        start, byte, sent = self.slopes[12:]
+        payload = numbers * self.request.width / messages
+        return (self.framework.interference - 1) * occupancy(
+            self.request.cluster, payload * sent, start + byte * payload
+        )
+
+    def _ends(self, state: int, blocks: NDArray[Any], ahead: Floats, behind: Floats) -> Floats:
+        """Returns the exposed seconds per step of gathering and reducing the state. `blocks`, `ahead` and `behind` are
+        the slowest rank's blocks and its seconds in forward and in backward passes."""
+        (held, trained), shared, around = self._fullest, self.group.shared, 0.0
+        if STATES[state].zero == 3:
+            around = ends_of_blocks(*self._state(held, trained, np.maximum(1, blocks)), blocks)
+            if shared.all():
+                return around
+        messages = bucket_messages(blocks)
+        gather, reduce = self._state(trained, trained, messages)
+        slowdown, overlaps = self._interference(trained.sum(0), messages), self.framework.dp_overlaps
+        late = step_state(gather, reduce, ahead, behind, blocks, slowdown, overlaps=overlaps)
+        return np.where(shared, around, late) if STATES[state].zero == 3 else late
+
+    @cached_property
+    def _fullest(self) -> tuple[Floats, Floats]:
+        """Parameters, dense and of experts, of the rank that has most, and those of them that are trained."""
+        place = self.group.total.argmax(0), np.arange(len(self.m))
+        return self.group.numbers[:, *place], self.group.trained[:, *place]
+
+    def _optimizer(self, state: int) -> Floats:
+        _, trained = self._fullest
+        updated, every = (trained / self.group.ranks).sum(0), trained.sum(0)
+        clipped = np.where(self.group.shared, updated, every) if STATES[state].zero > 1 else every
+        cluster, clips = self.request.cluster, clip_bytes(self.framework, self.request.width)
+        return update_seconds(cluster, self.tables.space.base, self.tables.optimizer, updated, clipped, clips)
+
+    def _idle(self, forward: Floats, weights: Floats, exactly: NDArray[Any] | None) -> Floats:
+        """Returns a lower bound on the idle time, in micro-batches of a rank, from the shares of forward passes and of
+        weight gradients in these: the schedule's formula, or its program for the pairs `exactly` if that is not
+        exact."""
+        schedule, chunks = self.group.scheduled
+        found, known = np.zeros(len(self.m)), np.zeros(len(self.m), bool)
+        if entry := catalogue.SCHEDULES.get(schedule):
+            least = np.maximum(0.0, forward - 0.5 / GRID)
+            found[:] = entry.idle(self.pp, self.m, catalogue.chunks_of(schedule, chunks), least)
+            known[:] = entry.idle_is_exact(self.pp, self.m)
+        if exactly is None or known.all():
+            return found
+        pairs = np.unique(exactly)
+        pairs = pairs[~known[pairs]]
+        layout = replace(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
+        # The cost model rounds the shares; near a tie it may round to either side.
+        (low, high), (less, most) = (
+            [np.round(part[pairs] * GRID + more).astype(int).tolist() for more in (-1e-6, 1e-6)]
+            for part in (forward, weights)
+        )
+        for pair, m, first, second, third, fourth in zip(
+            pairs, self.m[pairs].tolist(), low, high, less, most, strict=True
+        ):
+            found[pair] = min(_idle(layout, m, one, two) for one in {first, second} for two in {third, fourth})
+        return found
+
+
+@lru_cache(100_000)
+def _idle(layout: Layout, micro_batches: int, forward: int, weights: int) -> float:
+    """Returns the cost model's idle time, from shares in GRID parts."""
+    return idle(layout, micro_batches, forward / GRID, weights / GRID)
+
+
+ROUNDING = 1e-9
+"""Relative difference between sums in different orders."""
+
+
+class Bounds:
+    """The bounds of a space's layouts."""
+
+    def __init__(self, request: PlanRequest, space: Space):
+        self.request, self.space, self.tables = request, space, Tables(request, space)
+        self.pp, self.shard_ranks = space.column("pp"), space.column("dp_shard") * space.column("cp")
+        self.data_ranks = self.shard_ranks * space.column("dp_replicate")
+        self.ranks = np.stack([self.shard_ranks, expert_ranks(self.shard_ranks, space.column("ep"))])
+        self.alike = space.column("ep") == 1
+        self.formulas = self.tables.formulas
+        axes = (space.column(name) for name in ("tp", "cp", "ep"))
+        self.context = self.formulas.context(self.pp, self.data_ranks, *axes)
+        self.hop, self.link = self._hops()
+        _, first, self._options = np.unique(list(map(id, space.options)), return_index=True, return_inverse=True)
+        self._schedules = [np.unique(space.options[pair][:, 0]).tolist() for pair in first]
+        """By the number of a pair's options, its schedules."""
+        self._known: dict[tuple[int, int, int], float] = {}
+
+    def pairs(self) -> tuple[Floats, Floats]:
+        """Returns lower bounds on the seconds and bytes of every pair of a mesh and a micro-batch: nothing recomputed,
+        everything sharded, all ranks of a pipeline alike, no bubble and nothing to reduce."""
+        every = np.arange(len(self.pp))
+        time = np.maximum(self._uniform(every, 0)[0], self.link)
+        kept, _ = self._kept(every, RECOMPUTE.index("full"))
+        memory = self._fullest(every, 3, kept / self.pp)
+        return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
+
+    def options(self, pairs: NDArray[Any]) -> tuple[Floats, Floats]:
+        """Returns lower bounds for some pairs: on seconds, by recomputation and schedule, with any state sharding; and
+        on bytes, by recomputation, schedule and state sharding."""
+        shape = len(pairs), len(RECOMPUTE), len(self.space.schedules)
+        time, activations = np.empty(shape), np.empty(shape)
+        uniform = [self._uniform(pairs, mode) for mode in range(len(RECOMPUTE))]
+        flying, idle = self._by_schedule(pairs, [forward for _, forward in uniform])
+        for mode, (seconds, _) in enumerate(uniform):
+            bubble = 1 + idle[mode] / self.space.accumulation[pairs, None]
+            time[:, mode] = np.maximum(seconds[:, None] * bubble, self.link[pairs, None])
+            _, (kept, moving) = self._kept(pairs, mode)
+            activations[:, mode] = kept[:, None] * flying + moving[:, None]
+        memory = np.empty((*shape, len(STATES)))
+        for number, (zero, _, accumulate) in enumerate(STATES):
+            memory[..., number] = self._fullest(pairs, zero, activations.T, accumulate).T
+        return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context[pairs, None, None, None]
+
+    def rows(self, rows: Rows, limit: float = inf, runs: bool = False) -> tuple[Floats, Floats]:
+        """Returns lower bounds on the seconds and bytes of every layout. Seconds are infinite if bytes exceed `limit`.
+        `runs`: with the bubble of the schedule's own program, which is slower to compute."""
+        time, memory = np.full(len(rows), inf), np.empty(len(rows))
+        for (pp, scheduled, mode), members in grouped(self.pp[rows.pair], rows.scheduled, rows.recompute):
+            pairs, which = runs_of(rows.pair[members])
+            states = rows.state[members]
+            group = self._pipelines(pairs, pp, scheduled, mode)
+            of_bytes = StepBytes(group)
+            sizes = np.empty((len(STATES), len(pairs)))
+            for state in np.flatnonzero(np.bincount(states)):
+                sizes[state] = of_bytes.bytes(int(state))
+            memory[members] = sizes[states, which] * (1 - ROUNDING) + self.context[pairs][which]
+            small = memory[members] <= limit
+            if not small.any():
+                continue
+            kept, states = members[small], states[small]
+            pairs, which = runs_of(rows.pair[kept])
+            of_time = StepSeconds(group if small.all() else self._pipelines(pairs, pp, scheduled, mode))
+            seconds = np.empty((len(STATES), len(pairs)))
+            for state in np.flatnonzero(np.bincount(states)):
+                seconds[state] = of_time.seconds(int(state), which[states == state] if runs else None)
+            time[kept] = np.maximum(seconds, self.link[pairs])[states, which] * (1 - ROUNDING)
+        return time, memory
+
+    def _pipelines(self, pairs: NDArray[Any], pp: int, scheduled: int, mode: int) -> Pipelines:
+        """Returns the figures of the meshes of some pairs that their bounds need."""
+        tables, cut = self.tables, self.tables.cut(pp, scheduled)
+        inner = tables.inner_of[pairs]
+        return Pipelines(
+            tables=tables,
+            pp=pp,
+            scheduled=self.space.schedules[scheduled],
+            mode=mode,
+            shares=list(cut),
+            first=[rank for rank, _ in cut.values()],
+            count=np.array([[number] for _, number in cut.values()]),
+            parts=np.array([[share.part] for share in cut]),
+            blocks=np.array([share.number for share in cut]),
+            inner=inner,
+            outer=tables.outer_of[pairs],
+            m=self.space.accumulation[pairs],
+            shared=self.shard_ranks[pairs] > 1,
+            alike=self.alike[pairs],
+            data_ranks=self.data_ranks[pairs],
+            ranks=self.ranks[:, pairs],
+            numbers=np.stack([tables.numbers(share)[inner].T for share in cut], 1),
+            trained=np.stack([tables.trained(share)[inner].T for share in cut], 1),
+            hop=self.hop[pairs],
+        )
+
+    def _fullest(self, pairs: NDArray[Any], zero: int, activations: Floats, accumulate: str = "sharded") -> Floats:
+        """Returns the mean bytes over the ranks of the pipeline, without unsharded parameters of ZeRO-3."""
+        tables, inner = self.tables, self.tables.inner_of[pairs]
+        counts = (count(tables.whole)[inner].T / self.pp[pairs] for count in (tables.numbers, tables.trained))
+        shards, data_ranks = list(zip(*counts, self.ranks[:, pairs], strict=True)), self.data_ranks[pairs]
+        parameters, gradients, optimizer = self.formulas.state(shards, zero, data_ranks)
+        early = self.formulas.unsent(shards, self.space.accumulation[pairs], zero, accumulate)
+        left = self.formulas.stepping(gradients, zero, self.shard_ranks[pairs] > 1)
+        stepping = left + self.formulas.copied(shards, data_ranks)
+        return fullest(parameters + optimizer, early, activations, 0.0, stepping)
+
+    def _uniform(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, Floats]:
+        """Returns the seconds of a step where all ranks of a pipeline are alike and nothing else takes time, and the
+        share at least of forward passes in them."""
+        tables = self.tables
+        inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
+        forward, backward, host, host_backward, _ = tables.work(tables.whole, mode, inner).T
+        work = pass_seconds(forward, host) + pass_seconds(backward, host_backward)
+        share = forward / (forward + backward + host + host_backward)
+        return self.space.accumulation[pairs] * work[which] / self.pp[pairs], share[which]
+
+    def _kept(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, tuple[Floats, Floats]]:
+        """Returns the bytes that all blocks together keep of a micro-batch; and the least that one block keeps, and
+        needs besides in its backward pass."""
+        tables = self.tables
+        inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
+        kinds = [(number, tables.activations(kind, mode, inner)) for kind, number in tables.whole.blocks]
+        kept = np.add.reduce([number * kind[:, 0] for number, kind in kinds])
+        least = np.minimum.reduce([kind for _, kind in kinds])[which]
+        return kept[which], (least[:, 0], least[:, 1] + least[:, 2] * (self.pp[pairs] > 1))
+
+    def _by_schedule(self, pairs: NDArray[Any], forward: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
+        """Returns, for some pairs and by schedule: the micro-batches of a block that a rank has in flight at least, on
+        average over ranks; and for each of some shares of forward passes, idle time at least, in micro-batches of a
+        rank. Schedules that a pair does not have are left out."""
+        shape = len(pairs), len(self.space.schedules)
+        flying, idle = np.zeros(shape), [np.zeros(shape) for _ in forward]
+        several, which = distinct(self.pp[pairs], self.space.accumulation[pairs], self._options[pairs])
+        for number, (pp, m, options) in enumerate(several.tolist()):
+            members = np.flatnonzero(which == number)
+            for scheduled in self._schedules[options]:
+                flying[members, scheduled] = self._in_flight(pp, m, scheduled)
+                schedule, chunks = self.space.schedules[scheduled]
+                if pp > 1 and schedule in SCHEDULES:
+                    for found, share in zip(idle, forward, strict=True):
+                        least = np.maximum(0.0, share[members] - 0.5 / GRID)
+                        found[members, scheduled] = SCHEDULES[schedule].idle(pp, m, chunks_of(schedule, chunks), least)
+        return flying, idle
+
+    def _in_flight(self, pp: int, m: int, scheduled: int) -> float:
+        if (pp, m, scheduled) in self._known:
+            return self._known[pp, m, scheduled]
+        least = min(share.least for share in self.tables.cut(pp, scheduled))
+        flying = sum(least_in_flight(self.space.schedules[scheduled], pp, m, rank) for rank in range(pp))
+        return self._known.setdefault((pp, m, scheduled), least * flying / pp)
+
+    def _hops(self) -> tuple[Floats, Floats]:
+        """Returns, by pair, the seconds of a message from a stage to the next at least, and those of the micro-batches'
+        messages one after the other between two stages, over the network where some stages are in different nodes."""
+        cluster, column = self.request.cluster, self.space.column
+        payload = self.tables.boundary()[self.tables.inner_of]
+        stride = column("tp") * column("cp") * column("dp_shard") * column("dp_replicate")
+        (near, start_near), (far, start_far) = (
+            line(cluster, "send", RankGroup(2, each)) for each in (1, cluster.joined)
+        )
+        inside, across = start_near + near * payload, start_far + far * payload
+        several = self.pp > 1
+        hop = np.where(several, np.where(stride >= cluster.joined, across, inside), 0.0)
+        slowest = np.where(stride * self.pp > cluster.joined, across, inside)
+        return hop, np.where(several, self.space.accumulation * slowest, 0.0)
+
+
+def runs_of(numbers: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.intp]]:
+    """Returns the value of each run of equal numbers, and by element the index of its run."""
+    begins = np.append(True, numbers[1:] != numbers[:-1])
+    return numbers[begins], np.cumsum(begins) - 1
+
+
+def grouped(*keys: NDArray[Any]) -> Iterator[tuple[tuple[int, ...], NDArray[np.intp]]]:
+    """Yields the distinct combinations of some keys, with the indices of each."""
+    combined = np.zeros(len(keys[0]), np.int64)
+    for key in keys:
+        combined = combined * (int(key.max(initial=0)) + 1) + key
+    if combined.max(initial=0) < 2**16:
+        combined = combined.astype(np.uint16)  # which numpy sorts in linear time
+    order = np.argsort(combined, kind="stable")
+    ends = np.flatnonzero(np.diff(combined[order])) + 1
+    for members in np.split(order, ends):
+        if len(members):
+            yield tuple(int(key[members[0]]) for key in keys), members

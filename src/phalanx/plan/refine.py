@@ -1,0 +1,567 @@
+"""Refinements of the best layouts: other cuts and recomputation by layer, within the memory of a device, and second
+copies."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, groupby, islice
+from math import inf
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.blocks.kinds import BlockKind, block_kinds
+from phalanx.config.layout import Layout
+from phalanx.cost.block_memory import BlockBytes
+from phalanx.cost.communication import group
+from phalanx.cost.held import Content, Flight, LayerKind, parameter_counts, stages_of_case
+from phalanx.cost.prediction import predict, step_parts
+from phalanx.cost.rank_memory import StepParts, needed_bytes, shards_of, step_memory
+from phalanx.cost.rank_time import rank_time
+from phalanx.cost.spec import StepSpec
+from phalanx.errors import JobError
+from phalanx.partition.cut import Floats, Places, cut_by
+from phalanx.partition.derived import MODES, Mode, RecomputeRun, is_offloaded, legal_hpz, modes, ranges, written
+from phalanx.plan.branch import Found, Search, same_passes
+from phalanx.plan.plan import Candidate
+from phalanx.plan.space import RECOMPUTE, PlanRequest, Rows
+from phalanx.simulate.step import step_seconds
+
+MOST = 4096
+"""Most combinations of groups that are kept, of those on the Pareto front of bytes and seconds."""
+
+
+class EqualBlocks(NamedTuple):
+    """Equal blocks with their choices."""
+
+    blocks: int
+    bytes: tuple[float, ...]
+    """Bytes per block, by choice."""
+    seconds: tuple[float, ...]
+
+
+class Filling(NamedTuple):
+    """The fastest combination that fits."""
+
+    seconds: float
+    numbers: tuple[tuple[int, ...], ...]
+    """Number of blocks of each group by choice."""
+
+
+class _Frontier(NamedTuple):
+    """The Pareto front of combinations, by rising bytes and falling seconds."""
+
+    bytes: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+    rows: NDArray[np.intp]
+    """The origin of each point: a row of the group's combinations, or the rows of two frontiers."""
+
+
+def fill(groups: Sequence[EqualBlocks], room: float) -> Filling | None:
+    """Returns the choices of every group's blocks that take the least seconds and at most `room` bytes; None if there
+    are none."""
+    if sum(group.blocks * min(group.bytes) for group in groups) > room:
+        return None
+    # Most often the fastest choices fit.
+    fastest = [min(range(len(group.seconds)), key=lambda n, group=group: group.seconds[n]) for group in groups]
+    if sum(group.blocks * group.bytes[n] for group, n in zip(groups, fastest, strict=True)) <= room:
+        numbers = tuple(
+            tuple(group.blocks * (n == best) for n in range(len(group.bytes)))
+            for group, best in zip(groups, fastest, strict=True)
+        )
+        return Filling(sum(group.blocks * group.seconds[n] for group, n in zip(groups, fastest, strict=True)), numbers)
+    frontiers = [_frontier(group) for group in groups]
+    steps = list[_Frontier]()
+    whole = frontiers[0]
+    for other in frontiers[1:]:
+        whole = _together(whole, other)
+        steps.append(whole)
+    place = int(np.searchsorted(whole.bytes, room, side="right")) - 1
+    if place < 0:
+        return None
+    seconds = float(whole.seconds[place])
+    rows = list[int]()
+    for step in reversed(steps):
+        place, last = (int(row) for row in step.rows[place])
+        rows.append(last)
+    rows.append(place)
+    chosen = zip(groups, frontiers, reversed(rows), strict=True)
+    numbers = (_choices(group.blocks, len(group.bytes))[int(frontier.rows[row])] for group, frontier, row in chosen)
+    return Filling(seconds, tuple(tuple(map(int, number)) for number in numbers))
+
+
+@lru_cache(4096)
+def _choices(count: int, things: int) -> NDArray[np.intp]:
+    """Returns every way in which `count` blocks make their choices, one per row."""
+    if things == 1:
+        return np.array([[count]])
+    return np.concatenate(
+        [np.insert(_choices(count - n, things - 1), 0, n, axis=1) for n in range(count + 1)]  # n make the first choice
+    )
+
+
+@lru_cache(4096)
+def _frontier(group: EqualBlocks) -> _Frontier:
+    choices = _choices(group.blocks, len(group.bytes)).astype(np.float64)
+    return _unbeaten(choices @ np.array(group.bytes), choices @ np.array(group.seconds))
+
+
+def _together(one: _Frontier, other: _Frontier) -> _Frontier:
+    """Returns the frontier of every combination of two; its rows are pairs."""
+    found = _unbeaten(
+        np.add.outer(one.bytes, other.bytes).ravel(), np.add.outer(one.seconds, other.seconds).ravel(), MOST
+    )
+    return found._replace(rows=np.stack(np.divmod(found.rows, len(other.bytes)), 1))
+
+
+def _unbeaten(sizes: NDArray[np.float64], seconds: NDArray[np.float64], most: float = inf) -> _Frontier:
+    order = np.lexsort((seconds, sizes))
+    sizes, seconds = sizes[order], seconds[order]
+    before = np.concatenate([[inf], np.minimum.accumulate(seconds)[:-1]])
+    kept = np.flatnonzero(seconds < before)
+    if len(kept) > most:
+        kept = kept[np.unique(np.linspace(0, len(kept) - 1, int(most)).astype(int))]
+    return _Frontier(sizes[kept], seconds[kept], order[kept])
+
+
+Counts = tuple[int, ...]
+"""Numbers of blocks of each of the model's kinds in a stage."""
+
+
+@dataclass(frozen=True)
+class BlockCosts:
+    """Costs of one block of a kind on a rank."""
+
+    seconds: tuple[float, ...]
+    """Seconds per micro-batch, by recomputation."""
+    kept: tuple[float, ...]
+    """Bytes per micro-batch in flight, by recomputation."""
+    state: float
+    """Bytes of parameters, gradients and optimizer state."""
+
+
+class PipelineRanks:
+    """The pipeline ranks of a step with any layers; each block has one of the allowed recomputation modes."""
+
+    def __init__(self, spec: StepSpec, allowed: Sequence[Mode] = MODES):
+        self.spec, self.modes = spec, tuple(allowed)
+        model = spec.model
+        self.kinds = tuple(dict.fromkeys(block_kinds(model)))
+        """The kinds of blocks of the model."""
+        self.of_layer = [self.kinds.index(kind) for kind in block_kinds(model)]
+        """Index of the kind of each layer."""
+        self.before = [
+            list(accumulate((one == number for one in self.of_layer), initial=0)) for number in range(len(self.kinds))
+        ]
+        """Number of blocks before each layer, by kind and layer."""
+        # With a cut, the cost model takes of a kind of block what it recomputes.
+        cut = replace(spec.layout, recompute="none", recompute_cut=f"{model.n_layers}*none")
+        self._plain = replace(spec, layout=cut)
+        step = StepParts(self._plain)
+        self.flights: tuple[Flight, ...] = step.flights
+        self.stages = self.flights[0].stages
+        self.blocks = [self._block(step, kind) for kind in self.kinds]
+        self.embedding = rank_time(self._plain, Content((), True, False)).total
+        self.head = rank_time(self._plain, Content((), False, True)).total
+        self.limit = spec.cluster.accelerator.memory_gib * 2**30 or inf
+        self.around = [0.0] * len(self.flights)
+        """Bytes of each rank besides those of the line."""
+        self._known: dict[tuple[int, tuple[Counts, ...]], Filling | None] = {}
+
+    def _block(self, step: StepParts, kind: BlockKind) -> BlockCosts:
+        layout, formulas = self.spec.layout, step.formulas
+        kinds = [LayerKind(kind, mode) for mode in self.modes]
+        parts = [BlockBytes(step, kind) for kind in kinds]
+        shards = shards_of(parameter_counts(self.spec.model, layout, [(kind, 1)], False, False), layout)
+        parameters, gradients, optimizer = formulas.state(shards, layout.zero, step.data_ranks)
+        unsent = formulas.unsent(shards, self.spec.batch.accumulation, layout.zero, layout.accumulate)
+        state = parameters + max(gradients, unsent) + optimizer
+        times = [rank_time(self._plain, Content(((kind, 1),), False, False)).total for kind in kinds]
+        stays = 0 if is_offloaded(layout, "activations") else 1
+        return BlockCosts(tuple(times), tuple(part.kept * stays for part in parts), state)
+
+    def calibrated(self, spec: StepSpec) -> bool:
+        """Takes the offset of the line from a step with known layers, and returns whether that step fits."""
+        counts = self._kinds(spec)
+        for rank, memory in enumerate(step_memory(spec)):
+            flight = self.flights[rank]
+            mine = [counts[stage] for stage in flight.held]
+            line = sum(many * self.blocks[kind].state for stage in mine for (kind, _), many in stage.items())
+            line += max(
+                sum(
+                    flying * many * self.blocks[kind].kept[mode]
+                    for flying, stage in zip(moment, mine, strict=True)
+                    for (kind, mode), many in stage.items()
+                )
+                for moment in flight.most
+            )
+            around = memory.needed - line
+            # What was too much once stays so: else two layouts that do not fit could lead to each other.
+            full = memory.needed > self.limit
+            self.around[rank] = max(self.around[rank], around) if full else around
+        self._known.clear()
+        return needed_bytes(spec, self.limit) <= self.limit
+
+    def _kinds(self, spec: StepSpec) -> list[Counter[tuple[int, int]]]:
+        """Returns the blocks of each stage of a step, by the indices of their kind and mode."""
+        every = modes(written(spec.layout), spec.model.n_layers)
+        return [
+            Counter((self.of_layer[layer], self.modes.index(every[layer])) for layer in stage)
+            for stage in stages_of_case(spec, self.stages)
+        ]
+
+    def times(self, spec: StepSpec) -> list[float]:
+        """Returns the seconds per micro-batch on every rank of a step."""
+        counts = self._kinds(spec)
+        found = []
+        for flight in self.flights:
+            blocks = sum(
+                many * self.blocks[kind].seconds[mode]
+                for stage in flight.held
+                for (kind, mode), many in counts[stage].items()
+            )
+            found.append((blocks + self._ends(flight)) * flight.share)
+        return found
+
+    def _ends(self, flight: Flight) -> float:
+        """Returns the seconds of embedding and head, if a rank has them."""
+        return self.embedding * (0 in flight.held) + self.head * (self.stages - 1 in flight.held)
+
+    def filling(self, rank: int, counts: tuple[Counts, ...]) -> Filling | None:
+        """Returns the recomputation of a rank's blocks, given the counts of each of its stages, or None if they do not
+        fit. The groups are the kinds of blocks of each stage. Seconds per micro-batch include embedding and head; a
+        rank that only a share of the micro-batches passes counts with that share."""
+        key = rank, counts
+        if key not in self._known:
+            self._known[key] = self._filling(rank, counts)
+        return self._known[key]
+
+    def _filling(self, rank: int, counts: tuple[Counts, ...]) -> Filling | None:
+        flight, room = self.flights[rank], self.limit - self.around[rank]
+        kinds = [
+            (place, block, many)
+            for place, stage in enumerate(counts)
+            for block, many in zip(self.blocks, stage, strict=True)
+            if many
+        ]
+        room -= sum(many * block.state for _, block, many in kinds)
+        weights = max(flight.most, key=sum)
+        while True:
+            groups = [
+                EqualBlocks(many, tuple(weights[place] * size for size in block.kept), block.seconds)
+                for place, block, many in kinds
+            ]
+            found = fill(groups, room)
+            if found is None:
+                return None
+            kept = [0.0] * len(counts)
+            for (place, block, _), numbers in zip(kinds, found.numbers, strict=True):
+                kept[place] += sum(n * size for n, size in zip(numbers, block.kept, strict=True))
+            # At another moment there can be more in flight of just those stages that keep much.
+            worst = max(flight.most, key=lambda moment: sum(n * size for n, size in zip(moment, kept, strict=True)))
+            more = tuple(map(max, weights, worst))
+            if more == weights or sum(n * size for n, size in zip(worst, kept, strict=True)) <= room:
+                return found._replace(seconds=(found.seconds + self._ends(flight)) * flight.share)
+            weights = more
+
+    def seconds(self, rank: int, counts: tuple[Counts, ...]) -> float:
+        """Returns the least seconds per micro-batch, or infinity if the blocks do not fit."""
+        found = self.filling(rank, counts)
+        return inf if found is None else found.seconds
+
+    def counts(self, stages: Sequence[range]) -> list[Counts]:
+        """Returns the number of blocks of each kind in each stage."""
+        return [tuple(before[stage.stop] - before[stage.start] for before in self.before) for stage in stages]
+
+    def held(self, rank: int, counts: Sequence[Counts]) -> tuple[Counts, ...]:
+        """Returns the counts of a rank's stages."""
+        return tuple(counts[stage] for stage in self.flights[rank].held)
+
+
+LARGEST = 2
+"""Largest stage as a multiple of the mean number of layers, to which as many are added: larger ones are never best."""
+MOVES = 200
+"""Most layers that are moved."""
+BETTER = 1 - 1e-9
+"""Factor that counts as an improvement: sums of floats depend on their order."""
+
+
+def stages_of_ranks(ranks: PipelineRanks, start: Sequence[range]) -> tuple[range, ...]:
+    """Returns the layers of each stage, starting from `start` if layers are moved; empty if nothing fits."""
+    if all(len(flight.held) == 1 for flight in ranks.flights):
+        return _best(ranks)
+    return _moved(ranks, start)
+
+
+def _best(ranks: PipelineRanks) -> tuple[range, ...]:
+    layers, stages = len(ranks.of_layer), ranks.stages
+    before = np.array(ranks.before)
+    of_stage = {flight.held[0]: rank for rank, flight in enumerate(ranks.flights)}
+    most = LARGEST * (-(-layers // stages) + 1)
+
+    def cost(stage: int, begins: Places, ends: Places) -> Floats:
+        begins, ends = np.broadcast_arrays(begins, ends)
+        counts = (before[:, ends] - before[:, begins]).reshape(len(before), -1)
+        known, which = np.unique(counts, axis=1, return_inverse=True)
+        found = [
+            ranks.seconds(of_stage[stage], (tuple(map(int, one)),)) if 0 < one.sum() <= most and one.min() >= 0 else inf
+            for one in known.T
+        ]
+        return np.array(found)[which].reshape(begins.shape)
+
+    return cut_by(cost, stages, layers)
+
+
+def _moved(ranks: PipelineRanks, start: Sequence[range]) -> tuple[range, ...]:
+    sizes = [len(stage) for stage in start]
+    counts = ranks.counts(ranges(sizes))
+    seconds = [ranks.seconds(rank, ranks.held(rank, counts)) for rank in range(len(ranks.flights))]
+    if max(seconds) == inf:
+        return ()
+    for _ in range(MOVES):
+        slowest, squares = max(seconds), sum(one * one for one in seconds)
+        best = slowest, squares * BETTER
+        moved: tuple[list[int], list[float]] | None = None
+        for other in _moves(ranks, sizes, seconds.index(slowest)):
+            found = _seconds(ranks, other, counts, seconds)
+            value = max(found), sum(one * one for one in found)
+            if value[0] <= best[0] and value < best:
+                best, moved = value, (other, found)
+        if moved is None:
+            break
+        sizes, seconds = moved
+        counts = ranks.counts(ranges(sizes))
+    return ranges(sizes)
+
+
+def _moves(ranks: PipelineRanks, sizes: Sequence[int], slowest: int) -> Iterator[list[int]]:
+    """Yields the sizes with one layer of one of a rank's stages given to another stage; stages between them shift."""
+    for giver in ranks.flights[slowest].held:
+        if sizes[giver] == 1:
+            continue
+        for taker in range(len(sizes)):
+            if taker != giver:
+                other = list(sizes)
+                other[giver] -= 1
+                other[taker] += 1
+                yield other
+
+
+def _seconds(
+    ranks: PipelineRanks, sizes: Sequence[int], counts: Sequence[Counts], seconds: Sequence[float]
+) -> list[float]:
+    """Returns the seconds of every rank with new sizes; `counts` and `seconds` are those before."""
+    now = ranks.counts(ranges(sizes))
+    changed = {stage for stage, (one, other) in enumerate(zip(now, counts, strict=True)) if one != other}
+    return [
+        ranks.seconds(rank, ranks.held(rank, now)) if changed.intersection(flight.held) else before
+        for rank, (flight, before) in enumerate(zip(ranks.flights, seconds, strict=True))
+    ]
+
+
+PAIRS = 512
+"""Pairs of a mesh and a micro-batch that are examined: those with the lowest bounds."""
+PREDICTED = 24
+"""Layouts that are predicted: those with the lowest bounds."""
+NEAR = 1.1
+"""Factor on the best time up to which layouts are returned: the recomputation they need is only an estimate."""
+
+
+def mixtures(search: Search, found: Found, seconds: float) -> list[StepSpec]:
+    """Returns layouts that fit with full recomputation, in the order of their estimated time with only as much as they
+    need to fit; `seconds` are the best layout's. The estimate interpolates between no and full recomputation by the
+    device's memory: with bounds, then with predictions."""
+    estimates = list[tuple[float, int, StepSpec]]()
+    for layout in islice(_by_bounds(search, found, seconds), PREDICTED):
+        try:
+            small, large = (search.request.spec(replace(layout, recompute=mode)) for mode in ("full", "none"))
+        except (JobError, ValueError):
+            continue
+        least, most = needed_bytes(small), needed_bytes(large)
+        if least > search.limit:
+            continue
+        fast, slow = step_parts(large).total, step_parts(small).total
+        about = fast + (slow - fast) * min(1.0, max(0.0, most - search.limit) / max(most - least, 1))
+        if about < NEAR * seconds:
+            estimates.append((about, len(estimates), small))
+    return [spec for _, _, spec in sorted(estimates)]
+
+
+def _by_bounds(search: Search, found: Found, seconds: float) -> Iterator[Layout]:
+    fixed = search.request.fixed
+    if "recompute" in fixed or fixed.get("recompute_cut"):
+        return
+    pairs = np.flatnonzero((search.pair_bytes <= search.limit) & (search.pair_seconds < seconds))
+    pairs = pairs[np.argsort(search.pair_seconds[pairs], kind="stable")][:PAIRS]
+    rows = search.space.rows(pairs)
+    rows = rows.select(rows.recompute == RECOMPUTE.index("full"))
+    if not len(rows):
+        return
+    keeping = Rows(rows.pair, rows.scheduled, rows.state, np.zeros_like(rows.recompute))
+    slow, small = search.bounds.rows(rows)
+    fast, large = search.bounds.rows(keeping)
+    share = np.clip((large - search.limit) / np.maximum(large - small, 1.0), 0.0, 1.0)
+    about = fast + share * (slow - fast)
+    order = np.flatnonzero((small <= search.limit) & (about < seconds))
+    fitting = {spec.layout for spec, _ in found.predicted}
+    seen = set[Layout]()
+    for number in order[np.argsort(about[order], kind="stable")]:
+        layout = search.space.layout(rows, int(number))
+        passes = same_passes(layout)
+        if passes in seen or replace(layout, recompute="none") in fitting:
+            continue
+        seen.add(passes)
+        yield layout
+
+
+ROUNDS = 6
+"""Rounds in which the linear memory model (PipelineRanks) is recalibrated."""
+WORTH = 1.002
+"""Least speedup for which a layout is refined: below it, the simpler one is as good."""
+MARGIN = 1.01
+"""Factor on the best time up to which refined layouts are simulated."""
+TRIED, MIXED = 3, 2
+"""Layouts that are refined: of the best, and of those that would fit with some recomputation."""
+
+
+def refined(request: PlanRequest, candidate: Candidate) -> Candidate:
+    """Returns the candidate with the best cut and the least recomputation that fit, if that is faster."""
+    spec = refinement(request, candidate.spec)
+    if spec is None:
+        return candidate
+    seconds = step_seconds(spec)
+    better = seconds * WORTH < candidate.seconds or not candidate.prediction.fits
+    return Candidate(spec, predict(spec), seconds) if better else candidate
+
+
+def refinements(search: Search, found: Found, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the refinements of the best layouts of a search, and of those that would fit and be fast with
+    recomputation of some layers, each faster than all before. `candidates` are sorted, fastest first, or, if none fits,
+    leanest first."""
+    best = candidates[0].seconds if candidates[0].prediction.fits else inf
+    passes = dict[Layout, StepSpec]()
+    for candidate in candidates:
+        passes.setdefault(same_passes(candidate.layout), candidate.spec)
+    specs = list(islice(passes.values(), TRIED))
+    if best < inf:
+        specs += islice(mixtures(search, found, best), MIXED)
+    better = list[Candidate]()
+    for spec in specs:
+        other = refinement(search.request, spec)
+        if other is None or step_parts(other).total > MARGIN * best:
+            continue
+        seconds = step_seconds(other)
+        if seconds * WORTH < best:
+            best = seconds
+            better.append(Candidate(other, predict(other), seconds))
+    return better
+
+
+def refinement(request: PlanRequest, spec: StepSpec) -> StepSpec | None:
+    """Returns the spec of a layout that fits, with another cut, another recomputation of its layers or both, whose
+    slowest rank is faster; None if there is none."""
+    layout = spec.layout
+    fixed = request.fixed
+    cuts = layout.pp > 1 and not fixed.get("pp_cut")
+    mixes = not fixed.get("recompute_cut") and "recompute" not in fixed
+    if not (cuts or mixes):
+        return None
+    every = MODES if mixes else tuple(dict.fromkeys(modes(written(layout), spec.model.n_layers)))
+    ranks = PipelineRanks(spec, every)
+    start = stages_of_case(spec, ranks.stages)
+    fits = ranks.calibrated(spec)
+    best, found = (_score(ranks, spec) / WORTH if fits else inf), None
+    seen = {layout}
+    for _ in range(ROUNDS):
+        stages = stages_of_ranks(ranks, start) if cuts else start
+        other = _written(ranks, layout, stages, start, mixes) if stages else layout
+        if other in seen:
+            break
+        seen.add(other)
+        try:
+            tried = request.spec(other)
+        except (JobError, ValueError):
+            break
+        score = _score(ranks, tried)
+        if score >= best:
+            break
+        if ranks.calibrated(tried):
+            best, found = score, tried
+    return found
+
+
+def _score(ranks: PipelineRanks, spec: StepSpec) -> float:
+    """Returns the approximate seconds of a step: all micro-batches of the slowest rank, one of every other rank."""
+    times = ranks.times(spec)
+    return (spec.batch.accumulation - 1) * max(times) + sum(times)
+
+
+def _written(
+    ranks: PipelineRanks, layout: Layout, stages: Sequence[range], start: Sequence[range], mixes: bool
+) -> Layout:
+    """Returns the layout with these stages, and with the recomputation that fits each rank's blocks."""
+    if tuple(stages) != tuple(start):
+        layout = replace(layout, pp_cut="+".join(str(len(stage)) for stage in stages))
+    if not mixes:
+        return layout
+    counts, every = ranks.counts(stages), ["full"] * len(ranks.of_layer)
+    for rank, flight in enumerate(ranks.flights):
+        filling = ranks.filling(rank, ranks.held(rank, counts))
+        if filling is None:
+            return layout
+        numbers = iter(filling.numbers)
+        for stage in flight.held:
+            for kind, many in enumerate(counts[stage]):
+                if many:
+                    layers = [layer for layer in stages[stage] if ranks.of_layer[layer] == kind]
+                    _assign(every, layers, dict(zip(ranks.modes, next(numbers), strict=True)))
+    runs = [RecomputeRun(len(list(run)), mode) for mode, run in groupby(every)]  # type: ignore[arg-type]
+    if len(runs) == 1:
+        return replace(layout, recompute=runs[0].mode, recompute_cut="")
+    return replace(layout, recompute="none", recompute_cut="+".join(map(str, runs)))
+
+
+def _assign(every: list[str], layers: Sequence[int], numbers: dict[Mode, int]) -> None:
+    """Sets the modes of some layers. Those that recompute come first: the backward pass begins with the last, which
+    free their activations before others need room to recompute."""
+    place = 0
+    for mode in ("full", "selective", "products", "none"):
+        for layer in layers[place : place + numbers.get(mode, 0)]:
+            every[layer] = mode
+        place += numbers.get(mode, 0)
+
+
+COPIES_TRIED = 8
+"""Layouts that are tried at most."""
+
+
+def with_second_copies(request: PlanRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the best of the candidates, which are sorted, with a second copy of the parameters: those that fit and
+    are faster than without."""
+    if "hpz" in request.fixed:
+        return []
+    limit, better = request.cluster.accelerator.memory_gib * 2**30, list[Candidate]()
+    crossing = [candidate for candidate in candidates if crosses_nodes(candidate.spec)][:COPIES_TRIED]
+    for candidate in crossing:
+        # The most ranks of a node that can keep a copy together: fewer would need more memory.
+        near = group(candidate.layout, "shard").near(candidate.spec.cluster.joined)
+        most = max(ranks for ranks in legal_hpz(candidate.layout) if ranks <= near)
+        spec = replace(candidate.spec, layout=replace(candidate.layout, hpz=most))
+        if needed_bytes(spec, limit) > limit or step_parts(spec).total * WORTH > step_parts(candidate.spec).total:
+            continue
+        seconds = step_seconds(spec)
+        if seconds * WORTH < candidate.seconds:
+            better.append(Candidate(spec, predict(spec), seconds))
+    return better
+
+
+def crosses_nodes(spec: StepSpec) -> bool:
+    """Returns whether ZeRO-3 gathers parameters twice a step from ranks on several nodes."""
+    layout, ranks = spec.layout, group(spec.layout, "shard")
+    if is_offloaded(layout, "parameters"):
+        return False  # the copy would be on the device
+    return layout.zero == 3 and layout.reshard and ranks.ranks > ranks.near(spec.cluster.joined)

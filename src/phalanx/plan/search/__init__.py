@@ -1,1 +1,0 @@
-"""The space of legal layouts, lower bounds, branch and bound, refinement."""

@@ -1,0 +1,370 @@
+"""The cost model's figures for the parts of a layout, for many layouts at once: each part is computed once per
+combination of degrees that it depends on, on first use.
+
+Computation and memory of one device depend on the inner degrees (tp, sp, cp, cp_ulysses, ep) and the micro-batch; the
+state's collectives on the outer ones (tp, the ranks that shard, the replicas, ep); the contents of the ranks on the
+pipeline.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.blocks.kinds import BlockKind, Half, block_kinds
+from phalanx.config.cluster import Cluster
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.cost.communication import PURPOSES, Collective, RankGroup, boundary_bytes, group, seconds, state_messages
+from phalanx.cost.held import (
+    Content,
+    GatheredParameters,
+    LayerKind,
+    block_parameters,
+    content_of,
+    gathered_outside,
+    parameter_counts,
+)
+from phalanx.cost.job_spec import stages
+from phalanx.cost.rank_memory import RankParts, Shards, StepParts
+from phalanx.cost.rank_time import RankTime, around_time, half_times
+from phalanx.cost.spec import StepSpec
+from phalanx.cost.step_state import conversion_seconds, costs_of, groups, near_of, wire_widths
+from phalanx.partition.derived import Batch, is_file, schedule_of
+from phalanx.plan.space import RECOMPUTE, PlanRequest, Scheduled, Space
+from phalanx.schedule import catalogue
+
+Floats = NDArray[np.float64]
+TP, SP, CP, ULYSSES, EP, MICRO = range(6)
+"""Columns of the inner combinations."""
+BANDWIDTH_BOUND_BYTES = 1e15
+"""Bytes of a message whose latency is negligible."""
+
+
+@dataclass(frozen=True)
+class RankContents:
+    """The part of the model on some ranks of a pipeline: blocks of each kind, and the ends."""
+
+    blocks: tuple[tuple[BlockKind, int], ...]
+    """The kinds of blocks with their numbers."""
+    embedding: bool
+    head: bool
+    part: float = 1.0
+    """Share of the micro-batches that pass each of its stages."""
+    least: int = 0
+    """Blocks of its smallest stage."""
+
+    @property
+    def number(self) -> int:
+        """Number of blocks of all kinds."""
+        return sum(many for _, many in self.blocks)
+
+    def of(self, kind: BlockKind) -> int:
+        """Returns the number of blocks of a kind."""
+        return dict(self.blocks).get(kind, 0)
+
+
+Cut = dict[RankContents, tuple[int, int]]
+"""The first rank with each different contents in a pipeline, and the number of such ranks."""
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """Pairs of a mesh and a micro-batch with the same pipeline, one per column."""
+
+    tables: Tables
+    pp: int
+    scheduled: Scheduled
+    mode: int
+    """Number of the recomputation."""
+    shares: list[RankContents]
+    """The different contents of its ranks."""
+    first: list[int]
+    """The first rank with each contents; `count` and `parts` have a row each: the number of ranks with it, and the part
+    of the micro-batches that pass each of their stages."""
+    count: NDArray[np.int64]
+    parts: Floats
+    blocks: NDArray[np.int64]
+    """Number of blocks, by contents."""
+    inner: NDArray[np.intp]
+    """Numbers of inner and outer combinations."""
+    outer: NDArray[np.intp]
+    m: NDArray[np.int32]
+    """Micro-batches."""
+    shared: NDArray[np.bool_]
+    """Whether ranks shard the state."""
+    alike: NDArray[np.bool_]
+    """Whether experts are sharded like the rest: no rank has its own."""
+    data_ranks: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    """Numbers of ranks that shard the state of dense parameters and of experts."""
+    numbers: Floats
+    """Parameters, dense and of experts, by contents."""
+    trained: Floats
+    """Those that training changes."""
+    hop: Floats
+    """Seconds of a message from a stage to the next."""
+
+    @cached_property
+    def kinds(self) -> list[BlockKind]:
+        """The kinds of blocks in the pipeline."""
+        return list(dict.fromkeys(kind for share in self.shares for kind, _ in share.blocks))
+
+    @cached_property
+    def total(self) -> Floats:
+        """Number of parameters, by contents."""
+        return self.numbers.sum(0)
+
+    @property
+    def shards(self) -> Shards:
+        """Groups of parameters, as in cost/rank_memory.py."""
+        parts = 2 if self.tables.request.model.moe.n_experts else 1
+        return list(zip(self.numbers, self.trained, self.ranks, strict=True))[:parts]
+
+
+class Tables:
+    """The figures of one space."""
+
+    def __init__(self, request: PlanRequest, space: Space):
+        self.request, self.space = request, space
+        column = space.column
+        self.inner, self.inner_of = distinct(
+            *(column(name) for name in ("tp", "sp", "cp", "cp_ulysses", "ep")), space.micro_batch
+        )
+        """The combinations of inner degrees, and by pair the number of its combination."""
+        self.outer, self.outer_of = distinct(
+            column("tp"), column("cp") * column("dp_shard"), column("dp_replicate"), column("ep")
+        )
+        """The combinations of outer degrees, and by pair the number of its combination."""
+        model = request.model
+        self.whole = RankContents(every_block(model), True, True, least=model.n_layers)
+        simplest = alone(request, Layout(offload=space.base.offload, offload_to=space.base.offload_to), 1)
+        self.formulas, self.optimizer = StepParts(simplest).formulas, costs_of(simplest)
+        self.slopes = self._slopes()
+        """By outer combination: seconds per parameter, gathered, gathered again and reduced, each dense and of experts,
+        and those of an empty message, in the same order; for gathers that overlap products, seconds of an empty message
+        and per byte, and the share of the bytes that a rank sends."""
+        self._asked: dict[tuple[str, Hashable], Floats] = {}
+        self._blocks: dict[BlockKind, Floats] = {}
+        self._work: dict[Hashable, Floats] = {}
+        self._parts: dict[tuple[int, ...], tuple[list[StepSpec], NDArray[np.intp]]] = {}
+        self._cuts: dict[tuple[int, int], Cut] = {}
+
+    def work(self, share: RankContents, mode: int, inner: NDArray[Any]) -> Floats:
+        """Returns, for inner combinations, the seconds of a micro-batch that passes all stages of a rank, without
+        ZeRO-3: forward and backward on the device, forward and backward of the host, and those of weight gradients.
+        `mode` is the number of a recomputation."""
+        key = share.blocks, share.embedding, share.head, mode
+        if key not in self._work:
+            blocks = (number * self._block(kind)[:, mode] for kind, number in share.blocks)
+            self._work[key] = sum(blocks, self._around(share.embedding, share.head))
+        return self._work[key][inner]
+
+    def block(self, kind: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
+        """Returns the same seconds of one block."""
+        return self._block(kind)[inner, mode]
+
+    def _around(self, embedding: bool, head: bool) -> Floats:
+        """Returns the same seconds outside the blocks, by inner combination."""
+        content = Content((), embedding, head)
+        ends = embedding, head
+        return self._figures(("around", ends), (TP, SP, CP, MICRO), lambda spec: _seconds(around_time(spec, content)))
+
+    def _block(self, kind: BlockKind) -> Floats:
+        """Returns the same seconds of one block, by inner combination and recomputation."""
+        if kind not in self._blocks:
+            on_feed_forward = (TP, SP, CP, EP, MICRO) if kind.routed else (TP, SP, CP, MICRO)
+            attention = self._half(kind, "attention", (TP, SP, CP, ULYSSES, MICRO))
+            self._blocks[kind] = attention + self._half(kind, "feed_forward", on_feed_forward)
+        return self._blocks[kind]
+
+    def _half(self, kind: BlockKind, half: Half, on: tuple[int, ...]) -> Floats:
+        def ask(spec: StepSpec) -> list[Any]:
+            return [_seconds(time) for time in half_times(spec, kind, half, RECOMPUTE)]
+
+        return self._figures((half, kind), on, ask)
+
+    def activations(self, block: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
+        """Returns bytes for inner combinations: those that a block saves per micro-batch, those that its backward pass
+        needs besides, messages in flight between stages, and what a block saves for its weight gradients alone. All
+        are of whole sequences."""
+        kind = LayerKind(block, RECOMPUTE[mode])
+
+        def ask(spec: StepSpec) -> tuple[float, float, float, float]:
+            step = StepParts(replace(spec, layout=replace(spec.layout, recompute=RECOMPUTE[mode])))
+            found = step.kinds[kind]
+            gathered = RankParts(step, step.flights[0]).backward(True)[1]
+            return found.kept, sum(found.backward) + gathered, step.under_way, found.deferred
+
+        on = (TP, SP, CP, ULYSSES, EP) if block.routed else (TP, SP, CP, ULYSSES)
+        return self._figures(("activations", kind), on, ask)[inner] * self.inner[inner, MICRO, None]
+
+    def loss(self, inner: NDArray[Any]) -> Floats:
+        """Returns, for inner combinations, the bytes of the logits and of the head's input."""
+
+        def ask(spec: StepSpec) -> float:
+            step = StepParts(spec)
+            return sum(RankParts(step, step.flights[0]).logits(least=True))
+
+        return self._figures(("loss", ""), (TP, SP, CP, MICRO), ask)[inner]
+
+    def boundary(self) -> Floats:
+        """Returns, by inner combination, the bytes of a message from a stage to the next."""
+        return self._figures(("boundary", ""), (TP, SP, CP, MICRO), boundary_bytes)
+
+    def outside(self, share: RankContents, inner: NDArray[Any], *, tiled: bool) -> Floats:
+        """Returns, for inner combinations, the parameters outside a rank's blocks and those of the head's gradient that
+        ZeRO-3 has whole at once, without tiles of them."""
+        ends = share.embedding, share.head
+
+        def ask(spec: StepSpec) -> int:
+            gathered = gathered_outside(spec.model, spec.layout, *ends, tiled=tiled)
+            return gathered.block + gathered.trained
+
+        return self._figures(("outside", (ends, tiled)), (TP,), ask)[inner]
+
+    def numbers(self, share: RankContents) -> Floats:
+        """Returns the parameters of a rank by inner combination, dense and of experts."""
+        return self._counts(share)[:, :2]
+
+    def gathered(self, kind: BlockKind, inner: NDArray[Any], *, shared: bool, tiled: bool) -> Floats:
+        """Returns what ZeRO-3 gathers of a block, by inner combination: the fields of GatheredParameters."""
+
+        def ask(spec: StepSpec) -> GatheredParameters:
+            return block_parameters(spec.model, spec.layout, kind).gathered(shared, tiled=tiled)
+
+        return self._figures(("gathered", (kind, shared, tiled)), (TP, EP), ask)[inner]
+
+    def trained(self, share: RankContents) -> Floats:
+        """Returns those of them that training changes."""
+        return self._counts(share)[:, 2:]
+
+    def _counts(self, share: RankContents) -> Floats:
+        """Returns the parameters of a rank, dense and of experts, then those that training changes."""
+
+        def ask(spec: StepSpec) -> tuple[int, ...]:
+            return astuple(parameter_counts(spec.model, spec.layout, share.blocks, share.embedding, share.head))
+
+        return self._figures(("counts", share), (TP, EP), ask)
+
+    def cut(self, pp: int, scheduled: int) -> Cut:
+        """Returns the contents of the ranks of a pipeline under a schedule of the space."""
+        if (pp, scheduled) not in self._cuts:
+            schedule, chunks = self.space.schedules[scheduled]
+            layout = Layout(pp=pp, schedule=schedule, pp_chunks=chunks, pp_cut=self.space.base.pp_cut)
+            self._cuts[pp, scheduled] = _cut(self.request.model, layout)
+        return self._cuts[pp, scheduled]
+
+    def _specs(self, on: tuple[int, ...]) -> tuple[list[StepSpec], NDArray[np.intp]]:
+        """Returns single micro-batches of every combination of some inner degrees, others 1, and by inner combination
+        the number of its own."""
+        if on not in self._parts:
+            some = np.ones_like(self.inner)
+            some[:, on] = self.inner[:, on]
+            if SP not in on:
+                some[:, SP] = 0
+            combinations, which = distinct(*some.T)
+            specs = []
+            for tp, sp, cp, ulysses, ep, micro in combinations.tolist():
+                degree = {"tp": tp, "sp": bool(sp), "cp": cp, "cp_ulysses": ulysses, "ep": ep, "dp_shard": ep}
+                specs.append(alone(self.request, replace(self._alone, **degree), micro))
+            self._parts[on] = specs, which
+        return self._parts[on]
+
+    def _figures(self, what: tuple[str, Hashable], on: tuple[int, ...], ask: Callable[[StepSpec], Any]) -> Floats:
+        """Returns the cost model's figures by inner combination, computed once per combination of the degrees `on`
+        which they depend."""
+        if what not in self._asked:
+            specs, which = self._specs(on)
+            self._asked[what] = np.array([ask(spec) for spec in specs], np.float64)[which]
+        return self._asked[what]
+
+    @cached_property
+    def _alone(self) -> Layout:
+        """The fixed fields of the layout of one device, without those of pipeline or data ranks."""
+        base = self.space.base
+        kept = ("cp_inner", "sp_regather", "loss_chunk", "tiles", "tile", "prefetch", "bucket_mb")
+        return Layout(zero=1, **{name: getattr(base, name) for name in kept})
+
+    def _slopes(self) -> Floats:
+        request, found = self.request, []
+        base = self.space.base
+        widths = wire_widths(base, request.framework, request.products, request.width)
+        for tp, shard, replicate, ep in self.outer.tolist():
+            layout = Layout(tp=tp, dp_shard=shard, dp_replicate=replicate, ep=ep, hpz=base.hpz)
+            codes = conversion_seconds(request.cluster.accelerator, replace(base, dp_shard=shard, cp=1))
+            slopes, starts = np.zeros((2, 3, 2))
+            for place, among in enumerate((groups(layout), groups(layout, experts=True))):
+                ranks = among["shard"].ranks
+                sizes = {name: width / ranks for name, width in widths.items()}
+                coded = base.quantise_gradients != "none"
+                for message in state_messages(ranks, **sizes, near=near_of(layout, among), coded=coded):
+                    slope, start = line(request.cluster, message.collective, among[message.among])
+                    row = min(2, PURPOSES.index(message.purpose))  # replicas sum when gradients are reduced
+                    slopes[row, place] += slope * message.size + codes[message.purpose]
+                    starts[row, place] += start
+            beside = group(layout, "shard" if shard > 1 else "summed")
+            byte, started = line(request.cluster, "all_gather", beside)
+            found.append((*slopes.flat, *starts.flat, started, byte, 1 - 1 / beside.ranks))
+        return np.array(found)
+
+
+@lru_cache(1024)
+def every_block(model: ModelConfig) -> tuple[tuple[BlockKind, int], ...]:
+    """Returns the kinds of blocks of a model with their numbers."""
+    return tuple(Counter(block_kinds(model)).items())
+
+
+@lru_cache(4096)
+def _cut(model: ModelConfig, layout: Layout) -> Cut:
+    if layout.pp == 1:
+        return {RankContents(every_block(model), True, True, least=model.n_layers): (0, 1)}
+    cut, shares = stages(model, layout), []
+    # The stages of a rank do not depend on the number of micro-batches: the smallest legal one is built fastest.
+    name, few = layout.schedule, range(1, 2 * layout.pp + 1)
+    legal = few if is_file(name) else (m for m in few if not catalogue.problems(name, layout.pp, m, layout.pp_chunks))
+    schedule = schedule_of(layout, next(iter(legal)))
+    for rank in range(schedule.ranks):
+        held = schedule.stages_on(rank)
+        content = content_of(StepSpec(model, Cluster(), layout, Batch(1, 1, 1, 1), stages=cut), cut, held)
+        visits = sum(placement.count(rank) for placement in schedule.placements)
+        part = visits / len(held) / len(schedule.placements)
+        least = min(len(cut[stage]) for stage in held)
+        shares.append(RankContents(tuple(content.of_kind.items()), content.embedding, content.head, part, least))
+    return {share: (shares.index(share), shares.count(share)) for share in dict.fromkeys(shares)}
+
+
+@lru_cache(4096)
+def line(cluster: Cluster, collective: Collective, among: RankGroup) -> tuple[float, float]:
+    """Returns a linear lower bound on the seconds of a collective over its bytes: the slope if latencies are
+    negligible, and the seconds of an empty message. It is exact except for an all-reduce."""
+    small, large, larger = (
+        seconds(cluster, collective, size, among) for size in (1.0, BANDWIDTH_BOUND_BYTES, 2 * BANDWIDTH_BOUND_BYTES)
+    )
+    slope = (larger - large) / BANDWIDTH_BOUND_BYTES
+    return slope, small - slope
+
+
+def distinct(*columns: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    """Returns the different rows of some columns of small numbers, and by row the number of its own."""
+    combined = np.zeros(len(columns[0]), np.int64)
+    for column in columns:
+        combined = combined * (int(column.max(initial=0)) + 1) + column
+    _, first, which = np.unique(combined, return_index=True, return_inverse=True)
+    return np.stack([column[first] for column in columns], 1).astype(np.int64), which
+
+
+def alone(request: PlanRequest, layout: Layout, micro: int) -> StepSpec:
+    """Returns the spec of a single micro-batch of a layout."""
+    batch = Batch(micro, micro, 1, 1)
+    return request.unchecked_spec(layout, batch)
+
+
+def _seconds(time: RankTime) -> tuple[float, float, float, float, float]:
+    return time.forward, time.device - time.forward, time.host_forward, time.host_backward, time.weights
