@@ -1,8 +1,8 @@
 """Block-wise symmetric quantisation of what ranks send (ZeRO++'s qwZ and qgZ: Wang et al. 2023, sections 3.1 and 3.3).
 
 A block's scale is its largest magnitude over the largest code (partition/derived.py); an element becomes the nearest
-code, half to even. So an element's error is at most half its block's scale, 1/254 of the block's largest magnitude in 8 bits
-and 1/14 in 4, and nothing depends on chance. A block with an infinite or NaN element has such a scale, and all of its
+code, half to even. So an element's error is at most half its block's scale, 1/254 of the block's largest magnitude in 8
+bits and 1/14 in 4, and nothing depends on chance. A block with an infinite or NaN element has such a scale, and all of its
 elements come out as NaN or infinite: none is lost.
 
 A reduce-scatter cannot add codes, so ranks exchange them by all-to-all and add numbers: inside a node each rank gets

@@ -3,8 +3,8 @@
 While a rank computes with one block of keys, the next one arrives. In the backward pass keys and values come again, and
 their gradients return. Only q, k, v, the output and its log-sum-exp are saved in between, so that memory is that of
 this rank's tokens. Places of the ring have zig-zag parts (blocks/attention.py), so that with a causal mask all
-compute the same at every hop. Both ways of travel yield every place's keys in an order in which a place sends and gets one message
-at a time, and all ranks make the same calls.
+compute the same at every hop. Both ways of travel yield every place's keys in an order in which a place sends and gets
+one message at a time, and all ranks make the same calls.
 """
 
 from __future__ import annotations
