@@ -2,8 +2,8 @@
 
 A block's scale is its largest magnitude over the largest code (partition/derived.py); an element becomes the nearest
 code, half to even. So an element's error is at most half its block's scale, 1/254 of the block's largest magnitude in 8
-bits and 1/14 in 4, and nothing depends on chance. A block with an infinite or NaN element has such a scale, and all of its
-elements come out as NaN or infinite: none is lost.
+bits and 1/14 in 4, and nothing depends on chance. A block with an infinite or NaN element has such a scale, and all of
+its elements come out as NaN or infinite: none is lost.
 
 A reduce-scatter cannot add codes, so ranks exchange them by all-to-all and add numbers: inside a node each rank gets
 the shares of the ranks at its own place in every node, and adds what its neighbours have; only these sums cross to
