@@ -35,8 +35,8 @@ verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 test: setup ## run the tests: ARGS='-k checkpoint'
 ifeq ($(ARGS),)
 	@share=$$(mktemp -d); trap 'rm -r $$share' EXIT; \
-	nice -n 10 $(BIN)/python -m pytest -q --share $$share --backwards > .beside.log 2>&1 & beside=$$!; \
-	$(BIN)/python -m pytest --share $$share; code=$$?; \
+	nice -n 10 $(BIN)/python -m pytest -q --share=$$share --backwards > .beside.log 2>&1 & beside=$$!; \
+	$(BIN)/python -m pytest --share=$$share; code=$$?; \
 	echo "Beside it:"; wait $$beside || code=1; cat .beside.log; exit $$code
 else
 	$(BIN)/python -m pytest $(ARGS)
