@@ -16,18 +16,21 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from benchmarks.report import RESULTS, machine, save
 from benchmarks.truth import picture as accuracy_picture
-from benchmarks.truth.grades import outcomes, verdicts
-from benchmarks.truth.report import as_dict, calibrated, confusion, markdown, table
-from phalanx.cost.frameworks import FRAMEWORKS, calibration_rows
+from benchmarks.truth.grades import GradedRow, outcomes, verdicts
+from benchmarks.truth.report import as_dict, confusion, markdown, table
+from benchmarks.truth.report import calibrated as calibration_table
+from phalanx.cost.frameworks import calibrated, calibration_rows
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
-from phalanx.validation.row_layout import COLUMNS
+from phalanx.validation.row import source_of
+from phalanx.validation.row_layout import COLUMNS, Cells
 
 OTHERS = """Published errors of others, to compare: vTrain 8.4 % on one node and 14.7 % on several, of its own rows
 (mean; MICRO 2024); SimuMax 5.6 % of its B200 rows (mean) and 0.5 % of their memory; Proteus 3.0 %, Charon 3.7 %, Maya
@@ -44,9 +47,21 @@ def rows_of(truth: Path) -> Iterator[dict[str, str]]:
                 yield from reader
 
 
-def from_data_sheets(spec: StepSpec) -> Prediction:
-    """Returns the prediction without the factors of phalanx.cost.calibration."""
-    return predict(replace(spec, framework=FRAMEWORKS[spec.framework.name]))
+def left_out(spec: StepSpec, source: str) -> Prediction:
+    """Returns the prediction without what was fitted to rows of this source."""
+    return predict(replace(spec, framework=calibrated(spec.framework.name, spec.cluster.accelerator, without=source)))
+
+
+def leave_one_source_out(rows: Sequence[dict[str, str]]) -> list[GradedRow]:
+    """Returns every row, predicted as if its source were not known."""
+    sources = dict.fromkeys(source_of(Cells(row)) for row in rows)
+    return [
+        one
+        for source in sources
+        for one in outcomes((row for row in rows if source_of(Cells(row)) == source), partial(left_out, source=source))[
+            0
+        ]
+    ]
 
 
 def main() -> int:
@@ -61,12 +76,12 @@ def main() -> int:
     rows = list(rows_of(Path(options.truth)))
     found, refused = outcomes(rows, predict, calibration_rows())
     seconds = time.monotonic() - began
-    bare, _ = outcomes(rows, from_data_sheets)
+    blind = leave_one_source_out(rows)
     result = {
         "machine": machine(),
         "seconds": seconds,
         **as_dict(found, refused),
-        "without_calibration": as_dict(bare, ())["sources"],
+        "leave_one_source_out": as_dict(blind, ())["sources"],
     }
     if options.json:
         print(json.dumps(result, indent=1))
@@ -75,14 +90,14 @@ def main() -> int:
     seen = [
         "By device and program:",
         markdown(table(found, lambda one: one.family)),
-        "From data sheets and ceilings alone, without any factor fitted to rows:",
-        markdown(table(bare, lambda one: one.source)),
+        "Each source predicted without what was fitted to its own rows:",
+        markdown(table(blind, lambda one: one.source)),
         "Verdicts on memory:",
         markdown(confusion(found)),
         f"Ran and predicted not to fit: {', '.join(said.ran_refused) or 'none'}. Out of memory and predicted to fit: "
         f"{', '.join(said.oom_missed) or 'none'}.",
         "Rows of the calibration, which count above only in the order of layouts:",
-        markdown(calibrated(found)),
+        markdown(calibration_table(found)),
         f"Refused: {'; '.join(f'{row} ({why})' for row, why in refused) or 'none'}.",
         f"{len(found)} rows in {seconds:.1f} s, reading and prediction.",
         OTHERS,

@@ -17,14 +17,14 @@ def failing(argv: list[str]) -> int:
 
     attempt, rank, real = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"], Stepper.compute
 
-    def compute(self, micro_batches, number, *rest):
-        if (attempt, rank, number) == ("0", "1", 6):
+    def compute(self, inputs):
+        if (attempt, rank, inputs.step) == ("0", "1", 6):
             await_checkpoint(4)
             os.kill(os.getpid(), signal.SIGKILL)
-        if (attempt, rank, number) == ("1", "1", 8):
+        if (attempt, rank, inputs.step) == ("1", "1", 8):
             await_checkpoint(8)
             raise ZeroDivisionError("a bug")
-        return real(self, micro_batches, number, *rest)
+        return real(self, inputs)
 
     Stepper.compute = compute
     return run(argv)

@@ -110,6 +110,7 @@ def test_two_processes_on_this_machine(tmp_path):
     assert not list(tmp_path.glob("phalanx_test_dist_*")), "the logs of ranks that did well"
 
 
+@pytest.mark.cold
 def test_a_rank_that_hangs_is_named_and_the_exit_code_is_1(tmp_path):
     command = [*PHALANX, "--json", "--timeout", "6", "cluster.device=cpu"]
     environ = environment(tmp_path, "hang")
@@ -122,6 +123,7 @@ def test_a_rank_that_hangs_is_named_and_the_exit_code_is_1(tmp_path):
     assert found["hang"]["culprits"] == [1]
 
 
+@pytest.mark.cold
 def test_ranks_of_another_launcher_say_once_what_is_wrong(tmp_path):
     """Two processes as torchrun would start them; an all-gather of rank 1 gives a wrong element."""
     with socket.socket() as listening:

@@ -124,7 +124,7 @@ def test_every_action_reads_what_was_made_for_it(name):
     mails: list[StepMailbox] = []
     for rank in range(3):
         wires = Wires(rank, lines)
-        mails.append(Transfers(schedule, rank, wires, wires).begin(torch.zeros(()), (2,)))
+        mails.append(StepMailbox(Transfers(schedule, rank, wires, wires), torch.zeros(()), (2,)))
     order = sorted(
         (start, rank, place) for rank, s in enumerate(time(schedule).starts) for place, start in enumerate(s)
     )

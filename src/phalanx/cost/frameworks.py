@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from statistics import median
 
 import yaml
 
@@ -135,6 +136,16 @@ TORCHTITAN_2025 = replace(TORCHTITAN_COMPILE, name="torchtitan-2025", memory_pro
 TORCHTITAN_ASYNC = replace(TORCHTITAN_COMPILE, name="torchtitan-async", tp_hidden=0.5)
 """torchtitan with compiled blocks and chunked tensor-parallel traffic that overlaps with products (AsyncTP)."""
 
+AUTOMODEL = replace(
+    TORCHTITAN_COMPILE,
+    name="automodel",
+    flash=3,
+    kernel_us=5,
+    ep_once=True,
+    memory_profile=profiles.TORCHTITAN_COMPILED_LOSS,
+)
+"""NVIDIA NeMo AutoModel: Hugging Face's models with kernels of Transformer Engine and DeepEP's dispatch, on FSDP2."""
+
 MAXTEXT = Framework(name="maxtext", flash=3, kernel_us=0, tp_hidden=0.5, memory_profile=profiles.XLA)
 """JAX: the compiler makes one program of a step."""
 
@@ -161,6 +172,7 @@ FRAMEWORKS: dict[str, Framework] = {
         TORCHTITAN_COMPILE,
         TORCHTITAN_ASYNC,
         TORCHTITAN_2025,
+        AUTOMODEL,
         MAXTEXT,
         replace(MEGATRON_CORE, name="megatron"),
     )
@@ -181,12 +193,25 @@ def _fitted() -> dict[str, dict[tuple[str, str], tuple[float, list[str]]]]:
     }
 
 
-def calibrated(program: str, device: Accelerator) -> Framework:
-    """Returns the framework of that name, calibrated on that device."""
-    plain, experts = _fitted()["slowdown"], _fitted()["moe_slowdown"]
-    slowdown, _ = plain.get((program, device.name), (1.0, []))
-    moe_slowdown, _ = experts.get((program, device.name), experts.get((program, ""), (1.0, [])))
-    framework = FRAMEWORKS[program]
+UNFITTED = ("megatron", "automodel")
+"""Programs that no row was fitted to."""
+
+
+def calibrated(program: str, device: Accelerator, without: str = "") -> Framework:
+    """Returns the framework of that name, calibrated on that device by rows of other sources than `without`.
+
+    A program without rows has the median slowdown of those with some: none of them reaches a device's best rates."""
+    plain, experts = (
+        {
+            pair: factor
+            for pair, (factor, rows) in _fitted()[name].items()
+            if not rows[0].startswith(f"{without or None}-")
+        }
+        for name in ("slowdown", "moe_slowdown")
+    )
+    pair, framework = (program, device.name), FRAMEWORKS[program]
+    prior = median(plain.values()) if program in UNFITTED or pair in _fitted()["slowdown"] else 1.0
+    slowdown, moe_slowdown = plain.get(pair, prior), experts.get(pair, experts.get((program, ""), 1.0))
     return replace(framework, slowdown=slowdown * framework.slowdown, moe_slowdown=moe_slowdown)
 
 

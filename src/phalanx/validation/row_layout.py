@@ -14,7 +14,7 @@ import yaml
 
 from phalanx.blocks.parameters import count
 from phalanx.check.model import BOUNDS
-from phalanx.config.cluster import Accelerator, Cluster
+from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import ACCELERATORS, CLUSTERS, MACHINES, MEMORY_TOLERANCE
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -26,8 +26,21 @@ from phalanx.schedule import catalogue
 
 COLUMNS = (
     *("source", "row_id", "model_name", "n_params_b", "n_layers", "hidden", "ffn_hidden", "n_heads", "n_kv_heads"),
-    *("vocab", "seq_len", "moe_experts", "moe_topk", "gpu", "n_gpus", "gpus_per_node", "dp", "tp", "pp", "vpp", "cp"),
-    *("ep", "zero_stage", "sequence_parallel", "recompute", "schedule", "micro_batch", "global_batch_seqs"),
+    *("vocab", "seq_len", "moe_experts", "moe_topk", "gpu", "n_gpus", "gpus_per_node", "network"),
+    *(
+        "dp",
+        "tp",
+        "pp",
+        "vpp",
+        "cp",
+        "ep",
+        "zero_stage",
+        "sequence_parallel",
+        "recompute",
+        "schedule",
+        "micro_batch",
+        "global_batch_seqs",
+    ),
     *("precision", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb", "notes"),
 )
 """Columns with a meaning; a table may have any subset of them, and others."""
@@ -76,6 +89,8 @@ class Cells:
         self.assumed: list[str] = []
         self.description = " ".join(self.text(name) for name in ("source", "row_id", "model_name", "notes")).lower()
         """All that says where the row is from, in small letters."""
+        self.program = " ".join(self.text(name) for name in ("source", "model_name")).lower()
+        """What says which program ran."""
 
     def text(self, name: str) -> str:
         """Returns the cell's text; empty for a blank or unknown value."""
@@ -143,7 +158,7 @@ class Cells:
 
 
 @cache
-def sources() -> dict[str, list[list[Any]]]:
+def sources() -> dict[str, Any]:
     """Returns the tables of sources.yaml."""
     return yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
 
@@ -154,6 +169,7 @@ SHARDED = (
     "torchtitan-compile",
     "torchtitan-async",
     "torchtitan-2025",
+    "automodel",
     "maxtext",
     "deepspeed-zero3",
 )
@@ -162,16 +178,19 @@ MODERN = ("nemo", "nemo-2025", "nemo-early-2026", "mlperf", "megatron-core", "ll
 """Megatron's relatives since 2022, whose tensor parallelism includes sequence parallelism by default."""
 DISTRIBUTED = (*MODERN, "megatron-deepspeed")
 """Frameworks that shard the optimizer state by default."""
+_NETWORK = re.compile(r"(?:([0-9]{1,2}) ?[x×] ?)?([0-9]{2,4}) ?Gb(?:/s|ps|it)? (?:per node|RoCE|InfiniBand|Ethernet)")
+"""What joins a node to others: 4 x 100 Gb per node. A capital B is memory."""
 USABLE_MEMORY = 0.99
 """Share of the printed memory that a program can use, assumed for devices with an unusual size."""
 
 
 def framework_of(cells: Cells) -> str:
     """Returns the family of the framework; `megatron` if it is unknown."""
-    found = next((family for pattern, family in sources()["frameworks"] if re.search(pattern, cells.description)), "")
+    found = next((family for pattern, family in sources()["frameworks"] if re.search(pattern, cells.program)), "")
     if not found:
         cells.assume("framework unknown: as Megatron")
-    return found or "megatron"
+    releases = sources()["releases"].get(found, ())
+    return next((family for pattern, family in releases if re.search(pattern, cells.description)), found or "megatron")
 
 
 def cluster_of_row(cells: Cells) -> Cluster | None:
@@ -190,6 +209,7 @@ def cluster_of_row(cells: Cells) -> Cluster | None:
     per_node = cells.whole("gpus_per_node") or cluster.devices_per_node
     per_node = min(per_node, devices)
     cluster = replace(cluster, accelerator=_with_memory(cells, text, cluster.accelerator))
+    cluster = replace(cluster, inter=_with_network(cells, cluster.inter, per_node))
     return replace(cluster, preset="", nodes=-(-devices // per_node), devices_per_node=per_node)
 
 
@@ -209,6 +229,17 @@ def _with_memory(cells: Cells, text: str, device: Accelerator) -> Accelerator:
         return device
     cells.assume(f"{device.name} with {stated[1]} GB")
     return replace(device, memory_gib=USABLE_MEMORY * float(stated[1]))
+
+
+def _with_network(cells: Cells, link: Link, per_node: int) -> Link:
+    """Returns the link between nodes with the bandwidth that the row states: 4 x 100 Gb per node."""
+    stated = _NETWORK.search(cells.text("network")) or _NETWORK.search(cells.text("notes"))
+    if not stated:
+        return link
+    gbs = int(stated[1] or 1) * float(stated[2]) / 8 / per_node
+    if abs(gbs / link.gbs - 1) > 0.01:
+        cells.assume(f"{gbs:g} GB/s per device between nodes")
+    return replace(link, gbs=gbs)
 
 
 def _sited(cells: Cells, machine: str) -> Cluster:
