@@ -28,7 +28,6 @@ from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import schedule_of
 from phalanx.train.asp import Asynchronous
 from phalanx.train.drivers import UnflushedSteps
-from phalanx.train.requests import NO_REQUESTS
 from phalanx.train.step import StepInputs, Stepper
 
 Precision = Literal["fp64", "fp32", "bf16"]
@@ -104,9 +103,8 @@ def stream(job: Job, stepper: Stepper, steps: int) -> None:
     for step in range(steps):
         batches, valid = micro_batches(job, step, stepper.mesh.data_rank, VOCAB)
         following, _ = micro_batches(job, step + 1, stepper.mesh.data_rank, VOCAB)
-        steps_on.step(
-            batches, step, valid, 1e-2, NO_REQUESTS, (lambda more=following: more) if step + 1 < steps else None
-        )
+        more = (lambda more=following: more) if step + 1 < steps else None
+        steps_on.step(StepInputs(batches, step, valid, 1e-2), more)
 
 
 def served(job: Job, stepper: Stepper, steps: int) -> int:
