@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from phalanx.check.layout import context_problems
 from phalanx.config.job import Job
-from phalanx.cost.frameworks import FRAMEWORKS
+from phalanx.cost.frameworks import FRAMEWORKS, calibrated
 from phalanx.errors import JobError
 from phalanx.validation.row import read
 from phalanx.validation.row_layout import DISTRIBUTED, MODERN, SHARDED, sources
@@ -273,10 +273,51 @@ def test_blank_words_are_blank():
 
 def test_every_program_is_known():
     families = {family for _, family in sources()["frameworks"]}
+    families |= {family for releases in sources()["releases"].values() for _, family in releases}
     assert families <= set(FRAMEWORKS)
     assert set(MODERN) | set(DISTRIBUTED) | set(SHARDED) <= set(FRAMEWORKS)
     # Newer versions of a program have its habits.
     assert {family for family in families if family.startswith(("nemo", "mlperf"))} <= set(MODERN)
+
+
+@pytest.mark.parametrize(
+    ("source", "notes", "program"),
+    [
+        ("pytorch/torchtitan", "", "torchtitan"),
+        ("pytorch/torchtitan", "eager beside Megatron-LM and NeMo", "torchtitan"),
+        ("pytorch/torchtitan", "with torch.compile", "torchtitan-compile"),
+        ("a paper", "faster than PaLM, MaxText and torchtitan; TorchSDPA", "megatron"),
+        ("NVIDIA-NeMo/Automodel", "NeMo AutoModel, container 26.04", "automodel"),
+        ("NVIDIA-NeMo/Megatron-Bridge", "26.04 NeMo", "nemo-early-2026"),
+        ("NVIDIA-NeMo/Megatron-Bridge", "beside Automodel", "nemo"),
+        ("MegaScale, table 3", "baseline", "megatron"),
+    ],
+)
+def test_a_note_names_options_and_never_another_program(source: str, notes: str, program: str) -> None:
+    assert read(row(source=source, notes=notes)).framework == program
+
+
+@pytest.mark.parametrize(
+    "told", [{"network": "4 x 100 Gb per node"}, {"notes": "nodes with 4 x 100 Gb RoCE, 80GB per node"}]
+)
+def test_a_network_that_is_stated_joins_the_nodes(told: dict[str, str]) -> None:
+    reading = read(row(**told))
+    assert reading.spec.cluster.inter.gbs == 6.25
+    assert "6.25 GB/s per device between nodes" in reading.assumptions
+    assert read(row(notes="80GB per node")).spec.cluster.inter.gbs == read(ROW).spec.cluster.inter.gbs
+
+
+def test_a_program_without_rows_is_as_slow_as_the_median_of_those_with_some() -> None:
+    device = read(ROW).spec.cluster.accelerator
+    assert calibrated("megatron", device).slowdown == calibrated("automodel", device).slowdown == 1.12
+    assert calibrated("nemo", device).slowdown == 1, "recipes of vendors have rows without a factor"
+
+
+def test_a_source_that_is_left_out_fits_nothing() -> None:
+    device = read(row(gpu="A100")).spec.cluster.accelerator
+    assert calibrated("vtrain", device).slowdown == 0.95
+    assert calibrated("vtrain", device, without="vtrain_a100_measured").slowdown == 1.12
+    assert calibrated("vtrain", device, without="torchtitan").slowdown == 0.95
 
 
 @given(
