@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.cli.models import _text as text_of
+from phalanx.cli.train import _text as text_of
 from phalanx.config.layout import Layout
 from phalanx.errors import CheckpointError, JobError, NotFiniteError, StoppedError
 from phalanx.launch.ranks import SINGLE
