@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -42,6 +43,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def _cold(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("cold"):
         monkeypatch.setattr(warm, "is_cold", True)
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """Gives the logger of Phalanx its level back, which a run in this process sets."""
+    logger = logging.getLogger("phalanx")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 def pytest_collection_finish() -> None:

@@ -143,6 +143,7 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     return launch
 
 
+@pytest.mark.cold
 def test_a_killed_rank_is_started_again_by_the_standby_process(
     launch: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
