@@ -143,6 +143,11 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int
     return launch
 
 
+def children() -> set[str]:
+    """The processes of this one, among them those that other tests have left to it."""
+    return set(Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split())
+
+
 @pytest.mark.cold
 def test_a_killed_rank_is_started_again_by_the_standby_process(
     launch: Callable[..., int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -154,6 +159,7 @@ def test_a_killed_rank_is_started_again_by_the_standby_process(
         (tmp_path / "go").touch()
         return 1, 0.0
 
+    earlier = children()
     assert launch("flaky", Restarts(2, 60.0, progress, tmp_path, ("colorsys",))) == 0
     shown = capfd.readouterr()
     assert "phalanx: Rank 1 of 2 was killed by SIGKILL." in shown.err
@@ -170,8 +176,7 @@ def test_a_killed_rank_is_started_again_by_the_standby_process(
         assert environment["RANK"] == str(rank)
         assert environment[GENERATION].startswith("2 ")
         assert json.loads(environment[RESTARTED])["attempt"] == 1
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children]
+    commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children() - earlier]
     assert not any(b"phalanx.launch.standby" in command for command in commands)
 
 
