@@ -1,4 +1,4 @@
-"""What the papers measured, beside the prediction of the same layout (docs/explanation/accuracy.md prints the table).
+"""Results of papers beside the prediction of the same layout (docs/explanation/accuracy.md prints the table).
 
 Configurations and figures: Narayanan et al. 2021 (arXiv 2104.04473), table 1; Llama Team 2024 (arXiv 2407.21783),
 table 4.

@@ -37,7 +37,7 @@ from phalanx.schedule import catalogue
 
 @dataclass(frozen=True)
 class _Around:
-    """What a rule may look at besides its own value."""
+    """The job around a field, which the field's rule may read."""
 
     job: Job
     """The job with every other setting."""
@@ -100,7 +100,7 @@ def _backend(text: str, around: _Around) -> dict[str, str]:
             f"expected DDP, FSDP or deepspeed, found {text!r}; the communication library follows from cluster.device "
             "(gloo on a CPU, NCCL on a GPU)"
         )
-    # A planner that chooses the number of ranks is told only which of the two axes it may use.
+    # With layout=auto the planner chooses the number of ranks, and gets only the axis.
     ranks = "" if layout.auto else str(layout.data_ranks)
     mine, other = ("dp_replicate", "dp_shard") if name == "ddp" else ("dp_shard", "dp_replicate")
     found = {f"layout.{mine}": ranks, f"layout.{other}": "1"}

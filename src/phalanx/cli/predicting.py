@@ -1,4 +1,4 @@
-"""What verbs that predict share: the training framework to predict, and the quality of the measurements beneath.
+"""Options of every verb that predicts: the training framework, and the quality of the measurements beneath.
 
 Predictions from measurements that are too noisy are refused."""
 

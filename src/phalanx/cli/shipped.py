@@ -1,4 +1,4 @@
-"""What this installation has: `phalanx docs [PAGE]`, `phalanx examples [NAME ...]`, `phalanx extensions`.
+"""Verbs that list the installation: `phalanx docs [PAGE]`, `phalanx examples [NAME ...]`, `phalanx extensions`.
 
 Pages and example jobs lie in the wheel within the package, in a clone beside it."""
 

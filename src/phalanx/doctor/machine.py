@@ -1,4 +1,4 @@
-"""What checks look at (files under /proc, /sys and /dev, the environment, programs with deadlines), and what they say.
+"""Sources of the checks (files under /proc, /sys and /dev, the environment, programs with deadlines), and findings.
 
 Each check runs in a thread of its own, up to a deadline, so that none can hang the report.
 """

@@ -84,7 +84,7 @@ def _key(topic: str, rank: int) -> str:
 
 
 Told = Mapping[int, Mapping[str, Any]]
-"""What ranks have told, by rank; those that told nothing are missing."""
+"""Reports by rank; ranks that reported nothing are missing."""
 _SHOWN = 6
 _LOG = "look at its log: it ended, or hangs"
 _NETWORK = (

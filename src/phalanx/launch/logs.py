@@ -1,4 +1,4 @@
-"""What one attempt owns in a run directory: the log files attempt_<k>/rank_<r>/{stdout,stderr}.log, and the generation.
+"""Log files and generation of an attempt in a run directory: attempt_<k>/rank_<r>/{stdout,stderr}.log, .generation.
 
 Every attempt claims the next generation before its ranks start, and every commit checks that the directory still has
 it. A rank of an earlier attempt that wakes up (from SIGSTOP, behind a cut link, on a node that was given up) finds

@@ -57,7 +57,7 @@ class NodeFailure:
 
 @dataclass(frozen=True)
 class NodeState:
-    """What a node tells the host several times per second."""
+    """The state of a node, which it sends to the host several times per second."""
 
     host: str
     """Its host name."""
@@ -169,7 +169,7 @@ HOST = 0
 
 @dataclass(frozen=True)
 class Terms:
-    """What a run asks of its nodes."""
+    """The nodes that a run accepts, and how long it waits for them."""
 
     least: int
     """Nodes without which no round begins."""
@@ -359,13 +359,13 @@ class HostLink:
             threading.Thread(target=work, name="phalanx-nodes", daemon=True).start()
 
     def exchange(self, **changes: Any) -> None:
-        """As NodeLink."""
+        """Implements NodeLink."""
         self._state = replace(self._state, **changes)
         self.membership.report(HOST, self._state)
 
     @property
     def notice(self) -> Notice:
-        """As NodeLink."""
+        """Implements NodeLink."""
         return self.membership.report(HOST, self._state)
 
     @property
@@ -447,14 +447,14 @@ class GuestLink:
         self._thread.start()
 
     def exchange(self, **changes: Any) -> None:
-        """As NodeLink."""
+        """Implements NodeLink."""
         with self._changed:
             self._state = replace(self._state, **changes)
             self._changed.notify_all()
 
     @property
     def notice(self) -> Notice:
-        """As NodeLink."""
+        """Implements NodeLink."""
         return self._notice
 
     @property

@@ -1,5 +1,5 @@
-"""What follows from the fields of a layout: the batch equation, stages, recomputation by layer, tiers, and the second
-copy of parameters."""
+"""Quantities derived from the fields of a layout: the batch equation, stages, recomputation by layer, tiers, and the
+second copy of parameters."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ MIDDLE, END, SMALL, BOLD = "text-anchor='middle'", "text-anchor='end'", "font-si
 """Styles of text."""
 LIMIT = COLOURS[1]
 DASHES = f"stroke='{LIMIT}' stroke-width='2' stroke-dasharray='6 4'"
-"""What a device has, in every picture of memory."""
+"""Line of a device's memory, in every picture of memory."""
 LETTER = 6.6
 """Pixels of a letter of size 11, generously."""
 

@@ -1,5 +1,5 @@
-"""What ranks measure: a matrix of pairs as a heat map, strong cells fast and pale ones slow, a histogram per rank over
-one axis of time."""
+"""Pictures of measurements of ranks: pairs as a heat map, strong cells fast and pale ones slow, and a histogram per
+rank over one axis of time."""
 
 from __future__ import annotations
 

@@ -508,7 +508,8 @@ def _written(
         layout = replace(layout, pp_cut="+".join(str(len(stage)) for stage in stages))
     if not mixes:
         return layout
-    counts, every = ranks.counts(stages), ["full"] * len(ranks.of_layer)
+    counts = ranks.counts(stages)
+    every: list[Mode] = ["full"] * len(ranks.of_layer)
     for rank, flight in enumerate(ranks.flights):
         filling = ranks.filling(rank, ranks.held(rank, counts))
         if filling is None:
@@ -519,13 +520,13 @@ def _written(
                 if many:
                     layers = [layer for layer in stages[stage] if ranks.of_layer[layer] == kind]
                     _assign(every, layers, dict(zip(ranks.modes, next(numbers), strict=True)))
-    runs = [RecomputeRun(len(list(run)), mode) for mode, run in groupby(every)]  # type: ignore[arg-type]
+    runs = [RecomputeRun(len(list(run)), mode) for mode, run in groupby(every)]
     if len(runs) == 1:
         return replace(layout, recompute=runs[0].mode, recompute_cut="")
     return replace(layout, recompute="none", recompute_cut="+".join(map(str, runs)))
 
 
-def _assign(every: list[str], layers: Sequence[int], numbers: dict[Mode, int]) -> None:
+def _assign(every: list[Mode], layers: Sequence[int], numbers: dict[Mode, int]) -> None:
     """Sets the modes of some layers. Those that recompute come first: the backward pass begins with the last, which
     free their activations before others need room to recompute."""
     place = 0

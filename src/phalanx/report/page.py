@@ -36,7 +36,7 @@ figure.wide svg {{ width: 100%; min-width: 760px; }}
 details summary {{ cursor: pointer; color: var(--soft); }}
 footer {{ margin-top: 3rem; color: var(--soft); font-size: .85rem; }}
 </style>"""
-"""What pages of runs need beside the style of every page."""
+"""Style of the pages of runs, added to that of every page."""
 
 
 def html(record: RunRecord, prediction: Expected) -> str:

@@ -1,4 +1,4 @@
-"""What a run does beside its steps: the loop (train/loop.py) has a list of callbacks, and calls each of them in order.
+"""Callbacks around the steps of a run: the loop (train/loop.py) has a list of them, and calls each in order.
 
 Metrics, the balance of experts, validation, checkpoints and the profile are callbacks. All ranks have the same list, so
 that a callback may call collectives.

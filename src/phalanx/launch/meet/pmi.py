@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping
 from types import TracebackType
 
-MOST_CHARACTERS = 1000
-"""Longest text: hydra's limit of a value is 1024."""
 _KEY = "phalanx"
 _LONGEST_LINE = 1 << 16
 

@@ -222,9 +222,9 @@ def one_pass_of(rule: torch.optim.Optimizer) -> UpdateRule | None:
     return part if isinstance(part, UpdateRule) else None
 
 
-def adamw(groups: Groups, config: Optimizer) -> AdamW:
+def adamw(groups: Groups, config: Optimizer) -> AdamWRule:
     """Returns AdamW, which decays the weights by lr × weight_decay."""
-    return AdamW(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps})
+    return AdamWRule(groups, {"lr": config.lr, "betas": config.betas, "eps": config.eps})
 
 
 def adamw_formula(w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor]:
@@ -235,7 +235,7 @@ def adamw_formula(w: Tensor, g: Tensor, m: Tensor, v: Tensor, numbers: Numbers) 
     return w * kept - rate * m / (v.sqrt() / root + eps), m, v
 
 
-class AdamW(ElementwiseRule):
+class AdamWRule(ElementwiseRule):
     """m ← β1 m + (1 - β1) g, v ← β2 v + (1 - β2) g², w ← (1 - lr λ) w - lr m' / (√v' + ε), where m' and v' are divided
     by 1 - β^step."""
 
