@@ -16,9 +16,11 @@ import json
 import os
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.report import RESULTS, machine, save
@@ -54,14 +56,11 @@ def left_out(spec: StepSpec, source: str) -> Prediction:
 
 def leave_one_source_out(rows: Sequence[dict[str, str]]) -> list[GradedRow]:
     """Returns every row, predicted as if its source were not known."""
-    sources = dict.fromkeys(source_of(Cells(row)) for row in rows)
-    return [
-        one
-        for source in sources
-        for one in outcomes((row for row in rows if source_of(Cells(row)) == source), partial(left_out, source=source))[
-            0
-        ]
-    ]
+    sources = defaultdict[str, list[dict[str, str]]](list)
+    for row in rows:
+        sources[source_of(Cells(row))].append(row)
+    graded = (outcomes(own, partial(left_out, source=source))[0] for source, own in sources.items())
+    return [*chain.from_iterable(graded)]
 
 
 def main() -> int:

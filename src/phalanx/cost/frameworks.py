@@ -202,12 +202,8 @@ def calibrated(program: str, device: Accelerator, without: str = "") -> Framewor
 
     A program without rows has the median slowdown of those with some: none of them reaches a device's best rates."""
     plain, experts = (
-        {
-            pair: factor
-            for pair, (factor, rows) in _fitted()[name].items()
-            if not rows[0].startswith(f"{without or None}-")
-        }
-        for name in ("slowdown", "moe_slowdown")
+        {pair: factor for pair, (factor, rows) in table.items() if rows[0].rpartition("-")[0] != without}
+        for table in (_fitted()["slowdown"], _fitted()["moe_slowdown"])
     )
     pair, framework = (program, device.name), FRAMEWORKS[program]
     prior = median(plain.values()) if program in UNFITTED or pair in _fitted()["slowdown"] else 1.0
