@@ -41,7 +41,8 @@ def test_a_report_is_written(tmp_path, capsys, monkeypatch):
         (["watch", "{run}x", "--once"], 2, "no run in"),
     ],
 )
-def test_wrong_words(tmp_path, capsys, words, code, said):
+def test_wrong_words(tmp_path, monkeypatch, capsys, words, code, said):
+    monkeypatch.chdir(tmp_path)  # away from runs of whoever tests
     folder = str(run(tmp_path / "main"))
     assert main([word.format(run=folder) for word in words]) == code
     assert said.format(run=folder) in capsys.readouterr().err

@@ -85,11 +85,15 @@ def test_a_stopped_terminal_and_a_vanished_reader_do_not_stop_training(run: Path
     assert "run directory: runs/job" in (logs / "stdout.log").read_text()
 
 
+RANK = b"\0phalanx\0train\0"
+"""Words of a rank's command line; a path may hold the name, too."""
+
+
 def test_ranks_end_with_a_torchrun_that_is_killed(run: Path) -> None:
     argv = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m", "phalanx"]
     with subprocess.Popen([*argv, "train", "job.yaml", ENDLESS], stderr=subprocess.DEVNULL) as agent:
         wait_for(lambda: steps(run) > 3)
-        ranks = [pid for pid in children(agent.pid) if b"phalanx" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        ranks = [pid for pid in children(agent.pid) if RANK in Path(f"/proc/{pid}/cmdline").read_bytes()]
         agent.kill()
     assert len(ranks) == 2
     wait_for(lambda: {state(pid) for pid in ranks} <= {"Z"})
