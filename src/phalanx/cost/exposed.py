@@ -45,7 +45,7 @@ def _has_array(*numbers: Any) -> bool:
     return any(isinstance(number, np.ndarray) for number in numbers)
 
 
-OVERLAP_EXPONENT = 2.2
+OVERLAP_EXPONENT = 4.0
 """Exponent of the power mean of a pass's times on device and host: 1 is their sum, infinity their maximum."""
 
 BLOCKS_PER_MESSAGE = 4

@@ -58,6 +58,7 @@ MEGATRON_2021 = Framework(
     attention="unfused",
     passes=1.5,
     kernel_us=10,
+    reads_sizes=True,
     dp_overlaps=False,
     pp_overlaps=False,
     pp_scatters=True,
@@ -72,7 +73,7 @@ VTRAIN = replace(
     MEGATRON_2021,
     name="vtrain",
     passes=1.75,
-    kernel_us=42,
+    kernel_us=43,
     pp_scatters=False,
     memory_profile=profiles.MEGATRON_DEEPSPEED_FP16,
 )
@@ -93,6 +94,7 @@ MEGATRON_CORE = Framework(
     name="megatron-core",
     flash=3,
     kernel_us=5,
+    reads_sizes=True,
     ep_folds=True,
     memory_profile=profiles.MEGATRON_CORE,
 )

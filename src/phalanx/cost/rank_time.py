@@ -39,6 +39,10 @@ HOST_OPS = {"tp": 35, "sp": 110, "ring": 80, "ulysses": 45, "ep": 35, "shard": 9
 attention of its blocks and their merging; shard: FSDP's hooks). They are exposed only on a CPU: the processor time of
 two processes over that of data parallelism alone, in times of launching an operation."""
 
+SOCKET_DEVICES, ACROSS_SOCKETS = 4, 1.25
+"""Devices of one processor of a node, and the time in which the hosts of more tensor ranks launch kernels, which wait
+for the slowest of them in each block: all 40 rows of vTrain's single nodes with tp = 8 took longer than its others."""
+
 
 @dataclass(frozen=True)
 class RankTime:
@@ -57,6 +61,9 @@ class RankTime:
     """Seconds of gathering parameters and reducing gradients in every micro-batch (ZeRO-3)."""
     copies: float = 0.0
     """Exposed copies of activations between device and host."""
+    waits_forward: float = 0.0
+    """Seconds for which the device waits for its host in the forward pass."""
+    waits_backward: float = 0.0
     forward: float = 0.0
     """The part of the device's seconds in the forward pass."""
     weights: float = 0.0
@@ -72,7 +79,7 @@ class RankTime:
     @property
     def host(self) -> float:
         """Seconds for which the device waits for its host to launch kernels."""
-        return _waits(self.forward, self.host_forward) + _waits(self.device - self.forward, self.host_backward)
+        return self.waits_forward + self.waits_backward
 
     @property
     def total(self) -> float:
@@ -81,7 +88,7 @@ class RankTime:
     @property
     def forward_seconds(self) -> float:
         """Seconds of the forward pass, with the device's waiting for its host."""
-        return self.forward + _waits(self.forward, self.host_forward)
+        return self.forward + self.waits_forward
 
     @property
     def backward_seconds(self) -> float:
@@ -91,6 +98,14 @@ class RankTime:
     def communication(self) -> float:
         """Seconds of exposed communication."""
         return self.tp + self.cp + self.ep + self.shard
+
+    def settled(self, *, ahead: bool = True) -> RankTime:
+        """Returns the same part with the seconds for which the device waits for its host, which has launched nothing
+        `ahead` where the device made it wait before."""
+        forward, backward = self.forward, self.device - self.forward
+        there = _waits(forward, self.host_forward) if ahead else self.host_forward
+        back = _waits(backward, self.host_backward) if ahead else self.host_backward
+        return replace(self, waits_forward=there, waits_backward=back)
 
     def scaled(self, factor: float) -> RankTime:
         return RankTime(*(factor * part for part in _PARTS(self)))
@@ -122,7 +137,7 @@ def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
     """Returns the time of one block with its communication, recomputed as `layout.recompute` says."""
     mode = spec.layout.recompute
     halves = [half_times(spec, kind, half, (mode,))[0] for half in HALVES]
-    return _sharded(spec, kind, halves[0] + halves[1])
+    return _sharded(spec, kind, halves[0] + halves[1]).settled()
 
 
 def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode]) -> list[RankTime]:
@@ -135,6 +150,9 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     handling = {axis: handling_seconds(device, ops) for axis, ops in _host_operations(spec, kind, work).items()}
     starts = framework.kernel_us * 1e-6 * collectives(here, work)
     every = messages_seconds(spec, here, work, modes)
+    if layout.tp > SOCKET_DEVICES:
+        late = dict(host_forward=ACROSS_SOCKETS * seconds.host_forward, host_cheap=ACROSS_SOCKETS * seconds.host_cheap)
+        seconds = replace(seconds, **late, host_backward=ACROSS_SOCKETS * seconds.host_backward)
     return [
         _half_time(spec, seconds, messages, mode, handling, starts) for mode, messages in zip(modes, every, strict=True)
     ]
@@ -339,7 +357,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
             weights=0.0 if fused else seconds.weights,
             forward_communication=tp.forward,
         )
-        time += one.scaled(chunks)
+        time += one.settled(ahead=not spec.framework.reads_sizes).scaled(chunks)
     return time
 
 

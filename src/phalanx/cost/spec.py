@@ -39,6 +39,9 @@ class Framework(Hashed):
     1 if kernels are fused by hand or by a compiler, more if each operation is a kernel of its own."""
     kernel_us: float = 6.0
     """Microseconds in which the host launches a kernel; shorter kernels are launch-bound."""
+    reads_sizes: bool = False
+    """Whether the host reads a micro-batch's sizes from the device and so waits until all that it launched is done
+    (Megatron-LM's broadcast_data): at the ends of the model it has launched nothing ahead."""
     softmax_passes: float = 4.5
     """attention=unfused: passes over the scores besides those of the products: softmax and dropout, each reading and
     writing, and a mask of one byte."""
