@@ -11,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled cold whole offload tiles zero-plus-plus test-smollm2 test-families \
-	reference lint format wheel docs pictures docs-check course bench accuracy gpu chaos launchers bench-peers clean
+	reference lint format wheel docs pictures docs-check course bench accuracy fit gpu chaos launchers bench-peers clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -133,6 +133,9 @@ verify-families: setup ## compare every model family in every kind of layout wit
 accuracy: setup ## predict the published measurements in PHALANX_TRUTH and write benchmarks/results
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
 	$(BIN)/python -m benchmarks.published
+
+fit: setup ## fit src/phalanx/cost/calibration.yaml to the rows that it names, in PHALANX_TRUTH: ARGS=--write
+	$(BIN)/python -m benchmarks.fit $(ARGS)
 
 gpu: setup ## parity, memory, throughput on this machine's NVIDIA GPUs: ARGS='--only parity --quick'
 	$(BIN)/python -m benchmarks.gpu $(ARGS)

@@ -2,19 +2,25 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from benchmarks.fit import Fit, fitted, written
 from benchmarks.truth import picture as accuracy_picture
 from benchmarks.truth import report as accuracy_report
 from benchmarks.truth.grades import GradedRow, baseline, by, errors, kendall, outcomes, ranking, verdicts
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.cost.frameworks import CALIBRATION, FRAMEWORKS, FittedValue, fits
+from phalanx.cost.prediction import predict
 from phalanx.errors import JobError
+from phalanx.validation.row import read
 
 ONE = GradedRow(
     row_id="a-1",
@@ -187,3 +193,30 @@ def test_more_sources_than_colours_have_other_marks():
     tags = [node.tag.split("}")[-1] for node in ET.fromstring(accuracy_picture.svg(rows)).iter()]
     assert tags.count("rect") == 4
     assert tags.count("circle") == 16
+
+
+def test_a_fit_predicts_the_median_of_its_rows_as_measured() -> None:
+    line = FittedValue("slowdown", "megatron", "a100-80gb", 1.0, "made", (1, 2, 3))
+    plain = {"model_name": "gpt3-175b", "gpu": "A100", "n_gpus": "64", "tp": "8", "pp": "8", "source": "megatron-core"}
+    base = read(plain | {"step_time_s": "1"})
+    seconds = predict(replace(base.spec, framework=replace(base.spec.framework, slowdown=1.4))).step_time_s
+    measured = [seconds * factor for factor in (0.9, 1.0, 1.3)]
+    rows = {name: read(plain | {"step_time_s": str(each)}) for name, each in zip(line.rows, measured, strict=True)}
+    program = replace(line, programs=base.framework)
+    fit = Fit(rows, [program])
+    fit.once(program)
+    assert fit.values[program] == pytest.approx(1.4 / FRAMEWORKS[base.framework].slowdown, rel=1e-3)
+
+
+def test_a_fit_is_written_into_its_own_line() -> None:
+    text, line = CALIBRATION.read_text(encoding="utf-8"), fits()[0]
+    changed = written(text, {line: 2.3456})
+    differ = [pair for pair in zip(text.splitlines(), changed.splitlines(), strict=True) if pair[0] != pair[1]]
+    assert len(differ) == 1
+    assert differ[0][1] == differ[0][0].replace(f" {line.value:g}, ", " 2.35, ")
+
+
+@pytest.mark.skipif("PHALANX_TRUTH" not in os.environ, reason="PHALANX_TRUTH does not name published measurements")
+def test_the_calibration_is_what_its_rows_fit() -> None:
+    for line, value in fitted(Path(os.environ["PHALANX_TRUTH"])).items():
+        assert line.value == pytest.approx(value, rel=0.01), line

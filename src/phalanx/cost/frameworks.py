@@ -1,13 +1,13 @@
 """Known training frameworks by name, with the constants of time and memory that depend on them.
 
-Values that stand in a framework's code or paper are taken from there. Two numbers are calibrated, `slowdown` and
-`kernel_us`, each on the named rows of docs/explanation/accuracy.md and never on more than eight of them; without them a
-family has the general values below.
+Values that stand in a framework's code or paper are taken from there. Three are fitted to published rows, never more
+than eight of them (calibration.yaml): `slowdown`, `kernel_us` and `moe_slowdown`; without rows a family has the general
+values below.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
@@ -17,6 +17,8 @@ import yaml
 from phalanx.config.cluster import Accelerator
 from phalanx.cost import memory_profiles as profiles
 from phalanx.cost.spec import Framework
+
+CALIBRATION = Path(__file__).with_name("calibration.yaml")
 
 _PHALANX = Framework(
     name="phalanx",
@@ -73,7 +75,6 @@ VTRAIN = replace(
     MEGATRON_2021,
     name="vtrain",
     passes=1.75,
-    kernel_us=43,
     pp_scatters=False,
     memory_profile=profiles.MEGATRON_DEEPSPEED_FP16,
 )
@@ -182,17 +183,33 @@ FRAMEWORKS: dict[str, Framework] = {
 """The known frameworks by name."""
 
 
+@dataclass(frozen=True)
+class FittedValue:
+    """One line of calibration.yaml: the value of a field of a framework on a device, and the rows it was fitted to."""
+
+    field: str
+    programs: str
+    """Names with spaces between them."""
+    device: str
+    """'': all devices without a line of their own."""
+    value: float
+    source: str
+    numbers: tuple[int, ...]
+
+    def is_of(self, program: str, device: str) -> bool:
+        return program in self.programs.split() and self.device in (device, "")
+
+    @property
+    def rows(self) -> list[str]:
+        return [f"{self.source}-{number:04}" for number in self.numbers]
+
+
 @cache
-def _fitted() -> dict[str, dict[tuple[str, str], tuple[float, list[str]]]]:
-    """Returns the factors of calibration.yaml by framework and device, with the rows that each was fitted to."""
-    written = yaml.safe_load(Path(__file__).with_name("calibration.yaml").read_text(encoding="utf-8"))
-    return {
-        name: {
-            (framework, device): (factor, [f"{source}-{row:04}" for row in rows])
-            for framework, device, factor, source, rows in lines
-        }
-        for name, lines in written.items()
-    }
+def fits() -> tuple[FittedValue, ...]:
+    """Returns the lines of calibration.yaml, those of a device after those of all others."""
+    written = yaml.safe_load(CALIBRATION.read_text(encoding="utf-8"))
+    lines = [FittedValue(field, *line[:4], tuple(line[4])) for field, lines in written.items() for line in lines]
+    return tuple(sorted(lines, key=lambda line: bool(line.device)))
 
 
 UNFITTED = ("megatron", "automodel")
@@ -203,16 +220,13 @@ def calibrated(program: str, device: Accelerator, without: str = "") -> Framewor
     """Returns the framework of that name, calibrated on that device by rows of other sources than `without`.
 
     A program without rows has the median slowdown of those with some: none of them reaches a device's best rates."""
-    plain, experts = (
-        {pair: factor for pair, (factor, rows) in table.items() if rows[0].rpartition("-")[0] != without}
-        for table in (_fitted()["slowdown"], _fitted()["moe_slowdown"])
-    )
-    pair, framework = (program, device.name), FRAMEWORKS[program]
-    prior = median(plain.values()) if program in UNFITTED or pair in _fitted()["slowdown"] else 1.0
-    slowdown, moe_slowdown = plain.get(pair, prior), experts.get(pair, experts.get((program, ""), 1.0))
-    return replace(framework, slowdown=slowdown * framework.slowdown, moe_slowdown=moe_slowdown)
+    framework, own = FRAMEWORKS[program], [line for line in fits() if line.is_of(program, device.name)]
+    plain = [line.value for line in fits() if line.field == "slowdown" and line.source != without]
+    prior = median(plain) if program in UNFITTED or any(line.field == "slowdown" for line in own) else 1.0
+    values = {"slowdown": prior} | {line.field: line.value for line in own if line.source != without}
+    return replace(framework, **values | {"slowdown": values["slowdown"] * framework.slowdown})
 
 
 def calibration_rows() -> frozenset[str]:
     """Returns all rows that a factor was fitted to."""
-    return frozenset(row for factors in _fitted().values() for _, rows in factors.values() for row in rows)
+    return frozenset(row for fit in fits() for row in fit.rows)

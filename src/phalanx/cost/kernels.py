@@ -10,7 +10,7 @@ measured on it (`Accelerator.ceiling`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any
@@ -167,6 +167,11 @@ class Seconds:
     def streams(self) -> float:
         """Seconds of the rest of forward and backward: memory-bound work, and launches on CPUs."""
         return self.forward + self.backward - self.products
+
+    def launched(self, factor: float) -> Seconds:
+        """Returns the same work, launched in `factor` times the time."""
+        forward, backward, cheap = (factor * host for host in (self.host_forward, self.host_backward, self.host_cheap))
+        return replace(self, host_forward=forward, host_backward=backward, host_cheap=cheap)
 
 
 def operator_seconds(

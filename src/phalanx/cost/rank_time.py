@@ -151,8 +151,7 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     starts = framework.kernel_us * 1e-6 * collectives(here, work)
     every = messages_seconds(spec, here, work, modes)
     if layout.tp > SOCKET_DEVICES:
-        late = dict(host_forward=ACROSS_SOCKETS * seconds.host_forward, host_cheap=ACROSS_SOCKETS * seconds.host_cheap)
-        seconds = replace(seconds, **late, host_backward=ACROSS_SOCKETS * seconds.host_backward)
+        seconds = seconds.launched(ACROSS_SOCKETS)
     return [
         _half_time(spec, seconds, messages, mode, handling, starts) for mode, messages in zip(modes, every, strict=True)
     ]

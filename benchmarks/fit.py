@@ -1,0 +1,113 @@
+"""Fits the values of src/phalanx/cost/calibration.yaml to the rows that it names.
+
+    python -m benchmarks.fit [TRUTH] [--write]
+
+TRUTH is a folder of CSV files, as for benchmarks.accuracy. A value is the one with which the median of predicted over
+measured step times of its rows is 1. `--write` puts fitted values into the file; without it a value that differs from
+the file's by more than 1 % ends with exit code 1. Lines are fitted in the file's order, twice, because rows that wait
+for their host also depend on their device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+from benchmarks.accuracy import rows_of
+from phalanx.cost.frameworks import CALIBRATION, FRAMEWORKS, FittedValue, fits
+from phalanx.cost.prediction import predict
+from phalanx.cost.spec import Framework
+from phalanx.validation.row import Reading, read
+from phalanx.validation.table import step_seconds
+
+HALVINGS = 20
+"""Of an interval of one to nine times a value: to less than a thousandth of it."""
+
+
+class Fit:
+    """The fitted values so far, with which rows are predicted."""
+
+    def __init__(self, readings: Mapping[str, Reading], lines: Sequence[FittedValue]):
+        self._readings, self._lines = readings, lines
+        self.values = {line: line.value for line in lines}
+
+    def once(self, line: FittedValue) -> None:
+        """Fits one value, with all others as they are."""
+        low, high = line.value / 3, line.value * 3
+        for _ in range(HALVINGS):
+            self.values[line] = (low * high) ** 0.5
+            if self.ratio(line) < 1:
+                low = self.values[line]
+            else:
+                high = self.values[line]
+
+    def ratio(self, line: FittedValue) -> float:
+        """Returns the median of predicted over measured step times of a line's rows."""
+        return median(map(self._ratio, line.rows))
+
+    def _ratio(self, row: str) -> float:
+        reading = self._readings[row]
+        prediction = predict(replace(reading.spec, framework=self._framework(reading)))
+        measured = reading.measured_s
+        assert measured, f"{row} has no step time"
+        return step_seconds(reading, prediction) / measured
+
+    def _framework(self, reading: Reading) -> Framework:
+        program, device = reading.spec.framework.name, reading.spec.cluster.accelerator.name
+        values = {line.field: self.values[line] for line in self._lines if line.is_of(program, device)}
+        if "slowdown" in values:
+            values["slowdown"] *= FRAMEWORKS[program].slowdown
+        return replace(reading.spec.framework, **values)
+
+
+def fitted(truth: Path) -> dict[FittedValue, float]:
+    """Returns the fitted value of every line of calibration.yaml."""
+    rows = {row["row_id"]: row for row in rows_of(truth)}
+    lines = fits()
+    fit = Fit({name: read(rows[name]) for line in lines for name in line.rows}, lines)
+    for line in (*lines, *lines):
+        fit.once(line)
+    return fit.values
+
+
+def rounded(value: float) -> float:
+    """Returns a value with three digits."""
+    return float(f"{value:.3g}")
+
+
+def written(text: str, values: Mapping[FittedValue, float]) -> str:
+    """Returns the text of calibration.yaml with other values."""
+    for line, value in values.items():
+        device, rows = line.device or "''", ", ".join(map(str, line.numbers))
+        programs = f"'{line.programs}'" if " " in line.programs else line.programs
+        head, tail = f"  - [{programs}, {device}, ", f", {line.source}, [{rows}]]"
+        text = re.sub(re.escape(head) + r"[^,]*" + re.escape(tail), f"{head}{rounded(value):g}{tail}", text)
+    return text
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("truth", nargs="?", default=os.environ.get("PHALANX_TRUTH", ""), type=str)
+    parser.add_argument("--write", action="store_true", help="put the fitted values into calibration.yaml")
+    options = parser.parse_args()
+    if not options.truth or not Path(options.truth).is_dir():
+        print("no tables: name their folder, or set PHALANX_TRUTH to it", file=sys.stderr)
+        return 2
+    values = fitted(Path(options.truth))
+    for line, value in values.items():
+        name = f"{line.field} of {line.programs} on {line.device or 'other devices'}"
+        print(f"{name:<96} {line.value:6g} in the file, fitted {rounded(value):6g} to {len(line.rows)} rows")
+    if options.write:
+        CALIBRATION.write_text(written(CALIBRATION.read_text(encoding="utf-8"), values), encoding="utf-8")
+        return 0
+    return int(any(abs(value / line.value - 1) > 0.01 for line, value in values.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
