@@ -208,7 +208,11 @@ class FittedValue:
 def fits() -> tuple[FittedValue, ...]:
     """Returns the lines of calibration.yaml, those of a device after those of all others."""
     written = yaml.safe_load(CALIBRATION.read_text(encoding="utf-8"))
-    lines = [FittedValue(field, *line[:4], tuple(line[4])) for field, lines in written.items() for line in lines]
+    lines = [
+        FittedValue(field, programs, device, value, source, tuple(numbers))
+        for field, lines in written.items()
+        for programs, device, value, source, numbers in lines
+    ]
     return tuple(sorted(lines, key=lambda line: bool(line.device)))
 
 
