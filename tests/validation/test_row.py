@@ -307,6 +307,12 @@ def test_a_network_that_is_stated_joins_the_nodes(told: dict[str, str]) -> None:
     assert read(row(notes="80GB per node")).spec.cluster.inter.gbs == read(ROW).spec.cluster.inter.gbs
 
 
+def test_a_number_of_parameters_that_is_not_the_shapes_is_noted() -> None:
+    (said,) = [text for text in read(row(n_params_b="405")).assumptions if "n_params_b" in text]
+    assert said == "n_params_b 405 is not counted: the shape has 8.03 B parameters"
+    assert not [text for text in read(row(n_params_b="8")).assumptions if "n_params_b" in text]
+
+
 def test_a_program_without_rows_is_as_slow_as_the_median_of_those_with_some() -> None:
     device = read(ROW).spec.cluster.accelerator
     assert calibrated("megatron", device).slowdown == calibrated("automodel", device).slowdown == 1.12

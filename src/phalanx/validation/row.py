@@ -19,6 +19,7 @@ import yaml
 from phalanx.blocks.parameters import (
     attention_flops_per_token,
     block_flops_per_token,
+    count,
     count_active,
     head_flops_per_token,
     matrix_flops_per_token,
@@ -345,6 +346,9 @@ def _solved(cells: Cells, shape: ModelConfig, pp: int, known: bool) -> ModelConf
 
 MemoryKind = Literal["allocated", "reserved", "device"]
 
+SIZE_TOLERANCE = 0.1
+"""Difference between a row's number of parameters and its shape's that rounding and vocabularies explain."""
+
 LORA_SHARE = 2 / 3
 """Share of a step's FLOPs if only adapters train: without the gradients of weights, two of three products."""
 
@@ -416,6 +420,7 @@ def read(row: Mapping[str, str]) -> Reading:
     products = row_layout.products_of(cells, cluster, framework)
     if not found:
         raise JobError(cells.problems)
+    _check_size(cells, model)
     layout, batch = found
     width = 4 if products == "fp32" else 2
     cluster, program = as_used_by(layout.world, cluster, calibrated(framework, cluster.accelerator))
@@ -424,6 +429,13 @@ def read(row: Mapping[str, str]) -> Reading:
     if cells.problems:
         raise JobError(cells.problems)
     return replace(reading, assumptions=tuple(cells.assumed))
+
+
+def _check_size(cells: Cells, model: ModelConfig) -> None:
+    """Notes a number of parameters that is not the shape's."""
+    given, counted = cells.number("n_params_b"), count(model) / 1e9
+    if given and abs(counted / given - 1) > SIZE_TOLERANCE:
+        cells.assume(f"n_params_b {given:g} is not counted: the shape has {counted:.3g} B parameters")
 
 
 def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
