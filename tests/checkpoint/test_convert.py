@@ -175,7 +175,7 @@ def test_an_interrupted_conversion_leaves_nothing(run, tmp_path, form):
     ("change_meta", "message"),
     [
         (None, "has no job and no step"),
-        (lambda meta: meta | {"samples": "many"}, "samples is 'many', expected a count"),
+        (lambda meta: meta | {"samples": "many"}, "samples: expected a whole number, found 'many'"),
         (lambda meta: meta | {"vocab_size": 5}, "does not fit the model: embed.weight is"),
         (lambda meta: meta | {"job": {"model": 3}}, "was written by a job this program cannot read"),
     ],

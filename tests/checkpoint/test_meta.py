@@ -60,15 +60,19 @@ def test_good_metadata_pass():
     ids=str,
 )
 def test_every_wrong_type_is_one_message(name, value):
-    with pytest.raises(CheckpointError, match=f"step-000005: its metadata are not valid: {name} is .*, expected "):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"step-000005: its metadata are not valid: {name}[ .\w]*: (expected|must|\w+ is missing)",
+    ):
         require_resumable(manifest(**{name: value}))
 
 
 def test_all_problems_are_named_at_once():
     with pytest.raises(CheckpointError) as caught:
         require_resumable(manifest(samples=None, updates="x" * 100))
+    shown = f"'{'x' * 79}…"
     assert str(caught.value).endswith(
-        f"samples is None, expected a count; updates is 'x{'x' * 35}..., expected a count"
+        f"samples: expected a whole number, found null; updates: expected a whole number, found {shown}"
     )
     incomplete = Manifest(Path("step-000005"), 5, True, {"job": {}}, {}, {})
     with pytest.raises(CheckpointError, match="not of a training run: it lacks data, guard, loss_scale, replicas"):

@@ -128,7 +128,7 @@ def test_metadata_of_the_wrong_type_are_one_message(ranks, job, root):
     manifest, tensors = check(path), contents(path)
     shutil.rmtree(path)
     save_tensors(root, 6, tensors, manifest.meta | {"samples": "many", "guard": [1]})
-    with pytest.raises(CheckpointError, match="samples is 'many', expected a count; guard is "):
+    with pytest.raises(CheckpointError, match="samples: expected a whole number, found 'many'; guard: "):
         ranks(train, 1, job)
 
 

@@ -15,19 +15,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
 from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_type_hints
 
 import phalanx
 from phalanx.bounded import read_json
 from phalanx.check.load import from_dict
+from phalanx.config.constraints import Interval
 from phalanx.config.job import Job
+from phalanx.config.typed import TypedError, read_as
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError
 
 MOST_DIVIDED = 4
@@ -327,65 +328,59 @@ def require_resumable(manifest: Manifest) -> None:
             f"checkpoint {manifest.path} was imported, and is not of a training run: train from its weights with "
             f"model.from={manifest.path.parent.parent} and another run.name"
         )
-    if missing := sorted(PROGRESS.keys() - manifest.meta.keys()):
+    needed = {field.name for field in fields(StoredProgress) if field.default is MISSING}
+    if missing := sorted(needed - manifest.meta.keys()):
         raise CheckpointError(f"checkpoint {manifest.path} is not of a training run: it lacks {', '.join(missing)}")
     if wrong := problems(manifest.meta):
         raise CheckpointError(f"checkpoint {manifest.path}: its metadata are not valid: {'; '.join(wrong)}")
 
 
+Count = Annotated[int, Interval(0)]
+AtLeastOne = Annotated[int, Interval(1)]
+
+
+@dataclass(frozen=True)
+class StoredLossScale:
+    """The state of a dynamic loss scale."""
+
+    value: Annotated[float, Interval(above=0)]
+    good_steps: Count
+
+
+@dataclass(frozen=True)
+class GuardHistory:
+    """What the guard remembers of a run's steps."""
+
+    steps: Count
+    losses: Sequence[float]
+    norms: Sequence[float]
+    interventions: Sequence[Count]
+
+
+@dataclass(frozen=True)
+class StoredProgress:
+    """The metadata that resuming uses; checkpoints of earlier versions lack those with a default."""
+
+    job: Mapping[str, Any]
+    samples: Count
+    updates: Count
+    replicas: AtLeastOne
+    loss_scale: StoredLossScale
+    data: str
+    vocab_size: AtLeastOne
+    val_loss: float | None
+    val_step: Count | None
+    guard: GuardHistory
+    schedule_end: AtLeastOne = 1
+
+
 def problems(meta: Mapping[str, Any]) -> list[str]:
     """Returns what is wrong with the values that `meta` has, none of which needs to be there."""
-    return [
-        f"{name} is {_shown(meta[name])}, expected {expected}"
-        for name, (expected, is_right) in {**PROGRESS, **OPTIONAL}.items()
-        if name in meta and not is_right(meta[name])
-    ]
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_loss_scale(value: Any) -> bool:
-    if not isinstance(value, dict) or not _is_count(value.get("good_steps")):
-        return False
-    scale = value.get("value")
-    return isinstance(scale, int | float) and _is_number(scale) and math.isfinite(scale) and scale > 0
-
-
-def _is_history(value: Any) -> bool:
-    lists = {"losses": _is_number, "norms": _is_number, "interventions": _is_count}
-    return (
-        isinstance(value, dict)
-        and _is_count(value.get("steps"))
-        and all(isinstance(value.get(name), list) and all(map(kind, value[name])) for name, kind in lists.items())
-    )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-PROGRESS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "job": ("an object", lambda value: isinstance(value, dict)),
-    "samples": ("a count", _is_count),
-    "updates": ("a count", _is_count),
-    "replicas": ("a count of at least 1", lambda value: _is_count(value) and value > 0),
-    "loss_scale": ("an object with a positive value and the count good_steps", _is_loss_scale),
-    "data": ("a fingerprint", lambda value: isinstance(value, str)),
-    "vocab_size": ("a count of at least 1", lambda value: _is_count(value) and value > 0),
-    "val_loss": ("a number or null", lambda value: value is None or _is_number(value)),
-    "val_step": ("a count or null", lambda value: value is None or _is_count(value)),
-    "guard": ("an object with the count steps and lists of numbers losses, norms, interventions", _is_history),
-}
-"""Every field that resuming uses: in words, and as a test of its value."""
-
-OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "schedule_end": ("a count of at least 1", lambda value: _is_count(value) and value > 0),
-}
-"""Fields that resuming uses where they are: checkpoints of earlier versions lack them."""
+    wrong: list[str] = []
+    for name, kind in get_type_hints(StoredProgress, include_extras=True).items():
+        if name in meta:
+            try:
+                read_as(kind, meta[name], name)
+            except TypedError as error:
+                wrong += error.problems
+    return wrong
