@@ -1,8 +1,11 @@
-"""Conversions: nothing is lost on the way there and back, and nothing half is left behind."""
+"""Conversions and merged adapters: nothing is lost on the way there and back, and nothing half is left behind."""
+
+from __future__ import annotations
 
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,20 +13,28 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.contents import contents
-from checkpoint.test_validity import flip_a_bit, forge
+from checkpoint.test_save import flip_a_bit, forge
 from checkpoint.trained import small_job
 from generate.written import write_run
 from model.kinds import KINDS
+from phalanx.blocks.parameters import parameter_shapes, trained_shapes
+from phalanx.check.load import as_dict
 from phalanx.checkpoint.consolidated import open_source
-from phalanx.checkpoint.convert import convert
+from phalanx.checkpoint.convert import convert, merged
 from phalanx.checkpoint.diff import compare
-from phalanx.checkpoint.inventory import damage
-from phalanx.checkpoint.manifest import read
+from phalanx.checkpoint.inventory import damage, newest_valid
+from phalanx.checkpoint.manifest import Box, Manifest, job_of, problems, read, require_resumable
 from phalanx.checkpoint.save import save_tensors
+from phalanx.checkpoint.shard_file import Reader
+from phalanx.config.job import Job
 from phalanx.config.layout import Layout
+from phalanx.config.model import LoRA, MoE
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, PhalanxError, RunError
 from phalanx.generate.load import load_run
-from train.runs import change, train
+from train.runs import change, moves_between, train
+
+# Conversions: nothing is lost on the way there and back, and nothing half is left behind.
+
 
 LAYOUTS = [(Layout(tp=2), "fp64"), (Layout(dp_shard=2, zero=3), "bf16"), (Layout(pp=2, accumulation=3), "fp32")]
 
@@ -236,3 +247,179 @@ def test_files_of_others_are_converted_between_formats_under_their_names(tmp_pat
     assert torch.equal(load_file(tmp_path / "b.safetensors")["layers.0.w"], torch.arange(6.0).view(2, 3))
     with pytest.raises(JobError, match="--step 3: .* is no run"):
         open_source(tmp_path / "b.safetensors", 3)
+
+
+# Checkpoints with adapters: resumed in other layouts, and merged into a model without adapters.
+
+
+ADAPTERS = LoRA(rank=2, alpha=3, targets="attention,experts.down,mlp.up")
+EXPERTS = MoE(n_experts=4, top_k=2, d_ff=8, n_dense_layers=1)
+
+
+@pytest.fixture(scope="module")
+def adapted_job(tmp_path_factory):
+    adapted_job = small_job(tmp_path_factory.mktemp("adapters"), Layout(), "fp64")
+    return change(adapted_job, "model", lora=ADAPTERS, moe=EXPERTS)
+
+
+@pytest.fixture(scope="module")
+def adapted(adapted_job, ranks):
+    """A run that changed its layout on the way, beside the one of one process."""
+    moves_between(
+        ranks, adapted_job, [Layout(dp_shard=2, tp=2, zero=1), Layout(pp=2, dp_shard=2, ep=2), Layout(dp_replicate=2)]
+    )
+    folder = Path(adapted_job.run.dir) / "moved"
+    (folder / "config.yaml").touch()  # which the launcher writes
+    return folder
+
+
+def tensors_of(adapted: Path) -> dict[str, torch.Tensor]:
+    manifest = newest_valid(adapted / "checkpoints")
+    assert manifest is not None
+    return contents(manifest.path)
+
+
+def by_formula(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """W + alpha / rank · B A of every matrix with an adapter."""
+    plain = {name: tensor for name, tensor in tensors.items() if "/" not in name and ".lora_" not in name}
+    for name, tensor in plain.items():
+        layer = name.removesuffix(".weight")
+        if (a := tensors.get(f"{layer}.lora_a.weight")) is not None:
+            plain[name] = tensor + 3 / 2 * (tensors[f"{layer}.lora_b.weight"] @ a)
+    return plain
+
+
+def test_the_optimizer_has_state_of_adapters_alone(adapted_job, adapted):
+    kept = {name.partition("/")[2] for name in tensors_of(adapted) if "/" in name}
+    assert kept == set(trained_shapes(adapted_job.model, 13))
+
+
+@pytest.fixture(scope="module")
+def whole(adapted, tmp_path_factory):
+    """The run with merged weights."""
+    target = tmp_path_factory.mktemp("merged") / "whole"
+    with open_source(adapted) as source:
+        done = convert(source, target, "phalanx", merge_lora=True)
+    assert any("begins with new moments" in note for note in done.notes)
+    return target
+
+
+def test_a_merged_run_computes_the_same_without_adapters(adapted_job, adapted, whole):
+    found, expected = tensors_of(whole), by_formula(tensors_of(adapted))
+    assert found.keys() == expected.keys() == parameter_shapes(replace(adapted_job.model, lora=LoRA()), 13).keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    tokens = torch.arange(20).view(2, 10) % 13
+    with torch.no_grad():
+        plain, adapted = (load_run(path, device="cpu").decoder.model for path in (whole, adapted))
+        assert not any(".lora_" in name for name, _ in plain.named_parameters())
+        torch.testing.assert_close(plain(tokens), adapted(tokens), rtol=1e-10, atol=1e-12)
+
+
+def test_it_resumes_with_every_weight_trained(adapted_job, whole, ranks, tmp_path):
+    shutil.copytree(whole, tmp_path / "whole")
+    longer = change(change(adapted_job, "run", dir=str(tmp_path), name="whole"), "train", steps=7)
+    ranks(train, 1, change(longer, "model", lora=LoRA()))
+    before, after = tensors_of(whole), tensors_of(tmp_path / "whole")
+    assert not any(torch.equal(before[name], after[name]) for name in before if "router.bias" not in name)
+
+
+def test_weights_may_be_merged_in_a_narrower_type(adapted, tmp_path):
+    with open_source(adapted) as source:
+        convert(source, tmp_path / "model.safetensors", "safetensors", merge_lora=True, dtype="bf16")
+    expected = by_formula(tensors_of(adapted))
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        assert torch.equal(tensor, expected.pop(name).bfloat16())
+    assert not expected
+
+
+def test_boxes_are_merged_alone(adapted):
+    expected = by_formula(tensors_of(adapted))
+    with open_source(adapted) as source, merged(source) as reader:
+        for name, shape in (("blocks.0.attn.wk.weight", (16, 16)), ("blocks.1.moe.experts.down.weight", (4, 16, 8))):
+            offsets, sizes = tuple(n // 4 for n in shape), tuple(n // 2 for n in shape)
+            part = expected[name][tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
+            torch.testing.assert_close(reader.read(name, Box(offsets, sizes)), part, rtol=1e-13, atol=1e-15)
+        with pytest.raises(CheckpointError, match="no parameter exp_avg/embed.weight"):
+            reader.read("exp_avg/embed.weight")
+
+
+def test_without_adapters_there_is_nothing_to_merge(adapted, whole, tmp_path):
+    with open_source(whole) as source:
+        assert merged(source) is source
+        with pytest.raises(JobError, match="--merge-lora: .* has no adapters"):
+            convert(source, tmp_path / "again", "phalanx", merge_lora=True)
+    manifest = newest_valid(adapted / "checkpoints")
+    assert manifest is not None
+    with pytest.raises(CheckpointError, match="has adapters and no job"):
+        merged(Reader(replace(manifest, meta={})))
+
+
+# The types of a checkpoint's metadata.
+
+
+GUARD = {"steps": 5, "losses": [1.0, 2], "norms": [0.5], "interventions": [3]}
+META = {
+    "job": as_dict(Job()),
+    "samples": 60,
+    "updates": 5,
+    "replicas": 1,
+    "loss_scale": {"value": 1.0, "good_steps": 5},
+    "data": "ab12",
+    "vocab_size": 13,
+    "val_loss": 2.5,
+    "val_step": 5,
+    "guard": GUARD,
+}
+
+
+def manifest(**changes):
+    return Manifest(Path("step-000005"), 5, True, META | changes, {}, {})
+
+
+def test_good_metadata_pass():
+    require_resumable(manifest())
+    require_resumable(manifest(val_loss=None, val_step=None))
+    assert job_of(manifest()).train == Job().train
+    assert not problems({})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("job", []),
+        ("samples", "60"),
+        ("samples", True),
+        ("updates", 5.0),
+        ("updates", -1),
+        ("replicas", 0),
+        ("loss_scale", 1.0),
+        ("loss_scale", {"value": 0.0, "good_steps": 5}),
+        ("loss_scale", {"value": float("nan"), "good_steps": 5}),
+        ("loss_scale", {"value": 1.0}),
+        ("data", None),
+        ("vocab_size", [13]),
+        ("val_loss", "low"),
+        ("val_step", 1.5),
+        ("guard", {}),
+        ("guard", GUARD | {"losses": 3}),
+        ("guard", GUARD | {"norms": ["high"]}),
+        ("guard", GUARD | {"interventions": [None]}),
+    ],
+    ids=str,
+)
+def test_every_wrong_type_is_one_message(name, value):
+    wrong = rf"{name}[ .\w]*: (expected|must|\w+ is missing)"
+    with pytest.raises(CheckpointError, match=f"step-000005: its metadata are not valid: {wrong}"):
+        require_resumable(manifest(**{name: value}))
+
+
+def test_all_problems_are_named_at_once():
+    with pytest.raises(CheckpointError) as caught:
+        require_resumable(manifest(samples=None, updates="x" * 100))
+    shown = f"'{'x' * 79}…"
+    assert str(caught.value).endswith(
+        f"samples: expected a whole number, found null; updates: expected a whole number, found {shown}"
+    )
+    incomplete = Manifest(Path("step-000005"), 5, True, {"job": {}}, {}, {})
+    with pytest.raises(CheckpointError, match="not of a training run: it lacks data, guard, loss_scale, replicas"):
+        require_resumable(incomplete)

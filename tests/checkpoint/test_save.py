@@ -1,8 +1,10 @@
-"""Saving: whole or absent, by several ranks, through every death of the process."""
+"""Saving and reading: whole or absent through every death of the process, each damage named, what stays."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -12,14 +14,22 @@ import torch
 from safetensors.torch import load_file
 
 from checkpoint.contents import contents
+from phalanx.checkpoint import inventory as files
 from phalanx.checkpoint import shard_file
-from phalanx.checkpoint.inventory import Retention, check, newest_valid
-from phalanx.checkpoint.manifest import Box
+from phalanx.checkpoint.convert import _needed
+from phalanx.checkpoint.inventory import Retention, check, expired, newest_valid
+from phalanx.checkpoint.manifest import MANIFEST, Box, manifest_digest
+from phalanx.checkpoint.new_target import target_problems, written_beside
 from phalanx.checkpoint.parts import Part
 from phalanx.checkpoint.save import Save, save_tensors
-from phalanx.errors import RunError
+from phalanx.checkpoint.shard_file import Reader
+from phalanx.config.job import Optimizer
+from phalanx.errors import CheckpointError, DamagedCheckpointError, RunError
 from phalanx.launch import logs
 from phalanx.launch.ranks import GENERATION
+
+# Saving: whole or absent, by several ranks, through every death of the process.
+
 
 TENSORS = {
     "w": torch.arange(6.0).reshape(2, 3),
@@ -243,3 +253,302 @@ def test_an_earlier_attempt_that_wakes_up_cannot_commit_or_clean_up(root, monkey
         begin(root, 30)
     assert (root.parent / "latest").read_text() == "checkpoints/step-000010\n"
     assert zombie.directory.is_dir(), "the later attempt may be writing beside it"
+
+
+# Reading: every damage is named, and the newest whole checkpoint is found.
+
+
+PAIR = {"w": torch.arange(6.0).reshape(2, 3), "exp_avg/w": torch.ones(2, 3)}
+SHARDS = "rank-00000.safetensors"
+
+
+def save_pair(root, step=10):
+    return save_tensors(root, step, PAIR, {})
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 4
+    path.write_bytes(data)
+
+
+def edit(path, **changes):
+    """Changes a manifest without its digest."""
+    file = path / "manifest.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def forge(path, **changes):
+    """Changes a manifest and its digest."""
+    raw = json.loads((path / "manifest.json").read_text()) | changes
+    del raw["digest"]
+    (path / "manifest.json").write_text(json.dumps(raw | {"digest": manifest_digest(raw)}))
+
+
+BOXES = {"shape": [2, 3], "dtype": "F32", "boxes": [[SHARDS, [0, 0], [1, 3]]]}
+OVERLAP = BOXES | {"boxes": [[SHARDS, [0, 0], [1, 3]], [SHARDS, [0, 0], [1, 3]]]}
+DAMAGE = {
+    "flipped bit": (lambda p: flip_a_bit(p / SHARDS), f"{SHARDS} does not match its digest"),
+    "truncated": (lambda p: os.truncate(p / SHARDS, 20), f"{SHARDS} has 20 bytes"),
+    "empty": (lambda p: os.truncate(p / SHARDS, 0), f"{SHARDS} has 0 bytes"),
+    "missing file": (lambda p: (p / SHARDS).unlink(), f"{SHARDS} is missing"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "has no manifest.json"),
+    "not JSON": (lambda p: (p / "manifest.json").write_text("{"), "manifest.json is damaged"),
+    "nested": (lambda p: (p / "manifest.json").write_text("[" * 100_000), "manifest.json is damaged"),
+    "edited": (lambda p: edit(p, step=11), "does not match its own digest"),
+    "foreign": (lambda p: edit(p, format="x"), "is not the manifest of a Phalanx checkpoint"),
+    "earlier version": (lambda p: edit(p, version=1), "format version 1, written by Phalanx 0"),
+    "later version": (lambda p: edit(p, version=4, phalanx="9.0"), "format version 4, written by Phalanx 9.0; this"),
+    "not checked": (lambda p: forge(p, finite=False), "was not checked for NaN"),
+    "outside": (lambda p: forge(p, files={"../x": {"bytes": 1, "xxh3_128": ""}}), "a file outside its directory"),
+    "no tensors": (lambda p: forge(p, tensors=[]), "lacks what every manifest has"),
+    "overlap": (lambda p: forge(p, tensors={"w": OVERLAP}), "does not account for all of w"),
+    "unknown type": (lambda p: forge(p, tensors={"w": BOXES | {"dtype": "X"}}), "gives w the type 'X'; there are F64"),
+    "half a tensor": (lambda p: forge(p, tensors={"w": BOXES}), "does not account for all of w"),
+    "negative size": (lambda p: forge(p, files={SHARDS: {"bytes": -1, "xxh3_128": ""}}), "-1 is no size"),
+    "half removed": (lambda p: [file.unlink() for file in p.iterdir()], "has no manifest.json"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_every_damage_is_named_and_the_one_before_is_used(root, damage, message):
+    save_pair(root, 10)
+    damage(save_pair(root, 20))
+    with pytest.raises(CheckpointError, match=message):
+        check(root / "step-000020")
+    told: list[str] = []
+    found = newest_valid(root, report=told.append)
+    assert found is not None
+    assert found.step == 10
+    assert message in told[0]
+    assert told[0].endswith("trying the one before it")
+    shutil.rmtree(root / "step-000010")
+    with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
+        newest_valid(root, report=told.append)
+
+
+def test_tensors_are_held_to_the_model_before_they_are_read(root):
+    with Reader(check(save_pair(root))) as tensors:
+        tensors.require({"w": (2, 3)})
+        with pytest.raises(CheckpointError) as caught:
+            tensors.require({"w": (3, 2), "b": (3,)})
+        with pytest.raises(CheckpointError, match="w is not in the model"):
+            tensors.require({})
+        with pytest.raises(CheckpointError, match="has no tensor b"):
+            tensors.read("b")
+    assert str(caught.value).endswith(
+        "step-000010 does not fit the model: b is missing; w is (2, 3) there and (3, 2) here"
+    )
+
+
+def test_any_box_is_read(root):
+    with Reader(check(save_pair(root))) as tensors:
+        assert tensors.read("w", Box((0, 1), (2, 2))).tolist() == [[1, 2], [4, 5]]
+        assert tensors.read("w", Box((1, 2), (1, 1))).tolist() == [[5]]
+
+
+def test_a_shard_file_with_another_shape_than_the_manifest_says_is_named(root):
+    path = save_pair(root)
+    boxes = {"shape": [3, 2], "dtype": "F32", "boxes": [[SHARDS, [0, 0], [3, 2]]]}
+    forge(path, tensors={"w": boxes})
+    with Reader(check(path)) as tensors, pytest.raises(DamagedCheckpointError, match=r"its shape is not \(3, 2\)"):
+        tensors.read("w")
+
+
+def test_a_shard_file_with_another_type_than_the_manifest_says_is_named(root):
+    path = save_pair(root)
+    forge(path, tensors={"w": {"shape": [2, 3], "dtype": "F16", "boxes": [[SHARDS, [0, 0], [2, 3]]]}})
+    with Reader(check(path)) as tensors, pytest.raises(DamagedCheckpointError, match="its type is not F16"):
+        tensors.read("w")
+
+
+def test_a_tensor_without_elements_is_read(root):
+    path = save_pair(root)
+    forge(path, tensors={"w": {"shape": [0, 3], "dtype": "BF16", "boxes": []}})
+    with Reader(check(path)) as tensors:
+        assert (tensors.read("w").shape, tensors.read("w").dtype) == ((0, 3), torch.bfloat16)
+
+
+@pytest.mark.parametrize("content", [None, b"x" * 20], ids=["gone", "no safetensors"])
+def test_a_file_that_changes_after_it_was_checked_is_named(root, content):
+    manifest = check(save_pair(root))
+    (manifest.path / SHARDS).unlink()
+    if content:
+        (manifest.path / SHARDS).write_bytes(content)
+    with Reader(manifest) as tensors, pytest.raises(DamagedCheckpointError, match=rf"{SHARDS}: w cannot be read"):
+        tensors.read("w")
+
+
+def test_looking_for_checkpoints_imports_no_torch():
+    program = (
+        "import sys, phalanx.checkpoint.inventory, phalanx.train.run_directory; "
+        "sys.exit(any(name.split('.')[0] in ('torch', 'safetensors') for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+# Which checkpoints stay.
+
+
+def save_step(root, step, policy, loss=None, measured=None):
+    meta = {"val_loss": loss, "val_step": measured or step}
+    return save_tensors(root, step, {"w": torch.ones(3)}, meta, policy)
+
+
+def left(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_the_newest_are_kept(root):
+    for step in (10, 20, 30, 1_000_000):
+        save_step(root, step, Retention(keep=2))
+    assert left(root) == ["step-000030", "step-1000000"]
+
+
+def test_zero_keeps_all(root):
+    for step in (10, 20, 30):
+        save_step(root, step, Retention(keep=0))
+    assert len(left(root)) == 3
+
+
+def test_checkpoints_at_an_interval_are_kept_for_ever(root):
+    for step in range(10, 80, 10):
+        save_step(root, step, Retention(keep=2, keep_every=20))
+    assert left(root) == ["step-000020", "step-000040", "step-000060", "step-000070"]
+
+
+def test_the_best_is_kept(root):
+    losses = {10: 3.0, 20: 1.5, 30: float("nan"), 40: 1.5, 50: 2.0, 60: None}
+    for step, loss in losses.items():
+        save_step(root, step, Retention(keep=1, keep_best=True), loss)
+    assert left(root) == ["step-000020", "step-000060"], "of two equal ones the older"
+    save_step(root, 70, Retention(keep=1, keep_best=True), 1.0)
+    assert left(root) == ["step-000070"]
+
+
+def test_a_loss_of_an_earlier_step_is_not_a_checkpoints_own(root):
+    save_step(root, 10, Retention(keep=1, keep_best=True), 3.0)
+    save_step(root, 20, Retention(keep=1, keep_best=True), 1.0, measured=15)
+    assert left(root) == ["step-000010", "step-000020"]
+
+
+def test_a_damaged_checkpoint_does_not_count_and_goes_once_it_is_old(root):
+    policy = Retention(keep=2)
+    save_step(root, 10, policy)
+    os.truncate(save_step(root, 20, policy) / "rank-00000.safetensors", 5)
+    save_step(root, 30, policy)
+    assert left(root) == ["step-000010", "step-000020", "step-000030"], "10 and 30 are the whole ones"
+    save_step(root, 40, policy)
+    assert left(root) == ["step-000030", "step-000040"]
+
+
+def test_one_that_was_set_aside_goes_once_it_is_old(root):
+    policy = Retention(keep=1)
+    os.truncate(save_step(root, 10, policy) / "rank-00000.safetensors", 5)
+    save_step(root, 10, policy)
+    assert left(root) == [".damaged-step-000010-1", "step-000010"]
+    save_step(root, 20, policy)
+    assert left(root) == ["step-000020"]
+
+
+def test_checkpoints_of_another_version_are_not_touched(root):
+    path = save_step(root, 10, Retention())
+    (path / MANIFEST).write_text((path / MANIFEST).read_text().replace('"version": 3', '"version": 4'))
+    save_step(root, 20, Retention(keep=1))
+    save_step(root, 30, Retention(keep=1))
+    assert left(root) == ["step-000010", "step-000030"]
+
+
+def test_an_interrupted_removal_leaves_nothing_under_the_checkpoints_name(root, monkeypatch):
+    save_step(root, 10, Retention())
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path, **_: next(path.iterdir()).unlink())
+        save_step(root, 20, Retention(keep=1))
+    assert left(root) == [".removed-step-000010-1", "step-000020"]
+    save_step(root, 30, Retention(keep=2))
+    assert left(root) == ["step-000020", "step-000030"]
+
+
+def test_a_removal_that_fails_does_not_fail_the_save(root, monkeypatch, caplog):
+    save_step(root, 10, Retention())
+
+    def refused(_):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files, "remove", refused)
+    save_step(root, 20, Retention(keep=1))
+    assert left(root) == ["step-000010", "step-000020"]
+    assert "an old checkpoint could not be removed: [Errno 13] Permission denied" in caplog.text
+    assert [path.name for path in expired(root, Retention(keep=1))] == ["step-000010"]
+
+
+# New files and folders: written beside their place, in folders that are made, and gone if something fails.
+
+
+def test_folders_above_the_target_are_made(tmp_path):
+    target = tmp_path / "runs" / "of" / "mine"
+    assert not list(target_problems(target))
+    with written_beside(target, 10) as new:
+        (new.directory / "file").write_text("x")
+    assert [path.name for path in target.iterdir()] == ["file"]
+    assert [path.name for path in target.parent.iterdir()] == ["mine"]
+
+
+def test_a_failure_leaves_none_of_them(tmp_path):
+    target = tmp_path / "runs" / "of" / "mine"
+    with pytest.raises(RuntimeError), written_beside(target, 10):
+        raise RuntimeError
+    with (
+        pytest.raises(RunError, match=r"of/mine could not be written: it needs .* has .* free"),
+        written_beside(target, 2**70),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_among_the_folders_is_named(tmp_path):
+    (tmp_path / "runs").write_text("")
+    [problem] = target_problems(tmp_path / "runs" / "of" / "mine")
+    assert problem.endswith(f"{tmp_path}/runs is no folder; name another target")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing(number, tmp_path):
+    def interrupted():
+        with written_beside(tmp_path / "run", 10) as new:
+            (new.directory / "file").write_text("x")
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(SystemExit) as error:
+        interrupted()
+    assert error.value.code == 128 + number
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_is_not(tmp_path):
+    abandoned = tmp_path / ".run.tmp-0123"
+    with written_beside(tmp_path / "run", 10) as first:
+        abandoned.mkdir()
+        with written_beside(tmp_path / "other", 10):
+            assert len(list(tmp_path.iterdir())) == 3  # of another target
+        (tmp_path / "other").rmdir()
+        with contextlib.suppress(ZeroDivisionError), written_beside(tmp_path / "run", 10) as second:
+            assert sorted(tmp_path.iterdir()) == sorted([first.directory, second.directory])
+            raise ZeroDivisionError
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# The tensors that a state needs which is converted to a run's: the optimizer's own only where it keeps them.
+
+
+SHAPES = {"norm.weight": (128,), "down.weight": (128, 512)}
+
+
+def test_scales_are_needed_of_quantised_parameters_only():
+    kinds = ["exp_avg", "exp_avg_scale", "master", "replica1/exp_avg_scale"]
+    assert set(_needed(Optimizer(name="adamw8bit"), kinds, SHAPES)) == {
+        *(f"{kind}/down.weight" for kind in kinds),
+        "exp_avg/norm.weight",
+        "master/norm.weight",
+    }

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import phalanx
-from checkpoint.test_validity import flip_a_bit, forge
+from checkpoint.test_save import flip_a_bit, forge
 from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.check.load import as_dict

@@ -1,12 +1,23 @@
-"""An axis's collectives against the backend's own, which take other ways, and what they count."""
+"""An axis's collectives against the backend's own, and what the ledger and recordings count."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
+from phalanx.comm import axis as axes
 from phalanx.comm.axis import LATENCY_BOUND_BYTES, Axis, Ledger, StagedAxis
+from phalanx.comm.calls import Recording, recorded
+from phalanx.cost.communication import sent_bytes
+from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.heartbeat import Phase
+from phalanx.units import gib
+
+# An axis's collectives against the backend's own, which take other ways, and what they count.
+
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
@@ -151,3 +162,106 @@ def test_one_rank_alone_keeps_what_it_has_and_counts_nothing(dtype):
     assert torch.equal(x, out)
     assert axis.ledger.traffic() == {}
     assert str(axis) == "tp 0/1"
+
+
+# The ledger adds up calls and bytes by axis and collective, for programs and for people.
+
+
+def filled() -> Ledger:
+    ledger = Ledger()
+    for _ in range(4):
+        ledger.add("tp", "all_reduce", 1000, 4)
+    ledger.add("tp", "all_gather", 600, 4)
+    ledger.add("dp_shard", "reduce_scatter", 2**21, 2)
+    return ledger
+
+
+def test_bytes_by_axis_and_collective():
+    assert filled().traffic() == {
+        "dp_shard": {"reduce_scatter": 2**20},
+        "tp": {"all_gather": 450, "all_reduce": 6000},
+    }
+    assert filled().traffic(steps=2) == {
+        "dp_shard": {"reduce_scatter": 2**19},
+        "tp": {"all_gather": 225, "all_reduce": 3000},
+    }
+
+
+def test_lines_for_a_person():
+    assert filled().lines(steps=2) == [
+        f"dp_shard: reduce-scatter {gib(2**19)} in 0.5 calls",
+        f"tp: all-gather {gib(225)} in 0.5 calls, all-reduce {gib(3000)} in 2 calls",
+    ]
+    assert Ledger().lines(steps=1) == []
+
+
+def test_clearing_starts_anew():
+    ledger = filled()
+    ledger.clear()
+    assert ledger.traffic() == {}
+    ledger.add("tp", "all_reduce", 8, 2)
+    assert ledger.traffic() == {"tp": {"all_reduce": 8}}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["all_reduce", "all_gather", "broadcast"]), st.integers(0, 10**9)), max_size=9)
+)
+def test_entries_are_sums_of_calls(calls):
+    ledger = Ledger()
+    for collective, payload in calls:
+        ledger.add("cp", collective, payload, 3)
+    for collective in {name for name, _ in calls}:
+        payloads = [payload for name, payload in calls if name == collective]
+        assert ledger.entries["cp", collective].calls == len(payloads)
+        expected = sum(sent_bytes(collective, payload, 3) for payload in payloads)
+        assert ledger.traffic()["cp"][collective] == pytest.approx(expected)
+
+
+# Recordings of collectives: names as the ledger's, times in order, and everything as before afterwards.
+
+
+def collectives(ranks):
+    """Calls on an axis of two ranks, recorded. Returns them, and whether the class is as before."""
+    group = torch.distributed.distributed_c10d._get_default_group()
+    axis = Axis("tp", 2, ranks.rank, group)
+    methods, wait, beat = dict(vars(Axis)), axes._Then.wait, heartbeat.own()
+    recording = Recording()
+    with recorded(recording):
+        heartbeat.enter(Phase.OPTIMIZER)
+        sums = [torch.ones(4), torch.ones(30_000)]
+        works = [axis.all_reduce(x) for x in sums]
+        for work in works:
+            work.wait()
+        x = torch.zeros(3)
+        axis.send(x, 1) if ranks.rank == 0 else axis.receive(x, 0)
+        axis.reduce_scatter(torch.empty(2), torch.ones(4)).wait()
+        Axis("alone").all_reduce(torch.ones(2)).wait()
+    same = dict(vars(Axis)) == methods and axes._Then.wait is wait and heartbeat.own() is beat
+    axis.all_reduce(torch.ones(2)).wait()
+    return (
+        [vars(call) for call in recording.calls],
+        [phase for _, phase in recording.phases],
+        same,
+        axis.ledger.traffic(),
+    )
+
+
+def test_every_collective_is_recorded_under_its_ledger_name(ranks):
+    (first, phases, same, traffic), (second, *_) = ranks(collectives, 2)
+    assert same
+    assert phases[-1] is Phase.OPTIMIZER
+    assert [call["collective"] for call in first] == ["all_reduce", "all_reduce", "send", "reduce_scatter"]
+    assert {call["collective"] for call in first} == traffic["tp"].keys()
+    assert [(call["sends"], call["receives"]) for call in (first[2], second[2])] == [(True, False), (False, True)]
+    assert [call["bytes"] for call in first] == [16, 120_000, 12, 16]
+    for mine, theirs in zip(first, second, strict=True):
+        assert mine["axis"] == "tp"
+        assert mine["sequence"] == theirs["sequence"]
+        assert mine["main"]
+        assert 0 < mine["start"] <= mine["launched"] <= mine["waited"] <= mine["done"]
+    assert first[0]["channel"] == second[0]["channel"] == first[3]["channel"]
+    assert [call["sequence"] for call in (first[0], first[1], first[3])] == [
+        first[0]["sequence"],
+        first[0]["sequence"] + 1,
+        first[0]["sequence"] + 2,
+    ]

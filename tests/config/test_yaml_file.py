@@ -1,4 +1,7 @@
-"""Job files: every key is found with its line, and everything that is not plain data is refused."""
+"""Job files, layouts in one line, and runs of layers: what is written reads back, and every mistake is found."""
+
+import dataclasses
+import typing
 
 import pytest
 import yaml
@@ -6,7 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.config.fields import leaves
+from phalanx.config.layout import Layout
+from phalanx.config.layout_line import parse as parse_line
 from phalanx.config.yaml_file import Setting, parse, read
+from phalanx.errors import JobError
+from phalanx.partition.derived import MODES, RecomputeRun, modes, recompute_of, uniform_recompute
+from phalanx.partition.derived import parse as parse_runs
+
+# Job files: every key is found with its line, and everything that is not plain data is refused.
 
 
 def test_settings_carry_their_line():
@@ -112,3 +122,132 @@ def test_no_text_makes_the_parser_raise(text):
     settings, problems = parse(text, "j")
     assert isinstance(settings, list)
     assert isinstance(problems, list)
+
+
+# A layout in one line: what `line` prints reads back, and every mistake is found.
+
+
+KINDS = {int: st.integers(0, 10**6), bool: st.booleans(), str: st.sampled_from(["1f1b", "gpipe", "zb-h1"])}
+
+
+def values_of(kind):
+    if typing.get_origin(kind) is typing.Union:
+        return st.one_of(*map(values_of, typing.get_args(kind)))
+    return st.sampled_from(typing.get_args(kind)) if typing.get_origin(kind) is typing.Literal else KINDS[kind]
+
+
+LAYOUTS = st.builds(
+    Layout, **{name: values_of(kind) for name, kind in leaves(Layout).items() if name != "bucket_mb"}
+)  # a line leaves bucket_mb out
+
+
+@given(LAYOUTS)
+def test_a_line_reads_back(layout):
+    assert parse_line(layout.line()) == layout
+    assert parse_line(parse_line(layout.line()).line()) == layout
+
+
+def test_every_field_can_be_given():
+    given_all = ",".join(f"{name}={value}" for name, value in vars(Layout()).items())
+    assert parse_line(given_all) == Layout()
+
+
+@pytest.mark.parametrize(
+    ("line", "layout"),
+    [
+        ("tp=2,sp=true", Layout(tp=2, sp=True)),
+        (" dp-shard = 4 , layout.zero=2", Layout(dp_shard=4, zero=2)),
+        ("bucket_mb=0.5", Layout(bucket_mb=0.5)),
+        ("auto", Layout(auto=True)),
+        ("tp=2,auto", Layout(auto=True, tp=2)),
+    ],
+)
+def test_spellings(line, layout):
+    assert parse_line(line) == layout
+
+
+def test_an_open_layout_says_what_is_fixed():
+    assert Layout(auto=True).line() == "auto"
+    assert Layout(auto=True, tp=2, sp=True).line() == "auto,tp=2,sp=true"
+
+
+def test_all_mistakes_at_once():
+    with pytest.raises(JobError) as caught:
+        parse_line("tpp=2,zero=4,sp=maybe,n_layers=3,tensor_parallel_degree=2,tp,pp=2,pp=2,cp=x,cp=2,")
+    messages = [
+        problem.removeprefix(f"layout {caught.value.problems[0].split(chr(39))[1]!r}: ")
+        for problem in caught.value.problems
+    ]
+    assert messages == [
+        "unknown key tpp; did you mean tp?",
+        "zero: expected one of 1, 2, 3, found '4'",
+        "sp: expected true or false, found 'maybe'",
+        "model.n_layers is not a field of the layout",
+        "unknown key tensor_parallel_degree; did you mean layout.tp?",
+        "expected key=value with commas between, found 'tp'",
+        "pp is given twice",
+        "cp: expected a whole number, found 'x'",
+        "cp is given twice",
+        "expected key=value with commas between, found ''",
+    ]
+
+
+def test_a_word_like_none_is_told_those_that_exist():
+    with pytest.raises(JobError, match=r"layout 'foo=3': unknown key foo \(known: auto, dp_replicate, .*tp, pp"):
+        parse_line("foo=3")
+
+
+@given(st.text(max_size=30))
+def test_no_text_makes_it_crash(text):
+    try:
+        assert dataclasses.is_dataclass(parse_line(text))
+    except JobError as error:
+        assert error.problems
+
+
+# Runs of layers that recompute uniform_recompute: as they are written, and what each layer gets of them.
+
+
+RUNS = st.lists(st.builds(RecomputeRun, st.integers(1, 40), st.sampled_from(MODES)), min_size=1, max_size=6)
+
+
+@given(RUNS)
+def test_what_is_written_is_what_each_layer_does(runs):
+    text = "+".join(map(str, runs))
+    assert parse_runs(text) == tuple(runs)
+    every = [run.mode for run in runs for _ in range(run.layers)]
+    layout = Layout(recompute_cut=text)
+    assert [recompute_of(layout, layer, len(every)) for layer in range(len(every))] == every
+    assert parse_line(layout.line()) == layout
+    assert parse_line(f"tp=2,{layout.line()},sp=true") == Layout(tp=2, sp=True, recompute_cut=text)
+
+
+def test_without_a_cut_every_layer_does_what_the_layout_says():
+    assert modes("selective", 3) == ("selective",) * 3
+    assert recompute_of(Layout(recompute="full"), 7, 8) == "full"
+    assert uniform_recompute(Layout(recompute_cut="1*full+1*none"), "full") == Layout(recompute="full")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("8", r"'8' is not a list of runs of layers; write counts and modes joined by plus signs, such as 8\*full"),
+        ("full+none", r"'full\+none' is not a list of runs"),
+        ("2*full+", r"'2\*full\+' is not a list of runs"),
+        ("2*ful+2*none", r"2\*ful: 'ful' is not a recomputation mode; did you mean full\? \(known: none, products"),
+        ("2*full+0*none", r"0\*none has no layers: remove it"),
+    ],
+)
+def test_what_is_no_list_of_runs(text, message):
+    with pytest.raises(JobError, match=message):
+        parse_runs(text)
+
+
+@given(RUNS, st.integers(1, 200))
+def test_the_nearest_legal_cut_is_legal(runs, layers):
+    text = "+".join(map(str, runs))
+    if sum(run.layers for run in runs) == layers:
+        return
+    with pytest.raises(JobError, match="nearest legal") as caught:
+        modes(text, layers)
+    assert len(modes(str(caught.value).rpartition(" ")[2], layers)) == layers

@@ -1,5 +1,6 @@
-"""Samples of conversations: whole ones, answers exactly, counts known without reading, damage found."""
+"""Samples of conversations, their packing, and the prompts of a fine-tuned run."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,14 +12,18 @@ from hypothesis import strategies as st
 
 from phalanx.config.job import IGNORE, Data
 from phalanx.data import prepare as module
-from phalanx.data.conversations import ConversationData
+from phalanx.data.conversations import ConversationData, one_each, pack
 from phalanx.data.index import open_shards, read_index
 from phalanx.data.loader import Batches, evaluation_batches
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
 from phalanx.data.rows import encode_rows
-from phalanx.data.tokenizer import train_bpe
+from phalanx.data.template import ChatPrompts, ChatTemplate
+from phalanx.data.tokenizer import ByteTokenizer, Tokenizer, train_bpe
 from phalanx.errors import DataError
+
+# Samples of conversations: whole ones, answers exactly, counts known without reading, damage found.
+
 
 ROWS = 40
 BPE = train_bpe(["the sea, the sea; " * 20, "again and again 12 34 é"], 300)
@@ -223,3 +228,70 @@ def test_positions_that_hold_tokens_are_known_without_reading(data: Data, packin
     used = [samples.used_positions(n, 1, 7) for n in range(samples.sample_count)]
     assert sum(used) == samples.used_positions(0, samples.sample_count, 7) == samples.facts.used
     assert all(0 < each <= samples.seq_len for each in used)
+
+
+# Packing: every item once, no bin above its capacity, few bins, and the same ones every time.
+
+
+CAPACITY = 50
+
+
+@given(st.lists(st.integers(1, CAPACITY), min_size=1, max_size=200))
+def test_every_item_is_in_one_bin_that_has_room_for_it(lengths: list[int]) -> None:
+    sizes = np.array(lengths)
+    items, starts = pack(sizes, CAPACITY)
+    assert sorted(items.tolist()) == list(range(len(lengths)))
+    assert starts[0] == 0
+    assert starts[-1] == len(lengths)
+    filled = np.add.reduceat(sizes[items], starts[:-1])
+    assert filled.max() <= CAPACITY
+    # Johnson's bound, with the sum of the lengths in place of the fewest possible bins.
+    assert len(filled) <= 11 / 9 * max(1, -(-sizes.sum() // CAPACITY)) + 6 / 9 or (2 * sizes > CAPACITY).sum() > 1
+    assert (filled * 2 > CAPACITY).sum() >= len(filled) - 1  # two half empty bins would have been one
+
+
+def test_the_fullest_bin_with_room_is_chosen() -> None:
+    items, starts = pack(np.array([3, 6, 4, 7]), 10)
+    assert [items[a:b].tolist() for a, b in itertools.pairwise(starts)] == [[0, 3], [1, 2]]
+
+
+def test_without_packing_each_has_its_own() -> None:
+    items, starts = one_each(3)
+    assert items.tolist() == [0, 1, 2]
+    assert starts.tolist() == [0, 1, 2, 3]
+
+
+# Prompts of a fine-tuned run: what its conversations begin with, token for token.
+
+
+ASKED = {"role": "user", "content": "What is 2+2?"}
+
+
+def prompts(folder: Path, template: str) -> tuple[Path, ChatPrompts]:
+    (folder / "rows.jsonl").write_text(json.dumps({"prompt": ASKED["content"], "completion": "4"}) + "\n")
+    out, path = str(folder / "out"), str(folder / "rows.jsonl")
+    prepared = prepare(Data(corpus="chat", path=path, template=template, tokenizer="byte", val_fraction=0, dir=out))
+    found = ChatPrompts.of_run(prepared, Tokenizer.load(prepared))
+    assert found is not None
+    return prepared, found
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [("chatml", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("alpaca", "\n"), ("raw", "\n")]
+)
+def test_the_prompt_is_the_beginning_of_the_training_text(tmp_path: Path, template: str, end: str) -> None:
+    prepared, chat = prompts(tmp_path, template)
+    assert chat.end == end
+    stored = (prepared / "train-00000.bin").read_bytes()
+    text = bytes(stored[n] for n in range(0, len(stored), 4)).decode()
+    prompt = bytes(chat([ASKED])).decode()
+    assert text.startswith(prompt + "4" + end)
+    assert not stored[4 * len(prompt) - 1] >> 7  # the last token of the prompt
+    assert stored[4 * len(prompt) + 3] >> 7  # the first of the answer
+
+
+def test_without_a_template_there_are_no_prompts_and_refusals_are_passed_on(tmp_path: Path) -> None:
+    assert ChatPrompts.of_run(tmp_path, ByteTokenizer()) is None
+    refusing = ChatTemplate("{{ raise_exception('no') }}", {}, "refusing", trusted=True)
+    with pytest.raises(ValueError, match="TemplateError: no"):
+        ChatPrompts(refusing, ByteTokenizer())([ASKED])

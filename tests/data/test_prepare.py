@@ -1,8 +1,12 @@
-"""Preparing: exact counts, nothing done twice, the same bytes however often it was stopped and however many work."""
+"""Preparing and inspecting data: settings, exact counts, the same bytes however it was stopped, and reports."""
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import platform
+import re
 import signal
 import subprocess
 import sys
@@ -12,14 +16,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from phalanx.cli.main import main
 from phalanx.config.job import Data
 from phalanx.data import prepare as module
 from phalanx.data.corpus import Segment
+from phalanx.data.files import stderr_progress
 from phalanx.data.index import open_shards, read_index
+from phalanx.data.inspect import prepare_and_report
 from phalanx.data.loader import TokenData
 from phalanx.data.prepare import prepare, split_segments
+from phalanx.data.settings import overrides, prepared_path
 from phalanx.data.tokenizer import Tokenizer, train_bpe
-from phalanx.errors import DataError
+from phalanx.errors import DataError, JobError
+
+# Preparing: exact counts, nothing done twice, the same bytes however often it was stopped and however many work.
+
 
 PROGRAM = Path(__file__).with_name("prepare_program.py")
 
@@ -278,3 +289,301 @@ def test_stdlib_gives_several_shards(tmp_path: Path) -> None:
     assert len(index.splits["train"]) > 2
     assert index.tokens("train") + index.tokens("val") == index.corpus.characters
     assert index.vocab_size <= 256
+
+
+# Settings: what is wrong is said all at once, and the folder's name follows what shapes the tokens.
+
+
+def test_all_problems_at_once() -> None:
+    wrong = Data(
+        corpus="text",
+        tokenizer="bpe",
+        bpe_vocab=100,
+        val_fraction=1.0,
+        limit_mb=-1,
+        random_tokens=0,
+        random_vocab=0,
+        workers=-1,
+    )
+    with pytest.raises(JobError) as caught:
+        prepared_path(wrong)
+    named = [
+        "path",
+        "val_fraction",
+        "limit_mb",
+        "bpe_vocab",
+        "random_tokens",
+        "random_vocab",
+        "workers",
+    ]
+    assert len(caught.value.problems) == len(named)
+    for name in named:
+        assert f"data.{name}" in str(caught.value)
+
+
+def test_unknown_names() -> None:
+    with pytest.raises(
+        JobError,
+        match=r"data\.corpus: no corpus 'wiki' \(known: stdlib, shakespeare_char, text, mix, chat, preferences, random",
+    ):
+        prepared_path(Data(corpus="wiki"))
+    with pytest.raises(DataError, match=r"data\.tokenizer=wordpiece: expected char, byte, bpe, or the path"):
+        prepared_path(Data(tokenizer="wordpiece"))
+
+
+def test_names_can_be_read(tmp_path: Path) -> None:
+    def name(**settings: object) -> str:
+        path = prepared_path(Data(dir="d", **settings))  # pyright: ignore[reportArgumentType]
+        assert path.parent == Path("d")
+        return path.name.rsplit("-", 1)[0]
+
+    train_bpe(["some words"], 257).save(tmp_path)
+    assert name() == "stdlib-char"
+    assert name(tokenizer="bpe", bpe_vocab=512) == "stdlib-bpe512"
+    assert name(corpus="random", random_vocab=99) == "random-99"
+    assert name(corpus="text", path="x", tokenizer=str(tmp_path / "tokenizer.json")) == "text-tokenizer"
+
+
+@pytest.mark.parametrize(
+    ("base", "changed"),
+    [
+        (Data(), {"val_fraction": 0.2}),
+        (Data(), {"limit_mb": 1.0}),
+        (Data(), {"tokenizer": "byte"}),
+        (Data(tokenizer="bpe"), {"bpe_vocab": 512}),
+        (Data(corpus="text", path="a"), {"path": "b"}),
+        (Data(corpus="text", path="a"), {"text_field": "story"}),
+        (Data(corpus="random"), {"random_tokens": 5}),
+        (Data(corpus="random"), {"random_vocab": 5}),
+    ],
+)
+def test_what_shapes_the_tokens_changes_the_folder(base: Data, changed: dict[str, object]) -> None:
+    other = replace(base, **changed)  # pyright: ignore[reportArgumentType]
+    assert prepared_path(base) != prepared_path(other)
+
+
+@pytest.mark.parametrize(
+    ("base", "changed"),
+    [
+        (Data(), {"workers": 3, "prefetch": 9, "path": "x", "bpe_vocab": 999, "random_tokens": 3, "text_field": "x"}),
+        (Data(corpus="shakespeare_char"), {"path": "x"}),
+        (Data(corpus="random"), {"tokenizer": "byte", "limit_mb": 3.0, "path": "x"}),
+    ],
+)
+def test_what_does_not_shape_them_does_not(base: Data, changed: dict[str, object]) -> None:
+    assert prepared_path(base) == prepared_path(replace(base, **changed))  # pyright: ignore[reportArgumentType]
+
+
+def test_another_python_has_another_stdlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, random = prepared_path(Data()), prepared_path(Data(corpus="random"))
+    monkeypatch.setattr(platform, "python_version", lambda: "3.99.0")
+    assert prepared_path(Data()) != before
+    assert prepared_path(Data(corpus="random")) == random
+
+
+def test_another_tokenizer_under_the_same_name(tmp_path: Path) -> None:
+    data = Data(tokenizer=str(tmp_path / "tokenizer.json"))
+    train_bpe(["some words"], 260).save(tmp_path)
+    before = prepared_path(data)
+    train_bpe(["other things"], 260).save(tmp_path)
+    assert prepared_path(data) != before
+
+
+def test_overrides_make_the_same_shards(tmp_path: Path) -> None:
+    assert overrides(Data(corpus="text", path="my text", workers=3)) == [
+        "data.corpus=text",
+        "data.path=my text",
+        "data.text_field=text",
+        "data.tokenizer=char",
+        "data.val_fraction=0.1",
+        "data.limit_mb=0.0",
+    ]
+    assert "data.path=copy.txt" in overrides(Data(corpus="shakespeare_char", path="copy.txt"))
+
+
+# Progress: plain lines where there is no terminal, and none too often.
+
+
+def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with stderr_progress() as progress:
+        progress("only told", 0, 0)
+        for done in range(101):
+            progress("working", done, 100)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == ["only told", "working: 100%"]
+
+
+def test_plain_lines_become_rarer_and_say_how_long_it_takes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("phalanx.data.files.time.monotonic", lambda: clock[0])
+    with stderr_progress() as progress:
+        for done in range(1001):
+            progress("working", done, 1000)
+            clock[0] += 0.5
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["working: 0.4%", "working: 0.8%"]
+    assert lines[-1] == "working: 100%"
+    assert lines[2:4] == ["working: 1% (8m14s left)", "working: 1% (8m12s left)"]
+    assert 15 < len(lines) < 40
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with stderr_progress() as progress:
+        progress("only [told]", 0, 0)
+        progress("working", 1, 2)
+        progress("working", 2, 2)
+    assert "only [told]" in terminal.getvalue()
+    assert "working" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
+
+
+# `phalanx data prepare` says what it made, to people and to programs.
+
+
+def test_json_is_one_document(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
+    assert prepare_and_report(data, 16, force=False, verify=True, as_json=True) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told["path"].startswith(data.dir + "/text-char-")
+    assert told["splits"]["train"]["tokens"] + told["splits"]["val"]["tokens"] == told["characters"]
+    assert told["splits"]["val"]["bytes"] == 2 * told["splits"]["val"]["tokens"]
+    assert told["begins"] == ("poem 0\n" + "the sea, the sea; " * 13)[:60]
+    assert told["verified"] is True
+    assert "tokenizing: 100%" in err
+
+
+def test_text(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare_and_report(data, 16, force=False, verify=False, as_json=False)
+    out = capsys.readouterr().out
+    assert re.search(r"^train: [\d,]+ tokens  shards: \d+  bytes: [\d,]+$", out, re.MULTILINE)
+    assert r"begins: 'poem 0\nthe sea" in out
+    assert "dtype: uint16" in out
+
+
+def test_verify_finds_a_flipped_bit_and_force_repairs_it(data: Data, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare_and_report(data, 16, force=False, verify=True, as_json=True)
+    shard = Path(json.loads(capsys.readouterr().out)["path"]) / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[10] ^= 4
+    shard.write_bytes(content)
+    prepare_and_report(data, 16, force=False, verify=False, as_json=True)
+    with pytest.raises(DataError, match=r"train-00000\.bin: expected sha256 .* phalanx data prepare --force"):
+        prepare_and_report(data, 16, force=False, verify=True, as_json=True)
+    prepare_and_report(data, 16, force=True, verify=True, as_json=True)
+
+
+def test_stopping_says_how_to_go_on(
+    data: Data, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*arguments: object, **options: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("phalanx.data.inspect.prepare", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        prepare_and_report(data, 16, force=False, verify=False, as_json=True)
+    assert "finished shards are kept" in capsys.readouterr().err
+
+
+def test_of_conversations_it_says_what_samples_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "q" * (n % 5 + 1), "completion": "a" * 4} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path, out = str(tmp_path / "rows.jsonl"), str(tmp_path / "out")
+    data = Data(corpus="chat", path=path, template="raw", dir=out, packing=True, document_mask=True, val_fraction=0.25)
+    prepare_and_report(data, 16, force=False, verify=True, as_json=False)
+    printed = capsys.readouterr().out
+    assert f"corpus: {path}  rows: 20  characters: 160" in printed
+    # Fifteen prompts of 1 to 5, answers of 5 with the newline, the last token only a target.
+    line = "conversations: 15  samples: 7  truncated: 0  dropped: 0  used: 93.8% of positions  counted: 71.4% of used"
+    assert line in printed
+    prepare_and_report(data, 16, force=False, verify=False, as_json=True)
+    train = json.loads(capsys.readouterr().out)["splits"]["train"]
+    assert (train["used"], train["counted"], train["positions"]) == (105, 75, 112)
+    assert train["efficiency"] == 105 / 112
+
+
+# `phalanx data inspect`: what a file is, how it would be read, and what of it is trained on.
+
+
+CHAT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "id": 3}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "corpus", "form"),
+    [
+        ("a.json", json.dumps([CHAT]), "chat", "a JSON array"),
+        ("a.jsonl", json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}), "preferences", "JSON lines"),
+        ("a.csv", "text,id\nsome words,1\n", "text", "CSV"),
+        ("a.txt", "some words", "text", "text"),
+    ],
+)
+def test_a_file_is_known(tmp_path: Path, capsys, name: str, content: str, corpus: str, form: str) -> None:
+    (tmp_path / name).write_text(content)
+    assert main(["data", "inspect", str(tmp_path / name), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["corpus"], found["form"]) == (corpus, form)
+    trained = "".join(part["text"] for part in found["sample"] if part["trained"])
+    assert trained.startswith({"chat": "hello", "preferences": "a", "text": "some words"}[corpus])
+    assert "hi" not in trained
+
+
+def test_a_folder_shows_its_first_file_and_answers_are_marked(tmp_path: Path, capsys) -> None:
+    (tmp_path / "b.jsonl").write_text("not read")
+    (tmp_path / "a.jsonl").write_text(json.dumps(CHAT))
+    assert main(["data", "inspect", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "a.jsonl" in out
+    assert "«hello<|im_end|>" in out
+
+
+def test_rows_that_cannot_be_used_are_listed_with_the_exit_code_of_prepare(tmp_path: Path, capsys) -> None:
+    kto = {"prompt": "q", "completion": "bad", "label": False}
+    (tmp_path / "a.jsonl").write_text(json.dumps(kto) + "\n" + json.dumps({"question": "q"}) + "\n")
+    assert main(["data", "inspect", str(tmp_path / "a.jsonl")]) == 4
+    out = capsys.readouterr().out
+    assert "2 rows cannot be used" in out
+    assert "its prompt has only answers with label false" in out
+    assert "ignore_keys" not in out  # it would train the answers that are marked as bad
+
+
+def test_a_job_file_shows_what_it_draws_of_each_source(tmp_path: Path, capsys) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(f"text {name} " * 300)
+    job = tmp_path / "job.yaml"
+    job.write_text(
+        f"model: {{seq_len: 16}}\ndata:\n  dir: {tmp_path}/data\n  mix:\n    - {{path: {tmp_path}/a.txt, weight: 3}}\n"
+        f"    - {{path: {tmp_path}/b.txt, weight: 1, epochs: 1}}\ntrain: {{steps: 40, global_batch: 20}}\n"
+    )
+    assert main(["data", "inspect", str(job)]) == 0
+    assert "a.txt (text): 75.00% of the samples: 600, not prepared yet" in " ".join(capsys.readouterr().out.split())
+    assert main(["data", "prepare", str(job)]) == 0
+    capsys.readouterr()
+    assert main(["data", "inspect", str(job), "--json"]) == 4
+    found = json.loads(capsys.readouterr().out)
+    assert [source["samples"] for source in found["sources"]] == [600, 200]
+    assert found["sources"][1]["epochs"] == pytest.approx(200 / 118)
+    assert "epochs is 1" in found["problems"][0]
+
+
+def test_a_job_says_how_its_rows_are_read(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"ask": "q", "say": "a", "why": "x"}))
+    job = tmp_path / "job.yaml"
+    chat = "corpus: chat, template: chatml, columns: [ask:prompt, say:completion], ignore_keys: [why]"
+    for settings in (chat, "corpus: text, text_field: say"):
+        job.write_text(f"data: {{path: {tmp_path}/a.jsonl, {settings}}}\n")
+        assert main(["data", "inspect", str(job)]) == 0
+        assert "«a" in capsys.readouterr().out
+
+
+def test_a_template_that_is_not_there_is_bad_usage(tmp_path: Path, capsys) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps(CHAT))
+    assert main(["data", "inspect", str(tmp_path / "a.jsonl"), "--template", "chatlm"]) == 2
+    assert "did you mean chatml?" in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""Exported runs: transformers loads the very weights, computes the same logits, and writes the same text."""
+"""Exported runs: transformers loads the very weights and writes the same text, and imports are exported again."""
+
+from __future__ import annotations
 
 import json
 import os
@@ -9,20 +11,29 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from exchange import gguf_files
+from exchange.test_gguf import llama
 from families.counterparts import COUNTERPARTS, InFloat64, small_model
 from generate.texts import generate
 from generate.written import write_run
 from model.kinds import build
+from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.load import as_dict
 from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.save import save_tensors
 from phalanx.cli.main import main
+from phalanx.config.hugging_face.families import FAMILIES
 from phalanx.config.job import Job, Train
 from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, LibraryTokenizer, Tokenizer, train_bpe
 from phalanx.errors import CheckpointError, JobError
 from phalanx.exchange.export import export, library_definition
+from phalanx.exchange.hugging_face import WEIGHTS
+from phalanx.exchange.links import links, shapes_of_theirs
+
+# Exported runs: transformers loads the very weights, computes the same logits, and writes the same text.
+
 
 LLAMA = replace(small_model(PRESETS["llama3.1-8b"], {"rope_scaling": {"original_seq_len": 16}}), seq_len=64)
 
@@ -242,3 +253,168 @@ def test_adapters_are_merged_into_their_matrices(tmp_path):
     )
     expected = values[f"{attention}.weight"] + 2 * b @ a
     torch.testing.assert_close(found["model.layers.1.self_attn.q_proj.weight"], expected.detach())
+
+
+# Import, then export: folders and files of other programs, imported as runs and exported.
+
+
+SAME = ("llama3.1-8b", "qwen2.5-7b", "mixtral-8x7b", "gpt2", "gpt-neox-20b")
+
+
+def run(*words: object) -> int:
+    return main(list(map(str, words)))
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_folders_of_transformers_come_back_bit_equal(name, tmp_path):
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    torch.manual_seed(0)
+    theirs = (
+        COUNTERPARTS[name].build(small_model(PRESETS[name], COUNTERPARTS[name].small | {"vocab_size": 300})).bfloat16()
+    )
+    theirs.config.bos_token_id = theirs.generation_config.bos_token_id = 1
+    theirs.save_pretrained(tmp_path / "in")
+    train_bpe(["a b c " * 9], 300).save(tmp_path / "in")
+    (tmp_path / "in" / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}", "bos_token": "!"}')
+    assert run("import", "hf", tmp_path / "in", "--out", tmp_path / "run") == 0
+    assert run("export", tmp_path / "run", "--to", "hf", tmp_path / "out") == 0
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("in", "out"))
+    assert before.keys() == after.keys()
+    assert all(after[key].dtype == tensor.dtype for key, tensor in before.items())
+    assert all(map(torch.equal, before.values(), (after[key] for key in before)))
+    first, second = (transformers.AutoConfig.from_pretrained(tmp_path / each).to_dict() for each in ("in", "out"))
+    different = {key for key in first | second if first.get(key) != second.get(key)}
+    assert different <= {"_name_or_path", "use_cache"}
+    generation = [transformers.GenerationConfig.from_pretrained(tmp_path / each).to_dict() for each in ("in", "out")]
+    assert generation[0]["bos_token_id"] == generation[1]["bos_token_id"] == 1
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
+
+
+def test_gguf_files_become_runs_and_folders(tmp_path, capsys):
+    tensors = llama(tmp_path / "m.gguf", gguf_files.vocabulary(), rows=300)
+    assert run("import", "hf", tmp_path / "m.gguf", "--out", tmp_path / "run", "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["model_type"], document["precision"]) == ("llama", "fp32")
+    assert Tokenizer.load(tmp_path / "run").vocab_size == document["tokens"]
+    with open_source(tmp_path / "run") as source:
+        export(source, tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    settings = json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text())
+    assert (settings["eos_token"], settings["chat_template"]) == ("<|end|>", "{{ messages }}")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 0
+    kept = json.loads((tmp_path / "run" / "hugging_face" / "config.json").read_text())
+    assert (kept["max_position_embeddings"], kept["eos_token_id"]) == (32, 0)  # for runs on shorter samples
+
+    half = tmp_path / "half"
+    assert run("import", "hf", tmp_path / "m.gguf", "--out", half, "--layers", 1, "--precision", "bf16") == 0
+    with open_source(half) as source:
+        assert source.read("embed.weight").dtype == torch.bfloat16
+        assert not [name for name in source.names() if name.startswith("blocks.1.")]
+    assert run("import", "hf", tmp_path / "hf", "--out", tmp_path / "first", "--layers", 1) == 0
+    with open_source(tmp_path / "first") as source:
+        assert not [name for name in source.names() if name.startswith("blocks.1.")]
+
+
+def test_gguf_files_without_a_tokenizer_that_is_read_become_runs_without_one(tmp_path, capsys):
+    llama(tmp_path / "m.gguf", gguf_files.vocabulary() | {"tokenizer.ggml.model": "rwkv"})
+    assert run("import", "hf", tmp_path / "m.gguf", "--out", tmp_path / "run") == 0
+    assert "kind 'rwkv' is not read" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "tokenizer.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["m.gguf", "other.gguf"], 2, "a GGUF file is imported by itself"),
+        (["m.gguf", "--layers", "3"], 2, "m.gguf has 2 layers"),
+        (["cut.gguf"], 4, "cut.gguf is no whole GGUF file"),
+        (["big.gguf"], 4, "big.gguf: the tokenizer has 260 tokens, the embedding has 64 rows"),
+    ],
+)
+def test_what_is_wrong_is_named_and_nothing_is_left(words, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    llama(tmp_path / "m.gguf")
+    llama(tmp_path / "big.gguf", gguf_files.vocabulary())
+    (tmp_path / "cut.gguf").write_bytes((tmp_path / "m.gguf").read_bytes()[:-1000])
+    before = sorted(tmp_path.iterdir())
+    assert run("import", "hf", *words, "--out", "run") == code
+    assert message in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+# Names and conversions of weights: every parameter has one counterpart, and every conversion an exact inverse.
+
+
+def test_every_model_type_has_a_table_of_weights():
+    assert {family.model_type for family in FAMILIES} == set(WEIGHTS)
+
+
+@pytest.mark.parametrize("name", COUNTERPARTS)
+def test_conversions_are_exact_in_both_directions(name: str):
+    family = WEIGHTS[COUNTERPARTS[name].model_type]
+    model = small_model(PRESETS[name], COUNTERPARTS[name].small)
+    shapes = parameter_shapes(model)
+    generator = torch.Generator().manual_seed(0)
+    found: list[str] = []
+    for link in links(model, family):
+        ours = [torch.randint(-9, 9, shapes[each], generator=generator).double() for each in link.ours]
+        theirs = link.conversion.theirs(ours, model)
+        expected = shapes_of_theirs(link, model, shapes)
+        assert [tuple(each.shape) for each in theirs] == [expected[each] for each in link.theirs]
+        again = link.conversion.ours(theirs, model)
+        assert all(map(torch.equal, again, ours))
+        found += link.ours
+        assert all(family.name_of(each) == each and family.needs(each, model) for each in link.theirs)
+    assert sorted(found) == sorted(shapes)
+    names = [name for link in links(model, family) for name in link.theirs]
+    assert len({*names}) == len(names)
+
+
+def test_a_norm_in_bf16_gets_its_one_in_fp32():
+    link = next(
+        link
+        for link in links(PRESETS["gemma2-2b"], WEIGHTS["gemma2"])
+        if link.theirs[0] == "model.layers.0.input_layernorm.weight"
+    )
+    stored = torch.tensor([0.001, -1.5], dtype=torch.bfloat16)
+    ours = link.conversion.ours([stored], PRESETS["gemma2-2b"])
+    assert ours[0].dtype == torch.float32
+    assert torch.equal(link.conversion.theirs(ours, PRESETS["gemma2-2b"])[0].bfloat16(), stored)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "stored", "name"),
+    [
+        ("gpt2", "h.0.attn.c_attn.weight", "transformer.h.0.attn.c_attn.weight"),
+        ("gpt2", "transformer.h.0.ln_1.bias", "transformer.h.0.ln_1.bias"),
+        ("llama", "layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("gpt_neox", "lm_head.weight", "embed_out.weight"),
+        ("gemma3_text", "language_model.model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+        ("gemma3_text", "model.language_model.norm.weight", "model.norm.weight"),
+    ],
+)
+def test_other_spellings_of_names(model_type: str, stored: str, name: str):
+    assert WEIGHTS[model_type].name_of(stored) == name
+
+
+@pytest.mark.parametrize(
+    ("preset", "model_type", "name", "needed"),
+    [
+        ("gpt2", "gpt2", "transformer.h.0.attn.bias", False),
+        ("gpt2", "gpt2", "lm_head.weight", False),
+        ("gpt2", "gpt2", "transformer.h.0.attn.c_attn.bias", True),
+        ("llama3-8b", "llama", "lm_head.weight", True),
+        ("llama3-8b", "llama", "model.layers.0.self_attn.rotary_emb.inv_freq", False),
+        ("deepseek-v3", "deepseek_v3", "model.layers.61.eh_proj.weight", False),
+        ("deepseek-v3", "deepseek_v3", "model.layers.60.eh_proj.weight", True),
+    ],
+)
+def test_tensors_without_use_are_known(preset: str, model_type: str, name: str, needed: bool):
+    assert WEIGHTS[model_type].needs(name, PRESETS[preset]) == needed
+
+
+def test_parameters_without_a_counterpart_are_named():
+    with pytest.raises(JobError, match=r"blocks\.0\.attn\.q_norm\.weight"):
+        list(links(PRESETS["qwen3-8b"], WEIGHTS["llama"]))

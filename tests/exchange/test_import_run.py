@@ -9,8 +9,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from exchange.folders import LLAMA, VOCABULARY, write_folder, write_tensors
@@ -18,10 +20,14 @@ from phalanx.checkpoint.inventory import damage
 from phalanx.checkpoint.manifest import job_of
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.cli.main import main
-from phalanx.errors import CheckpointError, DataError, JobError, PhalanxError
+from phalanx.errors import CheckpointError, DataError, JobError, PhalanxError, RunError
+from phalanx.exchange import folder as hub
 from phalanx.exchange import import_run
 from phalanx.exchange.import_run import import_folder
 from phalanx.generate.load import find, load_run
+
+# Imports of Hugging Face folders: the parameters bit for bit, and one message for everything that does not fit.
+
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -271,3 +277,60 @@ def test_a_model_is_not_loaded_whole(folder: Path, out: Path):
     size, growth = map(int, child.stdout.split())
     assert size > 50e6
     assert growth < size / 2
+
+
+# Models of the hub: downloaded on request only, and one message where they cannot be.
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_a_model_of_the_hub_is_imported_from_what_was_downloaded(tmp_path, monkeypatch, capsys):
+    write_folder(tmp_path / "theirs")
+    asked = []
+
+    def download(repository: str, **options: object) -> str:
+        asked.append((repository, options))
+        return str(tmp_path / "theirs")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert main(["import", "hf", "hub:someone/llama@main", "--out", "ours"]) == 0
+    [(repository, options)] = asked
+    assert (repository, options["revision"]) == ("someone/llama", "main")
+    assert not any(pattern.endswith((".bin", ".py")) for pattern in options["allow_patterns"])
+    assert "phalanx generate ours" in capsys.readouterr().out
+    assert main(["import", "hf", "hub:someone/llama", "--out", "ours"]) == 2
+    assert len(asked) == 1  # nothing is downloaded for a target that exists
+
+
+def test_without_a_network_the_message_says_what_to_do():
+    with pytest.raises(RunError, match=r"(?s)hub:openai-community/gpt2 is neither in the cache.*hf download"):
+        hub.downloaded("hub:openai-community/gpt2")
+
+
+@pytest.mark.parametrize("text", ["hub:", "hub:../x", "hub:a/b/c", "hub:https://x/y"])
+def test_what_is_no_name_of_a_model_is_refused(text):
+    with pytest.raises(JobError, match="no name of a model"):
+        hub.downloaded(text)
+
+
+# What is not there is said with what would be taken, before any weights are read.
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("owner/model", 2, "owner/model: no such file; a model on the Hugging Face hub is hub:owner/model"),
+        ("nosuch", 2, "nosuch: no such file; give one folder, or files"),
+        ("empty.gguf", 4, "empty.gguf cannot be read: the file is empty"),
+    ],
+)
+def test_an_import_of_nothing(tmp_path, monkeypatch, capsys, name, code, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.gguf").touch()
+    assert main(["import", "hf", name, "--out", "run"]) == code
+    assert said in capsys.readouterr().err

@@ -1,3 +1,5 @@
+"""Latent attention, caches of unequal sequences, and masks of documents."""
+
 from __future__ import annotations
 
 import math
@@ -6,14 +8,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
+import phalanx.model.documents
 from generate.texts import generate
-from model.kinds import MOE_AND_MLA, build, tokens
+from model.kinds import ATTENTION_KINDS, KINDS, MOE_AND_MLA, STRUCTURE_KINDS, build, tokens
 from phalanx.config.model import MLA, ModelConfig, RopeScaling
-from phalanx.model.attention import LatentAttention
+from phalanx.model.attention import CoreAttention, LatentAttention, visible
 from phalanx.model.cache import Cache
 from phalanx.model.documents import Documents
 from phalanx.model.layers import rotary_frequencies
+from phalanx.model.seeding import Noise
 
 _LATENT = {
     "compressed queries": MOE_AND_MLA["deepseek"],
@@ -144,3 +152,200 @@ def test_documents_in_one_sequence_are_as_each_alone(name: str):
     documents = Documents(torch.tensor([[0] * 4 + [1] * 6]))
     whole = transformer(inputs, documents=documents)
     torch.testing.assert_close(whole[:, 4:], transformer(inputs[:, 4:]), rtol=1e-9, atol=1e-9)
+
+
+# The cache of a batch whose sequences differ in length: each row has the logits that it has alone.
+
+
+ALL = {**KINDS, **MOE_AND_MLA, **ATTENTION_KINDS, **STRUCTURE_KINDS}
+LONG = 24
+
+
+def filled(transformer, text: torch.Tensor) -> Cache:
+    cache = Cache(LONG)
+    transformer(text[None], cache=cache)
+    return cache
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("model", [replace(model, seq_len=LONG) for model in ALL.values()], ids=list(ALL))
+def test_sequences_of_different_lengths_have_the_logits_of_each_alone(model: ModelConfig):
+    """Joined after their prompts, then three tokens at once, rejected in part, then one at a time."""
+    transformer = build(model)
+    rows = [tokens(model, 1, length, seed=length)[0] for length in (3, 9, 1)]
+    batch = Cache(LONG)
+    for row in rows:
+        batch.append(filled(transformer, row))
+    assert batch.lengths == [3, 9, 1]
+    proposed = tokens(model, 3, 3, seed=7)
+    if not model.moe.capacity:  # which drops tokens by how many come together
+        logits = transformer(proposed, cache=batch)
+        for row, more, found in zip(rows, proposed, logits, strict=True):
+            torch.testing.assert_close(found, transformer(torch.cat((row, more))[None])[0, -3:], rtol=1e-9, atol=1e-9)
+        batch.rewind([1, 3, 2])
+        rows = [torch.cat((row, more[:n])) for row, more, n in zip(rows, proposed, (2, 0, 1), strict=True)]
+    batch.keep([2, 0])
+    rows = [rows[2], rows[0]]
+    for step in range(3):
+        new = tokens(model, 2, 1, seed=step)
+        logits = transformer(new, cache=batch)[:, -1]
+        rows = [torch.cat((row, token)) for row, token in zip(rows, new, strict=True)]
+        if not model.moe.capacity:
+            for row, found in zip(rows, logits, strict=True):
+                torch.testing.assert_close(found, transformer(row[None])[0, -1], rtol=1e-9, atol=1e-9)
+    assert batch.lengths == [len(row) for row in rows]
+
+
+@torch.inference_mode()
+def test_a_cache_grows_and_moves_left_where_rewinding_leaves_columns_empty():
+    model = replace(KINDS["llama"], seq_len=700)
+    transformer = build(model)
+    rows = [tokens(model, 1, 400, seed=1)[0], tokens(model, 1, 2, seed=2)[0]]
+    batch = Cache(700)
+    for row in rows:
+        cache = Cache(700)
+        transformer(row[None], cache=cache)
+        batch.append(cache)
+    for _ in range(5):  # the long one forgets, the short one grows
+        more = tokens(model, 2, 60, seed=3)
+        transformer(more, cache=batch)
+        batch.rewind([120, 0])
+        rows = [torch.cat((rows[0], more[0]))[:-120], torch.cat((rows[1], more[1]))]
+    assert batch.lengths == [100, 302]
+    assert batch.length == 302
+    last = tokens(model, 2, 1, seed=4)
+    logits = transformer(last, cache=batch)[:, -1]
+    for row, token, found in zip(rows, last, logits, strict=True):
+        kept = torch.cat((row[:100] if len(row) < 302 else row, token))
+        torch.testing.assert_close(found, transformer(kept[None])[0, -1], rtol=1e-9, atol=1e-9)
+
+
+def test_a_sequence_is_taken_out_of_a_batch():
+    model = replace(KINDS["gpt2"], seq_len=LONG)
+    transformer, batch = build(model), Cache(LONG)
+    for length in (2, 5):
+        batch.append(filled(transformer, tokens(model, 1, length, seed=length)[0]), copies=2)
+    alone = batch.take(1)
+    assert (batch.lengths, alone.lengths, alone.is_ragged) == ([2, 2, 5, 5], [2], False)
+    new = torch.tensor([[3]])
+    whole = torch.cat((tokens(model, 1, 2, seed=2)[0], new[0]))
+    torch.testing.assert_close(
+        transformer(new, cache=alone)[0, -1], transformer(whole[None])[0, -1], rtol=1e-9, atol=1e-9
+    )
+
+
+# Document masks: several documents in one sequence, of which none sees another.
+
+
+LENGTHS = ((5, 1, 6), (2, 3, 7))
+"""Tokens of each document, sample by sample."""
+
+
+def numbered(lengths: tuple[tuple[int, ...], ...]) -> Tensor:
+    """The number of each token's document: (samples, tokens)."""
+    return torch.stack([torch.arange(len(row)).repeat_interleave(torch.tensor(row)) for row in lengths])
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "llama 3.1"])
+def test_a_model_computes_documents_as_each_alone(kind):
+    model = KINDS[kind]
+    transformer, packed = build(model), tokens(model, 2, 12)
+    logits = transformer(packed, documents=Documents(numbered(LENGTHS)))
+    for sample, lengths in enumerate(LENGTHS):
+        start = 0
+        for length in lengths:
+            places = slice(start, start + length)
+            positions = torch.arange(start, start + length)
+            alone = transformer(packed[sample : sample + 1, places], positions=positions)
+            torch.testing.assert_close(logits[sample, places], alone[0], rtol=1e-9, atol=1e-9)
+            start += length
+    assert not torch.allclose(logits, transformer(packed))
+
+
+def test_one_document_is_no_mask():
+    model = KINDS["llama"]
+    transformer, packed = build(model), tokens(model, 2, 12)
+    logits = transformer(packed, documents=Documents(torch.zeros(2, 12, dtype=torch.int64)))
+    torch.testing.assert_close(logits, transformer(packed), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradients_do_not_cross_documents(dropout):
+    model = replace(KINDS["gpt2"], dropout=dropout)
+    transformer, packed, documents = build(model), tokens(model, 2, 12), numbered(LENGTHS)
+    noise = Noise(seed=1, step=0, sample_ids=[0, 1]) if dropout else None
+    x = transformer.embed(packed).detach().requires_grad_()
+    out = transformer.through(transformer.blocks, x, torch.arange(12), noise, None, Documents(documents))
+    chosen = documents == 1
+    (gradient,) = torch.autograd.grad(out[chosen].square().sum(), x)
+    assert (gradient[~chosen] == 0).all()
+    assert (gradient[chosen].abs().sum(-1) > 0).all()
+
+
+def test_dropout_meets_the_same_masks_with_documents():
+    model = replace(KINDS["gpt2"], dropout=0.3)
+    transformer, packed = build(model), tokens(model, 2, 12)
+    noise = Noise(seed=1, step=0, sample_ids=[0, 1])
+    one = Documents(torch.zeros(2, 12, dtype=torch.int64))
+    torch.testing.assert_close(transformer(packed, noise=noise, documents=one), transformer(packed, noise=noise))
+
+
+@given(
+    documents=st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=3),
+    seq=st.integers(1, 6),
+)
+def test_a_query_sees_its_document_up_to_itself(documents, seq):
+    places = torch.arange(6)
+    seen = visible(places[6 - seq :], places, documents=Documents(torch.tensor(documents)))
+    assert seen.shape == (len(documents), 1, seq, 6)
+    for sample, row in enumerate(documents):
+        for query in range(seq):
+            place = 6 - seq + query
+            expected = [key <= place and row[key] == row[place] for key in range(6)]
+            assert seen[sample, 0, query].tolist() == expected
+
+
+def test_flash_attention_gets_runs_of_the_tokens_of_all_sequences(monkeypatch):
+    documents = Documents(torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 2]]))
+    monkeypatch.setattr(phalanx.model.documents, "ROWS_PER_DOCUMENT", 5)
+    first, second = documents.packed
+    assert (first.tokens, first.bounds.tolist(), first.bounds.dtype, first.longest) == (
+        slice(0, 5),
+        [0, 2, 5],
+        torch.int32,
+        3,
+    )
+    assert (second.tokens, second.bounds.tolist(), second.longest) == (slice(5, 10), [0, 4, 5], 4)
+    (alone,) = documents.part(slice(1, 2)).packed[:1]
+    assert alone.bounds.tolist() == [0, 4]
+    moved = documents.to(torch.device("meta"))  # which could not count them itself
+    assert [(part.tokens, part.bounds.device.type) for part in moved.packed] == [
+        (slice(0, 5), "meta"),
+        (slice(5, 10), "meta"),
+    ]
+
+
+def saved_bytes(core: CoreAttention, seq: int, keys: int, noise: Noise | None, documents: Documents | None) -> int:
+    """What attention keeps for its backward pass, each storage once."""
+    q, k, v = (torch.randn(2, 4, length, 8, requires_grad=True) for length in (seq, keys, keys))
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        core(q, k, v, noise, documents)
+    return sum(kept.values())
+
+
+def test_attention_keeps_no_mask():
+    """Neither that of documents nor that of a later slice of a sequence, nor beside the scores that dropout keeps."""
+    seq, documents = 24, Documents(torch.arange(24).expand(2, -1) // 5)
+    fused = 4 * 2 * 4 * seq * (4 * 8 + 1)  # q, k, v, the output and its log-sum-exp
+    core = CoreAttention(KINDS["gpt2"], 0)
+    assert saved_bytes(core, seq, seq, None, None) == saved_bytes(core, seq, seq, None, documents) == fused
+    assert saved_bytes(core, 1 + seq // 2, seq, None, None) < fused
+    dropping = CoreAttention(replace(KINDS["gpt2"], dropout=0.3), 0)
+    noise = Noise(seed=1, step=0, sample_ids=[0, 1])
+    assert saved_bytes(dropping, seq, seq, noise, None) == saved_bytes(dropping, seq, seq, noise, documents)

@@ -1,21 +1,30 @@
+"""Mixtures of experts: routing, balance, and how their rows move."""
+
 from __future__ import annotations
 
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.functional import gelu, silu
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from model.kinds import MOE_AND_MLA, build, tokens
 from phalanx.config.model import ModelConfig, MoE
+from phalanx.model import moe
 from phalanx.model import moe as under_test
 from phalanx.model.documents import Conversations
-from phalanx.model.moe import Routing
+from phalanx.model.moe import GroupedLinear, MixtureOfExperts, Routing
 from phalanx.model.seeding import initialise
+from train.measured_memory import tensors_in
 
 _LLAMA = replace(MOE_AND_MLA["mixtral"], d_model=8)
 _SIGMOID = MoE(
@@ -364,3 +373,188 @@ def test_padding_and_packing_change_nothing(model: ModelConfig, samples, width: 
     assert torch.equal(together.routing.loads[1], alone.routing.loads[1])
     for name, penalty in alone.routing.penalties.items():
         torch.testing.assert_close(together.routing.penalties[name], penalty, rtol=1e-12, atol=1e-12)
+
+
+# Rows of a mixture of experts move by gathers alone, both ways, and the host waits for no count of them.
+
+
+D_MODEL, TOKENS, TOP_K = 16, 32, 3
+MODEL = ModelConfig(
+    n_layers=1,
+    d_model=D_MODEL,
+    n_heads=2,
+    seq_len=TOKENS // 2,
+    activation="swiglu",
+    bias=True,
+    moe=MoE(n_experts=6, top_k=TOP_K, d_ff=24, n_shared=1, aux_loss=0.1, z_loss=0.1),
+)
+CAPACITY = replace(MODEL, moe=replace(MODEL.moe, capacity=1.0))
+
+
+def backward_of(model: ModelConfig, dtype: torch.dtype, *, padded: bool) -> None:
+    """Runs a layer forward and backward, with padding or without."""
+    moe._capacities.cache_clear()
+    torch.set_default_dtype(dtype)  # fake parameters cannot be converted
+    try:
+        layer = MixtureOfExperts(model, 0, Routing(factor=1.0))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    x = torch.randn(2, TOKENS // 2, D_MODEL, dtype=dtype, requires_grad=True)
+    layer(x, Conversations(torch.zeros(2, TOKENS // 2).long(), 2) if padded else None).sum().backward()
+    moe._capacities.cache_clear()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("model", [MODEL, CAPACITY], ids=["dropless", "capacity"])
+def test_the_host_reads_no_number_of_the_device(model, padded):
+    """Tensors without values: whatever the host would read raises, as fp64's products do."""
+    with FakeTensorMode():
+        backward_of(model, torch.bfloat16, padded=padded)
+    if not model.moe.capacity:
+        with FakeTensorMode(), pytest.raises(DataDependentOutputException):
+            backward_of(model, torch.float64, padded=padded)
+
+
+class Moved(TorchDispatchMode):
+    """Numbers that operations on rows of d_model read and write; a gather reads no more than it takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+        self.names = set[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        read, written = ([t for t in tensors_in(each) if _is_rows(t)] for each in ((args, kwargs), result))
+        if not func.is_view and (read or written):
+            name = func._schema.name.removeprefix("aten::")
+            self.names.add(name)
+            taken = {
+                "index_select": getattr(result, "numel", int),
+                "_embedding_bag_forward_only": lambda: args[1].numel() * D_MODEL,
+                "_embedding_bag_per_sample_weights_backward": lambda: 2 * args[2].numel() * D_MODEL,
+            }
+            self.numbers += taken.get(name, lambda: sum(t.numel() for t in read))() + sum(t.numel() for t in written)
+        return result
+
+
+def _is_rows(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.ndim > 1 and tensor.shape[-1] == D_MODEL
+
+
+def test_rows_are_gathered_both_ways():
+    """Forward each row is read and written, and then read for its token's sum. Backward the sum's gradient is read
+    for each row and written times its gate, both are read for the gate, and the rows' gradients are read for their
+    tokens'."""
+    layer = MixtureOfExperts(MODEL, 0, Routing(factor=1.0))
+    tokens, gates = torch.randn(TOKENS, D_MODEL, requires_grad=True), torch.rand(TOKENS, TOP_K, requires_grad=True)
+    chosen = torch.rand(2, TOKENS // 2, MODEL.moe.n_experts).topk(TOP_K).indices
+    row, token = TOKENS * TOP_K * D_MODEL, TOKENS * D_MODEL
+    with Moved() as moved:
+        slots = layer.slots(chosen)
+        rows = moe._Dispatch.apply(tokens, slots.choices, slots.rows, slots.kept)
+        out = moe._Combine.apply(rows, gates, slots.choices, slots.rows)
+    assert moved.numbers == 2 * row + row + token
+    gradient = torch.ones_like(out)
+    with Moved() as moved:
+        torch.autograd.grad(out, (tokens, gates), gradient)
+    assert moved.numbers == 2 * row + 2 * row + row + token
+
+
+@pytest.mark.parametrize("model", [MODEL, CAPACITY], ids=["dropless", "capacity"])
+def test_nothing_is_added_to_rows_by_index(model):
+    with Moved() as moved:
+        backward_of(model, torch.float32, padded=True)
+    assert "index_select" in moved.names
+    assert not any(word in name for name in moved.names for word in ("scatter", "index_add", "index_put"))
+
+
+def single_layer(n: int, inputs: int, outputs: int, dtype: torch.dtype, *, bias: bool = True) -> GroupedLinear:
+    generator = torch.Generator().manual_seed(n + inputs)
+    grouped = GroupedLinear(n, inputs, outputs, bias=bias)
+    with torch.no_grad():
+        for parameter in grouped.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return grouped.to(dtype)
+
+
+def ends_of(*sizes: int) -> Tensor:
+    return torch.tensor(sizes).cumsum(0).int()
+
+
+def one_by_one(grouped: GroupedLinear, x: Tensor, sizes: list[int]) -> Tensor:
+    parts = []
+    for expert, rows in enumerate(x.split(sizes)):
+        y = rows @ grouped.weight[expert].t()
+        parts.append(y if grouped.bias is None else y + grouped.bias_factor * grouped.bias[expert])
+    return torch.cat(parts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    shape=st.sampled_from([(8, 12), (12, 8), (5, 7), (16, 6)]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    bias=st.booleans(),
+    equal=st.booleans(),
+    surplus=st.integers(0, 3),
+)
+def test_each_group_of_rows_meets_its_own_matrix(
+    sizes: list[int], shape: tuple[int, int], dtype: torch.dtype, bias: bool, equal: bool, surplus: int
+):
+    """In one kernel, in a loop or as a batched product: rows aligned or not, experts without rows, and rows after the
+    last expert's, whose values have no effect."""
+    sizes, surplus = ([sizes[0]] * len(sizes), 0) if equal else (sizes, surplus)
+    grouped = single_layer(len(sizes), *shape, dtype, bias=bias)
+    x = torch.randn(sum(sizes), shape[0], dtype=dtype, requires_grad=True)
+    inputs = [x, *grouped.parameters()]
+    gradient = torch.randn(sum(sizes), shape[1], dtype=dtype)
+    of_nobody = torch.full((surplus, shape[0]), torch.nan, dtype=dtype)
+    found = grouped(torch.cat([x, of_nobody]), None if equal else ends_of(*sizes))[: sum(sizes)]
+    expected = one_by_one(grouped, x, sizes)
+    tolerance = {"rtol": 1e-9, "atol": 1e-9} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-4}
+    torch.testing.assert_close(found, expected, **tolerance)
+    for one, other in zip(
+        torch.autograd.grad(found, inputs, gradient), torch.autograd.grad(expected, inputs, gradient), strict=True
+    ):
+        torch.testing.assert_close(one, other, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_an_expert_without_rows_gets_a_gradient_of_zeros(dtype: torch.dtype):
+    grouped = single_layer(3, 8, 8, dtype)
+    # A sum's gradient is one number, expanded: torch's grouped product does not take it as it is.
+    grouped(torch.ones(4, 8, dtype=dtype), ends_of(1, 0, 3)).sum().backward()
+    assert torch.equal(grouped.weight.grad[1], torch.zeros(8, 8, dtype=dtype))
+    assert torch.equal(grouped.weight.grad[2], torch.full((8, 8), 3, dtype=dtype))
+    assert torch.equal(grouped.bias.grad, torch.tensor([1, 0, 3], dtype=dtype)[:, None].expand(3, 8))
+
+
+def test_without_any_rows_all_gradients_are_zeros():
+    for dtype in (torch.float64, torch.float32):
+        grouped = single_layer(3, 8, 8, dtype)
+        grouped(torch.ones(0, 8, dtype=dtype), ends_of(0, 0, 0)).sum().backward()
+        assert not grouped.weight.grad.any()
+        assert not grouped.bias.grad.any()
+
+
+def test_parts_of_the_inputs_add_up_with_one_bias():
+    whole, x, sizes = single_layer(3, 8, 4, torch.float64), torch.randn(6, 8, dtype=torch.float64), [1, 2, 3]
+    total = torch.zeros(6, 4, dtype=torch.float64)
+    for rank in range(2):
+        part = single_layer(3, 8, 4, torch.float64)
+        part.weight = torch.nn.Parameter(part.weight.chunk(2, 2)[rank])
+        part.bias_factor = 1.0 if rank == 0 else 0.0
+        total += part(x.chunk(2, 1)[rank].contiguous(), ends_of(*sizes))
+    torch.testing.assert_close(total, whole(x, ends_of(*sizes)), rtol=1e-12, atol=1e-12)
+
+
+def test_a_view_that_is_not_aligned_is_multiplied_too():
+    """As a bucket of parameters may hold it."""
+    grouped = single_layer(2, 8, 8, torch.float32, bias=False)
+    flat = torch.empty(1 + grouped.weight.numel())
+    flat[1:] = grouped.weight.detach().flatten()
+    moved = single_layer(2, 8, 8, torch.float32, bias=False)
+    moved.weight = torch.nn.Parameter(flat[1:].view(2, 8, 8))
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(moved(x, ends_of(2, 3)), grouped(x, ends_of(2, 3)))

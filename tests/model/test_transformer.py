@@ -1,23 +1,29 @@
+"""The transformer: its parts against formulas written out, rotary positions and seeds."""
+
 from __future__ import annotations
 
+import cmath
 import math
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from model.kinds import KINDS, MOE_AND_MLA, STRUCTURE_KINDS, build, tokens
 from phalanx.blocks.parameters import count, parameter_shapes
-from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
 from phalanx.model.cache import Cache
-from phalanx.model.seeding import Noise
-from phalanx.model.transformer import Transformer
+from phalanx.model.layers import Activation, rotary_frequencies, rotary_table, rotate, soft_cap
+from phalanx.model.seeding import Noise, derive_seed, initial_value
+from phalanx.model.transformer import Block, Transformer
 
 kinds = pytest.mark.parametrize("model", KINDS.values(), ids=KINDS.keys())
 _ALL = KINDS | MOE_AND_MLA | STRUCTURE_KINDS
@@ -294,3 +300,204 @@ def reference_frequency(model: ModelConfig, pair: int) -> float:
         scaling.high_freq_factor - scaling.low_freq_factor
     )
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
+
+
+# What lies around attention, by formulas written out for one block: places of norms, parallel blocks, gates, soft
+# caps, scaled embeddings, biases of routers and experts.
+
+
+TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight + bias
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def block_and_input(kind: str) -> tuple[Transformer, Block, dict[str, Tensor], Tensor, Tensor]:
+    """Returns a model of a kind, its first block with its parameters, an input, and the rotary table."""
+    model = build(STRUCTURE_KINDS[kind])
+    block = model.blocks["0"]
+    assert isinstance(block, Block)
+    x = torch.randn(2, 6, model.config.d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    rotary = model.rotary(torch.arange(6), torch.float64)
+    return model, block, dict(block.named_parameters()), x, rotary
+
+
+def test_norms_after_the_halves():
+    """OLMo 2: x + norm(attention(x)), then x + norm(MLP(x))."""
+    model, block, w, x, rotary = block_and_input("norms after")
+    eps = model.config.norm_eps
+    assert not {"attn_norm.weight", "mlp_norm.weight"} & w.keys()
+    middle = x + rms(block.attn(x, rotary, None, None), w["attn_post_norm.weight"], eps)
+    gate, up = middle @ w["mlp.gate.weight"].T, middle @ w["mlp.up.weight"].T
+    wide = (gate / (1 + (-gate).exp()) * up) @ w["mlp.down.weight"].T
+    expected = middle + rms(wide, w["mlp_post_norm.weight"], eps)
+    torch.testing.assert_close(block(x, rotary, None, None), expected, **TOLERANCE)
+
+
+def test_norms_before_and_after_with_a_gelu_gate():
+    """Gemma 2: x + norm(attention(norm(x))), then the MLP likewise."""
+    model, block, w, x, rotary = block_and_input("norms before and after")
+    eps = model.config.norm_eps
+    attended = block.attn(rms(x, w["attn_norm.weight"], eps), rotary, None, None)
+    middle = x + rms(attended, w["attn_post_norm.weight"], eps)
+    normed = rms(middle, w["mlp_norm.weight"], eps)
+    wide = gelu_tanh(normed @ w["mlp.gate.weight"].T) * (normed @ w["mlp.up.weight"].T)
+    expected = middle + rms(wide @ w["mlp.down.weight"].T, w["mlp_post_norm.weight"], eps)
+    torch.testing.assert_close(block(x, rotary, None, None), expected, **TOLERANCE)
+
+
+def test_a_parallel_block_adds_both_halves_of_one_stream():
+    """GPT-NeoX: x + attention(norm(x)) + MLP(another norm(x))."""
+    model, block, w, x, rotary = block_and_input("parallel block")
+    eps = model.config.norm_eps
+    attended = block.attn(layer_norm(x, w["attn_norm.weight"], w["attn_norm.bias"], eps), rotary, None, None)
+    normed = layer_norm(x, w["mlp_norm.weight"], w["mlp_norm.bias"], eps)
+    inner = normed @ w["mlp.up.weight"].T + w["mlp.up.bias"]
+    wide = 0.5 * inner * (1 + torch.erf(inner / math.sqrt(2)))
+    expected = x + attended + wide @ w["mlp.down.weight"].T + w["mlp.down.bias"]
+    torch.testing.assert_close(block(x, rotary, None, None), expected, **TOLERANCE)
+
+
+def test_scaled_embeddings_and_capped_logits():
+    model = build(STRUCTURE_KINDS["norms before and after"])
+    config, inputs = model.config, tokens(model.config, 2, 7)
+    table = model.embed.weight
+    embedded = model.embed_tokens(inputs, torch.arange(7), None)
+    torch.testing.assert_close(embedded, table[inputs] * math.sqrt(config.d_model), **TOLERANCE)
+    final = rms(model.hidden(inputs), model.final_norm.weight, config.norm_eps)
+    expected = config.logit_softcap * torch.tanh(final @ table.T / config.logit_softcap)
+    torch.testing.assert_close(model(inputs), expected, **TOLERANCE)
+    assert expected.abs().max() > 0.9 * config.logit_softcap  # so that the cap is felt
+
+
+def test_an_embeddings_factor_has_the_precision_of_the_activations():
+    """As transformers' Gemma: √24 = 4.899 becomes 4.906 in bf16."""
+    model = build(replace(STRUCTURE_KINDS["norms before and after"], d_model=24, head_dim=6), torch.bfloat16)
+    inputs = tokens(model.config, 1, 5)
+    factor = torch.tensor(24**0.5, dtype=torch.bfloat16)
+    embedded = model.embed_tokens(inputs, torch.arange(5), None)
+    assert torch.equal(embedded, model.embed.weight[inputs] * factor)
+
+
+def test_experts_with_biases_behind_a_router_with_a_bias():
+    """gpt-oss: the gates are a softmax over the best logits, bias included."""
+    model, block, w, x, _ = block_and_input("clamped experts")
+    moe, out = model.config.moe, torch.zeros_like(x)
+    for place in [(row, column) for row in range(2) for column in range(6)]:
+        token = x[place]
+        logits = w["moe.router.weight"] @ token + w["moe.router.logit_bias"]
+        best = logits.topk(moe.top_k)
+        for gate, expert in zip(best.values.softmax(0), best.indices.tolist(), strict=True):
+            inner = {
+                name: w[f"moe.experts.{name}.weight"][expert] @ token + w[f"moe.experts.{name}.bias"][expert]
+                for name in ("up", "gate")
+            }
+            hidden = clamped(inner["up"], inner["gate"])
+            out[place] += gate * (w["moe.experts.down.weight"][expert] @ hidden + w["moe.experts.down.bias"][expert])
+    torch.testing.assert_close(block.get_submodule("moe")(x), out, **TOLERANCE)
+
+
+def clamped(up: Tensor, gate: Tensor) -> Tensor:
+    """transformers' GptOssExperts._apply_gate."""
+    gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def test_a_clamped_gate_and_its_gradients():
+    """Beyond the clamps as well, where a third of these values lie."""
+    activate = Activation(STRUCTURE_KINDS["clamped experts"])
+    generator = torch.Generator().manual_seed(0)
+    up, gate, weight = (torch.randn(40, 9, dtype=torch.float64, generator=generator) * scale for scale in (7, 7, 1))
+    inputs = up.requires_grad_(), gate.requires_grad_()
+    found, expected = activate(*inputs), clamped(*inputs)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    for ours, theirs in zip(*(torch.autograd.grad((y * weight).sum(), inputs) for y in (found, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, **TOLERANCE)
+
+
+def test_a_soft_cap_and_its_gradient():
+    x = torch.linspace(-90, 90, 37, dtype=torch.float64).requires_grad_()
+    found, expected = soft_cap(x, 30.0), 30 * torch.tanh(x / 30)
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    weight = torch.linspace(1, 2, 37, dtype=torch.float64)
+    gradients = [torch.autograd.grad((y * weight).sum(), x)[0] for y in (found, expected)]
+    torch.testing.assert_close(*gradients, **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", STRUCTURE_KINDS)
+def test_norms_start_at_one_and_biases_at_zero(kind: str):
+    model = STRUCTURE_KINDS[kind]
+    for name, shape in parameter_shapes(model).items():
+        value = initial_value(name, shape, model, seed=1)
+        if name.endswith("norm.weight"):
+            assert torch.equal(value, torch.ones(shape)), name
+        elif name.endswith("bias"):
+            assert not value.any(), name
+        else:
+            assert value.std() > 0, name
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["llama", "llama 3.1", "linear scaling"])
+def test_rotation_multiplies_pairs_half_a_head_apart_by_a_unit_complex_number(name: str):
+    model = KINDS[name]
+    x = torch.randn(1, 5, 3, model.head_size, dtype=torch.float64)
+    positions = torch.tensor([0, 1, 7, 1000, 100_000])
+    turned = rotate(x, rotary_table(model, positions, x.dtype))
+    half = model.head_size // 2
+    for row, position in enumerate(positions.tolist()):
+        for head in range(3):
+            for pair in range(half):
+                before = complex(x[0, row, head, pair].item(), x[0, row, head, pair + half].item())
+                after = before * cmath.exp(1j * position * reference_frequency(model, pair))
+                assert turned[0, row, head, pair].item() == pytest.approx(after.real, abs=1e-9)
+                assert turned[0, row, head, pair + half].item() == pytest.approx(after.imag, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-405b"])
+def test_frequencies_of_llama_3(name: str):
+    model = PRESETS[name]
+    expected = [reference_frequency(model, pair) for pair in range(model.head_size // 2)]
+    torch.testing.assert_close(rotary_frequencies(model, CPU), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_llama_3_scaling_keeps_fast_pairs_and_stretches_slow_ones():
+    plain = PRESETS["llama3-8b"]
+    stretched = replace(plain, rope_scaling=RopeScaling(factor=8.0))
+    ratio = rotary_frequencies(plain, CPU) / rotary_frequencies(stretched, CPU)
+    torch.testing.assert_close(ratio[:28], torch.ones(28, dtype=torch.float64))
+    torch.testing.assert_close(ratio[-28:], torch.full((28,), 8.0, dtype=torch.float64))
+    assert (ratio.diff() >= -1e-12).all()
+
+
+def test_the_table_is_precise_even_for_bfloat16_activations():
+    model = ModelConfig(positions="rope")
+    positions = torch.tensor([131_071])
+    table = rotary_table(model, positions, torch.bfloat16)
+    assert table.dtype == torch.float32
+    exact = rotary_table(model, positions, torch.float64)
+    torch.testing.assert_close(table.double(), exact, rtol=0, atol=1e-7)
+    assert rotate(torch.ones(1, 1, 4, model.head_size, dtype=torch.bfloat16), table).dtype == torch.bfloat16
+
+
+def test_streams_stay_as_they_are():
+    """A change here changes every run that is resumed or repeated."""
+    assert derive_seed(1337, "init", "embed.weight") == 13_559_255_888_090_162_834
+
+
+def test_every_part_of_the_key_counts():
+    keys = list(product((1, 2), ("init", "dropout"), ("a", "b"), (0, 1)))
+    assert len({derive_seed(*key) for key in keys}) == len(keys)
+    assert all(0 <= derive_seed(*key) < 2**64 for key in keys)

@@ -19,7 +19,7 @@ from phalanx.report.figures import document, expected
 from phalanx.report.run import history, read_run
 from phalanx.report.write import write_report
 from pictures.contrast import contrast, rgb
-from pictures.test_page import Balanced
+from pictures.test_plan_pictures import Balanced
 from report.written import JOB, START, rows, run, step
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>'\"\x1b[2J"
