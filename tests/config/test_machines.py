@@ -174,6 +174,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "devices.md"
         ("Tesla V100-SXM2-32GB", 31.7, "v100-32gb"),
         ("AMD Instinct MI300X", 191.5, "mi300x"),
         ("AMD Instinct MI250X", 64.0, "mi250x-gcd"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx-4090"),
+        ("NVIDIA L40S", 44.5, "l40s"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.9, "rtx-pro-6000"),
     ],
 )
 def test_a_driver_s_name_finds_its_row(reported, gib, name):
@@ -191,7 +194,8 @@ def test_a_driver_s_name_finds_its_row(reported, gib, name):
         ("NVIDIA A100", 60.0),
         ("Tesla V100-PCIE-32GB", 31.7),
         ("AMD Instinct MI250X/MI250", 64.0),
-        ("NVIDIA GeForce RTX 4090", 23.6),
+        ("NVIDIA GeForce RTX 5090", 31.4),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 94.9),
         ("", 79.1),
     ],
 )
