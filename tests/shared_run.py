@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-UNDISTURBED = ("calibrate", "cli", "launch", "doctor", "selftest", "trackers", "serve", "benchmarks", "train", "data")
+UNDISTURBED = ("cli", "launch", "machine", "trackers", "serve", "benchmarks", "train", "data")
 """Folders of tests that measure time or send signals."""
 
 

@@ -11,7 +11,7 @@ import phalanx
 
 ROOT = Path(phalanx.__file__).parent
 FLOORS = [
-    *("cli", "serve", "doctor", "selftest", "calibrate", "evaluate", "generate", "verify", "train", "exchange"),
+    *("cli", "serve", "machine", "evaluate", "generate", "verify", "train", "exchange"),
     *("checkpoint", "parallel", "comm", "launch", "model", "report", "trackers", "data"),
     *("pictures", "validation", "plan", "simulate", "cost", "check", "partition", "optimizers", "blocks", "schedule"),
     "config",
@@ -29,7 +29,6 @@ INNER_FLOORS = {
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
     "blocks": 2200,
-    "calibrate": 1200,
     "check": 2900,
     "checkpoint": 4050,
     "cli": 6350,
@@ -37,11 +36,11 @@ MOST_LINES = {
     "config": 5500,
     "cost": 5_800,
     "data": 6350,
-    "doctor": 2700,
     "evaluate": 700,
     "exchange": 2300,
     "generate": 1250,
     "launch": 8350,
+    "machine": 5800,
     "model": 2500,
     "optimizers": 550,
     "parallel": 6250,
@@ -50,7 +49,6 @@ MOST_LINES = {
     "plan": 3800,
     "report": 1700,
     "schedule": 2050,
-    "selftest": 2150,
     "serve": 900,
     "simulate": 850,
     "trackers": 800,

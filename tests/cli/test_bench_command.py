@@ -15,10 +15,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from phalanx.calibrate import comm, compute
-from phalanx.calibrate.compute import Shape
 from phalanx.cli.main import main
 from phalanx.config.clusters import cluster_of
+from phalanx.machine import clock, compute
+from phalanx.machine.compute import Shape
 
 WITHOUT_TORCH = """
 import sys
@@ -47,7 +47,7 @@ def few(monkeypatch):
     monkeypatch.setattr(compute, "sequence_lengths", lambda unit, quick: [64, 128])
     monkeypatch.setattr(compute, "stream_sizes", lambda quick: [2**20, 2**24])
     monkeypatch.setattr(compute, "SUSTAINED_REPEAT_S", {True: 0.001, False: 0.001})
-    monkeypatch.setattr(comm, "QUICK_BUDGET_S", 0.0)
+    monkeypatch.setattr(clock, "QUICK_BUDGET_S", 0.0)
 
 
 def test_help_and_mistakes_need_no_torch():

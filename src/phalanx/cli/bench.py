@@ -26,7 +26,7 @@ from phalanx.nearest import nearest
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs
 
-    from phalanx.calibrate.report import CalibrationReport
+    from phalanx.machine.calibration import CalibrationReport
 
 BOTH = {
     "device": Option(
@@ -95,7 +95,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _timeout_s(_: object) -> float:
-    from phalanx.calibrate.report import TIMEOUT_S
+    from phalanx.machine.calibration import TIMEOUT_S
 
     return TIMEOUT_S
 
@@ -121,7 +121,7 @@ def _parse(argv: Sequence[str], ranks: Ranks | None) -> _Request:
         raise JobError("--save and --no-save exclude each other")
     path = Path(options["out"]).expanduser() if options["out"] else default_path()
     request = _Request(words, None if "no_save" in words.switches else path, OutputFiles.of(words, "svg"))
-    from phalanx.calibrate.report import fields_of
+    from phalanx.machine.calibration import fields_of
 
     if request.path is not None:
         fields_of(request.path)
@@ -164,7 +164,7 @@ def _start(argv: Sequence[str], request: _Request) -> int:
 
 
 def _be_a_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> int:
-    from phalanx.calibrate.report import comm_report, compute_report, fields_of
+    from phalanx.machine.calibration import comm_report, compute_report, fields_of
     from phalanx.train.device import choose, threads_for
 
     words, options, quick = request.words, request.words.options, "quick" in request.words.switches
@@ -208,8 +208,8 @@ def say_how_busy() -> None:
 
 def _show(report: CalibrationReport, request: _Request) -> None:
     """Writes the files and prints the report; warns on standard error where predictions with it will be unreliable."""
-    from phalanx.calibrate.report import fields_of, of_device
-    from phalanx.calibrate.report import write as write_cluster
+    from phalanx.machine.calibration import fields_of, of_device
+    from phalanx.machine.calibration import write as write_cluster
 
     words, path = request.words, request.path
     if path is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import time
@@ -13,13 +14,13 @@ from phalanx.cli.option import Option
 from phalanx.cli.verb import Words, job_verb
 from phalanx.config.job import Job
 from phalanx.config.overrides import CommandLine
-from phalanx.doctor.machine import SECONDS, CheckedMachine
-from phalanx.doctor.report import DoctorReport, facts_of, launcher_findings, local_findings, merged, show
 from phalanx.echo import echo
-from phalanx.errors import JobError
+from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.ranks import ToldError
+from phalanx.launch.ranks import Ranks, ToldError
 from phalanx.launch.start.choose import SSH
+from phalanx.machine.checks import SECONDS, CheckedMachine, CheckResult
+from phalanx.machine.doctor import DoctorReport, apart, facts_of, launcher_findings, local_findings, merged, show
 
 VERB = job_verb(
     "doctor",
@@ -95,17 +96,11 @@ def _here(machine: CheckedMachine, problems: Sequence[str], began: float) -> Doc
         findings = launcher_findings(machine)
     else:
         findings = local_findings(machine, problems)
-    launcher, world, facts = "none", 1, {}
+    launcher, facts = "none", {}
     if ranks is not None and ranks.world > 1:
-        from phalanx.doctor.join import by_launcher
-
-        compared = by_launcher(machine, ranks, findings)
-        launcher = ranks.source
+        compared, launcher = _compared(machine, ranks, findings), ranks.source
     elif machine.has_job and machine.job.run.nnodes:
-        from phalanx.doctor.join import by_endpoint
-
-        compared = by_endpoint(machine, findings)
-        launcher = "phalanx"
+        compared, launcher = _compared(machine, None, findings), "phalanx"
     else:
         compared, facts = (findings, 1), facts_of(machine)
     if compared is None:
@@ -115,8 +110,25 @@ def _here(machine: CheckedMachine, problems: Sequence[str], began: float) -> Doc
     return DoctorReport(merged(findings), hosts, launcher, world, time.monotonic() - began, facts)
 
 
+def _compared(
+    machine: CheckedMachine, ranks: Ranks | None, findings: Sequence[CheckResult]
+) -> tuple[list[CheckResult], int] | None:
+    """Returns the lines of all nodes and the number of processes on the first of them. If they cannot meet, the first
+    process of each node returns its own lines, with the reason. None on the others."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
+    try:
+        from phalanx.machine import nodes
+
+        return nodes.by_launcher(machine, ranks, findings) if ranks else nodes.by_endpoint(machine, findings)
+    except ImportError:
+        reason = "torch is not installed here, so nodes cannot be compared\ninstall it, or use --hosts"
+    except (PhalanxError, RuntimeError) as problem:
+        reason = str(problem)
+    return None if ranks and ranks.local_rank else (apart(findings, reason), 1)
+
+
 def _on_hosts(argv: Sequence[str], options: dict[str, Any], began: float) -> DoctorReport:
-    from phalanx.doctor.report import compare, words_for
+    from phalanx.machine.doctor import compare, words_for
 
     hosts = list(dict.fromkeys(host for word in options["hosts"] for host in word.split(",") if host))
     findings = compare(hosts, options["remote_shell"], words_for(argv), options["timeout"])

@@ -25,8 +25,8 @@ from phalanx.launch.ranks import Ranks
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from phalanx.selftest.report import DistReport
-    from phalanx.selftest.run import SelfTestOptions
+    from phalanx.machine.self_test import SelfTestOptions
+    from phalanx.machine.self_test_report import DistReport
 
 VERB = job_verb(
     "test-dist",
@@ -147,7 +147,7 @@ def _rank_words(words: Words) -> list[str]:
 
 
 def _options(words: Words) -> SelfTestOptions:
-    from phalanx.selftest.run import SelfTestOptions
+    from phalanx.machine.self_test import SelfTestOptions
 
     traces = Path(words.options["traces"]) if words.options["traces"] else None
     return SelfTestOptions("quick" in words.switches, words.options["timeout"], traces)
@@ -155,7 +155,7 @@ def _options(words: Words) -> SelfTestOptions:
 
 def _be_a_rank(words: Words, ranks: Ranks, store: Store | None = None) -> int:
     from phalanx.launch.process_group import device_of
-    from phalanx.selftest.run import self_test
+    from phalanx.machine.self_test import self_test
     from phalanx.train.device import choose, threads_for
 
     job, options = words.job, _options(words)
@@ -187,7 +187,7 @@ def _make_folders(options: Mapping[str, Any]) -> None:
 
 def _show(report: DistReport, words: Words) -> None:
     """Prints the result, and writes the page and its pictures."""
-    from phalanx.selftest.report import page, pictures
+    from phalanx.machine.self_test_report import page, pictures
 
     html, svg = words.options["html"], words.options["svg"]
     files = {html: page(report)} if html else {}

@@ -2,7 +2,7 @@
 stores with the figures, and the bounds above which predictions warn or are refused.
 
 The fit error is the median relative error of the fit over the measurements of a part. The spread is the relative
-difference between independent rounds of the same measurements (calibrate/comm.py).
+difference between independent rounds of the same measurements (machine/links.py).
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""Measures this machine for cluster=local."""

@@ -1,0 +1,536 @@
+"""Checks that every collective of an axis gives exact values, for several types, sizes and placements of tensors.
+
+Every collective stands here in one form: what each rank contributes, how the call is made, and the exact result. Those
+that training makes go through comm/axis.py, as in training; the rest are the backend's own.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.comm.agree import gather_json
+from phalanx.comm.axis import Axis
+from phalanx.launch.verdict import TEXTS
+from phalanx.units import counted
+
+# Integers that ranks contribute to a collective. Every sum is exact, also in bf16, so results are compared exactly.
+EXACT = 256
+"""bf16 has 8 significant bits: integers up to 256, and sums of them that stay below, are exact."""
+EXACT_WIDE = 2**22
+"""The same for fp32, with room to spare."""
+CONTRIBUTORS = 16
+"""Most ranks that contribute to one element: with more, a sum would leave the exact range. Which ranks these are
+differs from element to element, so all of them are tested."""
+
+
+def integers(rank: int, ranks: int, n: int, start: int = 0, *, unit: int = 1, exact: int = EXACT) -> Tensor:
+    """Returns elements `start` to `start + n` of a rank's contribution, int64 of shape (n,).
+
+    They are multiples of `unit`, and the sum over the ranks of a group of `ranks` is below `exact`. Raises ValueError
+    where there are no such numbers but 0.
+    """
+    sharers = min(ranks, CONTRIBUTORS)
+    count = exact // (sharers * unit)
+    if count < 2:
+        raise ValueError(f"multiples of {unit} from {sharers} ranks do not stay below {exact}")
+    place = torch.arange(start, start + n)
+    apart = -(-ranks // CONTRIBUTORS)
+    return (7 * place + 13 * rank) % count * unit * ((place + rank) % apart == 0)
+
+
+def total(ranks: int, n: int, start: int = 0, *, unit: int = 1, exact: int = EXACT) -> Tensor:
+    """Returns the sum of all ranks' contributions, int64 of shape (n,)."""
+    found = torch.zeros(n, dtype=torch.int64)
+    for rank in range(ranks):
+        found += integers(rank, ranks, n, start, unit=unit, exact=exact)
+    return found
+
+
+def extreme(ranks: int, n: int, *, largest: bool) -> Tensor:
+    """Returns the elementwise maximum or minimum of all ranks' contributions, int64 of shape (n,)."""
+    found = integers(0, ranks, n)
+    for rank in range(1, ranks):
+        other = integers(rank, ranks, n)
+        found = torch.maximum(found, other) if largest else torch.minimum(found, other)
+    return found
+
+
+Make = Callable[[Axis, Tensor, Tensor], Any]
+"""Makes the call on this rank's axis with its input and a tensor for its output, and waits for the result."""
+Values = Callable[[int, int, int], Tensor]
+"""(rank on the axis, ranks, n) → int64 values."""
+
+
+@dataclass(frozen=True)
+class AxisCollective:
+    """One collective over tensors of `n` elements per rank's part."""
+
+    name: str
+    make: Make
+    inputs: Values
+    """The rank's input."""
+    expected: Values
+    """The rank's result; empty where it receives nothing, as all ranks but the root of a reduce."""
+    in_place: bool = False
+    """The result replaces the input, where there is one."""
+    whole: tuple[Literal["input", "result"], ...] = ()
+    """Which of them are n elements from or for every rank."""
+    of_axis: bool = True
+    """The call that training makes (comm/axis.py); otherwise the backend's own."""
+    exact: bool = True
+    """False: backends may round (an average is the sum of values that were divided, or the other way round)."""
+
+
+def root(ranks: int) -> int:
+    """Returns the rank of the axis that is the root of reduce, gather, scatter and broadcast: the last one, since a
+    program that ignores the root takes the first."""
+    return ranks - 1
+
+
+def _mine(rank: int, ranks: int, n: int) -> Tensor:
+    return integers(rank, ranks, n)
+
+
+def _whole(rank: int, ranks: int, n: int) -> Tensor:
+    return integers(rank, ranks, ranks * n)
+
+
+def _everyone(rank: int, ranks: int, n: int) -> Tensor:
+    return torch.cat([integers(other, ranks, n) for other in range(ranks)])
+
+
+def _nothing() -> Tensor:
+    return torch.zeros(0, dtype=torch.int64)
+
+
+def _average_scale(ranks: int) -> dict[str, int]:
+    """Returns the scale of the contributions to an average: multiples of the number of ranks, in the range of bf16 if
+    that is wide enough."""
+    return {"unit": ranks, "exact": EXACT if averages_fit_bf16(ranks) else EXACT_WIDE}
+
+
+def averages_fit_bf16(ranks: int) -> bool:
+    """Returns whether an average over so many ranks is exact in bf16."""
+    return 2 * ranks * ranks <= EXACT
+
+
+def _recorded(operation: str, call: Callable[[Axis, Tensor, Tensor], Any]) -> Make:
+    """Returns a call of the backend that is recorded for the watchdog, as those of an axis are."""
+
+    def make(axis: Axis, x: Tensor, out: Tensor) -> None:
+        # All ranks have to record the same shape: that of a rank's part.
+        record = axis.calls.begin(operation, out if operation == "scatter" else x, waits=True)
+        call(axis, x, out)
+        if record is not None:
+            record.done()
+
+    return make
+
+
+def barrier(axis: Axis) -> None:
+    """Waits for the ranks of an axis, and records that."""
+    record = axis.calls.begin("barrier", torch.empty(0), waits=True)
+    dist.barrier(axis.group)
+    if record is not None:
+        record.done()
+
+
+def _reduced(op: dist.ReduceOp.RedOpType, operation: str) -> Make:
+    return _recorded(operation, lambda axis, x, out: dist.all_reduce(x, op, group=axis.group))
+
+
+def _gather(axis: Axis, x: Tensor, out: Tensor) -> None:
+    mine = axis.rank == root(axis.size)
+    parts = list(out.view(axis.size, -1).unbind()) if mine else None
+    dist.gather(x, parts, group=axis.group, group_dst=root(axis.size))
+
+
+def _scatter(axis: Axis, x: Tensor, out: Tensor) -> None:
+    mine = axis.rank == root(axis.size)
+    parts = list(x.view(axis.size, -1).unbind()) if mine else None
+    dist.scatter(out, parts, group=axis.group, group_src=root(axis.size))
+
+
+def _neighbours(axis: Axis, x: Tensor, out: Tensor) -> None:
+    """Sends to the next rank: first the even ranks, then the odd ones, so that no two messages cross."""
+    for parity in (0, 1):
+        if axis.rank % 2 == parity and axis.rank + 1 < axis.size:
+            axis.send(x, axis.rank + 1)
+        elif axis.rank % 2 != parity and axis.rank > 0:
+            axis.receive(out, axis.rank - 1)
+
+
+def _from_before(rank: int, ranks: int, n: int) -> Tensor:
+    return integers((rank - 1) % ranks, ranks, n)
+
+
+def _from_after(rank: int, ranks: int, n: int) -> Tensor:
+    return integers((rank + 1) % ranks, ranks, n)
+
+
+def _at_root(values: Values) -> Values:
+    return lambda rank, ranks, n: values(rank, ranks, n) if rank == root(ranks) else _nothing()
+
+
+ALL = (
+    AxisCollective(
+        "all_reduce",
+        lambda axis, x, out: axis.all_reduce(x).wait(),
+        _mine,
+        lambda rank, ranks, n: total(ranks, n),
+        in_place=True,
+    ),
+    AxisCollective(
+        "all_reduce_max",
+        lambda axis, x, out: axis.all_reduce(x, dist.ReduceOp.MAX).wait(),
+        _mine,
+        lambda rank, ranks, n: extreme(ranks, n, largest=True),
+        in_place=True,
+    ),
+    AxisCollective(
+        "all_reduce_min",
+        _reduced(dist.ReduceOp.MIN, "all_reduce_min"),
+        _mine,
+        lambda rank, ranks, n: extreme(ranks, n, largest=False),
+        in_place=True,
+        of_axis=False,
+    ),
+    AxisCollective(
+        "all_reduce_avg",
+        _reduced(dist.ReduceOp.AVG, "all_reduce_avg"),
+        lambda rank, ranks, n: integers(rank, ranks, n, **_average_scale(ranks)),
+        lambda rank, ranks, n: total(ranks, n, **_average_scale(ranks)) // ranks,
+        in_place=True,
+        of_axis=False,
+        exact=False,
+    ),
+    AxisCollective(
+        "reduce",
+        _recorded("reduce", lambda axis, x, out: dist.reduce(x, group=axis.group, group_dst=root(axis.size))),
+        _mine,
+        _at_root(lambda rank, ranks, n: total(ranks, n)),
+        in_place=True,
+        of_axis=False,
+    ),
+    AxisCollective(
+        "broadcast",
+        lambda axis, x, out: axis.broadcast(x, root(axis.size)).wait(),
+        _mine,
+        lambda rank, ranks, n: integers(root(ranks), ranks, n),
+        in_place=True,
+    ),
+    AxisCollective(
+        "scatter",
+        _recorded("scatter", _scatter),
+        _at_root(_everyone),
+        _mine,
+        whole=("input",),
+        of_axis=False,
+    ),
+    AxisCollective(
+        "gather",
+        _recorded("gather", _gather),
+        _mine,
+        _at_root(_everyone),
+        whole=("result",),
+        of_axis=False,
+    ),
+    AxisCollective(
+        "all_gather",
+        lambda axis, x, out: axis.all_gather(out, x).wait(),
+        _mine,
+        _everyone,
+        whole=("result",),
+    ),
+    AxisCollective(
+        "reduce_scatter",
+        lambda axis, x, out: axis.reduce_scatter(out, x).wait(),
+        _whole,
+        lambda rank, ranks, n: total(ranks, n, rank * n),
+        whole=("input",),
+    ),
+    AxisCollective(
+        "all_to_all",
+        lambda axis, x, out: axis.all_to_all(out, x).wait(),
+        _whole,
+        lambda rank, ranks, n: torch.cat([integers(other, ranks, n, rank * n) for other in range(ranks)]),
+        whole=("input", "result"),
+    ),
+    AxisCollective(
+        "send",
+        _neighbours,
+        _mine,
+        lambda rank, ranks, n: _from_before(rank, ranks, n) if rank else _nothing(),
+    ),
+    AxisCollective("rotate", lambda axis, x, out: axis.rotate(out, x).wait(), _mine, _from_before),
+    AxisCollective("shift", lambda axis, x, out: axis.shift(out, x, -1).wait(), _mine, _from_after),
+)
+"""Every collective but the barrier, which has no values. `send` goes from each rank to the next; `rotate` does so while
+the previous rank sends too, as in ring attention."""
+
+
+TIMED_AS = {"send": "rotate"}
+"""The cost model's `send` goes to the next rank while the previous one sends too, as in ring attention and a full
+pipeline."""
+
+
+def call_of(name: str, axis: Axis, nbytes: int, device: torch.device) -> Callable[[], Any]:
+    """Returns one collective over a tensor of `nbytes` in fp32, to be timed; nothing on an axis of size 1."""
+    if axis.size == 1:
+        return lambda: None
+    collective = next(each for each in ALL if each.name == TIMED_AS.get(name, name))
+    if axis.gloo and not collective.of_axis:
+        device = torch.device("cpu")
+    part = max(1, nbytes // 4 // axis.size)
+
+    def zeros(end: Literal["input", "result"]) -> Tensor:
+        is_part = collective.whole and end not in collective.whole
+        return torch.zeros(part if is_part else part * axis.size, device=device)
+
+    x = zeros("input")
+    out = x if collective.in_place else zeros("result")
+    return lambda: collective.make(axis, x, out)
+
+
+SIZES = (0, 1, 7, 1031, 40_009)
+"""Elements of the whole tensor: none, odd numbers, and more than gloo's collectives treat as latency-bound."""
+SHAPE = (24, 43)
+"""Of tensors that are not contiguous."""
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int64": torch.int64, "fp64": torch.float64}
+MOST_WRONG = 8
+"""Wrong results that a rank reports in detail."""
+
+Form = Literal["plain", "view", "transposed", "strided"]
+"""plain: a tensor of its own. view: a part of a larger one, at an odd offset, whose other elements must stay.
+transposed: dense, but not in the order of its elements. strided: every second element of a larger tensor."""
+
+_GUARD, _MARK = 3, -7
+
+
+@dataclass(frozen=True)
+class WrongResult:
+    """A collective that gave a rank another value than the exact one."""
+
+    rank: int
+    host: str
+    axis: str
+    collective: str
+    dtype: str
+    elements: int
+    form: Form
+    place: int
+    """Index of the first wrong element; -1: elements beside the tensor were overwritten."""
+    expected: float
+    got: float
+    wrong: int
+    """Number of wrong elements."""
+
+    def line(self) -> str:
+        """Returns the sentence for the user."""
+        name = self.collective.replace("_", "-")
+        form = "" if self.form == "plain" else f" ({self.form})"
+        what = f"{name} of {self.elements} × {self.dtype}{form} per rank on {self.axis}"
+        where = f"rank {self.rank} ({self.host}): {what}"
+        if self.place < 0:
+            return f"{where}: wrote to {counted(self.wrong, 'element')} beside the tensor"
+        return (
+            f"{where}: element {self.place} is {self.got:g}, expected {self.expected:g} "
+            f"({counted(self.wrong, 'wrong element')})"
+        )
+
+
+@dataclass
+class AxisChecks:
+    """The checks of one axis, of all its ranks."""
+
+    axis: str
+    ranks: int
+    checked: int = 0
+    """Results that a rank compared; a root compares some more than the others, and counts here."""
+    wrong: list[WrongResult] = field(default_factory=list)
+    wrong_count: int = 0
+    refused: dict[str, str] = field(default_factory=dict)
+    """What the backend does not do, by collective, type and form, with its message."""
+    limits: list[str] = field(default_factory=list)
+    """Collectives that give wrong values for strided tensors, which the backend should refuse. Training sends none."""
+    differs: list[str] = field(default_factory=list)
+    """Calls that only some ranks refused, and those that training makes, if any rank refused them."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.wrong_count and not self.differs
+
+
+def check_axis(axis: Axis, name: str, device: torch.device, tick: Callable[[], None]) -> AxisChecks:
+    """Checks every collective of an axis. All ranks of the world call it; returns the same on each. `tick` is called
+    after every collective."""
+    mine = _Checks(axis, name, device)
+    for collective in ALL:
+        for dtype, n, form in _cases(collective, axis.size):
+            mine.check(collective, dtype, n, form)
+        tick()
+    mine.check_barrier()
+    tick()
+    return _combine(name, axis.size, mine)
+
+
+def _cases(collective: AxisCollective, ranks: int) -> Iterator[tuple[str, int, Form]]:
+    parts = ranks if collective.whole else 1
+    sizes = [-(-size // parts) for size in SIZES]
+    for dtype in TYPES:
+        if collective.name == "all_reduce_avg" and (
+            dtype == "int64" or (dtype == "bf16" and not averages_fit_bf16(ranks))
+        ):
+            continue
+        for n in sizes:
+            yield dtype, n, "plain"
+    for n in sizes[2:]:
+        yield "fp32", n, "view"
+    if collective.in_place:
+        yield "fp32", SHAPE[0] * SHAPE[1], "transposed"
+        yield "fp32", SHAPE[0] * SHAPE[1], "strided"
+
+
+class _Placed:
+    """A tensor of some values in one of the forms."""
+
+    def __init__(self, values: Tensor, dtype: torch.dtype, device: torch.device, form: Form):
+        n = values.numel()
+        self.around = torch.zeros(0)
+        if form == "view":
+            self.around = torch.full((n + 2 * _GUARD,), _MARK, dtype=dtype, device=device)
+            self.tensor = self.around[_GUARD : _GUARD + n]
+            self.beside = torch.ones(n + 2 * _GUARD, dtype=torch.bool)
+            self.beside[_GUARD : _GUARD + n] = False
+        elif form == "strided":
+            self.around = torch.full((2 * n,), _MARK, dtype=dtype, device=device)
+            self.tensor = self.around[::2]
+            self.beside = torch.arange(2 * n) % 2 == 1
+        elif form == "transposed":
+            self.tensor = torch.empty(SHAPE[1], SHAPE[0], dtype=dtype, device=device).t()
+        else:
+            self.tensor = torch.empty(n, dtype=dtype, device=device)
+        self.tensor.copy_(values.view_as(self.tensor))
+
+    def overwritten(self) -> int:
+        """Returns how many elements beside the tensor have changed."""
+        if not self.around.numel():
+            return 0
+        return int((self.around.cpu()[self.beside] != _MARK).sum())
+
+
+class _Checks:
+    """One rank's checks of an axis."""
+
+    def __init__(self, axis: Axis, name: str, device: torch.device):
+        self.axis, self.name, self.device = axis, name, device
+        self.rank, self.host = dist.get_rank(), platform.node()
+        self.checked, self.wrong_count = 0, 0
+        self.wrong: list[WrongResult] = []
+        self.refused: dict[str, str] = {}
+        self.needed: set[str] = set()
+        """Those of `refused` that training makes."""
+        self.limits: set[str] = set()
+        self._known: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+
+    def check(self, collective: AxisCollective, dtype: str, n: int, form: Form) -> None:
+        """Makes one call, and compares its result."""
+        inputs, expected = self._values(collective, n)
+        # gloo has only some of its collectives for GPU tensors; an axis brings its own through host memory.
+        device = torch.device("cpu") if self.axis.gloo and not collective.of_axis else self.device
+        x = _Placed(inputs, TYPES[dtype], device, form)
+        out = x if collective.in_place else _Placed(torch.zeros_like(expected), TYPES[dtype], device, form)
+        try:
+            collective.make(self.axis, x.tensor, out.tensor)
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            if any(text in str(error) for text in TEXTS):
+                raise  # a peer is gone: no refusal
+            kind = "" if form == "plain" else f", {form}"
+            what = f"{collective.name} ({dtype}{kind})"
+            self.refused[what] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            if collective.of_axis and form in ("plain", "view"):
+                self.needed.add(what)
+            return
+        if expected.numel() == 0 and n:
+            return  # no result on this rank
+        self.checked += 1
+        got = out.tensor.reshape(-1).cpu().to(torch.float64)
+        exact = expected.to(torch.float64)
+        # An average may be rounded by one unit in the last place.
+        slack = 0.0 if collective.exact else torch.finfo(TYPES[dtype]).eps
+        bad = ((got - exact).abs() <= slack * exact.abs()).logical_not().nonzero().flatten()
+        beside = out.overwritten()
+        if form == "strided" and (bad.numel() or beside):
+            self.limits.add(collective.name)
+        elif bad.numel():
+            place = int(bad[0])
+            self._wrong(collective, dtype, n, form, place, float(exact[place]), float(got[place]), bad.numel())
+        elif beside:
+            self._wrong(collective, dtype, n, form, -1, _MARK, _MARK, beside)
+
+    def check_barrier(self) -> None:
+        """Checks that no rank leaves a barrier before all have entered it, by a counter in the group's store."""
+        store, key = dist.distributed_c10d._get_default_store(), f"phalanx/selftest/{self._line()}"
+        store.add(key, 1)
+        barrier(self.axis)
+        entered = store.add(key, 0)
+        self.checked += 1
+        if entered < self.axis.size:
+            self.wrong_count += 1
+            who = self.rank, self.host, self.name, "barrier", "ranks", self.axis.size, "plain"
+            self.wrong.append(WrongResult(*who, 0, self.axis.size, entered, 1))
+
+    def _line(self) -> str:
+        assert self.axis.group is not None
+        return f"{self.name}/{'-'.join(map(str, dist.get_process_group_ranks(self.axis.group)))}"
+
+    def _values(self, collective: AxisCollective, n: int) -> tuple[Tensor, Tensor]:
+        """Returns input and expected result, which are the same for all types."""
+        key = collective.name, n
+        if key not in self._known:
+            place = self.axis.rank, self.axis.size, n
+            self._known = {} if self._known and next(iter(self._known))[0] != collective.name else self._known
+            self._known[key] = collective.inputs(*place), collective.expected(*place)
+        return self._known[key]
+
+    def _wrong(
+        self, collective: AxisCollective, dtype: str, n: int, form: Form, place: int, exact: float, got: float, bad: int
+    ) -> None:
+        self.wrong_count += 1
+        if len(self.wrong) < MOST_WRONG:
+            who = self.rank, self.host, self.name, collective.name, dtype, n, form
+            self.wrong.append(WrongResult(*who, place, exact, got, bad))
+
+
+def _combine(name: str, ranks: int, mine: _Checks) -> AxisChecks:
+    """Combines the checks of all ranks."""
+    every: list[dict[str, Any]] = gather_json(
+        {
+            "wrong": [asdict(each) for each in mine.wrong],
+            "count": mine.wrong_count,
+            "checked": mine.checked,
+            "refused": mine.refused,
+            "needed": sorted(mine.needed),
+            "limits": sorted(mine.limits),
+        }
+    )
+    found = AxisChecks(name, ranks, max(theirs["checked"] for theirs in every))
+    for theirs in every:
+        found.wrong += [WrongResult(**each) for each in theirs["wrong"]]
+        found.wrong_count += theirs["count"]
+        found.refused |= theirs["refused"]
+        found.limits = sorted({*found.limits, *theirs["limits"]})
+    for what, text in found.refused.items():
+        some = [rank for rank, theirs in enumerate(every) if what in theirs["refused"]]
+        if len(some) < len(every):
+            found.differs.append(f"{what} on {name}: only rank {', '.join(map(str, some[:8]))} refused it: {text}")
+        elif any(what in theirs["needed"] for theirs in every):
+            found.differs.append(f"{what} on {name}, which training makes: every rank refused it: {text}")
+    return found

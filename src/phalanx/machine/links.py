@@ -1,0 +1,324 @@
+"""Measures collectives among the started ranks, by bytes, and fits a link to them: in groups of every power of two and
+of all ranks, for `phalanx bench comm`, or on an axis of a layout, for `phalanx test-dist`.
+
+Inside a node all groups of a size communicate at once, as tensor-parallel groups do. Between nodes a group has one rank
+per node, and every rank of a node is in one, so that they share its network cards. A Link's bandwidth is defined
+accordingly: per device, one way, while all devices send. All lines of an axis communicate at the same time, too.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from phalanx.comm.axis import Axis
+from phalanx.config.calibration import FitQuality
+from phalanx.config.cluster import Cluster, Link
+from phalanx.cost.communication import Collective, RankGroup
+from phalanx.cost.fit import COLLECTIVES, FitRow, Transfer, fit_link, link_rows, median_error
+from phalanx.data.files import Progress
+from phalanx.errors import JobError
+from phalanx.launch.ranks import Ranks
+from phalanx.launch.watchdog.diagnosis import FACTOR
+from phalanx.machine.clock import WINDOW, Clock, Timings, counter, quality, unstable
+from phalanx.machine.collectives import barrier, call_of
+from phalanx.parallel.mesh import AxisGeometry
+from phalanx.train.device import keep_freed_memory
+
+SIZES = {True: [2**10, 2**16, 2**20, 2**23], False: [2**10 * 4**step for step in range(9)]}
+"""Bytes of the whole tensor, by --quick: 1 KiB to 8 MiB, or to 64 MiB. Small ones are latency-bound, large ones
+bandwidth-bound."""
+
+Place = Literal["intra", "inter"]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Disjoint groups of equal size that communicate at the same time."""
+
+    place: Place
+    group: RankGroup
+    members: list[list[int]]
+    """Ranks of each group; ranks in none of them wait."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A Link fitted to the collectives in groups of one size."""
+
+    place: Place
+    group: RankGroup
+    machine: Cluster
+    """A cluster with this link for both classes."""
+    transfers: list[Transfer]
+    timings: Sequence[Timings] = ()
+    """One for each collective."""
+
+    @property
+    def link(self) -> Link:
+        return self.machine.intra
+
+    @property
+    def rows(self) -> list[FitRow]:
+        return link_rows(self.machine, self.transfers)
+
+    @property
+    def quality(self) -> FitQuality:
+        return quality(self.timings, self.rows)
+
+
+def partitions(world: int, per_node: int) -> list[Partition]:
+    """Returns groups of 2, 4, 8, … and all ranks of a node, then groups of 2, 4, 8, … and all nodes with one rank per
+    node. Rank 0 is in a group of each."""
+    nodes = world // per_node
+    partitions = []
+    for n in _sizes(per_node):
+        starts = [node * per_node + at for node in range(nodes) for at in range(0, per_node - n + 1, n)]
+        partitions.append(Partition("intra", RankGroup(n), [list(range(start, start + n)) for start in starts]))
+    for n in _sizes(nodes):
+        starts = [node * per_node + place for place in range(per_node) for node in range(0, nodes - n + 1, n)]
+        members = [list(range(start, start + n * per_node, per_node)) for start in starts]
+        partitions.append(Partition("inter", RankGroup(n, per_node), members))
+    return partitions
+
+
+def per_node_of(ranks: Ranks) -> int:
+    """Returns the ranks per node. Raises JobError where there is one rank, or where nodes differ or are not known."""
+    if ranks.world < 2:
+        raise JobError("bench comm needs at least two ranks; there is one: --nproc-per-node 2")
+    if ranks.local_world is None:
+        raise JobError(
+            f"{ranks.source} does not say how many of the {ranks.world} ranks are on a node; start them with torchrun"
+        )
+    if ranks.world % ranks.local_world:
+        raise JobError(
+            f"{ranks.world} ranks with {ranks.local_world} on this node: bench comm needs the same number on every node"
+        )
+    return ranks.local_world
+
+
+def measure(
+    ranks: Ranks, device: torch.device, collectives: Sequence[Collective], quick: bool, progress: Progress
+) -> list[Fitted]:
+    """Measures every collective in every group and fits a link to each group size.
+
+    Must be called on all ranks of a process group; returns the same on each."""
+    keep_freed_memory()
+    clock = Clock.for_device(device, quick)
+    clock = replace(clock, budget_s=clock.budget_s / len(collectives))
+    parts = partitions(ranks.world, per_node_of(ranks))
+    total = len(parts) * len(collectives) * len(SIZES[quick]) * WINDOW * clock.repeats
+    tick = counter(progress, f"measuring collectives on {ranks.world} ranks", total)
+    fits: list[Fitted] = []
+    for part in parts:
+        axis = _axis(part, ranks.rank)
+        transfers: list[Transfer] = []
+        measured: list[Timings] = []
+        for name in collectives:
+            calls = [call_of(name, axis, size, device) for size in SIZES[quick]]
+            measured.append(clock.measure(calls, tick, unstable(progress, name, clock.budget_s)))
+            for size, seconds in zip(SIZES[quick], measured[-1].seconds, strict=True):
+                transfers.append(Transfer(name, size, part.group, max(seconds)))
+        machine = _fit(transfers, per_node_of(ranks))
+        fits.append(Fitted(part.place, part.group, machine, transfers, measured))
+    return fits
+
+
+def chosen(fits: Sequence[Fitted], place: Place) -> Fitted | None:
+    """Returns the fit that the cluster gets: that of the largest groups, in which all devices send."""
+    return max((one for one in fits if one.place == place), key=lambda one: one.group.ranks, default=None)
+
+
+def _sizes(most: int) -> Iterator[int]:
+    n = 2
+    while n < most:
+        yield n
+        n *= 2
+    if most > 1:
+        yield most
+
+
+def _fit(transfers: list[Transfer], per_node: int) -> Cluster:
+    """Returns a cluster with the link that is fitted to these for both classes."""
+    return _with_link(fit_link(transfers, per_node), per_node)
+
+
+def _with_link(link: Link, per_node: int) -> Cluster:
+    return Cluster(devices_per_node=per_node, intra=link, inter=link)
+
+
+def _axis(part: Partition, rank: int) -> Axis:
+    """Returns the axis of this rank's group, or one of size 1 where it is in none. Must be called on every rank, since
+    every rank has to create every group."""
+    mine = Axis("bench")
+    for members in part.members:
+        group = dist.new_group(members)
+        if rank in members:
+            assert isinstance(group, dist.ProcessGroup), "a member gets the group itself"
+            mine = Axis("bench", len(members), members.index(rank), group)
+    return mine
+
+
+MOST_BYTES = 2**24
+"""Bytes of the whole tensor up to which an axis is timed."""
+FEWEST_SIZES = 3
+UNFITTED = ("broadcast", "reduce", "scatter", "gather")
+"""Collectives that are timed beside those that a link is fitted to."""
+MIN_REPEAT_S = 0.002
+"""Shortest repeat of a call, in seconds."""
+
+
+@dataclass(frozen=True)
+class CallTime:
+    """Seconds of one collective over a tensor of so many bytes: the slowest rank's."""
+
+    collective: str
+    bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SlowLine:
+    """A line of an axis whose collectives take longer than those of the others, which ran at the same time."""
+
+    ranks: list[int]
+    seconds: float
+    median_s: float
+
+
+@dataclass(frozen=True)
+class TimedAxis:
+    """One axis: its times and the link fitted to them."""
+
+    axis: str
+    ranks: int
+    stride: int
+    place: str
+    """Where the ranks of a line are: "one host", "one rank per host", or "several hosts"."""
+    latency_us: float
+    """Alpha: microseconds of a message."""
+    gbs: float
+    """Beta: 10⁹ bytes per second and rank, one way, that large messages reach."""
+    error: float
+    """Median relative error of the fit."""
+    spread: float
+    """Median spread of the rounds, (slowest - fastest) / median."""
+    times: list[CallTime]
+    barrier_s: float
+    left_out: list[int] = field(default_factory=list)
+    """Bytes that were not measured, since the link is too slow for them."""
+    slow_lines: list[SlowLine] = field(default_factory=list)
+
+    @property
+    def machine(self) -> Cluster:
+        """A cluster with the fitted link."""
+        per_node = 1 if self.place == "one rank per host" else self.ranks
+        return _with_link(Link(gbs=self.gbs, latency_us=self.latency_us, reached=1.0), per_node)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """The times that the cost model has a formula for."""
+        return _transfers(self.times, self.ranks)
+
+
+def _transfers(times: Sequence[CallTime], ranks: int) -> list[Transfer]:
+    known = get_args(Collective)
+    return [Transfer(t.collective, t.bytes, RankGroup(ranks), t.seconds) for t in times if t.collective in known]  # pyright: ignore[reportArgumentType]
+
+
+def time_axis(
+    axis: Axis,
+    name: str,
+    geometry: AxisGeometry,
+    hosts: Sequence[str],
+    device: torch.device,
+    *,
+    quick: bool,
+    budget_s: float,
+    progress: Progress,
+) -> TimedAxis:
+    """Measures one axis. All ranks of the world call it; returns the same on each.
+
+    Args:
+        axis: this rank's line.
+        geometry: the axis among all ranks, whose `hosts` are those of each rank.
+        budget_s: seconds for the whole; sizes that would take longer are left out.
+    """
+    sizes, left_out = _affordable(axis, [size for size in SIZES[quick] if size <= MOST_BYTES], device, budget_s)
+    calls = [(collective, size) for size in sizes for collective in (*COLLECTIVES, *UNFITTED)]
+    made = [call_of(name, axis, size, device) for name, size in calls]
+    clock = Clock(device, repeats=1, min_repeat_s=MIN_REPEAT_S)
+    count = counter(progress, f"speed of collectives on {name}", (len(calls) + 1) * WINDOW)
+    timings = clock.measure([*made, lambda: barrier(axis)], count)
+    times = [CallTime(*call, max(by_rank)) for call, by_rank in zip(calls, timings.seconds, strict=False)]
+    place = place_of(geometry, hosts)
+    per_node = 1 if place == "one rank per host" else axis.size
+    fitted = [each for each in _transfers(times, axis.size) if each.collective in COLLECTIVES]
+    machine = _fit(fitted, per_node)
+    return TimedAxis(
+        axis=name,
+        ranks=axis.size,
+        stride=geometry.stride,
+        place=place,
+        latency_us=machine.intra.latency_us,
+        gbs=machine.intra.gbs,
+        error=median_error(link_rows(machine, fitted)),
+        spread=timings.spread,
+        times=times,
+        barrier_s=max(timings.seconds[-1]),
+        left_out=left_out,
+        slow_lines=_slow_lines(geometry, dict(zip(calls, timings.seconds, strict=False)), sizes[-1]),
+    )
+
+
+def lines_of(geometry: AxisGeometry, world: int) -> list[list[int]]:
+    """Returns the ranks of every line of an axis."""
+    firsts = [rank for rank in range(world) if geometry.place(rank) == 0]
+    return [[first + place * geometry.stride for place in range(geometry.size)] for first in firsts]
+
+
+def place_of(geometry: AxisGeometry, hosts: Sequence[str]) -> str:
+    """Returns where the ranks of the axis's lines are (TimedAxis.place)."""
+    counts = {len({hosts[rank] for rank in line}) for line in lines_of(geometry, len(hosts))}
+    if counts == {1}:
+        return "one host"
+    return "one rank per host" if counts == {geometry.size} else "several hosts"
+
+
+def _affordable(axis: Axis, sizes: Sequence[int], device: torch.device, budget_s: float) -> tuple[list[int], list[int]]:
+    """Returns the sizes that can be measured within the budget, at least the first few, and the others."""
+    probe = 2**18
+    call = call_of("all_reduce", axis, probe, device)
+    call()
+    per_byte = max(Clock(device, 1, 0.0).measure([call]).seconds[0]) / probe
+    repeats = (WINDOW + 2) * (len(COLLECTIVES) + len(UNFITTED))
+    spent, kept = 0.0, []
+    for size in sizes:
+        spent += repeats * (per_byte * size + 2 * MIN_REPEAT_S)
+        if len(kept) >= FEWEST_SIZES and spent > budget_s:
+            break
+        kept.append(size)
+    return kept, list(sizes[len(kept) :])
+
+
+def _slow_lines(
+    geometry: AxisGeometry, seconds: Mapping[tuple[str, int], Sequence[float]], size: int
+) -> list[SlowLine]:
+    """Returns the lines whose largest all-reduce and all-gather take FACTOR times as long as the median of the
+    others."""
+    lines = lines_of(geometry, len(next(iter(seconds.values()))))
+    if len(lines) < 2:
+        return []
+    names = ("all_reduce", "all_gather")
+    taken = [[max(seconds[name, size][rank] for rank in line) for line in lines] for name in names]
+    found = []
+    for number, line in enumerate(lines):
+        medians = [statistics.median(by_line[:number] + by_line[number + 1 :]) for by_line in taken]
+        if all(by_line[number] > FACTOR * median for by_line, median in zip(taken, medians, strict=True)):
+            found.append(SlowLine(line, taken[0][number], medians[0]))
+    return found

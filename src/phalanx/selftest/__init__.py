@@ -1,1 +1,0 @@
-"""Tests the communication of the started ranks: correct values, speed, stragglers, and a short training."""

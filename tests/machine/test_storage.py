@@ -1,0 +1,188 @@
+"""The file system of the run directory, on real ones where that needs no more than a folder, and on stand-ins."""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from disks import fill, mounted
+from machine.machines import machine, only, program, statuses, write
+from phalanx.machine import storage
+from phalanx.machine.checks import CHECKS
+from phalanx.train.run_directory import Holder
+
+MOUNTS = "1 0 8:1 / / rw,relatime - ext4 /dev/vda rw\n2 1 0:5 / {point} {options} - {kind} server:/x rw\n"
+
+
+def stored(tmp_path, job="model=tiny", **fields):
+    return machine(job=f"{job} run.dir={tmp_path} run.name=run", **fields)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "status"),
+    [
+        ("ext4", "rw", "OK"),
+        ("nfs4", "rw", "OK"),
+        ("nfs", "rw,nolock", "WARN"),
+        ("nfs", "rw,local_lock=all", "WARN"),
+        ("lustre", "rw,flock", "OK"),
+        ("lustre", "rw", "WARN"),
+        ("gpfs", "rw", "OK"),
+        ("tmpfs", "rw", "WARN"),
+        ("overlay", "rw", "WARN"),
+        ("fuse.sshfs", "rw", "WARN"),
+        ("9p", "rw", "WARN"),
+    ],
+)
+def test_the_type_of_the_file_system(tmp_path, kind, options, status):
+    write(tmp_path, "/proc/self/mountinfo", MOUNTS.format(point=tmp_path, options=options, kind=kind))
+    found = machine(tmp_path, job=f"model=tiny run.dir={tmp_path} run.name=run")
+    assert f"{kind} (server:/x)" in only(storage.file_system(found), status).text
+
+
+def test_a_disk_of_one_node_for_a_run_of_several(tmp_path):
+    write(tmp_path, "/proc/self/mountinfo", MOUNTS.format(point=tmp_path, options="rw", kind="xfs"))
+    several = f"model=tiny run.dir={tmp_path} cluster.nodes=2 --dp-replicate 2 global_batch=8"
+    assert "a disk of this node" in only(storage.file_system(machine(tmp_path, job=several)), "WARN").text
+
+
+def test_the_innermost_mount_counts_and_names_are_unescaped(tmp_path):
+    write(tmp_path, "/proc/self/mountinfo", MOUNTS.format(point="/a\\040b", options="rw", kind="nfs4"))
+    found = machine(tmp_path)
+    assert storage.mount_of(found, storage.Path("/a b/c"))[0] == "nfs4"
+    assert storage.mount_of(found, storage.Path("/a"))[0] == "ext4"
+
+
+def test_writing_here(tmp_path):
+    assert "atomic rename" in only(storage.writes(stored(tmp_path)), "OK").text
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(storage.Path, "mkdir", refused)
+    line = only(storage.writes(stored(tmp_path)), "ERROR")
+    assert line.text.endswith("cannot be written: Read-only file system")
+    assert list(storage.locks(stored(tmp_path))) == []  # one line about it is enough
+
+
+def test_a_full_disk(tmp_path):
+    with mounted(tmp_path / "small", "size=64k,nr_inodes=100") as small:
+        fill(small)
+        assert only(storage.writes(stored(small)), "ERROR").text.startswith(f"{small}/run: No space left")
+        assert only(storage.space(stored(small)), "ERROR").text.endswith("no room for new files")
+
+
+def test_a_disk_without_much_room(tmp_path):
+    with mounted(tmp_path / "small", "size=64m,nr_inodes=0") as small:
+        assert only(storage.space(stored(small)), "WARN")
+    with mounted(tmp_path / "few", "size=2g,nr_inodes=5000") as few:
+        assert "inodes" in only(storage.space(stored(few)), "WARN").text
+        assert only(storage.file_system(stored(few)), "WARN")
+    with mounted(tmp_path / "large", "size=2g,nr_inodes=0") as large:
+        assert only(storage.space(stored(large)), "OK")
+
+
+@pytest.mark.parametrize(("seconds", "way"), [(3600, "ahead of"), (-3600, "behind")])
+def test_a_file_server_with_another_clock(tmp_path, monkeypatch, seconds, way):
+    now = storage.time.time
+    monkeypatch.setattr(storage.time, "time", lambda: now() - seconds)
+    lines = list(storage.writes(stored(tmp_path)))
+    assert way in lines[0].text
+    assert lines[0].status == "WARN"
+
+
+def test_slow_durability(tmp_path, monkeypatch):
+    times = iter([0.0, 4.0])
+    monkeypatch.setattr(storage.time, "monotonic", lambda: next(times))
+    assert "fsync of a small file takes 4.0s" in only(storage.writes(stored(tmp_path)), "WARN").text
+
+
+def test_exclusive_creation_that_has_no_effect(tmp_path, monkeypatch):
+    real = os.open
+    monkeypatch.setattr(
+        storage.os, "open", lambda path, flags, *mode, **at: real(path, flags & ~os.O_EXCL, *mode, **at)
+    )
+    assert "twice" in next(iter(storage.writes(stored(tmp_path)))).text
+
+
+def test_locks(tmp_path):
+    assert only(storage.locks(stored(tmp_path)), "OK")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "WARN"), (1, "ERROR")])
+def test_locks_without_effect(tmp_path, code, status):
+    program(tmp_path / "bin", "python", f"raise SystemExit({code})")
+    assert only(storage.locks(stored(tmp_path, python=str(tmp_path / "bin" / "python"))), status)
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.ENOLCK, "WARN"), (errno.EIO, "ERROR")])
+def test_no_locks(tmp_path, monkeypatch, number, status):
+    def refused(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    assert os.strerror(number) in only(storage.locks(stored(tmp_path)), status).text
+
+
+@pytest.mark.parametrize(("mask", "status"), [("0022", "OK"), ("0077", "OK"), ("0277", "ERROR")])
+def test_the_umask(tmp_path, mask, status):
+    write(tmp_path, "/proc/self/status", f"Name:\tpython\nUmask:\t{mask}\n")
+    assert only(storage.umask(machine(tmp_path)), status)
+
+
+def test_nothing_left(tmp_path):
+    assert only(storage.leftovers(stored(tmp_path)), "OK").text == "none"
+
+
+def test_a_directory_in_use(tmp_path):
+    lock = tmp_path / "run" / ".lock"
+    me = Holder.this_process()
+    for holder, status, text in (
+        (vars(me), "WARN", "is in use by process"),
+        (vars(me) | {"host": "elsewhere"}, "WARN", "if it has ended, delete"),
+        (vars(me) | {"ticks": me.ticks + 1}, "OK", "which has ended"),
+    ):
+        write(tmp_path, "run/.lock", json.dumps(holder))
+        line = only(storage.leftovers(stored(tmp_path)), status)
+        assert text in line.text + line.remedy
+        assert str(lock) in line.text + line.remedy or holder["host"] == platform.node()
+
+
+def test_half_checkpoints_and_links(tmp_path):
+    write(tmp_path, "run/checkpoints/.step-000010.tmp-ab/rank-00000.safetensors", "")
+    assert "1 file of interrupted saves" in only(storage.leftovers(stored(tmp_path)), "OK").text
+    (tmp_path / "run" / "latest").symlink_to("/etc/passwd")
+    assert "holds links" in next(iter(storage.leftovers(stored(tmp_path)))).text
+
+
+def test_ranks_that_outlived_their_launcher(tmp_path):
+    write(tmp_path, "/proc/4242/cmdline", "python\0-m\0phalanx.cli.rank\0train\0")
+    write(tmp_path, "/proc/4242/status", f"PPid:\t1\nUid:\t{os.getuid()}\t0\t0\t0\n")
+    assert "kill 4242" in only(storage.leftovers(machine(tmp_path)), "WARN").remedy
+    write(tmp_path, "/proc/4242/status", f"PPid:\t77\nUid:\t{os.getuid()}\t0\t0\t0\n")
+    assert only(storage.leftovers(machine(tmp_path)), "OK")
+
+
+def test_the_lock_program_tells_a_held_lock(tmp_path):
+    (tmp_path / "lock").touch()
+    command = [sys.executable, "-I", "-S", "-c", storage._NO_LOCK, str(tmp_path / "lock")]
+    assert subprocess.run(command, check=False).returncode == 0
+    with (tmp_path / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert subprocess.run(command, check=False).returncode == 3
+
+
+def test_every_check_names_its_file_system_without_touching_it(tmp_path):
+    found = stored(tmp_path)
+    for check in CHECKS:
+        assert check.group != "storage" or check.name == "umask" or str(tmp_path) in check.subject(found)
+    assert statuses(storage.file_system(found)) in ("OK", "WARN")
