@@ -55,25 +55,25 @@ faults: setup ## make every fault that the watchdog finds, and try every launche
 	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/machine/test_doctor_two_nodes.py tests/launch/test_every_launcher.py tests/benchmarks/test_chaos.py $(ARGS)
 
 memory: setup ## compare the predicted memory of models of every kind with the measured one, also in half precision: minutes
-	PHALANX_MEMORY=1 $(BIN)/python -m pytest tests/train/test_model_memory.py $(ARGS)
+	PHALANX_MEMORY=1 $(BIN)/python -m pytest tests/train/test_memory.py $(ARGS)
 
 zero-plus-plus: setup ## try ZeRO++ in all its layouts: a minute
-	PHALANX_ZERO_PLUS_PLUS=1 $(BIN)/python -m pytest tests/parallel/test_second_copy.py tests/parallel/test_quantised.py $(ARGS)
+	PHALANX_ZERO_PLUS_PLUS=1 $(BIN)/python -m pytest tests/parallel/test_quantised.py $(ARGS)
 
 whole: setup ## run the whole tables of the tests that try every pair of their parts: minutes
 	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/parallel $(ARGS)
 
 lora: setup ## compare adapters in every layout: bytes sent, and memory (a quarter of an hour)
-	PHALANX_LORA=1 $(BIN)/python -m pytest tests/parallel/test_lora_layouts.py tests/train/test_lora_memory.py $(ARGS)
+	PHALANX_LORA=1 $(BIN)/python -m pytest tests/parallel/test_lora_layouts.py tests/train/test_memory.py $(ARGS)
 
 offload: setup ## compare offloaded activations and parameters in every layout: minutes
-	PHALANX_OFFLOAD_MATRIX=1 $(BIN)/python -m pytest tests/train/test_offload_all.py $(ARGS)
+	PHALANX_OFFLOAD_MATRIX=1 $(BIN)/python -m pytest tests/train/test_offload.py $(ARGS)
 
 compiled: setup ## count the compiled graphs of every kind of block in every layout: an hour
-	PHALANX_COMPILE=1 $(BIN)/python -m pytest tests/parallel/test_compiled_once.py tests/parallel/test_compiled.py $(ARGS)
+	PHALANX_COMPILE=1 $(BIN)/python -m pytest tests/parallel/test_compiled.py $(ARGS)
 
 tiles: setup ## compare tiles of every layer in every layout: results, and bytes sent
-	PHALANX_TILES=1 $(BIN)/python -m pytest tests/parallel/test_tiled_layers.py tests/parallel/test_tiled_vocabulary.py $(ARGS)
+	PHALANX_TILES=1 $(BIN)/python -m pytest tests/parallel/test_tiling.py $(ARGS)
 
 test-smollm2: setup ## import the real SmolLM2-135M and compare it with transformers (PHALANX_SMOLLM2 names its GGUF file): minutes
 	PHALANX_SMOLLM2_WHOLE=1 $(BIN)/python -m pytest -s --timeout=0 tests/exchange/test_smollm2.py $(ARGS)

@@ -1,14 +1,26 @@
-"""`phalanx launch`, as a user calls it: printed, started, submitted. Stand-ins on PATH play the schedulers."""
+"""`phalanx launch` and one node of a launch, as a user calls them."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from phalanx.check.load import load_words
+from phalanx.cli.auto_layout import words_for
+from phalanx.cli.node import rank_variables
+from phalanx.config import overrides
+from phalanx.errors import JobError
+from phalanx.launch.ranks import detect
+
+# `phalanx launch`, as a user calls it: printed, started, submitted. Stand-ins on PATH play the schedulers.
+
 
 JOB = """
 model: {n_layers: 1, d_model: 16, n_heads: 2, seq_len: 16}
@@ -303,3 +315,153 @@ def test_a_node_behind_a_remote_shell_trains(shell):
     )
     assert done.returncode == 0, done.stderr
     assert "trained 192 tokens in 3 steps" in done.stdout
+
+
+# One node of a launch: no rank of whoever started it, and obedient.
+
+
+SLEEPER = """
+import os, sys, time
+import phalanx.cli.node as node
+
+def train(argv):
+    print(argv, os.environ.get("HF_TOKEN"), sys.argv, sys.stdin.read(), flush=True)
+    time.sleep(30)
+
+node.phalanx_main = train
+sys.exit(node.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {
+            "SLURM_PROCID": "1",
+            "SLURM_LOCALID": "0",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_NTASKS": "2",
+        },
+        {"PALS_RANKID": "1", "PMI_SIZE": "2", "PALS_LOCAL_RANKID": "0", "PMI_RANK": "1", "PMI_LOCAL_RANK": "0"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "PMIX_RANK": "1"},
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2", "PET_NNODES": "2"},
+    ],
+)
+def test_it_is_no_rank_of_what_started_it(env):
+    left = {name: value for name, value in env.items() if name not in rank_variables(env)}
+    assert detect(left) is None
+
+
+def test_what_describes_the_job_stays():
+    kept = {"SLURM_JOB_ID": "1", "SLURM_JOB_END_TIME": "2", "SLURM_JOB_NODELIST": "a", "NCCL_DEBUG": "INFO"}
+    assert rank_variables(kept) == []
+
+
+def start(*argv: str, **env: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", SLEEPER, *argv],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **env},
+    )
+
+
+def line_of(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_signals_and_secrets_by_standard_input():
+    process = start("--controlled=variables", "job.yaml", SLURM_PROCID="3")
+    assert process.stdin is not None
+    process.stdin.write('{"HF_TOKEN": "x"}\n')
+    process.stdin.flush()
+    assert line_of(process) == "['train', 'job.yaml'] x ['phalanx', 'train', 'job.yaml'] \n"
+    process.stdin.write("SIGKILL\nSIGUSR1\n")
+    process.stdin.flush()
+    assert process.wait(10) == -signal.SIGUSR1
+    process.communicate()
+
+
+def test_the_end_of_standard_input_stops_it():
+    process = start("--controlled", "job.yaml")
+    line_of(process)
+    process.communicate(timeout=10)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_it_stops_after_its_time():
+    began = time.monotonic()
+    process = start("--stop-after=1", "job.yaml")
+    assert process.wait(20) == -signal.SIGUSR1
+    assert time.monotonic() - began < 15
+    process.communicate()
+
+
+def test_it_stops_with_whoever_started_it(tmp_path):
+    quoted = f"{sys.executable} -c '{SLEEPER}' job.yaml & echo $!; sleep 0.3; exec sleep 2"
+    shell = subprocess.Popen(["sh", "-c", quoted], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    pid = int(line_of(shell))
+    assert "job.yaml" in line_of(shell)
+    shell.kill()
+    shell.wait()
+    until = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < until:
+        time.sleep(0.05)
+    assert not os.path.exists(f"/proc/{pid}")
+    assert shell.stdout is not None
+    shell.stdout.close()
+
+
+# The job on fewer nodes: the same global batch, and the user's layout with fewer data ranks where that is legal.
+
+
+NODES = ("run.nnodes=1:4", "run.rdzv_endpoint=node-a:29400", "model.n_layers=4", "train.global_batch=24")
+
+
+def words(nodes: int, *more: str) -> list[str]:
+    return list(words_for(load_words(overrides.parse([*NODES, *more])), nodes))
+
+
+@pytest.mark.parametrize(
+    ("layout", "nodes", "expected"),
+    [
+        ("dp_replicate=4", 3, "dp_replicate=3"),
+        ("dp_replicate=4,tp=2", 1, "tp=2"),
+        ("dp_shard=8,tp=2", 2, "dp_shard=4,tp=2"),
+        ("dp_shard=4,zero=2,accumulation=2", 1, "dp_replicate=1"),
+        ("pp=2,dp_replicate=2,dp_shard=2,accumulation=3", 2, "dp_shard=2,pp=2"),
+    ],
+)
+def test_data_ranks_are_given_up_first_and_accumulation_makes_up_for_them(layout, nodes, expected):
+    assert words(nodes, layout) == [
+        f"run.nnodes={nodes}",
+        f"cluster.nodes={nodes}",
+        "train.global_batch=24",
+        f"layout={expected}",
+    ]
+
+
+def test_on_all_nodes_the_layout_is_the_job_s():
+    assert words(4, "dp_replicate=4") == ["run.nnodes=4", "cluster.nodes=4"]
+
+
+def test_a_layout_that_does_not_divide_is_planned_anew():
+    machine = ("cluster=dgx-h100:4", "cluster.devices_per_node=1", "train.precision=bf16", "model.vocab_size=256")
+    found = words(2, "tp=4", *machine)
+    assert found[:4] == ["run.nnodes=2", "cluster.nodes=2", "cluster.devices_per_node=1", "train.global_batch=24"]
+    assert found[4].startswith("layout=")
+
+
+def test_what_is_wrong_with_nodes_is_said_with_the_nearest_legal_value():
+    with pytest.raises(JobError) as caught:
+        words(1, "run.nnodes=3:2", "run.rdzv_endpoint=", "dp_replicate=4")
+    assert any("run.nnodes=3:2: is 3:2; nearest legal: 2:3" in problem for problem in caught.value.problems)
+    assert any("nodes need both, such as nnodes=2 rdzv_endpoint=HOST:29400" in p for p in caught.value.problems)
+    with pytest.raises(JobError, match=r"4 ranks are not divisible by 3 nodes; nearest legal: 1, 2, 4"):
+        words(1, "run.nnodes=3", "dp_replicate=4")
+    with pytest.raises(JobError, match=r"must be HOST:PORT, such as node-a:29400"):
+        words(1, "run.rdzv_endpoint=node-a", "dp_replicate=4")

@@ -1,12 +1,28 @@
-"""The command line as a whole: help without torch, unknown verbs, exit codes."""
+"""The command line as a whole: help pages, options, completion, and the verbs without a job."""
 
+from __future__ import annotations
+
+import json
 import os
+import shlex
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from phalanx.cli.main import VERBS, main
+from phalanx.check.load import load_file
+from phalanx.cli import launch
+from phalanx.cli.completion import SHELLS, words
+from phalanx.cli.help_page import clipped, command_lines
+from phalanx.cli.main import VERBS, description_of, main, run
+from phalanx.cli.option import Option
+from phalanx.cli.verb import Words, job_verb
+from phalanx.errors import JobError
+
+# The command line as a whole: help without torch, unknown verbs, exit codes.
+
 
 IN_A_FRESH_PROCESS = """
 import sys
@@ -134,3 +150,369 @@ def test_a_stream_that_has_no_multiplication_sign():
     )
     assert done.returncode == 0, done.stderr
     assert "accumulation 1 \\xd7 data ranks 8" in done.stdout
+
+
+# The help pages of all verbs: short, in the width of the terminal, and made from what the verbs parse.
+
+
+WIDTHS = (60, 80, 140)
+MOST_LINES = 45
+
+
+def page(capsys, monkeypatch, width: int, *argv: str) -> str:
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main([*argv]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_page_is_short_and_fits_the_terminal(verb, capsys, monkeypatch):
+    described = description_of(verb).page
+    for width in WIDTHS:
+        found = page(capsys, monkeypatch, width, verb, "--help")
+        lines = found.splitlines()
+        assert max(map(len, lines)) <= width
+        assert len(lines) <= MOST_LINES
+        assert lines[0].startswith(f"usage: phalanx {verb}")
+        text = " ".join(found.split())
+        assert described.about in text
+        assert text.count(" phalanx ", text.index("examples:"), text.index(" options: ")) >= 2
+        assert not [option.name for option in described.options if f"--{option.name.replace('_', '-')}" not in found]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_page_in_full_fits_the_terminal(verb, capsys, monkeypatch):
+    for width in (60, 80):
+        found = page(capsys, monkeypatch, width, verb, *(["prepare"] if verb == "data" else []), "--help", "all")
+        assert max(map(len, found.splitlines())) <= width
+        text = " ".join(found.split())
+        assert not [option.name for option in description_of(verb).page.options if option.text not in text]
+
+
+def test_the_list_of_verbs_is_short_and_fits_the_terminal(capsys, monkeypatch):
+    for width in WIDTHS:
+        lines = page(capsys, monkeypatch, width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert {line.split()[0] for line in lines if line.startswith("  ")} >= {*VERBS}
+    assert page(capsys, monkeypatch, 80, "help", "plan") == page(capsys, monkeypatch, 80, "plan", "--help")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_two_examples_parse(verb):
+    described = description_of(verb)
+    assert len(described.examples) == 2
+    assert any(line.split()[0] == verb for line, _ in described.examples)
+    for line, what in described.examples:
+        assert what
+        name, *rest = shlex.split(line.partition(" > ")[0])
+        called = description_of(name)
+        if name == "launch":
+            rest, _ = launch.own_names(rest)
+        if called.takes_job:
+            assert called.command_line(rest[len(called.name.split()) - 1 :])[1].problems == []
+        else:
+            assert called.read(rest)[1] == []
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_option_says_what_it_does(verb):
+    for option in description_of(verb).page.options:
+        assert len(option.about.split()) >= 2, option.name
+
+
+def test_help_explains_one_command_or_one_option(capsys, monkeypatch):
+    found = page(capsys, monkeypatch, 80, "checkpoint", "convert", "--help")
+    assert found.startswith("usage: phalanx checkpoint convert SOURCE TARGET [options]\n")
+    assert "--merge-lora" in found
+    assert "--boxes" not in found
+    assert found == page(capsys, monkeypatch, 80, "checkpoint", "--help", "convert")
+    assert page(capsys, monkeypatch, 80, "generate", "--help", "top-k").split()[:2] == ["--top-k", "N"]
+    assert page(capsys, monkeypatch, 80, "watch", "--help", ".").startswith("usage: phalanx watch RUN")
+    assert main(["watch", "--help", "onse"]) == 2
+    assert "--help onse: no option of this name; did you mean once" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["watch", "a", "b"], "phalanx watch takes RUN, found a b"),
+        (["generate", "--temperature", "0"], "phalanx generate takes RUN, found nothing"),
+        (["evaluate", "--batch-size", "x"], "--batch-size: expected a whole number, found 'x'"),
+        (["checkpoint", "lst"], "phalanx checkpoint has no command 'lst'; did you mean `phalanx checkpoint list`?"),
+        (["init", "a.yaml", "b.yaml"], "phalanx init takes [FILE], found a.yaml b.yaml"),
+        (["serve", "runs/main", "--host"], "--host: needs a value"),
+    ],
+    ids=" ".join,
+)
+def test_mistakes_are_one_message(argv, message, capsys):
+    assert main(argv) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_option_that_may_be_repeated_has_all_its_values():
+    words, problems = description_of("generate").read(["run", "--stop", "a", "--stop=b"])
+    assert (words.options["stop"], words.stated, problems) == (("a", "b"), {"stop"}, [])
+
+
+def test_a_long_command_is_broken_as_a_shell_reads_it():
+    lines = command_lines("phalanx plan model=llama3-8b cluster=dgx-h100:1", 30, 2)
+    assert lines == ["  phalanx plan \\", "      model=llama3-8b \\", "      cluster=dgx-h100:1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("All of it.", "All of it."),
+        ("The first sentence. And a second one.", "The first sentence"),
+        ("One: a clause that says little is no text", "One: a clause that says …"),
+    ],
+)
+def test_a_text_is_clipped_at_a_sentence_or_a_word(text, shown):
+    assert clipped(text, 26) == shown
+
+
+# A verb's own options with values, beside switches, job files and overrides.
+
+
+VERB = job_verb(
+    "test",
+    "A verb.",
+    (("test job.yaml", "a test"), ("test --quick", "a quick one")),
+    {"quick": "Be quick."},
+    {
+        "steps": Option(int, 2, "Steps.", at_least=1),
+        "names": Option(str, (), "Names.", many=True),
+    },
+)
+
+
+def parse(*argv: str) -> Words:
+    words = VERB.parse(argv)
+    assert words is not None
+    return words
+
+
+def problems(*argv: str) -> list[str]:
+    with pytest.raises(JobError) as caught:
+        VERB.parse(argv)
+    return caught.value.problems
+
+
+def test_defaults():
+    assert parse().options == {"steps": 2, "names": ()}
+
+
+@pytest.mark.parametrize(
+    ("argv", "options"),
+    [
+        (["--steps", "3"], {"steps": 3, "names": ()}),
+        (["--steps=3", "--quick"], {"steps": 3, "names": ()}),
+        (["--steps", "10", "--steps", "1e1"], {"steps": 10, "names": ()}),
+        (["--names", "a=1", "b", "--quick"], {"steps": 2, "names": ("a=1", "b")}),
+        (["--names", "a", "--names=b=2"], {"steps": 2, "names": ("a", "b=2")}),
+    ],
+)
+def test_every_spelling(argv, options):
+    assert parse(*argv).options == options
+
+
+def test_many_values_end_at_a_job_file_and_at_an_option(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text("model: {n_layers: 7}\n")
+    words = parse("--names", "a", "b", str(path), "train.steps=5", "--quick")
+    assert words.options["names"] == ("a", "b")
+    assert (words.job.model.n_layers, words.job.train.steps) == (7, 5)
+    assert words.switches == {"quick"}
+
+
+def test_an_option_wins_over_a_field_with_its_name():
+    words = parse("--steps", "9", "--train.steps", "4")
+    assert (words.options["steps"], words.job.train.steps) == (9, 4)
+
+
+def test_mistakes_come_with_those_of_the_job():
+    assert problems("--steps", "0", "--names", "--stepz", "4", "d_mode=3") == [
+        "--steps: must be at least 1, is 0",
+        "--names: needs a value",
+        "unknown option --stepz; did you mean --steps?",
+        "unknown key d_mode in 'd_mode=3'; did you mean model.d_model?",
+    ]
+    assert problems("--steps") == ["--steps: needs a value"]
+    assert problems("--steps", "x") == ["--steps: expected a whole number, found 'x'"]
+
+
+def page_of(capsys, *argv: str) -> str:
+    assert VERB.parse(argv) is None
+    return capsys.readouterr().out
+
+
+def test_the_page_of_help_is_short_and_shows_the_verb_s_own_options(capsys):
+    found = page_of(capsys, "--help", "--steps", "5")
+    assert "--steps N" in found
+    assert "--names TEXT ..." in found
+    assert "--quick" in found
+    assert "--layout.tp" not in found
+    assert len(found.splitlines()) < 40
+
+
+def test_help_explains_a_section_or_a_field_with_the_job_s_values(capsys):
+    found = page_of(capsys, "cluster.peak_tflops=43.5", "--help", "cluster")
+    assert "--cluster.calibration" not in found  # which `phalanx bench` writes
+    assert "--cluster.allow-unreliable, --cluster.no-allow-unreliable" in found
+    assert "[≥ 0; 43.5 (command line: cluster.peak_tflops=43.5); default 0.0]" in " ".join(found.split())
+    assert "--layout" not in found
+    assert page_of(capsys, "--help", "lr").startswith("  --optimizer.lr X\n")
+    assert "--run.sample-prompt TEXT" in page_of(capsys, "-h", "all", "train.steps=x")  # though the job is wrong
+
+
+def test_help_on_an_unknown_name_is_a_mistake():
+    with pytest.raises(JobError, match="--help lyout: no section or field of this name; did you mean layout"):
+        VERB.parse(["--help", "lyout"])
+
+
+@pytest.mark.parametrize("columns", [80, 140])
+def test_help_has_the_width_of_the_terminal(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    longest = max(map(len, page_of(capsys, "--help", "all").splitlines()))
+    assert longest <= min(columns, 120)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--tp", "2", "--tp", "3"], "command line: --tp 2 and --tp 3 both set layout.tp; give one of them, or "),
+        (["tp=2,pp=2", "layout.tp=4"], "tp=2,pp=2 and layout.tp=4 both set layout.tp"),
+        (["lr=1e-3", "lr=2e-3"], "++optimizer.lr=VALUE, which replaces what stands before it"),
+        (["--steps", "2", "--steps=3"], "--steps 2 and --steps 3: give one of them"),
+    ],
+)
+def test_two_values_for_one_thing_are_refused_with_both(argv: list[str], said: str) -> None:
+    [problem] = problems("layout.dp_replicate=1", *argv)
+    assert said in problem
+
+
+def test_the_same_value_twice_is_one_and_plus_plus_replaces() -> None:
+    assert parse("lr=1e-3", "--lr", "0.001", "--steps", "3", "--steps=3").job.optimizer.lr == 0.001
+    words = parse("layout.tp=2", "layout.sp=true", "++layout=pp=2", "train.global_batch=8", "++train.global_batch=16")
+    assert (words.job.layout.line(), words.job.train.global_batch) == ("pp=2", 16)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("rope_scaling=yarn", "that is a section: model.rope_scaling.kind, model.rope_scaling.factor"),
+        ("use_cache=false", "there is nothing to set"),
+        ("early_stopping_patience=3", "a run is as long as train.steps"),
+    ],
+)
+def test_words_of_other_programs_have_an_answer(word: str, said: str) -> None:
+    assert said in problems(word)[0]
+
+
+# The completion scripts in the shells that are installed: bash, and zsh and fish where they are.
+
+
+COMPLETED = [
+    ("phalanx tr", "train"),
+    ("phalanx train --fr", "--fresh"),
+    ("phalanx train layout.recompute_c", "layout.recompute_cut="),
+    ("phalanx schedule sh", "show"),
+    ("phalanx data prep", "prepare"),
+    ("phalanx generate --temp", "--temperature"),
+    ("phalanx init --no", "--no-plan"),
+]
+VALUES = [
+    ("phalanx plan cluster=dgx-h100-", "cluster=dgx-h100-nvl256"),
+    ("phalanx train --layout.recompute=s", "--layout.recompute=selective"),
+    ("phalanx train schedule=zb_v", "schedule=zb_v"),
+]
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("completion")
+    for shell, script in SHELLS.items():
+        (folder / shell).write_text(script(words()))
+    return folder
+
+
+def in_shell(shell: str, *argv: str, cwd) -> str:
+    if not shutil.which(shell):
+        pytest.skip(f"no {shell}")
+    done = subprocess.run([shell, *argv], capture_output=True, text=True, check=False, cwd=cwd)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_script_is_valid(shell, scripts):
+    in_shell(shell, "-n", shell, cwd=scripts)
+
+
+def test_bash_completes(scripts):
+    tries = "\n".join(
+        f'COMP_LINE="{line}"; COMP_POINT=${{#COMP_LINE}}; COMPREPLY=(); _phalanx; echo "${{COMPREPLY[*]}}"'
+        for line, _ in COMPLETED + VALUES
+    )
+    found = in_shell("bash", "-c", f"source ./bash; compopt() {{ :; }}; {tries}", cwd=scripts)
+    # bash breaks words at =, so that it wants what comes after it alone
+    assert found.splitlines() == [*(word for _, word in COMPLETED), *(word.rpartition("=")[2] for _, word in VALUES)]
+
+
+def test_fish_completes(scripts):
+    tries = "\n".join(f'echo (complete -C "{line}" | string split -f1 \\t)' for line, _ in COMPLETED + VALUES)
+    found = in_shell("fish", "--no-config", "-c", f"source ./fish\n{tries}", cwd=scripts)
+    assert found.splitlines() == [word for _, word in COMPLETED + VALUES]
+
+
+def test_every_verb_has_its_arguments():
+    assert [*words().arguments] == [*VERBS]
+    assert {"--json", "--print-config", "--help"} <= {*words().arguments["train"]}
+    assert not [verb for verb, found in words().arguments.items() if "--help" not in found]
+
+
+def test_another_shell_is_refused(capsys):
+    assert main(["completion", "zhs"]) == 2
+    assert "no command 'zhs'; did you mean `phalanx completion zsh`?" in capsys.readouterr().err
+
+
+# The verbs `examples` and `docs`: what a user without a clone starts from.
+
+
+def test_every_example_is_listed_written_and_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["examples", "--json"]) == 0
+    names = json.loads(capsys.readouterr().out)
+    assert {"main", "pipeline", "preferences"} <= set(names)
+    assert run(["examples", "all"]) == 0
+    written = capsys.readouterr().out
+    for name in names:
+        assert f"written: examples/{name}.yaml" in written
+        if name not in ("preferences", "smollm2"):  # starts from another run
+            assert load_file(Path(f"examples/{name}.yaml")).job.run.name == name
+    assert "written: examples/preferences.jsonl" in written
+
+
+def test_an_example_brings_its_rows_and_overwrites_nothing(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["examples", "preferences", "--out", "jobs"]) == 0
+    assert sorted(path.name for path in Path("jobs").iterdir()) == ["preferences.jsonl", "preferences.yaml"]
+    assert run(["examples", "preferences", "--out", "jobs"]) == 0  # the same again changes nothing
+    Path("jobs/preferences.yaml").write_text("mine")
+    with pytest.raises(JobError, match="is there and differs"):
+        run(["examples", "preferences", "--out", "jobs"])
+    assert Path("jobs/preferences.yaml").read_text() == "mine"
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("word", ["job", "docs/reference/job.md", "job.md"])
+def test_a_page_is_found_by_the_name_that_messages_have(word: str, capsys) -> None:
+    assert run(["docs", word]) == 0
+    assert capsys.readouterr().out.startswith("# The job file")
+
+
+def test_a_mistyped_name_gets_a_near_one() -> None:
+    with pytest.raises(JobError, match="did you mean main?"):
+        run(["examples", "mian"])
+    with pytest.raises(JobError, match="did you mean"):
+        run(["docs", "tutorial/first-run"])

@@ -1,4 +1,4 @@
-"""`phalanx report` and `phalanx watch`: files, documents, and what is said about words that are wrong."""
+"""`phalanx report`, `watch` and `profile`: files, documents, and what is said about words that are wrong."""
 
 import json
 import os
@@ -11,6 +11,9 @@ import pytest
 
 from phalanx.cli.main import main
 from report.written import rows, run
+from train.profile.test_profiles import DOCUMENT
+
+# `phalanx report` and `phalanx watch`: files, documents, and what is said about words that are wrong.
 
 
 def test_a_report_is_written(tmp_path, capsys, monkeypatch):
@@ -89,3 +92,36 @@ def _until(terminal: int, words: bytes) -> bytes:
         assert time.monotonic() < end, seen
         seen += os.read(terminal, 1 << 16)
     return seen
+
+
+# `phalanx profile`: the text, the document, and what is said about a run that has none.
+
+
+@pytest.fixture
+def profiled(tmp_path):
+    (tmp_path / "runs" / "main" / "traces").mkdir(parents=True)
+    (tmp_path / "runs" / "main" / "traces" / "profile.json").write_text(json.dumps(DOCUMENT))
+    return tmp_path / "runs" / "main"
+
+
+def test_a_profile_is_shown_again(profiled, capsys):
+    assert main(["profile", str(profiled)]) == 0
+    assert "predicted beside measured: rank 1, cluster local" in capsys.readouterr().out
+    assert main(["profile", str(profiled / "traces" / "profile.json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == DOCUMENT
+    assert main(["profile", "--help"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["{run}x"], 2, "did you mean {run}?"),
+        (["{run}/.."], 2, "no profile in"),
+        (["{run}", "--jsn"], 2, "unknown option --jsn"),
+        (["{run}", "b"], 2, "takes RUN, found {run} b"),
+        (["--json"], 2, "takes RUN, found nothing"),
+    ],
+)
+def test_mistakes_are_one_message(profiled, capsys, words, code, said):
+    assert main(["profile", *(word.format(run=profiled) for word in words)]) == code
+    assert said.format(run=profiled) in capsys.readouterr().err

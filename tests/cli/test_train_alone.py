@@ -1,10 +1,13 @@
-"""`phalanx train` when what is around it goes away: its readers, its launcher, its peers."""
+"""`phalanx train` when its readers, launcher, peers or run directory fail it."""
 
 from __future__ import annotations
 
+import json
 import os
+import platform
 import pty
 import socket
+import stat
 import subprocess
 import sys
 import termios
@@ -16,7 +19,14 @@ from typing import Any
 
 import pytest
 
-from phalanx.train.run_directory import RunDirectory
+from disks import fill, mounted
+from phalanx.check.load import load_file
+from phalanx.cli.main import main
+from phalanx.errors import RunError
+from phalanx.train.run_directory import ENTRIES, RunDirectory
+
+# `phalanx train` when what is around it goes away: its readers, its launcher, its peers.
+
 
 JOB = """
 model: {n_layers: 1, d_model: 16, n_heads: 2, seq_len: 16}
@@ -184,3 +194,164 @@ def test_a_process_without_a_launcher_outlives_its_parent(tmp_path: Path, monkey
         [sys.executable, "-c", WORKER, str(tmp_path / "pid")], capture_output=True, text=True, check=False
     )
     assert done.stderr == "nothing watches\n"
+
+
+# `phalanx train` and a run directory that it cannot or must not use: one message, and nothing is overwritten.
+
+
+ALONE = """
+model: {n_layers: 1, d_model: 16, n_heads: 2, seq_len: 16}
+cluster: {peak_tflops: 1.0}
+data: {corpus: random, random_tokens: 2000, random_vocab: 13}
+train: {steps: 2, global_batch: 4, eval_samples: 4}
+run: {sample_tokens: 0}
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "job.yaml").write_text(ALONE)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    before = os.umask(0o022)
+    yield tmp_path
+    os.umask(before)
+
+
+@pytest.fixture
+def fails(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Trains in this process, which must fail, and returns the message."""
+
+    def fails(*argv: str, code: int = 1) -> str:
+        assert main(["train", "job.yaml", *argv]) == code
+        *progress, message = capsys.readouterr().err.splitlines()
+        assert message.startswith("phalanx: ")
+        assert all(line.startswith("tokenizing: ") for line in progress), progress
+        return message
+
+    return fails
+
+
+@pytest.mark.parametrize("argv", [(), ("--fresh",)])
+def test_a_run_that_trains_is_left_alone(here: Path, fails: Callable[..., str], argv: tuple[str, ...]) -> None:
+    loaded = load_file(here / "job.yaml")
+    directory = RunDirectory.of(loaded.job)
+    with directory.lock():
+        directory.start(loaded)
+        assert f"runs/job is in use by process {os.getpid()} on {platform.node()} since 20" in fails(*argv)
+    assert [path.name for path in (here / "runs").iterdir()] == ["job"]
+
+
+@pytest.fixture
+def read_only(here: Path) -> Iterator[Path]:
+    """A folder that not even root can write."""
+    folder = here / "readonly"
+    if os.getuid():
+        folder.mkdir(mode=0o555)
+        yield folder
+        return
+    with mounted(folder, "ro") as disk:
+        yield disk
+
+
+def test_a_read_only_folder(read_only: Path, fails: Callable[..., str]) -> None:
+    message = fails(f"run.dir={read_only}")
+    assert message.startswith(f"phalanx: the run directory {read_only}/job cannot be written: ")
+    assert message.endswith("; choose another run.dir")
+
+
+def test_a_full_disk(here: Path, fails: Callable[..., str]) -> None:
+    with mounted(here / "disk", "size=64k") as disk:
+        fill(disk)
+        message = fails(f"run.dir={disk}")
+    assert message.startswith(f"phalanx: the run directory {disk}/job cannot be written: ")
+    assert message.endswith("No space left on device; free some space")
+
+
+def test_a_file_in_the_place_of_the_run_directory(here: Path, fails: Callable[..., str]) -> None:
+    (here / "runs").mkdir()
+    (here / "runs" / "job").write_text("precious")
+    assert "the run directory runs/job cannot be written: " in fails("--fresh")
+    assert (here / "runs" / "job").read_text() == "precious"
+
+
+def test_a_file_in_the_place_of_the_logs_is_set_aside(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loaded = load_file(here / "job.yaml")
+    directory = RunDirectory.of(loaded.job)
+    directory.path.mkdir(parents=True)
+    directory.logs.write_text("precious")
+    directory.start(loaded)
+    assert directory.next_log_dir() == directory.logs / "attempt_0" / "rank_0"
+    assert (directory.path / "logs-1").read_text() == "precious"
+    assert "runs/job/logs is not a directory; it was renamed to runs/job/logs-1" in capsys.readouterr().err
+
+
+def test_logs_that_another_start_left_half_made(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    (tmp_path / "logs" / "attempt_0").mkdir(parents=True)
+    (tmp_path / "logs" / "attempt_1").touch()
+    (tmp_path / "logs" / "attempt_2").symlink_to(tmp_path / "nowhere")
+    assert directory.next_log_dir() == tmp_path / "logs" / "attempt_3" / "rank_0"
+
+
+@pytest.mark.parametrize("name", ["../../x", "/tmp/x", "x" * 300])
+def test_a_name_that_is_no_folder_s(here: Path, fails: Callable[..., str], name: str) -> None:
+    said = fails(f"run.name={name}", code=2)
+    assert f"run.name={name}: must be the name of one folder: printable, without / and a leading dot" in said
+    assert not (here / "runs").exists()
+
+
+def test_planted_links_are_named_and_not_followed(here: Path) -> None:
+    loaded, target = load_file(here / "job.yaml"), here / "target"
+    target.write_text("precious")
+    directory = RunDirectory.of(loaded.job)
+    directory.path.mkdir(parents=True)
+    for name in ENTRIES:
+        (directory.path / name).symlink_to(target)
+    with pytest.raises(RunError, match=r"these are links, .*: config\.yaml, .*metrics\.jsonl, .*latest, .*\.lock"):
+        directory.start(loaded)
+    with pytest.raises(RunError, match=r"runs/job/\.lock is a link"), directory.lock():
+        pass
+    assert target.read_text() == "precious"
+
+
+def test_a_run_directory_may_itself_be_a_link(here: Path) -> None:
+    loaded = load_file(here / "job.yaml")
+    (here / "runs").mkdir()
+    (here / "big").mkdir()
+    (here / "runs" / "job").symlink_to(here / "big")
+    directory = RunDirectory.of(loaded.job)
+    with directory.lock():
+        directory.start(loaded)
+        with pytest.raises(RunError, match="in use by process"), directory.lock(fresh=True):
+            pass
+    assert (here / "big" / "config.yaml").exists()
+    with directory.lock(fresh=True) as renamed:
+        assert renamed == Path("runs/job.1")
+    assert (here / "runs" / "job.1").readlink() == here / "big"
+    assert not (here / "runs" / "job").is_symlink()
+
+
+def test_colleagues_can_read_a_run_and_not_everyone_can_write_it(here: Path) -> None:
+    for mask, file_mode, folder_mode in [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700), (0, 0o664, 0o775)]:
+        os.umask(mask)
+        assert main(["train", "job.yaml", f"run.name=mask{mask}"]) == 0
+        found = {path: stat.S_IMODE(path.stat().st_mode) for path in (here / "runs" / f"mask{mask}").rglob("*")}
+        names = {path.name for path in found}
+        assert names > {"config.yaml", "env.json", "tokenizer.json", "latest", "metrics.jsonl", "stderr.log", ".lock"}
+        wrong = {
+            path: oct(mode) for path, mode in found.items() if mode != (folder_mode if path.is_dir() else file_mode)
+        }
+        assert not wrong
+
+
+def test_the_environment_is_shown_by_name(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_TOKEN", "GLOO_PASSWORD", "TORCH_NCCL_KEY", "PMI_SHARED_SECRET", "NCCL_DEBUG"):
+        monkeypatch.setenv(name, "a value")
+    loaded = load_file(here / "job.yaml")
+    directory = RunDirectory.of(loaded.job)
+    directory.start(loaded)
+    text = (directory.path / "env.json").read_text()
+    assert json.loads(text)["variables"]["NCCL_DEBUG"] == "a value"
+    assert text.count("a value") == 1

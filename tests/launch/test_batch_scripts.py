@@ -1,4 +1,4 @@
-"""Batch scripts of Slurm and PBS: their directives by the schedulers' grammar, their shell lines by bash."""
+"""Batch scripts, manifests, files of sites, and the commands that start a job."""
 
 from __future__ import annotations
 
@@ -9,16 +9,25 @@ import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError
 from phalanx.launch.exported import Exported
 from phalanx.launch.grid import ProcessGrid
-from phalanx.launch.sites.site import GENERIC, known
+from phalanx.launch.hosts import HostSlots
+from phalanx.launch.sites.site import GENERIC, chosen, known, parse
+from phalanx.launch.start import choose
+from phalanx.launch.start.choose import PORTS, LaunchPlace, StartRequest, commands_of, launcher_for, port_for
+from phalanx.launch.submit.kubernetes import ManifestRequest, manifest
 from phalanx.launch.submit.script import SubmitRequest, clock, parse_time, pbs_submission, plain_name, slurm_submission
+
+# Batch scripts of Slurm and PBS: their directives by the schedulers' grammar, their shell lines by bash.
+
 
 SITES = known({"XDG_CONFIG_HOME": "/nowhere"})
 REQUEST = SubmitRequest(
@@ -227,3 +236,416 @@ def test_sbatch_takes_the_script(tmp_path, folder):
     file.write_text(slurm_submission(replace(request, python="/bin/echo")).text)
     done = subprocess.run(["sbatch", "--test-only", str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+# Manifests of Kubernetes against its schemas, and those of JobSet and Kubeflow against their models.
+
+
+IN_KUBERNETES = ManifestRequest(
+    name="My run_1",
+    job_yaml="run:\n  name: 'My run_1'  # a comment\n",
+    grid=ProcessGrid(2, 4, 1),
+    values={"NCCL_DEBUG": "INFO", "ODD": "a: b #c"},
+    secrets=("HF_TOKEN",),
+    secret="tokens",
+    image="registry.example.org/phalanx:1",
+    claim="runs",
+    namespace="team",
+    devices=4,
+    time_s=3600,
+    grace_s=90,
+)
+KINDS = ("job", "jobset", "trainjob")
+
+
+def documents(request: ManifestRequest, kind: Any) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(manifest(request, kind)))
+
+
+def pod_of(document: dict[str, Any]) -> dict[str, Any]:
+    spec = document["spec"]
+    return (
+        spec["template"] if document["kind"] == "Job" else spec["replicatedJobs"][0]["template"]["spec"]["template"]
+    )["spec"]
+
+
+def job_of(jobset: dict[str, Any]) -> dict[str, Any]:
+    """Returns the Job that the controller of a JobSet makes."""
+    template = jobset["spec"]["replicatedJobs"][0]["template"]
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **template}
+
+
+@pytest.mark.parametrize("kind", ["job", "jobset"])
+@pytest.mark.parametrize("devices", [0, 4])
+def test_kubernetes_takes_it(kind, devices):
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    for document in documents(replace(IN_KUBERNETES, devices=devices), kind):
+        known = job_of(document) if document["kind"] == "JobSet" else document
+        validate.validate(known, validate.latest_version(), strict=True)
+
+
+def test_strict_validation_finds_an_unknown_key():
+    validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    job = documents(IN_KUBERNETES, "job")[-1]
+    job["spec"]["completionsMode"] = "Indexed"
+    with pytest.raises(validate.ValidationError):
+        validate.validate(job, validate.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"), [("jobset", "JobsetV1alpha2JobSet"), ("trainjob", "TrainerV1alpha1TrainJob")]
+)
+def test_the_models_of_kubeflow_lose_nothing(kind, model):
+    """The models ignore keys that they do not know: what comes back must be what was given."""
+    models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
+    document = documents(IN_KUBERNETES, kind)[-1]
+    assert getattr(models, model).from_dict(document).to_dict() == document
+
+
+def test_an_indexed_job_meets_through_its_service():
+    config, service, job = documents(IN_KUBERNETES, "job")
+    assert [each["kind"] for each in (config, service, job)] == ["ConfigMap", "Service", "Job"]
+    assert {each["metadata"]["namespace"] for each in (config, service, job)} == {"team"}
+    spec, pod = job["spec"], pod_of(job)
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"] == "my-run-1"
+    command = pod["containers"][0]["command"]
+    assert command[:5] == ["python3", "-P", "-m", "phalanx.cli.node", "--await-host=600"]
+    port = service["spec"]["ports"][0]["port"]
+    assert command[-3:] == ["/etc/phalanx/job.yaml", "run.nnodes=1:2", f"run.rdzv_endpoint=my-run-1-0.my-run-1:{port}"]
+    assert config["data"]["job.yaml"] == IN_KUBERNETES.job_yaml
+    assert pod["volumes"][0]["configMap"]["name"] == config["metadata"]["name"]
+    assert pod["terminationGracePeriodSeconds"] == 120
+    assert pod["containers"][0]["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+    rules = spec["podFailurePolicy"]["rules"]
+    assert [(rule["action"], rule.get("onExitCodes", {}).get("values")) for rule in rules] == [
+        ("FailJob", [2, 3, 4, 5]),
+        ("Ignore", [75]),
+        ("Ignore", None),
+    ]
+
+
+def test_jobsets_and_train_jobs_meet_at_their_first_pod():
+    for kind in ("jobset", "trainjob"):
+        text = manifest(IN_KUBERNETES, kind)
+        assert "run.rdzv_endpoint=my-run-1-node-0-0.my-run-1:" in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_secrets_come_from_a_secret(kind):
+    assert "secretKeyRef" in manifest(IN_KUBERNETES, kind)
+    with pytest.raises(JobError, match="kubectl create secret generic"):
+        manifest(replace(IN_KUBERNETES, secret=""), kind)
+
+
+def test_everything_that_is_missing_at_once():
+    with pytest.raises(JobError) as caught:
+        manifest(replace(IN_KUBERNETES, image="", claim="", namespace="No_Name", mount="runs"), "job")
+    assert [problem.split()[0].rstrip(":") for problem in caught.value.problems] == [
+        *("--image", "--namespace", "--pvc", "--pvc")
+    ]
+
+
+@settings(max_examples=50)
+@given(st.text(min_size=1, max_size=200), st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=50))
+def test_any_name_and_value_survives(name, value):
+    request = replace(IN_KUBERNETES, name=name, values={"A": value}, job_yaml=f"x: {value}\ny: 1\n")
+    config, service, job = documents(request, "job")
+    assert pod_of(job)["containers"][0]["env"][0] == {"name": "A", "value": value}
+    assert config["data"]["job.yaml"] == request.job_yaml
+    assert service["metadata"]["name"] == request.resource
+    assert len(request.resource) <= 44
+    assert request.resource.strip("-").replace("-", "").isalnum()
+
+
+# Files of sites: those of the package, and a user's own.
+
+
+NAMES = {"slurm", "pbs", "polaris", "aurora", "sophia", "perlmutter", "frontier"}
+
+
+@pytest.fixture
+def env(tmp_path: Path) -> dict[str, str]:
+    return {"XDG_CONFIG_HOME": str(tmp_path)}
+
+
+def test_the_packages_sites_are_valid_and_have_a_source(env):
+    sites = known(env)
+    assert set(sites) == NAMES
+    assert all("https://" in site.source for name, site in sites.items() if name not in ("slurm", "pbs"))
+
+
+@pytest.mark.parametrize(
+    ("host", "variables", "site"),
+    [
+        ("polaris-login-02.hsn.cm.polaris.alcf.anl.gov", {}, "polaris"),
+        ("x3004c0s7b0n0", {}, "polaris"),
+        ("x3208c0s37b1n0.hsn.cm.polaris.alcf.anl.gov", {}, "polaris"),
+        ("x4102c5s2b0n0", {}, "aurora"),
+        ("aurora-uan-0010", {}, "aurora"),
+        ("sophia-gpu-03", {}, "sophia"),
+        ("nid001234", {"NERSC_HOST": "perlmutter"}, "perlmutter"),
+        ("frontier01234", {}, "frontier"),
+        ("login10", {"LMOD_SYSTEM_NAME": "frontier"}, "frontier"),
+        ("laptop", {}, None),
+        ("nid001234", {}, None),
+    ],
+)
+def test_a_site_is_recognised(env, host, variables, site):
+    found = chosen("", {**env, **variables}, host)
+    assert (found.name if found else None) == site
+
+
+def test_a_users_own_site_wins(env, tmp_path):
+    folder = tmp_path / "phalanx" / "sites"
+    folder.mkdir(parents=True)
+    (folder / "mine.yaml").write_text("name: polaris\nscheduler: slurm\nhosts: [laptop]\n")
+    found = chosen("", env, "laptop")
+    assert found is not None
+    assert (found.name, found.scheduler) == ("polaris", "slurm")
+    assert found.queue == ""
+
+
+def test_a_file_and_a_name(env, tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text("name: x\nscheduler: pbs\ndevices: 4\naccount_required: true\nenvironment: {NCCL_DEBUG: INFO}\n")
+    site = chosen(str(path), env, "h")
+    assert site is not None
+    assert (site.devices, site.account_required, site.environment) == (4, True, {"NCCL_DEBUG": "INFO"})
+    with pytest.raises(JobError, match=r"no such site; did you mean polaris\?"):
+        chosen("polarys", env, "h")
+    with pytest.raises(JobError, match="cannot be read"):
+        chosen(str(tmp_path / "absent.yaml"), env, "h")
+
+
+def test_all_problems_of_a_file_at_once():
+    text = """\
+schedular: slurm
+devices: many
+launcher: sruns
+modules: [conda, "; rm -rf /"]
+environment: {HF_TOKEN: x}
+hosts: ["(a+)+"]
+filesystems: home
+directives: ["$(id)"]
+prepend: {"A B": /x}
+devices: 4
+"""
+    with pytest.raises(JobError) as caught:
+        parse(text, "x.yaml")
+    starts = [problem.partition(": ")[0] for problem in caught.value.problems]
+    assert starts == [*(f"x.yaml:{line}" for line in range(1, 11)), "x.yaml", "x.yaml"]
+    shown = str(caught.value)
+    assert "unknown field schedular; did you mean scheduler?" in shown
+    assert "did you mean srun?" in shown
+    assert "name is missing" in shown
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: !!python/object/apply:os.system [id]\nscheduler: slurm\n",
+        "a: &x [1]\nname: *x\n",
+        "name: {a: {b: {c: 1}}}\n",
+        "[1, 2]",
+        "name: [",
+        "",
+        "\x00",
+        "name: x\nscheduler: slurm\nenvironment: {A: [1]}\n",
+    ],
+)
+def test_hostile_files_are_refused(text):
+    with pytest.raises(JobError):
+        parse(text, "x.yaml")
+
+
+# The commands that start a job.
+
+
+STARTED = StartRequest(
+    words=("job.yaml", "train.steps=5"),
+    grid=ProcessGrid(2, 4, 2),
+    hosts=("n1", "n2"),
+    endpoint=("n1", 12345),
+    ranks_by="phalanx",
+    exported=Exported({"NCCL_DEBUG": "INFO"}, ("HF_TOKEN",)),
+    python="/venv/bin/python",
+    folder="/work dir",
+    job_id="77",
+    remote_shell=("ssh",),
+)
+NODE = "/venv/bin/python -P -m phalanx.cli.node job.yaml train.steps=5 run.nnodes=2 run.rdzv_endpoint=n1:12345"
+
+
+def test_srun_starts_one_launcher_per_node():
+    assert choose.command(STARTED).shell == (
+        "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --export=ALL --input=none "
+        f"--cpu-bind=none --kill-on-bad-exit=0 --wait=60 {NODE}"
+    )
+
+
+def test_srun_goes_on_when_a_node_fails_if_the_run_does():
+    words = choose.command(replace(STARTED, grid=ProcessGrid(2, 4, 1))).argv
+    assert {"--no-kill", "--wait=0", "run.nnodes=1:2"} <= set(words)
+
+
+def test_srun_starts_every_rank():
+    request = replace(STARTED, ranks_by="launcher", cpu_bind="cores", cpus_per_rank=8, devices=4, in_step=True)
+    words = choose.command(request).argv
+    assert words[-6:] == ("-P", "-m", "phalanx", "train", "job.yaml", "train.steps=5")
+    assert {"--ntasks=8", "--ntasks-per-node=4", "--cpu-bind=cores", "--cpus-per-task=8"} <= set(words)
+    assert {"--gpu-bind=none", "--overlap"} <= set(words)
+
+
+def test_torchrun_on_every_node():
+    words = choose.command(replace(STARTED, ranks_by="torchrun", grace_s=110)).shell
+    assert words.endswith(
+        "-m torch.distributed.run --nnodes 2 --nproc-per-node 4 --signals-to-handle "
+        "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 110 --rdzv-backend c10d --rdzv-endpoint n1:12345 "
+        "--rdzv-id 77 -m phalanx train job.yaml train.steps=5"
+    )
+    alone = replace(STARTED, ranks_by="torchrun", grid=ProcessGrid(1, 4, 1), endpoint=None)
+    assert "--standalone --nproc-per-node 4 --signals-to-handle" in choose.local(alone).shell
+
+
+@pytest.mark.parametrize(
+    ("ranks_by", "launcher", "expected"),
+    [
+        ("phalanx", "pals", f"mpiexec -n 2 --ppn 1 --envall --line-buffer --cpu-bind none {NODE}"),
+        (
+            "phalanx",
+            "openmpi",
+            f"mpirun -n 2 --host n1:1,n2:1 --map-by ppr:1:node --bind-to none -x HF_TOKEN -x NCCL_DEBUG {NODE}",
+        ),
+        (
+            "phalanx",
+            "mpich",
+            "mpiexec -n 2 -ppn 1 -hosts n1,n2 -bind-to none -genvlist "
+            f"HF_TOKEN,HOME,LANG,LOGNAME,NCCL_DEBUG,PATH,SHELL,USER,VIRTUAL_ENV {NODE}",
+        ),
+        (
+            "launcher",
+            "pals",
+            "mpiexec -n 8 --ppn 4 --envall --line-buffer --cpu-bind none "
+            "/venv/bin/python -P -m phalanx train job.yaml train.steps=5",
+        ),
+    ],
+)
+def test_mpi(ranks_by, launcher, expected):
+    (command,) = commands_of(launcher, replace(STARTED, ranks_by=ranks_by))
+    assert command.shell == expected
+
+
+def test_options_of_the_user_stand_before_the_program():
+    words = choose.pals(replace(STARTED, extra=("--verbose",)), "").argv
+    assert words.index("--verbose") < words.index("/venv/bin/python")
+
+
+@pytest.mark.parametrize(
+    ("version", "flavor"),
+    [
+        ("mpirun (Open MPI) 4.1.4\n", "openmpi"),
+        ("mpiexec (OpenRTE) 4.1.4\n", "openmpi"),
+        ("HYDRA build details:\n    Version: 4.0.2\n", "mpich"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.9\n", "mpich"),
+        ("mpiexec version 1.2.12, PALS\n", "pals"),
+    ],
+)
+def test_the_flavor_of_mpiexec(version, flavor):
+    assert choose.flavor_of(version) == flavor
+
+
+def test_an_unknown_mpiexec():
+    with pytest.raises(JobError, match="give --launcher pals, openmpi or mpich"):
+        choose.flavor_of("srun 1.0")
+
+
+def test_remote_shells_get_one_word_for_the_hosts_shell():
+    first, second = choose.remote(STARTED)
+    assert first.argv[:2] == ("ssh", "n1")
+    assert second.argv[:2] == ("ssh", "n2")
+    assert first.argv[2] == (
+        "cd '/work dir' && exec env NCCL_DEBUG=INFO /venv/bin/python -P -m phalanx.cli.node --controlled=variables "
+        "job.yaml train.steps=5 run.nnodes=2 run.rdzv_endpoint=n1:12345"
+    )
+    assert first.stdin == "one line of JSON with HF_TOKEN, then signals"
+
+
+@given(st.lists(st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"])), min_size=1, max_size=5))
+def test_words_survive_two_shells(words):
+    request = replace(STARTED, words=tuple(words), exported=Exported({"A": words[0]}))
+    (command,) = choose.remote(replace(request, hosts=("n1",), grid=ProcessGrid(1, 4, 1)))
+    outer = shlex.split(command.shell)
+    assert tuple(outer) == command.argv
+    inner = shlex.split(outer[-1])
+    assert inner[inner.index("--controlled") + 1 :][: len(words)] == words
+    assert f"A={words[0]}" in inner
+
+
+@pytest.mark.parametrize(
+    ("launcher", "change", "message"),
+    [
+        ("local", {}, "--launcher local is one host, but the job has 2 nodes"),
+        ("ssh", {"extra": ("--x",)}, "words after -- are for srun or mpiexec"),
+        ("ssh", {"ranks_by": "launcher"}, "needs srun or mpiexec"),
+        ("ssh", {"hosts": ()}, "needs hosts"),
+        ("srun", {"ranks_by": "torchrun", "stop_after_s": 5}, "--stop-after needs launchers of ours"),
+    ],
+)
+def test_what_a_launcher_cannot_do(launcher, change, message):
+    with pytest.raises(JobError, match=message):
+        commands_of(launcher, replace(STARTED, **change))
+
+
+SLURM, PBS = (
+    LaunchPlace("slurm job", "1", (HostSlots("a"), HostSlots("b"))),
+    LaunchPlace("pbs job", "1", (HostSlots("a"),)),
+)
+
+
+@pytest.mark.parametrize(
+    ("place", "nodes", "hosts_given", "site", "version", "launcher"),
+    [
+        (SLURM, 1, False, "", "", "srun"),
+        (PBS, 2, False, "polaris", "", "pals"),
+        (PBS, 2, False, "", "mpirun (Open MPI) 5.0", "openmpi"),
+        (PBS, 1, False, "", "", "local"),
+        (LaunchPlace("host"), 1, False, "", "", "local"),
+        (LaunchPlace("host"), 2, True, "", "", "ssh"),
+    ],
+)
+def test_the_launcher_of_a_place(place, nodes, hosts_given, site, version, launcher):
+    chosen = known({"XDG_CONFIG_HOME": "/nowhere"}).get(site)
+    found = launcher_for(place, nodes=nodes, wanted=None, hosts_given=hosts_given, site=chosen, version=lambda: version)
+    assert found == launcher
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        (LaunchPlace("slurm login node"), "--submit slurm.*salloc.*--launcher local"),
+        (LaunchPlace("pbs login node"), "--submit pbs.*qsub -I"),
+        (LaunchPlace("pod"), "--submit k8s"),
+        (LaunchPlace("host"), "--hostfile FILE"),
+        (PBS, "no mpiexec: load its module"),
+    ],
+)
+def test_where_nothing_can_start_the_job_the_message_names_the_ways(place, message):
+    with pytest.raises(JobError, match=message):
+        launcher_for(place, nodes=2, wanted=None, hosts_given=False, site=None, version=lambda: "")
+
+
+@given(st.text(), st.integers(0, 30000), st.integers(0, 30000))
+def test_a_port_is_legal_and_the_same_for_the_same_key(key, first, count):
+    ephemeral = range(first, first + count)
+    port = port_for(key, ephemeral)
+    assert port in PORTS
+    assert port not in ephemeral or all(each in ephemeral for each in PORTS)
+    assert port == port_for(key, ephemeral)
+
+
+def test_jobs_that_follow_each_other_have_different_ports():
+    ports = {port_for(f"{job}.0") for job in range(1000)}
+    assert len(ports) > 950

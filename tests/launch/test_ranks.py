@@ -1,15 +1,24 @@
-"""Who a process is, from the variables of each launcher."""
+"""Who and where a process is, from the variables of each launcher, and lists of hosts."""
 
 from __future__ import annotations
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import JobError
-from phalanx.launch.ranks import LaunchersDisagreeError, Ranks, detect, lowest_evidence, rendezvous_address
+from phalanx.launch.exported import exported, is_secret
+from phalanx.launch.grid import GridRequest, ProcessGrid, solve
+from phalanx.launch.hosts import HostSlots, expand, parse_hosts, read_hosts
+from phalanx.launch.ranks import LaunchersDisagreeError, Ranks, ToldError, detect, lowest_evidence, rendezvous_address
+from phalanx.launch.start.choose import where
+
+# Who a process is, from the variables of each launcher.
+
 
 TORCHRUN = {
     "RANK": "5",
@@ -257,3 +266,312 @@ def test_without_a_rank_the_first_of_a_node_speaks() -> None:
         assert lowest_evidence(half) == local_rank
         with pytest.raises(JobError, match=r"PMI_RANK not set(.|\n)*mpich: PMI_SIZE=2"):
             detect(half)
+
+
+# Where a launch is, as a function of the environment.
+
+
+def place(env, *programs, hosts=()):
+    return where(env, lambda name: f"/bin/{name}" if name in programs else None, lambda path: list(hosts))
+
+
+def test_a_lone_host_and_login_nodes():
+    assert place({}).kind == "host"
+    assert place({}, "sbatch", "qsub").kind == "slurm login node"
+    assert place({}, "qsub").kind == "pbs login node"
+    assert place({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "sbatch").kind == "pod"
+
+
+def test_an_allocation_of_slurm():
+    env = {"SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_RESTART_COUNT": "3"}
+    found = place(env, "sbatch")
+    assert (found.kind, found.job_id, found.restarts, found.in_step) == ("slurm job", "12", 3, False)
+    assert found.hosts == (HostSlots("n1"), HostSlots("n2"))
+    shell = {**env, "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert place(shell).in_step
+
+
+def test_a_job_of_pbs():
+    found = place({"PBS_JOBID": "12.s", "PBS_NODEFILE": "/x"}, "qsub", hosts=[HostSlots("a", 4)])
+    assert (found.kind, found.job_id, found.hosts) == ("pbs job", "12.s", (HostSlots("a", 4),))
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"SLURM_JOB_ID": "1"}, "SLURM_JOB_NODELIST is not"),
+        ({"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n["}, "SLURM_JOB_NODELIST: not a list"),
+        ({"PBS_JOBID": "1"}, "PBS_NODEFILE is not"),
+    ],
+)
+def test_half_an_allocation_is_refused(env, message):
+    with pytest.raises(JobError, match=message):
+        place(env)
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
+        {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "a",
+            "MASTER_PORT": "1",
+            "TORCHELASTIC_RUN_ID": "x",
+        },
+    ],
+)
+def test_one_of_several_copies_is_refused(env):
+    with pytest.raises(ToldError, match="started 2 processes of `phalanx launch`"):
+        place(env)
+
+
+# Variables that a launch exports, and those that it keeps.
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "MY_PASSWD"),
+        *("PMI_SHARED_SECRET", "GOOGLE_APPLICATION_CREDENTIALS", "SSH_AUTH_SOCK", "API_KEYS", "OPENAI_KEY"),
+    ],
+)
+def test_secrets_are_known_by_their_names(name):
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["NCCL_DEBUG", "TOKENIZERS_PARALLELISM", "KEYBOARD", "OMP_NUM_THREADS", "HF_HOME"])
+def test_others_are_none(name):
+    assert not is_secret(name)
+
+
+ENV = {
+    "NCCL_DEBUG": "INFO",
+    "HF_TOKEN": "hf_secret",
+    "HF_HOME": "/hf",
+    "EDITOR": "vi",
+    "CUDA_VISIBLE_DEVICES": "0",
+    "https_proxy": "http://me:secret@proxy:1",
+    "NCCL_ODD": "a\nb",
+    "WANDB_MODE": "offline",
+}
+
+
+def test_the_default_list():
+    found = exported(ENV, (), (), {})
+    assert found.values == {"NCCL_DEBUG": "INFO", "HF_HOME": "/hf"}
+    assert found.secrets == ()
+
+
+def test_patterns_take_no_secrets_and_exact_names_do():
+    assert exported(ENV, ("*",), (), {}).values.keys() == {"NCCL_DEBUG", "HF_HOME", "EDITOR", "WANDB_MODE"}
+    found = exported(ENV, ("HF_TOKEN", "WANDB_*"), (), {})
+    assert found.secrets == ("HF_TOKEN",)
+    assert "hf_secret" not in str(found)
+    assert found.values["WANDB_MODE"] == "offline"
+
+
+def test_settings_win_over_the_environment_which_wins_over_the_site():
+    found = exported(ENV, (), ("NCCL_DEBUG=WARN", "X=a=b"), {"NCCL_DEBUG": "TRACE", "HF_HOME": "/site", "Y": "1"})
+    assert found.values == {"NCCL_DEBUG": "WARN", "HF_HOME": "/hf", "X": "a=b", "Y": "1"}
+
+
+def test_all_problems_at_once():
+    with pytest.raises(JobError) as caught:
+        exported(ENV, ("WANDB_MOD",), ("novalue", "HF_TOKEN=x", "A=\x1b[1m", "1A=2"), {})
+    assert [problem.partition(":")[0] for problem in caught.value.problems] == [
+        *("--export-env WANDB_MOD", "--env novalue", "--env HF_TOKEN", "--env A", "--env 1A")
+    ]
+    assert "did you mean WANDB_MODE?" in caught.value.problems[0]
+    assert "HF_TOKEN=x" not in str(caught.value)
+
+
+# Lists of hosts of Slurm, PBS and MPI.
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("n1", ["n1"]),
+        ("n1,n2", ["n1", "n2"]),
+        ("n[1-2,07]", ["n1", "n2", "n07"]),
+        ("n[008-011]", ["n008", "n009", "n010", "n011"]),
+        ("a[1-2],b[3-4]", ["a1", "a2", "b3", "b4"]),
+        ("rack[0-1]n[1-2]x", ["rack0n1x", "rack0n2x", "rack1n1x", "rack1n2x"]),
+        ("login,nid[000001,000003-000004]", ["login", "nid000001", "nid000003", "nid000004"]),
+        ("node[08-10,7],login1", ["node08", "node09", "node10", "node7", "login1"]),
+        ("n2,n1,n2", ["n2", "n1", "n2"]),
+    ],
+)
+def test_slurms_compressed_form(nodelist, hosts):
+    assert expand(nodelist) == hosts
+
+
+@pytest.mark.parametrize(
+    "nodelist",
+    [
+        *("", "n[", "n]", "n[1", "n[]", "n[2-1]", "n[a-b]", "n[1-]", "n[1-x]", "n[[1]]", ",", "a,,b", "a,", "n 1"),
+        *("n;rm", "n[1" * 99 + "]" * 99, "n[1-2]" * 9),
+    ],
+)
+def test_what_is_no_list_is_refused(nodelist):
+    with pytest.raises(ValueError, match="not a|brackets"):
+        expand(nodelist)
+
+
+def test_a_list_stands_for_so_many_hosts_at_most():
+    assert len(expand("n[0-99999]")) == 100_000
+    for nodelist in ("n[0-100000]", "n[1-9][0-999999999]", "n[1-999999999]", "n" * 20_000_000):
+        with pytest.raises(ValueError, match="the most is|more than"):
+            expand(nodelist)
+
+
+@st.composite
+def compressed(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A compressed name, and the hosts that it stands for."""
+    text, choices = "n", [["n"]]
+    for _ in range(draw(st.integers(1, 3))):
+        word = draw(st.text("abz-.9", max_size=3))
+        numbers: list[str] = []
+        parts = []
+        for _ in range(draw(st.integers(1, 2))):
+            low, width = draw(st.integers(0, 120)), draw(st.integers(1, 4))
+            high = low + draw(st.integers(0, 4))
+            parts.append(f"{low:0{width}}" + (f"-{high:0{width}}" if high > low else ""))
+            numbers += [f"{number:0{max(width, len(str(low)))}}" for number in range(low, high + 1)]
+        text, choices = f"{text}{word}[{','.join(parts)}]", [*choices, [word], numbers]
+    return text, ["".join(parts) for parts in itertools.product(*choices)]
+
+
+@given(st.lists(compressed(), min_size=1, max_size=3))
+def test_any_list_is_expanded_as_it_was_made(made):
+    assert expand(",".join(text for text, _ in made)) == [host for _, hosts in made for host in hosts]
+
+
+@given(st.lists(st.integers(0, 9999), min_size=1, max_size=30, unique=True))
+def test_compressing_and_expanding_is_the_identity(numbers):
+    names = [f"n{number:04d}" for number in numbers]
+    assert expand(f"n[{','.join(name[1:] for name in names)}]") == names
+
+
+@given(st.text(alphabet="n1,[]-0 ", max_size=40))
+def test_any_text_gives_hosts_or_a_value_error(text):
+    try:
+        hosts = expand(text)
+    except ValueError:
+        return
+    assert all(re.fullmatch(r"[\w.-]+", host) for host in hosts)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a\nb\n", [HostSlots("a"), HostSlots("b")]),
+        ("a:4\nb:2\n", [HostSlots("a", 4), HostSlots("b", 2)]),
+        ("a slots=4 max_slots=8\nb slots=1\n", [HostSlots("a", 4), HostSlots("b", 1)]),
+        ("b.x\nb.x\na.x\na.x\n", [HostSlots("b.x", 2), HostSlots("a.x", 2)]),
+        ("# all\n\na  # the first\n", [HostSlots("a")]),
+    ],
+)
+def test_every_form_of_a_host_file(text, hosts):
+    assert parse_hosts(text, "hosts") == hosts
+
+
+def test_every_wrong_line_is_named():
+    with pytest.raises(JobError) as caught:
+        parse_hosts("a\nb c\n$(id)\n-oProxyCommand=x\n", "hosts")
+    assert [problem.partition(": ")[0] for problem in caught.value.problems] == ["hosts:2", "hosts:3", "hosts:4"]
+
+
+def test_a_file_without_hosts_and_one_that_is_absent(tmp_path: Path):
+    (tmp_path / "hosts").write_text("# none\n")
+    with pytest.raises(JobError, match="names no host"):
+        read_hosts(tmp_path / "hosts")
+    with pytest.raises(JobError, match="cannot be read"):
+        read_hosts(tmp_path / "other")
+
+
+# Nodes × processes per node = processes of the layout.
+
+
+def grid(**what) -> tuple[int, int]:
+    found = solve(GridRequest(**what))
+    return found.nodes, found.per_node
+
+
+@pytest.mark.parametrize(
+    ("request_", "expected"),
+    [
+        ({"layout": 8}, (1, 8)),
+        ({"layout": 8, "nnodes": "2"}, (2, 4)),
+        ({"layout": 8, "per_node": "2"}, (4, 2)),
+        ({"layout": 8, "nnodes": "2", "per_node": "4", "processes": 8}, (2, 4)),
+        ({"layout": 8, "available": 2}, (2, 4)),
+        ({"layout": 8, "available": 3}, (2, 4)),
+        ({"layout": 8, "available": 4, "devices": 4}, (2, 4)),
+        ({"layout": 8, "per_node": "auto", "devices": 4}, (2, 4)),
+        ({"layout": 8, "per_node": "auto", "nnodes": "2"}, (2, 4)),
+        ({"layout": 16, "per_node": "auto", "devices": 4, "cpu": True, "nnodes": "2"}, (2, 8)),
+        ({"layout": 8, "cluster_nodes": 4}, (4, 2)),
+        ({"layout": 8, "cluster_nodes": 1, "available": 2}, (1, 8)),
+        ({"processes": 8, "nnodes": "2"}, (2, 4)),
+        ({"nnodes": "2", "devices": 4}, (2, 4)),
+        ({"available": 3, "per_node": "auto", "devices": 2}, (3, 2)),
+    ],
+)
+def test_any_two_give_the_third(request_, expected):
+    assert grid(**request_) == expected
+
+
+def test_a_range_of_nodes():
+    found = solve(GridRequest(layout=8, nnodes="1:4"))
+    assert (found, found.nnodes, found.processes) == (ProcessGrid(4, 2, 1), "1:4", 8)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (
+            {"layout": 4, "nnodes": "2", "per_node": "3", "layout_words": "tp=4"},
+            "--nnodes 2 × --nproc-per-node 3 = 6 processes, but the layout tp=4 has 4; nearest legal: "
+            "--nproc-per-node 2, or a layout of 6 processes",
+        ),
+        ({"layout": 4, "nnodes": "3"}, "4 processes, which are not divisible by 3; nearest legal: --nnodes 1, 2, 4"),
+        ({"layout": 4, "processes": 8}, "--nproc 8, but the layout .* has 4 processes; nearest legal: --nproc 4"),
+        ({"layout": 4, "nnodes": "4", "available": 2, "where": "it"}, "4 nodes, but it has 2; nearest .* --nnodes 2"),
+        ({"layout": 8, "nnodes": "1", "devices": 4}, "8 processes per node, but a node has 4 devices"),
+        ({"nnodes": "two"}, "expected a number of nodes"),
+        ({"nnodes": "3:2", "layout": 6}, "nearest legal: --nnodes 2:3"),
+        ({"per_node": "gpu", "layout": 6}, "expected a number of processes, or auto"),
+        ({"nnodes": "2"}, "give --nproc-per-node"),
+    ],
+)
+def test_what_does_not_fit_is_one_message_with_the_nearest_legal_choice(request_, message):
+    with pytest.raises(JobError, match=message):
+        solve(GridRequest(**request_))
+
+
+@given(
+    layout=st.integers(1, 64),
+    nodes=st.integers(0, 8),
+    per_node=st.integers(0, 8),
+    available=st.integers(0, 8),
+    devices=st.integers(0, 8),
+)
+def test_a_grid_is_the_layouts_or_a_message(layout, nodes, per_node, available, devices):
+    request = GridRequest(
+        str(nodes or ""), str(per_node or ""), layout=layout, available=available, devices=devices, where="it"
+    )
+    try:
+        found = solve(request)
+    except JobError:
+        return
+    assert found.processes == layout
+    assert not nodes or found.nodes == nodes
+    assert not per_node or found.per_node == per_node
+    assert not available or found.nodes <= available
+    assert not devices or found.per_node <= devices

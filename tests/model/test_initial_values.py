@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from blocks.test_adapter_weights import MODELS, adapted
+from blocks.test_parameters import MODELS, adapted
 from model.kinds import KINDS, build, tokens
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.model import LoRA

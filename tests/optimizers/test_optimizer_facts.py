@@ -1,4 +1,6 @@
-"""The facts of optimizers: their sums, their refusal where they are wrong, and blocks that no layout cuts."""
+"""The facts of optimizers: their sums, their refusal where they are wrong, and matrices that no layout cuts."""
+
+from __future__ import annotations
 
 from dataclasses import replace
 from math import prod
@@ -16,8 +18,21 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.errors import ExtensionError, JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, kinds, optimizer_costs, state_bytes_of
-from phalanx.optimizers.entry import BLOCK, ROW_PARTS, ExtraOption, StateKind, block_of, problems
+from phalanx.optimizers.entry import (
+    BLOCK,
+    ROW_PARTS,
+    ExtraOption,
+    StateKind,
+    block_of,
+    is_hidden_matrix,
+    matrix_elements,
+    newton_schulz_flops,
+    problems,
+)
 from phalanx.partition.matrices import granular_cut
+
+# The facts of optimizers: their sums, their refusal where they are wrong, and blocks that no layout cuts.
+
 
 GPT = ModelConfig(n_layers=2, d_model=128, n_heads=4, seq_len=16, vocab_size=50)
 ADAMW = OPTIMIZERS["adamw"]
@@ -140,3 +155,27 @@ def test_what_contradicts_itself_is_refused(facts, message):
     with pytest.raises(ExtensionError, match=message):
         OPTIMIZERS.add("other", replace(ADAMW, **facts))
     assert "other" not in OPTIMIZERS
+
+
+# The matrices that Muon takes, and their FLOPs.
+
+
+def test_hidden_matrices_are_those_of_blocks():
+    assert is_hidden_matrix("blocks.0.attn.wq.weight", (8, 8))
+    assert is_hidden_matrix("blocks.0.moe.router.weight", (4, 8))
+    assert is_hidden_matrix("blocks.0.moe.experts.up.weight", (4, 8, 8))
+    assert not is_hidden_matrix("blocks.0.moe.experts.up.bias", (4, 8))
+    assert not is_hidden_matrix("embed.weight", (50, 8))
+    assert not is_hidden_matrix("head.weight", (50, 8))
+    assert not is_hidden_matrix("positions.weight", (50, 8))
+    assert not is_hidden_matrix("blocks.0.attn_norm.weight", (8,))
+
+
+def test_an_experts_matrix_is_one_of_the_stack():
+    assert matrix_elements("blocks.0.moe.experts.up.weight", (4, 8, 6), (2, 4, 6)) == 24
+    assert matrix_elements("blocks.0.moe.experts.up.bias", (4, 8), (2, 8)) == 0
+
+
+@pytest.mark.parametrize("shape", [(4096, 14336), (14336, 4096)])
+def test_flops_are_those_of_three_products_in_five_iterations(shape):
+    assert newton_schulz_flops(*shape) == 5 * (4 * 4096**2 * 14336 + 2 * 4096**3)

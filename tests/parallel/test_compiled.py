@@ -1,24 +1,41 @@
-"""What torch compiles is kept in the user's cache folder, and a folder that others can write is not used."""
+"""torch.compile: as many graphs as kinds of layers, and a cache in the user's folder."""
+
+from __future__ import annotations
 
 import logging
 import os
 import re
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from phalanx.config.job import Job, Train
-from phalanx.config.model import ModelConfig
+from phalanx.blocks.kinds import block_kinds
+from phalanx.check.job import problems_of
+from phalanx.config.job import Job, Precision, Train
+from phalanx.config.layout import Layout
+from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
 from phalanx.launch.ranks import Ranks
+from phalanx.model.documents import Documents
+from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply
 from phalanx.parallel.compiled import FOLDER, keep_compiled
-from phalanx.parallel.mesh import alone
+from phalanx.parallel.mesh import alone, build
 from phalanx.parallel.objective import MicroTensors
+from phalanx.parallel.pipeline import PipeDream
+
+# What torch compiles is kept in the user's cache folder, and a folder that others can write is not used.
+
 
 ALL = bool(os.environ.get("PHALANX_COMPILE"))
 SHAPE = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)
@@ -105,3 +122,173 @@ def test_a_file_or_a_link_is_no_folder(cache, caplog, monkeypatch):
         keep_compiled()
         assert os.environ[FOLDER] != str(cache / name)
     assert len(caplog.records) == 2
+
+
+# torch.compile makes as many graphs for many layers as for one of each kind, none again in later steps, and as many
+# again for other lengths, whatever they are.
+
+
+VOCABULARY, SEQ_LEN = 32, 16
+GPT = ModelConfig(n_layers=2, d_model=16, n_heads=4, seq_len=SEQ_LEN)
+LLAMA = replace(GPT, n_kv_heads=2, norm="rmsnorm", activation="swiglu", positions="rope", bias=False, tied=False)
+EXPERTS = replace(LLAMA, moe=MoE(n_experts=4, aux_loss=0.01, n_shared=1))
+LATENT = replace(LLAMA, n_kv_heads=0, mla=MLA(q_rank=8, kv_rank=8, rope_head_dim=4, nope_head_dim=4, v_head_dim=4))
+GEMMA = replace(LLAMA, activation="geglu", norm_place="both", attention_softcap=50.0, logit_softcap=30.0, tied=True)
+GEMMA = replace(GEMMA, scaled_embedding=True, qk_norm="head", window=4, full_every=2, window_rope_theta=1e3)
+GPT_OSS = replace(EXPERTS, activation="swiglu_clamped", sinks=True, window=4, full_every=2, qkv_bias=True)
+OLMO = replace(LLAMA, norm_place="after", qk_norm="width", n_kv_heads=0)
+NEOX = replace(GPT, parallel_block=True, positions="rope", rotary_fraction=0.5)
+FAMILIES = {
+    "GPT": GPT,
+    "Llama": LLAMA,
+    "experts": EXPERTS,
+    "latent attention": LATENT,
+    "Gemma": GEMMA,
+    "gpt-oss": GPT_OSS,
+    "OLMo": OLMO,
+    "NeoX": NEOX,
+}
+WAYS = {
+    "alone": Layout(),
+    "documents": Layout(),
+    "dropout": Layout(),
+    "LoRA": Layout(),
+    "tensor parallel": Layout(tp=2),
+    "sequence parallel": Layout(tp=2, sp=True),
+    "ring": Layout(cp=2),
+    "Ulysses": Layout(cp=2, cp_ulysses=2),
+    "FSDP": Layout(dp_shard=2, zero=3),
+    "recompute=full": Layout(recompute="full"),
+    "recompute=selective": Layout(recompute="selective"),
+}
+CHANGED: dict[str, dict[str, Any]] = {"dropout": {"dropout": 0.1}, "LoRA": {"lora": LoRA(rank=2)}}
+OUTSIDE = 3
+"""Graphs besides those of blocks: embedding, final norm, loss."""
+
+
+def run(
+    ranks: Ranks,
+    model: ModelConfig,
+    layout: Layout,
+    *,
+    compiled: bool,
+    lengths: list[int],
+    documents: bool = False,
+    precision: Precision = "fp64",
+) -> tuple[Tensor, dict[str, Tensor], list[int]]:
+    """Computes a step of each length. Returns the last loss and gradients, and the number of graphs after each."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    micros = 2 if layout.pp > 1 else 1
+    real = torch.compile
+    torch.compile = partial(real, backend="aot_eager")
+    try:
+        with torch.device("meta"):
+            made = Transformer(model, VOCABULARY)
+        train = Train(compile=compiled, cpu_linear="mkl", precision=precision, global_batch=micros * layout.dp_shard)
+        job = Job(model=model, layout=layout, train=train)
+        mesh = build(layout, "cpu")
+        replica = apply(made.double(), job, mesh, torch.device("cpu"))
+    finally:
+        torch.compile = real
+    loss, graphs = torch.zeros(()), list[int]()
+    for step, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(VOCABULARY, (2, length), generator=generator)
+        packed = Documents(torch.arange(length).expand(2, -1) // (5 + step)) if documents else None
+        noise = None
+        if model.dropout:
+            tp = mesh.axis("tp")
+            own = (tp.rank, tp.size)
+            noise = Noise(1, step, range(2), heads=own, tokens=own if layout.sp else (0, 1))
+        replica.clear()
+        micro = MicroTensors(tokens, tokens, noise, documents=packed)
+        if isinstance(replica.runner, PipeDream):
+            loss = replica.runner.run_batch([micro] * micros, 1.0, None, lambda _: None)
+        else:
+            loss = replica.gradients([micro] * micros, 1.0)
+        graphs.append(counters["stats"]["unique_graphs"])
+    return loss, {f.name: f.gradient.clone() for f in replica.shards if f.gradient is not None}, graphs
+
+
+CASES: dict[str, tuple[ModelConfig, Layout]] = {
+    "plain": (GPT, Layout()),
+    "experts, sequence parallel": (EXPERTS, Layout(tp=2, sp=True)),
+}
+"""What `make test` runs."""
+
+
+def every_family() -> Iterator[tuple[str, tuple[ModelConfig, Layout]]]:
+    """Yields each family with each way that is legal for it."""
+    for (family, model), (way, layout) in product(FAMILIES.items(), WAYS.items()):
+        changed = replace(model, **CHANGED.get(way, {}))
+        if not problems_of(Job(model=changed, layout=layout)):
+            yield f"{family}, {way}", (changed, layout)
+
+
+MORE: dict[str, tuple[ModelConfig, Layout]] = {
+    "FSDP, recomputed": (LLAMA, Layout(dp_shard=2, zero=3, recompute="full")),
+    **dict(every_family()),
+    "dropout, recomputed": (replace(GPT, dropout=0.1), Layout(recompute="full")),
+    "dropout, selectively": (replace(GPT, dropout=0.1), Layout(recompute="selective")),
+    "experts with capacity": (replace(EXPERTS, moe=replace(EXPERTS.moe, capacity=1.0)), Layout()),
+    "expert parallel": (EXPERTS, Layout(dp_shard=2, ep=2)),
+    "dropout, sequence parallel, recomputed": (replace(GPT, dropout=0.1), Layout(tp=2, sp=True, recompute="full")),
+    "ring, selectively": (LLAMA, Layout(cp=2, recompute="selective")),
+    "ZeRO-1": (LLAMA, Layout(dp_shard=2, zero=1)),
+    "offload": (LLAMA, Layout(offload="activations")),
+    "offload, recomputed": (LLAMA, Layout(offload="activations", recompute="full")),
+    "offload, selectively": (LLAMA, Layout(offload="activations", recompute="selective")),
+    "accumulate": (LLAMA, Layout(dp_shard=2, zero=2, accumulate="sharded")),
+    "loss in chunks": (LLAMA, Layout(loss_chunk=8)),
+    "recompute=products": (LLAMA, Layout(recompute="products")),
+    "tiles": (LLAMA, Layout(dp_shard=2, zero=3, tiles=2)),
+    "1f1b": (LLAMA, Layout(pp=2, schedule="1f1b")),
+    "fp8": (LLAMA, Layout()),
+    "fp8, sequence parallel, recomputed": (LLAMA, Layout(tp=2, sp=True, recompute="full")),
+    "slices": (LLAMA, Layout(pp=2, schedule="terapipe", pp_slices=2)),
+    "no flush": (LLAMA, Layout(pp=2, schedule="pipedream")),
+    "split backward pass": (LLAMA, Layout(pp=2, schedule="zb_h1")),
+    "split backward pass, tiles": (LLAMA, Layout(pp=2, schedule="zb_h1", tiles=2)),
+    "split backward pass, offload": (LLAMA, Layout(pp=2, schedule="zb_h1", offload="activations")),
+}
+"""And `make compiled`."""
+
+
+@pytest.mark.parametrize("name", [*CASES, *(MORE if ALL else ())])
+def test_layers_of_a_kind_share_their_graphs_and_compute_the_same(ranks, name):
+    model, layout = (CASES | MORE)[name]
+    length = SEQ_LEN // layout.cp
+    lengths = [length, length, *([length // 2, length // 4 * 3] if ALL or name == "plain" else [])]
+
+    def runs(layers, compiled):
+        world = layout.tp * layout.cp * layout.dp_shard * layout.pp
+        call = partial(run, compiled=compiled, lengths=lengths, documents="documents" in name)
+        call.keywords["precision"] = "fp8" if name.startswith("fp8") else "fp64"
+        return ranks(call, world, replace(model, n_layers=layers * at_least), layout, timeout=300)
+
+    at_least = len(kinds(model)) * layout.pp
+    few, many, plain = runs(1, True), runs(2, True), runs(2, False)
+    for one, more, expected in zip(few, many, plain, strict=True):
+        (loss, gradients, graphs), (plain_loss, plain_gradients, none) = more, expected
+        assert graphs == one[2], "as many graphs as for fewer layers"
+        assert graphs[0] == graphs[1], "none in the second step"
+        assert set(graphs[3:]) <= {*graphs[2:3]}, "none for a third length"
+        assert graphs[-1] <= 2 * graphs[0] + len(kinds(model)), "one more of each for another one, and one of sizes"
+        assert not any(none)
+        torch.testing.assert_close(loss, plain_loss, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(gradients, plain_gradients, rtol=1e-9, atol=1e-9)
+        if name in WHOLE:
+            assert graphs[0] == len(kinds(model)) + OUTSIDE
+
+
+WHOLE = ("plain", "Llama, recompute=full", "Llama, LoRA", "ZeRO-1", "Llama, FSDP", "FSDP, recomputed", "fp8")
+"""Those whose blocks are one graph each: nothing in them is left out of compilation."""
+
+
+def kinds(model: ModelConfig) -> set[tuple[object, int]]:
+    """Returns the kinds of the model's blocks, with their windows."""
+    return {(kind, model.window_of(layer)) for layer, kind in enumerate(block_kinds(model))}

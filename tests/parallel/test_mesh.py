@@ -1,5 +1,9 @@
-"""Every rank's place on the mesh, by arithmetic and by torch's own mesh."""
+"""Every rank's place on the mesh, and what process groups leave behind."""
 
+from __future__ import annotations
+
+import gc
+import os
 from datetime import timedelta
 
 import pytest
@@ -8,10 +12,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from phalanx.config import layout_line
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import AXES, Layout
+from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
+from phalanx.parallel import mesh
 from phalanx.parallel.mesh import build, lines, place
 from phalanx.partition.tensor_slices import cp_coordinates
+from phalanx.train.step import Stepper
+
+# Every rank's place on the mesh, by arithmetic and by torch's own mesh.
+
 
 degree = st.integers(1, 4)
 
@@ -216,3 +228,24 @@ def test_every_group_has_the_timeout_of_the_run(ranks, layout):
     for timeouts in ranks(the_timeouts_of_all_groups, layout.world, layout, 77.0):
         assert len(timeouts) > 3
         assert set(timeouts) == {77.0}
+
+
+# What a call leaves behind in a rank's process: process groups have threads, which live as long as the groups.
+
+
+def built(ranks, line: str) -> int:
+    """Build a replica and leave it; the threads that there were before, without what waits for the collector."""
+    gc.collect()
+    before = len(os.listdir("/proc/self/task"))
+    job = Job(model=PRESETS["tiny"], layout=layout_line.parse(line), train=Train(global_batch=2))
+    Stepper(job, mesh.build(job.layout, "cpu"), torch.device("cpu"), 64)
+    return before
+
+
+@pytest.mark.parametrize("line", ["dp_replicate=2", "dp_shard=2,zero=1"])
+def test_groups_are_gone_after_a_call(ranks, line: str) -> None:
+    ranks(built, 2, line)
+    first, *_ = ranks(built, 2, line)
+    for _ in range(3):
+        last, *_ = ranks(built, 2, line)
+    assert last <= first

@@ -1,27 +1,48 @@
-"""A pipeline equals one process in float64 to 1e-9: under every schedule, with every other technique, and under
-schedules that nobody named."""
+"""Pipelines: equal to one process in float64, their messages, their memory, and those without a flush."""
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
 import tempfile
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from covering import covering
-from parallel.steps import steps
+from parallel.stale import emulated, streamed
+from parallel.steps import micro_batches, steps, worst
 from parallel.test_composition import MODELS, VOCAB, compare, job_of
-from phalanx.config.job import Job
+from phalanx.comm.axis import Axis, Ledger
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.cost.exact_state import state_bytes
+from phalanx.parallel import mesh as meshes
+from phalanx.parallel.pipeline import RECEIVE_AHEAD, Execution, StepMailbox, Transfers, _split_by_batch, version
+from phalanx.partition.cut import stages_of
 from phalanx.schedule import catalogue, check, file
-from phalanx.schedule.catalogue import SCHEDULES
+from phalanx.schedule.catalogue import SCHEDULES, build, problems
+from phalanx.schedule.check import in_flight
+from phalanx.schedule.generators import pipedream
 from phalanx.schedule.schedule import Action, Kind, Schedule
+from phalanx.schedule.timing import time
+from phalanx.train.step import StepInputs, Stepper
+from train.measured_memory import Made, state_memory, storages_of
+
+# A pipeline equals one process in float64 to 1e-9: under every schedule, with every other technique, and under
+# schedules that nobody named.
+
 
 DEEP = {kind: dataclasses.replace(model, n_layers=4) for kind, model in MODELS.items()}
 """A layer for each stage of two ranks that hold two each. The GPT has biases and a tied embedding; the Llama dropout,
@@ -149,7 +170,7 @@ NEVER = [
     {"selective", "full"},
     {"regather", "full"},  # what is gathered in the backward pass is computed again anyway
     {"tiles", "regather"},  # refused
-    *({"tiles", other} for other in ("tp", "sp", "zero 1", "zero 2")),  # in test_tiled_layers.py
+    *({"tiles", other} for other in ("tp", "sp", "zero 1", "zero 2")),  # in test_tiling.py
 ]
 """Pairs that exclude each other."""
 
@@ -250,3 +271,347 @@ def test_any_valid_schedule_is_right(ranks, reference, seed):
         path.write_text(file.text(schedule))
         job: Job = job_of(DEEP["llama"], Layout(pp=2, schedule=str(path), accumulation=3))
         compare(ranks(steps, 2, job, VOCAB), reference(DEEP["llama"]))
+
+
+# A pipeline that goes on from step to step: its stale gradients are those that one process takes on purpose.
+
+
+STALE_VOCAB = 13
+GPT = ModelConfig(n_layers=4, d_model=24, n_heads=4, seq_len=8, bias=True, qkv_bias=True)
+LLAMA = dataclasses.replace(
+    GPT, norm="rmsnorm", positions="rope", activation="swiglu", bias=False, qkv_bias=False, tied=False, dropout=0.2
+)
+RUNS = [1, 2, 4]
+"""Steps between two moments in which the pipeline is empty: alone, fill and drain, and with a steady state."""
+
+
+def job(model: ModelConfig, layout: Layout, batch: int) -> Job:
+    optimizer = Optimizer(eps=1e-8, clip=0.5)
+    return Job(model=model, layout=layout, optimizer=optimizer, train=Train(precision="fp64", global_batch=batch))
+
+
+@pytest.mark.parametrize("model", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(pp=2, accumulation=2),
+        Layout(pp=4, accumulation=5),
+        Layout(pp=2, dp_replicate=2, accumulation=3, bucket_mb=0.01),
+        Layout(pp=2, tp=2, sp=True, accumulation=3, recompute="full"),
+    ],
+    ids=Layout.line,
+)
+def test_steps_without_a_flush_equal_one_process_with_the_same_stale_weights(ranks, model, layout):
+    layout = dataclasses.replace(layout, schedule="pipedream")
+    batch = layout.accumulation * layout.data_ranks
+    shown, parameters = ranks(streamed, layout.world, job(model, layout, batch), STALE_VOCAB, RUNS)[0]
+    expected, theirs = ranks(emulated, 1, job(model, Layout(), batch), STALE_VOCAB, RUNS)[0]
+    assert [number for number, _, _ in shown] == list(range(1, sum(RUNS) + 1))
+    for (_, loss, norm), (_, expected_loss, expected_norm) in zip(shown, expected, strict=True):
+        assert loss == pytest.approx(expected_loss, rel=1e-9)
+        assert norm == pytest.approx(expected_norm, rel=1e-9)
+    assert worst(parameters, theirs, floor=1e-2) < 1e-9
+
+
+def test_gradients_are_stale_by_one_update_from_the_third_step_on():
+    assert [version(batch) for batch in range(5)] == [0, 0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_run_is_made_of_a_leg_that_fills_steady_ones_and_one_that_drains(rank):
+    fill, steady, drain = _split_by_batch(pipedream(4, 5, 3), rank)
+    *_, same, last = _split_by_batch(pipedream(4, 5, 6), rank)
+    assert (same, last) == (steady, drain)
+    backward = [action.micro for action in steady if action.kind == "B"]
+    assert backward == list(range(5)), "each leg brings back its own batch"
+    ahead = 3 - rank
+    assert max(action.micro for action in fill if action.kind == "F") == 4 + ahead
+    assert all(action.micro < 5 for action in drain)
+
+
+def held(ranks, job: Job):
+    """Bytes of parameters on a rank, and of the formula."""
+    mesh = meshes.build(job.layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), STALE_VOCAB)
+    stages = [stages_of(job.model, job.layout, 2, STALE_VOCAB)[mesh.coordinates["pp"]]]
+    formula = state_bytes(job.model, job.layout, job.train.precision, vocab=STALE_VOCAB, stages=stages)
+    return state_memory(stepper.replica, stepper.optimizer).parameters, formula.parameters
+
+
+def test_two_versions_of_the_weights_are_kept_besides_the_optimizers(ranks):
+    for measured, formula in ranks(held, 2, job(GPT, Layout(pp=2, accumulation=2, schedule="pipedream"), 2)):
+        assert measured == formula
+
+
+# What a rank of a pipeline keeps, measured, next to what its schedule says: activations are given up when they may
+# be. The unit is what a stage keeps of one micro-batch after its forward pass, measured in a step of one micro-batch.
+# A rank may hold more by what is in transit: results that the next rank has not yet read, and buffers for what comes
+# next, each as large as one stage's input: it is counted apart.
+
+
+LARGE_VOCAB = 16
+SHAPE = ModelConfig(n_layers=8, d_model=16, n_heads=2, seq_len=32, vocab_size=LARGE_VOCAB, tied=False)
+INPUT = 8 * 2 * SHAPE.seq_len * SHAPE.d_model
+"""Bytes that travel of a micro-batch of 2 sequences, in float64."""
+
+SCALARS = 16
+"""Bytes of the numbers that belong to a micro-batch, such as its loss."""
+
+
+def live(ranks, layout: Layout) -> tuple[int, dict[int, int], int]:
+    """The most bytes that a step has made and still keeps after any of this rank's actions, without gradients of
+    parameters and what is in transit; by stage by how much its first forward pass has added to that; and the most that
+    is in transit."""
+    train = Train(global_batch=2 * layout.accumulation, precision="fp64")
+    job = Job(model=SHAPE, layout=layout, train=train)
+    mesh = meshes.build(layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), LARGE_VOCAB)
+    real, runs = Execution.act, list[list[tuple[int, int]]]()
+    forward = list[int | None]()
+
+    def act(self, action, *, last):
+        real(self, action, last=last)
+        gc.collect()
+        gradients = [p.grad for p in stepper.replica.objective.parameters() if p.grad is not None]
+        moving = [buffer for buffer, _ in self.mailbox.arriving.values()]
+        moving += [message for to in self.mailbox.leaving.values() for _, message, _ in to]
+        moving += self.local_results.values()
+        others = storages_of([*gradients, *moving])
+        kept = sum(size for key, (ref, size) in made.storages.items() if key not in others and not ref.expired())
+        runs[-1].append((kept, sum(storages_of(moving).values())))
+        forward.append(action.stage if action.kind == "F" else None)
+
+    batches, valid = micro_batches(job, 0, mesh.data_rank, LARGE_VOCAB)
+    stepper.step(StepInputs(batches, 0, valid, 1e-3))  # fills caches
+    gc.freeze()  # a collection then takes microseconds
+    for step in range(1, 4):
+        batches, valid = micro_batches(job, step, mesh.data_rank, LARGE_VOCAB)
+        runs.append([])
+        with mock.patch.object(Execution, "act", act), Made() as made:
+            stepper.gradients(batches, step, valid)
+    gc.unfreeze()
+    # Of several runs the least: the thread of a collective may let go of its tensors late.
+    seen = [(0, 0)]
+    for found in zip(*runs, strict=True):
+        kept, moving = zip(*found, strict=True)
+        seen.append((min(kept), min(moving)))
+    stages = dict[int, int]()
+    for stage, (before, _), (after, _) in zip(forward, seen, seen[1:], strict=False):
+        if stage is not None:
+            stages.setdefault(stage, after - before)
+    return max(kept for kept, _ in seen), stages, max(moving for _, moving in seen)
+
+
+SPLIT = 1.0
+"""Inputs of a stage by which a rank may exceed its count where backward passes are cut in halves: from I to W it keeps
+of a stage what its layers read and gradients of what they wrote, about as much as the activations in their place."""
+
+
+@pytest.mark.parametrize(
+    ("name", "pp", "micro_batches"),
+    [
+        ("gpipe", 2, 5),
+        ("1f1b", 2, 5),
+        ("1f1b", 4, 6),
+        ("interleaved_1f1b", 2, 4),
+        ("zb_h1", 3, 5),
+        ("zb_v", 2, 5),
+        ("zb_v", 4, 8),
+    ],
+)
+def test_a_rank_keeps_what_its_schedule_says(ranks, name, pp, micro_batches):
+    """To the byte but for a few scalars; with halves, to HALVES inputs, less than 1 % here."""
+    layout = Layout(pp=pp, schedule=name, accumulation=micro_batches)
+    schedule = build(name, pp, micro_batches)
+    alone = ranks(live, pp, Layout(pp=pp, schedule=name, accumulation=1))
+    for rank, (found, _, transit) in enumerate(ranks(live, pp, layout)):
+        each = [float(alone[rank][1].get(stage, 0)) for stage in range(schedule.stages)]
+        expected = schedule.peak_live_activations(rank, each) / schedule.slices
+        print(name, pp, rank, f"{expected:,.0f} {found:,} {transit / INPUT:.0f} inputs in transit", sep="  ")
+        assert expected > 10 * INPUT
+        if SCHEDULES[name].splits:
+            assert abs(found - expected) <= SPLIT * INPUT
+        else:
+            assert abs(found - expected) <= SCALARS * micro_batches
+        assert transit <= (micro_batches + RECEIVE_AHEAD + 1) * INPUT
+        if name in ("gpipe", "1f1b"):
+            count = micro_batches if name == "gpipe" else min(micro_batches, pp - rank)
+            assert in_flight(schedule)[rank] == round(found / each[rank]) == count
+
+
+# The messages that a schedule means: each is sent once and received once, in one order on both sides, and no process
+# group is needed to know them.
+
+
+NOBODY = Axis("pp")
+
+
+def every(name: str) -> Iterator[Schedule]:
+    """The schedule for 1 to 5 ranks and 1 to 8 micro-batches."""
+    for ranks in range(1, 6):
+        for samples in range(1, 9):
+            if not problems(name, ranks, samples):
+                yield build(name, ranks, samples)
+
+
+def ends(schedule: Schedule) -> list[Transfers]:
+    return [Transfers(schedule, rank, NOBODY, NOBODY) for rank in range(schedule.ranks)]
+
+
+def needs(schedule: Schedule) -> set[tuple[int, Action, int, Action]]:
+    """What one rank needs of another: (rank, action that makes it, rank, action that needs it)."""
+    homes = {action: rank for rank, program in enumerate(schedule.programs) for action in program}
+    found = set()
+    for rank, program in enumerate(schedule.programs):
+        for action in program:
+            for group in schedule.needs(action):
+                (made,) = (one for one in group if one in homes)
+                if homes[made] != rank:
+                    found.add((homes[made], made, rank, action))
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_send_has_one_receive_and_is_needed(name):
+    for schedule in every(name):
+        programs, both = schedule.programs, ends(schedule)
+        sent = [
+            (rank, action, target, programs[target][place])
+            for rank, end in enumerate(both)
+            for action, (target, place) in end.targets.items()
+        ]
+        received = [
+            (source, programs[source][place], rank, action)
+            for rank, end in enumerate(both)
+            for action, (source, place) in end.sources.items()
+        ]
+        assert len(sent) == len(received) == len(needs(schedule))
+        assert set(sent) == set(received) == needs(schedule)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_receiver_expects_messages_in_the_order_in_which_they_are_sent(name):
+    for schedule in every(name):
+        both = ends(schedule)
+        for rank, end in enumerate(both):
+            sent = defaultdict[int, list[int]](list)
+            for place, action in enumerate(schedule.programs[rank]):
+                if action in end.targets:
+                    sent[end.targets[action][0]].append(place)
+            assert sent == {target: other.order[rank] for target, other in enumerate(both) if rank in other.order}
+
+
+@dataclass
+class Line:
+    """What goes from one rank to another: receives take the messages in the order in which they were begun."""
+
+    sent: deque[Tensor] = field(default_factory=deque)
+    begun: deque[Tensor] = field(default_factory=deque)
+
+
+@dataclass
+class Arrival:
+    line: Line
+    buffer: Tensor | None = None
+
+    def wait(self) -> None:
+        taken = self.buffer is None or all(each is not self.buffer for each in self.line.begun)
+        while not taken:
+            first = self.line.begun.popleft()
+            first.copy_(self.line.sent.popleft())
+            taken = first is self.buffer
+
+
+class Wires(Axis):
+    """All ranks in one process, as one of them sees them."""
+
+    def __init__(self, rank: int, lines: dict[tuple[int, int], Line]):
+        super().__init__("pp", rank=rank)
+        self.lines = lines
+
+    def start_send(self, x: Tensor, target: int) -> Arrival:
+        line = self.lines[self.rank, target]
+        line.sent.append(x)
+        return Arrival(line)
+
+    def start_receive(self, x: Tensor, source: int) -> Arrival:
+        line = self.lines[source, self.rank]
+        line.begun.append(x)
+        return Arrival(line, x)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_action_reads_what_was_made_for_it(name):
+    schedule = build(name, 3, 4)
+    numbers = {action: float(n) for n, action in enumerate(a for program in schedule.programs for a in program)}
+    made_for = {(rank, action): made for _, made, rank, action in needs(schedule)}
+    lines = defaultdict[tuple[int, int], Line](Line)
+    mails: list[StepMailbox] = []
+    for rank in range(3):
+        wires = Wires(rank, lines)
+        mails.append(StepMailbox(Transfers(schedule, rank, wires, wires), torch.zeros(()), (2,)))
+    order = sorted(
+        (start, rank, place) for rank, s in enumerate(time(schedule).starts) for place, start in enumerate(s)
+    )
+    for _, rank, place in order:
+        program = schedule.programs[rank]
+        for later in program[place + 1 : place + 1 + RECEIVE_AHEAD]:
+            mails[rank].expect(later)
+        found = mails[rank].receive(program[place])
+        made = made_for.get((rank, program[place]))
+        assert (found is None) == (made is None)
+        if found is not None and made is not None:
+            assert found.tolist() == [numbers[made]] * 2
+        mails[rank].send(program[place], torch.full((2,), numbers[program[place]]))
+    for mail in mails:
+        mail.settle()
+        assert not mail.arriving
+        assert not any(mail.leaving.values())
+    assert not any(line.sent or line.begun for line in lines.values())
+
+
+@dataclass
+class Noted:
+    """A lane that notes who sends to whom, in the order of the calls."""
+
+    rank: int
+    calls: list[tuple[int, int]] = field(default_factory=list)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def send(self, x: Tensor, target: int) -> None:
+        self.calls.append((self.rank, target))
+
+    def receive(self, x: Tensor, source: int) -> None:
+        self.calls.append((source, self.rank))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_pair_meets_once_in_an_order_that_all_ranks_share(name):
+    for schedule in every(name):
+        pairs = {(rank, target) for rank, _, target, _ in needs(schedule)}
+        for rank in range(schedule.ranks):
+            lane = Noted(rank)
+            end = Transfers(schedule, rank, lane, lane)  # pyright: ignore[reportArgumentType]
+            end.connect(torch.device("cpu"))
+            assert end.pairs == pairs
+            assert lane.calls == [pair for pair in sorted(pairs) if rank in pair]
+
+
+def connected(ranks):
+    """Connects over gloo, then sends as a step does. Returns what this rank's ledger has and what it received."""
+    everyone = dist.distributed_c10d._get_default_group()
+    lane = Axis("pp", ranks.world, ranks.rank, everyone, Ledger())
+    end = Transfers(build("1f1b", 2, 2), ranks.rank, lane, lane)
+    end.connect(torch.device("cpu"))
+    received = torch.zeros(1)
+    if ranks.rank == 0:
+        lane.send(torch.ones(1), 1)
+    else:
+        lane.receive(received, 0)
+    return lane.ledger.entries, received.item()
+
+
+def test_connecting_is_not_counted_and_leaves_nothing_behind(ranks):
+    first, second = ranks(connected, 2)
+    assert [entry.calls for entry in first[0].values()] == [1]
+    assert second == ({}, 1.0)

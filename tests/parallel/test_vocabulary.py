@@ -1,6 +1,9 @@
-"""Cross-entropy over a whole and a cut vocabulary equals torch's, in fp64, loss and gradient."""
+"""Losses: over a whole and a cut vocabulary, in chunks, of pairs, and of sequences in slices."""
 
 from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,9 +11,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from phalanx.comm.axis import Axis
-from phalanx.config.job import IGNORE
+from phalanx.config.job import IGNORE, DpoOptions
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.model.seeding import Noise, initialise
+from phalanx.model.transformer import Transformer
+from phalanx.parallel.objective import Earlier, MicroTensors, Objective, PairFacts, PairLoss
+from phalanx.parallel.recompute import recompute
+from phalanx.parallel.stages import Stage
 from phalanx.parallel.vocabulary import ChunkedLoss, CrossEntropy
+from phalanx.partition.derived import Mode
 from phalanx.partition.tensor_slices import padded_vocabulary
+
+# Cross-entropy over a whole and a cut vocabulary equals torch's, in fp64, loss and gradient.
+
 
 SHAPE = (3, 5)
 
@@ -172,3 +186,191 @@ def test_gradients_in_bf16_are_scaled_by_a_factor_with_all_its_digits():
         sums.append([g.double().abs().sum() for g in torch.autograd.grad(factor * loss, (x, weight))])
     for one, more in zip(*sums, strict=True):
         assert (more / one).item() == pytest.approx(1.3, abs=1e-3)
+
+
+# The loss of preference pairs, against the formula of the paper.
+
+
+SMALL = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)
+PAIR_VOCAB = 11
+
+
+def pairs(rows: int = 6, padding: int = 0) -> MicroTensors:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(PAIR_VOCAB, (rows, 9), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[torch.arange(8) < torch.randint(1, 7, (rows, 1), generator=generator)] = IGNORE
+    reference = torch.randn(rows, generator=generator, dtype=torch.float64) - 9
+    if padding:
+        targets[-padding:], reference[-padding:] = IGNORE, torch.nan
+    return MicroTensors(tokens[:, :-1], targets, reference=reference)
+
+
+def model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(SMALL, PAIR_VOCAB).double()
+
+
+def expected(transformer: Transformer, micro: MicroTensors, rows: int, beta: float, smoothing: float) -> torch.Tensor:
+    """Equation 7 of Rafailov et al. 2023, pair by pair; smoothed as Mitchell 2023, equation 3."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in range(0, rows, 2):
+        ratios = []
+        for each in (row, row + 1):
+            log_p = transformer(micro.tokens[each : each + 1])[0].log_softmax(-1)
+            answer = [(place, token) for place, token in enumerate(micro.targets[each].tolist()) if token != IGNORE]
+            ratios.append(sum(log_p[place, token] for place, token in answer) - micro.reference[each])
+        z = beta * (ratios[0] - ratios[1])
+        total = total - (1 - smoothing) * torch.sigmoid(z).log() - smoothing * torch.sigmoid(-z).log()
+    return total
+
+
+@pytest.mark.parametrize("chunk", [0, 5])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_loss_and_gradients_are_those_of_the_formula(smoothing, chunk):
+    micro, transformer = pairs(padding=2), model()
+    loss = PairLoss(DpoOptions(0.3, smoothing), Axis("cp"))
+    objective = Objective(transformer, CrossEntropy(Axis("tp"), PAIR_VOCAB), loss, chunk)
+    found = objective(micro)
+    gradients = torch.autograd.grad(found, list(transformer.parameters()))
+    formula = expected(transformer, micro, 4, 0.3, smoothing)
+    torch.testing.assert_close(found, formula, rtol=1e-12, atol=0)
+    for mine, theirs in zip(gradients, torch.autograd.grad(formula, list(transformer.parameters())), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-13)
+    assert objective.counted(micro) == 2
+
+
+def test_facts_are_means_over_pairs_without_padding():
+    loss = PairLoss(DpoOptions(0.5), Axis("cp"))
+    reference = torch.tensor([-3.0, -3, -1, -1, torch.nan, torch.nan], dtype=torch.float64)
+    micro = MicroTensors(torch.zeros(6, 1), torch.zeros(6, 1), reference=reference)
+    first = loss(torch.tensor([1.0, 2, 4, 3, 0, 0], dtype=torch.float64), micro)  # -log p
+    assert first == pytest.approx(sum(-F.logsigmoid(torch.tensor([0.5, -0.5]))))
+    assert loss.log_probabilities is not None
+    assert loss.log_probabilities[:4].tolist() == [-1, -2, -4, -3]
+    facts = PairFacts.of(loss.take(first))
+    assert facts == PairFacts(
+        reward_chosen=pytest.approx(0.5 * (2 - 3) / 2),
+        reward_rejected=pytest.approx(0.5 * (1 - 2) / 2),
+        reward_margin=pytest.approx(0),
+        reward_accuracy=0.5,
+    )
+    assert PairFacts.of(loss.take(first)) is None
+
+
+# The loss in chunks: the same sum and gradients, with only a chunk of logits alive.
+
+
+CHUNK_VOCAB, TOKENS = 997, 48
+
+
+def step(chunk: int, tied: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
+    """Loss, gradients, and the largest tensor over the vocabulary kept for the backward pass, in elements."""
+    shape = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=TOKENS // 2, tied=tied)
+    model = Transformer(shape, CHUNK_VOCAB).double()
+    initialise(model, shape, 1)
+    tokens = torch.arange(TOKENS).reshape(2, -1) * 7 % CHUNK_VOCAB
+    targets = tokens.roll(-1, dims=1)
+    targets[:, -3:] = -100
+    largest = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal largest
+        if tensor.shape[-1:] == (CHUNK_VOCAB,):
+            largest = max(largest, tensor.numel())
+        return tensor
+
+    objective = Objective(model, CrossEntropy(Axis("tp"), CHUNK_VOCAB), chunk=chunk)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = objective(MicroTensors(tokens, targets))
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, largest
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("chunk", [1, 5, 16, TOKENS, 1000])
+def test_equals_the_whole_loss(chunk, tied):
+    expected_loss, expected, whole = step(0, tied)
+    loss, gradients, kept = step(chunk, tied)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-13)
+    assert whole == TOKENS * CHUNK_VOCAB
+    assert kept == 0
+
+
+# Sequences in slices compute what whole ones do: the loss and every gradient.
+
+
+SLICE_VOCAB = 13
+GPT = ModelConfig(n_layers=2, d_model=16, n_heads=4, seq_len=12)
+LLAMA = dataclasses.replace(GPT, n_kv_heads=2, positions="rope", norm="rmsnorm", bias=False, tied=False, dropout=0.3)
+ALL = Stage(("0", "1"), first=True, last=True)
+
+
+def objective_of(shape: ModelConfig, recomputed: Mode = "none") -> Objective:
+    model = Transformer(shape, SLICE_VOCAB).double()
+    initialise(model, shape, 1)
+    recompute(model, Layout(recompute=recomputed))
+    return Objective(model, CrossEntropy(Axis("tp"), SLICE_VOCAB))
+
+
+def micro_of(shape: ModelConfig) -> MicroTensors:
+    tokens = torch.arange(2 * (shape.seq_len + 1)).mul(7).remainder(SLICE_VOCAB).view(2, -1)
+    return MicroTensors(tokens[:, :-1], tokens[:, 1:], Noise(3, 4, (5, 6)) if shape.dropout else None)
+
+
+def gradients(objective: Objective) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in objective.named_parameters() if p.grad is not None}
+    objective.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("shape", [GPT, LLAMA], ids=["gpt", "llama"])
+@pytest.mark.parametrize("recomputed", ["none", "selective", "full"])
+@pytest.mark.parametrize("slices", [2, 3, 12])
+def test_slices_compute_what_whole_sequences_do(shape, recomputed, slices):
+    objective, micro = objective_of(shape, recomputed), micro_of(shape)
+    whole = objective(micro)
+    whole.backward()
+    expected = gradients(objective)
+    earlier, losses = Earlier(), []
+    for number in range(slices):
+        part = micro.slice(number, slices)
+        earlier.begin(number)
+        losses.append(objective(part, ALL, None, earlier))
+        earlier.end()
+    torch.testing.assert_close(torch.stack(losses).sum(), whole, rtol=1e-12, atol=0)
+    for number in reversed(range(slices)):
+        roots, theirs = earlier.again(number)
+        torch.autograd.backward([losses[number], *roots], [None, *theirs])
+    found = gradients(objective)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-12 * float(gradient.abs().max() + 1))
+
+
+def test_a_slice_is_given_up_after_its_backward_pass():
+    objective, micro, earlier = objective_of(GPT), micro_of(GPT), Earlier()
+    losses = []
+    for number in range(3):
+        part = micro.slice(number, 3)
+        earlier.begin(number)
+        losses.append(objective(replace(part, noise=None), ALL, None, earlier))
+        earlier.end()
+    assert (len(earlier.made), len(earlier.seen)) == (3, 3)
+    for number in (2, 1, 0):
+        roots, theirs = earlier.again(number)
+        torch.autograd.backward([losses[number], *roots], [None, *theirs])
+        assert len(roots) == (0 if number == 2 else 2 * GPT.n_layers)
+        assert (len(earlier.made), len(earlier.seen)) == (number + 1, number)
+
+
+def test_a_micro_batch_is_cut_into_equal_slices():
+    micro = micro_of(LLAMA)
+    parts = [micro.slice(number, 4) for number in range(4)]
+    assert torch.equal(torch.cat([part.tokens for part in parts], 1), micro.tokens)
+    assert torch.equal(torch.cat([part.targets for part in parts], 1), micro.targets)
+    assert torch.equal(torch.cat([part.positions for part in parts]), micro.positions)
+    assert micro.slice(0, 1) is micro

@@ -1,12 +1,14 @@
-"""The report: what it shows, that nothing of a run's files runs in it, and that its text can be read in both modes."""
+"""The report, the live view, and metrics read back."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
+import time
 
 import pytest
+from rich.console import Console
 
 from phalanx.cli.main import main
 from phalanx.config.layout import Layout
@@ -14,13 +16,18 @@ from phalanx.errors import DataError
 from phalanx.pictures import curves
 from phalanx.pictures import page as page_style
 from phalanx.pictures.elements import PAGE
-from phalanx.report import page, write
+from phalanx.report import page, ranks, write
 from phalanx.report.figures import document, expected
-from phalanx.report.run import history, read_run
+from phalanx.report.live import LiveView, RunFollower, Screen, lines
+from phalanx.report.ranks import RankState, read_nodes
+from phalanx.report.run import Metrics, history, middle, read_run, traffic_of
 from phalanx.report.write import write_report
 from pictures.contrast import contrast, rgb
 from pictures.test_plan_pictures import Balanced
 from report.written import JOB, START, rows, run, step
+
+# The report: what it shows, that nothing of a run's files runs in it, and that its text can be read in both modes.
+
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>'\"\x1b[2J"
 
@@ -99,8 +106,8 @@ def test_the_state_of_a_run(tmp_path):
     whole = rows()
     stopped = [*whole[:21], {"event": "end", "step": 20, "time": 1.0, "status": "stopped", "reason": "by a signal"}]
     states = {"finished": whole, "stopped": stopped, "interrupted": whole[:21], "empty": [""]}
-    for state, lines in states.items():
-        assert read_run(run(tmp_path / state, lines)).state == state
+    for state, written in states.items():
+        assert read_run(run(tmp_path / state, written)).state == state
     (tmp_path / "interrupted" / ".lock").write_text("{}")
     assert read_run(tmp_path / "interrupted").state == "running"
 
@@ -173,3 +180,163 @@ def test_sources_of_a_mixture_have_their_own_table(tmp_path):
     assert "<a>" not in text
     damaged = read_run(run(tmp_path / "other", [{**START, "sources": [7, {}]}, step(1, source_tokens=[3])]))
     assert "<h2>Sources</h2>" not in page.html(damaged, expected(damaged))
+
+
+# The live view: what it says, and that no width breaks a figure.
+
+
+GIB = 2**30
+VIEW = LiveView(
+    name="a-run", layout="dp_shard=128,tp=8,pp=16,schedule=zb_v,zero=2", state="running", step=123_456, steps=1_000_000,
+    left_s=9000.0, loss=1.2345, losses=tuple(4 - n / 100 for n in range(300)), val_loss=1.3456, val_step=123_000,
+    grad_norm=0.51, lr=3e-4, tps=12_345_678.0, tps_total=98_765_432_100.0, tflops=1234.5, mfu=0.456, step_time_s=12.3,
+    ranks=tuple(RankState(n, "forward/backward", 123_456, 20.0 * (n == 70), 70 * GIB, 80 * GIB) for n in range(128)),
+    checkpoint=123_000, checkpoint_age_s=75.0, checkpoint_s=12.3, warnings=("rank 3 is slow: " + "x" * 200,),
+)  # fmt: skip
+FIGURES = (
+    *("123,456 of 1,000,000", "2h30m left", "1.2345", "1.3456", "12,345,678", "98,765,432,100", "1.23e+03", "45.6%"),
+    *("12.3s", "3.0e-04", "step 123,000, 1m15s ago", "70.0GiB of 80.0GiB"),
+)
+
+
+@pytest.mark.parametrize("width", [60, 80, 140])
+@pytest.mark.parametrize("unicode", [True, False])
+def test_no_width_breaks_a_figure(width, unicode):
+    found = [line.plain for line in lines(VIEW, width, unicode=unicode)]
+    assert max(map(len, found)) <= width
+    for figure in FIGURES[: None if width > 60 else -1]:
+        assert any(figure in line for line in found), figure
+    assert any("  70  forward/backward" in line and "silent 20s" in line for line in found), "the one that is silent"
+    assert any("and 113 more: 113 forward/backward" in line for line in found)
+    if not unicode:
+        assert "".join(found).isascii()
+
+
+def test_a_rank_that_is_done_is_not_silent():
+    assert not RankState(0, "done", 40, 120.0).is_silent
+    assert RankState(0, "optimizer", 40, 120.0).is_silent
+
+
+def test_a_low_terminal_shows_fewer_ranks():
+    assert len(lines(VIEW, 80, height=20)) <= 20
+
+
+def test_a_run_of_several_nodes(tmp_path):
+    folder = run(tmp_path / "main", rows()[:21])
+    (folder / ".lock").write_text("{}")
+    for attempt, node, first in ((0, "old", 0), (1, "a", 0), (1, "b/../x", 2)):
+        logs = folder / "logs" / f"attempt_{attempt}"
+        logs.mkdir(parents=True, exist_ok=True)
+        states = [RankState(first + n, "data", 20, 0.5, GIB, 2 * GIB) for n in range(2)]
+        ranks.write(logs, node, states, [(time.time(), f"{node} speaks")])
+    view = RunFollower(folder).view()
+    assert [(rank.rank, rank.host) for rank in view.ranks] == [(0, "a"), (1, "a"), (2, "b/../x"), (3, "b/../x")]
+    assert view.warnings == ("a speaks", "b/../x speaks")
+    assert (view.state, view.step, view.steps, view.mfu) == ("running", 20, 40, 0.25)
+    assert json.loads(json.dumps(view.document()))["tps_total"] == 2469134.0
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"time": 1}', '{"time": 1, "host": "a", "ranks": [{"rank": -1}]}', "\xff"])
+def test_files_that_no_watchdog_has_written(tmp_path, text):
+    (tmp_path / "attempt_0").mkdir()
+    (tmp_path / "attempt_0" / "ranks-a.json").write_text(text)
+    assert read_nodes(tmp_path).ranks == ()
+
+
+def test_the_view_follows_the_run(tmp_path):
+    folder = run(tmp_path / "main", rows()[:6])
+    (folder / ".lock").write_text("{}")
+    follower = RunFollower(folder)
+    assert follower.view().step == 5
+    lately = time.time() - 60
+    with (folder / "metrics.jsonl").open("a") as file:
+        for row in ({**START, "step": 5}, step(6, time=lately), step(7, time=lately + 10), step(8, time=lately + 60)):
+            file.write(json.dumps(row) + "\n")
+    view = follower.view()
+    assert (view.step, view.ranks[0].step) == (8, 8)
+    assert view.left_s == pytest.approx(32 * 30, abs=5), "the pace of this attempt: 60 s in two steps"
+
+
+def test_colours_are_left_out_on_request(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for no_color, has_colour in (("1", False), ("", True)):
+        monkeypatch.setenv("NO_COLOR", no_color)
+        console = Console(force_terminal=True, width=80, file=(tmp_path / "out").open("w"))
+        Screen(console).print(VIEW)
+        console.file.close()
+        assert ("\x1b[36m" in (tmp_path / "out").read_text()) == has_colour
+
+
+# Metrics read back: what a later row takes back, old rows, and lines that no trainer has written.
+
+
+def read(path, lines) -> Metrics:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    metrics = Metrics()
+    metrics.read(path)
+    return metrics
+
+
+def test_a_resumed_run_has_each_step_once(tmp_path):
+    guard = {"event": "guard", "step": 7, "time": 1.0, "text": "spike"}
+    lines = [
+        START,
+        *(step(n, loss=9.0) for n in range(1, 9)),
+        {"event": "validation", "step": 8, "val_loss": 1.0},
+        guard,
+    ]
+    metrics = read(tmp_path / "m", [*lines, {**START, "step": 5}, step(6, loss=1.0), step(7, loss=2.0)])
+    assert [*metrics.steps] == [1, 2, 3, 4, 5, 6, 7]
+    assert metrics.values("loss", 3) == [9.0, 1.0, 2.0]
+    assert metrics.last("validation") is None, "it was of a step that was taken back"
+    assert metrics.last("guard"), "it tells of the run"
+
+
+def test_reading_goes_on_where_it_ended(tmp_path):
+    path = tmp_path / "m"
+    metrics = read(path, [START, step(1)])
+    assert not metrics.read(path)
+    with path.open("a") as file:
+        file.write(json.dumps(step(2)) + "\n" + '{"event": "st')
+    assert metrics.read(path)
+    assert metrics.last_step == 2
+    path.write_text(json.dumps(step(1)) + "\n")  # another file in its place
+    metrics.read(path)
+    assert [*metrics.steps] == [1]
+
+
+def test_rows_of_older_versions(tmp_path):
+    metrics = read(tmp_path / "m", [step(1, tps=8.0, tps_per_device=4.0)])
+    assert (metrics.values("tps"), metrics.values("tps_total")) == ([4.0], [8.0])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "", "{", "[]", "null", '{"event": "step"}', '{"event": "step", "step": -1}', '{"event": "step", "step": true}',
+        '{"event": "step", "step": 1e99}', '{"event": 5}', "\x00" * 50, "[" * 5000, '{"event": "step", "step": "2"}',
+    ],
+)  # fmt: skip
+def test_lines_that_are_no_rows(tmp_path, line):
+    metrics = read(tmp_path / "m", [START, step(1), line, step(2)])
+    assert [*metrics.steps] == [1, 2]
+
+
+def test_values_that_are_no_numbers(tmp_path):
+    hostile = {"loss": "<b>", "lr": None, "tps": [1], "mfu": True, "memory": 10**400, "grad_norm": {"a": 1}}
+    lines = [json.dumps(step(1, **{**hostile, "memory": 1e305})), '{"event": "step", "step": 2, "loss": 1e999}']
+    metrics = read(tmp_path / "m", lines)
+    assert all(metrics.values(name) == [] for name in (*hostile, "loss"))
+    assert metrics.points("loss") == []
+
+
+def test_traffic_and_medians():
+    assert traffic_of({"traffic_bytes": {"tp": {"send": 3, "x": "y"}, "pp": 4, "dp": {"a": -1}}}) == {"tp": {"send": 3}}
+    assert traffic_of(None) == {}
+    assert (middle([]), middle([3, 1, 2]), middle([1, 2, 3, 4])) == (None, 2, 2.5)
+
+
+def test_many_other_rows_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("phalanx.report.run.MOST_EVENTS", 10)
+    lines = [{"event": "slow_rank", "step": n, "time": n} for n in range(100)]
+    assert len(read(tmp_path / "m", [*rows(3), *lines]).events) <= 10

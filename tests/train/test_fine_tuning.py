@@ -1,28 +1,54 @@
-"""Fine-tuning on conversations: any layout makes the curve of one process, and a run goes on bit for bit."""
+"""Fine-tuning, preference tuning, and runs that start from other weights: the curve of one process in any layout."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
 import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_arrays
 
+from exchange.folders import LLAMA, write_folder, write_tensors
+from phalanx.check.job import problems_of
+from phalanx.check.load import load_words
+from phalanx.checkpoint.consolidated import open_source
+from phalanx.config import overrides
 from phalanx.config.cluster import Cluster
+from phalanx.config.clusters import cluster_of
 from phalanx.config.job import IGNORE, Checkpoint, Data, Job, Optimizer, RunOptions, Train
+from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
-from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.model import LoRA, ModelConfig, MoE
+from phalanx.cost.job_spec import stages
 from phalanx.cost.traffic import step_traffic
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
-from phalanx.errors import JobError, StoppedError
+from phalanx.data.tokenizer import ByteTokenizer, Tokenizer
+from phalanx.errors import CheckpointError, DataError, JobError, StoppedError
+from phalanx.exchange.export import export
+from phalanx.exchange.import_run import import_folder
 from phalanx.parallel import mesh as meshes
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import schedule_of
+from phalanx.plan.space import MeshDegrees, _batches, plan_request
+from phalanx.train import start
+from phalanx.train.run_directory import REFERENCE, RunDirectory
+from phalanx.train.start import keep_small_files, notices, open_start, vocabulary_of
 from phalanx.train.step import Stepper
 from train.runs import change, losses, rows, train, weights
+
+# Fine-tuning on conversations: any layout makes the curve of one process, and a run goes on bit for bit.
+
 
 CHAT = ModelConfig(n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, seq_len=64, positions="rope")
 VOCAB = 28
@@ -210,3 +236,314 @@ def test_experts_learn_the_same_from_conversations_padded_and_packed(ranks, chat
         found.append([step["loss"], step["grad_norm"], *balance(whole)])
     assert found[0] == pytest.approx(found[1], rel=1e-9)
     assert found[0] == pytest.approx(found[2], rel=1e-9)
+
+
+# Preference tuning: any layout makes the curve of one process, tied to the model before the first step.
+
+
+SMALL = ModelConfig(n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, seq_len=64, positions="rope")
+PAIR_LAYOUTS = [
+    "dp_replicate=2",
+    "dp_shard=2,zero=3",
+    "pp=2,micro_batch=2",
+    "dp_shard=2,cp=2",
+    "cp=2,tp=2,loss_chunk=9",
+    "pp=2,micro_batch=4,schedule=terapipe,pp_slices=4,cp=2",
+]
+
+
+@pytest.fixture
+def preferences(job, tmp_path):
+    draw = random.Random(2)
+    with (tmp_path / "pairs.jsonl").open("w") as file:
+        for _ in range(50):
+            a, b = draw.randrange(30), draw.randrange(30)
+            row = {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": draw.choice(["?", "no idea", str(a)])}
+            file.write(json.dumps(row) + "\n")
+    data = Data(
+        corpus="preferences",
+        path=str(tmp_path / "pairs.jsonl"),
+        template="alpaca",
+        val_fraction=0.2,
+        dir=str(tmp_path / "data"),
+    )
+    job = change(dataclasses.replace(job, model=SMALL, data=data), "train", global_batch=8, steps=4)
+    return change(job, "guard", on_spike="off")
+
+
+def test_pairs_in_any_layout_make_the_curve_of_one_process(ranks, preferences):
+    [alone] = ranks(train, 1, preferences)
+    assert alone["loss"] < losses(preferences)[0] == pytest.approx(0.6931471805599453, rel=1e-12)
+    assert rows(preferences, "step")[0]["reward_margin"] == pytest.approx(0, abs=1e-12)
+    assert rows(preferences, "validation")[-1]["val_reward_accuracy"] > 0.5
+    expected, references = pair_curve(preferences), reference(preferences)
+    for line in PAIR_LAYOUTS:
+        layout = parse(line)
+        other = change(dataclasses.replace(preferences, layout=layout), "run", name=f"run-{line}")
+        assert not problems_of(other)
+        summary = ranks(train, layout.processes, other)[0]
+        assert pair_curve(other) == pytest.approx(expected, rel=1e-9, abs=1e-12), line
+        assert summary["traffic_bytes"] == predicted(other), line
+        for split, values in reference(other).items():
+            assert values == pytest.approx(references[split], rel=1e-12), line
+
+
+def pair_curve(job) -> list[float]:
+    names = ("loss", "grad_norm", "reward_chosen", "reward_margin")
+    steps = [row[name] for row in rows(job, "step") for name in names]
+    # In the first step the model is the reference: the order of a pair is that of rounding.
+    right = [row["reward_accuracy"] for row in rows(job, "step")[1:]]
+    return [*steps, *right, *(row["val_loss"] for row in rows(job, "validation"))]
+
+
+def reference(job) -> dict:
+    return load_file(Path(job.run.dir) / job.run.name / REFERENCE)
+
+
+def predicted(job) -> dict:
+    model = dataclasses.replace(job.model, vocab_size=len(weights(job)["embed.weight"]))
+    equation = batch.solve(job.train.global_batch, job.layout)
+    return step_traffic(
+        model, job.layout, equation, precision=job.train.precision, stages=stages(model, job.layout) or None, pairs=True
+    )
+
+
+def test_a_run_goes_on_with_the_same_reference(ranks, preferences):
+    ranks(train, 1, preferences)
+    resumed = change(preferences, "run", name="resumed")
+    with pytest.raises(StoppedError):
+        ranks(train, 1, resumed, 2)
+    before = reference(resumed)
+    (Path(resumed.run.dir) / "resumed" / REFERENCE).unlink()
+    ranks(train, 1, resumed)
+    assert {split: values.tolist() for split, values in reference(resumed).items()} == {
+        split: values.tolist() for split, values in before.items()
+    }
+    assert pair_curve(resumed) == pair_curve(preferences)
+
+
+@pytest.mark.parametrize(
+    ("line", "field", "words"),
+    [
+        ("micro_batch=3", "layout.micro_batch", "is 3 sequences, which cuts a pair of 2; nearest legal: 4 or 2"),
+        ("dp_replicate=2,sync=local_sgd", "layout.sync", "needs sync=bsp"),
+        ("dp_replicate=2,data_parallel=threads", "layout.data_parallel", "threads would cut pairs"),
+    ],
+)
+def test_what_would_cut_pairs_is_refused(preferences, line, field, words):
+    wrong = change(dataclasses.replace(preferences, layout=parse(line)), "train", global_batch=0)
+    assert any(path == field and words in message for path, message in problems_of(wrong))
+
+
+def test_options_of_pairs_are_refused_for_other_data(job):
+    [(path, message)] = problems_of(change(job, "train", dpo=dataclasses.replace(job.train.dpo, beta=0.2)))
+    assert path == "train.dpo.beta"
+    assert "nearest legal: corpus=preferences" in message
+
+
+def test_the_planner_keeps_pairs_together(preferences):
+    job = dataclasses.replace(preferences, cluster=cluster_of("dgx-h100"))
+    request = plan_request(change(job, "train", precision="bf16"), 64)
+    degrees = MeshDegrees(tp=1, sp=False, cp=1, cp_ulysses=1, pp=1, dp_shard=1, dp_replicate=1, ep=1)
+    assert [micro for micro, _ in _batches(request, degrees)] == [2, 4, 8]
+
+
+# Runs that start from the weights of others, in any layout: parameters only, from step 0, once.
+
+
+STARTS = [Layout(dp_shard=2, tp=2, zero=3, sp=True), Layout(dp_shard=2, pp=2, zero=1)]
+
+
+def starting(job, source: Path):
+    """The job with the shape of the weights that it starts from."""
+    return dataclasses.replace(job, model=dataclasses.replace(LLAMA, from_=str(source)))
+
+
+def exported(job) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a run as they are written for transformers."""
+    run = RunDirectory.of(job).path
+    with open_source(run) as source:
+        export(source, run.with_name(f"{run.name}-hf"))
+    return load_arrays(run.with_name(f"{run.name}-hf") / "model.safetensors")
+
+
+def test_a_run_starts_from_weights_in_any_layout(ranks, job, tmp_path):
+    write_folder(tmp_path / "theirs")
+    import_folder([tmp_path / "theirs"], tmp_path / "ours")
+    job = change(change(job, "train", steps=2, eval_samples=0), "checkpoint", every=1)
+    alone = starting(job, tmp_path / "theirs")
+    ranks(train, 1, alone)
+    expected = exported(alone)
+    for number, layout in enumerate(STARTS):
+        spread = change(starting(job, tmp_path / "ours"), "run", name=f"spread{number}")
+        ranks(train, layout.processes, dataclasses.replace(spread, layout=layout))
+        assert losses(spread) == pytest.approx(losses(alone), rel=1e-9)
+        found = exported(spread)
+        assert found.keys() == expected.keys()
+        assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-9) for name, tensor in expected.items())
+    first = weights(alone)
+    assert first["embed.weight"].shape == (LLAMA.vocab_size, LLAMA.d_model)  # 13 tokens, and rows for padding
+    shutil.rmtree(tmp_path / "theirs")
+    ranks(train, 1, change(alone, "train", steps=3))  # resumes without the weights
+    assert len(losses(alone)) == 3
+
+
+def test_master_weights_are_not_rounded(ranks, job, tmp_path):
+    """A run in bf16 keeps the fp32 weights that it starts from, in the optimizer's copies."""
+    model = write_folder(tmp_path / "theirs")
+    still = change(change(job, "train", steps=1, eval_samples=0, precision="bf16"), "optimizer", lr=0.0)
+    ranks(train, 1, starting(still, tmp_path / "theirs"))
+    found = weights(still)["master/head.weight"]
+    assert (found - model.get_parameter("head.weight").float()).abs().max() < 1e-7
+
+
+def test_a_shape_that_differs_is_refused_with_both_values(ranks, job, tmp_path):
+    write_folder(tmp_path / "theirs")
+    wide = starting(job, tmp_path / "theirs")
+    wide = dataclasses.replace(wide, model=dataclasses.replace(wide.model, d_ff=64))
+    with pytest.raises(CheckpointError, match=r"mlp.down.weight is \(32, 48\) there and \(32, 64\) here"):
+        ranks(train, 1, wide)
+
+
+def test_the_job_takes_shape_and_tokenizer(tmp_path):
+    write_folder(tmp_path / "theirs")
+    import_folder([tmp_path / "theirs"], tmp_path / "ours")
+    for source in (tmp_path / "theirs", tmp_path / "ours", tmp_path / "ours" / "checkpoints" / "step-000000"):
+        loaded = load_words(overrides.parse([f"model.from={source}", "data.corpus=text", "data.path=x", "seq_len=16"]))
+        job = loaded.job
+        assert dataclasses.replace(job.model, from_="", seq_len=32) == LLAMA
+        assert Path(job.data.tokenizer).name == "tokenizer.json"
+        assert loaded.origins["model.d_model"] == f"model.from {source}"
+        assert open_start(job.model).manifest.tensors.keys() > {"embed.weight"}
+
+
+def test_a_field_of_config_json_is_left_out_on_purpose(tmp_path):
+    write_folder(tmp_path / "theirs")
+    config = tmp_path / "theirs" / "config.json"
+    config.write_text(config.read_text().replace("{", '{"colour": "blue", ', 1))
+    words = [f"model.from={tmp_path / 'theirs'}", "tokenizer=byte"]
+    with pytest.raises(JobError, match=r"config.json:1: colour is not understood .*model.ignore_config=\[colour\]"):
+        load_words(overrides.parse(words))
+    job = load_words(overrides.parse([*words, "model.ignore_config=[colour]"])).job
+    assert job.model.ignore_config == ("colour",)
+    assert open_start(job.model).manifest.tensors.keys() > {"embed.weight"}
+    assert not list(notices(job, Tokenizer.load(tmp_path / "theirs")))
+    shape = load_words(overrides.parse([f"model=hf:{config}", "model.ignore_config=[colour]"])).job.model
+    assert shape.n_layers == job.model.n_layers
+    import_folder([tmp_path / "theirs"], tmp_path / "ours", ignore_config=("colour",))
+    for wrong, message in {
+        f"model.from={tmp_path / 'ours'}": "is a run: leave it out",
+        "model=gpt2": "it is for a config.json",
+    }.items():
+        with pytest.raises(JobError, match=message):
+            load_words(overrides.parse([wrong, "model.ignore_config=[colour]"]))
+
+
+def test_a_tied_model_with_a_head_of_its_own_is_imported_first(tmp_path):
+    tied = dataclasses.replace(LLAMA, tied=True)
+    write_folder(tmp_path / "theirs", tied)
+    theirs = load_arrays(tmp_path / "theirs" / "model.safetensors")
+    write_tensors(
+        tmp_path / "theirs", theirs | {"lm_head.weight": torch.ones_like(theirs["model.embed_tokens.weight"])}
+    )
+    with pytest.raises(CheckpointError, match="lm_head.weight differs from the embedding .* then model.from=RUN"):
+        open_start(dataclasses.replace(tied, from_=str(tmp_path / "theirs")))
+
+
+def test_what_fits_but_differs_is_told(tmp_path):
+    write_folder(tmp_path / "theirs")
+    words = [f"model.from={tmp_path / 'theirs'}", "model.rope_theta=500000", "tokenizer=byte"]
+    job = load_words(overrides.parse(words)).job
+    found = list(notices(job, ByteTokenizer()))
+    assert "rope_theta is 10000.0" in found[0]
+    assert "the tokenizer differs" in found[1]
+
+
+def test_small_files_go_along_with_the_weights_unless_the_tokenizer_is_another(job, tmp_path):
+    """An export of the run has the generation settings and the context of the imported model."""
+    write_folder(tmp_path / "theirs")
+    (tmp_path / "theirs" / "generation_config.json").write_text('{"temperature": 0.6}')
+    import_folder([tmp_path / "theirs"], tmp_path / "ours")
+    own = Tokenizer.load(tmp_path / "ours")
+    for source in (tmp_path / "theirs", tmp_path / "ours"):
+        for tokenizer, names in ((ByteTokenizer(), []), (own, ["config.json", "generation_config.json"])):
+            run = tmp_path / f"{source.name}-{len(names)}"
+            run.mkdir()
+            for _ in range(2):  # a run that resumes has them
+                keep_small_files(starting(job, source), tokenizer, run)
+            assert sorted(file.name for file in run.glob("hugging_face/*")) == names
+    keep_small_files(starting(job, tmp_path / "gone"), own, tmp_path)
+    assert not (tmp_path / "hugging_face").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_rows_is_refused(job, tmp_path):
+
+    write_folder(tmp_path / "theirs")
+    with pytest.raises(DataError, match=r"the tokenizer has 999 tokens, the embedding in .* has 300 rows"):
+        vocabulary_of(starting(job, tmp_path / "theirs"), RunDirectory(tmp_path / "run"), 999)
+
+
+def test_weights_that_are_not_there_are_refused(tmp_path):
+    with pytest.raises(JobError, match="there is no such folder; give a run's directory"):
+        load_words(overrides.parse([f"model.from={tmp_path / 'nowhere'}"]))
+    (tmp_path / "m.gguf").touch()
+    with pytest.raises(JobError, match=r"m.gguf is a GGUF file, which is imported first: .* --out runs/m"):
+        load_words(overrides.parse([f"model.from={tmp_path / 'm.gguf'}"]))
+
+
+def test_a_larger_vocabulary_is_padding_and_a_smaller_one_is_refused(tmp_path: Path) -> None:
+    job, directory = Job(), RunDirectory(tmp_path / "run")
+
+    def rows(**model: object) -> int:
+        return vocabulary_of(dataclasses.replace(job, model=dataclasses.replace(job.model, **model)), directory, 256)
+
+    assert rows() == 256
+    assert rows(vocab_size=512) == 512
+    assert rows(vocab_size=50257, preset="gpt2") == 256  # the preset's own tokenizer is another
+    assert rows(vocab_size=50304, preset="gpt2") == 50304
+    with pytest.raises(JobError, match="model.vocab_size is 200, and the tokenizer has 256 tokens"):
+        rows(vocab_size=200)
+
+
+# Runs with adapters that start from other weights, and runs that start from those of adapters.
+
+
+SHARDED = Layout(dp_shard=2, zero=1)
+ADAPTERS = LoRA(rank=2, alpha=3, targets="attention")
+
+
+def test_adapters_begin_beside_weights_from_outside_and_are_merged_or_taken_over(ranks, job, tmp_path):
+    base = write_folder(tmp_path / "theirs").state_dict()
+    job = change(change(job, "train", steps=3, eval_samples=0, precision="bf16"), "checkpoint", every=0)
+    adapted = change(job, "run", name="adapted")
+    source = Path(job.run.dir) / "adapted"
+    model = replace(LLAMA, from_=str(tmp_path / "theirs"), lora=ADAPTERS)
+    ranks(train, 2, replace(adapted, model=model, layout=SHARDED))
+    (source / "config.yaml").write_text("{}\n")  # which the command writes, not the ranks
+    tuned = weights(adapted)
+    for name, tensor in tuned.items():
+        if "/" not in name and ".lora_" not in name:
+            assert torch.equal(tensor, base[name].bfloat16()), name
+    assert {name for name in tuned if name.startswith("master/")} == {
+        f"master/{name}" for name in tuned if ".lora_" in name and "/" not in name
+    }
+    still = change(job, "optimizer", lr=0.0)
+    again = change(change(still, "train", steps=1), "run", name="again")
+    ranks(train, 1, replace(again, model=replace(model, from_=str(source))))
+    taken = weights(again)
+    assert all(torch.equal(taken[name], tensor) for name, tensor in tuned.items() if "/" not in name)
+    merged = change(change(still, "train", steps=1), "run", name="merged")
+    ranks(train, 1, replace(merged, model=replace(LLAMA, from_=str(source))))
+    found = weights(merged)
+    for name in (name for name in found if "/" not in name):
+        expected, layer = tuned[name], name.removesuffix(".weight")
+        if (a := tuned.get(f"{layer}.lora_a.weight")) is not None:
+            product = tuned[f"{layer}.lora_b.weight"].float() @ a.float()
+            expected = (expected.float() + 1.5 * product).bfloat16()
+            assert product.any()
+        assert torch.equal(found[name], expected), name
+
+
+def test_adapters_beside_random_weights_are_told(caplog):
+    start.begin(Job(model=ModelConfig(lora=ADAPTERS)), cast(Any, None), cast(Any, None), reports=True)
+    assert "random weights, which stay as they are: model.from names trained ones" in caplog.text

@@ -1,25 +1,37 @@
-"""An optimizer on the host: equal to one on the device, its tensors counted, within a budget that it would exceed."""
+"""Optimizer state, activations and parameters on the host or in files: equal to memory, within a budget."""
 
+import os
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
+from checkpoint.contents import contents
 from parallel.steps import micro_batches, steps, worst
+from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import count
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
+from phalanx.cost.held import block_parameters
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import step_memory
-from phalanx.errors import RunError
+from phalanx.errors import JobError, OffloadError, RunError, StoppedError
 from phalanx.parallel import mesh as meshes
-from phalanx.parallel.offload import DeviceBudget
+from phalanx.parallel.offload import ALIGNMENT, DeviceBudget, StateFile, device_budget
+from phalanx.train import residence as in_files
+from phalanx.train import saving
 from phalanx.train.optimizers import rule
 from phalanx.train.step import StepInputs, Stepper
 from train.measured_memory import least_device_peak
+from train.runs import change, losses, moves_between, rows, train, weights
+
+# An optimizer on the host: equal to one on the device, its tensors counted, within a budget that it would exceed.
+
 
 VOCAB = 64
 GPT = ModelConfig(n_layers=2, d_model=64, n_heads=4, seq_len=16)
@@ -140,3 +152,354 @@ def test_with_shards_it_does_in_float64(ranks):
     assert found[0][3] == pytest.approx(expected, rel=1e-9)
     with pytest.raises(RunError):
         ranks(counted, 2, job, state // 4)
+
+
+# Activations and parameters on the host: equal to one process, counted as predicted, within a budget.
+
+
+FOUR = replace(GPT, n_layers=4)
+LONG = ModelConfig(n_layers=8, d_model=64, n_heads=4, seq_len=128, vocab_size=VOCAB)
+"""A model whose activations weigh more than its parameters."""
+FEW = [
+    Layout(recompute="selective"),
+    Layout(dp_shard=2, zero=3, recompute="full", micro_batch=2),
+    Layout(pp=2, micro_batch=1, schedule="zb_h1"),
+]
+MANY = [
+    Layout(),
+    Layout(recompute="full"),
+    Layout(micro_batch=2),
+    Layout(dp_replicate=2),
+    Layout(dp_replicate=2, dp_shard=2),
+    Layout(dp_shard=2, micro_batch=2, accumulate="sharded"),
+    Layout(dp_shard=2, reshard=False),
+    Layout(dp_shard=2, tiles=2, tile="all"),
+    Layout(dp_shard=2, ep=2),
+    Layout(dp_shard=2, tp=2, sp=True),
+    Layout(tp=2, sp=True, sp_regather=True, recompute="selective"),
+    Layout(cp=2),
+    Layout(cp=2, cp_ulysses=2),
+    Layout(pp=2, micro_batch=1),
+    Layout(pp=2, micro_batch=1, dp_shard=2, recompute="full"),
+    Layout(pp=2, micro_batch=1, schedule="zb_v"),
+    Layout(pp=2, micro_batch=1, schedule="dualpipe_v"),
+    Layout(pp=2, micro_batch=2, schedule="terapipe"),
+]
+OFTEN = bool(os.environ.get("PHALANX_OFFLOAD_MATRIX"))
+needs_matrix = pytest.mark.skipif(not OFTEN, reason="set PHALANX_OFFLOAD_MATRIX=1, or `make offload`")
+
+
+def equals_one_process(ranks, layout: Layout) -> None:
+    model = EXPERTS if layout.ep > 1 else FOUR
+    (shown, gradients, parameters), *_ = ranks(steps, layout.world, job_of(layout, model), VOCAB)
+    ((one, expected_gradients, expected),) = ranks(steps, 1, job_of(Layout(), model), VOCAB)
+    for found, alone in zip(shown, one, strict=True):
+        assert found == pytest.approx(alone, rel=1e-9)
+    assert worst(gradients, expected_gradients, 1e-7) < 1e-9
+    assert worst(parameters, expected, 1e-2) < 1e-9
+
+
+@pytest.mark.parametrize("layout", FEW, ids=Layout.line)
+def test_activations_and_parameters_equal_one_process(ranks, layout):
+    equals_one_process(ranks, replace(layout, offload="all"))
+
+
+@needs_matrix
+@pytest.mark.parametrize("offload", ["activations", "optimizer+parameters", "all"])
+@pytest.mark.parametrize("layout", MANY, ids=Layout.line)
+def test_every_layout_equals_one_process(ranks, layout, offload):
+    equals_one_process(ranks, replace(layout, offload=offload))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_same_bits_as_without_offload(ranks, precision):
+    layout = Layout(dp_shard=2, recompute="selective")
+    job = job_of(layout, FOUR, precision=precision)
+    (plain, *_), (offloaded, *_) = (
+        ranks(steps, 2, replace(job, layout=replace(layout, offload=each)), VOCAB) for each in ("none", "all")
+    )
+    assert plain[0] == offloaded[0]
+    assert all(bool((offloaded[2][name] == tensor).all()) for name, tensor in plain[2].items())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(offload_blocks=3, recompute="selective"),
+        Layout(pp=2, micro_batch=1),
+        Layout(pp=2, micro_batch=1, schedule="zb_h1"),
+    ],
+    ids=Layout.line,
+)
+def test_activations_are_where_they_are_predicted(ranks, layout):
+    """The device to 10 %, the host to 1 %; a pipeline has some of several micro-batches there."""
+    job = job_of(replace(layout, offload="activations"), LONG, precision="fp32", global_batch=8)
+    expected, plain = (
+        step_memory(rank_spec(each, VOCAB, "cpu"))
+        for each in (job, replace(job, layout=replace(layout, offload_blocks=0)))
+    )
+    for rank, (device, host, copied, _) in enumerate(ranks(counted, layout.world, job, 0)):
+        assert expected[rank].allocated == pytest.approx(device, rel=0.1)
+        assert expected[rank].host == pytest.approx(host, rel=0.01)
+        assert host > 0.3 * (plain[rank].allocated - device)
+        assert copied["down"] == copied["up"] > 0
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(dp_shard=2, recompute="full"), Layout(dp_shard=2, micro_batch=1, accumulate="sharded")],
+    ids=Layout.line,
+)
+def test_parameters_are_where_they_are_predicted(ranks, layout):
+    job = job_of(replace(layout, offload="optimizer+parameters"), DEEP, precision="fp32", global_batch=4)
+    expected = step_memory(rank_spec(job, VOCAB, "cpu"))[0]
+    on_its_way = 0
+    if layout.dp_shard > 1 and layout.accumulate == "local":
+        # gloo sums one block's gradients, in a buffer as large, while the next block's are computed.
+        on_its_way = 2 * 4 * block_parameters(DEEP, layout, block_kinds(DEEP)[0]).dense
+    for device, host, copied, _ in ranks(counted, layout.world, job, 0):
+        assert expected.allocated + on_its_way == pytest.approx(device, rel=0.1)
+        assert expected.host == pytest.approx(host, rel=0.01)
+        # Two steps: gradients once each, parameters before both passes of each micro-batch.
+        assert copied["down"] == pytest.approx(2 * 4 * count(DEEP, VOCAB) / layout.world)
+        assert copied["up"] >= 1.9 * copied["down"]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_model_whose_state_is_four_times_the_budget_trains_within_it(ranks, shards):
+    """In float64, and equal to one process: 32 bytes per parameter."""
+    layout = Layout(dp_shard=shards, recompute="full", offload="all")
+    model = replace(DEEP, n_layers=12 * shards)  # of a small one the blocks on their way are most
+    job = job_of(layout, model, global_batch=2)
+    budget = 32 * count(model, VOCAB) // shards // 4
+    found = ranks(counted, shards, job, budget)
+    ((_, _, _, expected),) = ranks(counted, 1, replace(job, layout=Layout()), 0)
+    assert found[0][3] == pytest.approx(expected, rel=1e-9)
+    assert found[0][0] <= budget
+    with pytest.raises(RunError, match="nearest remedy"):
+        ranks(counted, shards, replace(job, layout=replace(layout, offload="none")), budget)
+
+
+# Whole runs with an optimizer on the host: resume with and without offload, what they record, and their budget.
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        [Layout(), Layout(offload="optimizer"), Layout()],
+        [Layout(dp_shard=2, zero=1, offload="optimizer"), Layout(dp_replicate=2), Layout(tp=2, offload="optimizer")],
+        [Layout(offload="all"), Layout(dp_shard=2, offload="all"), Layout(pp=2, offload="activations")],
+    ],
+    ids=lambda layouts: " ".join(layout.line() for layout in layouts),
+)
+def test_a_run_goes_on_without_offload_and_back(ranks, job, layouts):
+    moves_between(ranks, job, layouts)
+
+
+def test_masters_of_bf16_resume_bit_by_bit(ranks, job):
+    job = change(job, "train", precision="bf16")
+    ranks(train, 1, job)
+    moved = change(job, "run", name="moved")
+    with pytest.raises(StoppedError):
+        ranks(train, 1, change(moved, "layout", offload="optimizer"), 3)
+    ranks(train, 1, moved)
+    straight, found = weights(job), weights(moved)
+    assert straight.keys() == found.keys()
+    assert any(name.startswith("master/") for name in found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in straight.items())
+
+
+def test_copied_bytes_are_recorded(ranks, job):
+    ranks(train, 1, change(job, "layout", offload="optimizer"))
+    (row,) = rows(job, "offload")
+    parameters = 8 * sum(tensor.numel() for name, tensor in weights(job).items() if "/" not in name)
+    assert row["bytes"] == {"down": parameters, "up": parameters}
+
+
+def within(ranks, job, mib: float) -> dict[str, int]:
+    with device_budget(mib) as peaks:
+        train(ranks, job)
+    return peaks
+
+
+def test_a_budget_ends_a_run_that_exceeds_it_and_not_the_offloaded_one(ranks, job):
+    job = replace(job, model=replace(job.model, n_layers=6, d_model=64, seq_len=8), layout=Layout(recompute="full"))
+    with pytest.raises(RunError, match=r"exceed run.device_budget_mib, 5.0MiB per device") as caught:
+        ranks(within, 1, job, 5.0)
+    assert "layout.offload=optimizer" in str(caught.value)
+    (peaks,) = ranks(within, 1, change(job, "layout", offload="optimizer"), 5.0)
+    assert peaks["device_peak_bytes"] <= 5 * 2**20 < peaks["host_peak_bytes"]
+
+
+# An optimizer whose state is in files: equal to one in memory, within a budget, and its failures.
+
+
+BUFFER = 32 * 1024
+"""Bytes of a buffer here: large tensors of the tiny models are cut, small ones share one."""
+
+
+def in_small_buffers(ranks, job: Job, *args):
+    with mock.patch.object(in_files, "BUFFER_BYTES", BUFFER):
+        return steps(ranks, job, *args)
+
+
+def in_files_of(layout: Layout, folder: Path) -> Layout:
+    offload = "optimizer" if layout.offload == "none" else layout.offload
+    return replace(layout, offload=offload, offload_to=str(folder))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(micro_batch=2),
+        Layout(dp_shard=2, zero=1, bucket_mb=0.1),
+        Layout(dp_replicate=2, dp_shard=2, zero=3),
+        Layout(pp=2, micro_batch=1, schedule="zb_h1", tp=2),
+        Layout(dp_shard=2, zero=3, offload="all"),
+    ],
+    ids=Layout.line,
+)
+def test_state_in_files_equals_one_process(ranks, tmp_path, layout):
+    job = job_of(in_files_of(layout, tmp_path))
+    (shown, gradients, parameters), *_ = ranks(in_small_buffers, layout.world, job, VOCAB)
+    ((one, expected_gradients, expected),) = ranks(steps, 1, job_of(Layout()), VOCAB)
+    for found, alone in zip(shown, one, strict=True):
+        assert found == pytest.approx(alone, rel=1e-9)
+    assert worst(gradients, expected_gradients, 1e-7) < 1e-9
+    assert worst(parameters, expected, 1e-2) < 1e-9
+    assert not list(tmp_path.iterdir())  # the files have no names
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["adamw", "sgd", "lion", "adamw8bit"])
+def test_every_optimizer_computes_the_bits_of_host_memory(ranks, tmp_path, name, precision):
+    layout, model = Layout(dp_shard=2, zero=1, ep=2), replace(EXPERTS, vocab_size=VOCAB)
+    job = job_of(replace(layout, offload="optimizer"), model, name, precision=precision)
+    on_host, *_ = ranks(steps, 2, job, VOCAB, 3)
+    found, *_ = ranks(in_small_buffers, 2, replace(job, layout=in_files_of(layout, tmp_path)), VOCAB, 3)
+    assert on_host[0] == found[0]
+    for parameter, tensor in on_host[2].items():
+        assert torch.equal(found[2][parameter], tensor), parameter
+
+
+def counted_files(ranks, job: Job, limit: int) -> tuple[int, int, dict[str, int], list[float]]:
+    """Peaks of device and host, moved bytes, and losses of two steps, of a rank whose device has `limit` bytes."""
+    mesh, losses = meshes.build(job.layout, "cpu"), []
+    with mock.patch.object(in_files, "BUFFER_BYTES", BUFFER), DeviceBudget(limit).counting() as budget:
+        stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
+        for step in range(2):
+            batches, valid = micro_batches(job, step, mesh.data_rank, VOCAB)
+            losses.append(stepper.step(StepInputs(batches, step, valid, 1e-2)).loss)
+    return budget.device_peak, budget.host_peak, stepper.offloaded, losses
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp64"])
+def test_state_of_four_times_the_budget_passes_through_three_buffers(ranks, tmp_path, precision):
+    layout = Layout(dp_shard=2 if precision == "fp64" else 1)
+    model = replace(DEEP, n_layers=DEEP.n_layers * layout.world)
+    job = job_of(replace(layout, recompute="full"), model, precision=precision, global_batch=2)
+    whole, kept, passing = {"bf16": (16, 12, 6), "fp64": (32, 24, 8)}[precision]
+    state, numbers = whole * count(model, VOCAB), count(model, VOCAB) / layout.world
+    ((*_, expected),) = ranks(counted_files, 1, replace(job, layout=Layout()), 0)
+    offloaded = replace(job, layout=in_files_of(job.layout, tmp_path))
+    (device, host, moved, losses), *_ = ranks(counted_files, layout.world, offloaded, state // 4)
+    assert losses == (pytest.approx(expected, rel=1e-9) if precision == "fp64" else expected)
+    assert device <= state // 4
+    # Gradients (those of bf16 also in fp32), buffers with their alignment, and what the first step makes.
+    assert host - passing * numbers < 3 * (BUFFER + ALIGNMENT) + BUFFER + 2**12
+    assert host < 0.6 * (passing + kept) * numbers
+    padding = ALIGNMENT * 3 * 12 * model.n_layers  # of small tensors
+    for direction in ("read", "written"):
+        assert 2 * kept * numbers <= moved[direction] <= 2 * (kept * numbers + padding)
+
+
+def stopped_short(ranks, job: Job) -> None:
+    mesh = meshes.build(job.layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
+    batches, valid = micro_batches(job, 0, mesh.data_rank, VOCAB)
+    stepper.step(StepInputs(batches, 0, valid, 1e-2))
+    residence = stepper.optimizer.residence
+    assert isinstance(residence, in_files.InFiles)
+    with mock.patch("os.preadv", return_value=0):
+        stepper.step(StepInputs(batches, 1, valid, 1e-2))
+
+
+def test_a_file_that_ends_early_ends_the_run(ranks, tmp_path):
+    job = job_of(in_files_of(Layout(), tmp_path), GPT)
+    with pytest.raises(OffloadError, match=r"cannot be read: it ends at byte .* Checkpoints are whole") as caught:
+        ranks(stopped_short, 1, job)
+    assert caught.value.exit_code == 4
+
+
+def built_with(ranks, job: Job, free: int) -> None:
+    space = mock.Mock(f_bavail=free, f_frsize=1)
+    with mock.patch("os.statvfs", return_value=space):
+        Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), VOCAB)
+
+
+def test_ranks_on_a_disk_are_counted_together(ranks, tmp_path):
+    job = job_of(in_files_of(Layout(dp_replicate=2), tmp_path), GPT)
+    with pytest.raises(JobError, match=r"has 3.0MiB free, and its ranks' optimizer state needs 5.\dMiB: free some"):
+        ranks(built_with, 2, job, 3 * 2**20)
+    with pytest.raises(JobError, match=r"layout.offload_to: .*/none on .* does not exist: make it"):
+        ranks(built_with, 2, replace(job, layout=in_files_of(job.layout, tmp_path / "none")), 2**40)
+
+
+def test_without_direct_io_the_same_bytes_come_back(tmp_path):
+    with mock.patch("phalanx.parallel.offload._open_direct", return_value=None):
+        file = StateFile(tmp_path, 3 * ALIGNMENT)
+    assert not file.is_direct
+    data = torch.arange(ALIGNMENT, dtype=torch.int64).to(torch.uint8)
+    file.write(data, ALIGNMENT)
+    assert torch.equal(file.mapped[ALIGNMENT : 2 * ALIGNMENT], data)
+    file.mapped[:3] = 7
+    back = torch.empty(2 * ALIGNMENT, dtype=torch.uint8)
+    file.read(back, 0)
+    assert torch.equal(back, file.mapped[: 2 * ALIGNMENT])
+
+
+# Whole runs whose optimizer state is in files: resume, saves in the background, records.
+
+
+def test_a_run_goes_on_in_memory_and_back(ranks, job, tmp_path):
+    there = {"offload": "optimizer", "offload_to": str(tmp_path)}
+    layouts = [Layout(dp_shard=2, zero=1, **there), Layout(tp=2, offload="optimizer"), Layout(**there)]
+    moves_between(ranks, job, layouts)
+
+
+def test_the_guard_compares_replicas_in_files(ranks, job, tmp_path):
+    job = change(change(job, "guard", every=2), "layout", dp_replicate=2)
+    ranks(train, 2, job)
+    there = change(job, "layout", offload="optimizer", offload_to=str(tmp_path))
+    ranks(train, 2, change(there, "run", name="moved"))
+    assert losses(change(job, "run", name="moved")) == losses(job)
+    assert not rows(change(job, "run", name="moved"), "guard")
+
+
+def saved_slowly(ranks, job: Job) -> None:
+    """Trains while each tensor of a checkpoint takes its time, as it does from a slow disk."""
+    with (
+        mock.patch.object(in_files, "BUFFER_BYTES", 16 * 1024),
+        mock.patch.object(saving, "will_read", side_effect=lambda tensor: time.sleep(0.005)),
+    ):
+        train(ranks, job)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_saves_in_the_background_hold_one_moment(ranks, job, tmp_path, precision):
+    job = change(change(job, "train", precision=precision), "checkpoint", every=1, keep=0)
+    ranks(train, 1, job)
+    moved = change(job, "run", name="moved")
+    ranks(saved_slowly, 1, change(moved, "layout", offload="optimizer", offload_to=str(tmp_path)))
+    folder = Path(job.run.dir)
+    steps = sorted(path.name for path in (folder / job.run.name / "checkpoints").glob("step-*"))
+    assert len(steps) == job.train.steps
+    for step in steps:
+        straight, found = (contents(folder / name / "checkpoints" / step) for name in (job.run.name, "moved"))
+        assert straight.keys() == found.keys()
+        for name, tensor in straight.items():
+            assert torch.equal(found[name], tensor), (step, name)
+    (row,) = rows(moved, "offload")
+    assert row["bytes"].keys() == {"down", "up", "read", "written"}
+    assert row["bytes"]["read"] >= sum(t.nbytes for name, t in straight.items() if "/" in name)

@@ -1,24 +1,33 @@
-"""Ranks that nobody told where to meet, and their errors."""
+"""Ranks that nobody told where to meet: boards, process managers, and their errors."""
 
 from __future__ import annotations
 
 import os
 import platform
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
-from phalanx.errors import DataError, JobError, PhalanxError
+from phalanx.errors import DataError, JobError, PhalanxError, RunError
 from phalanx.launch.meet import meeting as meetings
+from phalanx.launch.meet import pmi, store
 from phalanx.launch.meet.meeting import Meeting, Problem, Verdict, message_of, placed
-from phalanx.launch.meet.store import Board, Offer, name_of
+from phalanx.launch.meet.store import Board, Offer, first_host, listening_socket, name_of, own_addresses
 from phalanx.launch.ranks import STORE, Ranks, ToldError
 from phalanx.launch.verdict import LostPeerError
+
+# Ranks that nobody told where to meet, and their errors.
+
 
 Pool = Callable[..., list[Any]]
 HOST = platform.node()
@@ -158,3 +167,195 @@ def test_problems_are_told_once_each() -> None:
     assert message_of([on(2, "a"), on(0, "a")], 3) == "ranks 0, 2 of 3 on host host0: a"
     assert message_of([on(0, "a"), on(1, "b")], 3) == "rank 0 of 3 on host host0: a\nrank 1 of 3 on host host1: b"
     assert message_of([on(0, "a"), on(1, "a")], 3) == "ranks 0, 1 of 3 on 2 hosts (host0, host1): a"
+
+
+# What the ranks of one launch can compute or leave for each other.
+
+
+OFFER = Offer(("10.0.0.1", "fe80::1"), 12345, "token")
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[09-10]",
+    "SLURM_LAUNCH_NODE_IPADDR": "login",
+}
+
+
+def ranks(source: str) -> Ranks:
+    return Ranks(1, 4, 1, 2, 0, source)
+
+
+def test_an_offer_is_read_as_it_was_written(tmp_path: Path) -> None:
+    board = Board.of("slurm 7", {"XDG_STATE_HOME": str(tmp_path)}, one_node=False)
+    assert board.read() == []
+    board.write(OFFER)
+    assert board.read() == [OFFER]
+    assert board.path.parent.stat().st_mode & 0o777 == 0o700
+    board.remove()
+    assert board.read() == []
+
+
+def test_a_folder_of_somebody_else_is_not_believed(tmp_path: Path) -> None:
+    board = Board.of("slurm 7", {"XDG_STATE_HOME": str(tmp_path)}, one_node=False)
+    board.write(OFFER)
+    board.path.parent.chmod(0o777)
+    assert board.read() == []
+    with pytest.raises(RunError, match="is writable by others"):
+        board.write(OFFER)
+
+
+def test_a_link_is_not_written_through(tmp_path: Path) -> None:
+    board = Board.of("slurm 7", {"XDG_STATE_HOME": str(tmp_path)}, one_node=False)
+    board.write(OFFER)
+    (tmp_path / "theirs").write_text("mine")
+    board.path.unlink()
+    board.path.symlink_to(tmp_path / "theirs")
+    board.write(OFFER)
+    assert (tmp_path / "theirs").read_text() == "mine"
+
+
+@given(st.text(max_size=300))
+def test_any_word_is_an_offer_or_a_value_error(text: str) -> None:
+    try:
+        offer = Offer.decode(text)
+    except ValueError:
+        return
+    assert offer.port
+
+
+def test_a_launch_has_a_name_of_its_own() -> None:
+    name = store.name_of(ranks("slurm"), SLURM)
+    assert name is not None
+    assert name != store.name_of(ranks("slurm"), {**SLURM, "SLURM_STEP_ID": "1"})
+    assert name != store.name_of(ranks("slurm"), {**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert store.name_of(ranks("slurm"), {"SLURM_JOB_ID": "7"}) is None
+    assert store.name_of(ranks("torchrun"), SLURM) is None
+    ports = store.ports_of(name)
+    assert len(set(ports)) > 1
+    assert all(10_000 <= port < 30_000 for port in ports)
+
+
+def test_the_first_host_of_the_step(tmp_path: Path) -> None:
+    assert first_host(ranks("slurm"), SLURM) == "n09"
+    assert first_host(ranks("slurm"), {"SLURM_STEP_NODELIST": "n["}) is None
+    (tmp_path / "nodes").write_text("x3001\nx3002\n")
+    assert first_host(ranks("pals"), {"PBS_NODEFILE": str(tmp_path / "nodes")}) == "x3001"
+    assert first_host(ranks("pals"), {"PBS_NODEFILE": str(tmp_path / "none")}) is None
+
+
+def test_a_port_is_held_from_the_moment_it_is_chosen() -> None:
+    with listening_socket((0,), one_node=True) as first:
+        taken = first.getsockname()[1]
+        assert first.getsockname()[0] == "127.0.0.1"
+        with listening_socket((taken, 0), one_node=True) as second:
+            assert second.getsockname()[1] != taken
+        with pytest.raises(OSError, match="in use"):
+            listening_socket((taken,), one_node=True)
+
+
+def test_own_addresses_begin_with_what_the_user_names() -> None:
+    if len(own_addresses({})) > 1:
+        assert own_addresses({})[0] not in ("127.0.0.1", "::1")
+    assert own_addresses({"GLOO_SOCKET_IFNAME": "lo"})[0] in ("127.0.0.1", "::1")
+    for address in own_addresses(os.environ):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family) as probe:
+            probe.bind((address, 0))
+
+
+# Rank 0's word through the process manager of MPICH (PMI-1), played here by a thread per rank.
+
+
+class Manager:
+    """The process manager of `world` ranks."""
+
+    def __init__(self, world: int):
+        self.values: dict[str, str] = {}
+        self.finalized = 0
+        self.barrier = threading.Barrier(world)
+        pairs = [socket.socketpair() for _ in range(world)]
+        self.theirs = [theirs for _, theirs in pairs]
+        for mine, _ in pairs:
+            threading.Thread(target=self.serve, args=(mine,), daemon=True).start()
+
+    def serve(self, connection: socket.socket) -> None:
+        end = suppress(threading.BrokenBarrierError, OSError)  # the test is over: nobody waits for an answer
+        with end, connection, connection.makefile("rw", encoding="ascii", newline="\n") as stream:
+            for line in stream:
+                pairs = dict(word.split("=", 1) for word in line.split())
+                stream.write(f"cmd={self.answer(pairs)}\n")
+                stream.flush()
+
+    def answer(self, pairs: dict[str, str]) -> str:
+        match pairs["cmd"]:
+            case "init":
+                return "response_to_init pmi_version=1 pmi_subversion=1 rc=0"
+            case "get_my_kvsname":
+                return "my_kvsname kvsname=kvs_1"
+            case "put":
+                self.values[pairs["key"]] = pairs["value"]
+                return "put_result rc=0 msg=success"
+            case "barrier_in":
+                self.barrier.wait()
+                return "barrier_out"
+            case "get" if pairs["key"] in self.values:
+                return f"get_result rc=0 msg=success value={self.values[pairs['key']]}"
+            case "get":
+                return "get_result rc=-1 msg=key_not_found value=unknown"
+            case _:
+                self.finalized += 1
+                return "finalize_ack"
+
+    def environment(self, rank: int) -> dict[str, str]:
+        return {"PMI_FD": str(self.theirs[rank].fileno()), "PMI_RANK": str(rank)}
+
+
+def exchanged(manager: Manager, text: str | None, seconds: float = 60.0) -> list[str]:
+    """What each rank gets when rank 0 says `text`."""
+    with ThreadPoolExecutor() as threads:
+        calls = [
+            threads.submit(pmi.exchange, manager.environment(rank), None if rank else text, seconds)
+            for rank in range(len(manager.theirs))
+        ]
+        return [call.result() for call in calls]
+
+
+def test_all_ranks_get_what_rank_0_says_and_leave_in_order() -> None:
+    manager = Manager(3)
+    assert exchanged(manager, "abc_-=") == ["abc_-="] * 3
+    assert manager.finalized == 3, "a rank that does not say so counts as crashed"
+
+
+def test_a_rank_0_that_says_nothing() -> None:
+    with pytest.raises(OSError, match="answered get with 'cmd=get_result rc=-1"):
+        exchanged(Manager(2), None)
+
+
+def test_a_rank_that_does_not_come() -> None:
+    manager = Manager(2)
+    with pytest.raises(TimeoutError):
+        pmi.exchange(manager.environment(0), "word", 0.2)
+    manager.barrier.abort()
+
+
+def garbage(connection: socket.socket) -> None:
+    connection.sendall(b"cmd=no\n")
+
+
+@pytest.mark.parametrize("act", [socket.socket.close, garbage])
+def test_a_manager_that_has_gone_or_speaks_something_else(act: Callable[[socket.socket], None]) -> None:
+    mine, theirs = socket.socketpair()
+    act(mine)
+    with theirs, pytest.raises(OSError, match=r"closed|Broken pipe|answered init|reset"):
+        pmi.exchange({"PMI_FD": str(theirs.fileno())}, "word", 1)
+
+
+def test_whether_a_manager_is_there() -> None:
+    mine, theirs = socket.socketpair()
+    with mine, theirs, open("/dev/null") as file:
+        there = {"PMI_FD": str(theirs.fileno())}
+        assert pmi.is_there(there)
+        assert not pmi.is_there({"PMI_FD": str(file.fileno())})
+        assert not pmi.is_there({**there, "PMI_JOBID": "6.0", "SLURM_STEP_ID": "0"}), "srun --mpi=pmi2 speaks PMI-2"
+    assert not pmi.is_there({"PMI_FD": "9" * 30})
+    assert not pmi.is_there({})
