@@ -7,7 +7,6 @@ from typing import Literal
 import pytest
 import torch
 
-from phalanx.check.job import refusal
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -18,6 +17,7 @@ from phalanx.parallel.apply import Construction, apply, apply_compile
 from phalanx.parallel.mesh import alone, build
 from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.offload import Host
+from phalanx.techniques.compiling import refusal
 
 SHAPE = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)
 
