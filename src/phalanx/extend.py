@@ -22,12 +22,14 @@ from phalanx.config.trackers import TRACKERS, TrackerEntry
 from phalanx.errors import DataError, ExtensionError, JobError
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.optimizers.catalogue import extra_options as optimizer_options
-from phalanx.optimizers.entry import ExtraOption, OptimizerEntry, StateKind
+from phalanx.optimizers.entry import ExtraOption, OptimizerEntry, StateKind, UpdateCosts
 from phalanx.registry import Registry
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.entry import ScheduleEntry
 from phalanx.schedule.generators import round_robin, v_shape
 from phalanx.schedule.schedule import Action, Schedule
+from phalanx.techniques.catalogue import TECHNIQUES
+from phalanx.techniques.technique import Effect, Technique
 
 __all__ = [
     "TABLES",
@@ -40,6 +42,7 @@ __all__ = [
     "Data",
     "DataError",
     "DeviceEntry",
+    "Effect",
     "ExtensionError",
     "ExtraOption",
     "FeedForwardKind",
@@ -51,8 +54,10 @@ __all__ = [
     "Schedule",
     "ScheduleEntry",
     "StateKind",
+    "Technique",
     "TokenizerEntry",
     "TrackerEntry",
+    "UpdateCosts",
     "attention",
     "cluster",
     "corpus",
@@ -62,6 +67,7 @@ __all__ = [
     "optimizer_options",
     "round_robin",
     "schedule",
+    "technique",
     "tokenizer",
     "tracker",
     "v_shape",
@@ -77,6 +83,7 @@ TABLES: Mapping[str, Registry[Any]] = {
     "corpus": CORPORA,
     "tokenizer": TOKENIZERS,
     "tracker": TRACKERS,
+    "technique": TECHNIQUES,
 }
 """Every table that packages may add to, by the name of its function here."""
 
@@ -131,3 +138,9 @@ def feed_forward(name: str, kind: FeedForwardKind) -> None:
     """Adds a kind of feed-forward layer: `model.feed_forward=name`; compared as a kind of attention is. Raises
     ExtensionError with every problem."""
     FEED_FORWARD.add(name, kind)
+
+
+def technique(name: str, entry: Technique) -> None:
+    """Adds a technique, whose options are the section `techniques.name` of a job: `techniques.name.option=value`. Its
+    facts are computed for the default job, with which it must be off. Raises ExtensionError with every problem."""
+    TECHNIQUES.add(name, entry)

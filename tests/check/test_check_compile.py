@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from phalanx.check.job import compile_problems, compiles
 from phalanx.check.load import as_dict, load_words
 from phalanx.config.cluster import Cluster
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.overrides import parse
+from phalanx.techniques.compiling import compile_problems, compiles
 
 THREADS = Layout(dp_replicate=2, data_parallel="threads")
 

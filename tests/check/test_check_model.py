@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.check.job import out_of_range
-from phalanx.check.layout import Problem
 from phalanx.check.model import model_problems
 from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
 from phalanx.config.presets import PRESETS
+from phalanx.techniques.technique import Problem
 
 _ROPE = ModelConfig(positions="rope")
 _EXPERTS = MoE(n_experts=8, top_k=2)

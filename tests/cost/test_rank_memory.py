@@ -20,7 +20,6 @@ from phalanx.config.presets import PRESETS
 from phalanx.cost.exact_state import state_bytes
 from phalanx.cost.held import flights
 from phalanx.cost.memory_profiles import (
-    COMPILED_LOSS_TENSORS,
     FSDP1,
     MEGATRON_2021,
     MEGATRON_CORE,
@@ -36,6 +35,7 @@ from phalanx.errors import JobError
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import even
 from phalanx.schedule import catalogue
+from phalanx.techniques.compiling import COMPILED_LOSS_TENSORS
 
 GPT = ModelConfig(n_layers=8, d_model=512, n_heads=8, vocab_size=1024, seq_len=128, dropout=0.1)
 LLAMA = replace(PRESETS["llama3-8b"], seq_len=8192)

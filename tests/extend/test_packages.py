@@ -17,7 +17,17 @@ import pytest
 
 from extend.install import PACKAGES, environment, install
 from phalanx.blocks.kinds import AttentionKind, FeedForwardKind
-from phalanx.extend import CorpusEntry, DeviceEntry, MachineEntry, ScheduleEntry, TokenizerEntry, TrackerEntry
+from phalanx.extend import (
+    CorpusEntry,
+    DeviceEntry,
+    Effect,
+    MachineEntry,
+    ScheduleEntry,
+    Technique,
+    TokenizerEntry,
+    TrackerEntry,
+    UpdateCosts,
+)
 
 ROOT = Path(__file__).parents[2]
 KINDS = (AttentionKind, FeedForwardKind)
@@ -233,14 +243,18 @@ def test_a_tokenizer_that_gives_other_ids_than_it_says_is_refused(phalanx, tmp_p
 
 
 @pytest.mark.parametrize(
-    "entry", [*KINDS, ScheduleEntry, DeviceEntry, MachineEntry, CorpusEntry, TokenizerEntry, TrackerEntry]
+    "entry",
+    [
+        *(*KINDS, ScheduleEntry, DeviceEntry, MachineEntry, CorpusEntry, TokenizerEntry, TrackerEntry),
+        *(Technique, Effect, UpdateCosts),
+    ],
 )
 def test_the_documentation_names_every_fact(entry: type):
     page = (ROOT / "docs" / "reference" / "extending.md").read_text()
     assert not [field.name for field in fields(entry) if f"`{field.name}`" not in page]
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES, "gated", "csv_tracker"])
+@pytest.mark.parametrize("name", [*EXAMPLES, "gated", "csv_tracker", "rounding"])
 def test_the_documentation_shows_the_examples_as_they_are(name: str):
     page = (ROOT / "docs" / "reference" / "extending.md").read_text()
     assert f"```python\n{(PACKAGES / f'{name}.py').read_text()}```" in page

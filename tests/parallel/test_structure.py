@@ -22,7 +22,7 @@ from parallel.test_predicted_traffic import job_of as sending_job
 from phalanx.blocks.kinds import block, block_kinds, model_for
 from phalanx.blocks.operator import place_of
 from phalanx.blocks.parameters import weight_of
-from phalanx.check.job import problems_of, refusal
+from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis, Ledger
 from phalanx.config import layout_line
 from phalanx.config.job import Data, Job, Optimizer, Train
@@ -44,6 +44,7 @@ from phalanx.parallel.vocabulary import CrossEntropy
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import MODES, modes, schedule_of, written
+from phalanx.techniques.compiling import refusal
 
 # The parts of a model around attention, under every technique: norms after the halves, parallel blocks, gates of
 # other kinds, soft caps, scaled embeddings, biases of routers and experts. Steps equal those of one process in

@@ -1,39 +1,25 @@
 """Conditions under which a field has an effect: what a user sets where it has none is an error that names them.
 
-Fields whose conditions are part of another rule are refused there: optimizer options by check/job.py, kinds of
-layers by check/model.py, parts of offloading and tiles by their own files."""
+Techniques state those of their own fields. Fields whose conditions are part of another rule are refused there:
+optimizer options by check/job.py, kinds of layers by check/model.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator, Set
 from dataclasses import replace
 
-from phalanx.check.layout import Problem
 from phalanx.config.corpora import CORPORA, TOKENIZERS, vocabulary_of
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.presets import FROM_FILE, states_no_rows
-from phalanx.partition.derived import has_buckets, is_offloaded, named
+from phalanx.partition.derived import has_buckets
+from phalanx.techniques.catalogue import OWN, conditions_of
+from phalanx.techniques.technique import Condition, Problem, above, is_one_of
 
-Condition = tuple[Callable[[Job], object], str]
-"""Whether a field has an effect in a job, and when it has one, in words."""
-
-
-def _above(path: str, bound: int = 0, what: str = "", *, auto: bool = False) -> Condition:
-    """Returns the condition that a field is above a bound, or with `auto` that the planner chooses the layout."""
-    return lambda job: get(job, path) > bound or (auto and job.layout.auto), f"is for {what}{path} above {bound}"
-
-
-def _is(path: str, *values: str) -> Condition:
-    """Returns the condition that a field has one of some values."""
-    return lambda job: get(job, path) in values, f"is for {path}={' or '.join(values)}"
-
-
-_EXPERTS = _above("model.moe.n_experts", what="models with experts: ")
-_LATENT = _above("model.mla.kv_rank", what="latent attention: ")
-_LORA = _above("model.lora.rank", what="adapters: ")
-_SCALED = _above("model.rope_scaling.factor", 1, "stretched rotary positions: ")
+_EXPERTS = above("model.moe.n_experts", what="models with experts: ")
+_LATENT = above("model.mla.kv_rank", what="latent attention: ")
+_SCALED = above("model.rope_scaling.factor", 1, "stretched rotary positions: ")
 _STRETCHED = {
     "low_freq_factor": ("llama3",),
     "high_freq_factor": ("llama3",),
@@ -45,13 +31,12 @@ _ROTARY: Condition = (
     lambda job: job.model.positions == "rope" or job.model.mla.kv_rank,
     "is for rotary positions: model.positions=rope",
 )
-_DILOCO = _is("layout.sync", "diloco")
 _ROWS: Condition = (
     lambda job: CORPORA[job.data.corpus].rows is not None,
     "is for conversations: data.corpus=chat or preferences",
 )
 _OF_ROWS = ("template", "template_date", "loss_on", "packing", "too_long", "columns", "ignore_keys")
-_PIPELINE = _above("layout.pp", 1, "a pipeline: ", auto=True)
+_PIPELINE = above("layout.pp", 1, "a pipeline: ", auto=True)
 _GATHERED: Condition = (
     lambda job: (job.layout.zero == 3 and job.layout.shard_ranks > 1) or job.layout.auto,
     "is for parameters that are gathered: layout.zero=3, and layout.dp_shard or layout.cp above 1",
@@ -106,7 +91,6 @@ CONDITIONS: dict[str, Condition] = {
         "is for experts in groups: model.moe.n_groups above 1",
     ),
     **{path: _LATENT for path in leaves() if path.startswith("model.mla.") and path != "model.mla.kv_rank"},
-    **{path: _LORA for path in leaves() if path.startswith("model.lora.") and path != "model.lora.rank"},
     "model.rope_scaling.kind": _SCALED,
     **{
         f"model.rope_scaling.{name}": (
@@ -132,24 +116,13 @@ CONDITIONS: dict[str, Condition] = {
         "is for state that ranks share: layout.dp_shard or layout.cp above 1",
     ),
     "layout.bucket_mb": _BUCKETS,
-    "layout.data_parallel": _above("layout.dp_replicate", 1, "replicas: ", auto=True),
-    "layout.sp": _above("layout.tp", 1, "tensor parallelism: ", auto=True),
+    "layout.sp": above("layout.tp", 1, "tensor parallelism: ", auto=True),
     "layout.cp_inner": (
         lambda job: 1 < job.layout.cp_ulysses < job.layout.cp or job.layout.auto,
         "is for a ring of Ulysses groups: layout.cp_ulysses above 1 and below layout.cp",
     ),
-    "layout.tile": _above("layout.tiles", 1),
     **{f"layout.{name}": _PIPELINE for name in ("schedule", "pp_chunks", "pp_slices", "pp_cut")},
     **{f"layout.{name}": _GATHERED for name in ("reshard", "prefetch")},
-    "layout.offload_blocks": (
-        lambda job: is_offloaded(job.layout, "activations") or job.layout.auto,
-        "is for layout.offload=activations",
-    ),
-    "layout.offload_to": (
-        lambda job: "optimizer" in named(job.layout) or job.layout.auto,
-        "is for layout.offload=optimizer",
-    ),
-    "layout.sync_every": _is("layout.sync", "local_sgd", "diloco"),
     **{f"guard.{name}": _SPIKES for name in ("spike_norm", "spike_loss", "spike_window", "spike_warmup")},
     "checkpoint.keep": (
         lambda job: job.checkpoint.every or job.checkpoint.every_minutes,
@@ -157,16 +130,14 @@ CONDITIONS: dict[str, Condition] = {
     ),
     "checkpoint.keep_every": _SAVES,
     "checkpoint.keep_best": _SAVES,
-    "run.restart_window_s": _above("run.max_restarts"),
+    "run.restart_window_s": above("run.max_restarts"),
     "run.rdzv_endpoint": _NODES,
     "run.node_lost_s": _NODES,
     "run.trackers_wait_s": (lambda job: job.run.trackers, "is for run.trackers"),
-    "optimizer.outer_lr": _DILOCO,
-    "optimizer.outer_momentum": _DILOCO,
-    "optimizer.decay_fraction": _is("optimizer.schedule", "wsd"),
+    "optimizer.decay_fraction": is_one_of("optimizer.schedule", "wsd"),
     "optimizer.decay_steps": _DECAYS,
     "optimizer.min_lr_ratio": _DECAYS,
-    "optimizer.base_batch": _is("optimizer.batch_scaling", "linear", "sqrt"),
+    "optimizer.base_batch": is_one_of("optimizer.batch_scaling", "linear", "sqrt"),
     "data.path": (
         lambda job: "path" in CORPORA[job.data.corpus].settings,
         "is for corpora that read files of your own",
@@ -182,14 +153,14 @@ CONDITIONS: dict[str, Condition] = {
     "data.random_vocab": _RANDOM,
     "data.tokenizer": _TEXT,
     **{f"data.{name}": _TEXT for name in ("workers", "limit_mb")},
-    "data.skip_quota": _is("data.on_corruption", "skip"),
-    "train.fp8_scaling": _is("train.precision", "fp8"),
-    "train.eval_every": _above("train.eval_samples"),
+    "data.skip_quota": is_one_of("data.on_corruption", "skip"),
+    "train.eval_every": above("train.eval_samples"),
     "data.bpe_vocab": (
         lambda job: job.data.tokenizer in TOKENIZERS and "bpe_vocab" in TOKENIZERS[job.data.tokenizer].settings,
         "is for data.tokenizer=bpe",
     ),
-    "run.sample_prompt": _above("run.sample_tokens"),
+    "run.sample_prompt": above("run.sample_tokens"),
+    **{path: each for technique in OWN.values() for path, each in technique.conditions.items()},
 }
 """The fields that have an effect only sometimes, with their conditions."""
 
@@ -198,7 +169,7 @@ def effect_problems(job: Job, given: Set[str]) -> Iterator[Problem]:
     """Yields each field that the user set (`given`: dotted paths) to another value than its default, and that has no
     effect in this job."""
     default = Job()
-    for path, (holds, when) in CONDITIONS.items():
+    for path, (holds, when) in {**CONDITIONS, **conditions_of(job)}.items():
         if path in given and get(job, path) != get(default, path) and not holds(job):
             yield path, f"has no effect here: it {when}"
     if "model.vocab_size" in given and job.model.vocab_size and (why := _vocabulary(job)):

@@ -9,80 +9,21 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 from phalanx.blocks.kinds import attention_models
-from phalanx.check.layout import Problem, layout_problems, offload_problems, tensor_problems
-from phalanx.check.model import lora_problems, model_problems, size_problems, unusable_kinds
+from phalanx.check.layout import layout_problems, tensor_problems
+from phalanx.check.model import model_problems, size_problems, unusable_kinds
 from phalanx.check.pipeline import pipeline_problems
-from phalanx.config.corpora import CORPORA, PAIR, TOKENIZERS, has_pairs, number_of, vocabulary_of
+from phalanx.config.corpora import CORPORA, TOKENIZERS, number_of, vocabulary_of
 from phalanx.config.fields import constraints, get, replace
-from phalanx.config.job import FP8_ALIGNMENT, MOST_STEPS, Data, DpoOptions, Job, RunOptions
+from phalanx.config.job import MOST_STEPS, Data, Job, RunOptions
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import states_no_rows
 from phalanx.config.trackers import TRACKERS
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, did_you_mean, divisors, misfit, multiples, nearest_divisors
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, unread
-from phalanx.partition import derived as batch
-from phalanx.partition.derived import flushes
-
-
-def compiles(job: Job, device: str = "") -> bool:
-    """Returns whether blocks are compiled on a device, "cpu" or "cuda"; by default, that of the job's cluster."""
-    if job.train.compile != "auto":
-        return job.train.compile
-    device = device or ("cpu" if job.cluster.device == "cpu" else "cuda")
-    return device == "cuda" and not refusal(job)
-
-
-def compile_problems(job: Job) -> Iterator[Problem]:
-    """Yields why a job that asks for it is not compiled."""
-    if job.train.compile is True and (reason := refusal(job)):
-        yield "train.compile", f"{reason}; nearest legal: train.compile=auto, which leaves it off"
-
-
-def refusal(job: Job) -> str:
-    """Returns why torch.compile does not take a job; empty if it does."""
-    if job.layout.data_parallel == "threads" and job.layout.dp_replicate > 1:
-        return "torch compiles in one thread at a time, and each of data_parallel=threads would make graphs of its own"
-    return ""
-
-
-def preference_problems(job: Job) -> Iterator[Problem]:
-    """Yields what does not suit pairs, and options of pairs where there are none."""
-    if not has_pairs(job.data):
-        if job.train.dpo.label_smoothing:
-            yield (
-                "data.corpus",
-                "label smoothing is that of preference tuning (nearest legal: corpus=preferences), that of the "
-                "cross-entropy is not implemented",
-            )
-        elif job.train.dpo != DpoOptions():
-            changed = next(name for name, value in vars(job.train.dpo).items() if value != getattr(DpoOptions(), name))
-            where = f"train.dpo.{changed}"
-            yield where, f"is for pairs, corpus {job.data.corpus} has none; nearest legal: corpus=preferences"
-        return
-    layout = job.layout
-    if layout.sync != "bsp":
-        yield "layout.sync", f"the loss of pairs needs sync=bsp, is {layout.sync}; nearest legal: sync=bsp"
-    if layout.data_parallel == "threads":
-        yield "layout.data_parallel", "threads would cut pairs; nearest legal: data_parallel=ddp"
-    if layout.pp > 1 and not flushes(layout):
-        yield "layout.schedule", f"{layout.schedule} does not end a step's pairs with it; nearest legal: schedule=1f1b"
-
-
-def pair_batch_problems(job: Job) -> Iterator[Problem]:
-    """Yields why the micro-batches of a whole layout would cut pairs."""
-    if not has_pairs(job.data):
-        return
-    try:
-        micro = batch.solve(job.train.global_batch, job.layout).micro_batch
-    except ValueError:
-        return  # reported with the layout
-    if micro % PAIR:
-        yield (
-            "layout.micro_batch",
-            f"is {micro} sequences, which cuts a pair of {PAIR}; nearest legal: {micro + 1}"
-            + (f" or {micro - 1}" if micro > 1 else ""),
-        )
+from phalanx.partition.derived import overlaps
+from phalanx.techniques.catalogue import technique_problems
+from phalanx.techniques.technique import Problem
 
 
 def profile_problems(job: Job) -> Iterator[Problem]:
@@ -124,43 +65,6 @@ def profile_problems(job: Job) -> Iterator[Problem]:
         )
 
 
-def sync_problems(job: Job) -> Iterator[tuple[str, str]]:
-    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
-    layout, sync = job.layout, job.layout.sync
-    if sync == "bsp":
-        return
-    if layout.dp_replicate < 2:
-        yield (
-            "layout.sync",
-            f"{sync} synchronises replicas, dp_replicate is {layout.dp_replicate}; nearest "
-            "legal: dp_replicate=2, or sync=bsp",
-        )
-    if layout.data_parallel == "threads":
-        yield (
-            "layout.sync",
-            f"{sync} needs replicas with their own parameters, threads share them; nearest legal: "
-            "data_parallel=ddp, or sync=bsp",
-        )
-    if job.train.precision == "fp16":
-        yield (
-            "layout.sync",
-            f"{sync} does not work with fp16, whose loss scale all replicas would share in every step; nearest "
-            "legal: precision=bf16, or sync=bsp",
-        )
-    if sync != "asp":
-        for path in ("train.eval_every", "checkpoint.every"):
-            every = get(job, path)
-            if every % layout.sync_every:
-                below = every // layout.sync_every * layout.sync_every
-                legal = f"{below} or {below + layout.sync_every}" if below else f"{layout.sync_every}"
-                yield (
-                    path,
-                    f"replicas synchronise every sync_every {layout.sync_every} steps and differ in between; {every} "
-                    "is not a "
-                    f"multiple of it, nearest: {legal}",
-                )
-
-
 def guard_problems(job: Job) -> Iterator[Problem]:
     """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
     if not (reason := unguarded(job)):
@@ -182,11 +86,7 @@ def unguarded(job: Job) -> str:
     """Returns why no step of a job can be judged before the optimizer writes; nothing if it can be."""
     if job.layout.sync != "bsp":
         return f"replicas train independently (sync={job.layout.sync})"
-    try:
-        overlaps = not flushes(job.layout)
-    except (JobError, KeyError):
-        return ""  # the schedule has a message of its own
-    return f"steps overlap (schedule={job.layout.schedule})" if overlaps else ""
+    return f"steps overlap (schedule={job.layout.schedule})" if overlaps(job.layout) else ""
 
 
 def optimizer_problems(job: Job) -> Iterator[tuple[str, str]]:
@@ -228,15 +128,12 @@ def problems_of(job: Job) -> list[Problem]:
     return [
         *_model(job.model),
         *(tensor_problems(job) if job.layout.auto else _whole_layout(job)),
-        *offload_problems(job),
+        *technique_problems(job),
         *_data(job),
         *_vocabulary(job),
-        *_train(job),
         *profile_problems(job),
         *_checkpoint(job),
         *_optimizer(job),
-        *lora_problems(job),
-        *preference_problems(job),
         *_run(job.run),
         *_nodes(job),
     ]
@@ -246,9 +143,7 @@ def _whole_layout(job: Job) -> Iterator[Problem]:
     """Yields problems that depend on the whole layout, and so wait for the planner's choice."""
     yield from layout_problems(job)
     yield from pipeline_problems(job)
-    yield from sync_problems(job)
     yield from guard_problems(job)
-    yield from pair_batch_problems(job)
 
 
 def out_of_range(config: Any, prefix: str = "") -> Iterator[Problem]:
@@ -369,36 +264,6 @@ def _vocabulary(job: Job) -> Iterator[Problem]:
             f"is {rows:,}, and data.tokenizer={job.data.tokenizer} has {stated:,} tokens: leave it out, or set at "
             f"least {stated:,}; more rows are padding",
         )
-
-
-def _train(job: Job) -> Iterator[Problem]:
-    train = job.train
-    yield from compile_problems(job)
-    compiled = train.compile is True
-    if train.cpu_linear == "onednn" and (train.precision != "fp32" or compiled or job.cluster.device == "cuda"):
-        yield (
-            "train.cpu_linear",
-            "onednn needs precision fp32 on a CPU, without compile; auto uses it where it can",
-        )
-    device = job.cluster.accelerator
-    if train.precision == "fp8" and device.name and not device.fp8_tflops:
-        yield (
-            "train.precision",
-            f"fp8 needs matrix products in 8 bits, and {device.name} has none (cluster.accelerator.fp8_tflops is 0); "
-            "nearest legal: bf16",
-        )
-    if train.precision == "fp8" and device.fp8_tflops and job.model.d_model % FP8_ALIGNMENT:
-        yield (
-            "model.d_model",
-            Misfit(
-                f"d_model {job.model.d_model} is not a multiple of {FP8_ALIGNMENT}, so that train.precision=fp8 would "
-                "leave every matrix in bf16",
-                job.model.d_model,
-                {"model.d_model": multiples(FP8_ALIGNMENT, job.model.d_model)},
-            ),
-        )
-    if train.precision == "fp8" and job.model.lora.rank:
-        yield "train.precision", "fp8 is for training whole weights, not adapters (model.lora); nearest legal: bf16"
 
 
 def _checkpoint(job: Job) -> Iterator[Problem]:

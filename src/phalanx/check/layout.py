@@ -4,235 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 from math import gcd
 
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, block_kinds
-from phalanx.blocks.operator import Weight
 from phalanx.blocks.parameters import block_weights, parameter_shapes
-from phalanx.blocks.residual import VOCABULARY, embedding_weights, head_weights
-from phalanx.config.cluster import Cluster
-from phalanx.config.job import Job, Optimizer
-from phalanx.config.layout import TILED, Layout
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.errors import JobError
-from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
+from phalanx.nearest import Misfit, divisors, multiples
 from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.optimizers.entry import block_of
 from phalanx.partition import derived as batch
-from phalanx.partition import derived as recompute
-from phalanx.partition.derived import PARTS, Part, figures, flushes, is_offloaded, legal_hpz, named
-from phalanx.partition.tensor_slices import ENDS, first_rank_tiles, is_tiled, layers_of, too_few_rows
-
-
-def tile_problems(job: Job) -> Iterator[Problem]:
-    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
-    layout, model = job.layout, job.model
-    unknown = [name for name in layout.tiled_layers if name not in TILED]
-    for name in sorted(unknown):
-        yield "layout.tile", f"no layers {name!r}{did_you_mean(name, TILED)} ({', '.join(TILED)}, joined by +, or all)"
-    if layout.tiles == 1 or unknown:
-        return
-    tiled = list(_tileable(model))
-    there = [name for name in TILED if any(layers_of(weight.name) == name for weight in tiled)]
-    absent = [name for name in TILED if name in layout.tiled_layers and name not in there]
-    tied = [name for name in absent if name in ENDS.values()]
-    if tied and layout.tile != "all":
-        legal = "+".join(name for name in there if name in layout.tiled_layers) or "all"
-        yield (
-            "layout.tile",
-            f"embedding and head are one matrix (model.tied=true), which both ends of the model read whole; nearest "
-            f"legal: tile={legal}, or model.tied=false",
-        )
-        absent = [name for name in absent if name not in tied]
-    if absent and (layout.tile != "all" or len(absent) == len(TILED)):
-        legal = [f"tile={'+'.join(there)}"] if there else []
-        yield (
-            "layout.tile",
-            f"this model has no layers of {' and '.join(absent)} that run in tiles, tiles is {layout.tiles}; nearest "
-            f"legal: {', or '.join((*legal, 'tiles=1'))}",
-        )
-    if layout.sp_regather and layout.tp > 1:
-        yield (
-            "layout.sp_regather",
-            f"the tiles {layout.tiles} of a matrix share the gathered input, which they save whole; nearest legal: "
-            "sp_regather=false, or tiles=1",
-        )
-    yield from _divided(layout, model, [weight for weight in tiled if is_tiled(weight, layout) and not weight.padded])
-    if any(is_tiled(weight, layout) for weight in tiled if weight.padded):
-        rows = VOCABULARY._replace(shape=(model.vocab_size, 1)).part(layout.tp)
-        # Without one the vocabulary is the tokenizer's, which is known at the start of the run.
-        if model.vocab_size and (message := too_few_rows(rows, layout.tiles)):
-            yield "layout.tiles", message
-
-
-def _tileable(model: ModelConfig) -> Iterator[Weight]:
-    """Yields the weights that may run in tiles, one of each kind of block, and those of the vocabulary."""
-    every = [weight for kind in dict.fromkeys(block_kinds(model)) for weight in block_weights(model, kind)]
-    every += [*embedding_weights(model, model.vocab_size), *head_weights(model, model.vocab_size)]
-    yield from (weight for weight in every if weight.tiled)
-
-
-def _divided(layout: Layout, model: ModelConfig, tiled: list[Weight]) -> Iterator[Problem]:
-    """Yields the first of each size that a tensor rank holds and that does not divide by the tiles."""
-    sizes = {weight.part(layout.tp): weight for weight in tiled[::-1] if weight.is_matrix}
-    legal = {"layout.tiles": divisors(gcd(*sizes))}
-    for size, weight in reversed(sizes.items()):
-        assert weight.dim is not None, "a weight in tiles is cut"
-        if size % layout.tiles:
-            over = f"(tp {layout.tp} × tiles {layout.tiles})" if layout.tp > 1 else f"tiles {layout.tiles}"
-            yield (
-                "layout.tiles",
-                Misfit(f"{_size_of(weight, model)} / {over} is not an integer", layout.tiles, legal),
-            )
-
-
-def _size_of(weight: Weight, model: ModelConfig) -> str:
-    """Returns the size of a weight that tiles cut, in words."""
-    assert weight.dim is not None, "a weight in tiles is cut"
-    size = weight.shape[weight.dim]
-    for kind in dict.fromkeys(each.feed_forward for each in block_kinds(model)):
-        if not weight.name.startswith("attn.") and FEED_FORWARD[kind].width(model) == size:
-            return f"{FEED_FORWARD[kind].width_name} {size}"
-    return f"{size} {weight.cut} of {weight.name.removesuffix('.weight')}"
-
-
-CHEAPEST_FIRST: tuple[Part, ...] = ("optimizer", "activations", "parameters")
-"""Parts in the order in which they are offloaded where nothing fits otherwise."""
-_NO_FOLDERS: dict[str, str] = {
-    **dict.fromkeys(("", "host", "ram", "memory", "none"), "offload_to=cpu"),
-    **dict.fromkeys(("disk", "nvme", "ssd", "file", "files"), "offload_to=/a/folder/on/the/disk"),
-}
-"""Words that `layout.offload_to` may get by mistake, each with its nearest legal choice."""
-
-
-def offload_problems(job: Job) -> Iterator[Problem]:
-    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
-    words = named(job.layout)
-    known = ["none", "all", *PARTS]
-    for word in words:
-        if word not in PARTS:
-            yield (
-                "layout.offload",
-                f"knows no {word!r}{did_you_mean(word, known)} (known: {', '.join(known)}; several with +)",
-            )
-    if len(set(words)) < len(words):
-        yield "layout.offload", f"names a part twice; nearest legal: offload={'+'.join(dict.fromkeys(words))}"
-    yield from _place(job)
-    if job.layout.data_parallel == "threads" and words:
-        yield "layout.offload", "threads of one process share its device; nearest legal: offload=none, or ddp"
-    if is_offloaded(job.layout, "optimizer"):
-        yield from _optimizer(job)
-    if is_offloaded(job.layout, "parameters"):
-        yield from _parameters(job.layout)
-    yield from _activations(job)
-
-
-def with_offload(part: Part, layout: Layout) -> Layout:
-    """Returns the layout that also offloads a part; parameters with their optimizer."""
-    wanted = {*named(layout), part, *(["optimizer"] if part == "parameters" else [])}
-    parts = [each for each in PARTS if each in wanted]
-    return replace(layout, offload="all" if len(parts) == len(PARTS) else "+".join(parts))
-
-
-def can_offload(part: Part, layout: Layout, optimizer: Optimizer, cluster: Cluster) -> Layout | None:
-    """Returns `with_offload`; None if the layout does it already, if it cannot, or if too little is known about the
-    host to predict it."""
-    more = with_offload(part, layout)
-    if part in named(layout) or any(not getattr(cluster.host, name) for name in figures(more)):
-        return None
-    return None if any(True for _ in offload_problems(Job(layout=more, optimizer=optimizer))) else more
-
-
-def offloads(layout: Layout, optimizer: Optimizer, cluster: Cluster) -> Iterator[Layout]:
-    """Yields layouts that offload ever more, the parts first that cost least time."""
-    for part in CHEAPEST_FIRST:
-        if more := can_offload(part, layout, optimizer, cluster):
-            layout = more
-            yield layout
-
-
-def _place(job: Job) -> Iterator[Problem]:
-    place = job.layout.offload_to
-    if place.lower() in _NO_FOLDERS:
-        legal = _NO_FOLDERS[place.lower()]
-        yield "layout.offload_to", f"{place!r} is neither cpu nor a folder of files; nearest legal: {legal}"
-
-
-def _optimizer(job: Job) -> Iterator[Problem]:
-    """Yields what cannot be combined with an optimizer on the host."""
-    layout, name = job.layout, job.optimizer.name
-    if layout.sync != "bsp":
-        yield (
-            "layout.offload",
-            f"sync={layout.sync} averages parameters on the devices, which state on the host would miss; nearest "
-            "legal: offload=none, or sync=bsp",
-        )
-    if name in OPTIMIZERS and OPTIMIZERS[name].needs_whole_matrices:
-        legal = ", ".join(each for each, entry in OPTIMIZERS.items() if not entry.needs_whole_matrices)
-        yield (
-            "optimizer.name",
-            f"{name} makes whole matrices orthogonal, which devices exchange and multiply, and an offloaded update "
-            "runs on the host, element by element; nearest legal: offload=none, or "
-            f"optimizer={legal.split(', ')[0]} (or {legal})",
-        )
-    try:
-        overlaps = layout.pp > 1 and not flushes(layout)
-    except (JobError, KeyError):
-        return  # the schedule has a message of its own
-    if overlaps:
-        yield (
-            "layout.offload",
-            f"schedule {layout.schedule} computes with older versions of weights, which stay on the device; nearest "
-            "legal: offload=none, or schedule=1f1b",
-        )
-
-
-def _parameters(layout: Layout) -> Iterator[Problem]:
-    """Yields what cannot be combined with parameters on the host."""
-    rest = "+".join(part for part in named(layout) if part != "parameters") or "none"
-    if not is_offloaded(layout, "optimizer"):
-        legal = "+".join(part for part in PARTS if part == "optimizer" or part in named(layout))
-        yield (
-            "layout.offload",
-            f"parameters on the host are updated there, so their optimizer has to be there; nearest legal: "
-            f"offload={'all' if legal == '+'.join(PARTS) else legal}, or offload={rest}",
-        )
-    if layout.zero != 3:
-        yield (
-            "layout.offload",
-            f"parameters come from the host block by block, which is zero=3, and zero is {layout.zero}; nearest legal: "
-            f"zero=3, or offload={rest}",
-        )
-    if layout.hpz > 1:
-        yield (
-            "layout.hpz",
-            f"hpz {layout.hpz} keeps a second copy of the parameters on the devices, which offload={layout.offload} "
-            "is to spare; nearest legal: hpz=1",
-        )
-
-
-def _activations(job: Job) -> Iterator[Problem]:
-    """Yields what cannot be combined with activations on the host, and layers that there are not."""
-    layout, layers = job.layout, job.model.n_layers
-    if not is_offloaded(layout, "activations"):
-        if layout.offload_blocks:
-            yield (
-                "layout.offload_blocks",
-                f"counts layers whose activations leave the device, offload={layout.offload} keeps them; nearest "
-                "legal: offload_blocks=0, or offload=activations",
-            )
-        return
-    if layout.offload_blocks > layers:
-        yield (
-            "layout.offload_blocks",
-            f"{layout.offload_blocks} layers of a model with n_layers {layers}; nearest legal: {layers}",
-        )
-
-
-Problem = tuple[str, str]
-"""The dotted path of the field at fault, and the message."""
+from phalanx.partition.tensor_slices import first_rank_tiles
+from phalanx.techniques.catalogue import techniques_of
+from phalanx.techniques.technique import Problem
 
 
 def layout_problems(job: Job) -> Iterator[Problem]:
@@ -241,7 +27,6 @@ def layout_problems(job: Job) -> Iterator[Problem]:
     yield from tensor_problems(job)
     if layout.sp_regather and not layout.sp:
         yield "layout.sp_regather", "is a part of sequence parallelism; nearest legal: sp=true, or sp_regather=false"
-    yield from tile_problems(job)
     yield from block_problems(job)
     if layout.accumulate == "sharded" and layout.zero == 1:
         yield (
@@ -254,22 +39,11 @@ def layout_problems(job: Job) -> Iterator[Problem]:
             f"dp_shard {layout.dp_shard} × cp {layout.cp} = 1 rank cannot shard gradients; nearest legal: "
             "accumulate=local, or dp_shard=2",
         )
-    yield from _second_copy(layout)
-    yield from _quantised(layout)
     yield from _ulysses(layout, job.model)
     yield from context_problems(job)
     yield from _experts(layout, job.model)
-    yield from _recompute(layout, job.model)
-    if layout.sync == "asp" and (layout.cp > 1 or layout.ep > 1):
-        axis = "cp" if layout.cp > 1 else "ep"
-        yield (
-            "layout.sync",
-            f"asp needs replicas with whole models and whole sequences, {axis} {getattr(layout, axis)} cuts them; "
-            "nearest "
-            f"legal: sync=bsp, or {axis}=1",
-        )
-    if layout.data_parallel == "threads" and layout.world != layout.dp_replicate:
-        yield "layout.data_parallel", f"threads works with dp_replicate alone, not with {layout.line()}"
+    for technique in techniques_of(job).values():
+        yield from technique.layout_problems(job)
     yield from _world(layout, job.cluster.nodes, job.cluster.devices_per_node)
     yield from _batch(job)
 
@@ -398,48 +172,6 @@ def _feed_forward_kinds(model: ModelConfig) -> Iterator[str]:
     yield from dict.fromkeys(kind.feed_forward for kind in block_kinds(model))
 
 
-def _second_copy(layout: Layout) -> Iterator[Problem]:
-    """Yields the problems of the ranks that keep a second copy of the parameters."""
-    hpz, ranks = layout.hpz, layout.shard_ranks
-    if hpz == 1:
-        return
-    if layout.zero < 3:
-        yield (
-            "layout.hpz",
-            f"hpz {hpz} copies parameters that zero=3 shards, zero is {layout.zero}; nearest legal: zero=3, or hpz=1",
-        )
-    elif not layout.reshard:
-        yield (
-            "layout.hpz",
-            f"hpz {hpz} copies parameters for the gathers of the backward pass, of which reshard=false has none; "
-            "nearest legal: reshard=true, or hpz=1",
-        )
-    legal = legal_hpz(layout)
-    if hpz in legal:
-        return
-    if ranks % hpz:
-        equation = f"dp_shard {layout.dp_shard} × cp {layout.cp} = {ranks} / hpz {hpz} is not an integer"
-    elif hpz == ranks:
-        equation = f"hpz {hpz} ranks are all of dp_shard {layout.dp_shard} × cp {layout.cp}, which hold a copy already"
-    else:
-        equation = f"hpz {hpz} / ep {layout.ep} is not an integer"
-    yield "layout.hpz", Misfit(equation, hpz, {"layout.hpz": legal})
-
-
-def _quantised(layout: Layout) -> Iterator[Problem]:
-    """Yields the problem of quantised messages that ZeRO-3 does not send."""
-    for name in ("quantise_weights", "quantise_gradients"):
-        if (format := getattr(layout, name)) == "none":
-            continue
-        if layout.zero < 3 or layout.shard_ranks == 1:
-            ranks = f"dp_shard {layout.dp_shard} × cp {layout.cp} = {layout.shard_ranks}"
-            yield (
-                f"layout.{name}",
-                f"{format} is for the messages of zero=3 on several ranks, zero is {layout.zero} and {ranks}; nearest "
-                f"legal: {name}=none, or zero=3 with dp_shard=2",
-            )
-
-
 def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     """Yields the problems of the number of cp ranks that exchange heads."""
     ranks = layout.cp_ulysses
@@ -480,23 +212,6 @@ def _experts(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
     if experts % layout.ep:
         more = {"model.moe.n_experts": multiples(layout.ep, experts)}
         yield "layout.ep", Misfit(f"n_experts {experts} / ep {layout.ep} is not an integer", layout.ep, legal | more)
-
-
-def _recompute(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
-    """Yields the problems of recomputation that is stated per layer."""
-    if not layout.recompute_cut:
-        return
-    if layout.recompute != "none":
-        yield (
-            "layout.recompute_cut",
-            f"sets recomputation per layer, recompute={layout.recompute} for all layers; nearest legal: "
-            "recompute=none, or "
-            "no recompute_cut",
-        )
-    try:
-        recompute.modes(layout.recompute_cut, model.n_layers)
-    except JobError as error:
-        yield from (("layout.recompute_cut", problem) for problem in error.problems)
 
 
 def _world(layout: Layout, nodes: int, devices_per_node: int) -> Iterator[Problem]:

@@ -27,6 +27,8 @@ from phalanx.config.foreign_names import ALIASES, Derived
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import FROM_FILE, preset_of, states_no_rows
+from phalanx.config.techniques import SECTION as TECHNIQUES
+from phalanx.config.techniques import load_for
 from phalanx.config.values import row_of
 from phalanx.config.yaml_file import SET_FIELDS, Setting
 from phalanx.errors import JobError
@@ -312,7 +314,7 @@ def resolve(
     names of presets are plain values. Raises JobError with all problems."""
     found = list(problems)
     settings, answers = _taken(settings, found, written=presets)
-    job, origins = _start(settings, found) if presets else (Job(), dict.fromkeys(leaves(), "default"))
+    job, origins = _start(settings, found) if presets else (Job(), _Origins.fromkeys(leaves(), "default"))
     filed: Job | None = None
     is_size_unread = False
     for setting in settings:
@@ -347,7 +349,7 @@ def resolve(
     if is_size_unread:  # the devices would be compared with another number than was meant
         problems_found = [(path, message) for path, message in problems_found if path != "layout"]
     if presets and job.data.corpus in CORPORA:  # a run's own job was checked when it began
-        whole = tuple(f"{name}." for name in vars(job) if _states_all(name, settings))
+        whole = tuple(f"{name}." for name in vars(job) if name != TECHNIQUES and _states_all(name, settings))
         given_here = {setting.path for setting in settings if not setting.path.startswith(whole)}
         named = {path for path, _ in problems_found}
         filed = _fill_rest(filed or before, [], dict(origins))
@@ -439,10 +441,17 @@ def _machine_for_type(path: str, text: str) -> str:
     return f"expected one of auto, cpu, cuda, found {text!r}; did you mean {field}={text}?"
 
 
+class _Origins(dict[str, str]):
+    """Where each value comes from; a field of a package that is loaded only now has its default."""
+
+    def __missing__(self, path: str) -> str:
+        return "default"
+
+
 def _start(settings: Sequence[Setting], problems: list[str]) -> tuple[Job, dict[str, str]]:
     """Returns the default job with the last presets of model.preset and cluster.preset, and the origins."""
     job = default = Job()
-    origins = dict.fromkeys(leaves(), "default")
+    origins = _Origins.fromkeys(leaves(), "default")
     job = _started(job, settings, origins, problems)
     ignored = _ignored(settings)
     for section, shape_of in (("model", partial(_model_of, ignored=ignored)), ("cluster", cluster_of)):
@@ -575,6 +584,7 @@ def from_dict(values: Mapping[str, Any], origin: str) -> Job:
 def _flatten(values: Mapping[str, Any], prefix: str, origin: str) -> Iterator[Setting]:
     for name, value in values.items():
         path = f"{prefix}{name}"
+        load_for(path)
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{path}.", origin)
         elif path not in leaves():
@@ -592,9 +602,12 @@ def _text_of(value: Any) -> str | list[str]:
 
 def as_dict(job: Job) -> dict[str, Any]:
     """Returns the job as nested plain values, with tuples as lists, for JSON and YAML."""
-    return json.loads(
+    document = json.loads(
         json.dumps(dataclasses.asdict(job, dict_factory=lambda values: {name_of(n): v for n, v in values}))
     )
+    if chosen := dict(document.pop(TECHNIQUES)["chosen"]):
+        document[TECHNIQUES] = chosen
+    return document
 
 
 def as_yaml(loaded: LoadedJob) -> str:

@@ -4,80 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.blocks.kinds import HALVES, TABLES, attention_models, block_kinds, chosen_kinds
-from phalanx.blocks.operator import Half, Place
-from phalanx.blocks.residual import EVERY, can_adapt, is_target, layer_of, names_of
-from phalanx.check.layout import Problem
+from phalanx.blocks.kinds import HALVES, TABLES, attention_models, chosen_kinds
+from phalanx.blocks.operator import Half
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.layout import AXES
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
-from phalanx.optimizers.catalogue import OPTIMIZERS
-from phalanx.partition.derived import flushes
-from phalanx.schedule.catalogue import SCHEDULES
-
-
-def adapter_problems(model: ModelConfig) -> Iterator[Problem]:
-    """Yields targets that are no layer of the model, and kinds of layers without any. The model is legal otherwise."""
-    if not model.lora.rank:
-        return
-    known: dict[str, None] = dict.fromkeys((EVERY, *HALVES))
-    more = dict[str, None]()
-    without = dict[str, list[str]]()
-    for kind in dict.fromkeys(kind._replace(window=0) for kind in block_kinds(model)):
-        layers: dict[str, Half] = {
-            layer_of(weight.name): half
-            for half in HALVES
-            for operator in TABLES[half][getattr(kind, half)].operators(Place(model))
-            for weight in operator.weights
-            if can_adapt(weight)
-        }
-        for layer in layers:
-            *longer, shortest = names_of(layer)
-            known[shortest] = None
-            more |= dict.fromkeys(longer)
-        if not any(is_target(model.lora, half, layer) for layer, half in layers.items()):
-            without[f"{kind.attention}, {kind.feed_forward}"] = list(layers)
-    unknown = [name for name in model.lora.names if name not in known | more]
-    for name in unknown:
-        hint = did_you_mean(name, known | more)
-        yield (
-            "model.lora.targets",
-            f"no matrix {name!r}{hint} (this model's: {', '.join(known)}, or longer, such as {next(iter(more))})",
-        )
-    for kinds, legal in without.items() if not unknown else ():
-        yield (
-            "model.lora.targets",
-            f"{model.lora.targets} leaves blocks of {kinds} without an adapter, so that nothing in them is trained; "
-            f"nearest legal: {model.lora.targets},{legal[0]}, or all",
-        )
-
-
-def lora_problems(job: Job) -> Iterator[Problem]:
-    """Yields what cannot leave weights frozen."""
-    if not job.model.lora.rank:
-        return
-    layout, name = job.layout, job.optimizer.name
-    if layout.sync != "bsp":
-        yield (
-            "layout.sync",
-            f"{layout.sync} averages all parameters between replicas, and with lora.rank {job.model.lora.rank} most "
-            "are frozen; nearest legal: sync=bsp, or lora.rank=0",
-        )
-    if layout.pp > 1 and layout.schedule in SCHEDULES and not flushes(layout):
-        yield (
-            "layout.schedule",
-            f"{layout.schedule} keeps several versions of all weights, and with lora.rank {job.model.lora.rank} most "
-            "are frozen; nearest legal: schedule=1f1b, or lora.rank=0",
-        )
-    if name in OPTIMIZERS and OPTIMIZERS[name].needs_whole_matrices:
-        yield (
-            "optimizer.name",
-            f"{name} makes a matrix's update orthogonal, which is meant for whole weights, not for the two factors of "
-            f"an adapter (lora.rank {job.model.lora.rank}); nearest legal: optimizer=adamw, or lora.rank=0",
-        )
-
+from phalanx.techniques.adapters import adapter_problems
+from phalanx.techniques.technique import Problem
 
 MOST_STAGES = 1024
 """Most stages, and most layers of a model."""

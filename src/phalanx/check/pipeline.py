@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from phalanx.check.layout import Problem, context_problems
+from phalanx.check.layout import context_problems
 from phalanx.config.job import Job
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, divisors, multiples
@@ -13,6 +13,7 @@ from phalanx.partition import derived as batch
 from phalanx.partition.derived import is_file, written_stages
 from phalanx.schedule import catalogue, file
 from phalanx.schedule.generators import pipedream
+from phalanx.techniques.technique import Problem
 
 
 def pipeline_problems(job: Job) -> Iterator[Problem]:
@@ -27,11 +28,6 @@ def pipeline_problems(job: Job) -> Iterator[Problem]:
             )
     if layout.pp == 1:
         return
-    if layout.sync == "asp":
-        yield (
-            "layout.sync",
-            f"asp needs replicas with whole models, pp {layout.pp} cuts them; nearest legal: sync=bsp, or pp=1",
-        )
     if is_file(layout.schedule):
         yield from _file(job)
     elif layout.schedule in catalogue.SCHEDULES:
@@ -150,17 +146,6 @@ def _without_flush(job: Job) -> Iterator[Problem]:
     """Yields the options that exclude a pipeline without a flush (PipeDream): micro-batches in flight keep the weights
     that they began with, whole, in several versions."""
     layout, name = job.layout, job.layout.schedule
-    if layout.sync in ("local_sgd", "diloco"):
-        yield (
-            "layout.sync",
-            f"{name} has no flush between steps at which replicas could synchronise by {layout.sync}; nearest legal: "
-            "sync=bsp, or schedule=1f1b",
-        )
-    if job.train.precision == "fp16":
-        yield (
-            "train.precision",
-            f"{name} cannot skip a step whose fp16 gradients overflow; nearest legal: precision=bf16, or schedule=1f1b",
-        )
     if layout.accumulate == "sharded":
         yield (
             "layout.accumulate",

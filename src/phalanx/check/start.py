@@ -10,7 +10,6 @@ from dataclasses import replace as replaced
 from pathlib import Path
 
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.check.layout import Problem
 from phalanx.config import values, yaml_file
 from phalanx.config.corpora import tokenizer_in, tokens_at
 from phalanx.config.fields import get, leaves, replace
@@ -20,6 +19,7 @@ from phalanx.config.model import LoRA, ModelConfig
 from phalanx.config.presets import states_no_rows
 from phalanx.errors import JobError
 from phalanx.nearest import near_file
+from phalanx.techniques.technique import Problem
 
 CONFIG = "config.yaml"
 ADAPTER = "adapter_config.json"

@@ -149,7 +149,10 @@ def problems_of(words: Sequence[str], options: Sequence[str]) -> Iterator[str]:
     could be meant."""
     from phalanx.config import reference
     from phalanx.config.fields import resolve
+    from phalanx.config.techniques import load_for
 
+    for word in words:
+        load_for(word)
     known = [*section_names(), *options, *(field.short for field in reference.fields().values())]
     for word in words:
         if word not in section_names() and resolve(word) is None:

@@ -14,7 +14,8 @@ from typing import Any
 from phalanx.config import foreign_names, values
 from phalanx.config.constraints import Constraint, Example
 from phalanx.config.job import Job
-from phalanx.nearest import nearest
+from phalanx.config.techniques import OPTIONS, SECTION, Techniques, load_for, once
+from phalanx.nearest import did_you_mean, nearest
 
 SECTION_SHORTHAND = {
     "model": "model.preset",
@@ -34,39 +35,47 @@ SHARED_NAMES = {"name": "run.name"}
 """Field that a name means without its section, though others have it too."""
 
 
-@functools.cache
+@once
 def leaves(cls: type = Job) -> dict[str, Any]:
-    """Returns the type of every leaf field of a (nested) dataclass, by dotted path, in order of definition."""
+    """Returns the type of every leaf field of a (nested) dataclass, by dotted path, in order of definition. Those of
+    packages' techniques are among a job's once the packages are loaded (techniques.load_for)."""
     return {
         path: typing.get_args(kind)[0] if typing.get_origin(kind) is typing.Annotated else kind
         for path, kind in _annotated_leaves(cls).items()
     }
 
 
-@functools.cache
+@once
 def metadata(cls: type = Job) -> dict[str, tuple[Constraint | Example, ...]]:
     """Returns what the type of every leaf field states besides the type, by dotted path."""
     return {path: getattr(kind, "__metadata__", ()) for path, kind in _annotated_leaves(cls).items()}
 
 
-@functools.cache
+@once
 def constraints(cls: type = Job) -> dict[str, tuple[Constraint, ...]]:
     """Returns the range of every leaf field that has one stated in its type (config/constraints.py), by dotted path."""
     found = {path: [each for each in said if not isinstance(each, Example)] for path, said in metadata(cls).items()}
     return {path: tuple(ranges) for path, ranges in found.items() if ranges}
 
 
+def children(cls: type) -> dict[str, Any]:
+    """Returns the types of a dataclass's fields as they are written, with Annotated, by the names that users write;
+    of Techniques, the options of each technique."""
+    if cls is Techniques:
+        return dict(OPTIONS)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {name_of(field.name): hints[field.name] for field in dataclasses.fields(cls)}
+
+
 def _annotated_leaves(cls: type) -> dict[str, Any]:
     """Returns the types of leaf fields as they are written, with Annotated."""
     found: dict[str, Any] = {}
-    hints = typing.get_type_hints(cls, include_extras=True)
-    for field in dataclasses.fields(cls):
-        kind = hints[field.name]
+    for name, kind in children(cls).items():
         if dataclasses.is_dataclass(kind):
             inner = _annotated_leaves(typing.cast(type, kind))
-            found.update({f"{field.name}.{path}": leaf for path, leaf in inner.items()})
+            found.update({f"{name}.{path}": leaf for path, leaf in inner.items()})
         else:
-            found[name_of(field.name)] = kind
+            found[name] = kind
     return found
 
 
@@ -105,6 +114,7 @@ def resolve(name: str, text: str | None = None) -> str | None:
     have the name, the `text` of the value decides: `schedule=zb_v` is the pipeline's, `schedule=cosine` the
     optimizer's. If it fits several, the layout's field wins, so a layout's line may also be written word by word."""
     name = within(name.replace("-", "_"))
+    load_for(name)
     if name in leaves():
         return name
     path = SECTION_SHORTHAND.get(name) or short_names().get(name)
@@ -129,6 +139,8 @@ def _by_last_name() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in leaves():
         section, _, name = path.rpartition(".")
+        if section.startswith(f"{SECTION}."):
+            continue  # their names may be those of fields here, and of each other
         # `rank` alone is hardly that of adapters, `label_smoothing` that of the cross-entropy.
         if section not in NESTED_SECTIONS.values() and name not in foreign_names.ADVICE:
             found.setdefault(name, []).append(path)
@@ -158,6 +170,8 @@ def _fits(text: str, kind: Any) -> bool:
 def suggestion(name: str) -> str:
     """Returns a hint about an unknown name: "; did you mean train.steps?", or nothing if none is close."""
     plain = within(name.replace("-", "_"))
+    if plain.partition(".")[0] == SECTION:
+        return _technique(plain)
     same = _namesakes(plain)
     if len(same) > 1:
         return f"; which one: {' or '.join(same)}?"
@@ -171,6 +185,16 @@ def suggestion(name: str) -> str:
     foreign = next((_foreign_fields()[part] for part in parts if part in _foreign_fields()), None)
     target = foreign or _mistyped(section, last)
     return f"; did you mean {target}?" if target else ""
+
+
+def _technique(path: str) -> str:
+    """Returns a hint about an unknown field, or an unknown technique, of the section of packages' techniques."""
+    name = path.split(".")[1] if "." in path else ""
+    if name in OPTIONS:
+        own = [leaf for leaf in leaves() if leaf.startswith(f"{SECTION}.{name}.")]
+        return f"; did you mean {_alike(path.rpartition('.')[2], own) or ' or '.join(own)}?"
+    known = ", ".join(OPTIONS) or "none; is the package that adds it installed?"
+    return f"{did_you_mean(name, OPTIONS)} (techniques of packages: {known})"
 
 
 def _mistyped(section: str, name: str) -> str | None:
@@ -212,4 +236,6 @@ def replace(obj: Any, path: str, value: Any) -> Any:
     """Returns a copy of a frozen dataclass with the value at a dotted path changed."""
     head, _, rest = path.partition(".")
     head = attribute_of(head)
+    if isinstance(obj, Techniques):
+        return obj.having(head, replace(getattr(obj, head), rest, value))
     return dataclasses.replace(obj, **{head: replace(getattr(obj, head), rest, value) if rest else value})

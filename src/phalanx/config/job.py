@@ -9,6 +9,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.constraints import Example, FolderName, Interval, Matches, Printable, StoreUrl
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.techniques import Techniques
 
 
 @dataclass(frozen=True)
@@ -385,3 +386,4 @@ class Job:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     guard: GuardOptions = field(default_factory=GuardOptions)
     run: RunOptions = field(default_factory=RunOptions)
+    techniques: Techniques = field(default_factory=Techniques)

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config.constraints import Constraint, Example
-from phalanx.config.fields import constraints, get, leaves, metadata, name_of, short_names
+from phalanx.config.fields import children, constraints, get, leaves, metadata, name_of, short_names
 from phalanx.config.job import Job
+from phalanx.config.techniques import once
 from phalanx.config.values import row_of
 
 MEASURED = "cluster.calibration"
@@ -65,7 +66,7 @@ class FieldReference:
         return ", ".join([type_words(self.kind), *limits])
 
 
-@functools.cache
+@once
 def fields() -> dict[str, FieldReference]:
     """Returns every field of a job by dotted path, in order of definition."""
     job, ranges = Job(), constraints()
@@ -82,7 +83,7 @@ def fields() -> dict[str, FieldReference]:
     return found
 
 
-@functools.cache
+@once
 def section_texts() -> dict[str, str]:
     """Returns the meaning of every section that has fields, by dotted path, in order of definition."""
     return {
@@ -101,18 +102,16 @@ def shown(value: Any) -> str:
     return repr(value) if isinstance(value, str) and (not value or not value.strip()) else f"{value}"
 
 
-@functools.cache
+@once
 def _classes() -> dict[str, type]:
     """Returns the dataclass of every section by dotted path."""
     found: dict[str, type] = {}
 
     def walk(cls: type, prefix: str) -> None:
-        hints = typing.get_type_hints(cls)
-        for each in dataclasses.fields(cls):
-            kind = hints[each.name]
+        for name, kind in children(cls).items():
             if dataclasses.is_dataclass(kind):
-                found[f"{prefix}{each.name}"] = typing.cast(type, kind)
-                walk(typing.cast(type, kind), f"{prefix}{each.name}.")
+                found[f"{prefix}{name}"] = typing.cast(type, kind)
+                walk(typing.cast(type, kind), f"{prefix}{name}.")
 
     walk(Job, "")
     return found

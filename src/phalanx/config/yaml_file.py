@@ -11,6 +11,8 @@ import yaml
 from phalanx.bounded import read_text
 from phalanx.config import layout_line
 from phalanx.config.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion, within
+from phalanx.config.techniques import SECTION as TECHNIQUES
+from phalanx.config.techniques import load_for
 from phalanx.config.values import LOADER, MOST_NESTING, row_of, too_deep
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import near_file, nearest
@@ -102,6 +104,7 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
             problems.append(f"{origin}: a key must be a plain name")
             continue
         path = within(f"{prefix}{key}")
+        load_for(path)
         if path in first_seen:
             problems.append(f"{origin}: {path} is set again (first on line {first_seen[path]})")
             continue
@@ -141,6 +144,8 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
 
 
 def _meant_section(path: str) -> str:
+    if path.partition(".")[0] == TECHNIQUES:
+        return suggestion(path)
     meant = nearest(path, sections())
     return f"; did you mean {meant}?" if meant else f" (sections: {', '.join(sections())})"
 

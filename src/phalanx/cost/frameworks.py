@@ -37,10 +37,6 @@ interference is assumed to be near that of FSDP1. Alone it is fitted to the kern
 (tests/cost/one_device.yaml), which are the best ones; there rows of experts were still summed by an atomic addition per
 element."""
 
-COMPILED_PASSES, COMPILED_KERNEL_US = 0.56, 4
-"""train.compile: memory-bound work over that of the eager mode (the same steps; half in torchtitan's rows), and
-`kernel_us`, as torchtitan's."""
-
 PHALANX_CPU = replace(
     _PHALANX,
     name="phalanx-cpu",

@@ -5,21 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from phalanx.check.job import compiles
 from phalanx.config.cluster import with_processes
 from phalanx.config.clusters import CLUSTERS, cluster_of
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.frameworks import COMPILED_KERNEL_US, COMPILED_PASSES, PHALANX, PHALANX_CPU
-from phalanx.cost.memory_profiles import COMPILED_LOSS_TENSORS
+from phalanx.cost.frameworks import PHALANX, PHALANX_CPU
 from phalanx.cost.rank_memory import RankParts, StepParts, step_memory
 from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.cost.step_state import require_host
 from phalanx.errors import JobError
 from phalanx.partition.derived import PARAMETER_BYTES, is_file, schedule_of, solve
 from phalanx.schedule import catalogue
+from phalanx.techniques.catalogue import techniques_of, update_costs
 
 SHARE = 0.1
 """The least share of logits in the memory at the peak for which the loss computes them in chunks."""
@@ -102,6 +101,7 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
         optimizer=job.optimizer,
         stages=stages(model, job.layout),
         document_mask=job.data.document_mask,
+        more=update_costs(job),
         pairs=has_pairs(job.data),
     )
     return with_loss_chunk(spec)
@@ -120,17 +120,13 @@ def framework_of(job: Job) -> Framework:
 def _as_trained(job: Job, framework: Framework) -> Framework:
     """Returns a framework with what the job's options change."""
     profile = framework.memory_profile
-    compiled = compiles(job)
-    if compiled and job.layout.tp == 1:  # that of a cut vocabulary communicates
-        profile = replace(profile, loss_tensors=COMPILED_LOSS_TENSORS)
-    framework = replace(framework, cast_bytes=5) if compiled else framework
-    if job.train.gradients != "same":
-        profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=PARAMETER_BYTES[job.train.precision])
+    for technique in techniques_of(job).values():
+        effect = technique.effect(job)
+        framework = replace(framework, passes=effect.passes * framework.passes, **effect.framework)
+        profile = replace(profile, **effect.profile)
     low, high = framework.spread
     if not job.cluster.preset:  # nobody measured this machine
         low, high = low / DESCRIBED_SPREAD, high * DESCRIBED_SPREAD
-    if compiled and job.cluster.device != "cpu":
-        framework = replace(framework, passes=COMPILED_PASSES * framework.passes, kernel_us=COMPILED_KERNEL_US)
     return replace(framework, memory_profile=profile, spread=(low, high))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from phalanx.blocks.operator import PHALANX, MemoryProfile
+from phalanx.techniques.compiling import COMPILED_LOSS_TENSORS
 
 __all__ = ["PHALANX"]
 
@@ -96,10 +97,6 @@ streams of their own, whose memory others cannot use: `reserve` is calibrated on
 
 TORCHTITAN_COMPILED = replace(TORCHTITAN, swiglu_kept=2)
 """torchtitan with compiled blocks and eager loss, as in its reports of 2024."""
-
-COMPILED_LOSS_TENSORS = 0, 2
-"""The logits and their gradient: torch.compile fuses the loss with its cast to fp32 and saves nothing else. Measured on
-a CPU in benchmarks/results/compiled_loss.md."""
 
 TORCHTITAN_COMPILED_LOSS = replace(TORCHTITAN_COMPILED, loss_tensors=COMPILED_LOSS_TENSORS)
 """torchtitan with compiled blocks and loss (2025)."""

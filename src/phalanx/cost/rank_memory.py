@@ -229,7 +229,7 @@ class StepParts(StepSizes):
         self.cut, self.flights = placed(spec)
 
         def costs(stored: int) -> OptimizerCosts:
-            inner = optimizer_costs(spec.optimizer, spec.model, stored)
+            inner = optimizer_costs(spec.optimizer, spec.model, stored, spec.more)
             return replace(inner, state=inner.state + outer_bytes(layout, stored))
 
         self.formulas = MemoryFormulas(

@@ -12,6 +12,7 @@ from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.hashed import Hashed, hashed_once
+from phalanx.optimizers.entry import NOTHING_MORE, UpdateCosts
 from phalanx.partition.derived import Batch
 
 FusedKernel = Literal[1, 2, 3, "cudnn"]
@@ -117,6 +118,8 @@ class StepSpec(Hashed):
     """The optimizer: its state, and what its step takes."""
     document_mask: bool = False
     """Whether attention must not cross documents (data.document_mask)."""
+    more: UpdateCosts = NOTHING_MORE
+    """What techniques add to the optimizer's step."""
     pairs: bool = False
     """Whether the loss compares pairs of sequences (DPO), so that the gradients of one follow the other."""
 

@@ -308,7 +308,7 @@ def offloaded_work(spec: StepSpec, held: ParameterCounts, backward: float, updat
 def costs_of(spec: StepSpec) -> OptimizerCosts:
     """Returns what the optimizer of a step takes per parameter, without products of whole matrices, which depend on
     their shapes (matrices.py)."""
-    costs = optimizer_costs(spec.optimizer, spec.model, spec.width)
+    costs = optimizer_costs(spec.optimizer, spec.model, spec.width, spec.more)
     return replace(costs, flops=0.0) if entry_of(spec.optimizer.name).needs_whole_matrices else costs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from math import isfinite, prod
 
@@ -15,9 +15,11 @@ from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.entry import (
     COMMON,
+    NOTHING_MORE,
     OptimizerEntry,
     Shape,
     StateKind,
+    UpdateCosts,
     block_of,
     is_hidden_matrix,
     newton_schulz_flops,
@@ -239,9 +241,16 @@ class OptimizerCosts:
 
 
 @lru_cache(256)
-def optimizer_costs(config: Optimizer, model: ModelConfig, width: int) -> OptimizerCosts:
-    """Returns the costs for numbers of `width` bytes. The model's vocabulary size is set where facts depend on shapes.
-    Raises JobError for an unknown optimizer."""
+def optimizer_costs(
+    config: Optimizer, model: ModelConfig, width: int, more: UpdateCosts = NOTHING_MORE
+) -> OptimizerCosts:
+    """Returns the costs for numbers of `width` bytes, and what techniques add to them. The model's vocabulary size is
+    set where facts depend on shapes. Raises JobError for an unknown optimizer."""
+    if more != NOTHING_MORE:
+        own = optimizer_costs(config, model, width)
+        moved, on_cpu = own.moved + more.moved, own.moved_on_cpu + more.moved
+        sums = {"flops": own.flops + more.flops, "transient": max(own.transient, more.transient)}
+        return replace(own, moved=moved, moved_on_cpu=on_cpu, **sums)
     entry = entry_of(config.name)
     if not entry.by_shape:
         return _costs_of_one(config, "", (), width)

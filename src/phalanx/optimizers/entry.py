@@ -99,6 +99,20 @@ class StateKind:
 
 
 @dataclass(frozen=True)
+class UpdateCosts:
+    """What a technique adds to an optimizer's step, per updated parameter."""
+
+    moved: float = 0.0
+    """Bytes read and written."""
+    flops: float = 0.0
+    transient: float = 0.0
+    """Bytes of temporary tensors."""
+
+
+NOTHING_MORE = UpdateCosts()
+
+
+@dataclass(frozen=True)
 class ExtraOption:
     """A number that an optimizer from an extension reads from `optimizer.options`."""
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
 from phalanx.blocks.parameters import weight_of
-from phalanx.check.job import compiles, refusal
 from phalanx.comm.axis import Axis
 from phalanx.comm.calls import name_modules
 from phalanx.config.corpora import has_pairs
@@ -45,6 +45,9 @@ from phalanx.partition import derived as batch
 from phalanx.partition.cut import describe, layer_costs, stages_of
 from phalanx.partition.derived import gathers_parameters, is_copied, is_offloaded, recompute_of, schedule_of, written
 from phalanx.partition.tensor_slices import padded_vocabulary
+from phalanx.registry import package_code
+from phalanx.techniques.catalogue import OWN, TECHNIQUES, techniques_of
+from phalanx.techniques.compiling import compiles, refusal
 from phalanx.units import counted
 
 log = logging.getLogger(__name__)
@@ -67,13 +70,9 @@ def apply(model: Transformer, job: Job, mesh: Mesh, device: torch.device, host: 
     apply_context_parallel(parts)
     apply_expert_parallel(parts)
     sum_between_stages(parts)
-    apply_tiling(parts)
-    apply_onednn(parts)
-    apply_fp8(parts)
+    apply_techniques(parts, "layers")
     apply_deferred_weight_grads(parts)
-    apply_recompute(parts)
-    apply_compile(parts)
-    apply_offload(parts)
+    apply_techniques(parts, "blocks")
     objective = apply_loss(parts)
     replica = apply_data_parallel(parts, objective)
     run_by_schedule(parts, replica)
@@ -120,6 +119,18 @@ class Construction:
     def log(self, line: str, *values: object) -> None:
         """Logs a line once for all ranks."""
         log.log(logging.INFO if self.mesh.axis("world").rank == 0 else logging.DEBUG, line, *values)
+
+
+def apply_techniques(parts: Construction, stage: str) -> None:
+    """Applies the techniques of a stage in the order of their catalogue, packages' after the project's own."""
+    for name, technique in techniques_of(parts.job).items():
+        if technique.stage == stage and technique.apply is not None and (name in OWN or technique.is_on(parts.job)):
+            with (
+                nullcontext() if name in OWN else package_code(f"technique {name!r} of {TECHNIQUES.owner(name)} failed")
+            ):
+                TECHNIQUES.code(name, "apply")(parts)
+        if stage == "blocks" and name not in OWN and technique.is_on(parts.job):
+            parts.log("%s: %s", name, technique.title)
 
 
 def apply_pipeline(parts: Construction) -> None:
@@ -212,6 +223,12 @@ def apply_tiling(parts: Construction) -> None:
     # A tile of the head has no logits whose gradient could wait.
     parts.deferring |= {module for module in parts.model.modules() if isinstance(module, HeadTile)}
     parts.log("tiles: %d parameters in %d tiles each", len(set(parts.plain_names.values())), layout.tiles)
+
+
+def apply_number_format(parts: Construction) -> None:
+    """Makes linear layers multiply in the job's number format, by the library that it asks for."""
+    apply_onednn(parts)
+    apply_fp8(parts)
 
 
 def apply_onednn(parts: Construction) -> None:

@@ -129,6 +129,14 @@ def flushes(layout: Layout) -> bool:
     return catalogue.SCHEDULES[layout.schedule].steps == 1
 
 
+def overlaps(layout: Layout) -> bool:
+    """Returns whether steps overlap, in a pipeline without a flush; a wrong schedule has a message of its own."""
+    try:
+        return not flushes(layout)
+    except (JobError, KeyError):
+        return False
+
+
 Mode = Recompute
 MODES: tuple[Mode, ...] = get_args(Mode)
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from phalanx.check.layout import offloads
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import MOMENTS
@@ -35,6 +34,7 @@ from phalanx.plan.space import (
     divisors,
 )
 from phalanx.schedule.catalogue import SCHEDULES
+from phalanx.techniques.offload import offloads
 from phalanx.units import gib
 
 MENTIONED = 0.01

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from phalanx.check.layout import CHEAPEST_FIRST, can_offload
 from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import MOMENTS, document, duration, memory_lines, subject, time_lines
 from phalanx.cost.job_spec import stages
@@ -16,6 +15,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition.derived import MODES, PARTS, solve, tier_of
 from phalanx.plan.plan import Alternative, Candidate, Plan
+from phalanx.techniques.offload import CHEAPEST_FIRST, can_offload
 from phalanx.units import gib, seconds
 
 MOST_CHANGES = 5

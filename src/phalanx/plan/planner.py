@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from phalanx.check.layout import offloads
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.cost.job_spec import with_loss_chunk
@@ -29,6 +28,7 @@ from phalanx.plan.page import shortfall
 from phalanx.plan.plan import Alternative, Candidate, Plan, SpacePoint
 from phalanx.plan.refine import refinements, with_second_copies
 from phalanx.plan.space import PlanRequest, plan_request
+from phalanx.techniques.offload import offloads
 from phalanx.units import gib
 
 MOST_FAMILIES = 8

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.check.layout import layout_problems, offload_problems
+from phalanx.check.layout import layout_problems
 from phalanx.check.pipeline import pipeline_problems
 from phalanx.config.cluster import Cluster, with_processes
 from phalanx.config.corpora import PAIR, has_pairs
@@ -21,8 +21,10 @@ from phalanx.config.model import ModelConfig
 from phalanx.cost.job_spec import framework_of, stages, step_spec
 from phalanx.cost.spec import Framework, Products, StepSpec, as_used_by
 from phalanx.errors import JobError
+from phalanx.optimizers.entry import NOTHING_MORE, UpdateCosts
 from phalanx.partition.derived import DEFAULT_GLOBAL_BATCH, MODES, Batch, legal_hpz, solve
 from phalanx.schedule import catalogue
+from phalanx.techniques.catalogue import technique_problems
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class PlanRequest:
     """Sequences that belong together: micro-batches are multiples of it."""
     document_mask: bool = False
     """Whether attention must not cross documents."""
+    more: UpdateCosts = NOTHING_MORE
+    """What techniques add to the optimizer's step."""
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -78,6 +82,7 @@ class PlanRequest:
             self.framework,
             optimizer=self.optimizer,
             document_mask=self.document_mask,
+            more=self.more,
         )
 
     def problems(self, layout: Layout) -> list[str]:
@@ -90,7 +95,7 @@ class PlanRequest:
             optimizer=self.optimizer,
             train=Train(global_batch=self.global_batch),
         )
-        found = [message for _, message in (*layout_problems(job), *pipeline_problems(job), *offload_problems(job))]
+        found = [message for _, message in (*layout_problems(job), *pipeline_problems(job), *technique_problems(job))]
         if found:
             return found
         try:
@@ -122,6 +127,7 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
         optimizer=spec.optimizer,
         together=PAIR if has_pairs(job.data) else 1,
         document_mask=spec.document_mask,
+        more=spec.more,
     )
 
 

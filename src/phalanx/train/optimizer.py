@@ -20,6 +20,10 @@ from phalanx.parallel.precision import needs_master_weights
 from phalanx.train.optimizers.rule import CHUNK, Groups, MatrixRule, UpdateRule, one_pass_of
 from phalanx.train.residence import OnDevice, state_shapes
 
+AfterUpdate = Callable[[ParameterShard, Tensor, int], None]
+"""Changes the values, (n,) or of the shard's shape, that an update wrote for a shard, in place. The number is that of
+updates so far."""
+
 
 class ShardedOptimizer:
     """The job's optimizer on the parameter shards or on fp32 copies of them."""
@@ -31,10 +35,12 @@ class ShardedOptimizer:
         bias_rate: float = 0.0,
         tp: Axis | None = None,
         residence: OnDevice | None = None,
+        after_update: Sequence[AfterUpdate] = (),
     ):
         """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step, `tp`
-        the axis of the ranks that hold the other slices, if there are any; `residence` is where the state lives."""
-        self.shards, self.residence = shards, residence or OnDevice()
+        the axis of the ranks that hold the other slices, if there are any; `residence` is where the state lives, and
+        `after_update` what techniques do to a shard's new values."""
+        self.shards, self.residence, self.after_update = shards, residence or OnDevice(), after_update
         self.before_write: Callable[[], None] = lambda: None
         """Called before parameters or state change in a step."""
         self.config, self.bias_rate = config, bias_rate
@@ -72,9 +78,9 @@ class ShardedOptimizer:
 
     @property
     def skips(self) -> bool:
-        """Whether a flag on the device can keep a step from changing anything."""
+        """Whether a flag on the device can keep a step from changing anything: techniques do not read it."""
         heeds = isinstance(self.rule, UpdateRule | MatrixRule) and self.rule.skips
-        return heeds and type(self.residence) is OnDevice
+        return heeds and type(self.residence) is OnDevice and not self.after_update
 
     def square_norm(self, loss_scale: float = 1.0) -> Tensor:
         """Returns the sum of squares, in fp64, of the gradients that this rank counts: over all ranks that hold
@@ -127,6 +133,10 @@ class ShardedOptimizer:
             group["lr"] = lr
         self.residence.update(self.rule, self._pairs())
         self.updates += 1
+        for change in self.after_update:
+            for shard, master in self._pairs():
+                if shard.value.numel():
+                    change(shard, master, self.updates)
         self.clear()
 
     def _scale(self, norm: Tensor) -> Tensor | None:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from phalanx.blocks.parameters import parameter_shapes
-from phalanx.check.layout import offload_problems, with_offload
 from phalanx.comm.axis import Pending
 from phalanx.config.job import Job
 from phalanx.cost.job_spec import rank_spec
@@ -37,6 +36,8 @@ from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import HOST, Part, is_offloaded, named, tier_of
 from phalanx.partition.tensor_slices import rank_positions
+from phalanx.techniques.catalogue import updates_of
+from phalanx.techniques.offload import offload_problems, with_offload
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.residence import InFiles, OnDevice, OnHost
@@ -269,7 +270,7 @@ class Stepper:
         with self.memory.allocating("optimizer"):
             residence = self._residence(shards, level)
             self.optimizer = ShardedOptimizer(
-                shards, job.optimizer, job.model.moe.bias_rate, mesh.axis("tp"), residence
+                shards, job.optimizer, job.model.moe.bias_rate, mesh.axis("tp"), residence, updates_of(job)
             )
         if isinstance(residence, OnHost):
             self.replica.offload(residence.move)

@@ -13,7 +13,6 @@ from phalanx.blocks.kinds import alike, model_kinds
 from phalanx.blocks.parameters import count
 from phalanx.check.effect import effect_problems
 from phalanx.check.job import by_cause, out_of_range, problems_of
-from phalanx.check.layout import Problem
 from phalanx.check.load import spelled
 from phalanx.check.model import size_problems
 from phalanx.config import fields, layout_line
@@ -24,12 +23,14 @@ from phalanx.config.layout import AXES, Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.errors import JobError
 from phalanx.partition import derived as batch
-from phalanx.partition.derived import BLOCK, LARGEST, MODES, flushes, is_file, legal_hpz, parse, parse_cut, schedule_of
+from phalanx.partition.derived import MODES, flushes, is_file, legal_hpz, parse, parse_cut, schedule_of
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.schedule import Schedule
+from phalanx.techniques.catalogue import OWN, techniques_of
+from phalanx.techniques.technique import Problem
 from phalanx.units import counted
 
-FEATURES = (
+_AXES = (
     ("dp_replicate=2",),
     ("dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3"),
     ("cp=2", "cp=2,cp_ulysses=2", "cp=4,cp_ulysses=2"),
@@ -39,10 +40,9 @@ FEATURES = (
         *("pp=2,schedule=dualpipe", "pp=2,schedule=terapipe,pp_slices=2"),
     ),
     ("ep=2", "ep=4"),
-    ("recompute=products", "recompute=selective", "recompute=full"),
-    ("loss_chunk=24",),
 )
-"""The features; a layout has at most one entry of each row."""
+FEATURES = (*_AXES, *(technique.combined for technique in OWN.values() if technique.combined))
+"""The features: those of the axes and of the techniques; a layout has at most one entry of each row."""
 ENTRIES = tuple(itertools.chain(*FEATURES))
 
 
@@ -93,14 +93,11 @@ def _bit(first: str, second: str) -> int:
 
 
 MATRIX = (
-    # accumulation and recomputation alone
+    # accumulation alone
     "accumulation=2",
-    "accumulation=2,recompute=full,loss_chunk=24",
-    "recompute_cut=1*full+1*selective+1*products+1*none",
     # whole copies of the model
     "dp_replicate=2",
     "dp_replicate=4,accumulation=2",
-    "dp_replicate=2,accumulation=2,data_parallel=threads",
     # sharded state: optimizer, gradients, parameters
     "dp_shard=2,zero=1,accumulation=2",
     "dp_shard=4,zero=2",
@@ -108,10 +105,6 @@ MATRIX = (
     "dp_shard=4,zero=3",
     "dp_shard=2,zero=3,reshard=false,accumulation=2",
     "dp_shard=2,zero=3,accumulate=sharded,accumulation=2,recompute=full",
-    "dp_shard=4,zero=3,hpz=2,accumulation=2",
-    # layers in tiles
-    "dp_shard=2,zero=3,tiles=2,tile=all,accumulation=2,recompute=products",
-    "dp_shard=2,tp=2,zero=3,sp=true,tiles=2,tile=all,recompute=full",
     # sharded within groups, replicated between them
     "dp_replicate=2,dp_shard=2,zero=1",
     "dp_replicate=2,dp_shard=2,zero=2,accumulate=sharded,accumulation=2",
@@ -150,8 +143,9 @@ MATRIX = (
     # combined forms that the covering set does not have
     "dp_shard=2,pp=2,zero=2,schedule=interleaved_1f1b,accumulation=4,accumulate=sharded",
     "dp_shard=2,tp=2,zero=3,sp=true,sp_regather=true,reshard=false",
+    *(line for technique in OWN.values() for line in technique.layouts),
 )
-"""Each technique alone, in all its forms, in lines of at most 8 ranks; the covering set combines them."""
+"""Each axis and technique alone, in all its forms, in lines of at most 8 ranks; the covering set combines them."""
 
 CHOICES = {"sp": (False, True), "zero": (1, 2, 3), "recompute": MODES}
 """Settings that `full` combines with every product of the axes, if they apply."""
@@ -349,10 +343,6 @@ PAIR_RANKS = 8
 """Maximum ranks of a layout of the covering set: more would make layouts larger, not different."""
 
 
-_ROUNDED = {"quantise_weights": "gathered parameters", "quantise_gradients": "gradients each time they are sent"}
-"""Messages that a layout rounds, by the setting that sends them as codes."""
-
-
 @dataclass(frozen=True)
 class Skipped:
     """A layout that is not compared."""
@@ -419,9 +409,6 @@ def select(
         if layout.auto:
             problems.append(f"layout {line!r}: verify compares layouts, not the planner's choice; name its fields")
             continue
-        if rounded := _rounded(layout):
-            problems += [f"layout {line!r}: {bound}" for bound in rounded]
-            continue
         asked = replace(job, layout=layout)
         if wrong := [*out_of_range(asked), *size_problems(asked)]:
             problems += [f"layout {line!r}: {path}: {message}" for path, message in wrong]
@@ -441,26 +428,6 @@ def select(
     return selection
 
 
-_UNEQUAL = {
-    "asp": "asynchronous SGD computes each share of a step at whatever parameters its replica has just read, so the "
-    "result depends on the order in which replicas come",
-    "local_sgd": "replicas of local SGD step alone and then average their parameters, which one process does not",
-    "diloco": "replicas of DiLoCo step alone and an outer optimizer joins their changes, which one process does not",
-}
-"""Why a way to synchronise does not compute what one process computes."""
-
-
-def _rounded(layout: Layout) -> list[str]:
-    """Returns why a layout that sends codes does not equal one process, with the bound of the error."""
-    formats = {name: getattr(layout, name) for name in _ROUNDED}
-    return [
-        f"layout.{name}: {format} rounds {_ROUNDED[name]} by at most 1/{2 * LARGEST[format]} of the largest of "
-        f"{BLOCK}, so it does not equal one process to verify's tolerance; nearest legal: {name}=none"
-        for name, format in formats.items()
-        if format != "none"
-    ]
-
-
 def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks: int, as_is: bool) -> None:
     """Adds the layouts that are compared by default besides the job's own."""
 
@@ -470,7 +437,8 @@ def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks
 
     candidates = list[Layout]()
     if full or not schedules:
-        candidates += map(layout_line.parse, MATRIX)
+        more = (each for name, each in techniques_of(job).items() if name not in OWN)
+        candidates += map(layout_line.parse, (*MATRIX, *(line for each in more for line in each.layouts)))
         candidates += pairs(min(max_ranks, PAIR_RANKS), lambda layout: not reasons(layout))
     if full:
         candidates += products(max_ranks)
@@ -521,16 +489,13 @@ def _own(selection: Selection, job: Job, max_ranks: int) -> None:
         return
     accumulation = batch.solve(job.train.global_batch, own).accumulation
     layout = reduced(own, max_ranks)
-    rounded = _rounded(layout)
-    selection.notes += [f"the job's own layout is compared without quantisation: {bound}" for bound in rounded]
+    layout = _comparable(selection, layout)
     if not (layout.pp > 1 and is_file(layout.schedule)):  # a schedule file has its own
         accumulation = min(accumulation, 2 * layout.pp)
         accumulation = accumulation if accumulation > 1 else 0
     is_whole = selection.compared.job.model.n_layers == job.model.n_layers
     layout = replace(
         layout,
-        quantise_weights="none",
-        quantise_gradients="none",
         micro_batch=0,
         accumulation=accumulation,
         pp_cut=layout.pp_cut if is_whole else "",
@@ -548,6 +513,18 @@ def _own(selection: Selection, job: Job, max_ranks: int) -> None:
         selection.notes.append(
             f"the job's own layout, {own.line()} ({own.world} ranks), is compared as {layout.line()}"
         )
+
+
+def _comparable(selection: Selection, layout: Layout) -> Layout:
+    """Returns a layout without the techniques with which it differs from one process and which can be left out."""
+    for name, technique in techniques_of(selection.compared.job).items():
+        if technique.compared_without and (found := list(technique.differs(selection.case(layout)))):
+            selection.notes += [
+                f"the job's own layout is compared without {name}: {path}: {why}" for path, why in found
+            ]
+            names = [path.removeprefix("layout.") for path in technique.fields]
+            layout = replace(layout, **{name: getattr(Layout(), name) for name in names})
+    return layout
 
 
 def _add(selection: Selection, layout: Layout) -> None:
@@ -579,16 +556,9 @@ def _problems(job: Job, selection: Selection, max_ranks: int) -> list[Problem]:
     found = problems_of(_with(job, layout)) or problems_of(selection.case(layout))
     if not found and layout.processes > max_ranks:
         found.append(("", f"needs {layout.processes} processes, more than --max-ranks {max_ranks}"))
-    if layout.sync != "bsp":
-        why = _UNEQUAL.get(layout.sync, "its replicas differ between synchronisations")
-        found.append(("layout.sync", f"{layout.sync} is not compared: {why}; nearest legal: sync=bsp"))
-    if layout.data_parallel == "threads" and selection.compared.job.cluster.device == "cuda":
-        found.append(
-            (
-                "layout.data_parallel",
-                "threads is for CPUs; nearest legal: data_parallel=ddp, or cluster.device=cpu",
-            )
-        )
+    case = selection.case(layout)
+    for technique in techniques_of(job).values():
+        found += technique.differs(case)
     return found
 
 

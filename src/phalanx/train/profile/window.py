@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from phalanx.check.job import compiles
 from phalanx.comm import blocking
 from phalanx.comm.agree import gather_json, on_every_rank
 from phalanx.comm.calls import Recording, now, recorded
@@ -38,6 +37,7 @@ from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel.pipeline import PipeDream
 from phalanx.parallel.zero import BucketReplica
 from phalanx.pictures import profile as picture
+from phalanx.techniques.compiling import compiles
 from phalanx.train.callbacks import Callback, Steps
 from phalanx.train.profile import report, tracing
 from phalanx.train.profile.passes import PassSpans, observed, ranges_of, record_of, rows_of

@@ -1,0 +1,1 @@
+"""Techniques: each states its fields, rules, costs, application and layouts to verify."""

@@ -1,0 +1,123 @@
+"""The table of techniques: the project's own in the order in which they compose, and those of packages after them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from types import MappingProxyType
+
+from phalanx.config.job import Job
+from phalanx.config.techniques import OPTIONS, Techniques
+from phalanx.errors import ExtensionError
+from phalanx.optimizers.entry import UpdateCosts
+from phalanx.partition.derived import is_offloaded
+from phalanx.registry import Registry, package_code
+from phalanx.techniques.adapters import ADAPTERS
+from phalanx.techniques.compiling import COMPILE
+from phalanx.techniques.loss import LOSS_CHUNK, PREFERENCE
+from phalanx.techniques.offload import OFFLOAD
+from phalanx.techniques.precision import PRECISION
+from phalanx.techniques.recompute import RECOMPUTE
+from phalanx.techniques.replicas import INDEPENDENT_REPLICAS, THREADS
+from phalanx.techniques.technique import Condition, Problem, Technique, problems
+from phalanx.techniques.tiling import TILING
+from phalanx.techniques.zeropp import QUANTISATION, SECOND_COPY
+
+OWN: Mapping[str, Technique] = MappingProxyType(
+    {
+        "tiles": TILING,
+        "hpz": SECOND_COPY,
+        "quantisation": QUANTISATION,
+        "precision": PRECISION,
+        "recompute": RECOMPUTE,
+        "compile": COMPILE,
+        "offload": OFFLOAD,
+        "sync": INDEPENDENT_REPLICAS,
+        "threads": THREADS,
+        "lora": ADAPTERS,
+        "loss_chunk": LOSS_CHUNK,
+        "preference": PREFERENCE,
+    }
+)
+"""The project's own techniques, in the order in which they compose."""
+
+
+class _Table(Registry[Technique]):
+    """The table, which tells the reader of jobs the options of each technique."""
+
+    def add(self, name: str, entry: Technique) -> None:
+        if isinstance(entry, Technique) and entry.options is None and entry.fields:
+            raise ExtensionError(f"technique {name!r}: fields are the project's; state options of your own")
+        super().add(name, entry)
+        assert entry.options is not None, "without options and fields it was refused"
+        OPTIONS[name] = entry.options
+
+    def remove(self, name: str) -> None:
+        super().remove(name)
+        OPTIONS.pop(name, None)
+
+
+TECHNIQUES = _Table("technique", dict(OWN), problems)
+
+
+def techniques_of(job: Job) -> Mapping[str, Technique]:
+    """Returns the techniques that a job may have by name: the project's own, and the packages' whose options it sets.
+    Packages that it does not name are not loaded."""
+    return _known(job.techniques)
+
+
+@lru_cache(256)
+def _known(chosen: Techniques) -> Mapping[str, Technique]:
+    return OWN if not chosen.chosen else {**OWN, **{name: TECHNIQUES[name] for name, _ in chosen.chosen}}
+
+
+def technique_problems(job: Job) -> Iterator[Problem]:
+    """Yields what techniques cannot be combined with, whatever the planner chooses."""
+    for name, technique in techniques_of(job).items():
+        yield from technique.problems(job)
+        if technique.update is not None and technique.is_on(job):
+            yield from _beside_update(name, job)
+
+
+def _beside_update(name: str, job: Job) -> Iterator[Problem]:
+    """Yields the updates after which a technique does not come."""
+    layout = job.layout
+    if is_offloaded(layout, "optimizer"):
+        yield (
+            "layout.offload",
+            f"technique {name} changes parameters on the device after each update, and an offloaded optimizer updates "
+            f"them on the host; nearest legal: offload=none, or techniques without {name}",
+        )
+    if layout.sync == "asp":
+        yield (
+            "layout.sync",
+            f"technique {name} changes parameters after each update, which a parameter server makes for asp; nearest "
+            f"legal: sync=bsp, or techniques without {name}",
+        )
+
+
+def updates_of(job: Job) -> list[Callable[..., None]]:
+    """Returns what the techniques of a job do to a parameter's shard after each update, in their order. Raises
+    ExtensionError, naming the package, if one fails."""
+    found = []
+    for name, technique in techniques_of(job).items():
+        if technique.update is not None and technique.is_on(job):
+            with package_code(f"technique {name!r} of {TECHNIQUES.owner(name)} failed"):
+                found.append(TECHNIQUES.code(name, "update")(job))
+    return found
+
+
+def conditions_of(job: Job) -> Mapping[str, Condition]:
+    """Returns the fields of packages' techniques that have an effect only sometimes, with their conditions."""
+    chosen = (technique for name, technique in techniques_of(job).items() if name not in OWN)
+    return {path: each for technique in chosen for path, each in technique.conditions.items()}
+
+
+def update_costs(job: Job) -> UpdateCosts:
+    """Returns what techniques add to the optimizer's step."""
+    each = [technique.effect(job).update for technique in techniques_of(job).values()]
+    return UpdateCosts(
+        sum(costs.moved for costs in each),
+        sum(costs.flops for costs in each),
+        max(costs.transient for costs in each),
+    )

@@ -1,0 +1,82 @@
+"""The number format of training: fp8 products, fp16's loss scale, gradients in fp32, and oneDNN's products in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.config.job import FP8_ALIGNMENT, Job
+from phalanx.nearest import Misfit, multiples
+from phalanx.partition.derived import PARAMETER_BYTES, overlaps
+from phalanx.techniques.technique import Effect, Problem, Technique, is_one_of
+
+SCALES = "fp16"
+"""The format whose gradients overflow: its loss is scaled, and a step that overflows is skipped."""
+
+
+def _problems(job: Job) -> Iterator[Problem]:
+    """Yields what a format cannot be combined with."""
+    train, device = job.train, job.cluster.accelerator
+    if train.cpu_linear == "onednn" and (
+        train.precision != "fp32" or train.compile is True or job.cluster.device == "cuda"
+    ):
+        yield "train.cpu_linear", "onednn needs precision fp32 on a CPU, without compile; auto uses it where it can"
+    if train.precision != "fp8":
+        return
+    if device.name and not device.fp8_tflops:
+        yield (
+            "train.precision",
+            f"fp8 needs matrix products in 8 bits, and {device.name} has none (cluster.accelerator.fp8_tflops is 0); "
+            "nearest legal: bf16",
+        )
+    if device.fp8_tflops and job.model.d_model % FP8_ALIGNMENT:
+        yield (
+            "model.d_model",
+            Misfit(
+                f"d_model {job.model.d_model} is not a multiple of {FP8_ALIGNMENT}, so that train.precision=fp8 would "
+                "leave every matrix in bf16",
+                job.model.d_model,
+                {"model.d_model": multiples(FP8_ALIGNMENT, job.model.d_model)},
+            ),
+        )
+    if job.model.lora.rank:
+        yield "train.precision", "fp8 is for training whole weights, not adapters (model.lora); nearest legal: bf16"
+
+
+def _layout_problems(job: Job) -> Iterator[Problem]:
+    """Yields what cannot skip a step."""
+    layout = job.layout
+    if job.train.precision != SCALES:
+        return
+    if overlaps(layout):
+        yield (
+            "train.precision",
+            f"{layout.schedule} cannot skip a step whose fp16 gradients overflow; nearest legal: precision=bf16, or "
+            "schedule=1f1b",
+        )
+    if layout.sync != "bsp":
+        yield (
+            "layout.sync",
+            f"{layout.sync} does not work with fp16, whose loss scale all replicas would share in every step; nearest "
+            "legal: precision=bf16, or sync=bsp",
+        )
+
+
+def _effect(job: Job) -> Effect:
+    if job.train.gradients == "same":
+        return Effect()
+    own = PARAMETER_BYTES[job.train.precision]
+    return Effect(profile={"gradient_bytes": 4, "unbuffered_gradient_bytes": own})
+
+
+PRECISION = Technique(
+    "the number format of products, gradients and parameters",
+    "Micikevicius et al. 2018 and 2022",
+    is_on=lambda job: job.train.precision != "fp32",
+    fields=("train.precision", "train.gradients", "train.fp8_scaling", "train.cpu_linear"),
+    problems=_problems,
+    layout_problems=_layout_problems,
+    conditions={"train.fp8_scaling": is_one_of("train.precision", "fp8")},
+    effect=_effect,
+    stage="layers",
+    apply="phalanx.parallel.apply:apply_number_format",
+)

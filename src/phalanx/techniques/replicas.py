@@ -1,0 +1,116 @@
+"""Replicas that do not sum gradients in every step (asynchronous SGD, local SGD, DiLoCo), and replicas as threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from phalanx.config.fields import get
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.partition.derived import overlaps
+from phalanx.techniques.technique import Problem, Technique, above, is_one_of
+
+
+def sync_problems(job: Job) -> Iterator[Problem]:
+    """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
+    layout, sync = job.layout, job.layout.sync
+    if sync == "bsp":
+        return
+    if layout.dp_replicate < 2:
+        yield (
+            "layout.sync",
+            f"{sync} synchronises replicas, dp_replicate is {layout.dp_replicate}; nearest legal: "
+            "dp_replicate=2, or sync=bsp",
+        )
+    if layout.data_parallel == "threads":
+        yield (
+            "layout.sync",
+            f"{sync} needs replicas with their own parameters, threads share them; nearest legal: "
+            "data_parallel=ddp, or sync=bsp",
+        )
+    yield from _beside_cuts(layout)
+    if sync != "asp":
+        for path in ("train.eval_every", "checkpoint.every"):
+            every = get(job, path)
+            if every % layout.sync_every:
+                below = every // layout.sync_every * layout.sync_every
+                legal = f"{below} or {below + layout.sync_every}" if below else f"{layout.sync_every}"
+                yield (
+                    path,
+                    f"replicas synchronise every sync_every {layout.sync_every} steps and differ in between; {every} "
+                    f"is not a multiple of it, nearest: {legal}",
+                )
+
+
+def _beside_cuts(layout: Layout) -> Iterator[Problem]:
+    """Yields what cuts models or sequences that replicas need whole, or leaves no end of a step to meet at."""
+    if layout.sync == "asp":
+        if layout.cp > 1 or layout.ep > 1:
+            axis = "cp" if layout.cp > 1 else "ep"
+            yield (
+                "layout.sync",
+                f"asp needs replicas with whole models and whole sequences, {axis} {getattr(layout, axis)} cuts them; "
+                f"nearest legal: sync=bsp, or {axis}=1",
+            )
+        if layout.pp > 1:
+            yield (
+                "layout.sync",
+                f"asp needs replicas with whole models, pp {layout.pp} cuts them; nearest legal: sync=bsp, or pp=1",
+            )
+    elif overlaps(layout):
+        yield (
+            "layout.sync",
+            f"{layout.schedule} has no flush between steps at which replicas could synchronise by {layout.sync}; "
+            "nearest legal: sync=bsp, or schedule=1f1b",
+        )
+
+
+def _thread_problems(job: Job) -> Iterator[Problem]:
+    layout = job.layout
+    if layout.data_parallel == "threads" and layout.world != layout.dp_replicate:
+        yield "layout.data_parallel", f"threads works with dp_replicate alone, not with {layout.line()}"
+
+
+_UNEQUAL = {
+    "asp": "asynchronous SGD computes each share of a step at whatever parameters its replica has just read, so the "
+    "result depends on the order in which replicas come",
+    "local_sgd": "replicas of local SGD step alone and then average their parameters, which one process does not",
+    "diloco": "replicas of DiLoCo step alone and an outer optimizer joins their changes, which one process does not",
+}
+"""Why a way to synchronise does not compute what one process computes."""
+
+
+def _differs(job: Job) -> Iterator[Problem]:
+    if (sync := job.layout.sync) != "bsp":
+        yield "layout.sync", f"{sync} is not compared: {_UNEQUAL[sync]}; nearest legal: sync=bsp"
+
+
+def _threads_differ(job: Job) -> Iterator[Problem]:
+    if job.layout.data_parallel == "threads" and job.cluster.device == "cuda":
+        yield "layout.data_parallel", "threads is for CPUs; nearest legal: data_parallel=ddp, or cluster.device=cpu"
+
+
+_DILOCO = is_one_of("layout.sync", "diloco")
+INDEPENDENT_REPLICAS = Technique(
+    "replicas that train alone and synchronise now and then",
+    "Dean et al. 2012; McMahan et al. 2017; Douillard et al. 2023",
+    is_on=lambda job: job.layout.sync != "bsp",
+    fields=("layout.sync", "layout.sync_every", "optimizer.outer_lr", "optimizer.outer_momentum"),
+    layout_problems=sync_problems,
+    conditions={
+        "layout.sync_every": is_one_of("layout.sync", "local_sgd", "diloco"),
+        "optimizer.outer_lr": _DILOCO,
+        "optimizer.outer_momentum": _DILOCO,
+    },
+    differs=_differs,
+)
+THREADS = Technique(
+    "replicas as threads of one process",
+    "torch's DataParallel",
+    is_on=lambda job: job.layout.data_parallel == "threads",
+    fields=("layout.data_parallel",),
+    layout_problems=_thread_problems,
+    conditions={"layout.data_parallel": above("layout.dp_replicate", 1, "replicas: ", auto=True)},
+    layouts=("dp_replicate=2,accumulation=2,data_parallel=threads",),
+    differs=_threads_differ,
+)
