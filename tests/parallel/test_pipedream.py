@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from cost.exact_state import state_bytes
 from parallel.stale import emulated, streamed
 from parallel.steps import worst
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.exact_state import state_bytes
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import _split_by_batch, version
 from phalanx.partition.cut import stages_of

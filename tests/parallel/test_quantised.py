@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cost.exact_state import second_copy_bytes
 from parallel.steps import micro_batches, steps
 from parallel.test_predicted_traffic import DEEP, DROPS, GPT, LLAMA, SWITCH, VOCAB, check, counted, job_of
 from parallel.test_second_copy import copied_bytes, job_64, some
@@ -18,7 +19,6 @@ from phalanx.comm.axis import Axis, Pending
 from phalanx.config import layout_line
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.cost.exact_state import second_copy_bytes
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import step_memory
 from phalanx.parallel import mesh as meshes

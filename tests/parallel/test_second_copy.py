@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cost.exact_state import second_copy_bytes
 from parallel.steps import micro_batches, steps
 from parallel.test_composition import compare
 from parallel.test_predicted_traffic import DEEP, DROPS, GPT, LLAMA, SWITCH, VOCAB, check, job_of
@@ -15,7 +16,6 @@ from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.exact_state import second_copy_bytes
 from phalanx.cost.traffic import step_traffic
 from phalanx.parallel import fsdp
 from phalanx.parallel import mesh as meshes

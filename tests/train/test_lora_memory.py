@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 
 from cost.activation_bytes import activation_bytes
+from cost.exact_state import state_bytes
 from phalanx.config import layout_line
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import LoRA
-from phalanx.cost.exact_state import state_bytes
 from phalanx.partition.derived import PARAMETER_BYTES
 from train.test_memory import GPT, VOCAB, held
 from train.test_predicted_memory import BLOCKS, DEEP, WORDS, compare, kept

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from cost.activation_bytes import activation_bytes
+from cost.exact_state import StateBytes, state_bytes
 from parallel.steps import micro_batches
 from phalanx.blocks.parameters import count
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.cost.exact_state import StateBytes, state_bytes
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
 from phalanx.train.step import Memory, StepInputs, Stepper

@@ -8,13 +8,13 @@ import dataclasses
 import pytest
 import torch
 
+from cost.exact_state import checkpoint_bytes, state_bytes
 from parallel.steps import steps, worst
 from phalanx.check.job import problems_of
 from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
-from phalanx.cost.exact_state import checkpoint_bytes, state_bytes
 from train.runs import change, moves_between, train, weights
 from train.test_memory import held
 
