@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost.activation_bytes import activation_bytes
+from cost.exact_state import state_bytes
 from phalanx.blocks.parameters import count
 from phalanx.config.cluster import Accelerator, Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.exact_state import state_bytes
 from phalanx.cost.held import flights
 from phalanx.cost.memory_profiles import (
     FSDP1,

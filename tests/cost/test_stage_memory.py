@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost.exact_state import state_bytes
 from phalanx.blocks.parameters import count
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.exact_state import state_bytes
 from phalanx.partition.derived import ranges
 from phalanx.schedule import catalogue
 from phalanx.schedule.check import in_flight

@@ -9,7 +9,6 @@ from checkpoint.trained import small_job
 from disks import mounted
 from machine.machines import machine, only, with_torch, write
 from phalanx.config.layout import Layout
-from phalanx.cost.exact_state import checkpoint_bytes
 from phalanx.data.prepare import prepare
 from phalanx.machine import storage
 from phalanx.machine.checks import CheckedMachine
@@ -96,7 +95,7 @@ def test_the_bytes_of_a_checkpoint_are_those_of_a_real_one(ranks, tmp_path, prec
     assert "finished at step 6" in only(storage.run_directory(found), "OK").text
     [*files] = (RunDirectory.of(config).checkpoints / "step-000006").glob("*.safetensors")
     headers = sum(8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files)
-    assert sum(file.stat().st_size for file in files) - headers == checkpoint_bytes(config.model, precision, 13)
+    assert sum(file.stat().st_size for file in files) - headers == storage.checkpoint_bytes(config, 13)
     longer = replace(config, train=replace(config.train, steps=9))
     assert "resumes at step 6 of 9" in only(storage.run_directory(replace(found, job=longer)), "OK").text
     other = replace(config, model=replace(config.model, n_layers=3))

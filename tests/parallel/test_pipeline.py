@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cost.exact_state import state_bytes
 from covering import covering
 from parallel.stale import emulated, streamed
 from parallel.steps import micro_batches, steps, worst
@@ -27,7 +28,6 @@ from phalanx.comm.axis import Axis, Ledger
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.exact_state import state_bytes
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import RECEIVE_AHEAD, Execution, StepMailbox, Transfers, _split_by_batch, version
 from phalanx.partition.cut import stages_of

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cost.exact_state import second_copy_bytes
 from parallel.steps import micro_batches, steps
 from parallel.test_composition import compare
 from parallel.test_predicted_traffic import DEEP, DROPS, GPT, LLAMA, SWITCH, VOCAB, check, counted, job_of
@@ -20,7 +21,6 @@ from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.exact_state import second_copy_bytes
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import step_memory
 from phalanx.cost.traffic import step_traffic

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost.exact_state import state_bytes
 from phalanx.blocks.operator import is_expert
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
-from phalanx.cost.exact_state import state_bytes
 from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import DataError, JobError
@@ -72,7 +72,7 @@ def test_replicated_experts_are_one_part_of_ep_of_them():
     whole = state_bytes(job.model, Layout(dp_replicate=8))
     experts = sum(prod(shape) for name, shape in parameter_shapes(job.model, 1000).items() if is_expert(name))
     dense = whole.parameters / 4 - experts
-    assert shown["replicated, ep=4"].parameters / 4 == pytest.approx(dense + experts / 4, rel=1e-6)
+    assert shown["replicated, ep=4"][0] / 4 == pytest.approx(dense + experts / 4, rel=1e-6)
 
 
 def test_many_expert_ranks_are_cut_short_and_many_holders_counted():

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from phalanx.cost.exact_state import StateBytes
+from cost.exact_state import StateBytes
 from phalanx.parallel.data import Replica
 from phalanx.parallel.offload import DeviceBudget
 from phalanx.parallel.pipeline import PipeDream

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cost.activation_bytes import activation_bytes
+from cost.exact_state import StateBytes, state_bytes
 from parallel.steps import micro_batches
 from phalanx.blocks.parameters import count
 from phalanx.config import layout_line
@@ -18,7 +19,6 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.job import Data, Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
-from phalanx.cost.exact_state import StateBytes, state_bytes
 from phalanx.errors import RunError
 from phalanx.parallel import mesh as meshes
 from phalanx.partition.derived import PARAMETER_BYTES

@@ -185,6 +185,27 @@ class MemoryFormulas:
         return (self.profile.context_mib + communicators * self.profile.communicator_mib) * MIB
 
 
+def formulas_of(spec: StepSpec, profile: MemoryProfile) -> MemoryFormulas:
+    """Returns the formulas of a step."""
+    layout = spec.layout
+
+    def costs(stored: int) -> OptimizerCosts:
+        inner = optimizer_costs(spec.optimizer, spec.model, stored, spec.more)
+        return replace(inner, state=inner.state + outer_bytes(layout, stored))
+
+    return MemoryFormulas(profile, spec.width, costs, tier_of(layout, "optimizer"), tier_of(layout, "parameters"))
+
+
+def state_bytes(spec: StepSpec, layers: range) -> tuple[float, float, float]:
+    """Returns the bytes of parameters, gradients and optimizer state on a rank with these layers when the optimizer
+    begins, of what the layout keeps on the device."""
+    model, layout = spec.model, spec.layout
+    blocks = [(kind.block, many) for kind, many in kinds_of(model, written(layout), layers)]
+    held = parameter_counts(model, layout, blocks, 0 in layers, model.n_layers - 1 in layers)
+    formulas, data_ranks = formulas_of(spec, spec.framework.memory_profile), layout.data_ranks * layout.cp
+    return formulas.state(shards_of(held, layout), layout.zero, data_ranks, flushes=flushes(layout))
+
+
 def expert_ranks(shard_ranks: Any, ep: Any) -> Any:
     """Returns over how many ranks the state of a rank's experts is sharded, of `shard_ranks` for dense parameters."""
     return larger(1, shard_ranks // ep)
@@ -227,18 +248,7 @@ class StepParts(StepSizes):
         super().__init__(spec)
         layout = spec.layout
         self.cut, self.flights = placed(spec)
-
-        def costs(stored: int) -> OptimizerCosts:
-            inner = optimizer_costs(spec.optimizer, spec.model, stored, spec.more)
-            return replace(inner, state=inner.state + outer_bytes(layout, stored))
-
-        self.formulas = MemoryFormulas(
-            self.memory_profile,
-            spec.width,
-            costs,
-            tier_of(layout, "optimizer"),
-            tier_of(layout, "parameters"),
-        )
+        self.formulas = formulas_of(spec, self.memory_profile)
         self.data_ranks = layout.data_ranks * layout.cp
         """Ranks over which gradients are reduced."""
         self.recomputes = written(layout)

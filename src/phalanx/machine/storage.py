@@ -18,10 +18,11 @@ from pathlib import Path
 from phalanx.checkpoint.inventory import REMOVED, space_for, sync
 from phalanx.config.corpora import CORPORA, TOKENIZERS
 from phalanx.config.fields import replace
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.config.trackers import missing
-from phalanx.cost.exact_state import checkpoint_bytes
 from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.rank_memory import step_memory
+from phalanx.cost.rank_memory import state_bytes, step_memory
 from phalanx.data.files import TEMPORARY, open_regular, write_atomic
 from phalanx.data.settings import vocabulary_size
 from phalanx.errors import CheckpointError, DataError, JobError, RunError
@@ -120,11 +121,19 @@ def memory(machine: CheckedMachine) -> Problems:
         yield ok(text)
 
 
+def checkpoint_bytes(job: Job, vocab: int) -> int:
+    """Returns the bytes of the tensors of one checkpoint, whatever the layout: every parameter and its optimizer state
+    once. State that a `layout.sync` other than bsp adds is not counted."""
+    whole = rank_spec(replace(job, "layout", Layout()), vocab, "cpu")
+    parameters, _, optimizer = state_bytes(whole, range(job.model.n_layers))
+    return round(parameters + optimizer)
+
+
 @check("job", "checkpoints", _NO_ANSWER)
 def checkpoints(machine: CheckedMachine) -> Problems:
     """Yields whether the checkpoints that the job keeps fit on the file system of the run directory."""
     job, folder = machine.job, machine.run_directory.path
-    size = checkpoint_bytes(job.model, job.train.precision, _vocabulary(machine), job.optimizer)
+    size = checkpoint_bytes(job, _vocabulary(machine))
     found = os.statvfs(nearest_folder(folder))
     free = found.f_bavail * found.f_frsize
     kept = (job.checkpoint.keep or 1) + 1

@@ -1,7 +1,8 @@
 """A picture of a layout: which rank holds which part of a block's matrices and which experts, and the bytes of state
 per rank under each ZeRO stage and with each optimizer (`phalanx predict JOB --svg FILE --picture layout`).
 
-It is drawn from the arithmetic that training uses (partition/tensor_slices.py, cost/exact_state.py).
+It is drawn from the arithmetic that training uses (partition/tensor_slices.py), and that predicts memory
+(cost/rank_memory.py).
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from phalanx.config.job import Job, Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.breakdown import subject
-from phalanx.cost.exact_state import StateBytes, state_bytes
+from phalanx.cost.job_spec import framework_of
+from phalanx.cost.rank_memory import state_bytes
+from phalanx.cost.spec import StepSpec
 from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
-from phalanx.partition.derived import PARAMETER_BYTES, bucket_bytes, even
+from phalanx.partition.derived import PARAMETER_BYTES, Batch, bucket_bytes, even
 from phalanx.partition.matrices import granular_cut
 from phalanx.partition.tensor_slices import TensorSlice, experts_of, in_buckets, slice_of
 from phalanx.pictures.elements import BOLD, COLOURS, NEUTRAL, box, document, heading, text
@@ -35,6 +38,8 @@ _MOST_EP = 16
 """Expert ranks in the table: of more, the first and the last."""
 _MOST_RUNS = 4
 """Runs of ranks that a line of the table names."""
+State = tuple[float, float, float]
+"""Bytes of parameters, gradients and optimizer state."""
 
 
 def svg(job: Job, vocab_size: int) -> str:
@@ -196,19 +201,18 @@ def _share(
             yield _box(x, y + start * height, width, (end - start) * height, colour, opacity=opacity)
 
 
-def _bars(title: str, rows: Sequence[tuple[str, StateBytes]], top: float) -> tuple[list[str], float]:
+def _bars(title: str, rows: Sequence[tuple[str, State]], top: float) -> tuple[list[str], float]:
     """Returns bars of the bytes of state per rank, by name, and their lower end."""
-    widest = max(state.total for _, state in rows)
+    widest = max(sum(state) for _, state in rows)
     parts = [text(_MARGIN, top, title, BOLD)]
     for number, (name, state) in enumerate(rows):
         y = top + 16 + 30 * number
         parts.append(text(_MARGIN, y + 14, name))
-        values = dataclasses.astuple(state)
-        starts = [0, *accumulate(values)]
-        for colour, value, start in zip(_PARTS.values(), values, starts[:-1], strict=True):
+        starts = [0, *accumulate(state)]
+        for colour, value, start in zip(_PARTS.values(), state, starts[:-1], strict=True):
             x, width = _STAGES + _BAR_WIDTH * start / widest, _BAR_WIDTH * value / widest
             parts.append(_box(x, y, width, 20, colour))
-        parts.append(text(_STAGES + 10 + _BAR_WIDTH * state.total / widest, y + 14, gib(state.total)))
+        parts.append(text(_STAGES + 10 + _BAR_WIDTH * sum(state) / widest, y + 14, gib(sum(state))))
     return parts, top + 34 + 30 * len(rows)
 
 
@@ -221,7 +225,7 @@ def _legend(top: float) -> tuple[list[str], float]:
     return parts, top + _MARGIN
 
 
-def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
+def _stages(job: Job, vocab: int) -> Iterator[tuple[str, State]]:
     """Yields the state of ranks that share none, and with each ZeRO stage; with ep every rank has its experts only."""
     layout = job.layout
     ranks, ep = layout.shard_ranks, layout.ep
@@ -234,7 +238,7 @@ def _stages(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
         yield name + _mark(stage == layout), _state(job, vocab, stage, job.optimizer)
 
 
-def _optimizers(job: Job, vocab: int) -> Iterator[tuple[str, StateBytes]]:
+def _optimizers(job: Job, vocab: int) -> Iterator[tuple[str, State]]:
     """Yields the state with each optimizer, in the job's layout."""
     for name in OPTIMIZERS:
         own = job.optimizer if name == job.optimizer.name else Optimizer(name=name)
@@ -245,9 +249,17 @@ def _mark(chosen: bool) -> str:
     return " ◂" if chosen else ""
 
 
-def _state(job: Job, vocab: int, layout: Layout, optimizer: Optimizer) -> StateBytes:
-    held = even(job.model.n_layers, layout.pp)[:1] if layout.pp > 1 else None
-    return state_bytes(job.model, layout, job.train.precision, job.train.gradients, vocab, held, optimizer)
+def _state(job: Job, vocab: int, layout: Layout, optimizer: Optimizer) -> State:
+    spec = StepSpec(
+        model=dataclasses.replace(job.model, vocab_size=vocab),
+        cluster=job.cluster,
+        layout=dataclasses.replace(layout, offload=Layout.offload),
+        batch=Batch(1, 1, 1, 1),
+        width=PARAMETER_BYTES[job.train.precision],
+        framework=framework_of(job),
+        optimizer=optimizer,
+    )
+    return state_bytes(spec, even(job.model.n_layers, layout.pp)[0])
 
 
 def _box(x: float, y: float, width: float, height: float, fill: str, opacity: float = 1, stroke: bool = False) -> str:

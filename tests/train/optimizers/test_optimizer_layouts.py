@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cost.exact_state import checkpoint_bytes, state_bytes
 from parallel.steps import steps, worst
 from phalanx.check.job import problems_of
 from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
-from phalanx.cost.exact_state import checkpoint_bytes, state_bytes
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import ShardedOptimizer

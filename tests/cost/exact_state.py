@@ -1,8 +1,8 @@
-"""Bytes of a rank's state by formula: parameters, gradients and optimizer state.
+"""The tests' oracle of a rank's state, counted tensor by tensor: bytes of parameters, gradients and optimizer state.
 
 With bf16 and AdamW 2 + 2 + 12 bytes per parameter, of which the ZeRO stages divide the last, the last two, or all three
-by the ranks (Rajbhandari et al. 2020, section 5). Activations are in block_memory.py. Tests compare both with the
-memory of real ranks (docs/explanation/memory.md); rank_memory.py adds them up over a step.
+by the ranks (Rajbhandari et al. 2020, section 5). The tests of the memory of real ranks
+(docs/explanation/memory.md) compare it with them, and with cost/rank_memory.py.
 """
 
 from __future__ import annotations
