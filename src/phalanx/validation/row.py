@@ -27,7 +27,7 @@ from phalanx.blocks.parameters import (
 from phalanx.config.cluster import Accelerator
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
-from phalanx.cost.frameworks import calibrated
+from phalanx.cost.frameworks import as_recipe, calibrated
 from phalanx.cost.spec import Products, StepSpec, as_used_by
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
@@ -418,7 +418,11 @@ def read(row: Mapping[str, str]) -> Reading:
         raise JobError(cells.problems)
     layout, batch = found
     width = 4 if products == "fp32" else 2
-    cluster, program = as_used_by(layout.world, cluster, calibrated(framework, cluster.accelerator))
+    program = calibrated(framework, cluster.accelerator)
+    if model.moe.n_experts:
+        recipe = row_layout.recipe_of(cells, framework, key_of(cells.text("model_name")) or "", cluster.accelerator.name)
+        program = as_recipe(program, recipe) if recipe else program
+    cluster, program = as_used_by(layout.world, cluster, program)
     spec = StepSpec(model, cluster, layout, batch, products, width, program)
     reading = _measured(cells, _unmeasured(cells, spec, framework))
     if cells.problems:
