@@ -184,7 +184,7 @@ REPEATED: dict[str, tuple[str, ...]] = {
     "moe_act": ("experts.activation",),
     "moe": ("router", "dispatch", "experts.up", "experts.activation", "experts.down", "combine"),
 }
-"""Modules of Megatron Core's selective recomputation (recompute_modules), and the operators of a block that they are."""
+"""Modules of Megatron Core's selective recomputation (recompute_modules), and their operators of a block."""
 
 
 def _repeated(spec: StepSpec, kind: BlockKind) -> tuple[float, float]:
@@ -203,8 +203,7 @@ def _repeated(spec: StepSpec, kind: BlockKind) -> tuple[float, float]:
         layout.ep,
         slowdown=framework.block_slowdown(kind),
     )
-    messages = messages_seconds(spec, here, every)[0].get("ep", NO_MESSAGES).forward if "moe" in framework.repeats else 0.0
-    return seconds.forward, messages
+    return seconds.forward, messages_seconds(spec, here, every)[0].get("ep", NO_MESSAGES).forward
 
 
 def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode]) -> list[RankTime]:

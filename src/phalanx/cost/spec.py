@@ -81,8 +81,8 @@ class Framework(Hashed):
     narrow_attention: bool = False
     """fp8: whether attention's products run in 8 bits, too."""
     moe_cast_bytes: float = 9.0
-    """fp8, fp4: `cast_bytes` of the experts' operands: rows are padded to the format's tile (read two, write two) and cast
-    along rows and along columns, for the two products that read them (read two, write one, for each)."""
+    """fp8, fp4: `cast_bytes` of the experts' operands: rows are padded to the format's tile (read two, write two), and
+    cast along rows and along columns for the two products that read them."""
     fused_experts: bool = False
     """Whether one kernel computes the experts' products, activation and casts (CuTe DSL's grouped MLP)."""
     messages: int = 1

@@ -25,7 +25,7 @@ from phalanx.blocks.parameters import (
     train_flops_per_step,
 )
 from phalanx.config.cluster import Accelerator
-from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
 from phalanx.cost.frameworks import as_recipe, calibrated
 from phalanx.cost.spec import Products, StepSpec, as_used_by
@@ -345,8 +345,9 @@ def _solved(cells: Cells, shape: ModelConfig, pp: int, known: bool) -> ModelConf
 
 MemoryKind = Literal["allocated", "reserved", "device"]
 
-LORA_SHARE = 2 / 3
-"""Share of a step's FLOPs if only adapters train: without the gradients of weights, two of three products."""
+ADAPTERS = {"nemo": LoRA(rank=16, targets="wq,wk,wv"), "": LoRA(rank=16)}
+"""Adapters by the beginning of a program's name, if a row says no more than that only they train: those of NVIDIA's
+performance recipes (llama3_llm_finetune.py), else beside all matrices."""
 
 
 @dataclass(frozen=True)
@@ -374,8 +375,6 @@ class Reading:
     convention: Convention
     parameters: float
     """Number of parameters as printed; 0 if it is not."""
-    share: float
-    """Share of a training step's time that this row measures; less than 1 if weights are frozen."""
     assumptions: tuple[str, ...]
     """Values that were filled in, and approximations."""
 
@@ -392,7 +391,7 @@ class Reading:
         """Returns TFLOP/s per device of a step that takes `seconds`, as the source counts."""
         sequences = self.spec.batch.global_batch
         flops = flops_per_step(self.convention.counts, self.spec.model, sequences, self.parameters)
-        return self.share * flops / seconds / self.devices / 1e12
+        return flops / seconds / self.devices / 1e12
 
     def mfu_pct(self, seconds: float) -> float:
         """Returns MFU in percent: `tflops` over the peak that the source divides by."""
@@ -418,9 +417,14 @@ def read(row: Mapping[str, str]) -> Reading:
         raise JobError(cells.problems)
     layout, batch = found
     width = 4 if products == "fp32" else 2
+    if re.search("(?<![a-z])lora(?![a-z])", cells.description):
+        adapters = next(adapters for start, adapters in ADAPTERS.items() if framework.startswith(start))
+        cells.assume(f"LoRA: rank {adapters.rank}, {adapters.targets}; memory is not predicted")
+        model = replace(model, lora=adapters)
     program = calibrated(framework, cluster.accelerator)
     if model.moe.n_experts:
-        recipe = row_layout.recipe_of(cells, framework, key_of(cells.text("model_name")) or "", cluster.accelerator.name)
+        key = key_of(cells.text("model_name")) or ""
+        recipe = row_layout.recipe_of(cells, framework, key, cluster.accelerator.name)
         program = as_recipe(program, recipe) if recipe else program
     cluster, program = as_used_by(layout.world, cluster, program)
     spec = StepSpec(model, cluster, layout, batch, products, width, program)
@@ -431,12 +435,6 @@ def read(row: Mapping[str, str]) -> Reading:
 
 
 def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
-    share = 1.0
-    if re.search("(?<![a-z])lora(?![a-z])", cells.description):
-        share = LORA_SHARE
-        cells.assume(
-            "LoRA: a training step without the gradients of weights, two thirds of it; memory is not predicted"
-        )
     means, unit = _memory(cells.description)
     return Reading(
         spec=spec,
@@ -450,7 +448,6 @@ def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
         source=source_of(cells),
         convention=convention_of(cells.description),
         parameters=(cells.number("n_params_b") or 0) * 1e9,
-        share=share,
         assumptions=(),
     )
 

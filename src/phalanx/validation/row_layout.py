@@ -183,7 +183,7 @@ def recipe_of(cells: Cells, framework: str, key: str, device: str) -> dict[str, 
     kind = next((name for pattern, name in _FORMATS if re.search(pattern, precision)), "")
     found: dict[str, Any] = {}
     for model, devices, kinds, facts in recipes().get(release[0], ()) if release else ():
-        alike = key == model and device.split("-")[0] in devices.split() and kind in kinds.split()
+        alike = key == model and device.split("-", maxsplit=1)[0] in devices.split() and kind in kinds.split()
         if alike and facts.get("pp", pp) == pp:
             found = facts
             break
