@@ -28,7 +28,7 @@ from benchmarks.truth import picture as accuracy_picture
 from benchmarks.truth.grades import GradedRow, outcomes, verdicts
 from benchmarks.truth.report import as_dict, confusion, markdown, table
 from benchmarks.truth.report import calibrated as calibration_table
-from phalanx.cost.frameworks import calibrated, calibration_rows
+from phalanx.cost.frameworks import calibration_rows, recalibrated
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.validation.row import source_of
@@ -51,7 +51,7 @@ def rows_of(truth: Path) -> Iterator[dict[str, str]]:
 
 def left_out(spec: StepSpec, source: str) -> Prediction:
     """Returns the prediction without what was fitted to rows of this source."""
-    return predict(replace(spec, framework=calibrated(spec.framework.name, spec.cluster.accelerator, without=source)))
+    return predict(replace(spec, framework=recalibrated(spec.framework, spec.cluster.accelerator, without=source)))
 
 
 def leave_one_source_out(rows: Sequence[dict[str, str]]) -> list[GradedRow]:

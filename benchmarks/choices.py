@@ -34,7 +34,6 @@ from phalanx.plan.planner import search
 from phalanx.plan.space import PlanRequest
 from phalanx.simulate.step import step_seconds
 from phalanx.validation.row import Reading, key_of, read, remark
-from phalanx.validation.table import step_seconds as share_of
 
 SOURCES = ("torchtitan", "nemo_megatron_bridge", "nvidia_dgxc_benchmarking", "mlperf_training_llm")
 """Files of the truth whose rows are tuned results, each with its layout."""
@@ -108,14 +107,14 @@ def _ours(row: dict[str, str], reading: Reading) -> bool:
     """Returns whether a row states its layout, is a whole training step of the named model, of a known framework."""
     name = key_of(row["model_name"])
     return bool(
-        row["tp"] and reading.share == 1 and name and not remark(name) and reading.measured_s
+        row["tp"] and not reading.spec.model.lora.rank and name and not remark(name) and reading.measured_s
         and abilities(reading.framework)
     )  # fmt: skip
 
 
 def _error(reading: Reading) -> float | None:
     measured = reading.measured_s
-    return measured / share_of(reading, predict(reading.spec)) - 1 if measured else None
+    return measured / predict(reading.spec).step_time_s - 1 if measured else None
 
 
 def choose(expert: Expert) -> Choice | None:

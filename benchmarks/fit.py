@@ -24,7 +24,6 @@ from phalanx.cost.frameworks import CALIBRATION, FRAMEWORKS, FittedValue, fits
 from phalanx.cost.prediction import predict
 from phalanx.cost.spec import Framework
 from phalanx.validation.row import Reading, read
-from phalanx.validation.table import step_seconds
 
 HALVINGS = 20
 """Of an interval of one to nine times a value: to less than a thousandth of it."""
@@ -56,7 +55,7 @@ class Fit:
         prediction = predict(replace(reading.spec, framework=self._framework(reading)))
         measured = reading.measured_s
         assert measured, f"{row} has no step time"
-        return step_seconds(reading, prediction) / measured
+        return prediction.step_time_s / measured
 
     def _framework(self, reading: Reading) -> Framework:
         program, device = reading.spec.framework.name, reading.spec.cluster.accelerator.name

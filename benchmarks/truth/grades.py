@@ -15,7 +15,7 @@ from itertools import combinations
 from phalanx.cost.prediction import Prediction
 from phalanx.errors import JobError
 from phalanx.validation.row import Reading, read
-from phalanx.validation.table import Predict, memory_bytes, step_seconds
+from phalanx.validation.table import Predict, memory_bytes
 
 
 @dataclass(frozen=True)
@@ -115,14 +115,14 @@ def _outcome(row_id: str, reading: Reading, prediction: Prediction, calibration:
         family=f"{spec.cluster.accelerator.name} {reading.framework}",
         calibration=calibration,
         measured_s=reading.measured_s,
-        predicted_s=step_seconds(reading, prediction),
+        predicted_s=prediction.step_time_s,
         measured_bytes=reading.measured_memory,
         predicted_bytes=memory_bytes(reading, prediction),
         oom=reading.oom,
-        fits=prediction.fits or reading.share < 1,
-        group=(spec.model, spec.cluster, spec.batch.global_batch, spec.products, reading.framework, reading.share),
+        fits=prediction.fits or bool(spec.model.lora.rank),
+        group=(spec.model, spec.cluster, spec.batch.global_batch, spec.products, reading.framework),
         layout=spec.layout.line(),
-        ideal_s=reading.share * prediction.hardware_flops / prediction.devices / prediction.peak_flops,
+        ideal_s=prediction.hardware_flops / prediction.devices / prediction.peak_flops,
     )
 
 

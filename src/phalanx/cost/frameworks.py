@@ -7,10 +7,12 @@ values below.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import yaml
 
@@ -212,19 +214,53 @@ def fits() -> tuple[FittedValue, ...]:
     return tuple(sorted(lines, key=lambda line: bool(line.device)))
 
 
+DISPATCHERS = {"all-to-all": (False, 16), "deepep": (True, 20), "hybridep": (True, 32)}
+"""Whether a dispatcher sends a token once to each node, and its cores (SMs): NCCL's channels, DeepEP's default, and
+Megatron-Bridge's moe_hybridep_num_sms."""
+
+
+def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
+    """Returns the framework as a recipe with these facts runs it (validation/recipes.yaml)."""
+    once, cores = DISPATCHERS.get(recipe.get("dispatcher", ""), (framework.ep_once, framework.ep_cores))
+    graphs = recipe.get("graphs", "none")
+    launched = {"kernel_us": 0.0, "reads_sizes": False} if graphs == "iteration" else {}
+    return replace(
+        framework,
+        ep_once=once,
+        ep_cores=cores,
+        ep_overlaps=recipe.get("overlaps", False),
+        graphs=graphs,
+        repeats=tuple(recipe.get("recomputes", ())),
+        narrow_attention=recipe.get("fp8_attention", False),
+        fused_experts=recipe.get("fused_experts", False),
+        windows=recipe.get("windows", framework.windows),
+        **launched,
+    )
+
+
 UNFITTED = ("megatron", "automodel")
 """Programs that no row was fitted to."""
 
 
 def calibrated(program: str, device: Accelerator, without: str = "") -> Framework:
-    """Returns the framework of that name, calibrated on that device by rows of other sources than `without`.
+    """Returns the framework of that name, calibrated on that device by rows of other sources than `without`."""
+    return recalibrated(FRAMEWORKS[program], device, without)
 
-    A program without rows has the median slowdown of those with some: none of them reaches a device's best rates."""
-    framework, own = FRAMEWORKS[program], [line for line in fits() if line.is_of(program, device.name)]
-    plain = [line.value for line in fits() if line.field == "slowdown" and line.source != without]
-    prior = median(plain) if program in UNFITTED or any(line.field == "slowdown" for line in own) else 1.0
-    values = {"slowdown": prior} | {line.field: line.value for line in own if line.source != without}
-    return replace(framework, **values | {"slowdown": values["slowdown"] * framework.slowdown})
+
+def recalibrated(framework: Framework, device: Accelerator, without: str = "") -> Framework:
+    """Returns the framework with the values that rows of other sources than `without` give it on that device.
+
+    A program without such rows has the median of the others' values: none reaches a device's best rates."""
+    own = [line for line in fits() if line.is_of(framework.name, device.name)]
+    values: dict[str, float] = {}
+    for field in {line.field for line in own} | {"slowdown"}:
+        others = [line.value for line in fits() if line.field == field and line.source != without]
+        known = field != "kernel_us" and (framework.name in UNFITTED or any(line.field == field for line in own))
+        usual = 1.0 if field == "slowdown" else getattr(FRAMEWORKS[framework.name], field)
+        values[field] = median(others) if known and others else usual
+    values |= {line.field: line.value for line in own if line.source != without}
+    values["slowdown"] *= FRAMEWORKS[framework.name].slowdown
+    return replace(framework, **values)
 
 
 def calibration_rows() -> frozenset[str]:

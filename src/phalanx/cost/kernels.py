@@ -54,6 +54,9 @@ written for, by kernel: FlashAttention (Dao et al. 2022), FlashAttention-2 (Dao 
 0.63 of the peak of an A100), FlashAttention-3 and cuDNN 9 in clusters (Shah et al. 2024, figures 5 and 6: at most 640
 and 550 TFLOP/s of an H100), and cuDNN 9 as torch 2.11 calls it on one device: both passes together 533 TFLOP/s alone,
 470 and 500 in steps with heads of 128, 321 with heads of 64 (one H200, tests/cost/one_device.yaml)."""
+FLASH_NARROW = 1.4
+"""Rate of fused attention with 8-bit products over that in 16 bits: the softmax between them stays (Shah et al. 2024,
+figure 7: heads of 128, causal)."""
 FLASH_HALF = 192
 """Mean keys per query at which a fused attention kernel reaches half of that rate."""
 
@@ -117,18 +120,19 @@ def attention_seconds(
     backward: bool,
     kernel: FusedKernel = 3,
     seen: float | None = None,
+    narrow: bool = False,
 ) -> float:
     """Returns the seconds of fused causal attention over `heads` heads and `kv_heads` key heads of all sequences
     together. The mask leaves out half of the pairs of `queries` with `seen` keys on average (None: all `keys`; fewer
-    with a window). The backward pass has five products for two. It runs in 16 bits, or in fp32."""
+    with a window). The backward pass has five products for two. It runs in 16 bits, or in fp32; `narrow`: in 8 bits."""
     seen = keys if seen is None else seen
     products = "fp32" if products == "fp32" else "bf16"
     work = 2.5 if backward else 1.0
     flops = work * queries * seen * heads * (head + value_head)
     full = rate(device, products) * FLASH[kernel][backward] * (device.older if kernel in (1, 2) else 1.0)
-    narrow = min(1.0, 0.6 + 0.4 * head / 128)
-    slow = UNALIGNED_RATE.get(head & -head, 1.0)
-    seconds = flops / (full * narrow * slow * seen / (seen + 2 * FLASH_HALF))
+    small = min(1.0, 0.6 + 0.4 * head / 128)
+    slow = UNALIGNED_RATE.get(head & -head, 1.0) * (FLASH_NARROW if narrow else 1.0)
+    seconds = flops / (full * small * slow * seen / (seen + 2 * FLASH_HALF))
     moved = work * WIDTHS[products] * (heads * queries + kv_heads * keys) * (head + value_head)
     return max(seconds, moved / (device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY), device.launch_us * 1e-6)
 
@@ -188,7 +192,8 @@ def operator_seconds(
     device they take `slowdown` times as long as their kernels alone."""
     operators = tuple(operators)
     every = [product for operator in operators if (product := operator.product(tp, ep))]
-    streams = [stream for operator in operators for stream in operator.memory_bound]
+    apart = [one for one in operators if not (framework.fused_experts and one.name == "experts.activation")]
+    streams = [stream for operator in apart for stream in operator.memory_bound]
     forward = inputs = weights = narrow = narrow_back = 0.0
     for p in every:
         kind = number_format(p, products, framework)
@@ -199,8 +204,10 @@ def operator_seconds(
             narrow += p.number * p.k * (p.m + p.n)
             narrow_back += p.number * (p.k * (p.m + p.n) + 2 * p.m * p.n)
         elif kind in ("fp8", "fp4"):
-            narrow += p.number * p.m * (p.k + p.n / 2)
-            narrow_back += p.number * p.m * (p.k + p.n / 2)
+            padded = p.grouped and not framework.fused_experts
+            share = framework.moe_cast_bytes / framework.cast_bytes if padded else 1.0
+            narrow += share * p.number * p.m * (p.k + p.n / 2)
+            narrow_back += share * p.number * p.m * (p.k + p.n / 2)
     scores = scores_back = 0.0
     kernels = len(every)
     for core in (operator.core for operator in operators if operator.core):
@@ -252,11 +259,15 @@ def _attention(
     """Returns the seconds forward and backward, and the number of kernels, over all steps of a ring."""
     heads, kv_heads = core.sequences * core.heads, core.sequences * core.kv_heads
     queries, keys, steps = core.queries, -(-core.keys // core.steps), core.steps
-    if framework.attention == "flash":
+    windowed = core.keys_per_query * core.steps < core.keys
+    if framework.attention == "flash" and not (windowed and framework.windows == "unfused"):
         shape = (device, products, queries, keys, heads, kv_heads, core.head, core.value_head)
         seen = min(keys, core.keys_per_query)
         forward, backward = (
-            steps * attention_seconds(*shape, backward=back, kernel=framework.flash, seen=seen)
+            steps
+            * attention_seconds(
+                *shape, backward=back, kernel=framework.flash, seen=seen, narrow=framework.narrow_attention
+            )
             for back in (False, True)
         )
         return forward, backward, 2 * steps

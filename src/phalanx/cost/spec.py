@@ -17,6 +17,8 @@ from phalanx.partition.derived import Batch
 
 FusedKernel = Literal[1, 2, 3, "cudnn"]
 """A kernel of fused attention: a generation of FlashAttention, or cuDNN's (kernel.FLASH)."""
+Graphs = Literal["none", "router", "attention", "attention and router", "layers", "iteration"]
+"""What CUDA graphs hold of a step with experts, which the host then launches at once."""
 
 
 @hashed_once
@@ -33,6 +35,8 @@ class Framework(Hashed):
     """Further factor on blocks with experts: routing, permuting and small products in one kernel after another."""
     attention: Literal["flash", "unfused"] = "flash"
     """Whether attention is one kernel that saves no scores, or products with a softmax between them in memory."""
+    windows: Literal["flash", "unfused"] = "flash"
+    """attention=flash: whether layers with a sliding window have that kernel, too."""
     flash: FusedKernel = 2
     """The kernel of fused attention."""
     passes: float = 1.0
@@ -64,6 +68,24 @@ class Framework(Hashed):
     section 4.1) without sp, with which they hold parts already."""
     ep_once: bool = False
     """Whether a token is sent once to each node with some of its experts (DeepEP, HybridEP), not once per expert."""
+    ep_overlaps: bool = False
+    """Whether tokens travel to and from experts while another micro-batch computes."""
+    ep_cores: int = 0
+    """Cores (SMs) that the dispatcher's kernels take from the computation that it overlaps."""
+    moe_host_ms: float = 0.0
+    """Milliseconds in which the host launches a block with experts, both passes: products of one expert after another,
+    whose sizes it may have to read from the device; 0: as its kernels alone. Calibrated."""
+    graphs: Graphs = "none"
+    """What CUDA graphs hold of a block with experts."""
+    repeats: tuple[str, ...] = ()
+    """Modules that the backward pass computes again besides `layout.recompute`, by Megatron Core's names."""
+    narrow_attention: bool = False
+    """fp8: whether attention's products run in 8 bits, too."""
+    moe_cast_bytes: float = 9.0
+    """fp8, fp4: `cast_bytes` of the experts' operands: rows are padded to the format's tile (read two, write two), and
+    cast along rows and along columns for the two products that read them."""
+    fused_experts: bool = False
+    """Whether one kernel computes the experts' products, activation and casts (CuTe DSL's grouped MLP)."""
     messages: int = 1
     """ZeRO-3: collectives per block for its state; a framework that gathers each parameter by itself needs one for
     each."""

@@ -26,9 +26,9 @@ from phalanx.blocks.parameters import (
     train_flops_per_step,
 )
 from phalanx.config.cluster import Accelerator
-from phalanx.config.model import MLA, ModelConfig, MoE
+from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
-from phalanx.cost.frameworks import calibrated
+from phalanx.cost.frameworks import as_recipe, calibrated
 from phalanx.cost.spec import Products, StepSpec, as_used_by
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
@@ -349,8 +349,9 @@ MemoryKind = Literal["allocated", "reserved", "device"]
 SIZE_TOLERANCE = 0.1
 """Difference between a row's number of parameters and its shape's that rounding and vocabularies explain."""
 
-LORA_SHARE = 2 / 3
-"""Share of a step's FLOPs if only adapters train: without the gradients of weights, two of three products."""
+ADAPTERS = {"nemo": LoRA(rank=16, targets="wq,wk,wv"), "": LoRA(rank=16)}
+"""Adapters by the beginning of a program's name, if a row says no more than that only they train: those of NVIDIA's
+performance recipes (llama3_llm_finetune.py), else beside all matrices."""
 
 
 @dataclass(frozen=True)
@@ -378,8 +379,6 @@ class Reading:
     convention: Convention
     parameters: float
     """Number of parameters as printed; 0 if it is not."""
-    share: float
-    """Share of a training step's time that this row measures; less than 1 if weights are frozen."""
     assumptions: tuple[str, ...]
     """Values that were filled in, and approximations."""
 
@@ -396,7 +395,7 @@ class Reading:
         """Returns TFLOP/s per device of a step that takes `seconds`, as the source counts."""
         sequences = self.spec.batch.global_batch
         flops = flops_per_step(self.convention.counts, self.spec.model, sequences, self.parameters)
-        return self.share * flops / seconds / self.devices / 1e12
+        return flops / seconds / self.devices / 1e12
 
     def mfu_pct(self, seconds: float) -> float:
         """Returns MFU in percent: `tflops` over the peak that the source divides by."""
@@ -423,7 +422,16 @@ def read(row: Mapping[str, str]) -> Reading:
     _check_size(cells, model)
     layout, batch = found
     width = 4 if products == "fp32" else 2
-    cluster, program = as_used_by(layout.world, cluster, calibrated(framework, cluster.accelerator))
+    if re.search("(?<![a-z])lora(?![a-z])", cells.description):
+        adapters = next(adapters for start, adapters in ADAPTERS.items() if framework.startswith(start))
+        cells.assume(f"LoRA: rank {adapters.rank}, {adapters.targets}; memory is not predicted")
+        model = replace(model, lora=adapters)
+    program = calibrated(framework, cluster.accelerator)
+    if model.moe.n_experts:
+        key = key_of(cells.text("model_name")) or ""
+        recipe = row_layout.recipe_of(cells, framework, key, cluster.accelerator.name)
+        program = as_recipe(program, recipe) if recipe else program
+    cluster, program = as_used_by(layout.world, cluster, program)
     spec = StepSpec(model, cluster, layout, batch, products, width, program)
     reading = _measured(cells, _unmeasured(cells, spec, framework))
     if cells.problems:
@@ -439,12 +447,6 @@ def _check_size(cells: Cells, model: ModelConfig) -> None:
 
 
 def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
-    share = 1.0
-    if re.search("(?<![a-z])lora(?![a-z])", cells.description):
-        share = LORA_SHARE
-        cells.assume(
-            "LoRA: a training step without the gradients of weights, two thirds of it; memory is not predicted"
-        )
     means, unit = _memory(cells.description)
     return Reading(
         spec=spec,
@@ -458,7 +460,6 @@ def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
         source=source_of(cells),
         convention=convention_of(cells.description),
         parameters=(cells.number("n_params_b") or 0) * 1e9,
-        share=share,
         assumptions=(),
     )
 

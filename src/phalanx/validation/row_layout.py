@@ -163,6 +163,37 @@ def sources() -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_name("sources.yaml").read_text(encoding="utf-8"))
 
 
+@cache
+def recipes() -> dict[str, Any]:
+    """Returns the tables of recipes.yaml."""
+    return yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+
+
+_RELEASE = re.compile(r"\b(2[0-9]\.[0-9]{2}(?:\.[0-9]+)?)(?= nemo)|modelzoo")
+_FORMATS = (("nvfp4|fp4", "nvfp4"), ("mxfp8|fp8-mx", "mxfp8"), ("fp8", "fp8"), ("bf16", "bf16"))
+_MODULES = {"norm": "layernorm", "layernorm": "layernorm", "act": "moe_act", "moe": "moe"}
+"""Words for recomputed modules, and Megatron Core's names."""
+
+
+def recipe_of(cells: Cells, framework: str, key: str, device: str) -> dict[str, Any]:
+    """Returns the facts of the recipe that a row with experts ran (recipes.yaml), and the modules that the row itself
+    says to be computed again; {} if nothing is known."""
+    release = _RELEASE.search(cells.description)
+    precision, pp = cells.text("precision").lower(), degree(cells, "pp") or 1
+    kind = next((name for pattern, name in _FORMATS if re.search(pattern, precision)), "")
+    found: dict[str, Any] = {}
+    for model, devices, kinds, facts in recipes().get(release[0], ()) if release else ():
+        alike = key == model and device.split("-", maxsplit=1)[0] in devices.split() and kind in kinds.split()
+        if alike and facts.get("pp", pp) == pp:
+            found = facts
+            break
+    if not found and framework.startswith("nemo"):
+        cells.assume("recipe unknown: expert traffic exposed, no CUDA graphs of experts")
+    written = re.search(r"selective \(([^)]*)\)", cells.text("recompute").lower())
+    modules = [_MODULES[word] for word in written[1].split(",") if word in _MODULES] if written else []
+    return found | {"recomputes": modules} if modules else found
+
+
 SHARDED = (
     "fsdp1",
     "torchtitan",

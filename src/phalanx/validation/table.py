@@ -146,7 +146,7 @@ def _predicted(row: dict[str, str], surplus: int, predict: Predict, summary: Sum
 
 def predicted_cells(reading: Reading, prediction: Prediction) -> list[str]:
     """Returns the values of ADDED in the conventions of the row's source."""
-    seconds = step_seconds(reading, prediction)
+    seconds = prediction.step_time_s
     memory = memory_bytes(reading, prediction)
     unit = "GiB" if reading.memory_unit == 2**30 else "GB"
     memory_note = () if memory is None else (f"memory: {reading.memory_means}, {unit}",)
@@ -161,15 +161,10 @@ def predicted_cells(reading: Reading, prediction: Prediction) -> list[str]:
     ]
 
 
-def step_seconds(reading: Reading, prediction: Prediction) -> float:
-    """Returns the seconds of the step that the row measures."""
-    return prediction.step_time_s * reading.share
-
-
 def memory_bytes(reading: Reading, prediction: Prediction) -> float | None:
-    """Returns the bytes of the fullest device in the convention of the row's source; None if the row is not a whole
-    step."""
-    if reading.share < 1:
+    """Returns the bytes of the fullest device in the convention of the row's source; None if only adapters
+    train, since programs store the frozen weights in many formats."""
+    if reading.spec.model.lora.rank:
         return None
     if reading.memory_means == "allocated":
         return max(rank.allocated for rank in prediction.memory)
