@@ -1,7 +1,7 @@
 """Errors that are shown to users, each with the exit code of the command.
 
 A user's mistake is one of these, shown as one message without a traceback; anything else is a bug and keeps its
-traceback. The codes are listed in docs/explanation/architecture.md.
+traceback. The codes are listed in docs/reference/cli.md.
 """
 
 from __future__ import annotations
