@@ -92,6 +92,12 @@ class RankTime:
         """Seconds of exposed communication."""
         return self.tp + self.cp + self.ep + self.shard
 
+    @property
+    def passes(self) -> tuple[float, float, float, float, float]:
+        """Seconds by which a step is composed (exposed.compose): forward and backward on the device, forward and
+        backward of the host, and those of weight gradients."""
+        return self.forward, self.device - self.forward, self.host_forward, self.host_backward, self.weights
+
     def scaled(self, factor: float) -> RankTime:
         return RankTime(*(factor * part for part in _PARTS(self)))
 
