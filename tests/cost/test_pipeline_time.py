@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from phalanx.config.layout import Layout
-from phalanx.cost.exposed import idle, pipeline_seconds
+from phalanx.cost.exposed import compose, idle, on_grid
+from phalanx.cost.spec import Framework
 from phalanx.errors import JobError
 from phalanx.schedule import catalogue
 from phalanx.schedule.timing import time
@@ -57,13 +59,19 @@ def test_many_micro_batches_as_when_all_are_run(schedule: str, pp: int, times: i
     assert idle(layout, micro, 0.25, 0.375) == pytest.approx(max(0.0, whole), abs=0.3)
 
 
+def seconds(layout: Layout, micro_batches: int, ranks: list[float], forward: float, weights: float) -> float:
+    """Composes a step of ranks that take so long for a micro-batch, with these shares of it, and nothing else."""
+    parts = np.array([[forward], [1 - forward], [0], [0], [weights]]) * ranks
+    ones, free = np.ones(len(ranks), int), lambda *_: (0.0, 0.0, 0.0)
+    step = compose(parts, ones, ones, micro_batches, 0.0, free, False, layout, Framework())
+    return step.seconds(idle(layout, micro_batches, on_grid(step.forward), on_grid(step.weights)))
+
+
 def test_one_slow_rank_sets_the_pace() -> None:
     layout = Layout(pp=4)
-    even = pipeline_seconds(layout, 16, [1.0] * 4, 0.25, 0.375)
-    slow = pipeline_seconds(layout, 16, [1.0, 1.0, 1.0, 2.0], 0.3, 0.4)
-    assert even == pytest.approx(16 + 3)
-    assert slow == pytest.approx(32 + 3)
+    assert seconds(layout, 16, [1.0] * 4, 0.25, 0.375) == pytest.approx(16 + 3)
+    assert seconds(layout, 16, [1.0, 1.0, 1.0, 2.0], 0.3, 0.4) == pytest.approx(32 + 3)
 
 
 def test_without_a_pipeline_it_is_the_sum() -> None:
-    assert pipeline_seconds(Layout(), 7, [2.0], 0.5, 0.75) == 14
+    assert seconds(Layout(), 7, [2.0], 0.5, 0.75) == 14

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.cost.communication import boundary_seconds
@@ -20,6 +21,7 @@ from phalanx.cost.rank_time import held_by
 from phalanx.cost.spec import Framework, StepSpec
 from phalanx.cost.step_state import duplicated_stages_seconds, optimizer_seconds, state_seconds
 from phalanx.errors import JobError
+from phalanx.partition.derived import schedule_of
 from phalanx.schedule import catalogue, file
 from phalanx.simulate.step import Disturbance, check, figures, rank_seconds, simulate, stage_time, step_seconds
 from simulate.specs import spec
@@ -76,7 +78,7 @@ def test_1f1b_of_equal_ranks_has_its_closed_form(m: int) -> None:
     one = alike(16, m=m)
     content = contents(one)[1]
     work = stage_time(one, content).total
-    state = optimizer_seconds(one, held_by(one, content))
+    state = optimizer_seconds(one, held_by(one, content), content)
     found = simulate(one)
     # Messages that nothing hides: in and out; of one that its receiver waits for in the steady state, part of it.
     messages = 2 * 3 * boundary_seconds(one, 0, 1)
@@ -331,3 +333,23 @@ def test_a_step_of_one_small_model_on_one_device() -> None:
     one = spec("dp_replicate=1", 1, "gpt2", "dgx-h100:1")
     assert isinstance(one.model, ModelConfig)
     assert simulate(one).seconds == pytest.approx(predicted(one), rel=1e-9)
+
+
+def test_a_rank_with_both_ends_has_a_tied_embedding_once() -> None:
+    one = spec("pp=4,dp_replicate=2,schedule=zb_v", 8, "gpt2")
+    content = contents(one)[0]
+    assert one.model.tied
+    assert content.embedding
+    assert content.head
+    held = held_by(one, content)
+    costs = rank_seconds(one, schedule_of(one.layout, 8), 0, Disturbance())
+    assert costs.optimizer == optimizer_seconds(one, held, content)
+    assert sum(costs.reduce.values()) == pytest.approx(state_seconds(one, held, 2).reduce, rel=0.01)
+
+
+def test_an_optimizer_of_whole_matrices_takes_as_long_as_predicted() -> None:
+    one = replace(spec("tp=8,sp=true,dp_shard=8", 4, "llama3-8b"), optimizer=Optimizer("muon"))
+    plain = replace(one, optimizer=Optimizer())
+    more = predicted(one) - predicted(plain)
+    assert step_seconds(one) - step_seconds(plain) == pytest.approx(more)
+    assert more > 0.01 * predicted(plain)

@@ -6,14 +6,16 @@ Every formula takes numbers or arrays: the planner bounds many layouts at once w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from phalanx.config.layout import Layout
+from phalanx.cost.spec import Framework
 from phalanx.partition.derived import is_file, schedule_of
 from phalanx.schedule import catalogue
 from phalanx.schedule.timing import time
@@ -126,22 +128,79 @@ GRID = 32
 need to be run."""
 
 
-def pipeline_seconds(
-    layout: Layout, micro_batches: int, work: Sequence[float], forward: float, weights: float
-) -> float:
-    """Returns the seconds of a step of the pipeline, without messages.
+class ComposedStep(NamedTuple):
+    """The seconds of a step before its optimizer: numbers, or arrays with an element per layout."""
 
-    `work` is each rank's time per micro-batch, all its stages and both passes; `forward` and `weights` are its parts,
-    on average over ranks, in forward passes and in weight gradients. If one rank is the slowest the others' warm-up and
-    drain count with their own times: exact for 1F1B (tests/cost/test_pipeline_time.py)."""
-    slowest = max(work)
-    if len(work) == 1:
-        return micro_batches * slowest
-    others = (sum(work) - slowest) / (len(work) - 1)
-    mean = sum(work) / len(work)
-    first = round(forward / mean * GRID) / GRID
-    second = round(weights / mean * GRID) / GRID
-    return micro_batches * slowest + idle(layout, micro_batches, first, second) * others
+    busiest: Any
+    """Row of the busiest rank."""
+    passes: Any
+    """Seconds of its micro-batches."""
+    others: Any
+    """Seconds of a micro-batch on another rank, on average: the unit of idle time."""
+    forward: Any
+    """Share of forward passes in a micro-batch, on average over ranks."""
+    weights: Any
+    """The same of weight gradients."""
+    boundaries: Any
+    """Exposed seconds of messages between stages."""
+    state: Any
+    """Exposed seconds of the state's collectives, once per step."""
+
+    def seconds(self, idle: Any) -> Any:
+        """Returns the sum, with so much idle time."""
+        return self.passes + idle * self.others + self.boundaries + self.state
+
+
+def compose(
+    work: NDArray[np.float64],
+    count: NDArray[Any],
+    blocks: NDArray[Any],
+    micro_batches: Any,
+    once: Any,
+    sent: Callable[[Any, bool], tuple[Any, Any, Any]],
+    gathers: Any,
+    layout: Layout,
+    framework: Framework,
+) -> ComposedStep:
+    """Returns the step of a pipeline of `layout.pp` ranks. Of different ranks there are `count`, with so many `blocks`:
+    a row each. Layouts, if there are several, are columns, and `layout` stands for the fields they share.
+
+    Args:
+        work: seconds of a micro-batch (RankTime.passes), by rank: forward and backward on the device, both for the
+            host, and gradients of weights.
+        once: seconds of a message from a stage to the next.
+        sent: returns the seconds of gathering the state of a rank in so many messages, those of reducing it, and the
+            interference of these with products; for ZeRO-3, or otherwise.
+        gathers: whether ZeRO-3 gathers parameters in every pass, so that only the ends are exposed besides.
+    """
+    forward, backward, host_forward, host_backward, weights = work
+    each = pass_seconds(forward, host_forward) + pass_seconds(backward, host_backward)
+    busiest = each.argmax(0)
+    place = (busiest, *np.indices(busiest.shape))
+    slowest, whole, blocks = each[place], (count * each).sum(0), blocks[busiest]
+    ahead = forward[place]
+    around = late = 0.0
+    if np.any(gathers):
+        around = ends_of_blocks(*sent(np.maximum(1, blocks), True)[:2], blocks)
+    if not np.all(gathers):
+        gather, reduce, slowdown = sent(bucket_messages(blocks), False)
+        overlaps = framework.dp_overlaps
+        late = step_state(gather, reduce, ahead, slowest - ahead, blocks, slowdown, overlaps=overlaps)
+    chunks, overlaps = catalogue.chunks_of(layout.schedule, layout.pp_chunks), framework.pp_overlaps
+    return ComposedStep(
+        busiest,
+        micro_batches * slowest,
+        (whole - slowest) / max(1, layout.pp - 1),
+        (count * forward).sum(0) / whole,
+        (count * weights).sum(0) / whole,
+        boundaries(once, layout.pp, chunks, micro_batches, overlaps=overlaps) if layout.pp > 1 else 0.0,
+        np.where(gathers, around, late),
+    )
+
+
+def on_grid(share: float) -> float:
+    """Returns a share of a micro-batch in whole steps of the grid."""
+    return round(share * GRID) / GRID
 
 
 def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: float = 0.375) -> float:

@@ -6,16 +6,17 @@ from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+import numpy as np
+
 from phalanx.blocks.parameters import attention_flops_per_sequence, block_flops_per_sequence, train_flops_per_step
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import boundary_seconds
-from phalanx.cost.exposed import boundaries, ends_of_blocks, pipeline_seconds, step_state
-from phalanx.cost.held import Content, ParameterCounts, contents
+from phalanx.cost.exposed import compose, idle, on_grid
+from phalanx.cost.held import contents
 from phalanx.cost.kernels import peak_flops
-from phalanx.cost.matrices import matrix_seconds
 from phalanx.cost.rank_memory import RankMemory, step_memory
-from phalanx.cost.rank_time import RankTime, held_by, rank_time
+from phalanx.cost.rank_time import held_by, rank_time
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.step_state import (
     duplicated_stages_seconds,
@@ -23,11 +24,10 @@ from phalanx.cost.step_state import (
     interference,
     offloaded_work,
     optimizer_seconds,
-    step_collectives,
+    state_seconds,
     synchronization_seconds,
 )
 from phalanx.partition.derived import Tier, gathers_parameters, modes, written
-from phalanx.schedule import catalogue
 from phalanx.schedule.timing import bubble_fraction
 
 
@@ -192,28 +192,38 @@ def _repeated_flops_per_sequence(model: ModelConfig, recomputes: str) -> int:
 def step_parts(spec: StepSpec) -> Parts:
     """Returns the seconds of one step by part; their sum is the step time."""
     layout, batch = spec.layout, spec.batch
-    ranks = contents(spec)
-    count = Counter(ranks)
-    time_of = {content: rank_time(spec, content) for content in count}
-    times = [time_of[content] for content in ranks]
-    busiest = max(range(len(times)), key=lambda rank: times[rank].total)
-    slowest, m = times[busiest], batch.accumulation
-    mean = RankTime()
-    for content, number in count.items():
-        mean += time_of[content].scaled(number / len(times))
-    whole = pipeline_seconds(layout, m, [time.total for time in times], mean.forward, mean.weights)
-    held = max((held_by(spec, content) for content in count), key=lambda held: held.dense + held.experts)
-    data, optimizer = _state(spec, ranks[busiest], held, slowest)
+    count = Counter(contents(spec))
+    ranks, m = list(count), batch.accumulation
+    times = [rank_time(spec, content) for content in ranks]
+    held = max((held_by(spec, content) for content in ranks), key=lambda held: held.dense + held.experts)
+
+    def sent(messages: int, _: bool) -> tuple[float, float, float]:
+        state = state_seconds(spec, held, int(messages))
+        return state.gather, state.reduce, interference(spec, held, int(messages))
+
+    step = compose(
+        np.array([time.waited for time in times]).T,
+        np.array([*count.values()]),
+        np.array([content.blocks for content in ranks]),
+        m,
+        _hop(spec),
+        sent,
+        gathers_parameters(layout),
+        layout,
+        spec.framework,
+    )
+    content, slowest = ranks[step.busiest], times[step.busiest]
+    optimizer = optimizer_seconds(spec, held, content)
     # Those of the first block and outside the blocks, as in `ends_of_blocks`.
-    fetched = 2 * fetch_seconds(spec, *held.sent(layout, "parameter")) / max(1, ranks[busiest].blocks)
+    fetched = 2 * fetch_seconds(spec, *held.sent(layout, "parameter")) / max(1, content.blocks)
     host = offloaded_work(spec, held, slowest.backward_seconds, optimizer)
-    bidirectional = min(content.share for content in count) < 1
+    bidirectional = min(content.share for content in ranks) < 1
     exposed = {
         "tp": m * slowest.tp,
         "cp": m * slowest.cp,
         "ep": m * slowest.ep,
-        "pp": _boundaries(spec) + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
-        "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + data,
+        "pp": step.boundaries + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
+        "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + float(step.state),
     }
     exposed["dp_replicate"] = exposed.get("dp_replicate", 0.0) + synchronization_seconds(spec, held)
     return Parts(
@@ -222,7 +232,7 @@ def step_parts(spec: StepSpec) -> Parts:
         recompute=m * slowest.recompute,
         host=m * slowest.host,
         exposed={axis: spent for axis, spent in exposed.items() if spent},
-        bubble=whole - m * slowest.total,
+        bubble=float(step.others) * idle(layout, m, on_grid(step.forward), on_grid(step.weights)),
         optimizer=optimizer,
         copies=(sum(host.late) if host else 0.0) + fetched + m * slowest.copies,
         files=host.late_files if host else 0.0,
@@ -230,26 +240,10 @@ def step_parts(spec: StepSpec) -> Parts:
     )
 
 
-def _boundaries(spec: StepSpec) -> float:
-    """Returns the exposed seconds of messages between stages."""
-    layout = spec.layout
-    if layout.pp == 1:
-        return 0.0
-    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
-    once = sum(boundary_seconds(spec, rank, rank + 1) for rank in range(layout.pp - 1)) / (layout.pp - 1)
-    return boundaries(once, layout.pp, chunks, spec.batch.accumulation, overlaps=spec.framework.pp_overlaps)
-
-
-def _state(spec: StepSpec, content: Content, held: ParameterCounts, slowest: RankTime) -> tuple[float, float]:
-    """Returns the exposed seconds of gathering parameters and reducing gradients once per step, and the optimizer's."""
-    layout, blocks = spec.layout, content.blocks
-    optimizer = optimizer_seconds(spec, held) + matrix_seconds(spec, content)
-    state, messages = step_collectives(spec, held, blocks)
-    if gathers_parameters(layout):
-        return ends_of_blocks(state.gather, state.reduce, blocks), optimizer
-    ahead, slowdown, overlaps = slowest.forward, interference(spec, held, messages), spec.framework.dp_overlaps
-    behind = slowest.total - ahead
-    return step_state(state.gather, state.reduce, ahead, behind, blocks, slowdown, overlaps=overlaps), optimizer
+def _hop(spec: StepSpec) -> float:
+    """Returns the seconds of a message from a stage to the next, on average over the boundaries."""
+    last = spec.layout.pp - 1
+    return sum(boundary_seconds(spec, rank, rank + 1) for rank in range(last)) / max(1, last)
 
 
 def predict(spec: StepSpec) -> Prediction:

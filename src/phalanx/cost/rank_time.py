@@ -107,6 +107,17 @@ class RankTime:
         back = _waits(backward, self.host_backward) if ahead else self.host_backward
         return replace(self, waits_forward=there, waits_backward=back)
 
+    @property
+    def passes(self) -> tuple[float, float, float, float, float]:
+        """Seconds by which a step is bounded from below (exposed.compose): forward and backward on the device, forward
+        and backward of the host, and those of weight gradients."""
+        return self.forward, self.device - self.forward, self.host_forward, self.host_backward, self.weights
+
+    @property
+    def waited(self) -> tuple[float, float, float, float, float]:
+        """The `passes` of a step as it is: each part of a pass has waited for its host, which needs no more."""
+        return self.forward_seconds, self.backward_seconds, 0.0, 0.0, self.weights
+
     def scaled(self, factor: float) -> RankTime:
         return RankTime(*(factor * part for part in _PARTS(self)))
 

@@ -12,9 +12,10 @@ from typing import Any
 from phalanx.config.cluster import Accelerator, Cluster, HostShare
 from phalanx.config.layout import Layout
 from phalanx.cost.communication import PURPOSES, RankGroup, group, load, seconds, state_messages
-from phalanx.cost.exposed import added, bucket_messages, larger
-from phalanx.cost.held import LayerKind, ParameterCounts
+from phalanx.cost.exposed import added, larger
+from phalanx.cost.held import Content, LayerKind, ParameterCounts
 from phalanx.cost.kernels import rate, stream_seconds
+from phalanx.cost.matrices import matrix_seconds
 from phalanx.cost.rank_memory import StepParts
 from phalanx.cost.spec import Framework, StepSpec
 from phalanx.errors import JobError
@@ -22,7 +23,6 @@ from phalanx.optimizers.catalogue import OptimizerCosts, entry_of, offloaded_byt
 from phalanx.partition.derived import (
     BUFFER_BYTES,
     figures,
-    gathers_parameters,
     is_copied,
     is_offloaded,
     tier_of,
@@ -191,13 +191,6 @@ def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> Stat
     return StateSeconds(totals["gather"], totals["regather"], totals["reduce"] + totals["sum"], fetch)
 
 
-def step_collectives(spec: StepSpec, held: ParameterCounts, blocks: int) -> tuple[StateSeconds, int]:
-    """Returns the seconds of the state's collectives of a rank with so many blocks, and the number of their messages:
-    one per block with ZeRO-3, else those that are sent once per step."""
-    messages = max(1, blocks) if gathers_parameters(spec.layout) else bucket_messages(blocks)
-    return state_seconds(spec, held, messages), messages
-
-
 def fetch_seconds(spec: StepSpec, dense: float, experts: float) -> float:
     """Returns the seconds of copying this rank's share of some parameters from the host; 0 if they are on the
     device."""
@@ -281,12 +274,12 @@ def interference(spec: StepSpec, held: ParameterCounts, messages: int) -> float:
     return (spec.framework.interference - 1) * load(spec.cluster, group(spec.layout, axis), each)
 
 
-def optimizer_seconds(spec: StepSpec, held: ParameterCounts) -> float:
-    """Returns the seconds of the optimizer over the parameters that a rank updates, and of clipping."""
+def optimizer_seconds(spec: StepSpec, held: ParameterCounts, content: Content) -> float:
+    """Returns the seconds of the optimizer over the parameters that a rank with `content` updates, and of clipping."""
     layout, updated = spec.layout, updated_parameters(spec, held)
     clipped = updated if layout.zero > 1 and layout.shard_ranks > 1 else held.trained
     clips = clip_bytes(spec.framework, spec.width)
-    return update_seconds(spec.cluster, layout, costs_of(spec), updated, clipped, clips)
+    return update_seconds(spec.cluster, layout, costs_of(spec), updated, clipped, clips) + matrix_seconds(spec, content)
 
 
 def updated_parameters(spec: StepSpec, held: ParameterCounts) -> float:

@@ -1,7 +1,7 @@
 """Lower bounds on the seconds of a step and the bytes of its fullest rank, for many pairs of a mesh and a micro-batch
-at once. The formulas are those of cost/exposed.py and of MemoryFormulas (cost/rank_memory.py), without latencies of
-all-reduces, without the bubble of schedules that have no closed form (unless it is asked for), and with the fewest
-activations that a schedule can have in flight."""
+at once. A step is composed as for a prediction (exposed.compose), and memory has its formulas (MemoryFormulas of
+cost/rank_memory.py): without latencies of all-reduces, without the bubble of schedules that have no closed form (unless
+it is asked for), and with the fewest activations that a schedule can have in flight."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ from phalanx.config.layout import Layout
 from phalanx.cost.communication import RankGroup, occupancy
 from phalanx.cost.exposed import (
     GRID,
+    ComposedStep,
     block_state,
-    boundaries,
-    bucket_messages,
-    ends_of_blocks,
+    compose,
     idle,
     pass_seconds,
-    step_state,
 )
 from phalanx.cost.held import GatheredParameters
 from phalanx.cost.rank_memory import expert_ranks, fullest
@@ -155,40 +153,34 @@ class StepSeconds:
     def seconds(self, state: int, exactly: NDArray[Any] | None = None) -> Floats:
         """Returns the seconds with a state sharding; the pairs `exactly` get the bubble of the schedule's program."""
         if STATES[state].zero < 3 and exactly is None:
-            return self._plain + self._optimizer(state)
-        passes = self._passes(state) if STATES[state].zero == 3 else self._plain_passes
-        return self._step(passes, exactly) + self._optimizer(state)
+            return self._plain_seconds + self._optimizer(state)
+        step = self._step(state) if STATES[state].zero == 3 else self._plain
+        return step.seconds(self._idle(step, exactly)) + self._optimizer(state)
 
     @cached_property
-    def _plain_passes(self) -> tuple[Floats, ...]:
-        """Passes without ZeRO-3, the same with every other state sharding."""
-        return self._passes(next(number for number, state in enumerate(STATES) if state.zero < 3))
+    def _plain(self) -> ComposedStep:
+        """The step without ZeRO-3, the same with every other state sharding."""
+        return self._step(next(number for number, state in enumerate(STATES) if state.zero < 3))
 
     @cached_property
-    def _plain(self) -> Floats:
-        return self._step(self._plain_passes, None)
+    def _plain_seconds(self) -> Floats:
+        return self._plain.seconds(self._idle(self._plain, None))
 
-    def _step(self, passes: tuple[Floats, ...], exactly: NDArray[Any] | None) -> Floats:
-        """Returns the seconds without those of the optimizer."""
-        time, others, forward, weights = passes
-        return time + self._idle(forward, weights, exactly) * others if self.pp > 1 else time
+    def _step(self, state: int) -> ComposedStep:
+        """Returns the step with the costs of the tables: latencies of all-reduces are off."""
+        group, zero3 = self.group, STATES[state].zero == 3
+        work = self.work + np.where(group.shared, self._gathered(state), 0.0) if zero3 else self.work
+        held, trained = self._fullest
 
-    def _passes(self, state: int) -> tuple[Floats, ...]:
-        """Returns the seconds of the busiest rank with its exposed collectives, and of another rank's micro-batch; the
-        shares of forward passes and of weight gradients in the latter."""
-        group, work = self.group, self.work
-        if STATES[state].zero == 3:
-            work = work + np.where(group.shared, self._gathered(state), 0.0)
+        def sent(messages: Floats, whole: bool) -> tuple[Floats, Floats, Floats]:
+            gather, reduce = self._state(held if whole else trained, trained, messages)
+            return gather, reduce, self._interference(trained.sum(0), messages)
+
+        schedule, chunks = group.scheduled
+        layout = replace(self.tables.space.base, pp=self.pp, schedule=schedule, pp_chunks=chunks)
+        gathers = group.shared if zero3 else False
         work = work * group.parts
-        each = pass_seconds(work[0], work[2]) + pass_seconds(work[1], work[3])
-        busiest, columns = each.argmax(0), np.arange(len(self.m))
-        slowest, whole = each[busiest, columns], (group.count * each).sum(0)
-        ahead = work[0][busiest, columns]
-        chunks, overlaps = catalogue.chunks_of(*group.scheduled), self.framework.pp_overlaps
-        time = self.m * slowest + self._ends(state, group.blocks[busiest], ahead, slowest - ahead)
-        time += boundaries(group.hop, self.pp, chunks, self.m, overlaps=overlaps)
-        others = (whole - slowest) / max(1, self.pp - 1)
-        return time, others, (group.count * work[0]).sum(0) / whole, (group.count * work[4]).sum(0) / whole
+        return compose(work, group.count, group.blocks, self.m, group.hop, sent, gathers, layout, self.framework)
 
     def _gathered(self, state: int) -> Floats:
         """Returns the seconds that ZeRO-3 adds to the work of ranks that shard parameters."""
@@ -248,20 +240,6 @@ class StepSeconds:
             self.request.cluster, payload * sent, start + byte * payload
         )
 
-    def _ends(self, state: int, blocks: NDArray[Any], ahead: Floats, behind: Floats) -> Floats:
-        """Returns the exposed seconds per step of gathering and reducing the state. `blocks`, `ahead` and `behind` are
-        the slowest rank's blocks and its seconds in forward and in backward passes."""
-        (held, trained), shared, around = self._fullest, self.group.shared, 0.0
-        if STATES[state].zero == 3:
-            around = ends_of_blocks(*self._state(held, trained, np.maximum(1, blocks)), blocks)
-            if shared.all():
-                return around
-        messages = bucket_messages(blocks)
-        gather, reduce = self._state(trained, trained, messages)
-        slowdown, overlaps = self._interference(trained.sum(0), messages), self.framework.dp_overlaps
-        late = step_state(gather, reduce, ahead, behind, blocks, slowdown, overlaps=overlaps)
-        return np.where(shared, around, late) if STATES[state].zero == 3 else late
-
     @cached_property
     def _fullest(self) -> tuple[Floats, Floats]:
         """Parameters, dense and of experts, of the rank that has most, and those of them that are trained."""
@@ -275,11 +253,13 @@ class StepSeconds:
         cluster, clips = self.request.cluster, clip_bytes(self.framework, self.request.width)
         return update_seconds(cluster, self.tables.space.base, self.tables.optimizer, updated, clipped, clips)
 
-    def _idle(self, forward: Floats, weights: Floats, exactly: NDArray[Any] | None) -> Floats:
-        """Returns a lower bound on the idle time, in micro-batches of a rank, from the shares of forward passes and of
-        weight gradients in these: the schedule's formula, or its program for the pairs `exactly` if that is not
-        exact."""
+    def _idle(self, step: ComposedStep, exactly: NDArray[Any] | None) -> Floats | float:
+        """Returns a lower bound on the idle time, in micro-batches of a rank: the schedule's formula, or its program
+        for the pairs `exactly` if that is not exact."""
+        if self.pp == 1:
+            return 0.0
         schedule, chunks = self.group.scheduled
+        forward, weights = step.forward, step.weights
         found, known = np.zeros(len(self.m)), np.zeros(len(self.m), bool)
         if entry := catalogue.SCHEDULES.get(schedule):
             least = np.maximum(0.0, forward - 0.5 / GRID)

@@ -33,7 +33,7 @@ from phalanx.cost.held import (
 )
 from phalanx.cost.job_spec import stages
 from phalanx.cost.rank_memory import RankParts, Shards, StepParts
-from phalanx.cost.rank_time import RankTime, around_time, half_times
+from phalanx.cost.rank_time import around_time, half_times
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.step_state import conversion_seconds, costs_of, groups, near_of, wire_widths
 from phalanx.partition.derived import Batch, is_file, schedule_of
@@ -174,7 +174,7 @@ class Tables:
         """Returns the same seconds outside the blocks, by inner combination."""
         content = Content((), embedding, head)
         ends = embedding, head
-        return self._figures(("around", ends), (TP, SP, CP, MICRO), lambda spec: _seconds(around_time(spec, content)))
+        return self._figures(("around", ends), (TP, SP, CP, MICRO), lambda spec: around_time(spec, content).passes)
 
     def _block(self, kind: BlockKind) -> Floats:
         """Returns the same seconds of one block, by inner combination and recomputation."""
@@ -186,7 +186,7 @@ class Tables:
 
     def _half(self, kind: BlockKind, half: Half, on: tuple[int, ...]) -> Floats:
         def ask(spec: StepSpec) -> list[Any]:
-            return [_seconds(time) for time in half_times(spec, kind, half, RECOMPUTE)]
+            return [time.passes for time in half_times(spec, kind, half, RECOMPUTE)]
 
         return self._figures((half, kind), on, ask)
 
@@ -364,7 +364,3 @@ def alone(request: PlanRequest, layout: Layout, micro: int) -> StepSpec:
     """Returns the spec of a single micro-batch of a layout."""
     batch = Batch(micro, micro, 1, 1)
     return request.unchecked_spec(layout, batch)
-
-
-def _seconds(time: RankTime) -> tuple[float, float, float, float, float]:
-    return time.forward, time.device - time.forward, time.host_forward, time.host_backward, time.weights

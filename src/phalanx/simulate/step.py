@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.config.layout import Layout
 from phalanx.cost.communication import boundary_seconds
 from phalanx.cost.exposed import bucket_messages
-from phalanx.cost.held import Content, ParameterCounts, content_of, stages_of_case
+from phalanx.cost.held import ParameterCounts, content_of, stages_of_case, table
 from phalanx.cost.rank_time import RankTime, held_by, rank_time
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.step_state import (
@@ -28,7 +28,7 @@ from phalanx.cost.step_state import (
     interference,
     offloaded_work,
     optimizer_seconds,
-    step_collectives,
+    state_seconds,
 )
 from phalanx.errors import JobError
 from phalanx.partition.derived import gathers_parameters, is_file, schedule_of
@@ -170,16 +170,23 @@ def rank_seconds(spec: StepSpec, schedule: Schedule, rank: int, disturbance: Dis
             durations[kind][stage] = seconds * factor
             exposed[kind][stage] = share * (seconds - (time.weights if kind == "B" else 0)) / schedule.slices
         exposed["W"][stage] = 0.0
-    state = {stage: _state(spec, contents[stage], disturbance) for stage in local_stages}
+    content = content_of(spec, stages, local_stages)
+    state = {}
+    for stage in local_stages:
+        held = held_by(spec, contents[stage])
+        if spec.model.tied and stage == schedule.stages - 1 > 0 and content.embedding:
+            # The head is the first stage's embedding, on the same rank.
+            copied = table(spec.model, spec.layout.tp)
+            trained = 0 if spec.model.lora.rank else copied
+            held = replace(held, dense=held.dense - copied, trained_dense=held.trained_dense - trained)
+        state[stage] = _state(spec, held, contents[stage].blocks, disturbance)
     zero3, overlaps = gathers_parameters(spec.layout), spec.framework.dp_overlaps
-    whole = ParameterCounts(
-        *map(sum, zip(*(astuple(held_by(spec, contents[stage])) for stage in local_stages), strict=True))
-    )
-    optimizer = optimizer_seconds(spec, whole)
+    whole = held_by(spec, content)
+    optimizer = optimizer_seconds(spec, whole, content)
     host = offloaded_work(spec, whole, sum(durations["B"]), optimizer)
     late = sum(host.late) + host.late_files if host else 0.0
     optimizer = optimizer + late if host else optimizer * disturbance.device(rank)
-    messages = bucket_messages(sum(contents[stage].blocks for stage in local_stages))
+    messages = bucket_messages(content.blocks)
     after, duplicated = (
         not overlaps and not zero3,
         any(len({placement[stage] for placement in schedule.placements}) > 1 for stage in local_stages),
@@ -215,10 +222,11 @@ def _disturbed(time: RankTime, disturbance: Disturbance) -> RankTime:
     return replace(slow, forward=time.forward * slow.device / time.device)
 
 
-def _state(spec: StepSpec, content: Content, disturbance: Disturbance) -> StateSeconds:
+def _state(spec: StepSpec, held: ParameterCounts, blocks: int, disturbance: Disturbance) -> StateSeconds:
     """Returns the seconds of a stage's state collectives, once per step; with zero=3 those of its non-block parameters,
     because the others are in the passes."""
-    found, messages = step_collectives(spec, held_by(spec, content), content.blocks)
+    messages = max(1, blocks) if gathers_parameters(spec.layout) else bucket_messages(blocks)
+    found = state_seconds(spec, held, messages)
     factor = disturbance.axis("dp")
     if gathers_parameters(spec.layout):
         once = (found.gather + found.reduce) / messages
