@@ -88,6 +88,7 @@ def _vocabulary(job: Job) -> str:
 _DECAYS: Condition = (lambda job: job.optimizer.schedule != "constant", "is for a schedule that decays: not constant")
 
 CONDITIONS: dict[str, Condition] = {
+    "cluster.carbon_g_per_kwh": _above("cluster.power_w"),
     "model.ignore_config": (
         lambda job: job.model.from_ or job.model.preset.startswith(FROM_FILE),
         "is for a config.json: model.from a Hugging Face folder, or model=hf:FILE",

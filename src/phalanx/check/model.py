@@ -166,6 +166,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         "nothing that is measured or set is so large",
         [
             *(f"cluster.{name}" for name in ("peak_tflops", "oversubscription")),
+            *(f"cluster.{name}" for name in ("price_per_device_hour", "power_w", "carbon_g_per_kwh")),
             *(f"cluster.accelerator.{name}_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "fp32")),
             *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "alone", "older")),
             *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
