@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.blocks.operator import AttentionCore, Operator, Product
 from phalanx.config.cluster import Accelerator
 from phalanx.config.job import FP8_ALIGNMENT
-from phalanx.cost.spec import Framework, FusedKernel
+from phalanx.cost.spec import Framework, FusedKernel, blended
 
 TILES = (
     (256, 128, 1.0),
@@ -250,8 +250,14 @@ def _attention(
     if framework.attention == "flash":
         shape = (device, products, queries, keys, heads, kv_heads, core.head, core.value_head)
         seen = min(keys, core.keys_per_query)
+        own, crowd = framework.flash, framework.crowd
+        one = framework.alone.flash if framework.alone and crowd < 1 else own
+
+        def seconds(kernel: FusedKernel, backward: bool) -> float:
+            return steps * attention_seconds(*shape, backward=backward, kernel=kernel, seen=seen)
+
         forward, backward = (
-            steps * attention_seconds(*shape, backward=back, kernel=framework.flash, seen=seen)
+            seconds(own, back) if one == own else blended(seconds(one, back), seconds(own, back), crowd)
             for back in (False, True)
         )
         return forward, backward, 2 * steps
