@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Set
 from dataclasses import replace
 
+from phalanx.blocks.kinds import chosen_kinds
 from phalanx.check.layout import Problem
 from phalanx.config.corpora import CORPORA, TOKENIZERS, vocabulary_of
 from phalanx.config.fields import get, leaves
@@ -28,6 +29,11 @@ def _above(path: str, bound: int = 0, what: str = "", *, auto: bool = False) -> 
 def _is(path: str, *values: str) -> Condition:
     """Returns the condition that a field has one of some values."""
     return lambda job: get(job, path) in values, f"is for {path}={' or '.join(values)}"
+
+
+def _used_by(kind: str) -> Condition:
+    """Returns the condition that some layers have a kind of attention."""
+    return lambda job: kind in chosen_kinds(job.model, "attention"), f"is for layers with attention {kind}"
 
 
 _EXPERTS = _above("model.moe.n_experts", what="models with experts: ")
@@ -107,6 +113,13 @@ CONDITIONS: dict[str, Condition] = {
         "is for experts in groups: model.moe.n_groups above 1",
     ),
     **{path: _LATENT for path in leaves() if path.startswith("model.mla.") and path != "model.mla.kv_rank"},
+    **{
+        path: _used_by(kind)
+        for kind in ("sparse", "delta", "mamba")
+        for path in leaves()
+        if path.startswith(f"model.{kind}.")
+    },
+    "model.moe.shared_gate": _above("model.moe.n_shared", what="shared experts: "),
     **{path: _LORA for path in leaves() if path.startswith("model.lora.") and path != "model.lora.rank"},
     "model.rope_scaling.kind": _SCALED,
     **{

@@ -216,6 +216,10 @@ def operator_seconds(
         framework.passes * width * sum(stream.forward for stream in cheap),
         sum(stream.launches for stream in cheap),
     )
+    for operator in operators:
+        if operator.scan:
+            there, back = _scan_beyond(device, operator, framework, products)
+            scores, scores_back = scores + there, scores_back + back
     kernels += sum(stream.kernels for stream in streams)
     launching = (device.host_us or framework.kernel_us) * 1e-6
     host, again = kernels * launching, sum(stream.kernels for stream in cheap) * launching
@@ -232,6 +236,24 @@ def operator_seconds(
         host_backward=ahead * HOST_BACKWARD,
         host_cheap=0.0 if device.host_us else again,
     )
+
+
+def _scan_beyond(device: Accelerator, operator: Operator, framework: Framework, products: str) -> tuple[float, float]:
+    """Returns the seconds, forward and backward, by which the products of a scan take longer than what it moves, which
+    counts with other memory-bound work. They reach the rate of the framework's attention kernel: assumed."""
+    assert operator.scan is not None, "chosen for having one"
+    scan, width = operator.scan, max(2, WIDTHS[products])
+    full = rate(device, "fp32" if products == "fp32" else "bf16")
+    moved = [
+        sum(stream_seconds(device, width * each, 0) for each in numbers)
+        for numbers in zip(*((stream.forward, stream.backward) for stream in operator.memory_bound), strict=True)
+    ]
+    flops = scan.forward / 2 if scan.causal else scan.forward, scan.backward
+    there, back = (
+        max(0.0, work / (full * reached) - streamed)
+        for work, reached, streamed in zip(flops, FLASH[framework.flash], moved, strict=True)
+    )
+    return there, back
 
 
 def number_format(product: Product, products: str, framework: Framework) -> str:
