@@ -469,7 +469,12 @@ def model_kinds(model: ModelConfig) -> tuple[SublayerKind, ...]:
 def untrained(model: ModelConfig) -> list[str]:
     """Returns the parts of a model that are predicted and not trained, each with the field that switches it on; none of
     a model that this program can build."""
-    kinds = [(half, name) for half in HALVES for name in dict.fromkeys(chosen_kinds(model, half))]
+    parts = [
+        f"{half}={name} ({TABLES[half][name].title})"
+        for half in HALVES
+        for name in dict.fromkeys(chosen_kinds(model, half))
+        if not TABLES[half][name].module
+    ]
     fields = [
         (model.positions == "none", "positions=none"),
         (model.activation == "relu2", "activation=relu2"),
@@ -477,10 +482,7 @@ def untrained(model: ModelConfig) -> list[str]:
         (model.moe.shared_gate, "moe.shared_gate=true"),
         (model.mtp, f"mtp={model.mtp}"),
     ]
-    return [
-        *(f"{half}={name} ({TABLES[half][name].title})" for half, name in kinds if not TABLES[half][name].module),
-        *(text for is_set, text in fields if is_set),
-    ]
+    return parts + [text for is_set, text in fields if is_set]
 
 
 def not_trained(model: ModelConfig) -> str:
@@ -536,10 +538,10 @@ def _feed_forward_half(place: Place, feed_forward: str, is_first: bool) -> tuple
     return tuple(adapted(place, "feed_forward", half))
 
 
-def _between_norms(place: Place, name: str, half: Iterator[Operator], *, first: bool) -> Iterator[Operator]:
+def _between_norms(place: Place, name: str, operators: Iterator[Operator], *, first: bool) -> Iterator[Operator]:
     """Yields the operators of a half with its norms and, where it ends on the residual stream, the sum; nothing of a
     half without operators."""
-    model, half = place.model, tuple(half)
+    model, half = place.model, tuple(operators)
     if not half:
         return
     if model.parallel_block:

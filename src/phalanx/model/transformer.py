@@ -107,8 +107,8 @@ class Transformer(nn.Module):
 
     def __init__(self, model: ModelConfig, vocab_size: int | None = None):
         super().__init__()
-        reason = not_trained(model)
-        if problems := [reason] if reason else [f"{path}: {message}" for path, message in model_problems(model)]:
+        problems = [f"{path}: {message}" for path, message in model_problems(model)]
+        if problems := problems or [*filter(None, [not_trained(model)])]:
             raise JobError(problems)
         vocab = vocabulary(model, vocab_size)
         self.config = model
