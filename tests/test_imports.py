@@ -40,13 +40,13 @@ INNER_FLOORS = {
 }
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
-    "blocks": 2200,
+    "blocks": 2700,
     "check": 2400,
     "checkpoint": 4050,
     "cli": 6350,
     "comm": 1800,
-    "config": 5600,
-    "cost": 5_800,
+    "config": 6000,
+    "cost": 6000,
     "data": 6350,
     "evaluate": 700,
     "exchange": 2300,

@@ -78,14 +78,21 @@ def test_counts_are_rounded(capsys):
     ]
 
 
+LATENT = [
+    *("deepseek-v3", "kimi-k2", "glm-5", "deepseek-v3.2"),
+    *("nemotron3-super-120b-a12b", "nemotron3-ultra-550b-a55b", "tiny-deepseek"),
+]
+"""Latent attention, and experts in latents."""
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
         (["mixtral"], ["mixtral-8x7b", "tiny-moe"]),
         (["gemma2"], ["gemma2-2b", "gemma2-9b", "gemma2-27b"]),
         (["SINKS", "128 experts"], ["gpt-oss-120b"]),
-        (["latent"], ["deepseek-v3", "kimi-k2", "glm-5", "tiny-deepseek"]),
-        (["yarn"], ["gpt-oss-20b", "gpt-oss-120b", "kimi-k2"]),
+        (["latent"], LATENT),
+        (["yarn"], ["gpt-oss-20b", "gpt-oss-120b", "kimi-k2", "olmo3-7b", "olmo3-32b"]),
     ],
 )
 def test_words_filter_the_list(capsys, words: list[str], expected: list[str]):

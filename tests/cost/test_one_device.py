@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,10 @@ from phalanx.check.load import load_words
 from phalanx.config import overrides
 from phalanx.config.clusters import cluster_of
 from phalanx.config.job import Job
-from phalanx.cost.job_spec import step_spec
+from phalanx.cost.job_spec import framework_of, step_spec
 from phalanx.cost.kernels import attention_seconds
 from phalanx.cost.prediction import predict, step_parts
-from phalanx.cost.spec import StepSpec
+from phalanx.cost.spec import CROWD, StepSpec
 from phalanx.plan.space import plan_request
 
 FACTS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("one_device.yaml").read_text(encoding="utf-8"))
@@ -74,13 +75,67 @@ def test_attention_and_products_are_predicted_by_kernel(kernels: dict[str, Any])
     assert 1e3 * products == pytest.approx(kernels["products"], rel=WITHIN)
 
 
-def test_several_devices_have_the_rates_of_published_clusters() -> None:
+def test_a_node_has_the_rates_of_published_clusters() -> None:
     known = cluster_of(FACTS["cluster"]).accelerator
-    one, two = spec("llama"), spec("llama", "dp_shard=2", devices=2)
-    assert two.cluster.accelerator == known
+    one, node = spec("llama"), spec("llama", f"dp_shard={CROWD}", devices=CROWD)
+    assert node.cluster.accelerator == known
     assert one.cluster.accelerator == replace(known, sustained=known.alone)
-    assert one.framework.slowdown < two.framework.slowdown
-    assert step_parts(one).products < step_parts(two).products
+    assert one.framework.slowdown < node.framework.slowdown
+    assert step_parts(one).products < step_parts(node).products
+
+
+COMPUTED = ("products", "streams", "recompute", "host")
+"""The parts of a step that a device computes by itself."""
+
+
+@pytest.mark.parametrize("model", FACTS["models"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_what_a_cluster_loses_grows_by_one_factor_per_doubling(model: str, compile: bool) -> None:
+    """From one device to a node of eight with the same work on each: what a device computes takes the same factor
+    longer at each doubling, at most a seventh, and no factor beside it; the rest is communication, and the optimizer,
+    whose state the devices share."""
+    if model == "mixture" and compile:
+        return  # refused
+    worlds = [1, 2, 4, 8]
+    parts = [
+        step_parts(
+            spec(model, f"train.compile={compile}", *([f"dp_shard={world}"] if world > 1 else []), devices=world)
+        )
+        for world in worlds
+    ]
+    for name in ("products", "streams"):
+        steps = [getattr(after, name) / getattr(before, name) for before, after in pairwise(parts)]
+        assert steps == pytest.approx([steps[0]] * 3, rel=0.02), name
+        assert 0.85 < steps[0] < 1.18, name
+    for each in parts:
+        computed = sum(getattr(each, name) for name in COMPUTED)
+        assert each.total == pytest.approx(computed + sum(each.exposed.values()) + each.optimizer)
+    assert not parts[0].exposed
+    assert [world * each.optimizer for world, each in zip(worlds, parts, strict=True)] == pytest.approx(
+        [parts[0].optimizer] * 4, rel=0.25
+    )
+
+
+@pytest.mark.parametrize("model", FACTS["models"])
+def test_without_a_cluster_s_loss_a_second_device_adds_communication_alone(model: str) -> None:
+    """Of a cluster that loses nothing, one device and two differ in messages and in the optimizer's share."""
+    one, two = spec(model), spec(model, "dp_shard=2", devices=2)
+    lossless = replace(two, cluster=replace(two.cluster, accelerator=one.cluster.accelerator), framework=one.framework)
+    first, second = step_parts(one), step_parts(lossless)
+    for name in COMPUTED:
+        assert getattr(second, name) == pytest.approx(getattr(first, name), rel=1e-6, abs=1e-4), name
+    messages, saved = sum(second.exposed.values()), first.optimizer - second.optimizer
+    assert second.total == pytest.approx(first.total + messages - saved, abs=1e-4)
+
+
+def test_measured_rates_have_no_slowdown() -> None:
+    """What `bench` has measured is what devices reach: Phalanx adds no loss of published clusters to it."""
+    asked = job("llama", f"dp_shard={CROWD}", devices=CROWD)
+    calibration = asked.cluster.calibration
+    compute = replace(calibration.compute, provenance=replace(calibration.compute.provenance, date="2026-11-27"))
+    measured = replace(asked.cluster, calibration=replace(calibration, compute=compute))
+    assert framework_of(asked).slowdown == 1.14
+    assert framework_of(replace(asked, cluster=measured)).slowdown == 1
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -97,6 +97,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "gemma3-27b": Counterpart("gemma3_text", {"window": 7, "n_layers": 6}),
     "gpt2": Counterpart("gpt2", {"n_kv_heads": 0}),
     "olmo2-32b": Counterpart("olmo2"),
+    "olmo3-32b": Counterpart("olmo3", {"window": 7, "rope_scaling": {"original_seq_len": 64}}),
     "gpt-neox-20b": Counterpart("gpt_neox", {"n_kv_heads": 4, "head_dim": 0, "d_model": 64, "d_ff": 96}),
     "gpt-oss-20b": Counterpart(
         "gpt_oss", {"window": 7, "moe": _SMALL_EXPERTS, "rope_scaling": {"original_seq_len": 64}}

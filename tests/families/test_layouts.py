@@ -17,6 +17,7 @@ CASES = {
     "gemma3-27b": ("cp=2,tp=2,sp=true", "cp=2,cp_ulysses=2,pp=2"),
     "gemma2-27b": ("dp_shard=2,tp=2,sp=true,recompute=full",),
     "olmo2-32b": ("tp=2,sp=true,pp=2", "dp_shard=2,cp=2"),
+    "olmo3-32b": ("tp=2,sp=true,pp=2", "dp_shard=2,cp=2"),
     "gpt-neox-20b": ("dp_shard=2,tp=2,sp=true,zero=2", "cp=2,pp=2"),
     "gpt-oss-20b": ("dp_shard=2,tp=2,sp=true,ep=2", "cp=2,pp=2,recompute=full"),
     "glm-4.5": ("dp_shard=2,tp=2,sp=true,ep=2",),

@@ -114,19 +114,23 @@ def experts(place: Place) -> Iterator[Operator]:
     """Yields the operators of a mixture of experts."""
     model, moe, width = place.model, place.model.moe, place.width
     spread: Spread = "tokens" if place.profile.routes_shards else "whole"
-    stream, rows = model.d_model * width, routed_rows(place) / place.tokens
+    rows = routed_rows(place) / place.tokens
     arrived = rows * (place.profile.imbalance if place.ep > 1 else 1)
     yield _router(place, spread)
     # Each row's choice and each choice's row; with a capacity whether there is one.
     places = INDEX * (rows + moe.top_k) + moe.top_k * (moe.capacity > 0)
-    token, row = place.hidden, routed_rows(place) * model.d_model
+    inside = _in_latents(place)
+    size = inside.model.d_model
+    if moe.latent:
+        yield _latent(place, "latent_down", moe.latent, model.d_model, spread)
+    token, row = inside.hidden, routed_rows(place) * size
     work = MemoryBound("dispatch", 2 * row, row + token, cheap=True)
     yield _moving(place, work, rows, SavedTensor("places", places, spread))
     up, activation, down = mlp(
-        place, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts), tiled=True
+        inside, "experts", model.expert_ff_size, max(1, routed_rows(place) * place.ep // moe.n_experts), tiled=True
     )
     inputs = saved_input(place, "feed_forward", "moe.experts.up", "moe.experts.gate")
-    size = arrived * model.d_model * inputs
+    size *= arrived * inputs
     read = SavedTensor("experts.up", size, spread, cheap=size if place.ep == 1 else 0)
     yield replace(
         _in_mixture(up, moe.n_experts), saved=(read,), results=gate_result(place, moe.top_k * model.expert_ff_size)
@@ -136,12 +140,44 @@ def experts(place: Place) -> Iterator[Operator]:
     yield replace(activation, memory_bound=tuple(each))
     hidden = hidden_saved(place, "experts", arrived * model.expert_ff_size)
     yield replace(_in_mixture(down, moe.n_experts), saved=(hidden,), results=down_result(place))
-    combined = () if place.profile.weights_inside else (SavedTensor("combine", rows * stream, spread),)
+    combined = (
+        () if place.profile.weights_inside else (SavedTensor("combine", rows * inside.model.d_model * width, spread),)
+    )
     work = MemoryBound("combine", row + token, 3 * row)
     yield _moving(place, work, rows, *combined).sending(*leave(place, again=needs_sum(model)))
+    if moe.latent:
+        yield _latent(place, "latent_up", model.d_model, moe.latent, spread)
     if moe.n_shared:
         for part in mlp(place, "shared", moe.n_shared * model.expert_ff_size, place.tokens, tiled=True):
             yield _in_mixture(part)
+        if moe.shared_gate:
+            yield _shared_gate(place, spread)
+
+
+def _in_latents(place: Place) -> Place:
+    """Returns the place of the experts, whose residual stream is as wide as latents if they have any."""
+    model = place.model
+    return place._replace(model=replace(model, d_model=model.moe.latent)) if model.moe.latent else place
+
+
+def _latent(place: Place, name: str, outputs: int, inputs: int, spread: Spread) -> Operator:
+    """Returns the matrix into the experts' latents or out of them, which every tensor rank holds whole."""
+    weight = Weight(f"moe.{name}.weight", (outputs, inputs), gradient="partial")
+    return Operator(name, (weight,), place.tokens, saved=(SavedTensor(name, inputs * place.read, spread),))
+
+
+def _shared_gate(place: Place, spread: Spread) -> Operator:
+    """Returns the gate of the shared experts: a score per token, and the product of its sigmoid with their output."""
+    weight = Weight("moe.shared_gate.weight", (1, place.model.d_model), gradient="partial")
+    numbers = place.hidden / place.token_share
+    return Operator(
+        "shared gate",
+        (weight,),
+        place.tokens,
+        sixteen=True,
+        memory_bound=(MemoryBound("shared gate", 2 * numbers, 4 * numbers, 3),),
+        saved=(SavedTensor("shared gate", place.model.d_model * place.width, spread),),
+    )
 
 
 def routed_rows(place: Place) -> int:
@@ -201,7 +237,7 @@ def _routing_messages(place: Place) -> Iterator[Message]:
 def _moving(place: Place, work: MemoryBound, rows: float, *saved: SavedTensor) -> Operator:
     """Returns the dispatch to experts or the combine with gates, a gather each way, and the all-to-all, on whose other
     side rows are permuted again."""
-    moved = routed_rows(place) * place.model.d_model
+    moved = routed_rows(place) * _in_latents(place).model.d_model
     message = Message("ep", "all_to_all", moved, forward=1, full=1, backward=1, copies=rows)
     again = 2 * moved * (place.ep > 1)
     work = work._replace(

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from phalanx.blocks.attention import attention, latent_attention
 from phalanx.blocks.feed_forward import dense, experts
 from phalanx.blocks.operator import Half, Operator, Place
-from phalanx.blocks.residual import adapted, norm, residual, sum_of_halves
-from phalanx.config.model import MLA, ModelConfig, MoE, window_within
+from phalanx.blocks.recurrent import delta_net, mamba
+from phalanx.blocks.residual import adapted, joined, norm, predicted, residual, sum_of_halves
+from phalanx.blocks.sparse import gated_attention, sparse_attention
+from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, SparseAttention, window_within
 from phalanx.facts import Lazy, stated
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
 from phalanx.registry import Registry, package_code
@@ -29,6 +31,9 @@ class Connection(NamedTuple):
     writes: tuple[str, ...] = ()
     """Those that write the output, cut by columns. If there is one, it sums the ranks' outputs. Otherwise a hook sums
     the output of the whole module, to which only the first rank adds their biases."""
+
+
+NO_CONNECTION = Connection()
 
 
 def no_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
@@ -54,10 +59,10 @@ class SublayerKind:
     """The description: yields the operators between the norm and the residual sum, in the order of the forward pass,
     with weights, products, saved tensors and messages. Parameter counts, tensor slices, FLOPs, memory, traffic and
     seconds are views of it."""
-    module: Lazy
+    module: Lazy | None
     """What makes the torch module on one device, "package.module:name", imported when a model is built. Its parameters
-    are the description's weights, in the same order."""
-    connection: Connection
+    are the description's weights, in the same order. None: the kind is predicted and not trained."""
+    connection: Connection = NO_CONNECTION
     """How tensor parallelism connects the module to the residual stream."""
     name_in_block: str
     """The name of the module in a block, with which the names of its weights begin."""
@@ -101,7 +106,13 @@ class FeedForwardKind(SublayerKind):
 
 _PLAIN = ModelConfig(n_heads=4, n_kv_heads=2, positions="rope", activation="swiglu", bias=False)
 _LATENT = MLA(kv_rank=8, q_rank=8, rope_head_dim=4, nope_head_dim=4, v_head_dim=4)
-NEEDS = {"mla.kv_rank": {"mla": _LATENT}, "moe.n_experts": {"moe": MoE(n_experts=4)}}
+NEEDS = {
+    "mla.kv_rank": {"mla": _LATENT},
+    "sparse.top_k": {"sparse": SparseAttention(top_k=8, index_heads=2, index_head_dim=4)},
+    "delta.n_heads": {"delta": DeltaNet(n_heads=4, key_heads=2, key_head_dim=4, head_dim=4)},
+    "mamba.n_heads": {"mamba": Mamba(n_heads=4, head_dim=4, groups=2, state=4, chunk=8)},
+    "moe.n_experts": {"moe": MoE(n_experts=4)},
+}
 """Fields that switch a part of a model on, and a small value of that part."""
 
 
@@ -120,6 +131,8 @@ def kind_problems(kind: SublayerKind) -> Iterator[str]:
 
 
 def _operator_problems(kind: SublayerKind, place: Place, operators: tuple[Operator, ...]) -> Iterator[str]:
+    if not operators and not kind.module:
+        return
     weights = {weight.name: weight for operator in operators for weight in operator.weights}
     if not weights:
         yield "its operators have no weights"
@@ -133,7 +146,7 @@ def _operator_problems(kind: SublayerKind, place: Place, operators: tuple[Operat
                 yield f"{name} {'reads the input' if cut == 'rows' else 'writes the output'}: it must be cut by {cut}"
     if isinstance(kind, AttentionKind):
         cores = sum(operator.core is not None for operator in operators)
-        if cores != len(kind.cores):
+        if kind.module and cores != len(kind.cores):
             yield f"it states {len(kind.cores)} cores, its operators have {cores}"
     if isinstance(kind, FeedForwardKind):
         if kind.width(place.model) < 1:
@@ -276,6 +289,17 @@ def smaller_latents(model: ModelConfig, small: ModelConfig, max_ranks: int) -> M
     return replace(small, mla=latents)
 
 
+def nothing(place: Place) -> Iterator[Operator]:
+    """Yields no operator: a block without this half has one norm and one sum onto the residual stream."""
+    yield from ()
+
+
+def _not_parallel(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields that a parallel block has both halves."""
+    if model.parallel_block:
+        yield "model.parallel_block", "adds two halves, and some layers have one; nearest legal: parallel_block=false"
+
+
 def _problems(name: str, kind: SublayerKind) -> Iterator[str]:
     return kind_problems(kind)
 
@@ -301,6 +325,46 @@ ATTENTION: Registry[AttentionKind] = Registry(
             needs=("mla.kv_rank",),
             problems=latent_problems,
             shrink=smaller_latents,
+        ),
+        "sparse": AttentionKind(
+            title="multi-head latent attention to keys that an indexer chooses",
+            source="DeepSeek-AI 2025 (arXiv 2512.02556), section 2.1",
+            operators=sparse_attention,
+            module=None,
+            cores=(),
+            needs=("mla.kv_rank", "sparse.top_k"),
+            problems=latent_problems,
+        ),
+        "gated_heads": AttentionKind(
+            title="multi-head attention with a gate of its output",
+            source="Qwen Team 2025, Qwen3-Next; Qiu et al. 2025 (arXiv 2505.06708)",
+            operators=gated_attention,
+            module=None,
+            cores=(),
+        ),
+        "delta": AttentionKind(
+            title="gated delta net, a linear attention",
+            source="Yang et al. 2025 (arXiv 2412.06464), section 3",
+            operators=delta_net,
+            module=None,
+            cores=(),
+            needs=("delta.n_heads",),
+        ),
+        "mamba": AttentionKind(
+            title="Mamba-2, a state space model",
+            source="Dao and Gu 2024 (arXiv 2405.21060), section 6",
+            operators=mamba,
+            module=None,
+            cores=(),
+            needs=("mamba.n_heads",),
+        ),
+        "none": AttentionKind(
+            title="no attention: the block is its feed-forward layer",
+            source="NVIDIA 2025, Nemotron-H (arXiv 2504.03624), section 2.1",
+            operators=nothing,
+            module=None,
+            cores=(),
+            problems=_not_parallel,
         ),
     },
     _problems,
@@ -331,6 +395,14 @@ FEED_FORWARD: Registry[FeedForwardKind] = Registry(
             width_name="an expert's width",
             routed=True,
         ),
+        "none": FeedForwardKind(
+            title="no feed-forward layer: the block is its attention",
+            source="NVIDIA 2025, Nemotron-H (arXiv 2504.03624), section 2.1",
+            operators=nothing,
+            module=None,
+            problems=_not_parallel,
+            width=lambda model: 0,
+        ),
     },
     _problems,
 )
@@ -353,6 +425,8 @@ class BlockKind(NamedTuple):
     feed_forward: str
     window: int = 0
     """Keys that a query sees at most; 0: all of the sequence."""
+    predicts: bool = False
+    """Whether it is that of a module for one more token, with a head and a loss of its own."""
 
     @property
     def routed(self) -> bool:
@@ -365,6 +439,8 @@ def chosen_kinds(model: ModelConfig, half: Half) -> tuple[str, ...]:
     if pattern := getattr(model, half):
         return tuple(pattern.split(","))
     if half == "attention":
+        if model.sparse.top_k > 0:
+            return ("sparse",)
         return ("latent",) if model.mla.kv_rank else ("heads",)
     return ("experts",) if model.moe.n_experts else ("dense",)
 
@@ -390,6 +466,31 @@ def model_kinds(model: ModelConfig) -> tuple[SublayerKind, ...]:
     return tuple(TABLES[half][name] for half in HALVES for name in dict.fromkeys(chosen_kinds(model, half)))
 
 
+def untrained(model: ModelConfig) -> list[str]:
+    """Returns the parts of a model that are predicted and not trained, each with the field that switches it on; none of
+    a model that this program can build."""
+    parts = [
+        f"{half}={name} ({TABLES[half][name].title})"
+        for half in HALVES
+        for name in dict.fromkeys(chosen_kinds(model, half))
+        if not TABLES[half][name].module
+    ]
+    fields = [
+        (model.positions == "none", "positions=none"),
+        (model.activation == "relu2", "activation=relu2"),
+        (model.moe.latent, f"moe.latent={model.moe.latent}"),
+        (model.moe.shared_gate, "moe.shared_gate=true"),
+        (model.mtp, f"mtp={model.mtp}"),
+    ]
+    return parts + [text for is_set, text in fields if is_set]
+
+
+def not_trained(model: ModelConfig) -> str:
+    """Returns why a model is predicted and planned but not trained, or nothing."""
+    parts = untrained(model)
+    return f"model: predicted and planned, not trained or verified: no module here for {', '.join(parts)}" * bool(parts)
+
+
 @lru_cache(maxsize=1024)
 def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
     """Returns the kind of every layer. Raises KeyError for a kind that is in no table."""
@@ -399,6 +500,7 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
         window = window_within(model.window_of(layer), model.seq_len)
         kind = BlockKind(core[layer % len(core)], wide[layer % len(wide)], window)
         is_dense = kind.routed and layer < model.moe.n_dense_layers
+        kind = kind._replace(predicts=layer >= model.n_layers - model.mtp)
         kinds.append(kind._replace(feed_forward="dense") if is_dense else kind)
     return tuple(kinds)
 
@@ -413,11 +515,14 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
     together = place.model.parallel_block
     if half == "attention":
         exchange = "enter" if together else "both"
-        return _attention_half(place._replace(ep=1, window=kind.window, exchange=exchange), kind.attention)
+        before = tuple(joined(place)) if kind.predicts else ()
+        return before + _attention_half(place._replace(ep=1, window=kind.window, exchange=exchange), kind.attention)
+    is_first = kind.attention == "none"
     exchange = "leave" if together else "both"
     # Feed-forward layers do not depend on which context ranks form a ring.
     place = place._replace(ring=place.cp, ulysses=1, ring_rank=None, exchange=exchange)
-    return _feed_forward_half(place, kind.feed_forward)
+    after = tuple(predicted(place._replace(exchange="both"))) if kind.predicts else ()
+    return _feed_forward_half(place, kind.feed_forward, is_first) + after
 
 
 @lru_cache(maxsize=20_000)
@@ -428,14 +533,17 @@ def _attention_half(place: Place, attention: str) -> tuple[Operator, ...]:
 
 
 @lru_cache(maxsize=20_000)
-def _feed_forward_half(place: Place, feed_forward: str) -> tuple[Operator, ...]:
-    half = _between_norms(place, "mlp", FEED_FORWARD[feed_forward].operators(place), first=False)
+def _feed_forward_half(place: Place, feed_forward: str, is_first: bool) -> tuple[Operator, ...]:
+    half = _between_norms(place, "mlp", FEED_FORWARD[feed_forward].operators(place), first=is_first)
     return tuple(adapted(place, "feed_forward", half))
 
 
-def _between_norms(place: Place, name: str, half: Iterator[Operator], *, first: bool) -> Iterator[Operator]:
-    """Yields the operators of a half with its norms and, where it ends on the residual stream, the sum."""
-    model = place.model
+def _between_norms(place: Place, name: str, operators: Iterator[Operator], *, first: bool) -> Iterator[Operator]:
+    """Yields the operators of a half with its norms and, where it ends on the residual stream, the sum; nothing of a
+    half without operators."""
+    model, half = place.model, tuple(operators)
+    if not half:
+        return
     if model.parallel_block:
         yield from map(_of_all_tokens, (norm(place, f"{name}_norm", first=first), *half))
         if not first:

@@ -48,6 +48,8 @@ class Weight(NamedTuple):
     """Its initial value (model/seeding.py), if its name does not say it."""
     frozen: bool = False
     """Whether training leaves it as it is: it has no gradient and no optimizer state."""
+    shared: bool = False
+    """Whether it is another operator's, which counts it among the parameters."""
 
     @property
     def routed(self) -> bool:
@@ -145,6 +147,16 @@ class AttentionCore(NamedTuple):
         return self.pairs / self.queries / self.steps
 
 
+class Scan(NamedTuple):
+    """Multiplications of a kernel beside attention's, on one rank: of a recurrence in chunks, or of an indexer."""
+
+    forward: float
+    """FLOPs."""
+    backward: float
+    causal: bool = False
+    """Whether a causal mask leaves half of the forward ones."""
+
+
 class MemoryBound(NamedTuple):
     """Elementwise work on one rank: elements that it reads and writes."""
 
@@ -228,6 +240,8 @@ class Operator:
     """Tokens that are multiplied by the weights; for experts, by each of them."""
     sixteen: bool = False
     core: AttentionCore | None = None
+    scan: Scan | None = None
+    """The products of its kernels: they take the longer of these and of what `memory_bound` moves."""
     memory_bound: tuple[MemoryBound, ...] = ()
     saved: tuple[SavedTensor, ...] = ()
     results: tuple[SavedTensor, ...] = ()

@@ -38,7 +38,8 @@ def vocabulary(model: ModelConfig, vocab_size: int | None = None) -> int:
 @lru_cache(maxsize=1024)
 def block_weights(model: ModelConfig, kind: BlockKind) -> tuple[Weight, ...]:
     """Returns the weights of a block of one kind, in the order of its modules."""
-    every = tuple(weight for operator in block(Place(model), kind) for weight in operator.weights)
+    operators = block(Place(model), kind)
+    every = tuple(weight for operator in operators for weight in operator.weights if not weight.shared)
     return by_layer(every) if model.lora.rank else every
 
 
@@ -126,7 +127,7 @@ def forward_flops_per_token(model: ModelConfig, attention: Attention = "full") -
 def forward_flops_per_sequence(model: ModelConfig, vocab_size: int | None, attention: Attention) -> int:
     """Returns the FLOPs of the forward pass over one sequence."""
     blocks = sum(block_flops_per_sequence(model, layer, attention) for layer in range(model.n_layers))
-    return blocks + model.seq_len * head_flops_per_token(model, vocab_size)
+    return blocks + (1 + model.mtp) * model.seq_len * head_flops_per_token(model, vocab_size)
 
 
 def train_flops_per_token(model: ModelConfig) -> int:
@@ -182,14 +183,25 @@ def attention_flops_per_token(model: ModelConfig, layer: int) -> int:
 
 def attention_flops_per_sequence(model: ModelConfig, layer: int, attention: Attention = "full") -> int:
     """Returns the forward FLOPs of one layer's scores (queries by keys) and of their product with the values, over a
-    sequence."""
-    flops = _core_flops(model, block_kinds(model)[layer])
-    return flops if attention == "full" else flops // 2
+    sequence; of a layer with a state, those of its recurrence."""
+    kind = block_kinds(model)[layer]
+    flops = _core_flops(model, kind)
+    return (flops if attention == "full" else flops // 2) + _scan_flops(model, kind)
 
 
 @lru_cache(1024)
 def _core_flops(model: ModelConfig, kind: BlockKind) -> int:
-    return sum(operator.core.flops for operator in block(Place(model), kind) if operator.core)
+    """Returns those that a causal mask halves."""
+    operators = block(Place(model), kind)
+    scores = sum(int(each.scan.forward) for each in operators if each.scan and each.scan.causal)
+    return scores + sum(operator.core.flops for operator in operators if operator.core)
+
+
+@lru_cache(1024)
+def _scan_flops(model: ModelConfig, kind: BlockKind) -> int:
+    """Returns those of recurrences, without a mask."""
+    operators = block(Place(model), kind)
+    return sum(int(each.scan.forward) for each in operators if each.scan and not each.scan.causal)
 
 
 def head_flops_per_token(model: ModelConfig, vocab_size: int | None = None) -> int:

@@ -298,6 +298,38 @@ def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     )
 
 
+def joined(place: Place) -> Iterator[Operator]:
+    """Yields what a module for one more token does before its block (DeepSeek-V3, section 2.2): norms of the hidden
+    states and of the next tokens' embeddings, and the matrix that joins them."""
+    model, numbers = place.model, place.hidden / place.token_share
+    width = model.d_model
+    yield Operator(
+        "join",
+        (
+            *norm_weights(model, "join.hidden_norm", width),
+            *norm_weights(model, "join.embed_norm", width),
+            *linear_weights("join.proj", width, 2 * width, False),
+        ),
+        place.tokens // place.token_share,
+        memory_bound=(MemoryBound("join", 6 * numbers, 9 * numbers, 2 * norm_kernels(model), 2),),
+        saved=(SavedTensor("join", 2 * width * (place.width + place.read), "tokens"),),
+    )
+
+
+def predicted(place: Place) -> Iterator[Operator]:
+    """Yields what it does after its block: a norm, and the model's own head and loss. The logits' gradients wait for
+    the backward pass."""
+    vocab = place.model.vocab_size
+    for operator in head(place, vocab):
+        weights = operator.weights
+        if operator.name == "head":
+            weights = tuple(weight._replace(shared=True) for weight in weights)
+        elif weights:
+            weights = tuple(weight._replace(name=f"predict.{weight.name}") for weight in weights)
+        saved = (SavedTensor("predict logits", vocab * place.width, "width"),) if operator.name == "loss" else ()
+        yield replace(operator, name=f"predict {operator.name}", weights=weights, saved=saved)
+
+
 def boundary(place: Place) -> Message:
     """Returns the message between two stages of a pipeline: the hidden states of a micro-batch, or of a slice of it."""
     return Message("pp", "send", place.hidden / place.slices / place.token_share, forward=1, backward=1)

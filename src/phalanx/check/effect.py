@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from dataclasses import replace
 
+from phalanx.blocks.kinds import chosen_kinds
 from phalanx.config.corpora import CORPORA, TOKENIZERS, vocabulary_of
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
@@ -16,6 +17,12 @@ from phalanx.config.presets import FROM_FILE, states_no_rows
 from phalanx.partition.derived import has_buckets
 from phalanx.techniques.catalogue import OWN, conditions_of
 from phalanx.techniques.technique import Condition, Problem, above, is_one_of
+
+
+def _used_by(kind: str) -> Condition:
+    """Returns the condition that some layers have a kind of attention."""
+    return lambda job: kind in chosen_kinds(job.model, "attention"), f"is for layers with attention {kind}"
+
 
 _EXPERTS = above("model.moe.n_experts", what="models with experts: ")
 _LATENT = above("model.mla.kv_rank", what="latent attention: ")
@@ -73,6 +80,7 @@ def _vocabulary(job: Job) -> str:
 _DECAYS: Condition = (lambda job: job.optimizer.schedule != "constant", "is for a schedule that decays: not constant")
 
 CONDITIONS: dict[str, Condition] = {
+    "cluster.carbon_g_per_kwh": above("cluster.power_w"),
     "model.ignore_config": (
         lambda job: job.model.from_ or job.model.preset.startswith(FROM_FILE),
         "is for a config.json: model.from a Hugging Face folder, or model=hf:FILE",
@@ -91,6 +99,13 @@ CONDITIONS: dict[str, Condition] = {
         "is for experts in groups: model.moe.n_groups above 1",
     ),
     **{path: _LATENT for path in leaves() if path.startswith("model.mla.") and path != "model.mla.kv_rank"},
+    **{
+        path: _used_by(kind)
+        for kind in ("sparse", "delta", "mamba")
+        for path in leaves()
+        if path.startswith(f"model.{kind}.")
+    },
+    "model.moe.shared_gate": above("model.moe.n_shared", what="shared experts: "),
     "model.rope_scaling.kind": _SCALED,
     **{
         f"model.rope_scaling.{name}": (

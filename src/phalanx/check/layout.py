@@ -48,13 +48,16 @@ def layout_problems(job: Job) -> Iterator[Problem]:
     yield from _batch(job)
 
 
+def kinds_without_cores(model: ModelConfig) -> list[str]:
+    """Returns the model's kinds of attention whose layers need whole sequences."""
+    return [name for name in dict.fromkeys(kind.attention for kind in block_kinds(model)) if not ATTENTION[name].cores]
+
+
 def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
     """Yields at most one problem if context-parallel ranks cannot get equal parts of every sequence, or of each of the
     `slices` equal parts in which sequences are pipelined."""
     layout, tokens = job.layout, job.model.seq_len // slices
-    without_cores = [
-        name for name in dict.fromkeys(kind.attention for kind in block_kinds(job.model)) if not ATTENTION[name].cores
-    ]
+    without_cores = kinds_without_cores(job.model)
     if layout.cp > 1 and without_cores:
         yield (
             "layout.cp",

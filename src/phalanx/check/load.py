@@ -16,6 +16,7 @@ from typing import Any
 
 import yaml
 
+from phalanx.blocks.kinds import not_trained
 from phalanx.check.effect import effect_problems
 from phalanx.check.job import by_cause, problems_of
 from phalanx.check.start import start_problems, starting_point
@@ -365,6 +366,8 @@ def resolve(
     found += [_at(path, message, origins) for path, message in problems_found]
     if found:
         raise JobError(found)
+    if reason := not_trained(job.model):
+        answers.append(reason)
     if presets and not _states_all("model", settings) and (rows := _rows_that_give_way(job)):
         answers.append(rows)
     if batch := equation(job, derived):

@@ -22,7 +22,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         MOST_STAGES,
         "the deepest published transformer has 1,000 layers (DeepNet, Wang et al. 2022)",
         [
-            *("model.n_layers", "model.full_every", "model.moe.n_dense_layers"),
+            *("model.n_layers", "model.full_every", "model.moe.n_dense_layers", "model.mtp"),
             *("layout.pp", "layout.pp_chunks", "layout.offload_blocks"),
         ],
     ),
@@ -32,13 +32,18 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         [
             *(f"model.{name}" for name in ("d_model", "d_ff", "head_dim", "moe.d_ff")),
             *(f"model.mla.{name}" for name in ("q_rank", "kv_rank", "rope_head_dim", "nope_head_dim", "v_head_dim")),
-            "model.lora.rank",
+            *("model.lora.rank", "model.moe.latent", "model.sparse.index_head_dim"),
+            *("model.delta.key_head_dim", "model.delta.head_dim", "model.mamba.head_dim", "model.mamba.state"),
+            *("model.delta.conv", "model.mamba.conv", "model.mamba.chunk"),
         ],
     ),
     (
         1 << 14,
         "a hundred times the heads of the widest published transformer, 160",
-        ["model.n_heads", "model.n_kv_heads"],
+        [
+            *("model.n_heads", "model.n_kv_heads", "model.sparse.index_heads"),
+            *("model.delta.n_heads", "model.delta.key_heads", "model.mamba.n_heads", "model.mamba.groups"),
+        ],
     ),
     (
         1 << 14,
@@ -50,7 +55,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         1 << 27,
         "the longest published context has 100 million tokens",
         [
-            *("model.seq_len", "model.window", "model.rope_scaling.original_seq_len"),
+            *("model.seq_len", "model.window", "model.rope_scaling.original_seq_len", "model.sparse.top_k"),
             *("layout.loss_chunk", "run.sample_tokens"),
         ],
     ),
@@ -101,6 +106,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         "nothing that is measured or set is so large",
         [
             *(f"cluster.{name}" for name in ("peak_tflops", "oversubscription")),
+            *(f"cluster.{name}" for name in ("price_per_device_hour", "power_w", "carbon_g_per_kwh")),
             *(f"cluster.accelerator.{name}_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "fp32")),
             *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "alone", "older")),
             *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
@@ -172,6 +178,11 @@ def _shape_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield from _beside_latent_attention(model)
     if model.positions == "rope":
         yield from _rotary(model)
+    if model.mtp >= model.n_layers:
+        yield (
+            "model.mtp",
+            f"must leave a layer before the modules for further tokens: n_layers is {model.n_layers}, mtp {model.mtp}",
+        )
     if model.full_every and not model.window:
         yield (
             "model.full_every",

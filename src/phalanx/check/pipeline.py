@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from phalanx.check.layout import context_problems
+from phalanx.check.layout import context_problems, kinds_without_cores
 from phalanx.config.job import Job
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, divisors, multiples
@@ -117,6 +117,13 @@ def _slices(job: Job, slices: int) -> Iterator[Problem]:
     if slices == 1:
         return
     layout, tokens = job.layout, job.model.seq_len
+    if without_cores := kinds_without_cores(job.model):
+        yield (
+            "layout.pp_slices",
+            f"attention {', '.join(without_cores)} states no cores, so its layers need whole sequences, and slices "
+            f"{slices} cut them; nearest legal: a schedule without slices, such as 1f1b",
+        )
+        return
     ranks = layout.tp if layout.sp else 1
     if tokens % (slices * ranks):
         tp = f" × tp {ranks} (sp)" if ranks > 1 else ""

@@ -10,7 +10,7 @@ from phalanx.cli.auto_layout import fixed_of, on_known_devices, worlds_of
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.help_page import MOST_COLUMNS
 from phalanx.cli.option import Option
-from phalanx.cli.predicting import OPTIONS, asked, calibration_document, check_calibration
+from phalanx.cli.predicting import OPTIONS, TOKENS, asked, asked_cost, calibration_document, check_calibration
 from phalanx.cli.verb import Words, job_verb
 from phalanx.cost.breakdown import subject
 from phalanx.data.files import stderr_progress
@@ -41,6 +41,7 @@ VERB = job_verb(
         "svg": Option(str, "", "write a map of the search space, one dot per layout", value="FILE"),
         "top": Option(int, 10, "number of layouts to show", at_least=1),
         **OPTIONS,
+        "tokens": TOKENS,
     },
     exits={3: "no layout fits"},
     auto="always",
@@ -63,7 +64,12 @@ def run(words: Words) -> int:
     plan = replace(plan, best=plan.best[: words.options["top"]])
     files.write({"html": lambda: _page(plan), "svg": lambda: _map(plan)})
     document = {**report.as_json(plan), "calibration": calibration_document(cluster, cluster.devices)}
-    words.show(document, report.text(plan, min(terminal_columns(sys.stdout) or report.WIDTH, MOST_COLUMNS)))
+    text = report.text(plan, min(terminal_columns(sys.stdout) or report.WIDTH, MOST_COLUMNS))
+    for best in plan.best[:1]:
+        devices = best.prediction.devices
+        if cost := asked_cost(loaded.job, devices, best.tokens_per_s, words.options["tokens"]):
+            document["run"], text = cost.as_dict(), f"{text}\n\n{cost.line()}"
+    words.show(document, text)
     files.tell()
     return 0 if plan.best else DoesNotFitError.exit_code
 

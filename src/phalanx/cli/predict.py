@@ -8,10 +8,11 @@ from typing import Any, Literal
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.option import Option
-from phalanx.cli.predicting import OPTIONS, asked, calibration_document
+from phalanx.cli.predicting import OPTIONS, TOKENS, asked, asked_cost, calibration_document
 from phalanx.cli.verb import Words, job_verb
 from phalanx.cost.breakdown import document, memory_lines, subject, time_lines
 from phalanx.cost.job_spec import step_spec
+from phalanx.cost.money import Prices
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.data.files import stderr_progress
@@ -44,6 +45,7 @@ VERB = job_verb(
             "against memory for every recomputation (recompute)",
         ),
         **OPTIONS,
+        "tokens": TOKENS,
         "table": Option(str, "", "predict every row of a CSV file of configurations instead of one job", value="FILE"),
         "out": Option(str, "", "with --table: the CSV file to write (default: standard output)", value="FILE"),
     },
@@ -56,7 +58,8 @@ VERB = job_verb(
 def run(words: Words) -> int:
     options, job = words.options, words.job
     if options["table"]:
-        return table.run(options["table"], options["out"], as_json=words.as_json, progress=stderr_progress)
+        prices = Prices(job.cluster, options["tokens"])
+        return table.run(options["table"], options["out"], prices, as_json=words.as_json, progress=stderr_progress)
     if options["picture"] != "prediction" and not options["svg"]:
         raise JobError(f"--picture {options['picture']} says what --svg draws: name a file, such as --svg step.svg")
     files = OutputFiles.of(words, "svg")
@@ -72,7 +75,10 @@ def run(words: Words) -> int:
     files.write({"svg": pictures[options["picture"]]})
     calibration = calibration_document(job.cluster, job.layout.world)
     document = {**as_json(spec, prediction, traffic), "calibration": calibration}
-    words.show(document, report(spec, prediction, traffic))
+    text = report(spec, prediction, traffic)
+    if cost := asked_cost(job, prediction.devices, prediction.tokens_per_s, options["tokens"]):
+        document["run"], text = cost.as_dict(), f"{text}\n\n{cost.line()}"
+    words.show(document, text)
     files.tell()
     if prediction.fits:
         return 0

@@ -28,6 +28,8 @@ JSON = {"json": "print one JSON document on standard output and nothing else"}
 """The switch of every command."""
 JOB_SWITCHES = {**JSON, "print_config": "print the resolved job with the origin of each value, and exit"}
 """The switches of every verb that takes a job."""
+PREDICTING = ("predict", "plan", "simulate")
+"""The verbs that take a model which can be predicted and not trained."""
 WHOLE = ""
 """The name of the only command of a verb without commands."""
 Options = TypeVar("Options")
@@ -265,12 +267,15 @@ class Verb:
 
     def _with_job(self, argv: Sequence[str]) -> Words | None:
         """Returns the words with the job, or None after printing it. Raises JobError with every problem of both."""
+        from phalanx.blocks.kinds import not_trained
         from phalanx.check.load import as_dict, as_yaml, load_words, repeated
 
         words, line = self.command_line(argv)
         if twice := [*repeated(line.settings)]:
             raise JobError([*line.problems, *twice])
         given = load_words(line, opens=self._opens)
+        if self.name not in PREDICTING and (reason := not_trained(given.job.model)):
+            raise JobError(f"{reason}; phalanx {', '.join(PREDICTING)} take it")
         tell(given.answers)
         loaded = given
         if given.job.layout.auto and self.auto not in ("open", "always"):

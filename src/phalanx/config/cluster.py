@@ -106,8 +106,8 @@ class Accelerator(Hashed):
     """Rate of matrix products in a long run over that of the best single one: power and heat lower clocks, and other
     data occupies the caches. Of a known device it is that of published clusters."""
     alone: Annotated[float, Interval(0)] = 0.0
-    """`sustained` in a job of one device, which no neighbours heat and which waits for no slower one; 0: `sustained`.
-    """
+    """`sustained` in a job of one device, which no neighbours heat and which waits for no slower one; of two to seven
+    it lies between; 0: `sustained`."""
     older: Annotated[float, Interval(above=0)] = 1.0
     """Rate of kernels written for the previous generation's instructions over that of kernels for its own."""
     launch_us: Annotated[float, Interval(0)] = 4.0
@@ -193,6 +193,13 @@ class Cluster(Hashed):
     """Devices with full bandwidth among them; 0: all. Links between pods are shared."""
     oversubscription: Annotated[float, Interval(above=0)] = 1.0
     """Between pods: bandwidth that devices demand over that of the links."""
+    price_per_device_hour: Annotated[float, Interval(0), Example("2.5")] = 0.0
+    """Price of one device for an hour, in any currency, for the cost of a run; 0: not known."""
+    power_w: Annotated[float, Interval(0), Example("1275")] = 0.0
+    """Power of one device at the wall, with its share of the node, in W, for the energy of a run; 0: not known. Of a
+    known machine it is the maker's maximum, which a run stays below."""
+    carbon_g_per_kwh: Annotated[float, Interval(0), Example("57")] = 0.0
+    """Carbon intensity of the electricity in g CO2-equivalent per kWh, for the emissions of a run; 0: not known."""
     accelerator: Accelerator = field(default_factory=Accelerator)
     intra: Link = field(default_factory=Link)
     inter: Link = field(default_factory=Link)

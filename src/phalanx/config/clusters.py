@@ -217,6 +217,8 @@ class _Machine:
     domain: int = 0
     pod: int = 0
     oversubscription: float = 1.0
+    power_w: float = 0.0
+    carbon_g_per_kwh: float = 0.0
 
 
 def _entry(name: str, stored: dict[str, Any]) -> MachineEntry:
@@ -246,6 +248,8 @@ def _entry(name: str, stored: dict[str, Any]) -> MachineEntry:
         domain=machine.domain,
         pod=machine.pod,
         oversubscription=machine.oversubscription,
+        power_w=machine.power_w,
+        carbon_g_per_kwh=machine.carbon_g_per_kwh,
         accelerator=ACCELERATORS[machine.device],
         intra=machine.intra,
         inter=cards,

@@ -18,8 +18,16 @@ def attention(model: ModelConfig) -> str:
         (model.sinks, "sinks"),
         (model.attention_softcap > 0, f"soft cap {model.attention_softcap:g}"),
         (model.qk_norm != "none", "normalised queries and keys"),
+        (model.sparse.top_k > 0, f"to {model.sparse.top_k:,} keys"),
     ]
-    return ", ".join([kind, *(name for present, name in extras if present)])
+    pattern = model.attention.split(",")
+    layers = [pattern[layer % len(pattern)] for layer in range(model.n_layers)]
+    states = [
+        f"{name} in {layers.count(kind)} of {model.n_layers} layers"
+        for kind, name in (("delta", "gated delta nets"), ("mamba", "Mamba-2"))
+        if kind in layers
+    ]
+    return ", ".join([*states, kind, *(name for present, name in extras if present)])
 
 
 def windows(model: ModelConfig) -> str:
@@ -45,13 +53,16 @@ def feed_forward(model: ModelConfig) -> str:
     if not moe.n_experts:
         return kind
     shared = f" + {moe.n_shared} shared" if moe.n_shared else ""
-    return f"{kind}, {moe.top_k} of {moe.n_experts} experts{shared}"
+    latent = f" in latents of {moe.latent:,}" if moe.latent else ""
+    return f"{kind}, {moe.top_k} of {moe.n_experts} experts{latent}{shared}"
 
 
 def positions(model: ModelConfig) -> str:
     """Returns the kind of positions: "rotary, base 500,000, llama3 × 8 from 8,192 tokens"."""
     if model.positions == "learned":
         return f"learned, {model.seq_len:,}"
+    if model.positions == "none":
+        return "none"
     parts = ["rotary", f"base {model.rope_theta:,.0f}"]
     if model.window_rope_theta:
         parts.append(f"{model.window_rope_theta:,.0f} in windows")

@@ -69,6 +69,11 @@ class MoE:
     """Coefficient of the load-balancing loss, per sequence or conversation (DeepSeek-V3, equations 17 to 20)."""
     z_loss: Annotated[float, Interval(0), Example("0.001")] = 0.0
     """Coefficient of the squared logarithm of the softmax's denominator (ST-MoE, Zoph et al. 2022, equation 5)."""
+    latent: Annotated[int, Interval(0), Example("1024")] = 0
+    """Width in which experts work: one matrix before them maps the residual stream to it, one after them back
+    (LatentMoE of Nemotron 3, NVIDIA 2025); 0 means model.d_model."""
+    shared_gate: bool = False
+    """The output of the shared experts is multiplied by the sigmoid of a trained score per token (Qwen3-Next)."""
     router_bias: bool = False
     """The router's logits have a trained bias per expert (gpt-oss)."""
     bias_balanced: bool = False
@@ -104,6 +109,56 @@ class MLA:
     norm_eps: Annotated[float, Interval(0)] = 0.0
     """Added to the variance in the norms of the compressed queries, keys and values; 0 means model.norm_eps
     (transformers: 1e-6 whatever that is)."""
+
+
+@dataclass(frozen=True)
+class SparseAttention:
+    """Latent attention to the keys that an indexer chooses (DeepSeek-AI 2025, arXiv 2512.02556, section 2.1); top_k 0 =
+    to all of them."""
+
+    top_k: Annotated[int, Interval(0), Example("2048")] = 0
+    """Keys that a query attends to; 0 switches the indexer off."""
+    index_heads: Annotated[int, Interval(1)] = 64
+    """Query heads of the indexer, which share one key head."""
+    index_head_dim: Annotated[int, Interval(1)] = 128
+    """Size of a head of the indexer."""
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta net, a linear attention (Yang et al. 2025, arXiv 2412.06464); n_heads 0 = none.
+
+    Its kind of attention is `delta`: delta,delta,delta,gated_heads repeats over the layers of Qwen3-Next."""
+
+    n_heads: Annotated[int, Interval(0), Example("32")] = 0
+    """Value heads, each with a state of its own; 0: no layer is of this kind."""
+    key_heads: Annotated[int, Interval(1)] = 16
+    """Query and key heads, which value heads share."""
+    key_head_dim: Annotated[int, Interval(1)] = 128
+    """Size of a query or key head."""
+    head_dim: Annotated[int, Interval(1)] = 128
+    """Size of a value head."""
+    conv: Annotated[int, Interval(1)] = 4
+    """Tokens that the convolution over queries, keys and values reads."""
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """Mamba-2, a state space model (Dao and Gu 2024, arXiv 2405.21060); n_heads 0 = none. Its kind of attention is
+    `mamba`."""
+
+    n_heads: Annotated[int, Interval(0), Example("64")] = 0
+    """Heads, each with a state of its own; 0: no layer is of this kind."""
+    head_dim: Annotated[int, Interval(1)] = 64
+    """Size of a head."""
+    groups: Annotated[int, Interval(1)] = 8
+    """Groups of heads that share what writes their states and what reads them (B and C)."""
+    state: Annotated[int, Interval(1)] = 128
+    """Size of a state per element of a head."""
+    conv: Annotated[int, Interval(1)] = 4
+    """Tokens that the convolution reads."""
+    chunk: Annotated[int, Interval(1)] = 128
+    """Tokens of a chunk, within which tokens meet in matrix products, and between which states pass."""
 
 
 @dataclass(frozen=True)
@@ -168,11 +223,16 @@ class ModelConfig(Hashed):
     """With a window: every n-th layer attends to all keys, with n this number, counted from 1 (Gemma 2 and gpt-oss: 2,
     Gemma 3: 6); 0 means no layer."""
     attention: Annotated[str, Example("latent")] = ""
-    """Kind of attention: heads, latent, or one that a package adds (docs/reference/extending.md); a list such as
-    latent,heads repeats over the layers; empty: latent with mla.kv_rank, otherwise heads."""
+    """Kind of attention: heads, latent, one that is predicted but not trained (sparse, gated_heads, delta, mamba,
+    none), or one that a package adds (docs/reference/extending.md); a list such as latent,heads repeats over the
+    layers; empty: sparse with sparse.top_k, latent with mla.kv_rank, otherwise heads."""
     feed_forward: Annotated[str, Example("experts")] = ""
-    """Kind of feed-forward layer: dense, experts, or one that a package adds; a list repeats over the layers; empty:
-    experts with moe.n_experts, otherwise dense."""
+    """Kind of feed-forward layer: dense, experts, none, or one that a package adds; a list repeats over the layers;
+    empty: experts with moe.n_experts, otherwise dense."""
+    mtp: Annotated[int, Interval(0), Example("1")] = 0
+    """The last of the n_layers, as many as this, are modules that predict one more token each (DeepSeek-V3, section
+    2.2): a matrix that joins hidden states with embeddings, a block, the head and a loss. They are priced, and not
+    trained. In a pipeline the copy of the embedding beside them is not counted."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of normalisation."""
     norm_place: Literal["before", "after", "both"] = "before"
@@ -181,11 +241,12 @@ class ModelConfig(Hashed):
     parallel_block: bool = False
     """Attention and MLP read the same residual stream, each through its own norm, and are added to it together
     (GPT-NeoX)."""
-    positions: Literal["learned", "rope"] = "learned"
-    """Position encoding."""
-    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "swiglu_clamped"] = "gelu"
-    """The MLP: two matrices around GELU (exact or tanh form), or three with a gate: SiLU (Llama), GELU in its tanh form
-    (Gemma), or a clamped SiLU (gpt-oss: at most 7, with the other factor plus 1 and within ±7)."""
+    positions: Literal["learned", "rope", "none"] = "learned"
+    """Position encoding. none, as beside Mamba-2, is predicted and not trained."""
+    activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "swiglu_clamped", "relu2"] = "gelu"
+    """The MLP: two matrices around GELU (exact or tanh form) or the square of ReLU (Nemotron; predicted and not
+    trained), or three with a gate: SiLU (Llama), GELU in its tanh form (Gemma), or a clamped SiLU (gpt-oss: at most 7,
+    with the other factor plus 1 and within ±7)."""
     bias: bool = True
     """Biases in linear layers and LayerNorm."""
     qkv_bias: bool = False
@@ -221,6 +282,9 @@ class ModelConfig(Hashed):
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     moe: MoE = field(default_factory=MoE)
     mla: MLA = field(default_factory=MLA)
+    sparse: SparseAttention = field(default_factory=SparseAttention)
+    delta: DeltaNet = field(default_factory=DeltaNet)
+    mamba: Mamba = field(default_factory=Mamba)
     lora: LoRA = field(default_factory=LoRA)
 
     @property

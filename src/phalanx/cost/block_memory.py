@@ -174,7 +174,7 @@ class BlockBytes:
         if kind.block.routed:
             rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
             spread = step.share if memory_profile.routes_shards else 1
-            wide = rows * (wide + model.d_model / spread)
+            wide = rows * (wide + (model.moe.latent or model.d_model) / spread)
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
         attention = workspace(

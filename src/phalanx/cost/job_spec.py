@@ -112,9 +112,11 @@ def framework_of(job: Job) -> Framework:
     if job.cluster.device == "cpu":
         return _as_trained(job, PHALANX_CPU)
     own = PHALANX.alone or PHALANX
+    # What `bench` has measured is what the devices reach: no cluster's loss is to be added to it.
+    shared = replace(PHALANX, slowdown=own.slowdown) if job.cluster.calibration.compute.provenance.date else PHALANX
     if job.cluster.accelerator.older < 1:  # torch takes cuDNN's attention from Hopper on
         own = replace(own, flash="cudnn")
-    return replace(_as_trained(job, PHALANX), alone=_as_trained(job, own))
+    return replace(_as_trained(job, shared), alone=_as_trained(job, own))
 
 
 def _as_trained(job: Job, framework: Framework) -> Framework:

@@ -18,7 +18,7 @@ from typing import Any
 from phalanx.blocks.operator import AttentionCore, Operator, Product
 from phalanx.config.cluster import Accelerator
 from phalanx.config.job import FP8_ALIGNMENT
-from phalanx.cost.spec import Framework, FusedKernel
+from phalanx.cost.spec import Framework, FusedKernel, blended
 
 TILES = (
     (256, 128, 1.0),
@@ -228,6 +228,10 @@ def operator_seconds(
         framework.passes * width * sum(stream.forward for stream in cheap),
         sum(stream.launches for stream in cheap),
     )
+    for operator in operators:
+        if operator.scan:
+            there, back = _scan_beyond(device, operator, framework, products)
+            scores, scores_back = scores + there, scores_back + back
     kernels += sum(stream.kernels for stream in streams)
     launching = (device.host_us or framework.kernel_us) * 1e-6
     host, again = kernels * launching, sum(stream.kernels for stream in cheap) * launching
@@ -244,6 +248,24 @@ def operator_seconds(
         host_backward=ahead * HOST_BACKWARD,
         host_cheap=0.0 if device.host_us else again,
     )
+
+
+def _scan_beyond(device: Accelerator, operator: Operator, framework: Framework, products: str) -> tuple[float, float]:
+    """Returns the seconds, forward and backward, by which the products of a scan take longer than what it moves, which
+    counts with other memory-bound work. They reach the rate of the framework's attention kernel: assumed."""
+    assert operator.scan is not None, "chosen for having one"
+    scan, width = operator.scan, max(2, WIDTHS[products])
+    full = rate(device, "fp32" if products == "fp32" else "bf16")
+    moved = [
+        sum(stream_seconds(device, width * each, 0) for each in numbers)
+        for numbers in zip(*((stream.forward, stream.backward) for stream in operator.memory_bound), strict=True)
+    ]
+    flops = scan.forward / 2 if scan.causal else scan.forward, scan.backward
+    there, back = (
+        max(0.0, work / (full * reached) - streamed)
+        for work, reached, streamed in zip(flops, FLASH[framework.flash], moved, strict=True)
+    )
+    return there, back
 
 
 def number_format(product: Product, products: str, framework: Framework) -> str:
@@ -263,11 +285,15 @@ def _attention(
     if framework.attention == "flash" and not (windowed and framework.windows == "unfused"):
         shape = (device, products, queries, keys, heads, kv_heads, core.head, core.value_head)
         seen = min(keys, core.keys_per_query)
+        own, crowd = framework.flash, framework.crowd
+        one = framework.alone.flash if framework.alone and crowd < 1 else own
+
+        def seconds(kernel: FusedKernel, backward: bool) -> float:
+            narrow = framework.narrow_attention
+            return steps * attention_seconds(*shape, backward=backward, kernel=kernel, seen=seen, narrow=narrow)
+
         forward, backward = (
-            steps
-            * attention_seconds(
-                *shape, backward=back, kernel=framework.flash, seen=seen, narrow=framework.narrow_attention
-            )
+            seconds(own, back) if one == own else blended(seconds(one, back), seconds(own, back), crowd)
             for back in (False, True)
         )
         return forward, backward, 2 * steps

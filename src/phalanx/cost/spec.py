@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from math import log2
 from typing import Literal
 
 from phalanx.blocks.kinds import BlockKind
@@ -111,6 +112,8 @@ class Framework(Hashed):
     """Its buffers, copies and reserves in memory."""
     alone: Framework | None = None
     """The framework that replaces this one in a job of one device, if it was measured there."""
+    crowd: float = 1.0
+    """The weight of this framework's figures over those of `alone` (`as_used_by`)."""
 
     def block_slowdown(self, kind: BlockKind) -> float:
         """Returns the slowdown of a block's kernels over the same kernels alone."""
@@ -146,11 +149,30 @@ class StepSpec(Hashed):
     """Whether the loss compares pairs of sequences (DPO), so that the gradients of one follow the other."""
 
 
+CROWD = 8
+"""Devices from which on a cluster loses all that published clusters lose: the fewest of the rows that were fitted."""
+_BLENDED = ("slowdown", "moe_slowdown", "passes", "kernel_us")
+
+
 def as_used_by(world: int, cluster: Cluster, framework: Framework) -> tuple[Cluster, Framework]:
-    """Returns the machine and the framework as a job of `world` devices has them: one device has rates of its own
-    (Accelerator.alone, Framework.alone)."""
-    device = cluster.accelerator
-    if world > 1:
+    """Returns the machine and the framework as a job of `world` devices has them.
+
+    One device has rates of its own (Accelerator.alone, Framework.alone). Devices that share power and cooling lower
+    their clocks, and every collective waits for the slowest of them, so that what a cluster loses grows with each
+    doubling of its devices, here by the same factor from one device to `CROWD`: with a weight of log2(world) /
+    log2(CROWD) between the rates of one and those of a cluster."""
+    device, one = cluster.accelerator, framework.alone
+    crowd = min(1.0, log2(world) / log2(CROWD))
+    if crowd == 1:
         return cluster, framework
-    own = replace(device, sustained=device.alone or device.sustained)
-    return replace(cluster, accelerator=own), framework.alone or framework
+    sustained = blended(device.alone or device.sustained, device.sustained, crowd)
+    cluster = replace(cluster, accelerator=replace(device, sustained=sustained))
+    if one is None or crowd == 0:
+        return cluster, one or framework
+    figures = {name: blended(getattr(one, name), getattr(framework, name), crowd) for name in _BLENDED}
+    return cluster, replace(framework, crowd=crowd, **figures)
+
+
+def blended(one: float, cluster: float, crowd: float) -> float:
+    """Returns the figure between that of one device and that of a cluster, by ratio."""
+    return one ** (1 - crowd) * cluster**crowd

@@ -207,6 +207,7 @@ WEIGHTS: Mapping[str, WeightFamily] = {
         (r"\.attention\.(masked_)?bias$", r"\.attention\.rotary_emb\.inv_freq$"),
     ),
     "olmo2": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_MLP, *_NORMS_AFTER), (_BASE,)),
+    "olmo3": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_MLP, *_NORMS_AFTER), (_BASE,)),
     "gpt_oss": WeightFamily(_GPT_OSS, (_BASE,)),
     "deepseek_v3": WeightFamily(_DEEPSEEK, (_BASE,), (_INVERSE_FREQUENCIES,), next_token_layers=True),
     "glm4_moe": WeightFamily((*_LLAMA, *_QK_NORM, *_QWEN_EXPERTS, *_SHARED), (_BASE,), next_token_layers=True),

@@ -29,6 +29,7 @@ from phalanx.blocks.kinds import (
     attention_models,
     block_kinds,
     model_for,
+    not_trained,
 )
 from phalanx.blocks.operator import Half, Place
 from phalanx.blocks.parameters import Shapes, vocabulary, weight_of
@@ -106,7 +107,8 @@ class Transformer(nn.Module):
 
     def __init__(self, model: ModelConfig, vocab_size: int | None = None):
         super().__init__()
-        if problems := [f"{path}: {message}" for path, message in model_problems(model)]:
+        problems = [f"{path}: {message}" for path, message in model_problems(model)]
+        if problems := problems or [*filter(None, [not_trained(model)])]:
             raise JobError(problems)
         vocab = vocabulary(model, vocab_size)
         self.config = model

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TextIO
 
 from phalanx.bounded import open_regular
 from phalanx.cost import prediction as whole
+from phalanx.cost.money import Prices
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
 from phalanx.echo import VisibleStream, echo
@@ -35,6 +36,8 @@ ADDED = (
     *("pred_step_time_s", "pred_tflops_per_gpu", "pred_mfu_pct", "pred_tokens_per_s_per_gpu", "pred_peak_mem_gb"),
     *("pred_fits", "pred_note"),
 )
+COSTS = ("pred_run_device_hours", "pred_run_price", "pred_run_kwh", "pred_run_co2_kg")
+"""The columns of the cost of a run, which --tokens adds."""
 Predict = Callable[[StepSpec], Prediction]
 Progress = Callable[[str, int, int], None]
 """A callback for progress: the activity, the amount done, and the total."""
@@ -77,6 +80,7 @@ def silent(activity: str, done: int, total: int) -> None:
 def run(
     source: str,
     out: str,
+    prices: Prices | None = None,
     *,
     as_json: bool = False,
     progress: Callable[[], AbstractContextManager[Progress]] = lambda: nullcontext(silent),
@@ -87,13 +91,22 @@ def run(
     if as_json and not out:
         raise JobError("--json prints one document and nothing else: name a file for the table, such as --out OUT.csv")
     with _opened(source) as file, progress() as callback, _written(out) as target:
-        summary = write(file, target, whole.predict, callback)
+        summary = write(file, target, whole.predict, callback, prices)
     echo(json.dumps(summary.as_dict(), indent=1) if as_json else summary, file=sys.stdout if as_json else sys.stderr)
     return 0
 
 
-def write(file: BinaryIO, target: TextIO | VisibleStream, predict: Predict, progress: Progress = silent) -> Summary:
-    """Copies the table in `file` to `target` with the columns ADDED. Raises JobError if it is not a table."""
+def write(
+    file: BinaryIO,
+    target: TextIO | VisibleStream,
+    predict: Predict,
+    progress: Progress = silent,
+    prices: Prices | None = None,
+) -> Summary:
+    """Copies the table in `file` to `target` with the columns ADDED, and with `prices` of some tokens those of COSTS.
+    Raises JobError if it is not a table."""
+    costs = prices if prices and prices.tokens else None
+    added_names = (*ADDED, *(COSTS if costs else ()))
     size = file.seek(0, os.SEEK_END) if file.seekable() else 0
     if size:
         file.seek(0)
@@ -107,18 +120,18 @@ def write(file: BinaryIO, target: TextIO | VisibleStream, predict: Predict, prog
     if len(header) > MOST_COLUMNS:
         raise JobError(f"the table has {len(header):,} columns; at most {MOST_COLUMNS:,}")
     names = [name.strip().lower() for name in header]
-    copied = [place for place, name in enumerate(names) if name not in ADDED]
+    copied = [place for place, name in enumerate(names) if name not in added_names]
     if not set(names) & set(COLUMNS):
         raise JobError(f"the table's first line names no column that is known (known: {', '.join(COLUMNS)})")
     summary = Summary(missing=tuple(name for name in COLUMNS if name not in names))
     writer = csv.writer(target, lineterminator="\n")
-    writer.writerow([*(header[place] for place in copied), *ADDED])
+    writer.writerow([*(header[place] for place in copied), *added_names])
     reported = -1
     for cells in rows:
         if summary.rows == MOST_ROWS:  # a pipe, whose length is not known before
             raise JobError(f"the table has more than {MOST_ROWS:,} rows; divide it")
         row = dict(zip(names, [*cells, *[""] * (len(names) - len(cells))], strict=False))
-        added = _predicted(row, len(cells) - len(names), predict, summary)
+        added = _predicted(row, len(cells) - len(names), predict, summary, costs)
         padded = [*cells, *[""] * (len(names) - len(cells))]
         writer.writerow([*(padded[place] for place in copied), *added])
         if size and (percent := 100 * file.tell() // size) > reported:
@@ -129,17 +142,20 @@ def write(file: BinaryIO, target: TextIO | VisibleStream, predict: Predict, prog
     return summary
 
 
-def _predicted(row: dict[str, str], surplus: int, predict: Predict, summary: Summary) -> list[str]:
+def _predicted(
+    row: dict[str, str], surplus: int, predict: Predict, summary: Summary, costs: Prices | None
+) -> list[str]:
     """Returns the added cells of one row; for a row that cannot be expressed, the reason."""
     summary.rows += 1
     try:
         if surplus > 0:
             raise JobError(f"row: {surplus} cells more than the first line has columns; is a text not in quotes?")
         reading = read(row)
-        added = predicted_cells(reading, predict(reading.spec))
+        prediction = predict(reading.spec)
+        added = [*predicted_cells(reading, prediction), *(_cost_cells(reading, prediction, costs) if costs else ())]
     except JobError as error:
         summary.refused[error.problems[0].split(":")[0]] += 1
-        return [*[""] * (len(ADDED) - 1), _harmless("; ".join(error.problems))]
+        return [*[""] * (len(ADDED) - 1), _harmless("; ".join(error.problems)), *([""] * len(COSTS) if costs else ())]
     summary.predicted += 1
     return added
 
@@ -159,6 +175,14 @@ def predicted_cells(reading: Reading, prediction: Prediction) -> list[str]:
         "" if memory is None else str(prediction.fits).lower(),
         _harmless("; ".join([*memory_note, *reading.assumptions])),
     ]
+
+
+def _cost_cells(reading: Reading, prediction: Prediction, costs: Prices) -> list[str]:
+    """Returns the values of COSTS, blank where a figure is not known."""
+    speed = prediction.tokens_per_s
+    cost = costs.of(reading.spec.cluster, prediction.devices, speed)
+    figures = (cost.device_hours, cost.price, cost.kwh, cost.co2_kg)
+    return ["" if figure is None else f"{figure:.6g}" for figure in figures]
 
 
 def memory_bytes(reading: Reading, prediction: Prediction) -> float | None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from families.counterparts import COUNTERPARTS, small_model
+from phalanx.blocks.kinds import untrained
 from phalanx.blocks.parameters import count
 from phalanx.check.load import as_yaml, load_file, load_words
 from phalanx.cli.main import main
@@ -17,7 +18,7 @@ from phalanx.config.hugging_face.config_json import lines_of
 from phalanx.config.presets import CATALOGUE, PRESETS
 from phalanx.errors import JobError
 
-ON_THE_HUB = [name for name, preset in CATALOGUE.items() if preset.hub]
+ON_THE_HUB = [name for name, preset in CATALOGUE.items() if preset.hub and not untrained(preset.model)]
 
 LLAMA_3_1_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 
 from phalanx import bounded
 from phalanx.config.hugging_face.families import BY_TYPE, FAMILIES, HARMLESS, OWN_VALUES, REFUSED, ConfigFamily
+from phalanx.config.hugging_face.predicted import PREDICTED
 from phalanx.config.hugging_face.terms import ConfigReader, Fields, refuse_unknown, shown, value_of, written
-from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
+from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, RopeScaling, SparseAttention
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean, nearest
 
@@ -96,7 +97,7 @@ def lines_of(text: str) -> dict[str, int]:
 MOST_BYTES = 4 * 2**20
 """Most bytes of a config.json; published ones have a few kB, with labels of classes some more."""
 _TOP = frozenset({"text_config", "vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"}) | {
-    "image_token_index"
+    *("image_token_index", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
 }
 _QUANTISED = "quantization_config"
 _DROPOUT = (
@@ -114,6 +115,17 @@ _TRAINING_ONLY = (
     "feed_forward",
     "lora",
 )
+READ: Mapping[str, ConfigFamily] = {
+    **BY_TYPE,
+    **{
+        name: family
+        for family in PREDICTED
+        for name in (family.model_type, *([family.inside_of] if family.inside_of else []))
+    },
+}
+"""Every model type that is read, those that are predicted and not trained last."""
+_PARTS: dict[str, type[Any]] = {"moe": MoE, "mla": MLA, "sparse": SparseAttention, "delta": DeltaNet, "mamba": Mamba}
+"""The parts of a model with fields of their own."""
 _MOE_TRAINING_ONLY = ("aux_loss", "z_loss", "bias_rate", "capacity")
 
 
@@ -309,9 +321,9 @@ def _paths(value: Any, prefix: str = "") -> list[str]:
 
 def _family(values: Mapping[str, Any]) -> ConfigFamily:
     name = values.get("model_type")
-    if isinstance(name, str) and name in BY_TYPE:
-        return BY_TYPE[name]
-    known = ", ".join(BY_TYPE)
+    if isinstance(name, str) and name in READ:
+        return READ[name]
+    known = ", ".join(READ)
     if not isinstance(name, str):
         raise JobError(f"model_type is {'missing' if name is None else shown(name)} (supported: {known})")
     why = REFUSED.get(name)
@@ -320,7 +332,7 @@ def _family(values: Mapping[str, Any]) -> ConfigFamily:
 
 
 def _slip(name: str) -> str:
-    meant = nearest(name, BY_TYPE)
+    meant = nearest(name, READ)
     return f"; did you mean {meant}?" if meant else ""
 
 
@@ -336,9 +348,9 @@ def _refuse_other_values(
 
 def _model(ours: Fields) -> ModelConfig:
     """Returns the shape of dotted fields."""
-    parts: dict[str, dict[str, Any]] = {"moe": {}, "mla": {}}
+    parts: dict[str, dict[str, Any]] = {name: {} for name in _PARTS}
     top: Fields = {}
     for path, value in ours.items():
         section, _, name = path.rpartition(".")
         (parts[section] if section else top)[name] = value
-    return ModelConfig(**top, moe=MoE(**parts["moe"]), mla=MLA(**parts["mla"]))
+    return ModelConfig(**top, **{name: _PARTS[name](**parts[name]) for name in _PARTS})

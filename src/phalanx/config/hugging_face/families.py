@@ -442,6 +442,19 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         (*sizes(eps=1e-5), HeadDim(), Rope(), SILU, NO_ATTENTION_BIAS),
     ),
     ConfigFamily(
+        "olmo3",
+        "Olmo3ForCausalLM",
+        LLAMA_KIND | {"norm_place": "after", "qk_norm": "width"},
+        (
+            *sizes(eps=1e-5),
+            HeadDim(),
+            Windows(default=4096, full_every=4),
+            RopeWithWindows(theta=500000.0, window_theta=500000.0, one_base=True),
+            SILU,
+            NO_ATTENTION_BIAS,
+        ),
+    ),
+    ConfigFamily(
         "gpt_oss",
         "GptOssForCausalLM",
         LLAMA_KIND
@@ -541,18 +554,18 @@ BY_TYPE: Mapping[str, ConfigFamily] = {
 }
 _OTHER_LAYERS = "a kind with layers that are not implemented (state spaces, convolutions, or its own attention)"
 _OTHERS = """
-mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv nemotron_h granitemoehybrid falcon_h1
-lfm2 lfm2_moe qwen3_next kimi_linear minimax minimax_m2 llama4 llama4_text gemma gemma3n phi phi3 phimoe falcon
+mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv granitemoehybrid falcon_h1
+lfm2 lfm2_moe minimax minimax_m2 llama4 llama4_text gemma gemma3n phi phi3 phimoe falcon
 mpt bloom opt gptj gpt_neo codegen stablelm starcoder2 persimmon cohere cohere2 command_r olmoe dbrx arctic
 jetmoe granite granitemoe nemotron exaone4 ernie4_5 ernie4_5_moe hunyuan_v1_dense hunyuan_v1_moe dots1 glm glm4
-seed_oss smollm3 deepseek_v32 olmo olmo3 qwen3_5 ministral ministral3 baichuan chatglm internlm internlm2 minicpm
+seed_oss smollm3 olmo ministral ministral3 baichuan chatglm internlm internlm2 minicpm
 minicpm3 gpt_bigcode apertus arcee bitnet xglm exaone modernbert xlnet
 bert roberta deberta t5 mt5 bart xlm-roberta electra whisper clip siglip vit
 """
 """Kinds of transformers that are no slip of the pen of a supported one."""
 _IMAGES = """
 llava llava_next mllama mistral3 pixtral paligemma idefics idefics2 idefics3 internvl qwen2_vl qwen2_5_vl qwen3_vl
-qwen3_vl_moe qwen3_5_moe glm4v glm4v_moe kimi_vl kimi_k25 gemma3_vl aya_vision smolvlm
+qwen3_vl_moe glm4v glm4v_moe kimi_vl kimi_k25 gemma3_vl aya_vision smolvlm
 """
 """Kinds whose language model lies beside an encoder of images."""
 _BESIDE_IMAGES = (
@@ -563,6 +576,22 @@ _BESIDE_IMAGES = (
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(_IMAGES.split(), _BESIDE_IMAGES),
     **{name: _OTHER_LAYERS for name in _OTHERS.split() if name not in BY_TYPE},
+    **dict.fromkeys(
+        ("deepseek_v4",),
+        "its attention to compressed keys, hyper-connections and hash-routed experts are neither priced nor trained; "
+        "deepseek_v32 is priced",
+    ),
+    **dict.fromkeys(
+        ("gemma4", "gemma4_text", "gemma4_unified"),
+        "layers with heads of two sizes, values that are keys, and embeddings per layer are neither priced nor "
+        "trained; gemma3 is trained",
+    ),
+    **dict.fromkeys(
+        ("kimi_k3", "kimi_linear"),
+        "its linear attention decays per channel, and its attention residuals (K3), are neither priced nor trained; "
+        "qwen3_next is priced",
+    ),
+    "glm5_next": "its hyper-connections and linear attention are neither priced nor trained; glm_moe_dsa is trained",
     "qwen2_moe": "its shared expert has a gate of its own, which is not implemented; qwen3_moe is",
     "deepseek_v2": "its routers choose groups by softmax scores, which is not implemented; deepseek_v3 is",
 }

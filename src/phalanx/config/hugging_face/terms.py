@@ -109,6 +109,14 @@ class Term(Protocol):
         ...
 
 
+class ReadOnly:
+    """A part of a kind that is read and not written."""
+
+    def write(self, model: ModelConfig) -> Fields:
+        """Raises NotImplementedError: no config.json of such a kind is written."""
+        raise NotImplementedError(type(self).__name__)
+
+
 @dataclass(frozen=True)
 class Field:
     """One field of theirs that is one field of ours."""
@@ -257,6 +265,8 @@ class Rope:
     """Latent attention: mscale_all_dim enlarges the scores."""
     stretched: RopeScaling | None = None
     """The stretching if the configuration names none."""
+    harmless: frozenset[str] = frozenset()
+    """Fields of rope parameters without effect on text."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
         theta = source.take(self.theta_name, float, source.take("rope_theta", float, self.theta))
@@ -282,7 +292,7 @@ class Rope:
             fields["attention_scale"] = (
                 growth / max(1, fields["mla.nope_head_dim"] + fields["mla.rope_head_dim"]) ** 0.5
             )
-        refuse_unknown(rope)
+        refuse_unknown(rope, self.harmless)
 
     def _share(self, source: ConfigReader, fraction: float, stretched: RopeScaling) -> float:
         """Returns the share of a head that transformers turns."""
@@ -313,17 +323,21 @@ class Rope:
 
 @dataclass(frozen=True)
 class RopeWithWindows:
-    """Gemma 3: layers with a window have a base of their own and are not stretched."""
+    """Gemma 3, OLMo 3: layers with a window are not stretched, and may have a base of their own."""
 
     theta: float = 1e6
     window_theta: float = 10000.0
+    one_base: bool = False
+    """A base that the configuration names is that of all layers (OLMo 3)."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
         theta = source.take("rope_theta", float, self.theta)
-        local = source.take("rope_local_base_freq", float, self.window_theta)
+        local = theta if self.one_base else source.take("rope_local_base_freq", float, self.window_theta)
         parameters = source.inside("rope_parameters")
         full, window = parameters.inside(_FULL), parameters.inside(_SLIDING)
-        if source.holds("rope_parameters"):
+        if self.one_base and not parameters.holds(_FULL) and parameters.left():
+            full, local = parameters, parameters.take("rope_theta", float, theta)
+        elif source.holds("rope_parameters"):
             _refuse_second(source, full)
         else:
             full = source.inside("rope_scaling")

@@ -1,0 +1,245 @@
+"""The model types of transformers that are read as shapes to predict and plan, and neither trained nor written: sparse
+attention, linear attention, state space models, and experts in latents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.config.hugging_face.families import (
+    BALANCED,
+    BY_TYPE,
+    LLAMA_KIND,
+    MOST_EXPERTS,
+    NO_ATTENTION_BIAS,
+    NO_MTP,
+    SILU,
+    UNUSED_BALANCING,
+    ConfigFamily,
+    HeadDim,
+    sizes,
+)
+from phalanx.config.hugging_face.terms import (
+    ConfigReader,
+    Context,
+    Field,
+    Fields,
+    Fixed,
+    ReadOnly,
+    Rope,
+    Written,
+    shown,
+)
+
+_LINEAR, _FULL = "linear_attention", "full_attention"
+UNREAD = frozenset({"mrope_section", "mrope_interleaved"})
+"""Fields of rope parameters that concern images: the three positions of a token of text are the same."""
+NO_MTP_HERE = f"{NO_MTP} (one more of model.n_layers with model.mtp=1 prices one)"
+
+
+@dataclass(frozen=True)
+class LayersWithState(ReadOnly):
+    """Qwen: gated delta nets, and attention in every n-th layer."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        every, n = source.take("full_attention_interval", int, 4, least=1), fields["n_layers"]
+        listed = source.take("layer_types", list, [])
+        kinds = listed or [_FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(n)]
+        if len(kinds) != n:
+            source.problem("layer_types", f"lists {len(kinds):,} layers, num_hidden_layers is {n:,}")
+        if unknown := [kind for kind in kinds if kind not in (_LINEAR, _FULL)]:
+            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {_FULL}, {_LINEAR}")
+        fields["attention"] = ",".join(_shortest(["delta" if kind == _LINEAR else "gated_heads" for kind in kinds]))
+
+
+def _shortest(kinds: list[str]) -> list[str]:
+    """Returns the shortest beginning of a list that repeats to make it."""
+    lengths = (n for n in range(1, len(kinds)) if kinds == (kinds[:n] * (len(kinds) // n + 1))[: len(kinds)])
+    return kinds[: next(lengths, len(kinds))]
+
+
+@dataclass(frozen=True)
+class SharedExperts(ReadOnly):
+    """The width of the shared experts, as so many of the routed ones' size."""
+
+    theirs: str
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        width, one = source.take(self.theirs, int), fields["moe.d_ff"]
+        fields["moe.n_shared"], rest = divmod(width, max(1, one))
+        if rest:
+            source.problem(self.theirs, f"is {width:,}, supported: a multiple of moe_intermediate_size {one:,}")
+
+
+_SYMBOLS = {"M": "mamba", "*": "heads", "E": "experts", "-": "dense"}
+_TYPES = {"mamba": "M", _LINEAR: "M", "attention": "*", _FULL: "*", "moe": "E", "mlp": "-"}
+
+
+@dataclass(frozen=True)
+class HybridLayers(ReadOnly):
+    """Nemotron-H: every layer is Mamba-2, attention, an MLP or experts. A block here is one of the first two with one
+    of the last two after it, if there is one."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        listed = source.take("layers_block_type", list, source.take("layer_types", list, []))
+        pattern = source.take("hybrid_override_pattern", str, "".join(_TYPES.get(kind, "?") for kind in listed))
+        if unknown := set(pattern) - set(_SYMBOLS) or not pattern:
+            name = "hybrid_override_pattern" if source.holds("hybrid_override_pattern") else "layers_block_type"
+            found = shown(sorted(unknown)[0]) if isinstance(unknown, set) else "nothing"
+            source.problem(name, f"holds {found}, supported: {', '.join(_TYPES)}, or {' '.join(_SYMBOLS)}")
+            pattern = "*-"
+        if (stated := source.take("num_hidden_layers", int, len(pattern))) != len(pattern):
+            source.problem("num_hidden_layers", f"is {stated:,}, the pattern has {len(pattern):,} layers")
+        blocks = list[tuple[str, str]]()
+        for symbol in pattern:
+            kind = _SYMBOLS[symbol]
+            if symbol in "M*":
+                blocks.append((kind, "none"))
+            elif blocks and blocks[-1][1] == "none":
+                blocks[-1] = blocks[-1][0], kind
+            else:
+                blocks.append(("none", kind))
+        fields["n_layers"] = len(blocks)
+        fields["attention"] = ",".join(_shortest([attention for attention, _ in blocks]))
+        fields["feed_forward"] = ",".join(_shortest([wide for _, wide in blocks]))
+        if "M" not in pattern:
+            fields["mamba.n_heads"] = 0
+        if "E" not in pattern:
+            fields.update(dict.fromkeys(("moe.n_experts", "moe.n_shared", "moe.latent"), 0))
+
+
+def _delta() -> tuple[Field, ...]:
+    return (
+        Field("linear_num_value_heads", "delta.n_heads", int, 32, least=1),
+        Field("linear_num_key_heads", "delta.key_heads", int, 16, least=1),
+        Field("linear_key_head_dim", "delta.key_head_dim", int, 128, least=1),
+        Field("linear_value_head_dim", "delta.head_dim", int, 128, least=1),
+        Field("linear_conv_kernel_dim", "delta.conv", int, 4, least=1),
+    )
+
+
+_QWEN: dict[str, Any] = LLAMA_KIND | {"qk_norm": "head"}
+_QWEN_TERMS = (
+    HeadDim(256),
+    Rope(fraction=0.25, partial="used", harmless=UNREAD),
+    SILU,
+    NO_ATTENTION_BIAS,
+    *_delta(),
+    LayersWithState(),
+    Fixed("attn_output_gate", (True,), True),
+)
+_QWEN_EXPERTS = (
+    Field("num_experts", "moe.n_experts", int, most=MOST_EXPERTS, least=1, also=("num_local_experts",)),
+    Field("num_experts_per_tok", "moe.top_k", int),
+    Field("moe_intermediate_size", "moe.d_ff", int),
+    Field("router_aux_loss_coef", "moe.aux_loss", float, 0.0),
+    SharedExperts("shared_expert_intermediate_size"),
+    Fixed("decoder_sparse_step", (1,), 1),
+    Fixed("mlp_only_layers", ([],), []),
+)
+_QWEN_UNUSED = frozenset(
+    (
+        *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp_num_layers"),
+        *("use_sliding_window", "max_window_layers", "sliding_window", "intermediate_size", "full_attention_interval"),
+        *("router_aux_loss_coef", "norm_topk_prob"),
+    )
+)
+_MAMBA_UNUSED = frozenset(
+    (
+        *("expand", "num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels"),
+        *("mamba_ssm_cache_dtype", "time_step_min", "time_step_max", "time_step_floor", "time_step_limit", "norm_eps"),
+        *("rope_theta", "rope_parameters", "rope_scaling", "partial_rotary_factor", "moe_shared_expert_overlap"),
+        *("mtp_layers_block_type", "mtp_hybrid_override_pattern", "n_shared_experts", "ssm_cfg", "mamba_dt_init_floor"),
+    )
+)
+
+PREDICTED: tuple[ConfigFamily, ...] = (
+    replace(
+        BY_TYPE["deepseek_v3"],
+        model_type="deepseek_v32",
+        architecture="DeepseekV32ForCausalLM",
+        terms=(
+            *BY_TYPE["deepseek_v3"].terms,
+            Field("index_topk", "sparse.top_k", int, 2048, least=1),
+            Field("index_n_heads", "sparse.index_heads", int, 64, least=1),
+            Field("index_head_dim", "sparse.index_head_dim", int, 128, least=1),
+        ),
+        harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types", "mlp_bias"},
+        also=(),
+        notes=(NO_MTP_HERE,),
+    ),
+    ConfigFamily(
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        _QWEN | {"moe.renormalise": True, "moe.shared_gate": True},
+        (
+            *sizes(kv_heads=2, context=32768, d_ff=5632),
+            *_QWEN_TERMS,
+            *_QWEN_EXPERTS,
+            Fixed("norm_topk_prob", (True,), True),
+        ),
+        harmless=_QWEN_UNUSED,
+        notes=(NO_MTP_HERE,),
+    ),
+    ConfigFamily(
+        "qwen3_5_text",
+        "Qwen3_5ForCausalLM",
+        _QWEN,
+        (*sizes(kv_heads=4, context=32768, d_ff=12288), *_QWEN_TERMS),
+        harmless=_QWEN_UNUSED,
+        inside="text_config",
+        inside_of="qwen3_5",
+        notes=(NO_MTP_HERE,),
+    ),
+    ConfigFamily(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        _QWEN | {"moe.renormalise": True, "moe.shared_gate": True},
+        (*sizes(kv_heads=2, context=32768, d_ff=0), *_QWEN_TERMS, *_QWEN_EXPERTS),
+        harmless=_QWEN_UNUSED,
+        inside="text_config",
+        inside_of="qwen3_5_moe",
+        notes=(NO_MTP_HERE,),
+    ),
+    ConfigFamily(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        {"norm": "rmsnorm", "positions": "none", "activation": "relu2", "bias": False} | BALANCED,
+        (
+            Field("vocab_size", "vocab_size", int),
+            Field("hidden_size", "d_model", int),
+            Field("intermediate_size", "d_ff", int, 21504),
+            Field("num_attention_heads", "n_heads", int, 32),
+            Field("num_key_value_heads", "n_kv_heads", int, 8),
+            Context(default=4096),
+            Field("layer_norm_epsilon", "norm_eps", float, 1e-5),
+            Field("tie_word_embeddings", "tied", bool, default=False),
+            HeadDim(128),
+            *(Fixed(f"{part}_bias", (False,), False) for part in ("attention", "mlp", "use", "mamba_proj")),
+            Fixed("use_conv_bias", (True,), True),
+            Fixed("mlp_hidden_act", ("relu2",), "relu2"),
+            Fixed("mamba_hidden_act", ("silu",), "silu"),
+            Field("ssm_state_size", "mamba.state", int, 128, least=1),
+            Field("mamba_num_heads", "mamba.n_heads", int, 128, least=1),
+            Field("mamba_head_dim", "mamba.head_dim", int, 64, least=1),
+            Field("n_groups", "mamba.groups", int, 8, least=1),
+            Field("conv_kernel", "mamba.conv", int, 4, least=1),
+            Field("chunk_size", "mamba.chunk", int, 128, least=1),
+            Field("n_routed_experts", "moe.n_experts", int, 8, also=("num_experts", "num_local_experts")),
+            Field("num_experts_per_tok", "moe.top_k", int, 2),
+            Field("moe_intermediate_size", "moe.d_ff", int, 7688),
+            Field("moe_latent_size", "moe.latent", int, 0),
+            Field("n_group", "moe.n_groups", int, 1),
+            Field("topk_group", "moe.top_groups", int, 1),
+            Field("routed_scaling_factor", "moe.route_scale", float, 1.0),
+            Field("norm_topk_prob", "moe.renormalise", bool, default=True),
+            SharedExperts("moe_shared_expert_intermediate_size"),
+            Fixed("sliding_window", (None,), None),
+            Written("num_nextn_predict_layers", 0),
+            HybridLayers(),
+        ),
+        harmless=_MAMBA_UNUSED,
+        notes=(NO_MTP_HERE,),
+    ),
+)
+"""The model types that are read only."""

@@ -1,0 +1,111 @@
+"""The cost of a run in device hours, money, energy and carbon: one formula each, from the tokens per second of a step.
+
+Nothing is guessed: without a price, a power or a carbon intensity the figures that need it are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.config.cluster import Cluster
+from phalanx.config.clusters import CLUSTERS
+from phalanx.config.job import Job
+
+FIGURES = ("price_per_device_hour", "power_w", "carbon_g_per_kwh")
+"""The fields of a cluster from which costs follow."""
+SECONDS_PER_HOUR = 3600
+WATTS_PER_KILOWATT = 1000
+GRAMS_PER_KILOGRAM = 1000
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """A run of some tokens."""
+
+    tokens: float
+    seconds: float
+    """Seconds of steps at the predicted speed, without restarts, evaluation or checkpoints."""
+    device_hours: float
+    """Devices times hours."""
+    price: float | None
+    """device_hours × cluster.price_per_device_hour, in the currency of that; None without a price."""
+    kwh: float | None
+    """Energy at the wall in kWh: device_hours × cluster.power_w / 1000; None if the power is not known."""
+    co2_kg: float | None
+    """kg CO2-equivalent: kwh × cluster.carbon_g_per_kwh / 1000; None if either is not known."""
+
+    def line(self) -> str:
+        """Returns the known figures in one line."""
+        return f"run of {_amount(self.tokens)} tokens: {', '.join(self._figures())}"
+
+    def _figures(self) -> Iterator[str]:
+        hours = self.seconds / SECONDS_PER_HOUR
+        yield f"{_figure(hours / 24)} days" if hours >= 48 else f"{_figure(hours)} hours"
+        texts = {
+            "{} device hours": self.device_hours,
+            "price {}": self.price,
+            "{} kWh": self.kwh,
+            "{} kg CO2": self.co2_kg,
+        }
+        yield from (text.format(_figure(value)) for text, value in texts.items() if value is not None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the entry `run` of `--json`; null is what is not known."""
+        return vars(self).copy()
+
+
+def _figure(value: float) -> str:
+    """Returns a figure with three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _amount(tokens: float) -> str:
+    """Returns tokens to three digits: "15T", "1.05B"."""
+    size, unit = next(
+        (each for each in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")) if tokens >= each[0]), (1.0, "")
+    )
+    return f"{tokens / size:.3g}{unit}"
+
+
+def run_cost(cluster: Cluster, devices: int, tokens: float, tokens_per_s: float) -> RunCost:
+    """Returns the cost of `tokens` on `devices` devices that process `tokens_per_s` together."""
+    seconds = tokens / tokens_per_s
+    hours = devices * seconds / SECONDS_PER_HOUR
+    kwh = hours * cluster.power_w / WATTS_PER_KILOWATT if cluster.power_w else None
+    carbon = cluster.carbon_g_per_kwh
+    return RunCost(
+        tokens=tokens,
+        seconds=seconds,
+        device_hours=hours,
+        price=hours * cluster.price_per_device_hour if cluster.price_per_device_hour else None,
+        kwh=kwh,
+        co2_kg=kwh * carbon / GRAMS_PER_KILOGRAM if kwh is not None and carbon else None,
+    )
+
+
+@dataclass(frozen=True)
+class Prices:
+    """The figures of a user for the runs of a table's machines."""
+
+    cluster: Cluster
+    """What is stated here is that of every row; the rest is that of a row's machine."""
+    tokens: float
+    """Tokens of every run; 0: no costs."""
+
+    def of(self, machine: Cluster, devices: int, tokens_per_s: float) -> RunCost:
+        """Returns the cost of a run on a row's machine."""
+        stated = {name: getattr(self.cluster, name) or getattr(machine, name) for name in FIGURES}
+        return run_cost(replace(machine, **stated), devices, self.tokens, tokens_per_s)
+
+
+def tokens_of(job: Job, tokens: float) -> float:
+    """Returns the tokens of a run: `tokens`, or with 0 those of train.steps × train.global_batch × model.seq_len."""
+    return tokens or job.train.steps * job.train.global_batch * job.model.seq_len
+
+
+def is_asked(cluster: Cluster, tokens: float) -> bool:
+    """Returns whether a job asks for the cost of its run: for that of `tokens`, or with a price, power or carbon
+    intensity of its own."""
+    known = CLUSTERS.get(cluster.preset.partition(":")[0], Cluster())
+    return bool(tokens) or any(getattr(cluster, name) != getattr(known, name) for name in FIGURES)
