@@ -48,18 +48,19 @@ class Fit:
 
     def ratio(self, line: FittedValue) -> float:
         """Returns the median of predicted over measured step times of a line's rows."""
-        return median(map(self._ratio, line.rows))
+        return median(self._ratio(row, line) for row in line.rows)
 
-    def _ratio(self, row: str) -> float:
+    def _ratio(self, row: str, line: FittedValue) -> float:
         reading = self._readings[row]
-        prediction = predict(replace(reading.spec, framework=self._framework(reading)))
+        prediction = predict(replace(reading.spec, framework=self._framework(reading, line)))
         measured = reading.measured_s
         assert measured, f"{row} has no step time"
         return prediction.step_time_s / measured
 
-    def _framework(self, reading: Reading) -> Framework:
+    def _framework(self, reading: Reading, fitted: FittedValue) -> Framework:
         program, device = reading.spec.framework.name, reading.spec.cluster.accelerator.name
         values = {line.field: self.values[line] for line in self._lines if line.is_of(program, device)}
+        values[fitted.field] = self.values[fitted]  # also where other rows give a better value
         if "slowdown" in values:
             values["slowdown"] *= FRAMEWORKS[program].slowdown
         return replace(reading.spec.framework, **values)

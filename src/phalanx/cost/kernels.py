@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import ceil
 from typing import Any
 
-from phalanx.blocks.operator import AttentionCore, Operator, Product
+from phalanx.blocks.operator import AttentionCore, MemoryBound, Operator, Product
 from phalanx.config.cluster import Accelerator
 from phalanx.config.job import FP8_ALIGNMENT
 from phalanx.cost.spec import Framework, FusedKernel, blended
@@ -192,8 +192,7 @@ def operator_seconds(
     device they take `slowdown` times as long as their kernels alone."""
     operators = tuple(operators)
     every = [product for operator in operators if (product := operator.product(tp, ep))]
-    apart = [one for one in operators if not (framework.fused_experts and one.name == "experts.activation")]
-    streams = [stream for operator in apart for stream in operator.memory_bound]
+    streams = [stream for operator in operators for stream in _streams(operator, framework)]
     forward = inputs = weights = narrow = narrow_back = 0.0
     for p in every:
         kind = number_format(p, products, framework)
@@ -204,8 +203,7 @@ def operator_seconds(
             narrow += p.number * p.k * (p.m + p.n)
             narrow_back += p.number * (p.k * (p.m + p.n) + 2 * p.m * p.n)
         elif kind in ("fp8", "fp4"):
-            padded = p.grouped and not framework.fused_experts
-            share = framework.moe_cast_bytes / framework.cast_bytes if padded else 1.0
+            share = framework.moe_cast_bytes / framework.cast_bytes if p.grouped else 1.0
             narrow += share * p.number * p.m * (p.k + p.n / 2)
             narrow_back += share * p.number * p.m * (p.k + p.n / 2)
     scores = scores_back = 0.0
@@ -266,6 +264,20 @@ def _scan_beyond(device: Accelerator, operator: Operator, framework: Framework, 
         for work, reached, streamed in zip(flops, FLASH[framework.flash], moved, strict=True)
     )
     return there, back
+
+
+def _streams(operator: Operator, framework: Framework) -> Iterable[MemoryBound]:
+    """Returns an operator's memory-bound work: a dispatcher that sends tokens, not rows, sorts no rows before, and the
+    experts' activation is part of fused products."""
+    if framework.fused_experts and operator.name == "experts.activation":
+        return ()
+    if not framework.ep_once or operator.name not in ("dispatch", "combine"):
+        return operator.memory_bound
+    unsorted = 2 * sum(message.elements for message in operator.messages if message.axis == "ep")
+    return [
+        one._replace(forward=max(0.0, one.forward - unsorted), backward=max(0.0, one.backward - unsorted))
+        for one in operator.memory_bound
+    ]
 
 
 def number_format(product: Product, products: str, framework: Framework) -> str:

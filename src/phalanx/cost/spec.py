@@ -82,11 +82,11 @@ class Framework(Hashed):
     """Modules that the backward pass computes again besides `layout.recompute`, by Megatron Core's names."""
     narrow_attention: bool = False
     """fp8: whether attention's products run in 8 bits, too."""
-    moe_cast_bytes: float = 9.0
+    moe_cast_bytes: float = 10.0
     """fp8, fp4: `cast_bytes` of the experts' operands: rows are padded to the format's tile (read two, write two), and
     cast along rows and along columns for the two products that read them."""
     fused_experts: bool = False
-    """Whether one kernel computes the experts' products, activation and casts (CuTe DSL's grouped MLP)."""
+    """Whether one kernel computes the experts' products and activation (CuTe DSL's grouped MLP)."""
     messages: int = 1
     """ZeRO-3: collectives per block for its state; a framework that gathers each parameter by itself needs one for
     each."""
