@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Hashable
 from typing import Any, Literal
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from covering import covering
-from parallel.steps import micro_batches
+from covering import covering, parts_of
+from parallel import test_composition, test_context_and_experts, test_pipeline
+from parallel.steps import check_bytes, counted_rows, micro_batches
 from phalanx.blocks.parameters import block_shapes, count
 from phalanx.check.job import problems_of
-from phalanx.comm.axis import Axis
 from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.cost.traffic import Traffic, step_traffic
 from phalanx.data.loader import MicroBatch
-from phalanx.parallel import expert
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import PipeDream
 from phalanx.partition import derived as batch
@@ -77,18 +75,9 @@ def counted(ranks, job: Job) -> tuple[Traffic, float, float]:
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     steps = job.layout.sync_every if job.layout.independent_replicas > 1 else 1
-    rows, table_of, share = [], expert._gather_counts, 1.0
-
-    def counts_of_all(ep: Axis, *own: Any) -> Tensor:
-        counts = table_of(ep, *own)
-        table = counts.tolist()
-        experts = [expert.experts_of(len(table[0]), ep.size, rank) for rank in range(ep.size)]
-        away = [(a, b) for a in range(ep.size) for b in range(ep.size) if a != b and ep.rank in (a, b)]
-        rows.append(sum(table[a][n] for a, b in away for n in experts[b]))
-        return counts
-
+    share = 1.0
     mesh.ledger.clear()
-    with mock.patch.object(expert, "_gather_counts", counts_of_all):
+    with counted_rows() as rows:
         if isinstance(stepper.replica.runner, PipeDream):
             steps = 3
             stream(job, stepper, steps)
@@ -140,31 +129,8 @@ def job_of(model: ModelConfig, layout: Layout, precision: Precision = "fp32", gr
 def check(ranks, job: Job) -> None:
     """Compare every rank's bytes."""
     assert not problems_of(job)
-    layout, equation = job.layout, batch.solve(job.train.global_batch, job.layout)
-    stages = None
-    if layout.pp > 1:
-        stages = stages_of(job.model, layout, schedule_of(layout, equation.accumulation).stages, VOCAB)
-    known = layout.ep > 1 and not job.model.moe.capacity
-    for rank, (found, rows, share) in enumerate(ranks(counted, layout.processes, job)):
-        expected = step_traffic(
-            job.model,
-            layout,
-            equation,
-            precision=job.train.precision,
-            gradients=job.train.gradients,
-            vocab=VOCAB,
-            stages=stages,
-            rank=rank,
-            rows=rows if known else None,
-            optimizer=job.optimizer,
-            share=share,
-        )
-        # The ledger has entries for collectives of nothing, such as a share of few rows.
-        real = {axis: {name: sent for name, sent in by.items() if sent} for axis, by in found.items()}
-        exactly = {
-            axis: {name: pytest.approx(sent, 1e-13) for name, sent in by.items()} for axis, by in expected.items()
-        }
-        assert {axis: by for axis, by in real.items() if by} == exactly, f"rank {rank}"
+    found = ranks(counted, job.layout.processes, job)
+    check_bytes(job, VOCAB, [each[:2] for each in found], [share for _, _, share in found])
 
 
 DATA = [
@@ -303,7 +269,31 @@ OTHERS = [
 CASES = covering(DATA + TENSOR + CONTEXT + EXPERTS + PIPELINES + OTHERS)
 
 
-@pytest.mark.parametrize(("model", "line"), CASES, ids=[line for _, line in CASES])
+COUNTED = {"llama": LLAMA, "gpt": GPT, "dense": LLAMA, "mixtral": MIXTRAL, "capacity": SWITCH, "deepseek": DEEPSEEK}
+ELSEWHERE = [
+    *((COUNTED[kind], layout) for kind, layout in test_composition.CASES),
+    *((MISTRAL, layout) for layout in test_composition.WINDOWED),
+    *((COUNTED[kind], line) for kind, line in covering(test_context_and_experts.CASES)),
+    *(
+        (DEEP if kind == "llama" else GPT, layout)
+        for kind, layout in test_pipeline.CASES
+        if test_pipeline.is_exact(layout)
+    ),
+]
+"""Cases like those whose bytes are compared together with the results."""
+
+
+def settings_of(case: tuple[ModelConfig, Any]) -> set[Hashable]:
+    """The parts of a case; one number of micro-batches or tiles is as good as another."""
+    counts = ("accumulation=", "micro_batch=", "loss_chunk=", "tiles=", "pp_slices=")
+    parts = parts_of(case)
+    return {part.partition("=")[0] if isinstance(part, str) and part.startswith(counts) else part for part in parts}
+
+
+ALONE = covering(CASES, settings_of, elsewhere=ELSEWHERE)
+
+
+@pytest.mark.parametrize(("model", "line"), ALONE, ids=[line for _, line in ALONE])
 def test_every_byte(ranks, model, line):
     check(ranks, job_of(model, layout_line.parse(line)))
 
