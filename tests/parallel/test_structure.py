@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from parallel.steps import steps
-from parallel.structures import GEMMA_2, GEMMA_WITH_EXPERTS, GPT_OSS, NEOX, NEOX_WITH_EXPERTS, OLMO_2, STRUCTURES
+from parallel.structures import NEOX, STRUCTURES
 from parallel.test_composition import LLAMA, VOCAB, compare_and_check_bytes, job_of
 from parallel.test_predicted_traffic import check
 from parallel.test_predicted_traffic import job_of as sending_job
@@ -43,7 +43,11 @@ from phalanx.partition.derived import MODES, modes, written
 
 
 LAYOUTS = {
-    "olmo2": ["tp=2,sp=true,sp_regather=true", "dp_shard=2,zero=3,recompute=full", "pp=2,accumulation=3"],
+    "olmo2": [
+        "tp=2,sp=true,sp_regather=true,recompute=full",
+        "dp_shard=2,zero=3,recompute=full",
+        "pp=2,accumulation=3",
+    ],
     "gemma2": [
         "tp=4,loss_chunk=7",
         "tp=2,sp=true,recompute=full",
@@ -52,7 +56,7 @@ LAYOUTS = {
         "cp=2,tp=2,sp=true,loss_chunk=5",
     ],
     "neox": [
-        "tp=2",
+        "tp=2,recompute=full",
         "tp=4,sp=true,sp_regather=true",
         "tp=2,sp=true,dp_shard=2,zero=3,recompute=selective",
         "tp=2,pp=2,accumulation=3,schedule=zb_h1",
@@ -64,23 +68,13 @@ LAYOUTS = {
         "cp=2,ep=2,zero=1,recompute=full",
         "pp=2,accumulation=3,schedule=zb_h1",
     ],
-    "neox with experts": ["tp=2,sp=true,recompute=full", "dp_shard=2,ep=2,tp=2,zero=3"],
+    "neox with experts": ["tp=2,sp=true,recompute=full", "dp_shard=2,ep=2,tp=2,zero=3,recompute=full"],
     "gemma2 with experts": ["tp=2,sp=true,recompute=full", "dp_shard=2,ep=2,zero=3"],
 }
-WITHOUT_DROPOUT = replace(NEOX_WITH_EXPERTS, dropout=0.0)
 SENT = {
-    "norms after": (OLMO_2, "tp=2,sp=true,sp_regather=true,recompute=full"),
-    "norms before and after": (GEMMA_2, "tp=2,sp=true,loss_chunk=8,dp_shard=2"),
-    "norms after experts": (replace(GEMMA_WITH_EXPERTS, dropout=0.0), "tp=2,sp=true,recompute=full"),
-    "parallel": (NEOX, "tp=2"),
-    "parallel, recomputed": (NEOX, "tp=2,recompute=full"),
-    "parallel, its tokens in parts": (NEOX, "tp=4,sp=true,sp_regather=true"),
-    "parallel, in parts, recomputed": (NEOX, "tp=2,sp=true,recompute=full"),
     "parallel with dropout": (replace(NEOX, dropout=0.1), "tp=2,sp=true,recompute=full"),
     "parallel in stages": (NEOX, "tp=2,sp=true,pp=2,schedule=zb_h1,accumulation=2"),
     "parallel on a ring": (NEOX, "cp=2,tp=2,sp=true,recompute=selective"),
-    "biases of experts": (GPT_OSS, "dp_shard=2,ep=2,tp=2"),
-    "parallel with experts": (WITHOUT_DROPOUT, "dp_shard=2,ep=2,tp=2,recompute=full"),
 }
 
 
