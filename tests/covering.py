@@ -1,4 +1,4 @@
-"""A part of a table of cases that has every pair of their parts. `make whole` runs the whole tables."""
+"""A part of a table of cases that has every pair of their parts, or every part. `make whole` runs the whole tables."""
 
 from __future__ import annotations
 
@@ -21,15 +21,28 @@ def parts_of(case: Iterable[Any]) -> set[Hashable]:
     return parts
 
 
-def covering(cases: Iterable[Any], parts: Callable[[Any], set[Hashable]] = parts_of) -> list[Any]:
-    """Returns cases in which any two parts meet that meet in one of all, taking the one with most that is new first."""
+def covering(
+    cases: Iterable[Any],
+    parts: Callable[[Any], set[Hashable]] = parts_of,
+    *,
+    size: int = 2,
+    elsewhere: Iterable[Any] = (),
+) -> list[Any]:
+    """Returns cases in which any `size` parts meet that meet in one of all, taking the one with most that is new first,
+    but for those that meet in a case of `elsewhere`.
+
+    One part each is enough where the cases are held in pairs at a lower level: whole runs whose steps are compared."""
     rest = [*cases]
     if WHOLE:
         return rest
-    pairs = [{frozenset(pair) for pair in combinations(parts(case), 2)} | parts(case) for case in rest]
-    missing, kept = set[Hashable]().union(*pairs), set[int]()
+
+    def groups_of(case: Any) -> set[Hashable]:
+        return {frozenset(group) for length in range(1, size + 1) for group in combinations(parts(case), length)}
+
+    groups = [groups_of(case) for case in rest]
+    missing, kept = set[Hashable]().union(*groups).difference(*map(groups_of, elsewhere)), set[int]()
     while missing:
-        best = max(range(len(rest)), key=lambda number: len(pairs[number] & missing))
+        best = max(range(len(rest)), key=lambda number: len(groups[number] & missing))
         kept.add(best)
-        missing -= pairs[best]
+        missing -= groups[best]
     return [case for number, case in enumerate(rest) if number in kept]

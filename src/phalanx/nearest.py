@@ -16,6 +16,8 @@ _FEWEST_STRICTLY = 4
 """A name has more letters for a slip in it to be sure."""
 _ENDING = 3
 """Most letters of an ending (`training` is `train`)."""
+_LONGEST = 500
+"""Longer names mean none of ours, and comparing them takes seconds."""
 _SURE_LETTERS = 8
 """Shorter names have the first letter of what they mean."""
 
@@ -24,6 +26,8 @@ def nearest(name: str, choices: Iterable[str], *, strictly: bool = False) -> str
     """Returns the choice that a mistyped name means, or None if none is close: one with the same numbers (`h100` is no
     slip of `h800`) and few slips of the pen, one per four letters, or, unless `strictly`, one of which it is a part at
     a word's boundary (`qwen3-30b` of `qwen3-30b-a3b`). Strictly, one slip is allowed."""
+    if len(name) > _LONGEST:
+        return None
     ranked = [(rank, choice) for choice in choices if (rank := _rank(name, choice, strictly)) is not None]
     return min(ranked, key=lambda each: each[0])[1] if ranked else None
 

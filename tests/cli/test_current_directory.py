@@ -56,7 +56,6 @@ def test_no_planted_module_runs(here):
     for argv in (
         ["plan", "job.yaml", "cluster=dgx-h100:1", "train.precision=bf16", "train.global_batch=8"],
         ["train", "job.yaml"],
-        ["generate", "runs/job", "--prompt", "5 0", "--max-new-tokens", "2"],
         ["verify", "job.yaml", "--layouts", "tp=2", "--steps", "1"],
     ):
         done = run(*argv)

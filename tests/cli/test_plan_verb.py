@@ -107,7 +107,7 @@ def test_other_programs_and_formats(capsys):
 
 def test_where_nothing_fits_it_ends_with_three_and_says_what_is_missing(capsys):
     big = ["plan", "model=llama3-70b", "cluster=dgx-h100:1", "train.global_batch=8", "train.precision=bf16"]
-    big.append("offload=none")  # with the optimizer on the host it fits
+    big += ["cluster.devices_per_node=2", "offload=none"]  # with the optimizer on the host it fits
     assert main(big) == 3
     out = capsys.readouterr().out
     assert "no layout fits; the one that needs the least memory is" in out

@@ -42,17 +42,20 @@ class Counterpart:
     """Fields of their configuration beyond those of ours."""
 
     def build(self, model: ModelConfig, device: str = "cpu") -> nn.Module:
-        """Returns transformers' model of our shape, with eager attention, without an auxiliary loss."""
+        """Returns transformers' model of our shape, with eager attention, without an auxiliary loss. Its weights are
+        whatever memory held: a test draws them."""
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
 
         values = config_json.write(model, self.model_type)[1] | self.extra
         tokens = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
         config = AutoConfig.for_model(**values, **tokens, use_cache=False)
         config._experts_implementation = "eager"
-        with torch.device(device):
+        with torch.device(device), no_init_weights():
             built = AutoModelForCausalLM.from_config(
                 config, attn_implementation="eager", dtype=torch.get_default_dtype()
             )
+        built.tie_weights()
         return built.eval()  # GPT-2 has dropout
 
     def in_float64(self, model: ModelConfig) -> nn.Module:

@@ -14,13 +14,13 @@ import torch
 
 from families.counterparts import COUNTERPARTS, InFloat64, small_model
 from families.test_transformers import close, weights
-from model.kinds import build
 from phalanx.check.job import problems_of
 from phalanx.config.hugging_face import config_json
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
+from phalanx.model.transformer import Transformer
 
 WHOLE = "PHALANX_FAMILIES" in os.environ
 NO_SHAPE = {"preset", "from_", "ignore_config", "lora.rank", "lora.alpha", "lora.targets"}
@@ -161,7 +161,9 @@ def compare(counterpart: Any, model: ModelConfig, what: str) -> None:
     """Compares the logits of both implementations with the same random weights."""
     theirs = counterpart.in_float64(model)
     values = counterpart.take(counterpart.stored(theirs, weights(theirs)), model)
-    ours = build(model).eval()
+    with torch.device("meta"):
+        ours = Transformer(model).double()
+    ours = ours.to_empty(device="cpu").eval()
     with InFloat64(), torch.no_grad():
         for key, parameter in ours.named_parameters():
             parameter.copy_(values[key])

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
 import numpy as np
+import pytest
 import torch
 
+from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE, Job
+from phalanx.cost.traffic import Traffic, step_traffic
 from phalanx.data.loader import MicroBatch
+from phalanx.parallel import expert
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
 from phalanx.partition import derived as batch
+from phalanx.partition.cut import stages_of
+from phalanx.partition.derived import schedule_of
 from phalanx.train.step import StepInputs, Stepper
 
 CPU = torch.device("cpu")
@@ -38,8 +49,18 @@ def micro_batches(job: Job, step: int, data_rank: int, vocab: int) -> tuple[list
     return batches, int((targets != IGNORE).sum())
 
 
-def steps(ranks, job: Job, vocab: int, count: int = 2, device: torch.device = CPU):
+Results = tuple[list[tuple[float, float]], dict[str, torch.Tensor], dict[str, torch.Tensor]]
+
+
+def steps(ranks, job: Job, vocab: int, count: int = 2, device: torch.device = CPU) -> Results:
     """Losses, norms, the gradients of the last step and the parameters after it. Tensors on rank 0 only."""
+    return counted_steps(ranks, job, vocab, count, device)[0]
+
+
+def counted_steps(
+    ranks, job: Job, vocab: int, count: int = 2, device: torch.device = CPU
+) -> tuple[Results, Traffic, float]:
+    """Also the bytes that this rank sent in a step, and the rows that it exchanged with other ranks' experts."""
     mesh = meshes.build(job.layout, device.type)
     stepper = Stepper(job, mesh, device, vocab)
     shards = stepper.replica.shards
@@ -50,18 +71,70 @@ def steps(ranks, job: Job, vocab: int, count: int = 2, device: torch.device = CP
         trained = [f for f in shards if not f.frozen]
         stepper.optimizer.residence.settle()  # gradients may be on their way
         found = {f.name: f.gradient for f in trained}
-        # Copies: clipping works in place.
-        gradients.update((name, t.clone()) for name, t in wholes(trained, found, mesh, ranks.rank == 0))
+        with mesh.ledger.untracked():
+            # Copies: clipping works in place.
+            gradients.update((name, t.clone()) for name, t in wholes(trained, found, mesh, ranks.rank == 0))
         return real(scale)
 
     stepper.optimizer.square_norm = square_norm
     mesh.ledger.clear()
-    for step in range(count):
-        batches, valid = micro_batches(job, step, mesh.data_rank, vocab)
-        seen = stepper.step(StepInputs(batches, step, valid, 1e-2))
-        shown.append((seen.loss, seen.grad_norm))
+    with counted_rows() as rows:
+        for step in range(count):
+            batches, valid = micro_batches(job, step, mesh.data_rank, vocab)
+            seen = stepper.step(StepInputs(batches, step, valid, 1e-2))
+            shown.append((seen.loss, seen.grad_norm))
+    traffic = mesh.ledger.traffic(count)
     parameters = dict(wholes(shards, {f.name: f.value for f in shards}, mesh, ranks.rank == 0))
-    return shown, gradients, parameters
+    # Where blocks are recomputed, their experts count the rows again.
+    return (shown, gradients, parameters), traffic, sum(rows) / count / (2 if job.layout.recompute == "full" else 1)
+
+
+@contextmanager
+def counted_rows() -> Iterator[list[int]]:
+    """Yields the numbers of rows that this rank exchanges with other ranks' experts, as it exchanges them."""
+    rows, table_of = list[int](), expert._gather_counts
+
+    def counts_of_all(ep: Axis, *own: Any) -> torch.Tensor:
+        counts = table_of(ep, *own)
+        table = counts.tolist()
+        experts = [expert.experts_of(len(table[0]), ep.size, rank) for rank in range(ep.size)]
+        away = [(a, b) for a in range(ep.size) for b in range(ep.size) if a != b and ep.rank in (a, b)]
+        rows.append(sum(table[a][n] for a, b in away for n in experts[b]))
+        return counts
+
+    with mock.patch.object(expert, "_gather_counts", counts_of_all):
+        yield rows
+
+
+def check_bytes(job: Job, vocab: int, found: list[tuple[Traffic, float]], shares: Sequence[float] = ()) -> None:
+    """Compares the bytes that every rank sent in a step, given the rows that it exchanged, with those predicted.
+
+    Of asynchronous replicas `shares` are the parts of a step that each computed."""
+    layout, equation = job.layout, batch.solve(job.train.global_batch, job.layout)
+    stages = None
+    if layout.pp > 1:
+        stages = stages_of(job.model, layout, schedule_of(layout, equation.accumulation).stages, vocab)
+    known = layout.ep > 1 and not job.model.moe.capacity
+    for rank, (sent, rows) in enumerate(found):
+        expected = step_traffic(
+            job.model,
+            layout,
+            equation,
+            precision=job.train.precision,
+            gradients=job.train.gradients,
+            vocab=vocab,
+            stages=stages,
+            rank=rank,
+            rows=rows if known else None,
+            optimizer=job.optimizer,
+            share=shares[rank] if shares else 1.0,
+        )
+        # The ledger has entries for collectives of nothing, such as a share of few rows.
+        real = {axis: {name: size for name, size in by.items() if size} for axis, by in sent.items()}
+        exactly = {
+            axis: {name: pytest.approx(size, 1e-13) for name, size in by.items()} for axis, by in expected.items()
+        }
+        assert {axis: by for axis, by in real.items() if by} == exactly, f"rank {rank}"
 
 
 def worst(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], floor: float) -> float:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from covering import covering
 from parallel import structures
-from parallel.steps import steps, worst
+from parallel.steps import check_bytes, counted_steps, steps, worst
 from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
@@ -86,6 +86,13 @@ def reference(ranks):
     return {kind: ranks(steps, 1, job_of(model, Layout()), VOCAB)[0] for kind, model in MODELS.items()}
 
 
+def compare_and_check_bytes(ranks, job: Job, expected, count: int = 2) -> None:
+    """Compares steps with those of one process, and every byte that a rank sends with the predicted ones."""
+    found = ranks(counted_steps, job.layout.processes, job, VOCAB, count)
+    compare([results for results, _, _ in found], expected)
+    check_bytes(job, VOCAB, [(traffic, rows) for _, traffic, rows in found])
+
+
 def compare(results, expected) -> None:
     """Losses and norms are the same on all ranks and those of one process, as are the gradients and parameters."""
     shown, gradients, parameters = results[0]
@@ -96,24 +103,27 @@ def compare(results, expected) -> None:
     assert worst(parameters, expected[2], 1e-2) < 1e-9
 
 
+CASES = covering([*(("llama", layout) for layout in LAYOUTS), *(("gpt", layout) for layout in LAYOUTS[::2])])
+
+
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    covering([*(("llama", layout) for layout in LAYOUTS), *(("gpt", layout) for layout in LAYOUTS[::2])]),
+    CASES,
     ids=lambda value: value if isinstance(value, str) else value.line(),
 )
 def test_equals_one_process(ranks, reference, kind, layout):
-    compare(ranks(steps, layout.world, job_of(MODELS[kind], layout), VOCAB), reference[kind])
+    compare_and_check_bytes(ranks, job_of(MODELS[kind], layout), reference[kind])
 
 
 @pytest.mark.parametrize("layout", WINDOWED, ids=Layout.line)
 def test_windows_equal_one_process(ranks, reference, layout):
-    compare(ranks(steps, layout.world, job_of(MISTRAL, layout), VOCAB), reference["mistral"])
+    compare_and_check_bytes(ranks, job_of(MISTRAL, layout), reference["mistral"])
 
 
 @pytest.mark.parametrize("layout", WINDOWED[6::3], ids=Layout.line)
 def test_windows_with_dropout_equal_one_process(ranks, reference, layout):
     job = job_of(MODELS["mistral with dropout"], layout)
-    compare(ranks(steps, layout.world, job, VOCAB), reference["mistral with dropout"])
+    compare_and_check_bytes(ranks, job, reference["mistral with dropout"])
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-5), ("bf16", 2e-2)])

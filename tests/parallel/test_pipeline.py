@@ -23,7 +23,7 @@ from cost.exact_state import state_bytes
 from covering import covering
 from parallel.stale import emulated, streamed
 from parallel.steps import micro_batches, steps, worst
-from parallel.test_composition import MODELS, VOCAB, compare, job_of
+from parallel.test_composition import MODELS, VOCAB, compare, compare_and_check_bytes, job_of
 from phalanx.comm.axis import Axis, Ledger
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
@@ -125,13 +125,24 @@ COMPOSITIONS = [
     ("gpt", {"dp_shard": 2, "zero": 1, **REGATHER, "schedule": "v_half", **SMALL}),
 ]
 LAYOUTS = [(kind, Layout(pp=2, accumulation=3, **values)) for kind, values in COMPOSITIONS]
+CASES = covering(LAYOUTS)
+
+
+def is_exact(layout: Layout) -> bool:
+    """Whether every byte is predicted: of an odd number of micro-batches in two directions the first ranks gather a
+    block of ZeRO-3 once more than is predicted."""
+    return layout.schedule != "dualpipe" or layout.zero < 3 or layout.dp_shard == 1
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"), covering(LAYOUTS), ids=lambda value: value.line() if isinstance(value, Layout) else value
+    ("kind", "layout"), CASES, ids=lambda value: value.line() if isinstance(value, Layout) else value
 )
 def test_composed_with_other_techniques_it_equals_one_process(ranks, reference, kind, layout):
-    compare(ranks(steps, layout.world, job_of(DEEP[kind], layout), VOCAB), reference(DEEP[kind]))
+    job, expected = job_of(DEEP[kind], layout), reference(DEEP[kind])
+    if is_exact(layout):
+        compare_and_check_bytes(ranks, job, expected)
+    else:
+        compare(ranks(steps, layout.world, job, VOCAB), expected)
 
 
 def techniques(kind: str, layout: Layout) -> set[str]:

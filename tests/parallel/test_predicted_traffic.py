@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Hashable
 from typing import Any, Literal
-from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
-from covering import covering
-from parallel.steps import micro_batches
+from covering import covering, parts_of
+from parallel import test_composition, test_context_and_experts, test_pipeline
+from parallel.steps import check_bytes, counted_rows, micro_batches
 from phalanx.blocks.parameters import block_shapes, count
 from phalanx.check.job import problems_of
-from phalanx.comm.axis import Axis
 from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.cost.traffic import Traffic, step_traffic
 from phalanx.data.loader import MicroBatch
-from phalanx.parallel import expert
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.pipeline import PipeDream
 from phalanx.partition import derived as batch
@@ -77,18 +75,9 @@ def counted(ranks, job: Job) -> tuple[Traffic, float, float]:
     mesh = meshes.build(job.layout, "cpu")
     stepper = Stepper(job, mesh, torch.device("cpu"), VOCAB)
     steps = job.layout.sync_every if job.layout.independent_replicas > 1 else 1
-    rows, table_of, share = [], expert._gather_counts, 1.0
-
-    def counts_of_all(ep: Axis, *own: Any) -> Tensor:
-        counts = table_of(ep, *own)
-        table = counts.tolist()
-        experts = [expert.experts_of(len(table[0]), ep.size, rank) for rank in range(ep.size)]
-        away = [(a, b) for a in range(ep.size) for b in range(ep.size) if a != b and ep.rank in (a, b)]
-        rows.append(sum(table[a][n] for a, b in away for n in experts[b]))
-        return counts
-
+    share = 1.0
     mesh.ledger.clear()
-    with mock.patch.object(expert, "_gather_counts", counts_of_all):
+    with counted_rows() as rows:
         if isinstance(stepper.replica.runner, PipeDream):
             steps = 3
             stream(job, stepper, steps)
@@ -140,31 +129,8 @@ def job_of(model: ModelConfig, layout: Layout, precision: Precision = "fp32", gr
 def check(ranks, job: Job) -> None:
     """Compare every rank's bytes."""
     assert not problems_of(job)
-    layout, equation = job.layout, batch.solve(job.train.global_batch, job.layout)
-    stages = None
-    if layout.pp > 1:
-        stages = stages_of(job.model, layout, schedule_of(layout, equation.accumulation).stages, VOCAB)
-    known = layout.ep > 1 and not job.model.moe.capacity
-    for rank, (found, rows, share) in enumerate(ranks(counted, layout.processes, job)):
-        expected = step_traffic(
-            job.model,
-            layout,
-            equation,
-            precision=job.train.precision,
-            gradients=job.train.gradients,
-            vocab=VOCAB,
-            stages=stages,
-            rank=rank,
-            rows=rows if known else None,
-            optimizer=job.optimizer,
-            share=share,
-        )
-        # The ledger has entries for collectives of nothing, such as a share of few rows.
-        real = {axis: {name: sent for name, sent in by.items() if sent} for axis, by in found.items()}
-        exactly = {
-            axis: {name: pytest.approx(sent, 1e-13) for name, sent in by.items()} for axis, by in expected.items()
-        }
-        assert {axis: by for axis, by in real.items() if by} == exactly, f"rank {rank}"
+    found = ranks(counted, job.layout.processes, job)
+    check_bytes(job, VOCAB, [each[:2] for each in found], [share for _, _, share in found])
 
 
 DATA = [
@@ -303,7 +269,31 @@ OTHERS = [
 CASES = covering(DATA + TENSOR + CONTEXT + EXPERTS + PIPELINES + OTHERS)
 
 
-@pytest.mark.parametrize(("model", "line"), CASES, ids=[line for _, line in CASES])
+COUNTED = {"llama": LLAMA, "gpt": GPT, "dense": LLAMA, "mixtral": MIXTRAL, "capacity": SWITCH, "deepseek": DEEPSEEK}
+ELSEWHERE = [
+    *((COUNTED[kind], layout) for kind, layout in test_composition.CASES),
+    *((MISTRAL, layout) for layout in test_composition.WINDOWED),
+    *((COUNTED[kind], line) for kind, line in covering(test_context_and_experts.CASES)),
+    *(
+        (DEEP if kind == "llama" else GPT, layout)
+        for kind, layout in test_pipeline.CASES
+        if test_pipeline.is_exact(layout)
+    ),
+]
+"""Cases like those whose bytes are compared together with the results."""
+
+
+def settings_of(case: tuple[ModelConfig, Any]) -> set[Hashable]:
+    """The parts of a case; one number of micro-batches or tiles is as good as another."""
+    counts = ("accumulation=", "micro_batch=", "loss_chunk=", "tiles=", "pp_slices=")
+    parts = parts_of(case)
+    return {part.partition("=")[0] if isinstance(part, str) and part.startswith(counts) else part for part in parts}
+
+
+ALONE = covering(CASES, settings_of, elsewhere=ELSEWHERE)
+
+
+@pytest.mark.parametrize(("model", "line"), ALONE, ids=[line for _, line in ALONE])
 def test_every_byte(ranks, model, line):
     check(ranks, job_of(model, layout_line.parse(line)))
 
@@ -356,7 +346,7 @@ def test_in_other_precisions(ranks, line, precision, gradients):
         check(ranks, dataclasses.replace(job, optimizer=Optimizer(name="muon")))
 
 
-# What the ledger counts in real steps is what the formulas say: D are the parameters' bytes, P the ranks.
+# What is predicted is what the formulas say: D are the parameters' bytes, P the ranks.
 
 
 SHAPE = ModelConfig(n_layers=3, d_model=24, n_heads=4, seq_len=12, vocab_size=24, tied=False)
@@ -370,26 +360,58 @@ STATUS = 3 * 8
 """Loss, norm and stop, summed over all ranks once a step."""
 
 
-def traffic(ranks, layout: Layout, shape: ModelConfig) -> dict[str, dict[str, float]]:
-    """Bytes sent in one step, which is not the first."""
-    vocab = shape.vocab_size
+def predicted(layout: Layout, shape: ModelConfig, rank: int = 0) -> dict[str, dict[str, float]]:
+    """Bytes that a rank sends in one step: `test_every_byte` compares them with those of real steps."""
     job = Job(model=shape, layout=layout, train=Train(global_batch=BATCH, precision="fp64"))
-    mesh = meshes.build(layout, "cpu")
-    stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
-    for step in range(2):
-        mesh.ledger.clear()
-        batches, valid = micro_batches(job, step, mesh.data_rank, vocab)
-        stepper.step(StepInputs(batches, step, valid, 1e-2))
-    return mesh.ledger.traffic()
+    equation = batch.solve(BATCH, layout)
+    stages = None
+    if layout.pp > 1:
+        stages = stages_of(shape, layout, schedule_of(layout, equation.accumulation).stages, shape.vocab_size)
+    found = step_traffic(
+        shape, layout, equation, precision="fp64", vocab=shape.vocab_size, stages=stages, rank=rank,
+        optimizer=job.optimizer,
+    )  # fmt: skip
+    return {axis: {name: size for name, size in by.items() if size} for axis, by in found.items() if any(by.values())}
 
 
-def sent(ranks, layout: Layout, shape: ModelConfig = SHAPE) -> dict[str, dict[str, float]]:
+def sent(layout: Layout, shape: ModelConfig = SHAPE) -> dict[str, dict[str, float]]:
     """The same on every rank, without what is no part of the formulas."""
-    first, *others = ranks(traffic, layout.world, layout, shape)
+    first, *others = (predicted(layout, shape, rank) for rank in range(layout.world))
     assert all(other == first for other in others)
     world = first.pop("world")
     assert world == {"all_reduce": pytest.approx(2 * STATUS * (layout.world - 1) / layout.world)}
     return first
+
+
+def traffic(ranks, layout: Layout) -> dict[str, dict[str, float]]:
+    """Bytes that this rank sends in one step, which is not the first."""
+    job = Job(model=SHAPE, layout=layout, train=Train(global_batch=BATCH, precision="fp64"))
+    mesh = meshes.build(layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), SHAPE.vocab_size)
+    for step in range(2):
+        mesh.ledger.clear()
+        batches, valid = micro_batches(job, step, mesh.data_rank, SHAPE.vocab_size)
+        stepper.step(StepInputs(batches, step, valid, 1e-2))
+    return {axis: {name: size for name, size in by.items() if size} for axis, by in mesh.ledger.traffic().items()}
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(dp_shard=2),
+        Layout(dp_shard=2, zero=1, accumulation=3),
+        Layout(tp=2, sp=True),
+        Layout(pp=2, tp=2, accumulation=3),
+    ],
+    ids=Layout.line,
+)
+def test_the_second_step_sends_what_the_formulas_say_too(ranks, layout):
+    for rank, found in enumerate(ranks(traffic, layout.world, layout)):
+        expected = predicted(layout, SHAPE, rank)
+        exactly = {
+            axis: {name: pytest.approx(size, 1e-13) for name, size in by.items()} for axis, by in expected.items()
+        }
+        assert {axis: by for axis, by in found.items() if by} == exactly
 
 
 def part(ranks: int) -> float:
@@ -398,52 +420,52 @@ def part(ranks: int) -> float:
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("accumulation", [1, 3])
-def test_ddp_sends_2d_whatever_is_accumulated(ranks, size, accumulation):
+def test_ddp_sends_2d_whatever_is_accumulated(size, accumulation):
     layout = Layout(dp_replicate=size, accumulation=accumulation if BATCH % (size * accumulation) == 0 else 1)
-    assert sent(ranks, layout) == {"dp_replicate": {"all_reduce": pytest.approx(2 * D * part(size))}}
+    assert sent(layout) == {"dp_replicate": {"all_reduce": pytest.approx(2 * D * part(size))}}
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("zero", [1, 2])
-def test_zero_1_and_2_send_2d_in_one_reduce_scatter_and_one_all_gather(ranks, size, zero):
+def test_zero_1_and_2_send_2d_in_one_reduce_scatter_and_one_all_gather(size, zero):
     for accumulation in (1, 3 if size < 3 else 1):
         layout = Layout(dp_shard=size, zero=zero, accumulation=accumulation)
         expected = {"reduce_scatter": pytest.approx(D * part(size)), "all_gather": pytest.approx(D * part(size))}
-        assert sent(ranks, layout) == {"dp_shard": expected}
+        assert sent(layout) == {"dp_shard": expected}
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_zero_3_sends_3d_but_keeps_what_the_backward_pass_needs_at_once(ranks, size):
+def test_zero_3_sends_3d_but_keeps_what_the_backward_pass_needs_at_once(size):
     gathered = 2 * D - (D - BLOCKS)  # the head's group is not given up between forward and backward
     expected = {"reduce_scatter": pytest.approx(D * part(size)), "all_gather": pytest.approx(gathered * part(size))}
-    assert sent(ranks, Layout(dp_shard=size)) == {"dp_shard": expected}
+    assert sent(Layout(dp_shard=size)) == {"dp_shard": expected}
 
 
-def test_zero_3_without_resharding_sends_2d(ranks):
+def test_zero_3_without_resharding_sends_2d():
     expected = {"reduce_scatter": pytest.approx(D / 2), "all_gather": pytest.approx(D / 2)}
-    assert sent(ranks, Layout(dp_shard=2, reshard=False)) == {"dp_shard": expected}
+    assert sent(Layout(dp_shard=2, reshard=False)) == {"dp_shard": expected}
 
 
 @pytest.mark.parametrize("accumulation", [2, 3])
-def test_accumulation_does_not_multiply_gradient_traffic(ranks, accumulation):
-    once = sent(ranks, Layout(dp_shard=2))["dp_shard"]
-    local = sent(ranks, Layout(dp_shard=2, accumulation=accumulation))["dp_shard"]
+def test_accumulation_does_not_multiply_gradient_traffic(accumulation):
+    once = sent(Layout(dp_shard=2))["dp_shard"]
+    local = sent(Layout(dp_shard=2, accumulation=accumulation))["dp_shard"]
     assert local["reduce_scatter"] == once["reduce_scatter"]
     for zero in (2, 3):
         layout = Layout(dp_shard=2, zero=zero, accumulation=accumulation, accumulate="sharded")
-        assert sent(ranks, layout)["dp_shard"]["reduce_scatter"] == accumulation * once["reduce_scatter"]
+        assert sent(layout)["dp_shard"]["reduce_scatter"] == accumulation * once["reduce_scatter"]
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_hybrid_sharding_reduces_shares_between_the_replicas(ranks, zero):
-    found = sent(ranks, Layout(dp_replicate=2, dp_shard=2, zero=zero))
+def test_hybrid_sharding_reduces_shares_between_the_replicas(zero):
+    found = sent(Layout(dp_replicate=2, dp_shard=2, zero=zero))
     assert found["dp_replicate"] == {"all_reduce": pytest.approx(2 * (D / 2) / 2)}
     assert found["dp_shard"]["reduce_scatter"] == pytest.approx(D / 2)
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_tensor_parallel_sends_8bsh_a_block(ranks, size, accumulation):
+def test_tensor_parallel_sends_8bsh_a_block(size, accumulation):
     layout = Layout(tp=size, accumulation=accumulation)
     micro = batch.solve(BATCH, layout).micro_batch
     tokens = micro * SHAPE.seq_len
@@ -452,12 +474,12 @@ def test_tensor_parallel_sends_8bsh_a_block(ranks, size, accumulation):
     around = 4 * stream  # after the embedding, and before the head on the way back
     loss = 2 * 3 * WIDTH * tokens  # of every token the largest logit, the sum and the chosen one
     total = accumulation * (blocks + around + loss) * part(size)
-    assert sent(ranks, layout) == {"tp": {"all_reduce": pytest.approx(total)}}
+    assert sent(layout) == {"tp": {"all_reduce": pytest.approx(total)}}
 
 
-def test_sequence_parallel_sends_no_more(ranks):
-    plain = sent(ranks, Layout(tp=2))["tp"]
-    shares = sent(ranks, Layout(tp=2, sp=True))["tp"]
+def test_sequence_parallel_sends_no_more():
+    plain = sent(Layout(tp=2))["tp"]
+    shares = sent(Layout(tp=2, sp=True))["tp"]
     tokens = BATCH * SHAPE.seq_len
     stream = WIDTH * tokens * SHAPE.d_model
     assert shares["all_gather"] == shares["reduce_scatter"] == (4 * SHAPE.n_layers + 2) * stream / 2
@@ -467,17 +489,17 @@ def test_sequence_parallel_sends_no_more(ranks):
     assert sum(shares.values()) == pytest.approx(plain["all_reduce"] + WIDTH * whole)
 
 
-def test_gathering_again_costs_two_more_all_gathers_a_block(ranks):
-    once = sent(ranks, Layout(tp=2, sp=True))["tp"]
-    again = sent(ranks, Layout(tp=2, sp=True, sp_regather=True))["tp"]
+def test_gathering_again_costs_two_more_all_gathers_a_block():
+    once = sent(Layout(tp=2, sp=True))["tp"]
+    again = sent(Layout(tp=2, sp=True, sp_regather=True))["tp"]
     stream = WIDTH * BATCH * SHAPE.seq_len * SHAPE.d_model
     assert again["all_gather"] - once["all_gather"] == pytest.approx(SHAPE.n_layers * 2 * stream / 2)
 
 
-def test_fewer_key_value_heads_than_ranks_add_one_sum_of_their_gradients(ranks):
+def test_fewer_key_value_heads_than_ranks_add_one_sum_of_their_gradients():
     shape = dataclasses.replace(SHAPE, n_kv_heads=2, bias=False)
-    plain = sent(ranks, Layout(tp=4), dataclasses.replace(shape, n_kv_heads=4))
-    grouped = sent(ranks, Layout(tp=4), shape)
+    plain = sent(Layout(tp=4), dataclasses.replace(shape, n_kv_heads=4))
+    grouped = sent(Layout(tp=4), shape)
     heads = shape.n_layers * 2 * WIDTH * shape.head_size * shape.d_model  # a key and a value head on each pair of ranks
     assert grouped["tp"]["all_reduce"] - plain["tp"]["all_reduce"] == pytest.approx(2 * heads * part(2))
 
@@ -486,8 +508,8 @@ LONG = dataclasses.replace(SHAPE, seq_len=24, n_kv_heads=2, bias=False, position
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_ring_sends_keys_and_values_forward_and_those_and_their_gradients_back(ranks, size):
-    found = sent(ranks, Layout(cp=size, zero=1), LONG)
+def test_a_ring_sends_keys_and_values_forward_and_those_and_their_gradients_back(size):
+    found = sent(Layout(cp=size, zero=1), LONG)
     keys = WIDTH * BATCH * LONG.seq_len * LONG.kv_heads * LONG.head_size  # of a layer and whole sequences
     forward = 2 * part(size) * keys
     assert found["cp"] == {"send": pytest.approx(LONG.n_layers * 3 * forward)}
@@ -499,15 +521,15 @@ def test_a_ring_sends_keys_and_values_forward_and_those_and_their_gradients_back
     }
 
 
-def test_ulysses_sends_queries_keys_values_and_outputs_each_way(ranks):
-    found = sent(ranks, Layout(cp=2, cp_ulysses=2, zero=1), LONG)
+def test_ulysses_sends_queries_keys_values_and_outputs_each_way():
+    found = sent(Layout(cp=2, cp_ulysses=2, zero=1), LONG)
     tokens = WIDTH * BATCH * LONG.seq_len / 2  # of a rank
     once = tokens * LONG.head_size * (2 * LONG.n_heads + 2 * LONG.kv_heads) / 2
     assert found["cp"] == {"all_to_all": pytest.approx(LONG.n_layers * 2 * once)}
 
 
-def test_both_send_less_each(ranks):
-    found = sent(ranks, Layout(cp=4, cp_ulysses=2, zero=1), LONG)["cp"]
+def test_both_send_less_each():
+    found = sent(Layout(cp=4, cp_ulysses=2, zero=1), LONG)["cp"]
     tokens = WIDTH * BATCH * LONG.seq_len / 4
     exchanged = tokens * LONG.head_size * (2 * LONG.n_heads + 2 * LONG.kv_heads) / 2
     rotated = 2 * tokens * 2 * LONG.head_size * LONG.kv_heads / 2
@@ -516,11 +538,11 @@ def test_both_send_less_each(ranks):
 
 
 @pytest.mark.parametrize(("size", "ep"), [(2, 2), (4, 2), (4, 4)])
-def test_experts_get_rows_twice_and_their_gradients_twice(ranks, size, ep):
+def test_experts_get_rows_twice_and_their_gradients_twice(size, ep):
     """In the capacity form, whose rows are known beforehand: as many for each expert as it may take."""
     moe = MoE(n_experts=4, top_k=2, d_ff=24, capacity=1.0)
     shape = dataclasses.replace(SHAPE, bias=False, moe=moe, n_layers=2)
-    found = sent(ranks, Layout(dp_shard=size, ep=ep, zero=1), shape)
+    found = sent(Layout(dp_shard=size, ep=ep, zero=1), shape)
     rows = moe.n_experts * BATCH // size * SHAPE.seq_len * moe.top_k // moe.n_experts
     assert found["ep"] == {"all_to_all": pytest.approx(4 * 2 * WIDTH * rows * SHAPE.d_model * part(ep))}
     experts = 2 * WIDTH * 4 * 2 * 24 * SHAPE.d_model
@@ -556,20 +578,21 @@ def crossings(layout: Layout, micro_batches: int) -> list[int]:
     ],
     ids=Layout.line,
 )
-def test_a_pipeline_sends_every_micro_batch_over_every_boundary_once_each_way(ranks, layout):
+def test_a_pipeline_sends_every_micro_batch_over_every_boundary_once_each_way(layout):
     shape = dataclasses.replace(SHAPE, n_layers=4)
     boundary = WIDTH * BATCH // layout.accumulation * shape.seq_len * shape.d_model // (layout.tp if layout.sp else 1)
     inner = layout.world // layout.pp
-    for rank, found in enumerate(ranks(traffic, layout.world, layout, shape)):
+    for rank in range(layout.world):
+        found = predicted(layout, shape, rank)
         assert found["pp"]["send"] == crossings(layout, layout.accumulation)[rank // inner] * boundary
         copies = 2 * WIDTH * count(shape) / 2 if layout.schedule == "dualpipe" else 0
         assert found["pp"].get("all_reduce", 0) == pytest.approx(copies)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_tied_embedding_is_summed_over_both_ends(ranks, size):
+def test_a_tied_embedding_is_summed_over_both_ends(size):
     shape = dataclasses.replace(SHAPE, tied=True)
     embedding = WIDTH * shape.vocab_size * shape.d_model
-    found = ranks(traffic, size, Layout(pp=size, accumulation=2), shape)
-    sums = [sent["pp"].get("all_reduce", 0) for sent in found]
+    layout = Layout(pp=size, accumulation=2)
+    sums = [predicted(layout, shape, rank)["pp"].get("all_reduce", 0) for rank in range(size)]
     assert sums == [pytest.approx(embedding), *[0] * (size - 2), pytest.approx(embedding)]

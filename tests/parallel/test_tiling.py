@@ -422,7 +422,7 @@ def counted(ranks, job: Job) -> tuple[int, list[int]]:
             batches, valid = micro_batches(job, step, mesh.data_rank, LARGE_VOCAB)
             stepper.step(StepInputs(batches, step, valid, 1e-2))
 
-        peak = least_device_peak(budget, take, 2)
+        peak = least_device_peak(budget, take, 2, alone=job.layout.world == 1)
     return peak, sizes
 
 

@@ -25,13 +25,15 @@ LOOKS, LOOK_S = 10, 0.01
 a little after it has said that they are there."""
 
 
-def least_device_peak(budget: DeviceBudget, take: Callable[[int], object], steps: int) -> int:
-    """Takes `steps` steps and four more, and returns the most bytes of the device so far, or in one of those four, if
-    that is less: the thread of a collective may let go of its tensors late."""
+def least_device_peak(budget: DeviceBudget, take: Callable[[int], object], steps: int, *, alone: bool) -> int:
+    """Takes `steps` steps, and returns the most bytes of the device.
+
+    Takes four more, unless this rank is alone, and returns the most in one of those, if that is less: the thread of a
+    collective may let go of its tensors late."""
     for step in range(steps):
         take(step)
     peaks = [budget.device_peak]
-    for step in range(steps, steps + 4):
+    for step in range(steps, steps + (0 if alone else 4)):
         budget.device_peak = budget.device
         take(step)
         peaks.append(budget.device_peak)

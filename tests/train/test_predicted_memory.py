@@ -14,6 +14,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cost.activation_bytes import activation_bytes
+from covering import covering, parts_of
 from parallel.steps import micro_batches
 from phalanx.config.cluster import Cluster
 from phalanx.config.job import Data, Job, Optimizer, Train
@@ -206,15 +207,14 @@ def _size(ref: StorageWeakRef) -> int:
 DEEP = replace(LLAMA, n_layers=4, seq_len=128, norm="layernorm")
 
 
-def stepped(ranks, job: Job) -> int:
-    """The most bytes that this rank has in its second step, or in its third, if they are fewer: the thread of a
-    collective may let go of its tensors late."""
+def stepped(ranks, job: Job, more: int = 1) -> int:
+    """The most bytes that this rank has in its second step, or in one of `more`, if they are fewer."""
     mesh, vocab = meshes.build(job.layout, "cpu"), job.model.vocab_size
     stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
-    first, second, third = ((step, *micro_batches(job, step, mesh.data_rank, vocab)) for step in range(3))
+    first, *others = ((step, *micro_batches(job, step, mesh.data_rank, vocab)) for step in range(1 + more))
     taken(stepper, *first)
     before = state_memory(stepper.replica, stepper.optimizer)
-    return before.total + min(taken(stepper, *second), taken(stepper, *third))
+    return before.total + min(taken(stepper, *step) for step in others)
 
 
 def taken(stepper: Stepper, step: int, micros: list[MicroBatch], valid: int) -> int:
@@ -225,16 +225,22 @@ def taken(stepper: Stepper, step: int, micros: list[MicroBatch], valid: int) -> 
 
 
 def compare(ranks, job: Job, bound: float = 0.04) -> set[str]:
-    """Holds what every rank takes to what is predicted, and returns the moments that are."""
+    """Holds what every rank takes to what is predicted, and returns the moments that are.
+
+    A step that takes more is repeated: the thread of a collective may let go of its tensors late."""
     model, layout = job.model, job.layout
     equation = batch.solve(job.train.global_batch, layout)
     stages = stages_of(model, layout, layout.pp * (layout.pp_chunks or 1), VOCAB) if layout.pp > 1 else ()
     width = PARAMETER_BYTES[job.train.precision]
     spec = StepSpec(model, Cluster(), layout, equation, "bf16", width, stages=stages, optimizer=job.optimizer)
     spec = replace(spec, framework=rank_spec(job, VOCAB, "cpu").framework, document_mask=job.data.document_mask)
-    moments = set()
-    for rank, size in enumerate(ranks(stepped, layout.world, job)):
-        expected = step_memory(spec)[rank // (layout.world // layout.pp)]
+    moments, predicted = set(), step_memory(spec)
+    found = ranks(stepped, layout.world, job)
+    per_stage = layout.world // layout.pp
+    if any(size > (1 + bound / 2) * predicted[rank // per_stage].allocated for rank, size in enumerate(found)):
+        found = ranks(stepped, layout.world, job, 2)
+    for rank, size in enumerate(found):
+        expected = predicted[rank // per_stage]
         print(layout.line(), rank, f"{size:,} {expected.allocated:,} {expected.allocated / size - 1:.1%}", expected)
         assert expected.allocated == pytest.approx(size, rel=bound)
         moments.add(expected.moment)
@@ -243,48 +249,51 @@ def compare(ranks, job: Job, bound: float = 0.04) -> set[str]:
 
 @pytest.mark.parametrize(
     ("layout", "train"),
-    [
-        (Layout(cp=2, zero=1), {"global_batch": 4}),
-        (Layout(dp_shard=2, dp_replicate=2), {"global_batch": 8}),
-        (Layout(dp_shard=2, pp=2, zero=1, micro_batch=1), {"global_batch": 8, "precision": "bf16"}),
-        (Layout(dp_shard=2, micro_batch=1), {"global_batch": 8}),
-        (Layout(dp_shard=2, micro_batch=1, accumulate="sharded"), {"global_batch": 8}),
-        (Layout(dp_shard=2, reshard=False), {"global_batch": 8}),
-        (Layout(dp_shard=4, hpz=2, quantise_gradients="int8"), {"global_batch": 8}),
-        (Layout(dp_shard=4, hpz=2, quantise_weights="int8", quantise_gradients="int4"), {"global_batch": 8}),
-        (Layout(tp=2, sp=True, sp_regather=True, recompute="full"), {"global_batch": 8}),
-        (Layout(pp=2, schedule="zb_h1", micro_batch=1), {"global_batch": 8}),
-        (Layout(), {"global_batch": 4}),
-        (Layout(), {"global_batch": 4, "precision": "bf16"}),
-        (Layout(recompute="full"), {"global_batch": 8}),
-        (Layout(recompute="products"), {"global_batch": 8}),
-        (Layout(recompute="products"), {"global_batch": 8, "precision": "bf16"}),
-        (Layout(recompute="products", tp=2, sp=True, sp_regather=True), {"global_batch": 8}),
-        (Layout(recompute="products", tp=2, sp=True), {"global_batch": 8}),
-        (Layout(recompute="products", pp=2, micro_batch=1), {"global_batch": 8}),
-        (Layout(recompute="products", dp_shard=2), {"global_batch": 8}),
-        (Layout(recompute="products", pp=2, schedule="zb_h1", micro_batch=1), {"global_batch": 8}),
-        (Layout(recompute="products", cp=2, zero=1), {"global_batch": 8}),
-        (Layout(recompute="full", pp=2, micro_batch=2), {"global_batch": 4}),
-        (Layout(recompute="full", pp=2, micro_batch=2, schedule="gpipe"), {"global_batch": 8}),
-        (Layout(recompute="full", pp=2, micro_batch=1, schedule="zb_h1"), {"global_batch": 4}),
-        (Layout(recompute_cut="2*full+2*none"), {"global_batch": 8}),
-        (Layout(recompute_cut="2*none+2*full"), {"global_batch": 8}),
-        (Layout(recompute_cut="3*full+1*none", tp=2, sp=True), {"global_batch": 8}),
-        (Layout(recompute_cut="2*full+2*none", pp=2, micro_batch=1), {"global_batch": 8}),
-        (Layout(recompute_cut="1*none+1*full+2*none", dp_shard=2), {"global_batch": 8}),
-        (Layout(micro_batch=2), {"global_batch": 8}),
-        (Layout(dp_replicate=2), {"global_batch": 8}),
-        (Layout(dp_shard=2, zero=1), {"global_batch": 8, "precision": "bf16"}),
-        (Layout(dp_shard=2, zero=2), {"global_batch": 8}),
-        (Layout(dp_shard=2), {"global_batch": 8}),
-        (Layout(tp=2), {"global_batch": 4}),
-        (Layout(tp=2, sp=True), {"global_batch": 4}),
-        (Layout(pp=2, micro_batch=2), {"global_batch": 8}),
-        (Layout(pp=4, micro_batch=1), {"global_batch": 8}),
-        (Layout(pp=2, schedule="gpipe", micro_batch=2), {"global_batch": 8}),
-        (Layout(pp=2, schedule="interleaved_1f1b", pp_chunks=2, micro_batch=2), {"global_batch": 8}),
-    ],
+    covering(
+        [
+            (Layout(cp=2, zero=1), {"global_batch": 4}),
+            (Layout(dp_shard=2, dp_replicate=2), {"global_batch": 8}),
+            (Layout(dp_shard=2, pp=2, zero=1, micro_batch=1), {"global_batch": 8, "precision": "bf16"}),
+            (Layout(dp_shard=2, micro_batch=1), {"global_batch": 8}),
+            (Layout(dp_shard=2, micro_batch=1, accumulate="sharded"), {"global_batch": 8}),
+            (Layout(dp_shard=2, reshard=False), {"global_batch": 8}),
+            (Layout(dp_shard=4, hpz=2, quantise_gradients="int8"), {"global_batch": 8}),
+            (Layout(dp_shard=4, hpz=2, quantise_weights="int8", quantise_gradients="int4"), {"global_batch": 8}),
+            (Layout(tp=2, sp=True, sp_regather=True, recompute="full"), {"global_batch": 8}),
+            (Layout(pp=2, schedule="zb_h1", micro_batch=1), {"global_batch": 8}),
+            (Layout(), {"global_batch": 4}),
+            (Layout(), {"global_batch": 4, "precision": "bf16"}),
+            (Layout(recompute="full"), {"global_batch": 8}),
+            (Layout(recompute="products"), {"global_batch": 8}),
+            (Layout(recompute="products"), {"global_batch": 8, "precision": "bf16"}),
+            (Layout(recompute="products", tp=2, sp=True, sp_regather=True), {"global_batch": 8}),
+            (Layout(recompute="products", tp=2, sp=True), {"global_batch": 8}),
+            (Layout(recompute="products", pp=2, micro_batch=1), {"global_batch": 8}),
+            (Layout(recompute="products", dp_shard=2), {"global_batch": 8}),
+            (Layout(recompute="products", pp=2, schedule="zb_h1", micro_batch=1), {"global_batch": 8}),
+            (Layout(recompute="products", cp=2, zero=1), {"global_batch": 8}),
+            (Layout(recompute="full", pp=2, micro_batch=2), {"global_batch": 4}),
+            (Layout(recompute="full", pp=2, micro_batch=2, schedule="gpipe"), {"global_batch": 8}),
+            (Layout(recompute="full", pp=2, micro_batch=1, schedule="zb_h1"), {"global_batch": 4}),
+            (Layout(recompute_cut="2*full+2*none"), {"global_batch": 8}),
+            (Layout(recompute_cut="2*none+2*full"), {"global_batch": 8}),
+            (Layout(recompute_cut="3*full+1*none", tp=2, sp=True), {"global_batch": 8}),
+            (Layout(recompute_cut="2*full+2*none", pp=2, micro_batch=1), {"global_batch": 8}),
+            (Layout(recompute_cut="1*none+1*full+2*none", dp_shard=2), {"global_batch": 8}),
+            (Layout(micro_batch=2), {"global_batch": 8}),
+            (Layout(dp_replicate=2), {"global_batch": 8}),
+            (Layout(dp_shard=2, zero=1), {"global_batch": 8, "precision": "bf16"}),
+            (Layout(dp_shard=2, zero=2), {"global_batch": 8}),
+            (Layout(dp_shard=2), {"global_batch": 8}),
+            (Layout(tp=2), {"global_batch": 4}),
+            (Layout(tp=2, sp=True), {"global_batch": 4}),
+            (Layout(pp=2, micro_batch=2), {"global_batch": 8}),
+            (Layout(pp=4, micro_batch=1), {"global_batch": 8}),
+            (Layout(pp=2, schedule="gpipe", micro_batch=2), {"global_batch": 8}),
+            (Layout(pp=2, schedule="interleaved_1f1b", pp_chunks=2, micro_batch=2), {"global_batch": 8}),
+        ],
+        lambda case: parts_of([case[0], case[1].get("precision", "fp32")]),
+    ),
     ids=lambda value: value.line() if isinstance(value, Layout) else " ".join(map(str, value.values())),
 )
 def test_the_fullest_moment_of_a_step_is_the_predicted_one(ranks, layout, train):
