@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import yaml
 
@@ -116,7 +117,7 @@ MLPERF = replace(NEMO, name="mlperf")
 MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
 """MegaScale (Jiang et al. 2024)."""
 
-LLAMA3 = replace(MEGATRON_CORE, name="llama3")
+LLAMA3 = replace(MEGATRON_CORE, name="llama3", memory_profile=profiles.LLAMA3)
 """The framework of Llama 3 (Llama Team 2024, section 3.3)."""
 
 FSDP1 = Framework(name="fsdp1", flash=1, interference=1.6, passes=2.0, kernel_us=8, memory_profile=profiles.FSDP1)
@@ -181,15 +182,21 @@ FRAMEWORKS: dict[str, Framework] = {
 
 
 @cache
+def calibration() -> dict[str, Any]:
+    """Returns calibration.yaml."""
+    return yaml.safe_load(Path(__file__).with_name("calibration.yaml").read_text(encoding="utf-8"))
+
+
+@cache
 def _fitted() -> dict[str, dict[tuple[str, str], tuple[float, list[str]]]]:
     """Returns the factors of calibration.yaml by framework and device, with the rows that each was fitted to."""
-    written = yaml.safe_load(Path(__file__).with_name("calibration.yaml").read_text(encoding="utf-8"))
     return {
         name: {
             (framework, device): (factor, [f"{source}-{row:04}" for row in rows])
             for framework, device, factor, source, rows in lines
         }
-        for name, lines in written.items()
+        for name, lines in calibration().items()
+        if name in ("slowdown", "moe_slowdown")
     }
 
 
@@ -208,7 +215,8 @@ def calibrated(program: str, device: Accelerator, without: str = "") -> Framewor
     pair, framework = (program, device.name), FRAMEWORKS[program]
     prior = median(plain.values()) if program in UNFITTED or pair in _fitted()["slowdown"] else 1.0
     slowdown, moe_slowdown = plain.get(pair, prior), experts.get(pair, experts.get((program, ""), 1.0))
-    return replace(framework, slowdown=slowdown * framework.slowdown, moe_slowdown=moe_slowdown)
+    fitted = pair in plain or pair in experts or (program, "") in experts
+    return replace(framework, slowdown=slowdown * framework.slowdown, moe_slowdown=moe_slowdown, fitted=fitted)
 
 
 def calibration_rows() -> frozenset[str]:

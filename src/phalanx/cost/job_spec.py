@@ -126,12 +126,10 @@ def _as_trained(job: Job, framework: Framework) -> Framework:
     framework = replace(framework, cast_bytes=5) if compiled else framework
     if job.train.gradients != "same":
         profile = replace(profile, gradient_bytes=4, unbuffered_gradient_bytes=PARAMETER_BYTES[job.train.precision])
-    low, high = framework.spread
-    if not job.cluster.preset:  # nobody measured this machine
-        low, high = low / DESCRIBED_SPREAD, high * DESCRIBED_SPREAD
+    widened = 1.0 if job.cluster.preset else DESCRIBED_SPREAD  # nobody measured this machine
     if compiled and job.cluster.device != "cpu":
         framework = replace(framework, passes=COMPILED_PASSES * framework.passes, kernel_us=COMPILED_KERNEL_US)
-    return replace(framework, memory_profile=profile, spread=(low, high))
+    return replace(framework, memory_profile=profile, widened=widened)
 
 
 def stages(model: ModelConfig, layout: Layout) -> tuple[range, ...]:

@@ -210,6 +210,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     nearest = plan.nearest
     return {
         "best": best,
+        "fastest": _candidate(plan.fastest) if plan.fastest else None,
         "candidates": [_candidate(each) for each in plan.best],
         "nearest": {**_candidate(nearest), "advice": [vars(one) for one in advice(nearest.spec)]} if nearest else None,
         "alternatives": [
