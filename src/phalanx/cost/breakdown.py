@@ -42,7 +42,8 @@ def memory_lines(prediction: Prediction) -> list[str]:
     fullest = prediction.fullest
     rank = f", pipeline rank {prediction.memory.index(fullest)}" if len(prediction.memory) > 1 else ""
     limit, exceeds = gib(prediction.memory_limit), fullest.needed > prediction.memory_limit
-    whole = f"peak memory {gib(fullest.peak)} ({MOMENTS[fullest.moment]}{rank}) "
+    size = fullest.needed if exceeds else fullest.peak
+    whole = f"peak memory {gib(size)} ({MOMENTS[fullest.moment]}{rank}) "
     if exceeds:
         whole += f"exceeds {limit}: does not fit"
     elif prediction.verdict == "tight":

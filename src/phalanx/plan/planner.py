@@ -142,11 +142,15 @@ def search(request: PlanRequest, progress: Progress | None = None, sample: int =
         return plain
     seconds = plain.seconds
     for fixed, why in _last_resorts(request):
+        resort = replace(request, fixed={**request.fixed, **fixed})
         try:
-            found = _with_headroom(replace(request, fixed={**request.fixed, **fixed}), progress, sample)
+            found = _search(replace(resort, headroom=None), progress, sample)
         except JobError:  # nothing divides by the tiles
             continue
         seconds += found.seconds
+        if found.best and request.headroom is not None:
+            found = _with_headroom(resort, progress, sample)
+            seconds += found.seconds
         if found.best:
             note = why.format(f"none of {plain.searched:,} layouts fits")
             return replace(found, notes=(note, *found.notes), seconds=seconds)
