@@ -44,10 +44,10 @@ MEGATRON_CORE = (
 ep, or Megatron-FSDP without a pipeline."""
 
 TORCHTITAN = (
-    *_sets({**_FLAT, "zero": 3, "cp_ulysses": 1}),
-    *_sets({"zero": 3, "cp_ulysses": 1}, schedule=(*_PIPELINES, "zb_v")),
+    *_sets({**_FLAT, "zero": 3, "cp_ulysses": 1, "sp_regather": False}),
+    *_sets({"zero": 3, "cp_ulysses": 1, "sp_regather": False}, schedule=(*_PIPELINES, "zb_v")),
 )
-"""torchtitan: FSDP2 and HSDP, tp, cp, and pipelines."""
+"""torchtitan: FSDP2 and HSDP, tp with sequence parallelism that saves what it gathered, cp, and pipelines."""
 
 ABILITIES: dict[str, tuple[Fixed, ...]] = {
     "megatron-2021": MEGATRON_2021,
@@ -65,8 +65,3 @@ def abilities(program: str) -> tuple[Fixed, ...]:
     return ABILITIES.get(program) or next(
         (sets for name, sets in ABILITIES.items() if program.startswith(f"{name}-")), ()
     )
-
-
-def regathers(program: str) -> bool:
-    """Returns whether its sequence parallelism always gathers inputs again in the backward pass (Megatron)."""
-    return abilities(program) in (MEGATRON_CORE, LLAMA3)

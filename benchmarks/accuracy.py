@@ -49,9 +49,11 @@ def rows_of(truth: Path) -> Iterator[dict[str, str]]:
                 yield from reader
 
 
-def left_out(spec: StepSpec, source: str) -> Prediction:
-    """Returns the prediction without what was fitted to rows of this source."""
-    return predict(replace(spec, framework=recalibrated(spec.framework, spec.cluster.accelerator, without=source)))
+def left_out(spec: StepSpec, source: str, *, launches: bool = False) -> Prediction:
+    """Returns the prediction without what was fitted to rows of this source, but with the time of launches if asked."""
+    framework = recalibrated(spec.framework, spec.cluster.accelerator, without=source)
+    kept = {"kernel_us": spec.framework.kernel_us} if launches else {}
+    return predict(replace(spec, framework=replace(framework, **kept)))
 
 
 def leave_one_source_out(rows: Sequence[dict[str, str]]) -> list[GradedRow]:

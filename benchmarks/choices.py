@@ -18,21 +18,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.abilities import abilities, regathers
+from benchmarks.abilities import abilities
 from benchmarks.accuracy import rows_of
 from benchmarks.fabrics import fabrics
 from benchmarks.published import LLAMA3, MEGATRON, Published, predicted, published_case
 from benchmarks.report import machine, save
 from benchmarks.solar import assumptions, solar
 from benchmarks.truth.report import markdown
+from phalanx.config.job import PlanOptions
 from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.plan.alternatives import differences, explain
 from phalanx.plan.plan import Candidate
 from phalanx.plan.planner import search
+from phalanx.plan.simplicity import TIED, ranked, simpler_because
 from phalanx.plan.space import PlanRequest
 from phalanx.simulate.step import step_seconds
+from phalanx.units import gib
 from phalanx.validation.row import Reading, key_of, read, remark
 
 SOURCES = ("torchtitan", "nemo_megatron_bridge", "nvidia_dgxc_benchmarking", "mlperf_training_llm")
@@ -65,6 +68,25 @@ class Choice:
     def factor(self) -> float:
         """The speed relative to the expert's layout."""
         return self.expert_seconds / self.best.seconds
+
+    @property
+    def published(self) -> str:
+        """The expert's step time and memory."""
+        found = predict(self.expert.spec)
+        return f"{self.expert_seconds:.3g} s, {gib(found.fullest.needed)}, {found.verdict}"
+
+    @property
+    def judged(self) -> str:
+        """The choice beside the expert's in a sentence."""
+        mine, theirs = (replace(one, pp_cut="", accumulation=0) for one in (self.best.layout, self.expert.spec.layout))
+        if not differences(mine, theirs):
+            return "The choice is the published layout."
+        simpler = simpler_because(self.best.spec, self.expert.spec)
+        if self.factor < 1 + TIED.kinds:
+            why = f": the simpler is taken, {simpler}" if simpler else ", another layout as good"
+            return f"As fast within what predictions err against each other{why}."
+        newer = " The framework recomputes less with smaller micro-batches." if theirs.recompute == "full" else ""
+        return f"Worth a try: {(self.factor - 1):.0%} faster, more than predictions err against each other.{newer}"
 
     @property
     def why(self) -> str:
@@ -118,39 +140,33 @@ def _error(reading: Reading) -> float | None:
 
 
 def choose(expert: Expert) -> Choice | None:
-    """Returns the fastest layout of all sets of the framework; None if nothing fits."""
+    """Returns the planner's choice among all sets of the framework; None if nothing fits."""
     spec = expert.spec
     began = time.monotonic()
     found, searched = list[Candidate](), 0
+    asked = PlanRequest(
+        model=spec.model,
+        cluster=spec.cluster,
+        global_batch=spec.batch.global_batch,
+        products=spec.products,
+        width=spec.width,
+        framework=spec.framework,
+        worlds=(spec.layout.world,),
+        headroom=PlanOptions.headroom,
+        band=TIED,
+    )
     for fixed in abilities(spec.framework.name):
         try:
-            plan = search(
-                PlanRequest(
-                    model=spec.model,
-                    cluster=spec.cluster,
-                    global_batch=spec.batch.global_batch,
-                    products=spec.products,
-                    width=spec.width,
-                    framework=spec.framework,
-                    fixed=fixed,
-                    worlds=(spec.layout.world,),
-                )
-            )
+            plan = search(replace(asked, fixed=fixed))
         except JobError:
             continue  # nothing in this set is legal
         searched += plan.searched
-        found += [_as_run(one) for one in plan.best]
+        found += plan.best
     if not found:
         return None
-    best = min(found, key=lambda one: one.seconds)
+    roomy = [one for one in found if one.prediction.fullest.needed <= asked.limit]
+    best = ranked(roomy or found, TIED)[0]
     return Choice(expert, best, step_seconds(spec), searched, time.monotonic() - began)
-
-
-def _as_run(one: Candidate) -> Candidate:
-    """Returns the layout with the framework's fixed behaviour."""
-    if not one.layout.sp or not regathers(one.spec.framework.name):
-        return one
-    return Candidate.of(replace(one.spec, layout=replace(one.layout, sp_regather=True)))
 
 
 def _line(spec: StepSpec) -> str:
@@ -168,7 +184,20 @@ def main() -> None:
         print("PHALANX_TRUTH names no folder of published measurements: torchtitan's and NVIDIA's rows are left out")
     elif not options.quick:
         experts += tuned(Path(truth))
-    table = [("model", "devices", "published layout", "error", "planner's", "factor", "why")]
+    table = [
+        (
+            "model",
+            "devices",
+            "published layout",
+            "predicted",
+            "error",
+            "planner's",
+            "predicted",
+            "factor",
+            "judged",
+            "why",
+        )
+    ]
     rows = []
     for expert in experts:
         choice = choose(expert)
@@ -176,12 +205,15 @@ def main() -> None:
         who = f"{expert.name}, {spec.cluster.accelerator.name}, {spec.products}"
         error = "" if expert.error is None else f"{expert.error:+.1%}"
         if choice is None:
-            table.append((who, str(spec.layout.world), _line(spec), error, "nothing fits", "", ""))
+            table.append((who, str(spec.layout.world), _line(spec), "", error, "nothing fits", "", "", "", ""))
             continue
-        same = not differences(replace(choice.best.layout, pp_cut=""), replace(spec.layout, pp_cut=""))
-        told = "the same layout" if same else choice.why
+        mine = choice.best.prediction
         table.append(
-            (who, str(spec.layout.world), _line(spec), error, _line(choice.best.spec), f"{choice.factor:.2f}", told)
+            (
+                *(who, str(spec.layout.world), _line(spec), choice.published, error, _line(choice.best.spec)),
+                f"{choice.best.seconds:.3g} s, {gib(mine.fullest.needed)}, {mine.verdict}",
+                *(f"{choice.factor:.2f}", choice.judged, choice.why),
+            )
         )
         print(" | ".join(table[-1]), f"{choice.searched} layouts in {choice.seconds:.1f} s", flush=True)
         rows.append(
@@ -194,6 +226,7 @@ def main() -> None:
                 "published": _line(spec),
                 "planned": _line(choice.best.spec),
                 "factor": choice.factor,
+                "judged": choice.judged,
                 "why": choice.why,
                 "searched": choice.searched,
                 "seconds": choice.seconds,

@@ -30,6 +30,8 @@ class GradedRow:
     """Whether the model's constants were fitted to it, among others."""
     measured_s: float | None
     predicted_s: float
+    interval_s: tuple[float, float]
+    """Seconds between which eight of ten measurements are to lie."""
     measured_bytes: float | None
     predicted_bytes: float | None
     oom: bool
@@ -45,6 +47,12 @@ class GradedRow:
     @property
     def time_error(self) -> float | None:
         return None if self.measured_s is None else self.predicted_s / self.measured_s - 1
+
+    @property
+    def inside(self) -> bool | None:
+        """Whether the measurement lies in the predicted interval."""
+        low, high = self.interval_s
+        return None if self.measured_s is None else low <= self.measured_s <= high
 
     @property
     def memory_error(self) -> float | None:
@@ -108,14 +116,16 @@ def outcomes(
 
 
 def _outcome(row_id: str, reading: Reading, prediction: Prediction, calibration: bool) -> GradedRow:
-    spec = reading.spec
+    spec, seconds = reading.spec, prediction.step_time_s
+    low, high = prediction.spread
     return GradedRow(
         row_id=row_id,
         source=reading.source,
         family=f"{spec.cluster.accelerator.name} {reading.framework}",
         calibration=calibration,
         measured_s=reading.measured_s,
-        predicted_s=prediction.step_time_s,
+        predicted_s=seconds,
+        interval_s=(low * seconds, high * seconds),
         measured_bytes=reading.measured_memory,
         predicted_bytes=memory_bytes(reading, prediction),
         oom=reading.oom,

@@ -11,7 +11,20 @@ from benchmarks.truth.grades import Errors, GradedRow, baseline, by, errors, ran
 Table = list[tuple[str, ...]]
 
 HEAD = (
-    *("", "rows", "time median", "p90", "bias", "constant: median", "p90", "memory rows", "median", "p90", "bias"),
+    *(
+        "",
+        "rows",
+        "time median",
+        "p90",
+        "bias",
+        "inside",
+        "constant: median",
+        "p90",
+        "memory rows",
+        "median",
+        "p90",
+        "bias",
+    ),
     *("groups", "tau", "regret", "worst"),
 )
 
@@ -75,7 +88,8 @@ def _figures(group: Sequence[GradedRow]) -> dict[str, Any]:
         "memory": errors(row.memory_error for row in tested),
         "ranking": ranking(group),
     }
-    return {name: asdict(value) for name, value in found.items() if value}
+    known = {name: asdict(value) for name, value in found.items() if value}
+    return known if (share := coverage(tested)) is None else {**known, "inside": share}
 
 
 def _constants(group: Sequence[GradedRow]) -> list[float]:
@@ -96,7 +110,27 @@ def _line(name: str, group: Sequence[GradedRow]) -> tuple[str, ...]:
     if ranks:
         regrets = f"{100 * ranks.regret:.1f} %", f"{100 * ranks.worst_regret:.1f} %"
         order = (str(ranks.groups), f"{ranks.tau:.2f}", *regrets)
-    return (name, _count(times), *_percents(times), *constant, _count(memory), *_percents(memory), *order)
+    return (
+        name,
+        _count(times),
+        *_percents(times),
+        _inside(tested),
+        *constant,
+        _count(memory),
+        *_percents(memory),
+        *order,
+    )
+
+
+def coverage(group: Sequence[GradedRow]) -> float | None:
+    """Returns the share of the measurements inside the predicted interval; None without any."""
+    inside = [row.inside for row in group if row.inside is not None]
+    return sum(inside) / len(inside) if inside else None
+
+
+def _inside(group: Sequence[GradedRow]) -> str:
+    share = coverage(group)
+    return "" if share is None else f"{share:.0%}".replace("%", " %")
 
 
 def _count(found: Errors | None) -> str:

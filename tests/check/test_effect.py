@@ -42,6 +42,9 @@ ELSEWHERE = {
         steps global_batch precision gradients seed compile cpu_linear deterministic log_every
         eval_samples dpo.beta dpo.label_smoothing profile.steps profile.ranks profile.memory profile.python
     """,
+    "plan": """
+        headroom
+    """,
     "checkpoint": """
         every every_minutes verify background on_failure timeout_s remote
     """,

@@ -23,7 +23,7 @@ from phalanx.schedule import catalogue, file
 
 
 JOB = ["plan", "model=gpt2", "cluster=dgx-h100:1", "train.precision=bf16", "train.global_batch=32"]
-KEYS = "best candidates nearest alternatives rejected searched seconds notes calibration"
+KEYS = "best fastest candidates nearest alternatives rejected searched seconds notes calibration"
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict:

@@ -122,7 +122,7 @@ def test_a_wrong_figure_is_refused_with_its_field(word: str, message: str) -> No
 def test_the_interval_of_a_described_machine_is_wider() -> None:
     own = load("cluster.accelerator=h100-80gb", "cluster.inter.gbs=50").job
     preset = load_words(parse([*JOB, "cluster=dgx-h100:2"])).job
-    wide, narrow = (step_spec(job, job.model.vocab_size).framework.spread for job in (own, preset))
+    wide, narrow = (predict(step_spec(job, job.model.vocab_size)).spread for job in (own, preset))
     assert wide[0] < narrow[0]
     assert wide[1] > narrow[1]
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from cost.activation_bytes import activation_bytes
 from cost.exact_state import state_bytes
 from phalanx.blocks.parameters import count
-from phalanx.config.cluster import Accelerator, Cluster
+from phalanx.config.cluster import Cluster
+from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
@@ -29,6 +30,7 @@ from phalanx.cost.memory_profiles import (
     XLA,
     MemoryProfile,
 )
+from phalanx.cost.prediction import predict
 from phalanx.cost.rank_memory import RankMemory, by_stage, step_memory
 from phalanx.cost.spec import Framework, Products, StepSpec
 from phalanx.errors import JobError
@@ -257,14 +259,17 @@ def test_parts_add_up_and_say_so():
     assert f"in the {memory.moment}: parameters" in str(memory)
 
 
-def test_a_full_device_has_nothing_in_reserve():
+def test_the_reserve_is_not_cut_to_what_is_left_and_the_verdict_says_tight():
     one = spec(LLAMA, Layout(dp_shard=8), memory_profile=TORCHTITAN)
     free = rank_memory(one, 0)
-    gib = (free.needed + free.peak) / 2 / 2**30
-    tight = rank_memory(replace(one, cluster=Cluster(accelerator=Accelerator(memory_gib=gib))), 0)
-    assert (tight.peak, tight.needed) == (round(gib * 2**30), free.needed)
-    small = rank_memory(replace(one, cluster=Cluster(accelerator=Accelerator(memory_gib=40))), 0)
-    assert small.peak == small.needed == free.needed, "it does not fit, whatever is given back"
+
+    def on(gib):
+        return predict(replace(one, cluster=Cluster(accelerator=replace(ACCELERATORS["h100-80gb"], memory_gib=gib))))
+
+    wide, tight, small = on(200), on((free.needed + free.peak) / 2 / 2**30), on(40)
+    assert wide.fullest.peak == tight.fullest.peak == small.fullest.peak == free.peak
+    assert [found.verdict for found in (wide, tight, small)] == ["fits", "tight", "does not fit"]
+    assert tight.upper_memory >= free.peak > tight.memory_limit
 
 
 @given(st.sampled_from([GPT, LLAMA, DEEPSEEK]), st.sampled_from([2, 4, 8]), st.sampled_from([PHALANX, MEGATRON_CORE]))

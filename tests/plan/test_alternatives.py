@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-
-from phalanx.cost.prediction import step_parts
-from phalanx.cost.rank_memory import needed_bytes
-from phalanx.plan.alternatives import alternatives, has_headroom, headroom_layout
-from phalanx.plan.branch import Found, Search, simulated
+from phalanx.plan.alternatives import alternatives
+from phalanx.plan.branch import Search
 from phalanx.plan.plan import Alternative
 from phalanx.plan.planner import search
 from plan.answers import planned, request, slow_network
@@ -63,7 +58,7 @@ def test_those_that_fit_come_first_the_fastest_before_the_others() -> None:
 
 
 def test_what_is_not_legal_says_the_equation() -> None:
-    found = alternatives(Search(request("gpt2", "dgx-h100:4", 16)), Found(), None)
+    found = alternatives(Search(request("gpt2", "dgx-h100:4", 16)), None, None)
     ddp = named(found, "DDP")
     assert ddp.candidate is None
     assert "16" in ddp.why
@@ -88,19 +83,3 @@ def test_a_kind_that_has_the_best_in_it_is_left_out() -> None:
 def test_one_device_has_no_kinds_but_the_rule() -> None:
     plan = search(request("gpt2", "gh200:1", 16))
     assert [one.name for one in plan.alternatives] == ["rule of thumb"]
-
-
-@pytest.mark.parametrize("seen", [True, False], ids=["from what the search saw", "by another search"])
-def test_what_leaves_room_is_the_fastest_that_does(seen: bool) -> None:
-    one = Search(request("llama2-13b", "dgx-a100:1", 32, sp=True, accumulate="local", cp=1))
-    found = one.best()
-    best = simulated(found)[0]
-    assert not has_headroom(best)
-    room = headroom_layout(alternatives(one, found if seen else Found(), best))
-    assert room is not None
-    assert has_headroom(room)
-    rows = one.space.rows(np.arange(len(one.space.options)))
-    specs = [one.request.spec(one.space.layout(rows, number)) for number in range(len(rows))]
-    more = best.prediction.memory_spread[1]
-    fastest = min(step_parts(spec).total for spec in specs if needed_bytes(spec) * more <= one.limit)
-    assert room.prediction.step_time_s == pytest.approx(fastest)

@@ -69,7 +69,7 @@ def test_where_nothing_fits_it_says_by_how_much_and_what_is_largest() -> None:
 def test_the_document_has_what_the_design_says() -> None:
     found = json.loads(json.dumps(as_json(plan())))
     assert set(found) == {
-        *("best", "candidates", "nearest", "alternatives", "rejected", "searched", "seconds", "notes"),
+        *("best", "fastest", "candidates", "nearest", "alternatives", "rejected", "searched", "seconds", "notes"),
     }
     best = found["best"]
     assert parse(best.pop("line")) == Layout(**best) == plan().best[0].layout

@@ -17,12 +17,15 @@ from phalanx.config.layout import Layout
 from phalanx.cost.prediction import predict
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.errors import JobError
-from phalanx.plan.branch import TIE, Search, complexity, ranked, simulated
+from phalanx.plan.branch import Search, simulated
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.planner import search
+from phalanx.plan.simplicity import EQUAL, ranked, simplicity
 from phalanx.plan.space import PlanRequest, space_of
 from phalanx.simulate.step import step_seconds
 from plan.questions import model, on_laptop, request
+
+TIE = 1 + EQUAL.alike
 
 SLOW = replace(cluster_of("dgx-a100:2"), inter=replace(cluster_of("dgx-a100:2").inter, gbs=0.5))
 SMALL = {
@@ -126,7 +129,7 @@ def test_of_equals_the_simpler_wins() -> None:
     simple = replace(plan, seconds=plan.seconds * (1 + (TIE - 1) / 2))
     spec = replace(plan.spec, layout=replace(plan.layout, recompute="full", reshard=False, zero=3, dp_shard=4))
     fancy = Candidate(spec, plan.prediction, plan.seconds)
-    assert complexity(simple.layout) < complexity(fancy.layout)
+    assert simplicity(simple.spec) < simplicity(fancy.spec)
     assert ranked([fancy, simple])[0] is simple
     slower = replace(simple, seconds=fancy.seconds * TIE * 1.001)
     assert ranked([slower, fancy])[0] is fancy
@@ -134,6 +137,7 @@ def test_of_equals_the_simpler_wins() -> None:
 
 
 def test_simpler_is_fewer_axes_then_fewer_settings() -> None:
+    asked = request("llama3-8b", "dgx-h100:1", 64)
     in_order = [
         Layout(),
         Layout(dp_replicate=8),
@@ -142,7 +146,7 @@ def test_simpler_is_fewer_axes_then_fewer_settings() -> None:
         Layout(dp_shard=4, tp=2),
         Layout(dp_shard=2, tp=2, pp=2),
     ]
-    assert sorted(in_order, key=complexity) == in_order
+    assert sorted(in_order, key=lambda layout: simplicity(asked.spec(layout))) == in_order
 
 
 def test_where_nothing_fits_the_one_that_needs_least_is_told() -> None:

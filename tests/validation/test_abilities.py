@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from benchmarks.abilities import ABILITIES, abilities, regathers
+from benchmarks.abilities import ABILITIES, abilities
 from benchmarks.published import LLAMA3, MEGATRON, Published
 
 from phalanx.config.layout import Layout
@@ -36,5 +36,3 @@ def test_versions_of_a_program_can_do_what_it_can() -> None:
     assert abilities("nemo-2025") == abilities("nemo")
     assert abilities("torchtitan-async") == abilities("torchtitan")
     assert abilities("deepspeed-zero3") == ()
-    assert regathers("nemo-2025")
-    assert not regathers("torchtitan")

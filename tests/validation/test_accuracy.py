@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 from benchmarks.fit import Fit, fitted, written
+from benchmarks.intervals import narrowest
 from benchmarks.truth import picture as accuracy_picture
 from benchmarks.truth import report as accuracy_report
 from benchmarks.truth.grades import GradedRow, baseline, by, errors, kendall, outcomes, ranking, verdicts
+from benchmarks.truth.report import coverage
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,6 +24,7 @@ from phalanx.cost.prediction import predict
 from phalanx.errors import JobError
 from phalanx.validation.row import read
 
+INTERVAL = {"spread": (0.9, 1.1), "memory_limit": 80 * 2**30}
 ONE = GradedRow(
     row_id="a-1",
     source="a",
@@ -29,6 +32,7 @@ ONE = GradedRow(
     calibration=False,
     measured_s=2.0,
     predicted_s=2.2,
+    interval_s=(1.9, 2.5),
     measured_bytes=None,
     predicted_bytes=None,
     oom=False,
@@ -127,9 +131,9 @@ def test_verdicts():
 
 
 def prediction(seconds: float) -> Any:
-    rank = SimpleNamespace(allocated=40 * 2**30, held=49 * 2**30, peak=50 * 2**30)
+    rank = SimpleNamespace(allocated=40 * 2**30, held=49 * 2**30, peak=50 * 2**30, needed=45 * 2**30)
     return SimpleNamespace(
-        step_time_s=seconds, memory=(rank,), fits=True, hardware_flops=1e15, devices=8, peak_flops=1e15
+        step_time_s=seconds, memory=(rank,), fits=True, hardware_flops=1e15, devices=8, peak_flops=1e15, **INTERVAL
     )
 
 
@@ -220,3 +224,17 @@ def test_a_fit_is_written_into_its_own_line() -> None:
 def test_the_calibration_is_what_its_rows_fit() -> None:
     for line, value in fitted(Path(os.environ["PHALANX_TRUTH"])).items():
         assert line.value == pytest.approx(value, rel=0.01), line
+
+
+def test_the_interval_holds_what_it_says() -> None:
+    inside, outside = ONE, replace(ONE, measured_s=2.6)
+    assert (inside.inside, outside.inside, replace(ONE, measured_s=None).inside) == (True, False, None)
+    assert coverage([inside, inside, outside]) == pytest.approx(2 / 3)
+    assert coverage([]) is None
+
+
+def test_the_narrowest_interval_holds_enough_of_every_source() -> None:
+    near, far = [0.0] * 16 + [0.3] * 4, [0.1] * 16 + [-0.3] * 4
+    low, high = narrowest({"near": near, "far": far, "third": [0.05] * 10}) or (0.0, 0.0)
+    assert (low, high) == (pytest.approx(0.0), pytest.approx(0.1, abs=0.011))
+    assert narrowest({"one": near, "two": far}) is None

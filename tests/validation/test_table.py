@@ -30,10 +30,13 @@ def written(text: str | bytes, **options) -> tuple[list[dict[str, str]], table.S
 def test_a_row_gets_its_prediction_beside_what_it_says():
     (one,), summary = written(HEAD + GOOD)
     assert one["our_note"] == "kept as it is"
-    assert float(one["pred_step_time_s"]) > 0
-    assert float(one["pred_peak_mem_gb"]) > 0
+    for name in ("step_time", "peak_mem"):
+        unit = {"step_time": "s", "peak_mem": "gb"}[name]
+        low, high = (float(one[f"pred_{name}_{end}_{unit}"]) for end in ("low", "high"))
+        assert 0 < low < float(one[f"pred_{name}_{unit}"]) < high
+    assert one["pred_verdict"] in ("fits", "tight", "does not fit")
     assert one["pred_fits"] in ("true", "false")
-    assert list(one)[-7:] == list(table.ADDED)
+    assert list(one)[-len(table.ADDED) :] == list(table.ADDED)
     assert (summary.rows, summary.predicted, not summary.refused) == (1, 1, True)
     assert "step_time_s" in summary.missing
     assert "gpu" not in summary.missing

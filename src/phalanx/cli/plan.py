@@ -20,6 +20,7 @@ from phalanx.errors import DoesNotFitError
 from phalanx.plan import page as report
 from phalanx.plan.plan import Candidate, Plan
 from phalanx.plan.planner import search
+from phalanx.plan.simplicity import EQUAL
 from phalanx.plan.space import plan_request
 
 MAP_POINTS = 300
@@ -35,7 +36,7 @@ VERB = job_verb(
         ("plan model=llama3-8b cluster=dgx-h100:1 global_batch=64", "on a machine that you do not have"),
         ("plan job.yaml --html plan.html", "with pictures"),
     ),
-    switches=DARK,
+    switches={**DARK, "exotic": "take the fastest layout found, not the simplest of those that count as equally fast"},
     options={
         "html": Option(str, "", "write the plan as an HTML page with pictures", value="FILE"),
         "svg": Option(str, "", "write a map of the search space, one dot per layout", value="FILE"),
@@ -57,6 +58,8 @@ def run(words: Words) -> int:
     fixed = {name: getattr(loaded.job.layout, name) for name in fixed_of(loaded)}
     request = plan_request(loaded.job, vocabulary_size(loaded.job), fixed)
     request = asked(replace(request, worlds=worlds_of(loaded.job)), words.options)
+    if "exotic" in words.switches:
+        request = replace(request, band=EQUAL)
     if told := _fixed_note(loaded):
         echo(told, file=sys.stderr)
     with stderr_progress() as progress:

@@ -110,6 +110,7 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
         f"tflops: {prediction.tflops_per_device:.1f}  mfu: {prediction.mfu:.1%}  hfu: {prediction.hfu:.1%}  "
         f"bubble: {prediction.bubble:.1%}",
         *time_lines(prediction),
+        f"interval: {prediction.sure}",
         "",
         *memory_lines(prediction),
     ]

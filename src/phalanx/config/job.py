@@ -374,6 +374,15 @@ class Train:
 
 
 @dataclass(frozen=True)
+class PlanOptions:
+    """The planner's choice of a layout."""
+
+    headroom: Annotated[float, Interval(0, below=1)] = 0.06
+    """Share of a device's memory that a planned layout leaves free beyond the upper end of the predicted interval. If
+    no layout does, the plan says so; what fills the device is listed as an alternative."""
+
+
+@dataclass(frozen=True)
 class Job:
     """One job: what to train, on what, how spread, and how long."""
 
@@ -383,6 +392,7 @@ class Job:
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     train: Train = field(default_factory=Train)
+    plan: PlanOptions = field(default_factory=PlanOptions)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     guard: GuardOptions = field(default_factory=GuardOptions)
     run: RunOptions = field(default_factory=RunOptions)

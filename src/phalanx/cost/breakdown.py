@@ -41,12 +41,15 @@ def memory_lines(prediction: Prediction) -> list[str]:
     """Returns the peak memory of the fullest rank in one line, then one line per part."""
     fullest = prediction.fullest
     rank = f", pipeline rank {prediction.memory.index(fullest)}" if len(prediction.memory) > 1 else ""
-    exceeds = fullest.needed > prediction.memory_limit
-    compared, verdict = ("exceeds", "does not fit") if exceeds else ("of", "fits")
-    whole = (
-        f"peak memory {gib(fullest.peak)} ({MOMENTS[fullest.moment]}{rank}) {compared} {gib(prediction.memory_limit)}: "
-        f"{verdict}"
-    )
+    limit, exceeds = gib(prediction.memory_limit), fullest.needed > prediction.memory_limit
+    size = fullest.needed if exceeds else fullest.peak
+    whole = f"peak memory {gib(size)} ({MOMENTS[fullest.moment]}{rank}) "
+    if exceeds:
+        whole += f"exceeds {limit}: does not fit"
+    elif prediction.verdict == "tight":
+        whole += f"of {limit}: tight, needs {gib(fullest.needed)} and up to {gib(prediction.upper_memory)}"
+    else:
+        whole += f"of {limit}: fits"
     tiers = [_tier_line(tier, *sizes) for tier, sizes in prediction.tiers.items() if tier != "device"]
     return [whole, *_bars({name: size for name, size in fullest.parts() if size}, gib), *tiers]
 
@@ -89,9 +92,11 @@ def document(prediction: Prediction) -> dict[str, Any]:
             tier: {"bytes": most, "limit": limit or None} for tier, (most, limit) in prediction.tiers.items()
         },
         "fits": prediction.fits,
+        "verdict": prediction.verdict,
         "interval": {
             "step_time_s": [low * prediction.step_time_s, high * prediction.step_time_s],
             "peak": [least * fullest.peak, most * fullest.peak],
+            "sure": prediction.sure,
         },
         "model_flops": prediction.model_flops,
         "hardware_flops": prediction.hardware_flops,

@@ -117,7 +117,7 @@ MLPERF = replace(NEMO, name="mlperf")
 MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
 """MegaScale (Jiang et al. 2024)."""
 
-LLAMA3 = replace(MEGATRON_CORE, name="llama3")
+LLAMA3 = replace(MEGATRON_CORE, name="llama3", memory_profile=profiles.LLAMA3)
 """The framework of Llama 3 (Llama Team 2024, section 3.3)."""
 
 FSDP1 = Framework(name="fsdp1", flash=1, interference=1.6, passes=2.0, kernel_us=8, memory_profile=profiles.FSDP1)
@@ -258,9 +258,10 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
         known = field != "kernel_us" and (framework.name in UNFITTED or any(line.field == field for line in own))
         usual = 1.0 if field == "slowdown" else getattr(FRAMEWORKS[framework.name], field)
         values[field] = median(others) if known and others else usual
-    values |= {line.field: line.value for line in own if line.source != without}
+    fitted = {line.field: line.value for line in own if line.source != without}
+    values |= fitted
     values["slowdown"] *= FRAMEWORKS[framework.name].slowdown
-    return replace(framework, **values)
+    return replace(framework, **values, fitted=bool(fitted))
 
 
 def calibration_rows() -> frozenset[str]:

@@ -126,10 +126,8 @@ def _as_trained(job: Job, framework: Framework) -> Framework:
         effect = technique.effect(job)
         framework = replace(framework, passes=effect.passes * framework.passes, **effect.framework)
         profile = replace(profile, **effect.profile)
-    low, high = framework.spread
-    if not job.cluster.preset:  # nobody measured this machine
-        low, high = low / DESCRIBED_SPREAD, high * DESCRIBED_SPREAD
-    return replace(framework, memory_profile=profile, spread=(low, high))
+    widened = 1.0 if job.cluster.preset else DESCRIBED_SPREAD  # nobody measured this machine
+    return replace(framework, memory_profile=profile, widened=widened)
 
 
 def stages(model: ModelConfig, layout: Layout) -> tuple[range, ...]:

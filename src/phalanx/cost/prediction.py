@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Literal
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import boundary_seconds
 from phalanx.cost.exposed import compose, idle, on_grid
 from phalanx.cost.held import contents
+from phalanx.cost.intervals import memory_factors, sureness, time_factors
 from phalanx.cost.kernels import peak_flops
 from phalanx.cost.rank_memory import RankMemory, step_memory
 from phalanx.cost.rank_time import held_by, rank_time
@@ -29,6 +31,8 @@ from phalanx.cost.step_state import (
 )
 from phalanx.partition.derived import Tier, gathers_parameters, modes, written
 from phalanx.schedule.timing import bubble_fraction
+
+Verdict = Literal["fits", "tight", "does not fit"]
 
 
 @dataclass(frozen=True)
@@ -101,8 +105,10 @@ class Prediction:
     memory_limit: float
     """Bytes of memory per device."""
     spread: tuple[float, float]
-    """Factors on the time that enclose eight of ten published steps."""
+    """Factors on the time between which eight of ten published steps lie."""
     memory_spread: tuple[float, float]
+    sure: str
+    """How sure the time is, and why."""
     host_limit: float = 0.0
     """Bytes of host memory per device; 0: not known."""
     disk_limit: float = 0.0
@@ -152,6 +158,19 @@ class Prediction:
     def fits(self) -> bool:
         """Whether every rank has enough memory of each kind."""
         return self.fullest.needed <= self.memory_limit and not self.short_tiers
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits: "tight" where the devices are full before what the allocator reserves, or the upper end of
+        the memory's interval, has room."""
+        if not self.fits:
+            return "does not fit"
+        return "tight" if self.upper_memory > self.memory_limit else "fits"
+
+    @property
+    def upper_memory(self) -> float:
+        """Bytes at the upper end of the memory's interval, with what the allocator reserves."""
+        return max(self.fullest.needed * self.memory_spread[1], self.fullest.peak)
 
     @property
     def tiers(self) -> dict[Tier, tuple[int, float]]:
@@ -258,8 +277,9 @@ def predict(spec: StepSpec) -> Prediction:
         peak_flops=spec.cluster.peak_tflops * 1e12 or peak_flops(device, spec.products),
         memory=step_memory(spec),
         memory_limit=device.memory_gib * 2**30,
-        spread=spec.framework.spread,
-        memory_spread=spec.framework.memory_spread,
+        spread=time_factors(spec),
+        memory_spread=memory_factors(),
+        sure=sureness(spec),
         host_limit=spec.cluster.host.memory_gib * 2**30,
         disk_limit=spec.cluster.host.disk_gib * 2**30,
     )

@@ -683,9 +683,6 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
     beside = fullest(held + copied, *before, 0) if memory_profile.step_is_flat else 0
     reserved, context = max(allocated, beside) * memory_profile.reserve - allocated, step.context()
-    if capacity := step.spec.cluster.accelerator.memory_gib * 2**30:
-        # A full device has its allocator give back what no tensor uses.
-        reserved = max(0, min(reserved, capacity - context - allocated))
     if allocated <= held + stepping:
         moment, early, activations, logits, whole, moving = "optimizer", stepping, 0, 0, 0, 0
     return RankMemory(

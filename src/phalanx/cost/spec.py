@@ -103,11 +103,10 @@ class Framework(Hashed):
     a norm takes twice as long as its bytes (2.36e9 gradients in bf16 in 2.2 ms on an H200, 2.1 TB/s)."""
     interference: float = 1.1
     """Factor on the time of a product during a collective (Galvatron measured 1.13)."""
-    spread: tuple[float, float] = (0.91, 1.23)
-    """Measured over predicted time, 10th and 90th percentiles of 765 published steps, calibrated or not
-    (docs/explanation/accuracy.md)."""
-    memory_spread: tuple[float, float] = (0.95, 1.05)
-    """Measured over predicted memory, the same percentiles of 100 published figures."""
+    fitted: bool = False
+    """Whether `slowdown` or `moe_slowdown` was fitted to rows of this framework on this device."""
+    widened: float = 1.0
+    """Factor on both ends of the interval of a step's time, for machines that nobody measured."""
     memory_profile: MemoryProfile = field(default_factory=MemoryProfile)
     """Its buffers, copies and reserves in memory."""
     alone: Framework | None = None

@@ -117,6 +117,7 @@ def _chosen(first: Candidate) -> Iterator[str]:
     yield f"<p class='layout'>{_code(first.layout.line())}</p>"
     yield f"<p class='soft'>{escape(first.spec.batch.equation())}</p>"
     yield from figures(most_important.items())
+    yield f"<p class='soft'>Interval: {escape(prediction.sure)}.</p>"
     yield "<div class='pair'>"
     yield f"<div><span class='soft'>in the job file</span><pre>{escape(job_section(first.layout))}</pre></div>"
     yield "<div><span class='soft'>on the command line</span>"

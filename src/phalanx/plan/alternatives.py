@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import gcd
-from operator import itemgetter
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -16,11 +15,11 @@ import numpy as np
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import MOMENTS
-from phalanx.cost.prediction import Prediction, predict
+from phalanx.cost.prediction import Prediction
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.errors import JobError
 from phalanx.partition.derived import named, tier_of
-from phalanx.plan.branch import Found, Keep, Mask, Search
+from phalanx.plan.branch import Keep, Mask, Search
 from phalanx.plan.plan import Alternative, Candidate
 from phalanx.plan.space import (
     OPEN,
@@ -295,8 +294,7 @@ _PIPELINE = ("schedule", "pp_chunks")
 
 
 def _fits(request: PlanRequest, layout: Layout) -> bool:
-    limit = request.cluster.accelerator.memory_gib * 2**30
-    return needed_bytes(request.spec(layout), limit) <= limit
+    return needed_bytes(request.spec(layout), request.limit) <= request.limit
 
 
 def _with_larger_batches(request: PlanRequest, layout: Layout) -> Layout:
@@ -427,13 +425,13 @@ def _explained(request: PlanRequest, where: str, name: str, layout: Layout) -> t
     return f"{where}: {name}{again[layout.recompute]}{rest}", layout
 
 
-RULE, HEADROOM = "rule of thumb", "with headroom for"
+RULE, FILLS, FASTEST = "rule of thumb", "fills the device", "--exotic: the fastest"
 
 
-def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[Alternative, ...]:
+def alternatives(search: Search, best: Candidate | None, fastest: Candidate | None) -> tuple[Alternative, ...]:
     """Returns the rule of thumb first, then the alternatives that fit, fastest first, then the others. A kind that
-    contains the best layout is omitted, and so is one whose layout was listed before. `found` is the search's result.
-    """
+    contains the best layout is omitted, and so is one whose layout was listed before. `fastest` is the fastest layout
+    found, of which the best is a simpler equal."""
     first = _rule(search, best)
     listed = {_key(candidate.layout) for candidate in (best, first.candidate) if candidate}
     others, weighed = list[Alternative](), [first.candidate] if first.candidate else []
@@ -448,8 +446,10 @@ def alternatives(search: Search, found: Found, best: Candidate | None) -> tuple[
                 continue
             listed.add(_key(alternative.candidate.layout))
         others.append(alternative)
-    if best and best.prediction.fits and not has_headroom(best):
-        others.append(_headroom_alternative(search, found, best))
+    if best and fastest and fastest is not best and fastest.seconds < best.seconds:
+        others.append(Alternative(FASTEST, fastest, _why(search, fastest, best)))
+    if best and search.request.headroom is not None and (filling := _filling(search, best)):
+        others.append(filling)
     return (first, *sorted(others, key=_order))
 
 
@@ -458,28 +458,14 @@ def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
     return next((one for one in found if one.name == f"{WITHOUT}{AXES[axis]} parallelism"), None)
 
 
-def has_headroom(candidate: Candidate) -> bool:
-    """Returns whether the candidate still fits with the memory error that one step in ten has."""
-    prediction = candidate.prediction
-    return prediction.fullest.needed * prediction.memory_spread[1] <= prediction.memory_limit
-
-
-def headroom_layout(found: Sequence[Alternative]) -> Candidate | None:
-    """Returns the alternative with memory headroom, or None."""
-    return next((one.candidate for one in found if one.name.startswith(HEADROOM)), None)
-
-
-def _headroom_alternative(search: Search, found: Found, best: Candidate) -> Alternative:
-    more = best.prediction.memory_spread[1]
-    room = search.with_room(more)
-    # The search has seen all that are nearly as fast as the best.
-    seen = [spec for spec, seconds in sorted(found.predicted, key=itemgetter(1)) if seconds <= found.cutoff]
-    near = next((spec for spec in seen if needed_bytes(spec, room.limit) <= room.limit), None)
-    candidate = (
-        Candidate(near, predict(near), found.simulated(near)) if near else room.one(np.ones(len(room.pair_bytes), bool))
-    )
-    why = _why(candidate, best) if candidate else "no layout of the search space has it"
-    return Alternative(f"{HEADROOM} {more - 1:.0%} more memory", candidate, why)
+def _filling(search: Search, best: Candidate) -> Alternative | None:
+    """Returns the fastest plain layout that fills the device, if it is faster than the best, which leaves headroom."""
+    pairs, keep = search.plain or (None, None)
+    candidate = search.filling().one(pairs, keep, below=best.seconds)
+    if candidate is None or candidate.seconds >= best.seconds:
+        return None
+    share = candidate.prediction.fullest.needed / candidate.prediction.memory_limit
+    return Alternative(f"{FILLS} to {share:.0%}", candidate, _why(search, candidate, best))
 
 
 def _rule(search: Search, best: Candidate | None) -> Alternative:
@@ -493,19 +479,19 @@ def _rule(search: Search, best: Candidate | None) -> Alternative:
     one = Candidate.of(request.spec(layout))
     if best and _key(one.layout) == _key(best.layout):
         return Alternative(RULE, one, f"{words}; the search found nothing faster")
-    return Alternative(RULE, one, f"{words}; {_why(one, best)}")
+    return Alternative(RULE, one, f"{words}; {_why(search, one, best)}")
 
 
 def _fastest_of(search: Search, family: Family, weighed: Sequence[Candidate], best: Candidate | None) -> Alternative:
     """Returns the fastest layout of a family, from a search or among those weighed before; if none fits, the one that
     needs the least memory."""
     pairs, keep = masks(search, family)
-    known = [candidate for candidate in weighed if candidate.prediction.fits and family.has(candidate.layout)]
+    known = [one for one in weighed if one.prediction.fullest.needed <= search.limit and family.has(one.layout)]
     fastest = [candidate for candidate in (*known, search.one(pairs, keep)) if candidate]
     candidate = min(fastest, key=lambda candidate: candidate.seconds) if fastest else search.least(pairs, keep)
     if candidate is None:
         return Alternative(family.name, None, _not_legal(search, family))
-    return Alternative(family.name, candidate, _why(candidate, best))
+    return Alternative(family.name, candidate, _why(search, candidate, best))
 
 
 def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
@@ -523,7 +509,7 @@ def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
     return family.meshes(columns), lambda rows: belongs[rows.scheduled, rows.state, rows.recompute]
 
 
-def _why(candidate: Candidate, best: Candidate | None) -> str:
+def _why(search: Search, candidate: Candidate, best: Candidate | None) -> str:
     """Returns why a layout is not the best: its memory excess, or the parts that make it slower."""
     prediction = candidate.prediction
     if not prediction.fits:
@@ -533,7 +519,10 @@ def _why(candidate: Candidate, best: Candidate | None) -> str:
         return f"exceeds memory by {gib(over)} {MOMENTS[fullest.moment]}; the largest part is {largest}, {gib(size)}"
     if best is None:
         return "fits"
-    return f"the best is {explain(best.prediction, prediction, candidate.seconds / best.seconds)}"
+    full = ""
+    if prediction.fullest.needed > search.limit:
+        full = f"leaves no headroom, {gib(prediction.fullest.needed)} of {gib(prediction.memory_limit)}; "
+    return f"{full}the best is {explain(best.prediction, prediction, candidate.seconds / best.seconds)}"
 
 
 def _not_legal(search: Search, family: Family) -> str:

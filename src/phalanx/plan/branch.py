@@ -2,7 +2,7 @@
 
 Layouts come in the order of a lower bound on their time (bounds.py). Bounds prune those that cannot fit or cannot be
 among the best; the rest is predicted, until the next bound exceeds the best time. The best of those are simulated event
-by event, and ranked by that time; the simpler of equals wins.
+by event, and ranked by that time; the simplest of equals wins (simplicity.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.plan.bounds import Bounds
 from phalanx.plan.plan import Candidate
+from phalanx.plan.simplicity import EQUAL, LONG_SEQUENCE, Simplicity, TieBand, ranked, simplicity
 from phalanx.plan.space import PlanRequest, Rows, Space, joined, space_of
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.simulate.step import step_seconds
@@ -57,8 +58,6 @@ GAIN = 0.995
 """Factor on the best time below which a layout is simulated during the search."""
 MOST_TOO_LARGE = 1000
 """Most layouts that do not fit that are kept for the picture."""
-TIE = 1.001
-"""Factor up to which times are equal, so that the simpler layout wins."""
 
 
 @dataclass
@@ -74,6 +73,8 @@ class Found:
     """Layouts that were predicted."""
     least: float = inf
     """Seconds of the best layout, the larger of predicted and simulated."""
+    below: float = inf
+    """Seconds that a layout has to beat."""
     known: dict[StepSpec, float] = field(default_factory=dict)
     """Simulated seconds."""
     simulates: bool = True
@@ -92,9 +93,9 @@ class Found:
 
     def restart(self) -> None:
         """Ranks by simulated times from now on, beginning with that of the best layout so far."""
-        self.simulates, self.least = True, inf
+        self.simulates, self.least = True, self.below
         if self.predicted:
-            spec, seconds = min(self.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
+            spec, seconds = min(self.predicted, key=lambda one: (one[1], simplicity(one[0])))
             self.improve(seconds, self.simulated(spec))
 
     def improve(self, predicted: float, simulated: float) -> None:
@@ -119,19 +120,22 @@ class Search:
         self.request, self.progress = request, progress or _silent
         self.space: Space = space_of(request)
         self.bounds = Bounds(request, self.space)
-        self.limit = request.cluster.accelerator.memory_gib * 2**30
+        self.limit = request.limit
         self.pair_seconds, self.pair_bytes = self.bounds.pairs()
 
-    def with_room(self, factor: float) -> Search:
-        """Returns the search for layouts that would fit if they needed `factor` times the predicted memory."""
+    def filling(self) -> Search:
+        """Returns the search for layouts that may fill the device."""
         other = copy(self)
-        other.limit, other.progress = self.limit / factor, _silent
+        other.request, other.progress = replace(self.request, headroom=None), _silent
+        other.limit = other.request.limit
         return other
 
-    def best(self, pairs: Mask | None = None, keep: Keep | None = None, simulates: bool = True) -> Found:
+    def best(
+        self, pairs: Mask | None = None, keep: Keep | None = None, simulates: bool = True, below: float = inf
+    ) -> Found:
         """Returns the fastest layouts of the space that fit, or of some `pairs` of it and of the rows to `keep`;
-        without simulation by prediction alone."""
-        found = Found(simulates=False)
+        without simulation by prediction alone. Only those that may be faster than `below` seconds are of interest."""
+        found = Found(simulates=False, least=below, below=below)
         chosen = np.ones(len(self.pair_seconds), bool) if pairs is None else pairs
         fits = self.pair_bytes <= self.limit
         for pair in np.flatnonzero(chosen & ~fits):
@@ -160,11 +164,25 @@ class Search:
         self._best_of(rows, seconds, found, counted=True)
         return found
 
-    def one(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
-        """Returns the fastest layout, as predicted, of some pairs and of the rows to `keep`; None if none fits."""
-        found = self.best(pairs, keep, simulates=False)
-        near = min(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)), default=None)
+    def one(self, pairs: Mask | None = None, keep: Keep | None = None, below: float = inf) -> Candidate | None:
+        """Returns the fastest layout, as predicted, of some pairs and of the rows to `keep`; None if none fits and may
+        be faster than `below` seconds."""
+        found = self.best(pairs, keep, simulates=False, below=below)
+        near = min(found.predicted, key=lambda one: (one[1], simplicity(one[0])), default=None)
         return near and Candidate.of(near[0])
+
+    @cached_property
+    def plain(self) -> tuple[Mask, Keep] | None:
+        """The plain part of the space, which is searched first: no context parallelism of short sequences, and 1F1B or
+        interleaved 1F1B; None if that is all or nothing of it."""
+        short = self.request.model.seq_len < LONG_SEQUENCE
+        pairs = (self.space.column("cp") == 1) | (not short)
+        usual = np.array([one.schedule in SCHEDULES and SCHEDULES[one.schedule].usual for one in self.space.schedules])
+        one_stage = self.bounds.pp == 1
+        every = pairs.all() and (usual.all() or one_stage.all())
+        if every or not pairs.any() or self.request.band == EQUAL:
+            return None
+        return pairs, lambda rows: pairs[rows.pair] & (usual[rows.scheduled] | one_stage[rows.pair])
 
     @cached_property
     def leanest(self) -> Candidate | None:
@@ -193,7 +211,7 @@ class Search:
                 except (JobError, ValueError):
                     continue
                 tried += 1
-                key = needed_bytes(spec), complexity(spec.layout)
+                key = needed_bytes(spec), simplicity(spec)
                 best = (key, spec) if best is None or key < best[0] else best
         return Candidate.of(best[1]) if best else None
 
@@ -301,21 +319,23 @@ def _joined(blocks: Iterable[Rows]) -> Iterator[Rows]:
         yield joined(waiting)
 
 
-def simulated(found: Found) -> list[Candidate]:
-    """Returns the best of the predicted layouts by their simulated time, fastest first."""
-    near = sorted(found.predicted, key=lambda one: (one[1], complexity(one[0].layout)))
+def simulated(found: Found, band: TieBand = EQUAL) -> list[Candidate]:
+    """Returns the best of the predicted layouts by their simulated time, ranked."""
+    near = sorted(found.predicted, key=lambda one: (one[1], simplicity(one[0])))
     done, visits, same = list[Candidate](), 0, Counter[Layout]()
-    meshes = dict[tuple[int, ...], dict[str, float]]()
+    meshes, kinds = dict[tuple[int, ...], dict[str, float]](), set[Simplicity]()
     for spec, seconds in near:
         layout = spec.layout
-        if seconds > MARGIN * found.least or len(done) >= SIMULATED:
+        if seconds > max(MARGIN, 1 + band.alike) * found.least or len(done) >= SIMULATED:
             break
         # Beyond the limit on actions only the first layout of every mesh is simulated, and if that was slower than
-        # predicted, the first with another schedule.
+        # predicted, the first with another schedule; and the first that is as simple as no other before, for the tie.
         times = meshes.get(degrees(layout), {})
         more = len(meshes) < SIMULATED_MESHES if not times else seconds < GAIN * min(times.values())
-        if visits > SIMULATED_ACTIONS and (layout.schedule in times or not more):
+        kind = simplicity(spec)._replace(cut=0, chunks=0, zero=0)
+        if visits > SIMULATED_ACTIONS and (layout.schedule in times or not more) and kind in kinds:
             continue
+        kinds.add(kind)
         # Layouts that differ only in their state sharding have the same passes: two of each are enough.
         passes = same_passes(layout)
         if same[passes] < 2:
@@ -325,35 +345,7 @@ def simulated(found: Found) -> list[Candidate]:
             found.improve(seconds, done[-1].seconds)
             known = meshes.setdefault(degrees(layout), {})
             known[layout.schedule] = min(known.get(layout.schedule, inf), done[-1].seconds)
-    return ranked(done)
-
-
-def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Returns the fastest first, but the simplest of those that are as fast as it before all others."""
-    left = sorted(candidates, key=lambda one: (one.seconds, complexity(one.layout)))
-    if not left:
-        return left
-    ties = [one for one in left if one.seconds <= left[0].seconds * TIE]
-    simple = min(ties, key=lambda one: (complexity(one.layout), one.seconds))
-    return [simple, *(one for one in left if one is not simple)]
-
-
-def complexity(layout: Layout) -> tuple[int, ...]:
-    """Returns the complexity of a layout: its axes, its settings that are not the default, the degrees of the axes that
-    cut the model."""
-    axes = sum(
-        degree > 1 for degree in (layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp, layout.ep)
-    )
-    settings = (
-        (layout.pp > 1) * (layout.schedule != Layout.schedule)
-        + (layout.recompute != "none")
-        + bool(layout.pp_cut)
-        + bool(layout.recompute_cut)
-        + (layout.shard_ranks > 1) * ((layout.accumulate == "sharded") + (layout.zero == 3 and not layout.reshard))
-        + (layout.hpz > 1)
-        + (layout.ring > 1 and layout.cp_ulysses > 1)
-    )
-    return axes, settings, layout.tp * layout.pp * layout.cp * layout.ep, layout.pp_chunks, layout.zero
+    return ranked(done, band)
 
 
 def degrees(layout: Layout) -> tuple[int, ...]:

@@ -12,14 +12,13 @@ from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import duration
 from phalanx.cost.communication import RankGroup, group
 from phalanx.cost.prediction import Prediction, predict
-from phalanx.plan.alternatives import AXES, explain, has_headroom, headroom_layout, without
+from phalanx.plan.alternatives import AXES, explain, without
 from phalanx.plan.plan import Alternative, Candidate
+from phalanx.plan.simplicity import TieBand, simpler_because, simplicity, stages_in_words
 from phalanx.units import gib
 
 MENTIONED = 0.005
 """Smallest share of a step from which a part is mentioned."""
-EQUAL = 0.01
-"""Layouts whose step times differ by less than this share count as equal."""
 NO_HEADROOM = "No memory headroom"
 """Beginning of the note that a memory error would make the layout fail."""
 TRAFFIC = {
@@ -29,10 +28,14 @@ TRAFFIC = {
 }
 
 
-def notes(best: Sequence[Candidate], found: Sequence[Alternative]) -> tuple[str, ...]:
-    """Returns the reasons for the best layout, from its figures, those on other links, and the alternatives."""
+def notes(
+    best: Sequence[Candidate], fastest: Candidate, found: Sequence[Alternative], band: TieBand
+) -> tuple[str, ...]:
+    """Returns the reasons for the best layout, from its figures, those on other links, and the alternatives: the tie
+    with the fastest layout, to which `band` belongs, first."""
     first = best[0]
     sentences = [
+        _tie(first, fastest, band),
         _bound(first.prediction),
         _fabric(first.spec.cluster, first.layout.world),
         *(_inner(first, axis) for axis in TRAFFIC if getattr(first.layout, axis) > 1),
@@ -41,8 +44,8 @@ def notes(best: Sequence[Candidate], found: Sequence[Alternative]) -> tuple[str,
         *_ablations(first, found),
         *_unused(first, found),
         _memory(first),
-        _headroom(first, found),
-        _next(best),
+        _next(best, band),
+        f"Interval of the step time: {first.prediction.sure}.",
     ]
     return tuple(sentence for sentence in sentences if sentence)
 
@@ -95,9 +98,10 @@ def _inner(first: Candidate, axis: str) -> str:
 def _pipeline(first: Candidate) -> str:
     layout, parts = first.layout, first.prediction.parts
     where = _place(first.spec.cluster, group(layout, "pp"), layout.world)
+    cut = f" {stages_in_words(layout).capitalize()}." if layout.pp_cut else ""
     return (
         f"pp {layout.pp} runs {where}: each stage boundary sends the hidden states of a micro-batch once each way, "
-        f"{_shown(parts.exposed.get('pp', 0.0))}; the bubble takes {duration(parts.bubble)}."
+        f"{_shown(parts.exposed.get('pp', 0.0))}; the bubble takes {duration(parts.bubble)}.{cut}"
     )
 
 
@@ -184,26 +188,27 @@ def _memory(first: Candidate) -> str:
     return f"{text} with {how}; without recomputation it would be {gib(stored.fullest.needed)}."
 
 
-def _headroom(first: Candidate, found: Sequence[Alternative]) -> str:
-    """Warns if the layout would not fit with the error that one step in ten has, and names the fastest that would."""
-    if has_headroom(first):
+def _tie(first: Candidate, fastest: Candidate, band: TieBand) -> str:
+    """Says why a simpler layout was taken than the fastest."""
+    reason = simpler_because(first.spec, fastest.spec)
+    if fastest.seconds >= first.seconds or not reason:
         return ""
-    high, safe = first.prediction.memory_spread[1], headroom_layout(found)
-    more = gib(first.prediction.fullest.needed * high)
-    text = f"{NO_HEADROOM}: one step in ten needs {high - 1:.0%} more than predicted, here {more}"
-    if safe is None:
-        return f"{text}."
-    slower = safe.seconds / first.seconds - 1
-    line = replace(safe.layout, micro_batch=0, accumulation=0).line().replace(",", " ")
-    return f"{text}; the fastest layout with that headroom is {line}, {slower:.1%} slower."
+    line = replace(fastest.layout, micro_batch=0, accumulation=0, pp_cut="").line().replace(",", " ")
+    steps = simplicity(fastest.spec).steps - simplicity(first.spec).steps
+    least = (1 + band.kinds) ** steps - 1 if steps > 0 else band.alike
+    return (
+        f"The fastest layout found ({line}) is {1 - fastest.seconds / first.seconds:.1%} faster, less than the "
+        f"{least:.0%} by which predictions of such layouts err against each other: the simpler one was taken, {reason} "
+        "(--exotic takes the fastest)."
+    )
 
 
-def _next(best: Sequence[Candidate]) -> str:
+def _next(best: Sequence[Candidate], band: TieBand) -> str:
     """Compares with the next mesh."""
     first, *others = best
     if not others:
-        return "No other mesh comes within 1% of it."
-    near = [candidate for candidate in others if candidate.seconds <= first.seconds * (1 + EQUAL)]
+        return "No other mesh comes near it."
+    near = [candidate for candidate in others if candidate.seconds <= first.seconds * (1 + band.alike)]
     low, high = first.prediction.spread
     second = min(others, key=lambda candidate: candidate.seconds)
     line = replace(second.layout, micro_batch=0, accumulation=0, pp_cut="").line().replace(",", " ")
@@ -212,7 +217,7 @@ def _next(best: Sequence[Candidate]) -> str:
     text = f"The next mesh ({line}) is {beside}"
     if near:
         text += (
-            f"; {len(near)} {'is' if len(near) == 1 else 'are'} within {EQUAL:.0%}, well inside the prediction's "
+            f"; {len(near)} {'is' if len(near) == 1 else 'are'} within {band.alike:.1%}, well inside the prediction's "
             f"interval ({low - 1:+.0%} to {high - 1:+.0%}): among equals the simpler layout wins"
         )
     return f"{text}."

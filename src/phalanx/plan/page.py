@@ -10,7 +10,7 @@ from typing import Any
 from phalanx.config.layout import Layout
 from phalanx.cost.breakdown import MOMENTS, document, duration, memory_lines, subject, time_lines
 from phalanx.cost.job_spec import stages
-from phalanx.cost.prediction import predict
+from phalanx.cost.prediction import Prediction, Verdict, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition.derived import MODES, PARTS, solve, tier_of
@@ -35,7 +35,13 @@ class Advice:
     peak: int
     """Bytes on the fullest rank, as a prediction of the changed layout shows them."""
     fits: bool
+    verdict: Verdict
     step_time_s: float
+
+    @classmethod
+    def of(cls, change: str, after: Prediction) -> Advice:
+        """Returns a change with the prediction after it."""
+        return cls(change, after.fullest.peak, after.fits, after.verdict, after.step_time_s)
 
 
 def advice(spec: StepSpec) -> list[Advice]:
@@ -65,8 +71,8 @@ def advice(spec: StepSpec) -> list[Advice]:
 
 
 def _smaller_micro_batch(spec: StepSpec) -> Advice | None:
-    """Returns the largest smaller micro-batch with which the layout fits, or None."""
-    size = spec.batch.micro_batch
+    """Returns the largest smaller micro-batch with which the layout fits, if possible not tightly, or None."""
+    size, tight = spec.batch.micro_batch, None
     while (size := size // 2) >= 1:
         layout = replace(spec.layout, micro_batch=size, accumulation=0)
         try:
@@ -74,9 +80,11 @@ def _smaller_micro_batch(spec: StepSpec) -> Advice | None:
             after = predict(changed)
         except (JobError, ValueError):
             continue
-        if after.fits:
-            return Advice(f"{MICRO_BATCH}{size}", after.fullest.peak, after.fits, after.step_time_s)
-    return None
+        if after.verdict == "fits":
+            return Advice.of(f"{MICRO_BATCH}{size}", after)
+        if after.fits and tight is None:
+            tight = Advice.of(f"{MICRO_BATCH}{size}", after)
+    return tight
 
 
 def _tried_changes(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:
@@ -90,7 +98,7 @@ def _tried_changes(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:
         except (JobError, ValueError):
             continue
         if after.fullest.needed < now:
-            yield Advice(change, after.fullest.peak, after.fits, after.step_time_s), changed
+            yield Advice.of(change, after), changed
 
 
 def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
@@ -174,7 +182,8 @@ def shortfall(spec: StepSpec) -> str:
     )
     lines = []
     for change in advice(spec)[:4]:
-        verdict = "fits with" if change.fits else "still does not fit; the least memory has"
+        known = {"fits": "fits with", "tight": "fits, but tightly, with"}
+        verdict = known.get(change.verdict, "still does not fit; the least memory has")
         lines.append(f"  {verdict} {change.change}: {gib(change.peak)}, {change.step_time_s:.3g} s per step")
     return "\n".join([text, *(lines or ["  no change of the settings helps: use more devices, or a smaller model"])])
 
@@ -210,6 +219,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     nearest = plan.nearest
     return {
         "best": best,
+        "fastest": _candidate(plan.fastest) if plan.fastest else None,
         "candidates": [_candidate(each) for each in plan.best],
         "nearest": {**_candidate(nearest), "advice": [vars(one) for one in advice(nearest.spec)]} if nearest else None,
         "alternatives": [

@@ -67,7 +67,7 @@ class SpacePoint(NamedTuple):
     seconds: float
     """Seconds of a step."""
     peak: float
-    """Bytes on the fullest device."""
+    """Bytes that the fullest device needs."""
     fits: bool
     line: str
     """The layout, as `Layout.line` prints it."""
@@ -80,7 +80,8 @@ class Plan:
     request: StepSpec
     """The model, cluster, batch and framework of the request; its layout has no meaning."""
     best: tuple[Candidate, ...]
-    """The best layouts, fastest first, ties to the simpler one; empty if nothing fits."""
+    """The choice, which is the simplest of those in the tie band of the fastest, then the best layouts of other meshes,
+    fastest first; empty if nothing fits."""
     nearest: Candidate | None
     """If nothing fits, the layout that needs the least memory."""
     alternatives: tuple[Alternative, ...]
@@ -95,3 +96,5 @@ class Plan:
     """Seconds of the search."""
     notes: tuple[str, ...]
     """The reasons for the choice, as sentences."""
+    fastest: Candidate | None = None
+    """The fastest layout found, whatever it uses."""

@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 from operator import itemgetter
 from typing import Any
 
@@ -22,11 +22,12 @@ from phalanx.errors import DoesNotFitError, JobError
 from phalanx.gc import gc_paused
 from phalanx.partition.derived import gathers_parameters
 from phalanx.plan.alternatives import AXES, TILES, alternatives, on_host
-from phalanx.plan.branch import Found, Progress, Search, complexity, degrees, ranked, simulated
-from phalanx.plan.notes import notes
+from phalanx.plan.branch import SLOWER, Found, Keep, Progress, Search, degrees, simulated
+from phalanx.plan.notes import NO_HEADROOM, notes
 from phalanx.plan.page import shortfall
 from phalanx.plan.plan import Alternative, Candidate, Plan, SpacePoint
 from phalanx.plan.refine import refinements, with_second_copies
+from phalanx.plan.simplicity import ranked, simplicity
 from phalanx.plan.space import PlanRequest, plan_request
 from phalanx.techniques.offload import offloads
 from phalanx.units import gib
@@ -55,7 +56,7 @@ def points(found: Sequence[tuple[Search, Found]], sample: int) -> tuple[SpacePoi
     names = [name for name, _ in Counter(name for name, _ in drawn).most_common()]
     listed = names if len(names) <= MOST_FAMILIES else names[: MOST_FAMILIES - 1]
     predicted = [(name if name in listed else OTHERS, predict(spec), spec.layout.line()) for name, spec in drawn]
-    return tuple(SpacePoint(name, one.step_time_s, one.fullest.peak, one.fits, line) for name, one, line in predicted)
+    return tuple(SpacePoint(name, one.step_time_s, one.fullest.needed, one.fits, line) for name, one, line in predicted)
 
 
 def family(layout: Layout) -> str:
@@ -136,20 +137,42 @@ def search(request: PlanRequest, progress: Progress | None = None, sample: int =
     """Returns the best layouts, the alternatives and the reasons; `sample` is the number of layouts that are predicted
     for a picture of the space. If nothing fits, offloads the optimizer or runs large layers in tiles, where that helps.
     Raises JobError if no layout is legal, or if a fact about the devices is unknown."""
-    plain = _search(request, progress, sample)
+    plain = _with_headroom(request, progress, sample)
     if plain.best:
         return plain
     seconds = plain.seconds
     for fixed, why in _last_resorts(request):
+        resort = replace(request, fixed={**request.fixed, **fixed})
         try:
-            found = _search(replace(request, fixed={**request.fixed, **fixed}), progress, sample)
+            found = _search(replace(resort, headroom=None), progress, sample)
         except JobError:  # nothing divides by the tiles
             continue
         seconds += found.seconds
+        if found.best and request.headroom is not None:
+            found = _with_headroom(resort, progress, sample)
+            seconds += found.seconds
         if found.best:
             note = why.format(f"none of {plain.searched:,} layouts fits")
             return replace(found, notes=(note, *found.notes), seconds=seconds)
     return replace(plain, seconds=seconds)
+
+
+def _with_headroom(request: PlanRequest, progress: Progress | None, sample: int) -> Plan:
+    """Returns the plan of a request; if no layout leaves the headroom, that of layouts that fill the device."""
+    plan = _search(request, progress, sample)
+    if plan.best or request.headroom is None:
+        return plan
+    found = _search(replace(request, headroom=None), progress, sample)
+    seconds = plan.seconds + found.seconds
+    if not found.best:
+        return replace(found, seconds=seconds)
+    first = found.best[0].prediction
+    note = (
+        f"{NO_HEADROOM}: no layout leaves {request.headroom:.0%} of the device beyond the interval; this one is "
+        f"predicted to need {gib(first.fullest.needed)}, at most {gib(first.upper_memory)}, of "
+        f"{gib(first.memory_limit)}."
+    )
+    return replace(found, notes=(note, *found.notes), seconds=seconds)
 
 
 def _last_resorts(request: PlanRequest) -> Iterator[tuple[dict[str, Any], str]]:
@@ -185,22 +208,27 @@ def _search(request: PlanRequest, progress: Progress | None, sample: int) -> Pla
             problems += error.problems
     if not searches:
         raise JobError(problems)
-    found = [(each, each.best()) for each in searches]
-    candidates = ranked(candidate for each, results in found for candidate in _best(each, results))
-    best = [_settled(candidate) for candidate in distinct(candidates)]
-    weighed = alternatives(*_search_of(found, best), best[0] if best else None)
+    found, candidates = list[tuple[Search, Found]](), list[Candidate]()
+    for each in searches:
+        results, own = _of_space(each)
+        found.append((each, results))
+        candidates += own
+    best = [_settled(candidate) for candidate in distinct(ranked(candidates, request.band))]
+    fastest = min(candidates, key=lambda one: (one.seconds, simplicity(one.spec)), default=None)
+    weighed = alternatives(_search_of(searches, best), best[0] if best else None, fastest)
     rejected = sum((results.rejected for _, results in found), Counter[str]())
     asked = replace(searches[0].request, fixed=request.fixed)
     return Plan(
         request=asked.spec(searches[0].space.layout(searches[0].space.rows(np.array([0])), 0)),
         best=tuple(best),
+        fastest=fastest,
         nearest=None if best else nearest(searches, weighed),
         alternatives=weighed,
         points=points(found, sample) if sample else (),
         rejected={reason: number for reason, number in rejected.most_common() if number},
         searched=sum(each.space.size for each in searches),
         seconds=time.perf_counter() - began,
-        notes=notes(best, weighed) if best else enough_devices(searches[-1].request),
+        notes=notes(best, fastest or best[0], weighed, request.band) if best else enough_devices(searches[-1].request),
     )
 
 
@@ -210,17 +238,37 @@ def _settled(candidate: Candidate) -> Candidate:
     return Candidate.of(with_loss_chunk(candidate.spec)) if auto else candidate
 
 
-def _best(space: Search, found: Found) -> list[Candidate]:
-    """Returns the best layouts of a space, and their refinements: uneven stages and layers, second copies."""
-    uniform = simulated(found)
-    seeds = uniform or ([space.leanest] if space.leanest else [])
-    candidates = ranked([*refinements(space, found, seeds), *uniform])
-    return [*with_second_copies(space.request, candidates), *candidates]
+def _of_space(search: Search) -> tuple[Found, list[Candidate]]:
+    """Returns the results of a search and its best layouts: first of the plain part of the space, then of all of it,
+    where only what is faster by more than the tie band has to be found."""
+    if (plain := search.plain) is None:
+        found = search.best()
+        return found, _best(search, found) or _leanest(search, found)
+    part = search.best(*plain)
+    candidates = _best(search, part, plain[1])
+    least = min((one.seconds for one in candidates), default=inf)
+    found = search.best(below=least / (1 + search.request.band.kinds))
+    candidates += _best(search, found)
+    found.predicted += part.predicted
+    found.rejected[SLOWER] -= min(found.rejected[SLOWER], len(part.predicted))
+    return found, candidates or _leanest(search, found)
 
 
-def _search_of(found: Sequence[tuple[Search, Found]], best: Sequence[Candidate]) -> tuple[Search, Found]:
-    """Returns the search, with its results, over as many devices as the best layout has, or over the most."""
-    return next((each for each in found if best and best[0].layout.world in each[0].request.devices), found[-1])
+def _best(search: Search, found: Found, keep: Keep | None = None) -> list[Candidate]:
+    """Returns the best layouts of a search, and their refinements: uneven stages and layers, second copies."""
+    uniform = simulated(found, search.request.band)
+    candidates = sorted([*refinements(search, found, uniform, keep), *uniform], key=lambda one: one.seconds)
+    return [*with_second_copies(search.request, candidates), *candidates]
+
+
+def _leanest(search: Search, found: Found) -> list[Candidate]:
+    """Returns refinements that fit of the layout that needs the least memory, where no layout of the space fits."""
+    return refinements(search, found, [search.leanest]) if search.leanest else []
+
+
+def _search_of(searches: Sequence[Search], best: Sequence[Candidate]) -> Search:
+    """Returns the search over as many devices as the best layout has, or over the most."""
+    return next((one for one in searches if best and best[0].layout.world in one.request.devices), searches[-1])
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -235,7 +283,7 @@ def nearest(searches: Iterable[Search], weighed: Iterable[Alternative]) -> Candi
     """Returns, if nothing fits, the layout that needs the least memory."""
     found = [*(each.leanest for each in searches), *(each.candidate for each in weighed)]
     return min(
-        filter(None, found), key=lambda candidate: (candidate.prediction.fullest.needed, complexity(candidate.layout))
+        filter(None, found), key=lambda candidate: (candidate.prediction.fullest.needed, simplicity(candidate.spec))
     )
 
 

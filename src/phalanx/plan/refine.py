@@ -26,8 +26,9 @@ from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition.cut import Floats, Places, cut_by
 from phalanx.partition.derived import MODES, Mode, RecomputeRun, is_offloaded, legal_hpz, modes, ranges, written
-from phalanx.plan.branch import Found, Search, same_passes
+from phalanx.plan.branch import Found, Keep, Search, same_passes
 from phalanx.plan.plan import Candidate
+from phalanx.plan.simplicity import EQUAL
 from phalanx.plan.space import RECOMPUTE, PlanRequest, Rows
 from phalanx.simulate.step import step_seconds
 
@@ -147,7 +148,7 @@ class BlockCosts:
 class PipelineRanks:
     """The pipeline ranks of a step with any layers; each block has one of the allowed recomputation modes."""
 
-    def __init__(self, spec: StepSpec, allowed: Sequence[Mode] = MODES):
+    def __init__(self, spec: StepSpec, allowed: Sequence[Mode] = MODES, limit: float = 0.0):
         self.spec, self.modes = spec, tuple(allowed)
         model = spec.model
         self.kinds = tuple(dict.fromkeys(block_kinds(model)))
@@ -167,7 +168,7 @@ class PipelineRanks:
         self.blocks = [self._block(step, kind) for kind in self.kinds]
         self.embedding = rank_time(self._plain, Content((), True, False)).total
         self.head = rank_time(self._plain, Content((), False, True)).total
-        self.limit = spec.cluster.accelerator.memory_gib * 2**30 or inf
+        self.limit = limit or spec.cluster.accelerator.memory_gib * 2**30 or inf
         self.around = [0.0] * len(self.flights)
         """Bytes of each rank besides those of the line."""
         self._known: dict[tuple[int, tuple[Counts, ...]], Filling | None] = {}
@@ -371,12 +372,12 @@ NEAR = 1.1
 """Factor on the best time up to which layouts are returned: the recomputation they need is only an estimate."""
 
 
-def mixtures(search: Search, found: Found, seconds: float) -> list[StepSpec]:
+def mixtures(search: Search, found: Found, seconds: float, keep: Keep | None = None) -> list[StepSpec]:
     """Returns layouts that fit with full recomputation, in the order of their estimated time with only as much as they
     need to fit; `seconds` are the best layout's. The estimate interpolates between no and full recomputation by the
     device's memory: with bounds, then with predictions."""
     estimates = list[tuple[float, int, StepSpec]]()
-    for layout in islice(_by_bounds(search, found, seconds), PREDICTED):
+    for layout in islice(_by_bounds(search, found, seconds, keep), PREDICTED):
         try:
             small, large = (search.request.spec(replace(layout, recompute=mode)) for mode in ("full", "none"))
         except (JobError, ValueError):
@@ -391,7 +392,7 @@ def mixtures(search: Search, found: Found, seconds: float) -> list[StepSpec]:
     return [spec for _, _, spec in sorted(estimates)]
 
 
-def _by_bounds(search: Search, found: Found, seconds: float) -> Iterator[Layout]:
+def _by_bounds(search: Search, found: Found, seconds: float, keep: Keep | None) -> Iterator[Layout]:
     fixed = search.request.fixed
     if "recompute" in fixed or fixed.get("recompute_cut"):
         return
@@ -399,6 +400,7 @@ def _by_bounds(search: Search, found: Found, seconds: float) -> Iterator[Layout]
     pairs = pairs[np.argsort(search.pair_seconds[pairs], kind="stable")][:PAIRS]
     rows = search.space.rows(pairs)
     rows = rows.select(rows.recompute == RECOMPUTE.index("full"))
+    rows = rows.select(keep(rows)) if keep else rows
     if not len(rows):
         return
     keeping = Rows(rows.pair, rows.scheduled, rows.state, np.zeros_like(rows.recompute))
@@ -434,21 +436,26 @@ def refined(request: PlanRequest, candidate: Candidate) -> Candidate:
     if spec is None:
         return candidate
     seconds = step_seconds(spec)
-    better = seconds * WORTH < candidate.seconds or not candidate.prediction.fits
+    better = seconds * WORTH < candidate.seconds or needed_bytes(candidate.spec) > request.limit
     return Candidate(spec, predict(spec), seconds) if better else candidate
 
 
-def refinements(search: Search, found: Found, candidates: Sequence[Candidate]) -> list[Candidate]:
+def refinements(
+    search: Search, found: Found, candidates: Sequence[Candidate], keep: Keep | None = None
+) -> list[Candidate]:
     """Returns the refinements of the best layouts of a search, and of those that would fit and be fast with
-    recomputation of some layers, each faster than all before. `candidates` are sorted, fastest first, or, if none fits,
-    leanest first."""
-    best = candidates[0].seconds if candidates[0].prediction.fits else inf
+    recomputation of some layers, each faster than all before. `candidates` are ranked, or, if none fits,
+    leanest first. `keep` selects the rows that may be mixed."""
+    if not candidates:
+        return []
+    fits = needed_bytes(candidates[0].spec) <= search.limit
+    best = min(candidate.seconds for candidate in candidates) if fits else inf
     passes = dict[Layout, StepSpec]()
     for candidate in candidates:
         passes.setdefault(same_passes(candidate.layout), candidate.spec)
     specs = list(islice(passes.values(), TRIED))
     if best < inf:
-        specs += islice(mixtures(search, found, best), MIXED)
+        specs += islice(mixtures(search, found, best, keep), MIXED)
     better = list[Candidate]()
     for spec in specs:
         other = refinement(search.request, spec)
@@ -471,9 +478,16 @@ def refinement(request: PlanRequest, spec: StepSpec) -> StepSpec | None:
     if not (cuts or mixes):
         return None
     every = MODES if mixes else tuple(dict.fromkeys(modes(written(layout), spec.model.n_layers)))
-    ranks = PipelineRanks(spec, every)
+    ranks = PipelineRanks(spec, every, request.limit)
     start = stages_of_case(spec, ranks.stages)
     fits = ranks.calibrated(spec)
+    if fits and _score(ranks, spec) <= (1 + request.band.alike) * _even_score(ranks, spec):
+        return None  # no cut and no recomputation can gain more than what counts as equal
+    # Of ranks with several stages, layers are moved one by one: a long list of sizes that nobody would write.
+    if fits and request.band != EQUAL and any(len(flight.held) > 1 for flight in ranks.flights):
+        cuts = False
+        if not mixes:
+            return None
     best, found = (_score(ranks, spec) / WORTH if fits else inf), None
     seen = {layout}
     for _ in range(ROUNDS):
@@ -498,6 +512,12 @@ def _score(ranks: PipelineRanks, spec: StepSpec) -> float:
     """Returns the approximate seconds of a step: all micro-batches of the slowest rank, one of every other rank."""
     times = ranks.times(spec)
     return (spec.batch.accumulation - 1) * max(times) + sum(times)
+
+
+def _even_score(ranks: PipelineRanks, spec: StepSpec) -> float:
+    """Returns the score if nothing were recomputed and all ranks took equally long."""
+    blocks = sum(min(ranks.blocks[kind].seconds) for kind in ranks.of_layer)
+    return (blocks + ranks.embedding + ranks.head) * (1 + (spec.batch.accumulation - 1) / len(ranks.flights))
 
 
 def _written(
@@ -545,7 +565,7 @@ def with_second_copies(request: PlanRequest, candidates: Sequence[Candidate]) ->
     are faster than without."""
     if "hpz" in request.fixed:
         return []
-    limit, better = request.cluster.accelerator.memory_gib * 2**30, list[Candidate]()
+    limit, better = request.limit, list[Candidate]()
     crossing = [candidate for candidate in candidates if crosses_nodes(candidate.spec)][:COPIES_TRIED]
     for candidate in crossing:
         # The most ranks of a node that can keep a copy together: fewer would need more memory.

@@ -18,11 +18,13 @@ from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.cost.intervals import memory_factors
 from phalanx.cost.job_spec import framework_of, stages, step_spec
 from phalanx.cost.spec import Framework, Products, StepSpec, as_used_by
 from phalanx.errors import JobError
 from phalanx.optimizers.entry import NOTHING_MORE, UpdateCosts
 from phalanx.partition.derived import DEFAULT_GLOBAL_BATCH, MODES, Batch, legal_hpz, solve
+from phalanx.plan.simplicity import EQUAL, TIED, TieBand
 from phalanx.schedule import catalogue
 from phalanx.techniques.catalogue import technique_problems
 
@@ -51,6 +53,17 @@ class PlanRequest:
     """Whether attention must not cross documents."""
     more: UpdateCosts = NOTHING_MORE
     """What techniques add to the optimizer's step."""
+    headroom: float | None = None
+    """Share of a device's memory that stays free beyond the upper end of the predicted interval; None: what is
+    predicted may fill the device."""
+    band: TieBand = EQUAL
+    """Shares by which step times may differ and count as equal, so that the simplest layout wins."""
+
+    @property
+    def limit(self) -> float:
+        """Bytes that a layout may need of a device."""
+        memory = self.cluster.accelerator.memory_gib * 2**30
+        return memory if self.headroom is None else memory * (1 - self.headroom) / memory_factors()[1]
 
     @property
     def devices(self) -> tuple[int, ...]:
@@ -128,6 +141,8 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
         together=PAIR if has_pairs(job.data) else 1,
         document_mask=spec.document_mask,
         more=spec.more,
+        headroom=job.plan.headroom,
+        band=TIED,
     )
 
 
@@ -209,6 +224,9 @@ class Space:
 
     base: Layout
     """The layout of the fields that all share."""
+    regathers: bool
+    """Whether sequence parallelism gathers its inputs again in the backward pass, as Megatron does: the gather overlaps
+    with the gradients of weights, and all that it saves is a share of the activations."""
     meshes: list[MeshDegrees]
     schedules: list[Scheduled]
     mesh: NDArray[np.int32]
@@ -235,6 +253,7 @@ class Space:
         named: dict[str, Any] = self.meshes[self.mesh[pair]]._asdict()
         named |= self.schedules[rows.scheduled[number]]._asdict()
         named |= STATES[rows.state[number]]._asdict()
+        named["sp_regather"] = named["sp"] and self.regathers
         named["recompute"] = RECOMPUTE[rows.recompute[number]]
         named["micro_batch"] = int(self.micro_batch[pair])
         named["accumulation"] = int(self.accumulation[pair])
@@ -252,6 +271,8 @@ class Space:
 def space_of(request: PlanRequest) -> Space:
     """Returns the space of a request. Raises JobError if the fixed fields leave no layout."""
     base = replace(Layout(), **request.fixed)
+    regathers = bool(request.fixed.get("sp_regather", base.tiles == 1))
+    base = replace(base, sp_regather=False)
     meshes = [mesh for world in request.devices for mesh in _meshes(request, world) if _takes_hpz(base, mesh)]
     schedules: dict[Scheduled, int] = {}
     known: dict[tuple[int, int, bool], NDArray[np.int32]] = {}
@@ -268,7 +289,7 @@ def space_of(request: PlanRequest) -> Space:
     if not pairs:
         raise JobError(_nothing(request))
     table = np.array(pairs, np.int32)
-    return Space(base, meshes, list(schedules), table[:, 0], table[:, 1], table[:, 2], options)
+    return Space(base, regathers, meshes, list(schedules), table[:, 0], table[:, 1], table[:, 2], options)
 
 
 def _nothing(request: PlanRequest) -> str:
@@ -303,6 +324,7 @@ def _inner(model: ModelConfig, world: int, most_tp: int, fixed: Mapping[str, Any
     """Returns legal combinations of tp, sp, cp and cp_ulysses."""
     found = []
     most_cp = max(4, model.seq_len // LEAST_TOKENS)
+    fixed = {"sp": True, **fixed} if fixed.get("sp_regather") else fixed
     for tp in _kept(divisors(world, most_tp), fixed, "tp"):
         for sp in _kept([False, True] if tp > 1 else [False], fixed, "sp"):
             for cp in _kept(divisors(world // tp, most_cp), fixed, "cp"):

@@ -272,7 +272,16 @@ class Tables:
             combinations, which = distinct(*some.T)
             specs = []
             for tp, sp, cp, ulysses, ep, micro in combinations.tolist():
-                degree = {"tp": tp, "sp": bool(sp), "cp": cp, "cp_ulysses": ulysses, "ep": ep, "dp_shard": ep}
+                regather = bool(sp) and self.space.regathers
+                degree = {
+                    "tp": tp,
+                    "sp": bool(sp),
+                    "sp_regather": regather,
+                    "cp": cp,
+                    "cp_ulysses": ulysses,
+                    "ep": ep,
+                    "dp_shard": ep,
+                }
                 specs.append(alone(self.request, replace(self._alone, **degree), micro))
             self._parts[on] = specs, which
         return self._parts[on]
@@ -289,7 +298,7 @@ class Tables:
     def _alone(self) -> Layout:
         """The fixed fields of the layout of one device, without those of pipeline or data ranks."""
         base = self.space.base
-        kept = ("cp_inner", "sp_regather", "loss_chunk", "tiles", "tile", "prefetch", "bucket_mb")
+        kept = ("cp_inner", "loss_chunk", "tiles", "tile", "prefetch", "bucket_mb")
         return Layout(zero=1, **{name: getattr(base, name) for name in kept})
 
     def _slopes(self) -> Floats:

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, TextIO
 
 from phalanx.bounded import open_regular
 from phalanx.cost import prediction as whole
+from phalanx.cost.intervals import is_given, time_factors
 from phalanx.cost.money import Prices
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
@@ -33,8 +34,10 @@ from phalanx.validation.row import Reading, read
 from phalanx.validation.row_layout import COLUMNS
 
 ADDED = (
-    *("pred_step_time_s", "pred_tflops_per_gpu", "pred_mfu_pct", "pred_tokens_per_s_per_gpu", "pred_peak_mem_gb"),
-    *("pred_fits", "pred_note"),
+    *("pred_step_time_s", "pred_step_time_low_s", "pred_step_time_high_s"),
+    *("pred_tflops_per_gpu", "pred_mfu_pct", "pred_tokens_per_s_per_gpu"),
+    *("pred_peak_mem_gb", "pred_peak_mem_low_gb", "pred_peak_mem_high_gb"),
+    *("pred_fits", "pred_verdict", "pred_note"),
 )
 COSTS = ("pred_run_device_hours", "pred_run_price", "pred_run_kwh", "pred_run_co2_kg")
 """The columns of the cost of a run, which --tokens adds."""
@@ -164,15 +167,21 @@ def predicted_cells(reading: Reading, prediction: Prediction) -> list[str]:
     """Returns the values of ADDED in the conventions of the row's source."""
     seconds = prediction.step_time_s
     memory = memory_bytes(reading, prediction)
+    low, high = time_factors(reading.spec, given=is_given(reading.assumptions))
+    sizes = (
+        [""] * 3
+        if memory is None
+        else [f"{factor * memory / reading.memory_unit:.4g}" for factor in (1, *prediction.memory_spread)]
+    )
     unit = "GiB" if reading.memory_unit == 2**30 else "GB"
     memory_note = () if memory is None else (f"memory: {reading.memory_means}, {unit}",)
     return [
-        f"{seconds:.6g}",
+        *(f"{factor * seconds:.6g}" for factor in (1, low, high)),
         f"{reading.tflops(seconds):.5g}",
         f"{reading.mfu_pct(seconds):.4g}",
         f"{reading.tokens_per_s(seconds):.6g}",
-        "" if memory is None else f"{memory / reading.memory_unit:.4g}",
-        "" if memory is None else str(prediction.fits).lower(),
+        *sizes,
+        *(["", ""] if memory is None else [str(prediction.fits).lower(), prediction.verdict]),
         _harmless("; ".join([*memory_note, *reading.assumptions])),
     ]
 
@@ -194,7 +203,8 @@ def memory_bytes(reading: Reading, prediction: Prediction) -> float | None:
         return max(rank.allocated for rank in prediction.memory)
     if reading.memory_means == "reserved":
         return max(rank.held for rank in prediction.memory)
-    return max(rank.peak for rank in prediction.memory)
+    # nvidia-smi shows at most what the device has: there the allocator has given back what no tensor uses.
+    return max(min(rank.peak, max(rank.needed, prediction.memory_limit)) for rank in prediction.memory)
 
 
 def _harmless(text: str) -> str:
