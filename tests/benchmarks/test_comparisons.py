@@ -53,7 +53,6 @@ def test_the_table_has_predictions_where_the_machine_was_measured(measured):
 
 # torch's parallelize_module, as benchmarks compare with it, computes what one process does.
 
-
 JOB = Job(model=ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=8, vocab_size=11))
 
 

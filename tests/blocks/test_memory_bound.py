@@ -132,7 +132,6 @@ def test_sequences_add_up():
 
 # The keys that the positions of a ring send each other, against every pair of a query and a key.
 
-
 SHAPES = st.tuples(st.integers(1, 3), st.integers(2, 6), st.integers(1, 3))
 """Tokens of a chunk, positions of the ring, slices."""
 

@@ -304,7 +304,6 @@ def test_no_torch_in_the_cost_model():
 
 # Adapters in the description of blocks: their weights, how ranks cut them, what is frozen, and their FLOPs.
 
-
 LLAMA = ModelConfig(
     n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, d_ff=24, vocab_size=20, seq_len=8, positions="rope",
     norm="rmsnorm", activation="swiglu", bias=True, tied=False,
@@ -420,7 +419,6 @@ def test_the_share_that_is_trained_in_words():
 
 
 # Tensors that attention saves only under some layouts and frameworks, in bytes per token, by hand.
-
 
 HEADS, KV_HEADS, HEAD, TOKENS, WIDTH = 8, 2, 6, 64, 2
 SAVING = ModelConfig(

@@ -125,7 +125,6 @@ def test_many_boxes_and_many_dimensions_are_checked():
 
 # The parts that ranks write: every element once, evenly over those that hold the same.
 
-
 MODEL = ModelConfig(n_layers=1, d_model=16, n_heads=4, n_kv_heads=2, seq_len=8)
 LARGER = {
     "embed.weight": (13, 16),  # padded to equal slices
@@ -195,7 +194,6 @@ def test_what_is_empty_or_whole_numbers_is_finite():
 
 
 # Differences between two states: found, measured and placed, in any boxes and types.
-
 
 W = torch.arange(24.0).view(4, 6)
 

@@ -251,7 +251,6 @@ def test_files_of_others_are_converted_between_formats_under_their_names(tmp_pat
 
 # Checkpoints with adapters: resumed in other layouts, and merged into a model without adapters.
 
-
 ADAPTERS = LoRA(rank=2, alpha=3, targets="attention,experts.down,mlp.up")
 EXPERTS = MoE(n_experts=4, top_k=2, d_ff=8, n_dense_layers=1)
 
@@ -355,7 +354,6 @@ def test_without_adapters_there_is_nothing_to_merge(adapted, whole, tmp_path):
 
 
 # The types of a checkpoint's metadata.
-
 
 GUARD = {"steps": 5, "losses": [1.0, 2], "norms": [0.5], "interventions": [3]}
 META = {

@@ -257,7 +257,6 @@ def test_an_earlier_attempt_that_wakes_up_cannot_commit_or_clean_up(root, monkey
 
 # Reading: every damage is named, and the newest whole checkpoint is found.
 
-
 PAIR = {"w": torch.arange(6.0).reshape(2, 3), "exp_avg/w": torch.ones(2, 3)}
 SHARDS = "rank-00000.safetensors"
 
@@ -540,7 +539,6 @@ def test_what_a_killed_process_left_is_removed_and_what_another_one_writes_is_no
 
 
 # The tensors that a state needs which is converted to a run's: the optimizer's own only where it keeps them.
-
 
 SHAPES = {"norm.weight": (128,), "down.weight": (128, 512)}
 

@@ -223,7 +223,6 @@ def free_port() -> int:
 
 # Verbs that predict on a measured machine print the quality of its measurements, and refuse to use very noisy ones.
 
-
 MACHINE = """\
 cluster:
   devices_per_node: 2

@@ -113,7 +113,6 @@ def test_hosts_are_asked_through_a_shell(here, capsys):
 
 # `phalanx test-dist`: starts the ranks or is one of them, and says what it found by text, JSON and exit code.
 
-
 PHALANX = [sys.executable, "-m", "phalanx", "test-dist", "--quick"]
 FAULT = """
 import os

@@ -319,7 +319,6 @@ def test_a_node_behind_a_remote_shell_trains(shell):
 
 # One node of a launch: no rank of whoever started it, and obedient.
 
-
 SLEEPER = """
 import os, sys, time
 import phalanx.cli.node as node
@@ -417,7 +416,6 @@ def test_it_stops_with_whoever_started_it(tmp_path):
 
 
 # The job on fewer nodes: the same global batch, and the user's layout with fewer data ranks where that is legal.
-
 
 NODES = ("run.nnodes=1:4", "run.rdzv_endpoint=node-a:29400", "model.n_layers=4", "train.global_batch=24")
 

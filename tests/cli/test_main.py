@@ -154,7 +154,6 @@ def test_a_stream_that_has_no_multiplication_sign():
 
 # The help pages of all verbs: short, in the width of the terminal, and made from what the verbs parse.
 
-
 WIDTHS = (60, 80, 140)
 MOST_LINES = 45
 
@@ -272,7 +271,6 @@ def test_a_text_is_clipped_at_a_sentence_or_a_word(text, shown):
 
 
 # A verb's own options with values, beside switches, job files and overrides.
-
 
 VERB = job_verb(
     "test",
@@ -410,7 +408,6 @@ def test_words_of_other_programs_have_an_answer(word: str, said: str) -> None:
 
 
 # The completion scripts in the shells that are installed: bash, and zsh and fish where they are.
-
 
 COMPLETED = [
     ("phalanx tr", "train"),

@@ -154,7 +154,6 @@ def test_a_field_of_a_config_is_left_out(tmp_path, capsys, words: list[str]):
 
 # `phalanx collectives`: figures, tables and pictures of the algorithms, and mistakes in one message.
 
-
 ROOT = Path(__file__).parents[2]
 PICTURES = ("ring", "tree", "halving", "hierarchical")
 

@@ -150,7 +150,6 @@ def test_on_this_machine_fewer_processes_are_weighed_too(tmp_path, monkeypatch, 
 
 # `phalanx predict`: the document, the page, the picture and the refusals.
 
-
 ROOT = Path(__file__).parents[2]
 PREDICT = ["predict", "model=llama3-8b", "cluster=dgx-h100:1", "dp_shard=8", "train.precision=bf16", "micro_batch=1"]
 PREDICT += ["train.global_batch=16", "recompute=full"]
@@ -281,7 +280,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused(
 
 
 # `phalanx simulate`: the figures, the document, the files, what is slow, failures, and the refusals.
-
 
 SIMULATE = ["simulate", "model=gpt2", "cluster=dgx-h100:1", "pp=4", "dp_shard=2", "zero=1", "micro_batch=2"]
 SIMULATE += ["train.global_batch=32", "train.precision=bf16", "train.compile=false"]
@@ -418,7 +416,6 @@ def test_refusals_of_simulate(words, said, capsys):
 
 
 # `phalanx schedule`: lists, shows and checks; mistakes are one message; files are what they say they are.
-
 
 WITHOUT_TORCH = """
 import sys

@@ -198,7 +198,6 @@ def test_a_process_without_a_launcher_outlives_its_parent(tmp_path: Path, monkey
 
 # `phalanx train` and a run directory that it cannot or must not use: one message, and nothing is overwritten.
 
-
 ALONE = """
 model: {n_layers: 1, d_model: 16, n_heads: 2, seq_len: 16}
 cluster: {peak_tflops: 1.0}

@@ -266,7 +266,6 @@ def test_plans_do_not_import_torch():
 
 # Plans run over gloo give what the backend's own collectives give, for 1 to 8 ranks and uneven sizes.
 
-
 SIZES = (1, 3, 37)
 OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "avg", "min", "max")
@@ -435,7 +434,6 @@ def test_what_does_not_belong_together(ranks, program: CollectiveProgram, tensor
 
 
 # Pictures of programs are well-formed, with an arrow per message; those of the documents are up to date.
-
 
 SVG = "{http://www.w3.org/2000/svg}"
 PLANS = [

@@ -96,7 +96,6 @@ def test_nothing_far_fetched_is_suggested(name: str) -> None:
 
 # Names and values of other programs: they stand for fields and values that exist, and never shadow one.
 
-
 VERBS = [
     importlib.import_module(f"phalanx.cli.{name}").VERB for name in ("train", "verify", "plan", "predict", "simulate")
 ]
@@ -204,7 +203,6 @@ def test_the_page_names_every_alias() -> None:
 
 
 # Text to values: what is accepted, what is refused and in which words.
-
 
 Schedule = Literal["cosine", "linear"]
 
@@ -352,7 +350,6 @@ def test_every_entry_of_the_data_files_can_be_read():
 
 
 # Ranges of fields: stated for every number, and compared for all fields at once.
-
 
 PAIRS = (tuple[float, float], tuple[int, int])
 NUMBERS = {path: kind for path, kind in leaves().items() if kind in (int, float, *PAIRS)}

@@ -151,7 +151,6 @@ def test_a_figure_that_is_wrong_is_not_said_to_be_missing(figures: str, said: st
 
 # The table of devices and machines: one row per driver's name, a source per row, and the page that shows them.
 
-
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "devices.md"
 
 
@@ -262,7 +261,6 @@ def _machine_row(name: str, entry: MachineEntry) -> str:
 
 # `cluster=local`: where its file is, what it may hold, and what is missing from it.
 
-
 WHOLE = """\
 cluster:
   devices_per_node: 2
@@ -361,7 +359,6 @@ def test_mistyped_names_find_it(file):
 
 # A CPU node with another number of processes than it was measured with.
 
-
 DEVICE = Accelerator("a cpu", fp32_tflops=0.2, memory_gib=8, bandwidth_gbs=20, launch_us=2, product_us=20, host_us=10)
 NODE = Cluster(
     devices_per_node=2,
@@ -420,7 +417,6 @@ def test_devices_of_their_own_share_nothing():
 
 
 # What stored fit errors and spreads say about predictions.
-
 
 HERE = Provenance("2026-11-22", "a-host", "a cpu", 2, "phalanx 0")
 GOOD = FitQuality(0.03, 0.02, 3)

@@ -126,7 +126,6 @@ def test_no_text_makes_the_parser_raise(text):
 
 # A layout in one line: what `line` prints reads back, and every mistake is found.
 
-
 KINDS = {int: st.integers(0, 10**6), bool: st.booleans(), str: st.sampled_from(["1f1b", "gpipe", "zb-h1"])}
 
 
@@ -206,7 +205,6 @@ def test_no_text_makes_it_crash(text):
 
 
 # Runs of layers that recompute uniform_recompute: as they are written, and what each layer gets of them.
-
 
 RUNS = st.lists(st.builds(RecomputeRun, st.integers(1, 40), st.sampled_from(MODES)), min_size=1, max_size=6)
 

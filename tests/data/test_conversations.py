@@ -232,7 +232,6 @@ def test_positions_that_hold_tokens_are_known_without_reading(data: Data, packin
 
 # Packing: every item once, no bin above its capacity, few bins, and the same ones every time.
 
-
 CAPACITY = 50
 
 
@@ -262,7 +261,6 @@ def test_without_packing_each_has_its_own() -> None:
 
 
 # Prompts of a fine-tuned run: what its conversations begin with, token for token.
-
 
 ASKED = {"role": "user", "content": "What is 2+2?"}
 

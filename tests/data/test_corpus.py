@@ -170,7 +170,6 @@ def test_stamp_changes_with_the_files(tmp_path: Path) -> None:
 
 # Forms of data files: the same rows whatever they are written as, and a foreign file named as what it is.
 
-
 ROWS = [{"text": "one, two"}, {"text": "three\nfour"}, {"text": "fünf"}]
 LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
 
@@ -409,7 +408,6 @@ def test_no_network_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 # Megatron's indexed data sets: read where they lie, as they are, and refused where they are not whole.
-
 
 LENGTHS = np.arange(5, 45)
 TOKENS = (np.arange(LENGTHS.sum()) * 7 % 256).astype(np.int64)

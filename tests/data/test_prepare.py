@@ -512,7 +512,6 @@ def test_of_conversations_it_says_what_samples_hold(tmp_path: Path, capsys: pyte
 
 # `phalanx data inspect`: what a file is, how it would be read, and what of it is trained on.
 
-
 CHAT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "id": 3}
 
 

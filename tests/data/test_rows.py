@@ -218,7 +218,6 @@ def test_a_name_and_tools_that_the_template_only_mentions_are_refused(tmp_path: 
 
 # Fields of rows: each is used as its format defines, or refused by name; nothing is left out silently.
 
-
 USER, SAID = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
 
 
@@ -511,7 +510,6 @@ def test_a_json_file_of_one_object_says_what_it_is(tmp_path: Path, corpus: str) 
 
 
 # Preference pairs: two sequences a row, neighbours everywhere, with the loss on their last answers.
-
 
 PLEA, FOUR, FIVE = ({"role": r, "content": c} for r, c in (("user", "2+2?"), ("assistant", "4"), ("assistant", "5")))
 TALK = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}, PLEA]

@@ -199,7 +199,6 @@ def test_fingerprint_follows_tokens_and_tokenizer(folder: Path) -> None:
 
 # Blocks of shards: checked when first read, whatever the shard's size, and named with what they hold when damaged.
 
-
 BLOCK = 64
 """Bytes: 32 tokens of two bytes."""
 SHARDS = {"train": [np.arange(0, 100), np.arange(100, 200), np.arange(200, 250)], "val": [np.arange(500, 600)]}

@@ -332,7 +332,6 @@ def test_a_job_states_the_day_that_its_template_writes(tmp_path: Path) -> None:
 # The chat templates that trl ships: the text of transformers' own rendering, or refused (docs/guides/fine-tuning.md).
 # trl is no dependency: its package is looked for, or PHALANX_TRL names the folder of its templates.
 
-
 _PACKAGE = importlib.util.find_spec("trl")
 _INSTALLED = Path(_PACKAGE.origin).parent / "chat_templates" if _PACKAGE and _PACKAGE.origin else ""
 FOLDER = Path(os.environ.get("PHALANX_TRL") or _INSTALLED)

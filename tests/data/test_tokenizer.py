@@ -185,7 +185,6 @@ def test_half_a_surrogate_pair_is_refused(bpe: LibraryTokenizer) -> None:
 
 # Tokenizers of other files: the ids of SentencePiece and tiktoken, by their own rules written out here.
 
-
 TEXTS = ("the the cat", " the  cat", "cat", "theé\n", "hhe t", "", "▁the")
 VOCAB = ["th", "the", "he", "\u2581t", "\u2581the", "\u2581c", "at", "cat", "\u2581cat", *"\u2581thecan"]
 """Mergeable pieces, the best first."""
@@ -365,7 +364,6 @@ def test_a_folder_with_such_a_tokenizer_is_imported(tmp_path: Path) -> None:
 
 
 # Encoding in child processes gives what encoding here gives; a child that dies is reported; none is left behind.
-
 
 GROUPS = [[Segment("ab\n", False), Segment("é", True)], [Segment("b", False)], [], [Segment("", True)]]
 

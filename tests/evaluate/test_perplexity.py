@@ -223,7 +223,6 @@ def test_every_source_of_a_mixture_is_scored_for_itself(tmp_path):
 
 # The context rule: each token but the first is scored once, with the stated context.
 
-
 SIZES = st.tuples(st.integers(0, 60), st.integers(1, 12), st.integers(1, 12)).filter(lambda each: each[2] <= each[1])
 
 
@@ -277,7 +276,6 @@ def test_illegal_windows_are_refused_with_the_nearest_legal_ones():
 
 
 # lm-eval's adapter: its requests against a plain reference in float64, and a task with a stand-in for the harness.
-
 
 LLAMA = dataclasses.replace(KINDS["llama"], vocab_size=256)
 """A model of bytes with a context of 12."""

@@ -257,7 +257,6 @@ def test_adapters_are_merged_into_their_matrices(tmp_path):
 
 # Import, then export: folders and files of other programs, imported as runs and exported.
 
-
 SAME = ("llama3.1-8b", "qwen2.5-7b", "mixtral-8x7b", "gpt2", "gpt-neox-20b")
 
 

@@ -132,7 +132,6 @@ def test_the_longest_context_has_its_own_room():
 
 # Text by tensor and pipeline ranks, which hold parts of a model each, against text by one process.
 
-
 EVERY = {**KINDS, **MOE_AND_MLA, **ATTENTION_KINDS, **STRUCTURE_KINDS}
 GREEDY = {"max_new_tokens": 9, "temperature": 0}
 SAMPLED = {"max_new_tokens": 4, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 7}
@@ -213,7 +212,6 @@ def test_ranks_that_cannot_share_the_model_are_refused(ranks, tmp_path):
 
 
 # Text from tokens as they come, against the text of all tokens.
-
 
 BPE = train_bpe(["the quick brown fox über den Zaun, naïve 日本語 text " * 20], 300)
 TOKENIZERS = [ByteTokenizer(), BPE, CharTokenizer("abc déf\n", unknown=True)]

@@ -116,7 +116,6 @@ def test_senseless_values_are_refused(options: dict, message: str):
 
 # Speculative decoding: the same text where it is greedy, the same distribution where it is not.
 
-
 LONG = 20
 GREEDY_KINDS = {**{name: KINDS[name] for name in ("gpt2", "llama")}, **MOE_AND_MLA, **ATTENTION_KINDS}
 WITHOUT_CAPACITY = {name: kind for name, kind in GREEDY_KINDS.items() if not kind.moe.capacity}

@@ -240,7 +240,6 @@ def test_sbatch_takes_the_script(tmp_path, folder):
 
 # Manifests of Kubernetes against its schemas, and those of JobSet and Kubeflow against their models.
 
-
 IN_KUBERNETES = ManifestRequest(
     name="My run_1",
     job_yaml="run:\n  name: 'My run_1'  # a comment\n",
@@ -362,7 +361,6 @@ def test_any_name_and_value_survives(name, value):
 
 # Files of sites: those of the package, and a user's own.
 
-
 NAMES = {"slurm", "pbs", "polaris", "aurora", "sophia", "perlmutter", "frontier"}
 
 
@@ -462,7 +460,6 @@ def test_hostile_files_are_refused(text):
 
 
 # The commands that start a job.
-
 
 STARTED = StartRequest(
     words=("job.yaml", "train.steps=5"),

@@ -354,7 +354,6 @@ def test_a_digest_tells_of_calls_that_are_not_recorded_any_more() -> None:
 
 # One exit code and one message from the ends of many ranks.
 
-
 TRACE = 'Traceback (most recent call last):\n  File "x.py", line 1\nValueError: bad'
 
 
@@ -481,7 +480,6 @@ def test_a_rank_that_exits_as_if_done_is_the_culprit() -> None:
 
 
 # How long a rank may be silent, by what the run has done so far: with a clock of the tests' own, so nothing waits.
-
 
 PACE = Limits(300.0, 600.0, follows=True)
 START = RankRecord(

@@ -319,7 +319,6 @@ def test_ctrl_c_on_a_terminal(tmp_path: Path) -> None:
 
 # The command of a launcher in the foreground: its exit code, and what signals become.
 
-
 RANKS = """
 import signal, sys, time
 signal.signal(signal.SIGUSR1, lambda *_: (open("asked", "w").close(), sys.argv[1:] or sys.exit(75)))
@@ -385,7 +384,6 @@ def test_exit_codes() -> None:
 
 
 # Output that nobody reads: the program goes on, and what is dropped is counted.
-
 
 LINES = [b"line %d\n" % number for number in range(20_000)]
 
@@ -570,7 +568,6 @@ def test_a_rank_whose_launcher_is_gone_already_ends_at_once() -> None:
 
 
 # Ranks beyond a machine's resources are refused before any of them starts.
-
 
 LAPTOP = Machine(cores=8, free_bytes=12 * 2**30, devices=0)
 SERVER = Machine(cores=64, free_bytes=400 * 2**30, devices=8)

@@ -324,7 +324,6 @@ def test_two_launchers_run_a_round_and_one_goes_on_alone(tmp_path: Path) -> None
 
 # Nodes behind remote shells. A shell script stands in for ssh: it runs the command on this host.
 
-
 PROGRAM = """
 import sys
 from phalanx.launch.start.choose import HostCommand

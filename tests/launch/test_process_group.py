@@ -183,7 +183,6 @@ def test_a_missing_rank_0_is_named_without_torchs_stack_traces(
 
 # Errors about a lost connection become one message; other errors stay what they are.
 
-
 RANKS = Ranks(1, 4, 0, 1, 1, "mpich")
 
 

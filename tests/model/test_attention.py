@@ -163,7 +163,6 @@ def test_so_they_do_with_documents(monkeypatch, rows):
 
 # Which kernels compute attention on a GPU: by a table, with windows, documents and heads of two sizes.
 
-
 SEQ, WINDOW = 12, 5
 NUMBERS = torch.tensor([[0] * 3 + [1] * 9, [0] * 7 + [1] * 5])
 
@@ -229,7 +228,6 @@ def test_values_are_padded_for_flash_attention_and_not_for_cudnn(monkeypatch, ca
 
 # What model families change inside attention, each against its definition written down naively: windows per layer,
 # norms of queries and keys, sinks, scales and caps of scores, partial and scaled rotary positions.
-
 
 NOISE = Noise(seed=1, step=0, sample_ids=[0, 1])
 
@@ -370,7 +368,6 @@ def test_dropout_of_almost_nothing_is_none(kind):
 
 
 # Sliding-window attention: which keys a query sees, in one pass, in runs of queries, and one token at a time.
-
 
 MODELS = {kind: (KINDS | MOE_AND_MLA)[kind] for kind in ("gpt2", "llama", "mixtral", "deepseek")}
 

@@ -303,7 +303,6 @@ def test_slices_of_queries_meet_the_masks_of_all_keys_so_far(spans: int, parts: 
 
 # A model with adapters computes W x + alpha / rank · B (A x): as a formula, and as the model with merged weights.
 
-
 TOKENS = torch.arange(16).view(2, 8) % 20
 
 

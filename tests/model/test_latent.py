@@ -156,7 +156,6 @@ def test_documents_in_one_sequence_are_as_each_alone(name: str):
 
 # The cache of a batch whose sequences differ in length: each row has the logits that it has alone.
 
-
 ALL = {**KINDS, **MOE_AND_MLA, **ATTENTION_KINDS, **STRUCTURE_KINDS}
 LONG = 24
 
@@ -235,7 +234,6 @@ def test_a_sequence_is_taken_out_of_a_batch():
 
 
 # Document masks: several documents in one sequence, of which none sees another.
-
 
 LENGTHS = ((5, 1, 6), (2, 3, 7))
 """Tokens of each document, sample by sample."""

@@ -377,7 +377,6 @@ def test_padding_and_packing_change_nothing(model: ModelConfig, samples, width: 
 
 # Rows of a mixture of experts move by gathers alone, both ways, and the host waits for no count of them.
 
-
 D_MODEL, TOKENS, TOP_K = 16, 32, 3
 MODEL = ModelConfig(
     n_layers=1,

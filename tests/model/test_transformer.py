@@ -305,7 +305,6 @@ def reference_frequency(model: ModelConfig, pair: int) -> float:
 # What lies around attention, by formulas written out for one block: places of norms, parallel blocks, gates, soft
 # caps, scaled embeddings, biases of routers and experts.
 
-
 TOLERANCE = {"rtol": 1e-11, "atol": 1e-11}
 
 

@@ -127,7 +127,6 @@ def test_a_file_or_a_link_is_no_folder(cache, caplog, monkeypatch):
 # torch.compile makes as many graphs for many layers as for one of each kind, none again in later steps, and as many
 # again for other lengths, whatever they are.
 
-
 VOCABULARY, SEQ_LEN = 32, 16
 GPT = ModelConfig(n_layers=2, d_model=16, n_heads=4, seq_len=SEQ_LEN)
 LLAMA = replace(GPT, n_kv_heads=2, norm="rmsnorm", activation="swiglu", positions="rope", bias=False, tied=False)

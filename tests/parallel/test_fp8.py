@@ -246,7 +246,6 @@ def test_a_small_model_learns_as_fast_as_without():
 
 # oneDNN's linear layers compute what torch's do, forward and backward, and are used where they should be.
 
-
 size = st.integers(1, 33)
 
 

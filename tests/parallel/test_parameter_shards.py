@@ -188,7 +188,6 @@ def test_a_pipeline_brings_all_stages_to_its_first_rank_and_counts_everything_on
 
 # Buckets: parameters in groups, each group's buffer in equal shares, and gradients gathered in it.
 
-
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=8)
 
 
@@ -305,7 +304,6 @@ def test_shares_of_the_sum(ranks, every):
 
 
 # Updates of whole matrices: what ranks compute of shared ones is what one process computes of the whole.
-
 
 FEW = 29
 LLAMA = ModelConfig(

@@ -286,7 +286,6 @@ def test_any_valid_schedule_is_right(ranks, reference, seed):
 
 # A pipeline that goes on from step to step: its stale gradients are those that one process takes on purpose.
 
-
 STALE_VOCAB = 13
 GPT = ModelConfig(n_layers=4, d_model=24, n_heads=4, seq_len=8, bias=True, qkv_bias=True)
 LLAMA = dataclasses.replace(
@@ -358,7 +357,6 @@ def test_two_versions_of_the_weights_are_kept_besides_the_optimizers(ranks):
 # be. The unit is what a stage keeps of one micro-batch after its forward pass, measured in a step of one micro-batch.
 # A rank may hold more by what is in transit: results that the next rank has not yet read, and buffers for what comes
 # next, each as large as one stage's input: it is counted apart.
-
 
 LARGE_VOCAB = 16
 SHAPE = ModelConfig(n_layers=8, d_model=16, n_heads=2, seq_len=32, vocab_size=LARGE_VOCAB, tied=False)
@@ -452,7 +450,6 @@ def test_a_rank_keeps_what_its_schedule_says(ranks, name, pp, micro_batches):
 
 # The messages that a schedule means: each is sent once and received once, in one order on both sides, and no process
 # group is needed to know them.
-
 
 NOBODY = Axis("pp")
 

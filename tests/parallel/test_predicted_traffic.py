@@ -348,7 +348,6 @@ def test_in_other_precisions(ranks, line, precision, gradients):
 
 # What is predicted is what the formulas say: D are the parameters' bytes, P the ranks.
 
-
 SHAPE = ModelConfig(n_layers=3, d_model=24, n_heads=4, seq_len=12, vocab_size=24, tied=False)
 """Every size divides by 2, 3 and 4: no padding blurs the formulas."""
 WIDTH = 8

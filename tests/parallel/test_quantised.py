@@ -45,7 +45,6 @@ def some(cases: list[tuple[ModelConfig, str]], *few: int) -> pytest.MarkDecorato
 
 # ZeRO++'s quantised messages: rounded within a stated bound, the same on every rank and every time.
 
-
 WEIGHTS = [
     (GPT, "dp_shard=3,accumulation=2,quantise_weights=int8"),
     (LLAMA, "dp_shard=4,hpz=2,recompute=full,quantise_weights=int8"),
@@ -240,7 +239,6 @@ def _half_steps(codec: Codec, row: Tensor) -> Tensor:
 
 
 # hpZ: a second copy of ZeRO-3's parameters inside a node changes which links carry gathers, and nothing else.
-
 
 LAYOUTS = [
     (GPT, "dp_shard=4,hpz=2"),

@@ -120,7 +120,6 @@ def test_in_a_parallel_block_ranks_sum_what_each_has_of_norms_and_biases(sp):
 # What model families change inside attention, under every layout: as one process computes it, in float64 to 1e-9, and
 # every byte that a rank sends as predicted.
 
-
 BATCH, COUNT = 4, 2
 PLAIN = dataclasses.replace(LLAMA, seq_len=16, dropout=0.0)
 MIXED = dataclasses.replace(
@@ -214,7 +213,6 @@ def test_head_sizes_belong_to_the_kind_of_a_layer():
 
 # What apply makes of a model: the techniques that change how it computes, but not what.
 
-
 SHAPE = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)
 
 
@@ -297,7 +295,6 @@ def test_auto_compiles_on_gpus_alone_and_says_why_it_does_not(caplog, monkeypatc
 
 
 # Recomputation changes what is kept, not what is computed.
-
 
 RECOMPUTE_VOCAB, SEQ, SAMPLES, WIDTH, LAYERS = 11, 32, 2, 16, 3
 NONE, PRODUCTS, SELECTIVE, FULL = (Layout(recompute=mode) for mode in MODES)

@@ -246,7 +246,6 @@ def test_what_does_not_go_is_refused(layout, message):
 # Tiles of every layer, embedding and head, with the other techniques: one process's results, and predicted bytes. A
 # few layouts in every run; all of them with PHALANX_TILES=1 (make tiles).
 
-
 DEEPSEEK = dataclasses.replace(
     structures.LLAMA,
     bias=True,
@@ -377,7 +376,6 @@ def test_layers_that_do_not_go_are_refused(kind, line, path, message):
 
 # Embedding and head in tiles: predicted bytes and memory, and no whole matrix. Their results: test_tiling.py. A
 # few layouts in every run; all of them with PHALANX_TILES=1 (make tiles).
-
 
 WIDE_LLAMA = replace(structures.LLAMA, dropout=0.2)
 FEW_TABLE_BYTES = [

@@ -190,7 +190,6 @@ def test_gradients_in_bf16_are_scaled_by_a_factor_with_all_its_digits():
 
 # The loss of preference pairs, against the formula of the paper.
 
-
 SMALL = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)
 PAIR_VOCAB = 11
 
@@ -260,7 +259,6 @@ def test_facts_are_means_over_pairs_without_padding():
 
 # The loss in chunks: the same sum and gradients, with only a chunk of logits alive.
 
-
 CHUNK_VOCAB, TOKENS = 997, 48
 
 
@@ -301,7 +299,6 @@ def test_equals_the_whole_loss(chunk, tied):
 
 
 # Sequences in slices compute what whole ones do: the loss and every gradient.
-
 
 SLICE_VOCAB = 13
 GPT = ModelConfig(n_layers=2, d_model=16, n_heads=4, seq_len=12)

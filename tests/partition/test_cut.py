@@ -202,7 +202,6 @@ def test_a_rank_with_the_first_and_the_last_stage_holds_a_tied_matrix_once():
 
 # The batch equation: any two of its three unknowns give the third, or a message with the equation.
 
-
 small = st.integers(1, 12)
 
 

@@ -261,7 +261,6 @@ def test_what_is_not_cut_has_no_padding():
 
 # Whole matrices on single ranks: cuts of buckets between matrices, and owners of matrices that ranks share.
 
-
 parameters = st.lists(
     st.one_of(
         st.tuples(st.integers(1, 60), st.just(0)),  # may be cut anywhere

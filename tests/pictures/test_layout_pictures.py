@@ -174,7 +174,6 @@ def test_nothing_to_draw_without_cp():
 
 # The picture of experts' loads: every expert and row of a run, in colours of one scale.
 
-
 SVG = "{http://www.w3.org/2000/svg}"
 
 

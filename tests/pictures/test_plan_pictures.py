@@ -264,7 +264,6 @@ def test_logarithmic_ticks_are_few_and_inside(low: float, factor: float) -> None
 
 # The pictures of a prediction: well-formed, of the prediction's own figures, and no text over another.
 
-
 CASES = {
     "one device": ("gpt2", "dgx-a100", Layout(), 1),
     "a node": ("llama3-70b", "dgx-h100", Layout(dp_shard=8, tp=8), 1),

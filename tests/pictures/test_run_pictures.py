@@ -68,7 +68,6 @@ def test_nothing_to_draw():
 
 # The picture of a fit: well-formed, every measurement a dot, every fit a line.
 
-
 DEVICE = Accelerator("a & b", fp32_tflops=0.2, ceiling=1.0, bandwidth_gbs=40, launch_us=5)
 
 
@@ -128,7 +127,6 @@ def test_one_size_is_a_picture_too():
 
 
 # Heat maps and rows of histograms: well-formed, inside the picture, and no label covers another.
-
 
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 6.8  # pixels of a letter, generously
@@ -228,7 +226,6 @@ def test_no_values_are_refused():
 
 
 # The picture of a profile: a bar per rank whose parts fill the step, and two bars for each compared part.
-
 
 PARTS = {"forward": 0.03, "backward": 0.05, "tp exposed": 0.01, "pp waiting": 0.01}
 DOCUMENT = {

@@ -188,7 +188,6 @@ def test_a_slow_rank_is_shown_among_many_and_its_label_has_room():
 
 # Schedules in pictures, in a terminal and as trace events: every action is there, where its time is.
 
-
 SCHEDULES = list(catalogue.SCHEDULES)
 
 

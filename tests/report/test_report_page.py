@@ -184,7 +184,6 @@ def test_sources_of_a_mixture_have_their_own_table(tmp_path):
 
 # The live view: what it says, and that no width breaks a figure.
 
-
 GIB = 2**30
 VIEW = LiveView(
     name="a-run", layout="dp_shard=128,tp=8,pp=16,schedule=zb_v,zero=2", state="running", step=123_456, steps=1_000_000,

@@ -317,7 +317,6 @@ def test_numbers_asked_for_are_taken():
 
 # Schedules as files: what is written is read again, torch reads it too, mistakes are named by line and cell.
 
-
 GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
 
 
@@ -416,7 +415,6 @@ def test_files_that_are_not_there_or_too_large(tmp_path):
 
 
 # What is too large is refused before it is built, with numbers that are not.
-
 
 ABSURD = [
     {"ranks": 100_000, "micro_batches": 100_000},

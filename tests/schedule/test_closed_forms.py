@@ -245,7 +245,6 @@ def _pairs(program: tuple[Action, ...]) -> list[tuple[Action, ...]]:
 
 # The published table of bubbles and activations, line by line, against what the schedules do with unit costs.
 
-
 F, B, W = UNIT["F"], UNIT["B"], UNIT["W"]
 BUBBLES = {
     ("1F1B", "(PP-1)(F+B)"): ("1f1b", lambda p, _: (p - 1) * (F + B)),
@@ -298,7 +297,6 @@ def test_activations_are_no_more_than_those_of_the_table(table, method, text, na
 
 
 # One definition of the bubble: the schedule with unit times, the prediction and the simulation say the same.
-
 
 SHAPE = ModelConfig(n_layers=64, d_model=4096, n_heads=32, seq_len=4096, vocab_size=256)
 """Equal stages, and nearly nothing at either end."""

@@ -175,7 +175,6 @@ def test_time_has_no_unit(pipeline, hop: float, factor: float, blocks: bool) -> 
 
 # Every schedule does everything once, on the right rank, and comes to its end, for all numbers that it takes.
 
-
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 

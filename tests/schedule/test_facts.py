@@ -105,7 +105,6 @@ def test_no_two_schedules_share_a_name():
 
 # An entry that is added is compared with its own programs; every fact that they contradict is named.
 
-
 ENTRY = replace(SCHEDULES["1f1b"], also_called=(), seeds=False, usual=False)
 
 

@@ -231,7 +231,6 @@ def test_an_engine_that_fails_ends_the_server_with_an_answer():
 
 # OpenAI's own client, where it is installed (pip install openai).
 
-
 HELLO = [{"role": "user", "content": "Hello"}]
 
 

@@ -142,7 +142,6 @@ def test_secrets_are_masked():
 
 # The libraries themselves, where they are installed: a run that is resumed one step back, in two processes.
 
-
 FIRST = [("start", 0, {"devices": 1}), *(("step", n, {"loss": n / 2}) for n in (1, 2, 3))]
 SECOND = [
     ("start", 2, {"devices": 1}),

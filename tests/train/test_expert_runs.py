@@ -111,7 +111,6 @@ def test_documents_that_attention_keeps_apart_give_a_curve_of_their_own_on_any_l
 
 # Loads of experts: the same numbers on any layout, none for a dense model.
 
-
 EXPERTS = MoE(n_experts=4, top_k=2, d_ff=8, n_dense_layers=1, aux_loss=0.01, z_loss=0.001)
 LAYOUTS = [
     Layout(accumulation=3, recompute="full"),
@@ -375,7 +374,6 @@ def test_other_weights_and_too_few_epochs_are_refused(ranks, mixed):
 
 
 # Damaged token shards in whole runs: the run stops and names the block, or skips the same samples in any layout.
-
 
 BLOCK = 256
 """Bytes: 128 tokens, 8 samples."""

@@ -240,7 +240,6 @@ def test_experts_learn_the_same_from_conversations_padded_and_packed(ranks, chat
 
 # Preference tuning: any layout makes the curve of one process, tied to the model before the first step.
 
-
 SMALL = ModelConfig(n_layers=2, d_model=16, n_heads=4, n_kv_heads=2, seq_len=64, positions="rope")
 PAIR_LAYOUTS = [
     "dp_replicate=2",
@@ -349,7 +348,6 @@ def test_the_planner_keeps_pairs_together(preferences):
 
 
 # Runs that start from the weights of others, in any layout: parameters only, from step 0, once.
-
 
 STARTS = [Layout(dp_shard=2, tp=2, zero=3, sp=True), Layout(dp_shard=2, pp=2, zero=1)]
 
@@ -506,7 +504,6 @@ def test_a_larger_vocabulary_is_padding_and_a_smaller_one_is_refused(tmp_path: P
 
 
 # Runs with adapters that start from other weights, and runs that start from those of adapters.
-
 
 SHARDED = Layout(dp_shard=2, zero=1)
 ADAPTERS = LoRA(rank=2, alpha=3, targets="attention")

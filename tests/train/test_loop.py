@@ -31,8 +31,10 @@ from phalanx.train.requests import Milestones, StopRequest
 from phalanx.train.step import StepInputs, Stepper
 from train.runs import change, losses, moves_between, rows, train, weights
 
-# Whole runs on tiny models: the same curve on any layout, exact resuming, and clean ends.
+# Whole runs on tiny models: the same curve on any layout, exact resuming, clean ends, and single steps.
 
+
+# Whole runs on tiny models: the same curve on any layout, exact resuming, and clean ends.
 
 LAYOUTS = [
     Layout(accumulation=3),
@@ -249,7 +251,6 @@ def test_a_job_for_more_processes_than_there_are_is_refused(job):
 
 # One step on every kind of layout: in which precision gradients are summed, and who is named where one is bad.
 
-
 VOCAB = 13
 JOB = Job(
     model=ModelConfig(n_layers=2, d_model=16, n_heads=2, seq_len=16),
@@ -370,7 +371,6 @@ def test_every_form_of_training_records_each_step_once_and_pauses_where_somethin
 
 # Runs whose pipeline goes on from step to step: checkpoints, validation, stopping and NaN find it empty.
 
-
 LAYOUT = Layout(pp=2, accumulation=3, schedule="pipedream")
 
 
@@ -442,7 +442,6 @@ def test_padding_counts_in_no_figure() -> None:
 
 
 # Learning-rate schedules: their ends, their shape, and scaling with the batch.
-
 
 STEPS = 100
 SCHEDULES = ["cosine", "linear", "wsd", "constant"]
@@ -534,3 +533,38 @@ def test_another_peak_is_a_jump():
     end = resumed_end(replace(job(500), optimizer=replace(job(500).optimizer, lr=8e-3)), job(500), 100, 500)
     assert end.step == end_of(job(500))
     assert end.message == "learning rate: jumps at step 101 from 3.76e-03 to 7.52e-03"
+
+
+# Whole runs with ZeRO++: they go on with another second copy of the parameters, and with quantised messages or not.
+
+COPY = Layout(dp_shard=4, hpz=2)
+CODES = Layout(dp_shard=4, hpz=2, quantise_weights="int8", quantise_gradients="int4")
+
+
+def test_a_run_goes_on_with_another_copy_and_without(ranks, job):
+    moves_between(ranks, job, [COPY, Layout(dp_shard=2, tp=2), Layout(dp_shard=4, hpz=4)])
+
+
+def test_a_run_with_quantised_messages_resumes_bit_by_bit(ranks, job):
+    """Codes carry nothing from one step to the next, so that checkpoints need nothing of them."""
+    job = replace(change(job, "train", precision="fp32"), layout=CODES)
+    ranks(train, 4, job)
+    moved = change(job, "run", name="moved")
+    with pytest.raises(StoppedError):
+        ranks(train, 4, moved, 3)
+    ranks(train, 4, moved)
+    straight, found = weights(job), weights(moved)
+    assert straight.keys() == found.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in straight.items())
+    assert losses(moved) == losses(job)
+
+
+def test_a_run_goes_on_without_quantised_messages(ranks, job):
+    """Its weights are the quantised run's, so that losses stay near those of one process, and are not equal to them."""
+    ranks(train, 1, job)
+    moved = change(job, "run", name="moved")
+    with pytest.raises(StoppedError):
+        ranks(train, 4, replace(moved, layout=CODES), 3)
+    ranks(train, 2, replace(moved, layout=Layout(dp_shard=2)))
+    assert losses(moved) == pytest.approx(losses(job), rel=1e-2)
+    assert losses(moved) != losses(job)

@@ -300,7 +300,6 @@ def test_a_pipeline_without_room_for_activations_says_so():
 # The predicted memory of a step for models of every kind, next to what ranks take: norms, biases, dropout, heads of
 # two widths, experts and documents, on the layouts that save different tensors of them. On CPU ranks, to BOUND.
 
-
 RMS = replace(DEEP, norm="rmsnorm")
 BIASED = replace(DEEP, bias=True, activation="gelu")
 DROPPED = replace(DEEP, dropout=0.1)
@@ -356,7 +355,6 @@ def test_so_it_does_with_documents(ranks, line):
 
 # The memory of adapters beside frozen weights: what blocks keep, the state, and the fullest moment of a step. `make
 # lora` compares every kind of block and more layouts.
-
 
 EVERY = bool(os.environ.get("PHALANX_LORA"))
 TARGETS = ["all", "attention", "feed_forward", "wo", "down"]
@@ -433,7 +431,6 @@ def test_the_state_of_ranks_is_that_of_the_formula(ranks, line, precision):
 
 # The memory of what families change around attention: norms after the halves, parallel blocks, clamped gates, soft
 # caps.
-
 
 PARALLEL = replace(DEEP, parallel_block=True, activation="gelu", bias=True)
 CLAMPED = replace(DEEP, activation="swiglu_clamped")

@@ -155,7 +155,6 @@ def test_memory_of_device_and_host_is_the_predicted_one(ranks, layout, train):
 
 # Activations and parameters on the host: equal to one process, counted as predicted, within a budget.
 
-
 FOUR = replace(GPT, n_layers=4)
 LONG = ModelConfig(n_layers=8, d_model=64, n_heads=4, seq_len=128, vocab_size=VOCAB)
 """A model whose activations weigh more than its parameters."""
@@ -323,7 +322,6 @@ def test_a_budget_ends_a_run_that_exceeds_it_and_not_the_offloaded_one(ranks, jo
 
 
 # An optimizer whose state is in files: equal to one in memory, within a budget, and its failures.
-
 
 BUFFER = 32 * 1024
 """Bytes of a buffer here: large tensors of the tiny models are cut, small ones share one."""

@@ -335,7 +335,6 @@ def test_the_rank_that_sees_nothing_is_named(ranks, tmp_path: Path, monkeypatch:
 
 # The peak that MFU divides by: from the table by the driver's name, stated by the job, or none at all.
 
-
 CUDA = torch.device("cuda", 0)
 
 
@@ -389,7 +388,6 @@ def test_without_a_peak_rows_and_lines_have_no_mfu():
 
 
 # The peak that MFU divides by: which one it is, on simulated time where it is measured.
-
 
 CPU = torch.device("cpu")
 FILE = """\

@@ -368,7 +368,6 @@ def test_like_divides_by_the_same_numbers(number, at_least):
 
 # Layouts whose messages travel through host memory, as on a GPU that ranks share, equal one process.
 
-
 STAGED = Job(model=ModelConfig(n_layers=4, d_model=16, n_heads=2, seq_len=8, vocab_size=11, dropout=0.1))
 LINES = [
     "dp_shard=2,zero=2,accumulation=2",

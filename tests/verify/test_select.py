@@ -276,7 +276,6 @@ def test_one_illegal_layout_does_not_stop_the_others():
 
 # The layouts that are compared by default.
 
-
 LAYOUTS = [parse(line) for line in matrix.MATRIX]
 
 

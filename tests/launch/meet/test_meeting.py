@@ -171,7 +171,6 @@ def test_problems_are_told_once_each() -> None:
 
 # What the ranks of one launch can compute or leave for each other.
 
-
 OFFER = Offer(("10.0.0.1", "fe80::1"), 12345, "token")
 SLURM = {
     "SLURM_JOB_ID": "7",

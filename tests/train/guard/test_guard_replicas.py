@@ -174,7 +174,6 @@ def test_a_run_stops_by_policy_or_after_too_many_faults(ranks, job):
 
 # A loss or gradient that jumps, or is not finite, whenever the step is computed: skipped, left behind, or the end.
 
-
 SPIKE = Fault("own gradient", 0, 4, times=2)
 LAYOUT = Layout(dp_replicate=2)
 
@@ -248,7 +247,6 @@ def test_interventions_are_limited_in_a_window_and_survive_going_back():
 
 
 # Digests: any flipped bit and any two values that change places give another one, and equal bits the same.
-
 
 CPU = torch.device("cpu")
 KINDS = {torch.float64: torch.int64, torch.float32: torch.int32, torch.bfloat16: torch.int16}

@@ -134,7 +134,6 @@ def test_state_is_what_the_formula_says(ranks, optimizer, line):
 
 # Muon: equal to torch's, AdamW for the rest, and in every layout equal to one process.
 
-
 CONFIG = Optimizer(name="muon", lr=2e-2, momentum=0.95, nesterov=True, clip=0)
 SHAPES = {
     "embed.weight": (7, 6),

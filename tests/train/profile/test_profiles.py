@@ -180,7 +180,6 @@ def test_nothing_is_written_through_a_link(tmp_path):
 
 # Shares of a step: arithmetic of intervals, who is waited for, sums, and the median rank.
 
-
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair))), max_size=8)
 
 
@@ -285,7 +284,6 @@ def test_the_median_rank_is_a_rank():
 
 
 # Traces: events of the steps only, merged ranks, a GPU's kernels, the largest tensors, and a profile's document.
-
 
 CLOCK = TraceClock({"baseTimeNanoseconds": 5000}, 5000)
 """Microseconds of the trace are nanoseconds of the record / 1000."""

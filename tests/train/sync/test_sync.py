@@ -194,7 +194,6 @@ def test_a_lost_replica_leaves_nobody_waiting_longer_than_the_timeout(ranks, gon
 
 # Local SGD and DiLoCo: equal to replicas simulated one after the other in one process, whatever a replica is.
 
-
 WIDE = dataclasses.replace(SHAPE, n_layers=1, d_model=32, d_ff=128)
 """Has a matrix of 4,096 elements in rows of 128: adamw8bit quantises its moments."""
 LOCAL_STEPS = 7
