@@ -3,7 +3,9 @@ changes the computation is refused."""
 
 from __future__ import annotations
 
+import json
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.hugging_face.config_json import READ, read
 from phalanx.config.hugging_face.predicted import PREDICTED
 from phalanx.config.presets import unknown
-from phalanx.errors import JobError
+from phalanx.errors import CheckpointError, JobError
+from phalanx.exchange.folder import open_folder
 
 _DELTA = {
     "linear_num_value_heads": 8,
@@ -133,6 +136,13 @@ def test_a_model_with_an_encoder_of_images_is_its_language_model() -> None:
     whole = read({"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "image_token_id": 7})
     assert whole.model == read(text).model
     assert whole.in_images
+
+
+def test_its_weights_are_refused_with_the_reason(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_next", **SMALL["qwen3_next"]}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="attention=delta .*its weights cannot be read"):
+        open_folder([tmp_path])
 
 
 @pytest.mark.parametrize(
