@@ -97,7 +97,7 @@ def test_a_delta_net_and_mamba_are_linear_in_the_sequence() -> None:
 def test_a_recurrence_takes_the_time_of_what_it_moves(name: str) -> None:
     model, device = PRESETS[name], ACCELERATORS["h100-80gb"]
     place = Place(model, sequences=4)
-    (scan,) = (operator for operator in block(place, block_kinds(model)[0]) if operator.scan)
+    (scan,) = (operator for operator in block(place, block_kinds(model)[0]) if operator.fused)
     (stream,) = scan.memory_bound
     seconds = operator_seconds(device, [scan], Framework(), "bf16")
     assert seconds.products == 0
@@ -205,4 +205,4 @@ def test_sizes_of_states_are_the_layers_own() -> None:
 
 
 def test_an_operator_has_no_scan_unless_it_says_so() -> None:
-    assert Operator("any").scan is None
+    assert Operator("any").fused is None

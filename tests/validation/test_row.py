@@ -13,7 +13,7 @@ from phalanx.check.layout import context_problems
 from phalanx.config.job import Job
 from phalanx.cost.frameworks import FRAMEWORKS, calibrated
 from phalanx.errors import JobError
-from phalanx.validation.row import read
+from phalanx.validation.row import key_of, read, remark, shapes
 from phalanx.validation.row_layout import DISTRIBUTED, MODERN, SHARDED, sources
 
 ROW = {
@@ -418,3 +418,13 @@ def test_chunks_that_nobody_gave_leave_a_small_bubble():
     layout = read(row(**given, notes="vpp not given", micro_batch="1", global_batch_seqs="128")).spec.layout
     # It stands still for 7 of 16 micro-batches, divided by the chunks: all eight layers apart are the nearest to 5 %.
     assert (layout.schedule, layout.pp_chunks) == ("interleaved_1f1b", 8)
+
+
+def test_hybrids_by_their_full_names_are_their_own_shapes_or_said_not_to_be() -> None:
+    nano, super_ = key_of("Nemotron-3-Nano-30B-A3B"), key_of("Nemotron-3-Super-120B-A12B")
+    assert nano is not None
+    assert super_ is not None
+    assert shapes()[nano].mamba.n_heads == 64
+    assert remark(nano) == ""
+    assert not shapes()[super_].mamba.n_heads
+    assert "hybrid of Mamba as a transformer" in remark(super_)

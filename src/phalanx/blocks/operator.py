@@ -147,7 +147,7 @@ class AttentionCore(NamedTuple):
         return self.pairs / self.queries / self.steps
 
 
-class Scan(NamedTuple):
+class FusedProducts(NamedTuple):
     """Multiplications of a kernel beside attention's, on one rank: of a recurrence in chunks, or of an indexer."""
 
     forward: float
@@ -240,7 +240,7 @@ class Operator:
     """Tokens that are multiplied by the weights; for experts, by each of them."""
     sixteen: bool = False
     core: AttentionCore | None = None
-    scan: Scan | None = None
+    fused: FusedProducts | None = None
     """The products of its kernels: they take the longer of these and of what `memory_bound` moves."""
     memory_bound: tuple[MemoryBound, ...] = ()
     saved: tuple[SavedTensor, ...] = ()

@@ -193,7 +193,7 @@ def attention_flops_per_sequence(model: ModelConfig, layer: int, attention: Atte
 def _core_flops(model: ModelConfig, kind: BlockKind) -> int:
     """Returns those that a causal mask halves."""
     operators = block(Place(model), kind)
-    scores = sum(int(each.scan.forward) for each in operators if each.scan and each.scan.causal)
+    scores = sum(int(each.fused.forward) for each in operators if each.fused and each.fused.causal)
     return scores + sum(operator.core.flops for operator in operators if operator.core)
 
 
@@ -201,7 +201,7 @@ def _core_flops(model: ModelConfig, kind: BlockKind) -> int:
 def _scan_flops(model: ModelConfig, kind: BlockKind) -> int:
     """Returns those of recurrences, without a mask."""
     operators = block(Place(model), kind)
-    return sum(int(each.scan.forward) for each in operators if each.scan and not each.scan.causal)
+    return sum(int(each.fused.forward) for each in operators if each.fused and not each.fused.causal)
 
 
 def head_flops_per_token(model: ModelConfig, vocab_size: int | None = None) -> int:

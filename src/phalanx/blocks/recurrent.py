@@ -3,9 +3,9 @@
 
 Sequences pass in chunks: within one tokens meet in small matrix products, between chunks the states pass. The kernels
 of flash-linear-attention (fla/ops/gated_delta_rule) and of mamba_ssm (ops/triton/ssd_combined.py) write what they pass
-on to memory, which takes several times as long as their products (a fifth and a third of the time on an H100), so
-their seconds are those of the elements that they move. Their FLOPs count in a model's (`Scan`). Tensor ranks hold whole
-heads, and copies of what heads share if there are fewer.
+on to memory, which takes about five times as long as their products on an H100, so that their seconds are those of the
+elements that they move. Their FLOPs count in a model's (`FusedProducts`). Tensor ranks hold whole heads, and copies of
+what heads share if there are fewer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.blocks.attention import PARTIAL, ROWS
-from phalanx.blocks.operator import PLAIN, WIDE, MemoryBound, Operator, Place, SavedTensor, Scan, Weight
+from phalanx.blocks.operator import PLAIN, WIDE, FusedProducts, MemoryBound, Operator, Place, SavedTensor, Weight
 from phalanx.blocks.residual import enter, leave, linear_weights
 
 DELTA_CHUNK = 64
@@ -61,7 +61,7 @@ def delta_net(place: Place) -> Iterator[Operator]:
             ROWS._replace(name="attn.decay", shape=(delta.n_heads,)),
             ROWS._replace(name="attn.dt_bias", shape=(delta.n_heads,)),
         ),
-        scan=Scan(flops, 2 * flops),
+        fused=FusedProducts(flops, 2 * flops),
         memory_bound=(
             MemoryBound(
                 "scan",
@@ -125,7 +125,7 @@ def mamba(place: Place) -> Iterator[Operator]:
     yield Operator(
         "scan",
         tuple(ROWS._replace(name=f"attn.{name}", shape=(mixer.n_heads,)) for name in ("decay", "dt_bias", "skip")),
-        scan=Scan(flops, 2 * flops),
+        fused=FusedProducts(flops, 2 * flops),
         memory_bound=(
             MemoryBound(
                 "scan",

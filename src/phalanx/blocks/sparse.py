@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from phalanx.blocks.attention import TILED_ROWS, attention, latent_attention, visible_pairs
-from phalanx.blocks.operator import PLAIN, WIDE, AttentionCore, MemoryBound, Operator, Place, SavedTensor, Scan
+from phalanx.blocks.operator import PLAIN, WIDE, AttentionCore, FusedProducts, MemoryBound, Operator, Place, SavedTensor
 from phalanx.blocks.residual import linear_weights
 
 WHOLE = PLAIN._replace(gradient="whole")
@@ -80,7 +80,7 @@ def _indexer(place: Place) -> Iterator[Operator]:
     # A score in fp32 is written, and read to choose; the chosen ones' gradients go back.
     yield Operator(
         "indexer",
-        scan=Scan(2 * tokens * model.seq_len * outputs, 4 * tokens * chosen * outputs, causal=True),
+        fused=FusedProducts(2 * tokens * model.seq_len * outputs, 4 * tokens * chosen * outputs, causal=True),
         memory_bound=(MemoryBound("indexer", 2 * WIDE / 2 * tokens * keys, WIDE * tokens * chosen, 3, 2),),
     )
 

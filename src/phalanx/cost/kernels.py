@@ -227,7 +227,7 @@ def operator_seconds(
         sum(stream.launches for stream in cheap),
     )
     for operator in operators:
-        if operator.scan:
+        if operator.fused:
             there, back = _scan_beyond(device, operator, framework, products)
             scores, scores_back = scores + there, scores_back + back
     kernels += sum(stream.kernels for stream in streams)
@@ -251,8 +251,8 @@ def operator_seconds(
 def _scan_beyond(device: Accelerator, operator: Operator, framework: Framework, products: str) -> tuple[float, float]:
     """Returns the seconds, forward and backward, by which the products of a scan take longer than what it moves, which
     counts with other memory-bound work. They reach the rate of the framework's attention kernel: assumed."""
-    assert operator.scan is not None, "chosen for having one"
-    scan, width = operator.scan, max(2, WIDTHS[products])
+    assert operator.fused is not None, "chosen for having one"
+    scan, width = operator.fused, max(2, WIDTHS[products])
     full = rate(device, "fp32" if products == "fp32" else "bf16")
     moved = [
         sum(stream_seconds(device, width * each, 0) for each in numbers)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from phalanx.blocks.kinds import not_trained
 from phalanx.bounded import read_json
 from phalanx.check.start import ADAPTER
 from phalanx.checkpoint.consolidated import INDEX, SUFFIX, describe
@@ -101,6 +102,8 @@ def open_folder(paths: Sequence[Path], ignored: Sequence[str] = (), base: Path |
         described = config_json.read_file(config, ignored)
     except JobError as error:
         raise CheckpointError("\n".join(error.problems)) from None
+    if reason := not_trained(described.model):
+        raise CheckpointError(f"{config}: {reason}; its weights cannot be read")
     if described.quantised:
         raise CheckpointError(
             f"{config}: quantization_config says that the weights are quantised, which are not read: import those in "

@@ -3,7 +3,9 @@ changes the computation is refused."""
 
 from __future__ import annotations
 
+import json
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,8 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.hugging_face.config_json import READ, read
 from phalanx.config.hugging_face.predicted import PREDICTED
 from phalanx.config.presets import unknown
-from phalanx.errors import JobError
+from phalanx.errors import CheckpointError, JobError
+from phalanx.exchange.folder import open_folder
 
 _DELTA = {
     "linear_num_value_heads": 8,
@@ -114,6 +117,9 @@ def test_a_field_that_is_not_understood_is_refused(name: str, field: str) -> Non
         ("qwen3_next", {"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
         ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate is false"),
         ("nemotron_h", {"layers_block_type": ["mamba", "rwkv"]}, "layers_block_type holds '?'"),
+        ("nemotron_h", {"layers_block_type": [{"kind": "mamba"}]}, "layers_block_type holds '?'"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME" * 100_000}, "has 200,000 layers, expected at most 10,000"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 100_000}, "lists 100,000 layers"),
         ("nemotron_h", {"num_hidden_layers": 3}, "num_hidden_layers is 3, the pattern has 8 layers"),
         ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu'"),
         ("deepseek_v32", {"index_topk": 0}, "index_topk is 0"),
@@ -130,6 +136,13 @@ def test_a_model_with_an_encoder_of_images_is_its_language_model() -> None:
     whole = read({"model_type": "qwen3_5", "text_config": text, "vision_config": {}, "image_token_id": 7})
     assert whole.model == read(text).model
     assert whole.in_images
+
+
+def test_its_weights_are_refused_with_the_reason(tmp_path: Path) -> None:
+    config = {"model_type": "qwen3_next", **SMALL["qwen3_next"]}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="attention=delta .*its weights cannot be read"):
+        open_folder([tmp_path])
 
 
 @pytest.mark.parametrize(

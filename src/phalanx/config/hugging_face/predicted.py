@@ -11,6 +11,7 @@ from phalanx.config.hugging_face.families import (
     BY_TYPE,
     LLAMA_KIND,
     MOST_EXPERTS,
+    MOST_LAYERS,
     NO_ATTENTION_BIAS,
     NO_MTP,
     SILU,
@@ -47,6 +48,7 @@ class LayersWithState(ReadOnly):
         kinds = listed or [_FULL if (layer + 1) % every == 0 else _LINEAR for layer in range(n)]
         if len(kinds) != n:
             source.problem("layer_types", f"lists {len(kinds):,} layers, num_hidden_layers is {n:,}")
+            return
         if unknown := [kind for kind in kinds if kind not in (_LINEAR, _FULL)]:
             source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {_FULL}, {_LINEAR}")
         fields["attention"] = ",".join(_shortest(["delta" if kind == _LINEAR else "gated_heads" for kind in kinds]))
@@ -82,10 +84,14 @@ class HybridLayers(ReadOnly):
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
         listed = source.take("layers_block_type", list, source.take("layer_types", list, []))
-        pattern = source.take("hybrid_override_pattern", str, "".join(_TYPES.get(kind, "?") for kind in listed))
-        if unknown := set(pattern) - set(_SYMBOLS) or not pattern:
+        pattern = source.take("hybrid_override_pattern", str, "".join(_TYPES.get(str(kind), "?") for kind in listed))
+        if len(pattern) > MOST_LAYERS:
+            source.problem("hybrid_override_pattern", f"has {len(pattern):,} layers, expected at most {MOST_LAYERS:,}")
+            pattern = "*-"
+        unknown = sorted(set(pattern) - set(_SYMBOLS))
+        if unknown or not pattern:
             name = "hybrid_override_pattern" if source.holds("hybrid_override_pattern") else "layers_block_type"
-            found = shown(sorted(unknown)[0]) if isinstance(unknown, set) else "nothing"
+            found = shown(unknown[0]) if unknown else "nothing"
             source.problem(name, f"holds {found}, supported: {', '.join(_TYPES)}, or {' '.join(_SYMBOLS)}")
             pattern = "*-"
         if (stated := source.take("num_hidden_layers", int, len(pattern))) != len(pattern):
