@@ -72,5 +72,8 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
     from phalanx.launch.pool import Pool
 
     preload = ["pytest", "hypothesis", *warm.PRELOAD, *warm.modules()]
-    with Pool(8, preload) as pool:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(warm, "is_cold", True)  # what ranks start is theirs, and not a fork of a test's server
+        pool = Pool(8, preload)
+    with pool:
         yield pool.run

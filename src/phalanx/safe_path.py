@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 
 def drop_current_directory() -> None:
@@ -21,17 +20,3 @@ def drop_current_directory() -> None:
     with suppress(FileNotFoundError):  # a deleted directory holds no modules
         if sys.path[0] in ("", os.getcwd()):
             del sys.path[0]
-
-
-@contextmanager
-def safe_path() -> Iterator[None]:
-    """Starts Python processes inside the `with` block as `python -P` does, also those that a library starts."""
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = before

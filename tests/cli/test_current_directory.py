@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import phalanx
-from phalanx.safe_path import drop_current_directory, safe_path
+from phalanx.safe_path import drop_current_directory
 
 PLANTED = [
     *("yaml", "numpy", "torch", "safetensors", "tokenizers", "rich", "sitecustomize", "usercustomize"),
@@ -82,13 +81,3 @@ def test_only_the_entry_of_the_current_directory_is_dropped(tmp_path, monkeypatc
         monkeypatch.setattr(sys, "path", path)
         drop_current_directory()
         assert path == (left or ["/b", "/a", str(tmp_path)])
-
-
-@pytest.mark.parametrize("before", [None, "0"])
-def test_the_environment_is_restored(before, monkeypatch):
-    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
-    if before is not None:
-        monkeypatch.setenv("PYTHONSAFEPATH", before)
-    with safe_path():
-        assert os.environ["PYTHONSAFEPATH"] == "1"
-    assert os.environ.get("PYTHONSAFEPATH") == before

@@ -177,7 +177,7 @@ def test_a_killed_rank_is_started_again_by_the_standby_process(
         assert environment[GENERATION].startswith("2 ")
         assert json.loads(environment[RESTARTED])["attempt"] == 1
     commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children() - earlier]
-    assert not any(b"phalanx.launch.standby" in command for command in commands)
+    assert not any(b"phalanx.launch.fork_server" in command for command in commands)
 
 
 def test_a_failure_that_comes_back_is_not_met_again(

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from dataclasses import replace
 
 import pytest
 from torch._C._distributed_c10d import HashStore
@@ -11,16 +12,16 @@ from phalanx.errors import RunError
 from phalanx.launch.ranks import Ranks
 from phalanx.machine import nodes
 from phalanx.machine.checks import CheckResult
-from phalanx.machine.nodes import NodesMeeting
+from phalanx.machine.nodes import Agenda, Formed, Hello, NodeListener, NodesMeeting, SeenNodes
 
 FINE = CheckResult("limits", "memory", "OK", "much")
-AT = {"address": "10.0.0.1", "port": 5, "interface": "eth0", "word": "w"}
-GROUP = {"took": 0.1, "latency": 0.001, "facts": ["a", "b"], "differs": [], "skew": "", "limit_s": 5.0}
-SEEN = {"unreached": [], "peers": 1, "sees": True}
+AT = NodeListener("10.0.0.1", 5, "eth0", "w")
+GROUP = Formed("", 0.1, 0.001, ("a", "b"), (), "", 5.0)
+SEEN = SeenNodes((), 1, True)
 
 
 def hello(host, leads=True, findings=(FINE,), listener=AT):
-    return {"host": host, "leads": leads, "listener": listener, "findings": [each.as_dict() for each in findings]}
+    return Hello(host, leads, tuple(each.as_dict() for each in findings), listener)
 
 
 TWO = {0: hello("a"), 1: hello("b")}
@@ -45,7 +46,7 @@ def test_a_rank_that_says_nothing():
 
 
 def test_a_pair_that_does_not_reach_each_other():
-    lines = found(seen={0: {**SEEN, "unreached": [[1, "no answer within 3 s"]]}, 1: SEEN})
+    lines = found(seen={0: replace(SEEN, unreached=((1, "no answer within 3 s"),)), 1: SEEN})
     assert lines["reachability"].text == "a does not reach b at 10.0.0.1 (eth0): no answer within 3 s"
     assert lines["reachability"].hosts == ("a", "b")
     assert "repair the other errors" in lines["process group"].remedy
@@ -56,7 +57,7 @@ def test_a_node_that_does_not_finish():
 
 
 def test_a_node_with_a_disk_of_its_own():
-    line = found(seen={0: SEEN, 1: {**SEEN, "sees": False}})["run directory"]
+    line = found(seen={0: SEEN, 1: replace(SEEN, sees=False)})["run directory"]
     assert (line.status, line.hosts) == ("ERROR", ("b",))
 
 
@@ -68,7 +69,7 @@ def test_an_interface_that_is_not_known():
     ("groups", "text"),
     [
         (
-            {0: {"problem": "wait timeout after 30 s"}, 1: {"problem": "no address for nosuch0"}},
+            {0: Formed("wait timeout after 30 s"), 1: Formed("no address for nosuch0")},
             "rank 1 on b: no address",
         ),
         ({0: GROUP}, "some ranks are silent"),
@@ -81,20 +82,28 @@ def test_a_group_that_is_not_formed(groups, text):
 
 
 def test_ranks_that_differ():
-    differs = [["torch version", "rank 1 on host b has torch 2.11", False]]
-    line = found(groups={0: {**GROUP, "differs": differs}, 1: GROUP})["same program"]
+    differs = (("torch version", "rank 1 on host b has torch 2.11", False),)
+    line = found(groups={0: replace(GROUP, differs=differs), 1: GROUP})["same program"]
     assert (line.status, line.text) == ("ERROR", "rank 1 on host b has torch 2.11")
-    rounding = [["processor capability", "rank 1 on host b has AVX2", True]]
-    assert found(groups={0: {**GROUP, "differs": rounding}, 1: GROUP})["same program"].status == "WARN"
+    rounding = (("processor capability", "rank 1 on host b has AVX2", True),)
+    assert found(groups={0: replace(GROUP, differs=rounding), 1: GROUP})["same program"].status == "WARN"
 
 
 def test_clocks_that_differ():
-    assert found(groups={0: {**GROUP, "skew": "the clock of rank 1 is 9 s ahead"}, 1: GROUP})["clocks"].status == "WARN"
+    assert (
+        found(groups={0: replace(GROUP, skew="the clock of rank 1 is 9 s ahead"), 1: GROUP})["clocks"].status == "WARN"
+    )
 
 
 def test_a_report_of_another_version():
-    strange = {"host": "b", "leads": True, "listener": AT, "findings": [{"status": "FINE"}]}
+    strange = Hello("b", True, ({"status": "FINE"},), AT)
     assert found(hellos={0: hello("a"), 1: strange})["report"].status == "ERROR"
+
+
+def test_a_message_of_another_version_counts_as_none():
+    store = HashStore()
+    store.set(nodes._key("seen", 1), '{"reached": 3}')
+    assert NodesMeeting(store, 0, 2, 0.2).hear("seen", [1], SeenNodes) == {}
 
 
 def test_nodes_with_one_name_are_told_apart():
@@ -174,8 +183,8 @@ def test_a_listener_that_says_nothing(monkeypatch):
 
 
 def test_a_leader_that_waits_for_one_who_does_not_come():
-    assert NodesMeeting(HashStore(), 0, 2, 0.2).hear("hello", [1]) == {}
-    assert NodesMeeting(HashStore(), 1, 2, 0.1).agree("agenda") is None
+    assert NodesMeeting(HashStore(), 0, 2, 0.2).hear("hello", [1], Hello) == {}
+    assert NodesMeeting(HashStore(), 1, 2, 0.1).agree("agenda", Agenda({}, "", True)) is None
 
 
 @pytest.mark.parametrize("most", [2, 3])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,11 +136,10 @@ def _parse(argv: Sequence[str], ranks: Ranks | None) -> _Request:
 
 
 def _start(argv: Sequence[str], request: _Request) -> int:
-    """Measures in this process, or starts processes that run the same command, each as a rank. Their logs are kept only
-    if one of them failed."""
+    """Measures in this process, or starts processes that run the same command, each as a rank."""
     import torch
 
-    from phalanx.launch.local import launch_local
+    from phalanx.launch.local import launch_briefly
     from phalanx.train.device import choose, threads_for
 
     options, is_comm = request.words.options, request.words.command == "comm"
@@ -152,15 +149,8 @@ def _start(argv: Sequence[str], request: _Request) -> int:
     processes = processes or (2 if is_comm else min(2, len(os.sched_getaffinity(0))))
     if processes == 1:
         return _be_a_rank(request, SINGLE)
-    logs = Path(tempfile.mkdtemp(prefix="phalanx_bench_"))
     threads = threads_for(options["threads"], processes)
-    words = ["bench", *argv]
-    code = launch_local(
-        words, processes=processes, log_dir=logs, threads=threads, all_ranks=False, grace_s=5.0, stopped=STOPPED
-    )
-    if code == 0:
-        shutil.rmtree(logs)
-    return code
+    return launch_briefly(["bench", *argv], processes=processes, threads=threads, grace_s=5.0, stopped=STOPPED)
 
 
 def _be_a_rank(request: _Request, ranks: Ranks, store: Store | None = None) -> int:

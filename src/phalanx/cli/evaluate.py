@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -154,20 +152,13 @@ def _launch(argv: Sequence[str], options: Evaluate, layout: Layout) -> int:
     """Starts the ranks of a layout, once it is known to be legal for every run."""
     from phalanx.evaluate.perplexity import scoring_job
     from phalanx.generate.load import find
-    from phalanx.launch.local import launch_local
+    from phalanx.launch.local import launch_briefly
     from phalanx.train.device import threads_for
 
     for path in options.runs:
         scoring_job(find(path, options.step, verify=False), _scoring(options), options.device)
-    logs = Path(tempfile.mkdtemp(prefix="phalanx_evaluate_"))  # not in the run, which may belong to another user
     threads, stopped = threads_for(0, layout.processes), "while {} of {} ranks were evaluating."
-    words = ["evaluate", *argv]
-    code = launch_local(
-        words, processes=layout.processes, log_dir=logs, threads=threads, all_ranks=False, stopped=stopped
-    )
-    if code == 0:
-        shutil.rmtree(logs)
-    return code
+    return launch_briefly(["evaluate", *argv], processes=layout.processes, threads=threads, stopped=stopped)
 
 
 def _be_a_rank(options: Evaluate, ranks: Ranks, store: Store | None = None) -> int:

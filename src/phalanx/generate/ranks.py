@@ -7,9 +7,7 @@ process. It tells the other ranks what to compute; hidden states go from stage t
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,7 +25,7 @@ from phalanx.data.tokenizer import Tokenizer
 from phalanx.errors import JobError
 from phalanx.generate.decoder import STOP, Decoder, follow
 from phalanx.generate.load import LoadedRun, empty_model, fill, find, find_on_ranks
-from phalanx.launch.local import launch_local
+from phalanx.launch.local import launch_briefly
 from phalanx.launch.process_group import process_group
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
@@ -43,13 +41,9 @@ def launch(argv: list[str], run: Path, step: int, tp: int, pp: int) -> int:
 
     Before it starts any, it raises JobError if the cut does not suit the model, and the errors of `load_run`."""
     require_cut(find(run, step, verify=False), tp, pp)  # the ranks verify it
-    logs = Path(tempfile.mkdtemp(prefix="phalanx_generate_"))  # not in the run, which may belong to another user
     # Only one stage computes at a time, so its ranks share all cores, as one process would have them.
     threads, stopped = devices.threads_for(0, tp), "while {} of {} ranks were generating."
-    code = launch_local(argv, processes=tp * pp, log_dir=logs, threads=threads, all_ranks=False, stopped=stopped)
-    if code == 0:
-        shutil.rmtree(logs)
-    return code
+    return launch_briefly(argv, processes=tp * pp, threads=threads, stopped=stopped)
 
 
 @contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -13,11 +15,11 @@ from pathlib import Path
 from phalanx.bounded import read_tail
 from phalanx.echo import echo
 from phalanx.errors import RunError, StoppedError
+from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.logs import AttemptLogs, claim, newest_of
 from phalanx.launch.nodes import Ending, NodeFailure, NodeRendezvous, Nodes
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import GENERATION, LAUNCHER_PID, LOOPBACK, RESTARTED, thread_environment
-from phalanx.launch.standby import Standby
 from phalanx.launch.supervisor import Exit, NodePart, StopSignals, Supervisor, ranks, say
 from phalanx.launch.verdict import (
     BEFORE_CHECKPOINT,
@@ -58,7 +60,7 @@ class Attempts:
         self.code = 0
         """Exit code of the latest attempt that has ended."""
         self._new_supervisor = new_supervisor
-        self._standby: Standby | None = None
+        self._standby: ForkServer | None = None
         self._restarted: dict[str, object] = {}
         self.world: int | None = None
         """Ranks of the attempt, on all nodes; None if all are on this one."""
@@ -96,7 +98,7 @@ class Attempts:
         if self._standby is not None:
             self._standby.close()
 
-    def standby(self) -> Standby | None:
+    def standby(self) -> ForkServer | None:
         """Returns the standby process, once it has imported everything; None if there is none."""
         is_ready = self._standby is not None and self._standby.wait(lambda: bool(self.signals.requests))
         return self._standby if is_ready else None
@@ -115,7 +117,7 @@ class Attempts:
     def watch(self, pids: Mapping[int, int]) -> bool:
         """Polls the ranks once, process ids by rank; returns whether one of them is running."""
         if self._standby is None and self.restarts.most and self.restarts.preload and self._step() is not None:
-            self._standby = Standby(self.restarts.preload, self.logs.environment)
+            self._standby = ForkServer(self.restarts.preload, self.logs.environment)
         return self.supervisor.watch(pids)
 
     def finish(self) -> bool:
@@ -362,6 +364,17 @@ def launch_local(
         except OSError as error:
             raise RunError(f"Cannot start {processes} ranks with logs in {log_dir}: {error}.") from error
     return attempts.code
+
+
+def launch_briefly(argv: list[str], *, processes: int, threads: int, stopped: str, grace_s: float = 30.0) -> int:
+    """Runs ranks as `launch_local` does, for a verb that keeps nothing: their logs stay only if one of them failed."""
+    logs = Path(tempfile.mkdtemp(prefix=f"phalanx_{argv[0]}_"))  # not in a run, which may belong to another user
+    code = launch_local(
+        argv, processes=processes, log_dir=logs, threads=threads, all_ranks=False, grace_s=grace_s, stopped=stopped
+    )
+    if code == 0:
+        shutil.rmtree(logs)
+    return code
 
 
 def _say_whose_threads(threads: int) -> None:

@@ -24,12 +24,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Protocol, cast, get_args, get_origin, get_type_hints
+from typing import Any, Protocol
 
 from phalanx.bounded import parse_json
+from phalanx.config.typed import read_as
 from phalanx.data.files import open_regular
 from phalanx.errors import PhalanxError, RunError, StoppedError
 from phalanx.launch import logs
@@ -127,7 +127,7 @@ def encode(message: NodeState | Notice) -> bytes:
 
 def decode_state(line: bytes) -> NodeState:
     """Returns a node's state. Raises ValueError if it is none."""
-    state: NodeState = _read(NodeState, parse_json(line))
+    state = read_as(NodeState, parse_json(line))
     if state.processes < 1:
         raise ValueError("a node starts at least one rank")
     return state
@@ -135,30 +135,13 @@ def decode_state(line: bytes) -> NodeState:
 
 def decode_notice(line: bytes) -> Notice:
     """Returns the host's answer. Raises ValueError if it is none."""
-    notice: Notice = _read(Notice, parse_json(line))
+    notice = read_as(Notice, parse_json(line))
     if notice.round is not None:
         if any(word.partition("=")[0] not in WORDS for word in notice.round.words):
             raise ValueError("words that do not adapt a job to the number of nodes")
         if not re.fullmatch("attempt_[0-9]+", notice.round.attempt):
             raise ValueError("an attempt whose logs would lie elsewhere")
     return notice
-
-
-def _read(kind: Any, value: Any) -> Any:
-    """Returns a value of JSON as a field's type: a plain value, X | None, a tuple, or a dataclass with exactly its
-    fields. Raises ValueError."""
-    if isinstance(kind, UnionType):
-        kind = get_args(kind)[0]
-        return None if value is None else _read(kind, value)
-    if get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(_read(get_args(kind)[0], item) for item in value)
-    if is_dataclass(kind) and isinstance(value, dict):
-        kinds = get_type_hints(kind)
-        if value.keys() == kinds.keys():
-            return cast(Any, kind)(**{name: _read(kinds[name], item) for name, item in value.items()})
-    elif type(value) is kind:
-        return value
-    raise ValueError(f"expected {kind}, found {type(value).__name__}")
 
 
 FIRST_CALL_S = 30.0

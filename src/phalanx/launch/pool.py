@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
-import gc
 import itertools
-import multiprocessing
 import os
 import pickle
 import signal
@@ -18,12 +16,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerContext
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +27,9 @@ import torch
 import torch.distributed as dist
 
 from phalanx.launch import process_group
+from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.lifeline import die_with_parent
-from phalanx.launch.ranks import STORE, Ranks
-from phalanx.safe_path import safe_path
+from phalanx.launch.ranks import LAUNCHER_PID, STORE, Ranks
 
 _STACKS_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 0.5
@@ -60,10 +56,8 @@ class Pool:
             os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
             # A group with a backend per device type has no default one, and torch warns of that at every group.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, *preload])
-        with safe_path():
-            resource_tracker.ensure_running()
+        self._environment = {**os.environ, LAUNCHER_PID: str(os.getpid())}
+        self._server = ForkServer([__name__, *preload], {}, patience=10.0)  # nothing else could start ranks
         self._directory = tempfile.TemporaryDirectory(prefix="phalanx_pool_")  # mode 0700
         self._ranks: dict[int, _PoolProcess] = {}
         self._calls = itertools.count()
@@ -112,6 +106,7 @@ class Pool:
         for process in self._ranks.values():
             process.kill()
         self._ranks.clear()
+        self._server.close()
         self._directory.cleanup()
 
     def __enter__(self) -> Pool:
@@ -122,9 +117,10 @@ class Pool:
 
     def _process(self, rank: int) -> _PoolProcess:
         process = self._ranks.get(rank)
-        if process is None or not process.process.is_alive():
-            with safe_path():  # the first process starts the fork server
-                process = self._ranks[rank] = _PoolProcess(self._context, Path(self._directory.name))
+        if process is None or process.exit_code() is not None:
+            if not self._server.wait(lambda: False):
+                raise RuntimeError("the fork server has not imported what ranks need")
+            process = self._ranks[rank] = _PoolProcess(self._server, self._environment, Path(self._directory.name))
         return process
 
 
@@ -143,32 +139,47 @@ class _Raised:
 @dataclass(frozen=True)
 class _Died:
     exit_code: int | None
-    """Exit code as in multiprocessing: -n for a death by signal n."""
+    """-n for a death by signal n; None if it lives on without an answer."""
 
 
 _Answer = _Result | _Raised | _Died
 
 
 class _PoolProcess:
-    def __init__(self, context: ForkServerContext, directory: Path):
+    def __init__(self, server: ForkServer, environment: Mapping[str, str], directory: Path):
         file, name = tempfile.mkstemp(prefix="stacks_", dir=directory)
         os.close(file)
         self.stacks = Path(name)
         """The file to which the process writes its threads' stacks, on request or when it dies."""
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, name))
-        self.process.start()
-        theirs.close()
+        self.connection, theirs = Pipe()
+        with theirs:
+            self._pid = server.start([f"{__name__}:serve", name], environment, descriptors=[theirs.fileno()])
+        self._exit_code: int | None = None
+
+    def exit_code(self, seconds: float = 0.0) -> int | None:
+        """Returns the exit code, -n for a death by signal n; None if the process has not ended within `seconds`."""
+        end = time.monotonic() + seconds
+        while self._exit_code is None:
+            pid, status = os.waitpid(self._pid, os.WNOHANG)
+            if pid:
+                self._exit_code = os.waitstatus_to_exitcode(status)
+            elif time.monotonic() >= end:
+                break
+            else:
+                time.sleep(0.01)
+        return self._exit_code
 
     def ask_for_stacks(self) -> None:
         """Makes the process write its stack, even from inside a collective."""
-        if self.process.pid and self.process.is_alive():
-            os.kill(self.process.pid, _STACKS_SIGNAL)
+        if self.exit_code() is None:
+            os.kill(self._pid, _STACKS_SIGNAL)
 
     def kill(self) -> None:
         """Kills the process and reaps it."""
-        self.process.kill()
-        self.process.join()
+        if self.exit_code() is None:
+            os.kill(self._pid, signal.SIGKILL)
+            _, status = os.waitpid(self._pid, 0)
+            self._exit_code = os.waitstatus_to_exitcode(status)
         self.connection.close()
 
 
@@ -181,8 +192,7 @@ def _collect(processes: Sequence[_PoolProcess], deadline: float) -> dict[int, _A
             try:
                 answers[rank] = process.connection.recv()
             except (EOFError, ConnectionResetError):
-                process.process.join(1.0)
-                answers[rank] = _Died(process.process.exitcode)
+                answers[rank] = _Died(process.exit_code(1.0))
             if not isinstance(answers[rank], _Result):
                 deadline = min(deadline, time.monotonic() + _PEER_GRACE_S)
     return answers
@@ -212,14 +222,13 @@ def _error(
     return TimeoutError("\n".join(lines))
 
 
-def _serve(connection: Connection, stacks: str) -> None:
+def serve(stacks: str, descriptor: str) -> None:
     """Serves calls in a rank process until the caller is gone."""
-    die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the caller, which ends this process
+    die_with_parent(int(os.environ.pop(LAUNCHER_PID)))
+    connection = Connection(int(descriptor))
     torch.set_num_threads(1)
     if not Path(stacks).exists():
         return  # the caller was interrupted while this process started, and has cleaned up
-    gc.freeze()  # exempts the fork server's imports from garbage collection
     with open(stacks, "w", encoding="utf-8") as file, suppress(EOFError):
         faulthandler.enable(file)
         faulthandler.register(_STACKS_SIGNAL, file)

@@ -19,9 +19,9 @@ from typing import NamedTuple, NoReturn
 
 from phalanx.echo import echo, shortened
 from phalanx.errors import StoppedError
+from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.ranks import LOG_DIR
-from phalanx.launch.standby import Standby
 from phalanx.launch.verdict import (
     WATCHDOG_CODE,
     Outcome,
@@ -81,7 +81,7 @@ class NodePart(NamedTuple):
 
 @contextmanager
 def ranks(
-    command: Sequence[str], environments: Mapping[int, Mapping[str, str]], logs: AttemptLogs, standby: Standby | None
+    command: Sequence[str], environments: Mapping[int, Mapping[str, str]], logs: AttemptLogs, standby: ForkServer | None
 ) -> Iterator[dict[int, int]]:
     """Runs `python -m COMMAND` once per rank inside the `with` block; gives the process ids by rank, which are children
     of this process. Every rank leads a session and a process group of its own. What is left is killed at the end.
@@ -134,7 +134,7 @@ def _tail(rank: int, name: str, stream: str, over: threading.Event) -> None:
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> int:
-    """Starts Python for a rank, as Standby.start does."""
+    """Starts Python for a rank, as ForkServer.start does."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     files = [(descriptor, name) for descriptor, name in ((1, stdout), (2, stderr)) if name]
     return os.posix_spawn(

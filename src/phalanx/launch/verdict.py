@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import phalanx
-from phalanx.bounded import field, parse_json, read_bytes
+from phalanx.bounded import parse_json, read_bytes
+from phalanx.config.typed import read_as
 from phalanx.echo import shortened
 from phalanx.errors import (
     CheckpointError,
@@ -69,14 +70,7 @@ class Outcome:
         """Returns the outcome in `directory`, or None if the rank ended without writing one. A file that no rank has
         written is none: its exit code and its standard error are known anyway."""
         try:
-            stored = parse_json(read_bytes(directory / _FILE, _MOST_BYTES), lenient=True)
-            return cls(
-                rank=field(stored, "rank", int),
-                code=field(stored, "code", int),
-                message=field(stored, "message", str),
-                traceback=None if stored.get("traceback") is None else field(stored, "traceback", str),
-                time=field(stored, "time", float),
-            )
+            return read_as(cls, parse_json(read_bytes(directory / _FILE, _MOST_BYTES), lenient=True), more=True)
         except (OSError, ValueError):
             return None
 

@@ -46,6 +46,7 @@ from phalanx.machine.compute import Measured
 from phalanx.machine.links import Fitted, chosen
 from phalanx.pictures.panels import device_svg, link_svg
 from phalanx.train.agreement import agree
+from phalanx.units import aligned, counted, duration
 
 HEADER = "# This machine as `phalanx bench` measured it: the cluster that `cluster=local` means."
 MEASURED = ("accelerator.", "host.", "intra.", "inter.", "sharing.", "calibration.", "devices_per_node")
@@ -153,36 +154,11 @@ class CalibrationReport:
     def text(self) -> str:
         """Returns a table of every measurement, and the fit."""
         table = [("", "", "measured", "fitted", "error", "")]
-        table += [
-            (
-                row.kind.replace("_", "-"),
-                row.shape,
-                _time(row.measured),
-                _time(row.fitted),
-                f"{row.error:+.1%}",
-                ("" if row.used else "not fitted"),
-            )
-            for row in self.rows
-        ]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if place in (0, 1, 5) else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ).rstrip()
-            for cells in table
-        ]
-        return "\n".join(
-            [
-                self.setting,
-                "",
-                *lines,
-                "",
-                *self.lines,
-                self.assessment.line(),
-                f"median error of the fit: {self.error:.1%}",
-            ]
-        )
+        for row in self.rows:
+            figures = duration(row.measured, DIGITS), duration(row.fitted, DIGITS), f"{row.error:+.1%}"
+            table.append((row.kind.replace("_", "-"), row.shape, *figures, "" if row.used else "not fitted"))
+        quality = self.assessment.line(), f"median error of the fit: {self.error:.1%}"
+        return "\n".join([self.setting, "", *aligned(table, "llrrrl"), "", *self.lines, *quality])
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the document of `--json`, but for the paths of the files."""
@@ -223,7 +199,7 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
         + f"; the best product reaches {found.ceiling:.1%} of it, and sustains {found.sustained:.1%} of that",
         f"fused attention: {found.older:.1%} of the rate on the device that its kernel was written for",
         f"memory bandwidth: {found.bandwidth_gbs:.4g} GB/s, of which the cost model lets streams reach 85%",
-        f"launch overhead: {found.launch_us:.3g} us per kernel",
+        f"launch overhead: {found.launch_us:.3g} µs per kernel",
         f"host: copies of {measured.host.link_gbs:.4g} GB/s, AdamW's update at {measured.host.update_gbs:.4g} GB/s",
         f"disk of {measured.folder}: {measured.host.disk_gbs:.4g} GB/s, read and written by turns, "
         f"{measured.host.disk_gib:,.4g} GiB free"
@@ -232,7 +208,7 @@ def of_compute(measured: Measured, known: Mapping[str, Any], device: str, settin
     ]
     if shared.processes:
         lines += [
-            f"dispatch: {found.host_us:.3g} us per operation, {found.product_us:.3g} us more per matrix product",
+            f"dispatch: {found.host_us:.3g} µs per operation, {found.product_us:.3g} µs more per matrix product",
             f"one process with all {shared.node_cores} cores, in training: {shared.alone_products:.2f} × the product "
             f"rate of one of {shared.processes}, {shared.alone_streams:.2f} × its memory bandwidth",
         ]
@@ -260,7 +236,7 @@ def of_comm(groups: Sequence[Fitted], per_node: int, device: str, name: str, set
         of = "one per node" if one.place == "inter" else "of a node"
         target = f" → cluster.{one.place}" if one is chosen(groups, one.place) else ""
         lines.append(
-            f"{one.group.ranks} ranks, {of}: latency {one.link.latency_us:.4g} us, {one.link.gbs:.4g} GB/s, "
+            f"{one.group.ranks} ranks, {of}: latency {one.link.latency_us:.4g} µs, {one.link.gbs:.4g} GB/s, "
             f"median error {one.quality.error:.1%}, spread {one.quality.spread:.1%}{target}"
         )
     rows = [row for one in groups for row in one.rows]
@@ -293,13 +269,6 @@ def _as_dict(one: Fitted) -> dict[str, Any]:
 def _short(value: Any) -> Any:
     """Returns a figure rounded to DIGITS, a name as it is."""
     return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
-
-
-def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.4g} {unit}"
-    return f"{seconds * 1e6:.4g} us"
 
 
 TIMEOUT_S = 120.0
@@ -365,5 +334,4 @@ def _measuring(
 
 
 def _processes(ranks: Ranks, threads: int) -> str:
-    one, single = ranks.world == 1, threads == 1
-    return f"{ranks.world} process{'' if one else 'es'} of {threads} thread{'' if single else 's'}"
+    return f"{ranks.world} process{'' if ranks.world == 1 else 'es'} of {counted(threads, 'thread')}"

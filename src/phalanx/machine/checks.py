@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from phalanx.config.job import Job
+from phalanx.config.typed import read_as
 from phalanx.errors import JobError
 from phalanx.launch.ranks import Ranks, detect
 from phalanx.train.run_directory import RunDirectory
@@ -55,12 +56,12 @@ class CheckResult:
         return {**asdict(self), "hosts": list(self.hosts)}
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> CheckResult:
-        """Returns the finding of another host's report. Raises KeyError, TypeError or ValueError if it is none."""
-        if found["status"] not in STATUSES or found["group"] not in GROUPS:
-            raise ValueError(f"status {found['status']!r}, group {found['group']!r}")
-        check, text, remedy = (str(found[name])[:4000] for name in ("check", "text", "remedy"))
-        return cls(found["group"], check, found["status"], text, remedy, tuple(map(str, found["hosts"])))
+    def from_dict(cls, found: Any) -> CheckResult:
+        """Returns the finding of another host's report. Raises ValueError if it is none."""
+        line = read_as(cls, found)
+        if line.group not in GROUPS:
+            raise ValueError(f"group {line.group!r}")
+        return replace(line, check=line.check[:4000], text=line.text[:4000], remedy=line.remedy[:4000])
 
 
 def ok(text: str) -> CheckResult:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import statistics
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,9 @@ from phalanx.cost.fit import (
 from phalanx.data.files import Progress
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import OffloadError
+from phalanx.machine.checks import CheckedMachine
 from phalanx.machine.clock import WINDOW, Clock, Timings, counter, quality, unstable
+from phalanx.machine.system import memory_bytes
 from phalanx.optimizers.catalogue import optimizer_costs
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.linear import linear, onednn_is_faster
@@ -256,16 +258,6 @@ def host_share(
     )
 
 
-def free_space() -> float:
-    """Returns the free bytes of the disk of temporary files, the same on all ranks."""
-
-    def free() -> float:
-        space = os.statvfs(tempfile.gettempdir())
-        return float(space.f_bavail * space.f_frsize)
-
-    return on_rank_zero(free)
-
-
 DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ATTENTION_HEADS = {CPU_UNIT: (8, 64), ACCELERATOR_UNIT: (32, 128)}
 """Heads and head dimension of the measured attention, by unit: those of a small GPT and of Llama 3 8B."""
@@ -374,12 +366,13 @@ def measure(
     for (name, moved), make in kernels.items():
         measured.streams.append(StreamTiming(name, moved, *means("streams", [make()], one_stream)))
     copy_s, update_s = means("host", host_calls(device, quick=quick), one_stream)
-    disk_s, free = 0.0, 0.0
+    disk_s, free = 0.0, 0
     if disk is not None:
         file, call = disk
-        (disk_s,), free = means("disk", [call], one_stream), free_space()
+        (disk_s,) = means("disk", [call], one_stream)
+        free = on_rank_zero(lambda: shutil.disk_usage(tempfile.gettempdir()).free)
         measured.folder = str(file.folder)
-    sizes = (each / processes / 2**30 for each in (usable_memory(), free))
+    sizes = (each / processes / 2**30 for each in (memory_bytes(CheckedMachine())[0], free))
     measured.host = host_share(copy_s, update_s, disk_s, *sizes, quick=quick)
     if on_cpu:
         measured.base = replace(measured.base, product_us=product_call_us(measured.streams))
@@ -402,16 +395,8 @@ def look_up(device: torch.device, processes: int) -> Accelerator:
         name, cores, memory = facts.name, facts.multi_processor_count, facts.total_memory
     else:
         # One core: CPU libraries tile a product so that no wave of tiles is left half empty.
-        name, cores, memory = processor(), 1, usable_memory() // processes
+        name, cores, memory = processor(), 1, memory_bytes(CheckedMachine())[0] // processes
     return Accelerator(name, cores=cores, memory_gib=memory / 2**30)
-
-
-def usable_memory() -> int:
-    """Returns the bytes of memory of this machine, or of the container that this process is in."""
-    whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    with suppress(OSError, ValueError):  # no cgroup, or "max"
-        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii")))
-    return whole
 
 
 def _data_sheet_tflops(device: torch.device, precision: Precision) -> float:

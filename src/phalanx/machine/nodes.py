@@ -17,13 +17,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed.*, to the type stubs
 
+from phalanx.bounded import parse_json
+from phalanx.config.typed import read_as
 from phalanx.echo import echo
 from phalanx.errors import PhalanxError, RunError
 from phalanx.launch.hosts import interface_towards, interfaces, is_this_machine
@@ -35,43 +37,112 @@ from phalanx.machine.network import chosen
 from phalanx.machine.storage import nearest_folder
 from phalanx.units import counted, seconds
 
+
+@dataclass(frozen=True)
+class NodeListener:
+    """A socket on the interface that this node's ranks use, at which other nodes knock."""
+
+    address: str
+    port: int
+    interface: str
+    word: str
+    """Its answer, which distinguishes it from another program at the same address."""
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a process says first."""
+
+    host: str
+    leads: bool
+    """Whether it is the first of its node."""
+    findings: tuple[Any, ...]
+    """Its own lines, as CheckResult.from_dict takes them."""
+    listener: NodeListener | None
+
+
+@dataclass(frozen=True)
+class Agenda:
+    """What the leader says then."""
+
+    leaders: Mapping[str, NodeListener | None]
+    """The listener of each node, by its first rank."""
+    token: str
+    """A file that all nodes should see."""
+    complete: bool
+    """Whether all processes have come."""
+
+
+@dataclass(frozen=True)
+class SeenNodes:
+    """What the first process of a node sees of the others."""
+
+    unreached: tuple[tuple[int, str], ...]
+    """The first ranks of nodes that it does not reach, and why."""
+    peers: int
+    """The nodes that it has tried."""
+    sees: bool
+    """Whether it sees the token."""
+
+
+@dataclass(frozen=True)
+class Go:
+    """Whether the processes form a group."""
+
+    yes: bool
+
+
+@dataclass(frozen=True)
+class Formed:
+    """What a process finds in the process group."""
+
+    problem: str = ""
+    """Why it was not formed."""
+    took: float = 0.0
+    latency: float = 0.0
+    """Seconds of forming it, and of an all-reduce."""
+    facts: tuple[str, ...] = ()
+    """The names of what was compared."""
+    differs: tuple[tuple[str, str, bool], ...] = ()
+    """The names of what differs, with a sentence, and whether only rounding differs then."""
+    skew: str = ""
+    """A sentence about clocks that differ by more than `limit_s`."""
+    limit_s: float = 0.0
+
+
+Message = TypeVar("Message")
 _PARTING_S = 5.0
 
 
 class NodesMeeting:
-    """One process's part. Every process has a number; number 0 leads.
-
-    Args:
-        store: the store that all share.
-        rank: this process's number.
-        world: the number of processes.
-        seconds: how long to wait for what others say.
-    """
+    """One process's part in a store that all share, as number `rank` of `world`; number 0 leads. It waits `seconds` for
+    what others say."""
 
     def __init__(self, store: Store, rank: int, world: int, seconds: float):
         self.store, self.rank, self.world, self.seconds = store, rank, world, seconds
 
     def tell(self, topic: str, value: Any) -> None:
         """Tells the leader something about this process."""
-        self.store.set(_key(topic, self.rank), json.dumps(value))
+        self.store.set(_key(topic, self.rank), json.dumps(asdict(value)))
 
-    def hear(self, topic: str, ranks: Iterable[int]) -> dict[int, Any]:
-        """Returns what each of `ranks` has told; those that say nothing in time are missing."""
+    def hear(self, topic: str, ranks: Iterable[int], kind: type[Message]) -> dict[int, Message]:
+        """Returns what each of `ranks` has told; those that say nothing in time, or something else, are missing."""
         end, found = time.monotonic() + self.seconds, {}
         for rank in ranks:
             with suppress(RuntimeError, ValueError):
                 self.store.wait([_key(topic, rank)], timedelta(seconds=max(0.1, end - time.monotonic())))
-                found[rank] = json.loads(self.store.get(_key(topic, rank)))
+                found[rank] = read_as(kind, parse_json(self.store.get(_key(topic, rank))))
         return found
 
-    def agree(self, topic: str, value: Any = None) -> Any:
-        """Returns the leader's value on every process; None if the leader does not say it in time."""
+    def agree(self, topic: str, value: Message) -> Message | None:
+        """Returns the leader's value on every process; None if the leader does not say it in time. The others give any
+        of its kind."""
         if self.rank == 0:
             self.tell(topic, value)
             return value
         # The leader waits for the slowest process first.
         patient = NodesMeeting(self.store, self.rank, self.world, 2 * self.seconds)
-        return patient.hear(topic, [0]).get(0)
+        return patient.hear(topic, [0], type(value)).get(0)
 
     def part(self) -> None:
         """Ends the meeting: the leader, which may hold the store, leaves last."""
@@ -86,8 +157,6 @@ def _key(topic: str, rank: int) -> str:
     return key("doctor", topic, rank)
 
 
-Told = Mapping[int, Mapping[str, Any]]
-"""Reports by rank; ranks that reported nothing are missing."""
 _SHOWN = 6
 _LOG = "look at its log: it ended, or hangs"
 _NETWORK = (
@@ -96,16 +165,16 @@ _NETWORK = (
 _SAME = "give every node the same installation, job and settings"
 
 
-def lines(world: int, hellos: Told, seen: Told, groups: Told | None, folder: str) -> list[CheckResult]:
-    """Returns the lines of all nodes, and those about their differences.
-
-    Args:
-        world: the number of ranks.
-        hellos: the host, the findings and the listener of every rank.
-        seen: for the first rank of each node the nodes that it does not reach, and whether it sees the token.
-        groups: what every rank found in the process group; None if it was not formed.
-        folder: the folder of the token; empty if there is none.
-    """
+def lines(
+    world: int,
+    hellos: Mapping[int, Hello],
+    seen: Mapping[int, SeenNodes],
+    groups: Mapping[int, Formed] | None,
+    folder: str,
+) -> list[CheckResult]:
+    """Returns the lines of all nodes, and those about their differences, from what each rank has said, what the first
+    rank of each node has seen, and what each found in the group, None if none was tried. `folder` is that of the token;
+    empty if there is none."""
     labels = labels_of(hellos)
     everywhere = tuple(dict.fromkeys(labels.values()))
     compared = [*_missing(world, hellos), *_interfaces(hellos, labels), *_reach(hellos, seen, labels)]
@@ -115,14 +184,14 @@ def lines(world: int, hellos: Told, seen: Told, groups: Told | None, folder: str
     return [*told, *(replace(line, group="nodes", hosts=line.hosts or everywhere) for line in compared)]
 
 
-def labels_of(hellos: Told) -> dict[int, str]:
+def labels_of(hellos: Mapping[int, Hello]) -> dict[int, str]:
     """Returns a name of each rank's node: its host name, with the node's first rank where several share a name."""
-    hosts = [hello["host"] for hello in hellos.values() if hello["leads"]]
+    hosts = [hello.host for hello in hellos.values() if hello.leads]
     found: dict[int, str] = {}
     latest: dict[str, str] = {}
     for rank, hello in sorted(hellos.items()):
-        host = hello["host"]
-        if hello["leads"] or host not in latest:
+        host = hello.host
+        if hello.leads or host not in latest:
             latest[host] = host if hosts.count(host) < 2 else f"{host}/rank {rank}"
         found[rank] = latest[host]
     return found
@@ -132,104 +201,96 @@ def _line(check: str, finding: CheckResult, hosts: Sequence[str] = ()) -> CheckR
     return replace(finding, check=check, hosts=tuple(hosts))
 
 
-def _findings(hello: Mapping[str, Any], label: str) -> list[CheckResult]:
+def _findings(hello: Hello, label: str) -> list[CheckResult]:
     try:
-        return [replace(CheckResult.from_dict(each), hosts=(label,)) for each in hello["findings"]]
-    except (KeyError, TypeError, ValueError) as problem:
+        return [replace(CheckResult.from_dict(each), hosts=(label,)) for each in hello.findings]
+    except ValueError as problem:
         return [CheckResult("nodes", "report", "ERROR", f"a report is not understood: {problem}", _SAME, (label,))]
 
 
-def _missing(world: int, hellos: Told) -> Iterator[CheckResult]:
+def _missing(world: int, hellos: Mapping[int, Hello]) -> Iterator[CheckResult]:
     if missing := [rank for rank in range(world) if rank not in hellos]:
         shown = ", ".join(map(str, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")
         yield _line("ranks", error(f"rank {shown} of {world} did not report", _LOG))
 
 
-def _interfaces(hellos: Told, labels: Mapping[int, str]) -> Iterator[CheckResult]:
+def _interfaces(hellos: Mapping[int, Hello], labels: Mapping[int, str]) -> Iterator[CheckResult]:
     """Yields the interface of every node."""
-    used = {labels[rank]: hello["listener"] for rank, hello in sorted(hellos.items()) if hello["leads"]}
+    used = {labels[rank]: hello.listener for rank, hello in sorted(hellos.items()) if hello.leads}
     if silent := [label for label, at in used.items() if at is None]:
         remedy = "set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes"
         yield _line("interfaces", warn("it cannot be told which interface gloo takes", remedy), silent)
-    shown = [f"{label} {at['interface']} ({at['address']})" for label, at in used.items() if at]
+    shown = [f"{label} {at.interface} ({at.address})" for label, at in used.items() if at]
     if len(used) > 1 and shown:
         yield _line("interfaces", ok(", ".join(shown[:_SHOWN]) + (", …" if len(shown) > _SHOWN else "")))
 
 
-def _reach(hellos: Told, seen: Told, labels: Mapping[int, str]) -> Iterator[CheckResult]:
+def _reach(
+    hellos: Mapping[int, Hello], seen: Mapping[int, SeenNodes], labels: Mapping[int, str]
+) -> Iterator[CheckResult]:
     """Yields which nodes do not reach which."""
-    leaders = [rank for rank, hello in sorted(hellos.items()) if hello["leads"]]
+    leaders = [rank for rank, hello in sorted(hellos.items()) if hello.leads]
     quiet = [rank for rank in leaders if rank not in seen]
     if quiet:
         yield _line("reachability", error("did not finish", _LOG), [labels[rank] for rank in quiet])
-    unreached = [(rank, peer, why) for rank, each in sorted(seen.items()) for peer, why in each["unreached"]]
+    unreached = [(rank, peer, why) for rank, each in sorted(seen.items()) for peer, why in each.unreached]
     for rank, peer, why in unreached[:_SHOWN]:
-        at = hellos[peer]["listener"]
-        text = f"{labels[rank]} does not reach {labels[peer]} at {at['address']} ({at['interface']}): {why}"
+        at = hellos[peer].listener
+        where = f" at {at.address} ({at.interface})" if at else ""
+        text = f"{labels[rank]} does not reach {labels[peer]}{where}: {why}"
         yield _line("reachability", error(text, _NETWORK), (labels[rank], labels[peer]))
     if len(unreached) > _SHOWN:
         yield _line("reachability", error(f"and {counted(len(unreached) - _SHOWN, 'more pair')}", _NETWORK))
     if not unreached and not quiet and len(leaders) > 1:
-        connections = counted(sum(each["peers"] for each in seen.values()), "connection")
+        connections = counted(sum(each.peers for each in seen.values()), "connection")
         yield _line("reachability", ok(f"{connections} between {len(leaders)} nodes"))
 
 
-def _shared(seen: Told, labels: Mapping[int, str], folder: str) -> Iterator[CheckResult]:
+def _shared(seen: Mapping[int, SeenNodes], labels: Mapping[int, str], folder: str) -> Iterator[CheckResult]:
     if not folder or len(seen) < 2:
         return
-    if blind := [labels[rank] for rank, each in sorted(seen.items()) if not each["sees"]]:
+    if blind := [labels[rank] for rank, each in sorted(seen.items()) if not each.sees]:
         remedy = "set run.dir to a folder on a file system that every node mounts"
         yield _line("run directory", error(f"{folder} is not the folder that rank 0 sees", remedy), blind)
     else:
         yield _line("run directory", ok(f"{folder} is seen by {len(seen)} nodes"))
 
 
-def _group_of_all(groups: Told | None, labels: Mapping[int, str], world: int) -> Iterator[CheckResult]:
+def _group_of_all(groups: Mapping[int, Formed] | None, labels: Mapping[int, str], world: int) -> Iterator[CheckResult]:
     """Yields whether gloo formed a group, and the facts in which its ranks differ."""
     if groups is None:
         yield _line(
             "process group", error("not tried: the nodes do not reach each other yet", "repair the other errors first")
         )
         return
-    failed = {rank: each["problem"] for rank, each in groups.items() if "problem" in each}
+    failed = {rank: each.problem for rank, each in groups.items() if each.problem}
     if failed or len(groups) < world:
         # The ranks that waited for the one that failed first say only that.
         by_worth = sorted(failed.items(), key=lambda item: ("timeout" in item[1], item[0]))
         why = next((f"rank {rank} on {labels[rank]}: {text}" for rank, text in by_worth), "some ranks are silent")
         yield _line("process group", error(f"gloo could not form it: {why}", _NETWORK))
         return
-    took, latency = (max(each[name] for each in groups.values()) for name in ("took", "latency"))
+    took, latency = (max(getattr(each, name) for each in groups.values()) for name in ("took", "latency"))
     text = f"gloo formed it, {world} ranks, in {seconds(took)}; an all-reduce takes {1000 * latency:.1f}ms"
     yield _line("process group", ok(text))
     first = groups[0]
-    for _, text, only_rounding in first["differs"]:
+    for _, text, only_rounding in first.differs:
         if only_rounding:
             yield _line("same program", warn(f"{text}: rounding differs", "use nodes of one kind"))
         else:
             yield _line("same program", error(text, _SAME))
-    if not first["differs"]:
-        yield _line("same program", ok(f"{len(first['facts'])} facts agree: versions, source files, settings, job"))
-    if first["skew"]:
-        yield _line("clocks", warn(first["skew"], "set the clocks by NTP (chronyc tracking)"))
+    if not first.differs:
+        yield _line("same program", ok(f"{len(first.facts)} facts agree: versions, source files, settings, job"))
+    if first.skew:
+        yield _line("clocks", warn(first.skew, "set the clocks by NTP (chronyc tracking)"))
     else:
-        yield _line("clocks", ok(f"no two clocks differ by more than {first['limit_s']:g} s"))
+        yield _line("clocks", ok(f"no two clocks differ by more than {first.limit_s:g} s"))
 
 
 MOST_PEERS = 32
 """Nodes to which each node connects: all of a small run, its successors in a large one."""
 _CONNECT_S = 3.0
 _GROUP_S = 30.0
-
-
-@dataclass(frozen=True)
-class NodeListener:
-    """A socket on the interface that this node's ranks use, at which other nodes knock."""
-
-    address: str
-    port: int
-    interface: str
-    word: str
-    """Its answer, which distinguishes it from another program at the same address."""
 
 
 @contextmanager
@@ -280,41 +341,37 @@ def compare(
     """Exchanges `findings`, those of this process, with all others. Returns the lines of all and of the comparison on
     the leader; None on the others, after the leader has heard them."""
     with listener(machine, os.environ.get("MASTER_ADDR", "")) as own:
-        mine = {
-            "host": platform.node(),
-            "leads": ranks.local_rank == 0,
-            "findings": [finding.as_dict() for finding in findings],
-            "listener": vars(own) if own else None,
-        }
-        meeting.tell("hello", mine)
-        hellos = meeting.hear("hello", range(meeting.world)) if meeting.rank == 0 else {}
-        leaders = {str(rank): hello["listener"] for rank, hello in hellos.items() if hello["leads"]}
+        told = tuple(finding.as_dict() for finding in findings)
+        meeting.tell("hello", Hello(platform.node(), ranks.local_rank == 0, told, own))
+        hellos = meeting.hear("hello", range(meeting.world), Hello) if meeting.rank == 0 else {}
+        leaders = {str(rank): hello.listener for rank, hello in hellos.items() if hello.leads}
         token = within(machine.seconds, lambda: _token(machine), "") if meeting.rank == 0 else ""
-        agenda = meeting.agree("agenda", {"leaders": leaders, "token": token, "complete": len(hellos) == meeting.world})
+        agenda = meeting.agree("agenda", Agenda(leaders, token, len(hellos) == meeting.world))
         if agenda is None:
             return None
         if ranks.local_rank == 0:
             meeting.tell("seen", _look(agenda, meeting.rank))
-        seen = meeting.hear("seen", map(int, leaders)) if meeting.rank == 0 else {}
+        seen = meeting.hear("seen", map(int, leaders), SeenNodes) if meeting.rank == 0 else {}
         # Every node listens until the leader has heard from all that knock.
-        go = meeting.agree("group", agenda["complete"] and _may_form(hellos, seen))
+        go = meeting.agree("group", Go(agenda.complete and _may_form(hellos, seen)))
     if token:
         Path(token).unlink(missing_ok=True)
-    formed = _group(machine, meeting, ranks) if go else None
+    goes = go is not None and go.yes
+    formed = _group(machine, meeting, ranks) if goes else None
     if formed is not None:
         meeting.tell("formed", formed)
     if meeting.rank:
         return None
-    groups = meeting.hear("formed", range(meeting.world)) if go else None
+    groups = meeting.hear("formed", range(meeting.world), Formed) if goes else None
     return lines(meeting.world, hellos, seen, groups, str(Path(token).parent) if token else "")
 
 
-def _may_form(hellos: Told, seen: Told) -> bool:
+def _may_form(hellos: Mapping[int, Hello], seen: Mapping[int, SeenNodes]) -> bool:
     """Returns whether forming the group is worth while. It takes its whole timeout where two nodes do not reach each
     other, or gloo finds no interface."""
-    findings = [finding for hello in hellos.values() for finding in hello["findings"]]
-    broken = any((finding["group"], finding["status"]) == ("network", "ERROR") for finding in findings)
-    return not broken and not any(each["unreached"] for each in seen.values())
+    findings = [line for hello in hellos.values() for line in _findings(hello, hello.host)]
+    broken = any((line.group, line.status) == ("network", "ERROR") for line in findings)
+    return not broken and not any(each.unreached for each in seen.values())
 
 
 def _token(machine: CheckedMachine) -> str:
@@ -330,30 +387,30 @@ def _token(machine: CheckedMachine) -> str:
         return ""
 
 
-def _look(agenda: Mapping[str, Any], rank: int) -> dict[str, Any]:
+def _look(agenda: Agenda, rank: int) -> SeenNodes:
     """Returns which other nodes are not reached from here, with the reason, and whether the token is seen."""
     from phalanx.train.agreement import VISIBLE_S, sees
 
-    others = sorted(int(other) for other in agenda["leaders"] if int(other) != rank)
+    others = sorted(int(other) for other in agenda.leaders if int(other) != rank)
     later = [other for other in others if other > rank]
     peers = [*later, *(other for other in others if other < rank)][:MOST_PEERS]
-    listeners = {peer: agenda["leaders"][str(peer)] for peer in peers}
+    listeners = {peer: agenda.leaders[str(peer)] for peer in peers}
 
     def reach(peer: int) -> str:
         found = listeners[peer]
-        return knock(found["address"], found["port"], found["word"]) if found else ""
+        return knock(found.address, found.port, found.word) if found else ""
 
     with ThreadPoolExecutor(MOST_PEERS) as threads:
         answers = dict(zip(peers, threads.map(reach, peers), strict=True))
-    token = agenda["token"]
-    return {
-        "unreached": [[peer, why] for peer, why in answers.items() if why],
-        "peers": len(peers),
-        "sees": not token or within(2 * VISIBLE_S, lambda: sees(Path(token), time.monotonic() + VISIBLE_S), False),
-    }
+    token = agenda.token
+    return SeenNodes(
+        tuple((peer, why) for peer, why in answers.items() if why),
+        len(peers),
+        not token or within(2 * VISIBLE_S, lambda: sees(Path(token), time.monotonic() + VISIBLE_S), False),
+    )
 
 
-def _group(machine: CheckedMachine, meeting: NodesMeeting, ranks: Ranks) -> dict[str, Any]:
+def _group(machine: CheckedMachine, meeting: NodesMeeting, ranks: Ranks) -> Formed:
     """Joins the process group as a run does, and returns the differences between ranks, or why it was not formed."""
     import torch
     import torch.distributed as dist
@@ -380,15 +437,9 @@ def _group(machine: CheckedMachine, meeting: NodesMeeting, ranks: Ranks) -> dict
         skew = clock_skew(MAX_CLOCK_SKEW_S)
         dist.destroy_process_group()
     except (RuntimeError, PhalanxError) as problem:
-        return {"problem": (str(problem).splitlines() or [type(problem).__name__])[0][:500]}
-    return {
-        "took": took,
-        "latency": latency,
-        "facts": sorted(facts),
-        "differs": [[each.name, each.text, each.name in MAY_DIFFER_WITH_WARNING] for each in differing],
-        "skew": skew,
-        "limit_s": MAX_CLOCK_SKEW_S,
-    }
+        return Formed((str(problem).splitlines() or [type(problem).__name__])[0][:500] or "no message")
+    differs = tuple((each.name, each.text, each.name in MAY_DIFFER_WITH_WARNING) for each in differing)
+    return Formed("", took, latency, tuple(sorted(facts)), differs, skew, MAX_CLOCK_SKEW_S)
 
 
 PATIENCE = 6

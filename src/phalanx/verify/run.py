@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -127,7 +126,7 @@ def run(
     processes = max((layout.processes for layout in selection.layouts), default=1)
     device = selection.compared.job.cluster.device
     with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, Pool(processes, PRELOAD, device) as pool:
-        _start(pool, processes)
+        pool.run(nothing, processes, timeout=START_S)
         records: dict[tuple[ModelConfig, int, bool], Path] = {}
         for layout in selection.layouts:
             on_start(layout)
@@ -144,19 +143,6 @@ def run(
             on_case(report.cases[-1])
     report.seconds = time.perf_counter() - began
     return report
-
-
-def _start(pool: Pool, processes: int) -> None:
-    """Starts the pool's processes, with Ctrl-C held back until they are ready (seconds).
-
-    It goes to every process of a terminal, and the fork server ignores it only once it has imported torch: before, it
-    would leave tracebacks. A blocked signal stays blocked in a child. The pool has already started multiprocessing's
-    resource tracker, whose start unblocks the signal."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        pool.run(nothing, processes, timeout=START_S)
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> LayoutCase:

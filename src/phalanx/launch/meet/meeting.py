@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import (
 )
 
 from phalanx.bounded import parse_json
+from phalanx.config.typed import read_as
 from phalanx.errors import JobError, PhalanxError, RunError, StoppedError
 from phalanx.launch.hosts import interface_towards
 from phalanx.launch.meet.store import (
@@ -147,8 +148,7 @@ class RollCall:
             store.set(key("verdict"), json.dumps(asdict(self._judge())))
         patience_s = REFUSAL_S if problem else self.timeout_s
         store.wait([key("verdict")], timedelta(seconds=patience_s + GRACE_S))
-        found = parse_json(store.get(key("verdict")))
-        verdict = Verdict(found["message"], found["code"], tuple(found["nodes"]), found["address"])
+        verdict = read_as(Verdict, parse_json(store.get(key("verdict"))))
         if not verdict.message:
             return verdict
         with suppress(RuntimeError):  # another process with rank 0 held the store that all connected to
@@ -199,7 +199,7 @@ class RollCall:
     def _problems(self) -> list[Problem]:
         numbers = range(1, self.store.add(key("numbers"), 0) + 1)
         there = [key("problem", number) for number in numbers if self.store.check([key("problem", number)])]
-        return [Problem(**parse_json(self.store.get(name))) for name in there]
+        return [read_as(Problem, parse_json(self.store.get(name))) for name in there]
 
     def _wait_for_readers(self) -> None:
         """Keeps the store, once the message has been printed, until all ranks have read the verdict: also those that

@@ -28,7 +28,8 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed.*, to the type stubs
 
-from phalanx.bounded import field, parse_json, read_text
+from phalanx.bounded import parse_json, read_text
+from phalanx.config.typed import read_as
 from phalanx.data.files import write_atomic
 from phalanx.errors import RunError
 from phalanx.launch.hosts import expand
@@ -72,16 +73,12 @@ class Offer:
     @classmethod
     def decode(cls, text: str) -> Offer:
         """Returns the offer that a word stands for. Raises ValueError if it is none."""
-        entry = parse_json(base64.urlsafe_b64decode(text))
-        addresses, port, token = field(entry, "addresses", list), field(entry, "port", int), field(entry, "token", str)
-        words = [*addresses, token]
-        if not 0 < port < 1 << 16 or len(addresses) > _MOST_ADDRESSES:
+        offer = read_as(cls, parse_json(base64.urlsafe_b64decode(text)))
+        words = [*offer.addresses, offer.token]
+        are_words = all(0 < len(word) <= _MOST_CHARACTERS and word.isprintable() for word in words)
+        if not 0 < offer.port < 1 << 16 or len(offer.addresses) > _MOST_ADDRESSES or not are_words:
             raise ValueError("not where a rank may be reached")
-        if not all(
-            isinstance(word, str) and 0 < len(word) <= _MOST_CHARACTERS and word.isprintable() for word in words
-        ):
-            raise ValueError("not where a rank may be reached")
-        return cls(tuple(addresses), port, token)
+        return offer
 
 
 def listening_socket(ports: tuple[int, ...], one_node: bool) -> socket.socket:

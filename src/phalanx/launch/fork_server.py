@@ -1,0 +1,185 @@
+"""A server that has imported what ranks import, and forks them: a rank then starts without those seconds.
+
+A launch starts it once training runs, for restarts; a pool of ranks (pool.py) has one from the beginning.
+`python -m phalanx.launch.fork_server MODULE...` imports the modules and serves one request after the other on its
+standard input, a socket: four bytes with the length of the text, which descriptors may accompany, and the text:
+
+    {"environment": {...}, "command": ["MODULE", "WORD", ...], "stdout": "FILE or empty", "stderr": ...} -> PID
+
+A rank becomes a child of the process that asks, because the one between them ends and the former adopts its descendants
+for so long (PR_SET_CHILD_SUBREAPER): it is waited for, and dies with its parent, as one that was started afresh.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from phalanx.launch.lifeline import die_with_parent
+from phalanx.launch.ranks import LAUNCHER_PID
+
+_PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
+_MOST_DESCRIPTORS = 8
+_IMPORT_S = 60.0
+_ANSWER_S = 5.0
+_POLL_S = 0.1
+_ADOPTION_S = 5.0
+_READY = b"ready\n"
+
+
+class ForkServer:
+    """The side that asks. Close it."""
+
+    def __init__(self, preload: Sequence[str], environment: Mapping[str, str], patience: float = 1.0):
+        """Starts the process. `environment` holds what the libraries read when they are loaded, such as the number of
+        threads; `patience` is a factor on the seconds that its imports and answers may take. Raises OSError if it
+        cannot be started."""
+        self._patience = patience
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._pid = os.posix_spawn(
+                sys.executable,
+                [sys.executable, "-P", "-m", __name__, *preload],
+                {**os.environ, **environment, LAUNCHER_PID: str(os.getpid())},
+                file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), 0)],
+                setsid=True,  # Ctrl-C is for the launcher
+            )
+        self._answers = self._socket.makefile("rb")
+        self._is_ready = False
+
+    def wait(self, give_up: Callable[[], bool]) -> bool:
+        """Waits until the modules are imported, for at most a minute or until `give_up` holds; returns whether they
+        are. A rank started afresh would not be there sooner."""
+        end = time.monotonic() + _IMPORT_S * self._patience
+        self._socket.settimeout(_POLL_S)
+        while not self._is_ready and self._lives and time.monotonic() < end and not give_up():
+            with suppress(TimeoutError):
+                self._is_ready = self._socket.recv(len(_READY)) == _READY
+        return self._is_ready and self._lives
+
+    @property
+    def _lives(self) -> bool:
+        return os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    def start(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        stdout: str = "",
+        stderr: str = "",
+        *,
+        descriptors: Sequence[int] = (),
+    ) -> int:
+        """Starts a rank that runs `python -m COMMAND...` in that environment, as the leader of a session, with its
+        output in the files named; empty: where the server's goes. A command that begins with "MODULE:FUNCTION" calls
+        the function with the words. `descriptors` are open in the rank, too; their numbers there are further words.
+        Returns its process id, a child of this process.
+
+        Raises OSError if the server does not answer."""
+        request = {"environment": dict(environment), "command": list(command), "stdout": stdout, "stderr": stderr}
+        text = json.dumps(request).encode()
+        self._socket.settimeout(_ANSWER_S * self._patience)
+        with _adopting():
+            socket.send_fds(self._socket, [len(text).to_bytes(4, "big")], descriptors)
+            self._socket.sendall(text)
+            answer = self._answers.readline()
+        if not answer:
+            raise ConnectionResetError("the fork server has ended")
+        return int(answer)
+
+    def close(self) -> None:
+        """Ends the process."""
+        os.kill(self._pid, signal.SIGKILL)
+        os.waitpid(self._pid, 0)
+        self._answers.close()
+        self._socket.close()
+
+
+@contextmanager
+def _adopting() -> Iterator[None]:
+    """Makes those of this process's descendants that lose their parent its children."""
+    libc, before = ctypes.CDLL(None, use_errno=True), ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) failed")
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def _serve(requests: socket.socket) -> list[str]:
+    """Forks a rank for every request. Returns in the rank, with its command; ends when the other side is gone."""
+    requests.sendall(_READY)
+    while True:
+        head, descriptors, *_ = socket.recv_fds(requests, 4, _MOST_DESCRIPTORS)
+        if not head:
+            os._exit(0)
+        request = json.loads(requests.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL))
+        reading, writing = os.pipe()
+        between = os.fork()
+        if between == 0:
+            rank = os.fork()
+            if rank == 0:
+                os.close(reading)
+                os.close(writing)
+                requests.detach()  # its number is the rank's standard input
+                return [*_become_rank(request), *map(str, descriptors)]
+            os.write(writing, b"%d\n" % rank)
+            os._exit(0)
+        for descriptor in (*descriptors, writing):
+            os.close(descriptor)
+        os.waitpid(between, 0)  # only now its fork is the child of who asks
+        with os.fdopen(reading, "rb") as pipe:
+            requests.sendall(pipe.read())
+
+
+def _become_rank(request: dict[str, object]) -> list[str]:
+    environment, command = request["environment"], request["command"]
+    assert isinstance(environment, dict)
+    assert isinstance(command, list)
+    os.setsid()
+    _redirect(0, os.devnull, os.O_RDONLY)
+    for descriptor, name in enumerate(("stdout", "stderr"), start=1):
+        if request[name]:
+            _redirect(descriptor, str(request[name]), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.environ.clear()
+    os.environ.update(environment)
+    end = time.monotonic() + _ADOPTION_S
+    while os.getppid() != int(os.environ[LAUNCHER_PID]) and time.monotonic() < end:
+        time.sleep(0.001)
+    return command
+
+
+def _redirect(descriptor: int, path: str, flags: int) -> None:
+    file = os.open(path, flags, 0o666)
+    os.dup2(file, descriptor)
+    os.close(file)
+
+
+def _main() -> None:
+    die_with_parent(int(os.environ[LAUNCHER_PID]))
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
+    gc.freeze()  # exempts the imports from garbage collection, which would copy their pages in every rank
+    module, *words = _serve(socket.socket(fileno=0))
+    sys.argv = [module, *words]
+    name, _, function = module.partition(":")
+    if function:
+        getattr(importlib.import_module(name), function)(*words)
+    else:
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    _main()
