@@ -58,7 +58,7 @@ MOST_LINES = {
     "parallel": 6250,
     "partition": 1050,
     "pictures": 3400,
-    "plan": 4000,
+    "plan": 4050,
     "report": 1700,
     "schedule": 2050,
     "serve": 900,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from plan.plans import candidate
 from plan.questions import request
 
 
-def asked(name: str, cluster: str, sequences: int, **fixed: object) -> PlanRequest:
+def asked(name: str, cluster: str, sequences: int, **fixed: Any) -> PlanRequest:
     """The request of `phalanx plan`."""
     return replace(request(name, cluster, sequences, **fixed), headroom=0.06, band=TIED)
 

@@ -74,9 +74,9 @@ NEMO = replace(MEGATRON_CORE, gradient_bytes=0, step_gradient_bytes=4)
 (grad_reduce_in_fp32=False)."""
 
 LLAMA3 = replace(MEGATRON_CORE, swiglu_kept=2)
-"""Meta's framework of Llama 3: its SwiGLU saves both inputs and computes the product again (xformers,
-ops/swiglu_op.py: _SwiGLUFusedFunc), without which 405B would not have fit on 8,192 GPUs without recomputation, as it
-did (Llama Team 2024, section 3.3.2)."""
+"""Meta's framework of Llama 3, whose code is not public: assumed to have the SwiGLU of Meta's xformers, which saves
+both inputs and computes the product again (ops/swiglu_op.py: _SwiGLUFusedFunc). With three tensors 405B would not have
+fit on 8,192 GPUs without recomputation, as it did (Llama Team 2024, section 3.3.2)."""
 
 DEEPSPEED_ZERO3 = replace(_MEGATRON_FP16, reduces_each=True, gathers_matrices=True)
 """DeepSpeed's ZeRO-3 of 2021: one module's parameters are gathered at a time."""

@@ -83,7 +83,7 @@ class Found:
     @property
     def cutoff(self) -> float:
         """Predicted seconds above which a layout is pruned."""
-        return self.least * (MARGIN if len(self.predicted) < ENOUGH_FITTING else 1)
+        return min(self.below, self.least * (MARGIN if len(self.predicted) < ENOUGH_FITTING else 1))
 
     def add(self, spec: StepSpec, seconds: float) -> None:
         """Adds a layout that fits, with its predicted seconds."""
@@ -326,7 +326,7 @@ def simulated(found: Found, band: TieBand = EQUAL) -> list[Candidate]:
     meshes, kinds = dict[tuple[int, ...], dict[str, float]](), set[Simplicity]()
     for spec, seconds in near:
         layout = spec.layout
-        if seconds > max(MARGIN, 1 + band.alike) * found.least or len(done) >= SIMULATED:
+        if seconds > min(found.below, max(MARGIN, 1 + band.alike) * found.least) or len(done) >= SIMULATED:
             break
         # Beyond the limit on actions only the first layout of every mesh is simulated, and if that was slower than
         # predicted, the first with another schedule; and the first that is as simple as no other before, for the tie.
