@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.axes.axis import AxisEntry
+from phalanx.axes.catalogue import AXES_TABLE
 from phalanx.blocks.kinds import ATTENTION, FEED_FORWARD, AttentionKind, Connection, FeedForwardKind
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import DEVICES, MACHINES, DeviceEntry, MachineEntry
@@ -36,6 +38,7 @@ __all__ = [
     "Accelerator",
     "Action",
     "AttentionKind",
+    "AxisEntry",
     "Cluster",
     "Connection",
     "CorpusEntry",
@@ -59,6 +62,7 @@ __all__ = [
     "TrackerEntry",
     "UpdateCosts",
     "attention",
+    "axis",
     "cluster",
     "corpus",
     "device",
@@ -84,6 +88,7 @@ TABLES: Mapping[str, Registry[Any]] = {
     "tokenizer": TOKENIZERS,
     "tracker": TRACKERS,
     "technique": TECHNIQUES,
+    "axis": AXES_TABLE,
 }
 """Every table that packages may add to, by the name of its function here."""
 
@@ -144,3 +149,9 @@ def technique(name: str, entry: Technique) -> None:
     """Adds a technique, whose options are the section `techniques.name` of a job: `techniques.name.option=value`. Its
     facts are computed for the default job, with which it must be off. Raises ExtensionError with every problem."""
     TECHNIQUES.add(name, entry)
+
+
+def axis(name: str, entry: AxisEntry) -> None:
+    """Adds an axis of data-parallel replicas, whose options, among them its size, are the section `layout.axes.name` of
+    a job: `axes.name.size=2`. Raises ExtensionError with every problem."""
+    AXES_TABLE.add(name, entry)

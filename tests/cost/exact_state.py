@@ -161,7 +161,7 @@ def _alike(
         shares = [_largest_share(each.shape, ranks) for each in held]
         return StateBytes(sum(shares) * width, sum(shares) * width, state(shares))
     versions, waiting = (1, 1) if flushes(layout) else (3, 2)
-    sums = layout.dp_replicate > 1 and layout.independent_replicas == 1 and layout.data_parallel == "ddp"
+    sums = layout.summed_replicas > 1 and layout.data_parallel == "ddp"
     if ranks == 1 and not sums:
         return StateBytes(sum(sizes) * width * versions, sum(sizes) * width * waiting, state(sizes))
     cuts = list(_cuts(held, layout, width, entry.granularity))

@@ -18,6 +18,7 @@ import pytest
 from extend.install import PACKAGES, environment, install
 from phalanx.blocks.kinds import AttentionKind, FeedForwardKind
 from phalanx.extend import (
+    AxisEntry,
     CorpusEntry,
     DeviceEntry,
     Effect,
@@ -246,7 +247,7 @@ def test_a_tokenizer_that_gives_other_ids_than_it_says_is_refused(phalanx, tmp_p
     "entry",
     [
         *(*KINDS, ScheduleEntry, DeviceEntry, MachineEntry, CorpusEntry, TokenizerEntry, TrackerEntry),
-        *(Technique, Effect, UpdateCosts),
+        *(Technique, Effect, UpdateCosts, AxisEntry),
     ],
 )
 def test_the_documentation_names_every_fact(entry: type):
@@ -254,7 +255,7 @@ def test_the_documentation_names_every_fact(entry: type):
     assert not [field.name for field in fields(entry) if f"`{field.name}`" not in page]
 
 
-@pytest.mark.parametrize("name", [*EXAMPLES, "gated", "csv_tracker", "rounding"])
+@pytest.mark.parametrize("name", [*EXAMPLES, "gated", "csv_tracker", "rounding", "islands"])
 def test_the_documentation_shows_the_examples_as_they_are(name: str):
     page = (ROOT / "docs" / "reference" / "extending.md").read_text()
     assert f"```python\n{(PACKAGES / f'{name}.py').read_text()}```" in page

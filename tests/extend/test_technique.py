@@ -173,12 +173,9 @@ def test_one_that_states_too_little_or_contradicts_itself_is_refused_with_every_
     with pytest.raises(ExtensionError, match="Technique states too little; missing: title, source, is_on$"):
         extend.Technique()  # pyright: ignore[reportCallIssue]
     assert refused("twice", replace(GOOD, options=None)) == [
-        "it has no field that switches it on: state options, a frozen dataclass"
+        "options are missing: a frozen dataclass of its fields in a job"
     ]
     assert refused("offload", GOOD)[0] == "the name is taken by package phalanx"
-    assert refused("twice", replace(GOOD, options=None, fields=("layout.tp",))) == [
-        "fields are the project's; state options of your own"
-    ]
     assert refused("twice", replace(GOOD, options=Mutable)) == ["options must be a frozen dataclass, is Mutable"]
     wrong = replace(
         GOOD,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.check.layout import context_problems
+from phalanx.axes.context import context_problems
 from phalanx.config.job import Job
 from phalanx.cost.frameworks import FRAMEWORKS, calibrated
 from phalanx.errors import JobError

@@ -8,10 +8,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
+from phalanx.axes.catalogue import added_problems
+from phalanx.axes.tensor import tensor_problems
 from phalanx.blocks.kinds import attention_models
-from phalanx.check.layout import layout_problems, tensor_problems
+from phalanx.check.layout import layout_problems
 from phalanx.check.model import model_problems, size_problems, unusable_kinds
-from phalanx.check.pipeline import pipeline_problems
 from phalanx.config.corpora import CORPORA, TOKENIZERS, number_of, vocabulary_of
 from phalanx.config.fields import constraints, get, replace
 from phalanx.config.job import MOST_STEPS, Data, Job, RunOptions
@@ -86,6 +87,8 @@ def unguarded(job: Job) -> str:
     """Returns why no step of a job can be judged before the optimizer writes; nothing if it can be."""
     if job.layout.sync != "bsp":
         return f"replicas train independently (sync={job.layout.sync})"
+    if job.layout.independent_replicas > 1:
+        return f"replicas train independently (axis {job.layout.replica_axis})"
     return f"steps overlap (schedule={job.layout.schedule})" if overlaps(job.layout) else ""
 
 
@@ -127,7 +130,7 @@ def problems_of(job: Job) -> list[Problem]:
         return found  # the equations below would only repeat them, or never end
     return [
         *_model(job.model),
-        *(tensor_problems(job) if job.layout.auto else _whole_layout(job)),
+        *((*tensor_problems(job), *added_problems(job)) if job.layout.auto else _whole_layout(job)),
         *technique_problems(job),
         *_data(job),
         *_vocabulary(job),
@@ -142,7 +145,6 @@ def problems_of(job: Job) -> list[Problem]:
 def _whole_layout(job: Job) -> Iterator[Problem]:
     """Yields problems that depend on the whole layout, and so wait for the planner's choice."""
     yield from layout_problems(job)
-    yield from pipeline_problems(job)
     yield from guard_problems(job)
 
 

@@ -21,6 +21,7 @@ from phalanx.check.effect import effect_problems
 from phalanx.check.job import by_cause, problems_of
 from phalanx.check.start import start_problems, starting_point
 from phalanx.config import foreign_names, overrides, values, yaml_file
+from phalanx.config.added import TECHNIQUES, load_for
 from phalanx.config.clusters import ACCELERATORS, CLUSTERS, cluster_of, describe
 from phalanx.config.corpora import CORPORA, mixture_of, vocabulary_of
 from phalanx.config.fields import get, leaves, name_of, replace
@@ -28,8 +29,6 @@ from phalanx.config.foreign_names import ALIASES, Derived
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import FROM_FILE, preset_of, states_no_rows
-from phalanx.config.techniques import SECTION as TECHNIQUES
-from phalanx.config.techniques import load_for
 from phalanx.config.values import row_of
 from phalanx.config.yaml_file import SET_FIELDS, Setting
 from phalanx.errors import JobError
@@ -608,8 +607,9 @@ def as_dict(job: Job) -> dict[str, Any]:
     document = json.loads(
         json.dumps(dataclasses.asdict(job, dict_factory=lambda values: {name_of(n): v for n, v in values}))
     )
-    if chosen := dict(document.pop(TECHNIQUES)["chosen"]):
-        document[TECHNIQUES] = chosen
+    for place, name in ((document, TECHNIQUES), (document["layout"], "axes")):
+        if chosen := dict(place.pop(name)["chosen"]):
+            place[name] = chosen
     return document
 
 

@@ -121,7 +121,9 @@ def schema() -> dict[str, Any]:
     }
     for short, path in NESTED_SECTIONS.items():
         section, _, name = path.partition(".")
-        root["properties"][short] = root["properties"][section]["then"]["properties"][name]
+        inner = root["properties"][section]["then"]["properties"]
+        if name in inner:  # packages' axes may be none
+            root["properties"][short] = inner[name]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": TITLE, **root}
 
 

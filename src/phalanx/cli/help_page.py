@@ -134,9 +134,12 @@ def _hanging(text: str, width: int) -> list[str]:
 
 def section_names() -> list[str]:
     """Returns the names of all sections, outer ones before those inside of them."""
+    from phalanx.config.added import ADDED
     from phalanx.config.fields import sections  # here and below: they read every field of a job
 
-    return [*dict.fromkeys([*(each.partition(".")[0] for each in sections()), *sections()])]
+    known = sections()
+    around = [added for added in ADDED if any(each.startswith(f"{added}.") for each in known)]
+    return [*dict.fromkeys([*(each.partition(".")[0] for each in known), *around, *known])]
 
 
 def outer_sections() -> list[str]:
@@ -148,8 +151,8 @@ def problems_of(words: Sequence[str], options: Sequence[str]) -> Iterator[str]:
     """Yields a message about every word after --help that is no section and no field. `options` are other names that
     could be meant."""
     from phalanx.config import reference
+    from phalanx.config.added import load_for
     from phalanx.config.fields import resolve
-    from phalanx.config.techniques import load_for
 
     for word in words:
         load_for(word)

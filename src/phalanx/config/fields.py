@@ -8,13 +8,13 @@ import itertools
 import keyword
 import typing
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx.config import foreign_names, values
+from phalanx.config.added import ADDED, AXES, Axes, Techniques, load_for, once
 from phalanx.config.constraints import Constraint, Example
 from phalanx.config.job import Job
-from phalanx.config.techniques import OPTIONS, SECTION, Techniques, load_for, once
 from phalanx.nearest import did_you_mean, nearest
 
 SECTION_SHORTHAND = {
@@ -26,7 +26,7 @@ SECTION_SHORTHAND = {
 }
 """Field that is set by a section written as one word: `model: llama3-8b` is `model.preset: llama3-8b`."""
 
-NESTED_SECTIONS = {"lora": "model.lora"}
+NESTED_SECTIONS = {"lora": "model.lora", "axes": AXES}
 """Sections that may be written without the one that they are a part of: `lora: {rank: 8}`, `lora.rank=8`."""
 
 LAUNCHER_NAMES = {"nproc_per_node": "cluster.devices_per_node", "nnodes": "cluster.nodes"}
@@ -60,9 +60,9 @@ def constraints(cls: type = Job) -> dict[str, tuple[Constraint, ...]]:
 
 def children(cls: type) -> dict[str, Any]:
     """Returns the types of a dataclass's fields as they are written, with Annotated, by the names that users write;
-    of Techniques, the options of each technique."""
-    if cls is Techniques:
-        return dict(OPTIONS)
+    of what packages add, the options of each."""
+    if issubclass(cls, Techniques | Axes):
+        return dict(cls.options)
     hints = typing.get_type_hints(cls, include_extras=True)
     return {name_of(field.name): hints[field.name] for field in dataclasses.fields(cls)}
 
@@ -139,7 +139,7 @@ def _by_last_name() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for path in leaves():
         section, _, name = path.rpartition(".")
-        if section.startswith(f"{SECTION}."):
+        if section.startswith(tuple(f"{each}." for each in ADDED)):
             continue  # their names may be those of fields here, and of each other
         # `rank` alone is hardly that of adapters, `label_smoothing` that of the cross-entropy.
         if section not in NESTED_SECTIONS.values() and name not in foreign_names.ADVICE:
@@ -170,8 +170,9 @@ def _fits(text: str, kind: Any) -> bool:
 def suggestion(name: str) -> str:
     """Returns a hint about an unknown name: "; did you mean train.steps?", or nothing if none is close."""
     plain = within(name.replace("-", "_"))
-    if plain.partition(".")[0] == SECTION:
-        return _technique(plain)
+    for section, added in ADDED.items():
+        if f"{plain}.".startswith(f"{section}."):
+            return _of_packages(plain, section, added)
     same = _namesakes(plain)
     if len(same) > 1:
         return f"; which one: {' or '.join(same)}?"
@@ -187,14 +188,14 @@ def suggestion(name: str) -> str:
     return f"; did you mean {target}?" if target else ""
 
 
-def _technique(path: str) -> str:
-    """Returns a hint about an unknown field, or an unknown technique, of the section of packages' techniques."""
-    name = path.split(".")[1] if "." in path else ""
-    if name in OPTIONS:
-        own = [leaf for leaf in leaves() if leaf.startswith(f"{SECTION}.{name}.")]
+def _of_packages(path: str, section: str, added: Mapping[str, type]) -> str:
+    """Returns a hint about an unknown field, or an unknown name, of a section that packages add to."""
+    name = path[len(section) + 1 :].partition(".")[0]
+    if name in added:
+        own = [leaf for leaf in leaves() if leaf.startswith(f"{section}.{name}.")]
         return f"; did you mean {_alike(path.rpartition('.')[2], own) or ' or '.join(own)}?"
-    known = ", ".join(OPTIONS) or "none; is the package that adds it installed?"
-    return f"{did_you_mean(name, OPTIONS)} (techniques of packages: {known})"
+    known = ", ".join(added) or "none; is the package that adds it installed?"
+    return f"{did_you_mean(name, added)} ({section.rpartition('.')[2]} of packages: {known})"
 
 
 def _mistyped(section: str, name: str) -> str | None:
@@ -236,6 +237,6 @@ def replace(obj: Any, path: str, value: Any) -> Any:
     """Returns a copy of a frozen dataclass with the value at a dotted path changed."""
     head, _, rest = path.partition(".")
     head = attribute_of(head)
-    if isinstance(obj, Techniques):
+    if isinstance(obj, Techniques | Axes):
         return obj.having(head, replace(getattr(obj, head), rest, value))
     return dataclasses.replace(obj, **{head: replace(getattr(obj, head), rest, value) if rest else value})

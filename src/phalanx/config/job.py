@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from phalanx.config.added import Techniques
 from phalanx.config.cluster import Cluster
 from phalanx.config.constraints import Example, FolderName, Interval, Matches, Printable, StoreUrl
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.techniques import Techniques
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Annotated, Literal
 
+from phalanx.config.added import Axes
 from phalanx.config.constraints import Example, Interval
 from phalanx.hashed import Hashed, hashed_once
 
@@ -108,6 +109,8 @@ class Layout(Hashed):
     bucket_mb: Annotated[float, Interval(above=0)] = 25.0
     """Size in MiB of the buckets in which gradients are reduced during the backward pass."""
 
+    axes: Axes = field(default_factory=Axes)
+
     def logits_of(self, tokens: int) -> int:
         """Returns how many of a micro-batch's `tokens` have logits at once in the loss; 0 if all have, without chunks.
         With auto an eighth of them, a power of two between 256 and 1,024."""
@@ -119,12 +122,12 @@ class Layout(Hashed):
     @property
     def world(self) -> int:
         """Number of devices of the layout: the product of all axes."""
-        return self.pp * self.dp_replicate * self.dp_shard * self.cp * self.tp
+        return self.pp * self.axes.ranks * self.dp_replicate * self.dp_shard * self.cp * self.tp
 
     @property
     def data_ranks(self) -> int:
         """Number of groups of ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
+        return self.axes.ranks * self.dp_replicate * self.dp_shard
 
     @property
     def shard_ranks(self) -> int:
@@ -143,8 +146,24 @@ class Layout(Hashed):
 
     @property
     def independent_replicas(self) -> int:
-        """Number of replicas that do not sum their gradients: each trains alone on its share of the batch. 1: bsp."""
-        return 1 if self.sync == "bsp" else self.dp_replicate
+        """Number of replicas that do not sum their gradients: each trains alone on its share of the batch. 1: bsp.
+        Those along an axis of a package are replicas of all of dp_replicate."""
+        return self.axes.ranks if self.sync == "bsp" else self.dp_replicate
+
+    @property
+    def summed_replicas(self) -> int:
+        """Number of replicas that sum their gradients in every step."""
+        return self.dp_replicate if self.sync == "bsp" else 1
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all replicas sum their gradients in every step."""
+        return self.sync == "bsp" and self.axes.ranks == 1
+
+    @property
+    def replica_axis(self) -> str:
+        """The axis along which independent replicas lie: one of a package if it has several ranks."""
+        return next(iter(self.axes.sizes), "dp_replicate")
 
     @property
     def processes(self) -> int:
@@ -160,7 +179,13 @@ class Layout(Hashed):
         shown += [
             f"{name}={str(value).lower() if isinstance(value, bool) else value}"
             for name, value in ((field.name, getattr(self, field.name)) for field in fields(self))
-            if value != getattr(default, name) and name not in ("auto", "bucket_mb")
+            if value != getattr(default, name) and name not in ("auto", "bucket_mb", "axes")
+        ]
+        shown += [
+            f"axes.{axis}.{name}={str(value).lower() if isinstance(value, bool) else value}"
+            for axis, options in self.axes.chosen
+            for name, value in vars(options).items()
+            if value != getattr(type(options)(), name)
         ]
         return ",".join(shown) or "dp_replicate=1"
 

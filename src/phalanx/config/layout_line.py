@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import asdict
 from typing import Any
 
 from phalanx.config import foreign_names, values
-from phalanx.config.fields import leaves, resolve, suggestion
+from phalanx.config.added import AXES, load_for
+from phalanx.config.fields import get, leaves, replace, resolve, suggestion
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
@@ -20,7 +20,10 @@ AUTO = "auto"
 def parse(line: str) -> Layout:
     """Returns the layout of a line; fields that are not in it have their defaults. Legality is checked in check/job.py.
     Raises JobError with every problem of the line."""
-    return Layout(**{name: value for name, (_, value) in _fields_of(line).items()})
+    layout = Layout()
+    for name, (_, value) in _fields_of(line).items():
+        layout = replace(layout, name, value)
+    return layout
 
 
 def items(line: str) -> list[str]:
@@ -40,13 +43,16 @@ def settings_of(text: str) -> tuple[dict[str, str], dict[str, str]]:
             f"found {text!r}{hint}"
         )
     given = _fields_of(text.rstrip(":"))  # pasted from a sentence
-    whole = asdict(Layout()) if not given.get(AUTO, ("", False))[1] else {}
+    default = Layout()
+    whole = {name: get(default, name) for name in leaves(Layout)} if not given.get(AUTO, ("", False))[1] else {}
     named = {f"{SECTION}.{name}": written for name, (written, _) in given.items()}
     return named, {f"{SECTION}.{name}": str(value) for name, value in whole.items() if name not in given}
 
 
 def _fields_of(line: str) -> dict[str, tuple[str, Any]]:
     """Returns the text and the value of the fields in a line. Raises JobError with every problem."""
+    if "axes." in line:
+        load_for(AXES)
     kinds = leaves(Layout)
     found: dict[str, tuple[str, Any]] = {}
     problems: list[str] = []

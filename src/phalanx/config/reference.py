@@ -16,10 +16,10 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from phalanx.config.added import once
 from phalanx.config.constraints import Constraint, Example
 from phalanx.config.fields import children, constraints, get, leaves, metadata, name_of, short_names
 from phalanx.config.job import Job
-from phalanx.config.techniques import once
 from phalanx.config.values import row_of
 
 MEASURED = "cluster.calibration"

@@ -10,9 +10,8 @@ import yaml
 
 from phalanx.bounded import read_text
 from phalanx.config import layout_line
+from phalanx.config.added import ADDED, load_for
 from phalanx.config.fields import SECTION_SHORTHAND, leaves, resolve, sections, suggestion, within
-from phalanx.config.techniques import SECTION as TECHNIQUES
-from phalanx.config.techniques import load_for
 from phalanx.config.values import LOADER, MOST_NESTING, row_of, too_deep
 from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import near_file, nearest
@@ -144,7 +143,7 @@ def _walk(node: yaml.MappingNode, prefix: str, name: str, settings: list[Setting
 
 
 def _meant_section(path: str) -> str:
-    if path.partition(".")[0] == TECHNIQUES:
+    if f"{path}.".startswith(tuple(f"{each}." for each in ADDED)):
         return suggestion(path)
     meant = nearest(path, sections())
     return f"; did you mean {meant}?" if meant else f" (sections: {', '.join(sections())})"

@@ -163,7 +163,8 @@ def group(layout: Layout, axis: str) -> RankGroup:
     """Returns the ranks of an axis: `tp` innermost, then `ring` and `ulysses` of cp, `ep`, dp_shard, dp_replicate, pp;
     `shard` is dp_shard × cp, `edp` the ranks that hold the same experts; `hpz` and `edp_hpz` are parts of them that
     keep a second copy of the parameters together, `hpz_across` and `edp_hpz_across` the ranks at one place of these.
-    `summed` are the replicas that sum their gradients in every step: one where each trains by itself."""
+    `summed` are the replicas that sum their gradients in every step: one where each trains by itself; `independent`
+    those that do not."""
     tp, cp, shard = layout.tp, layout.cp, layout.dp_shard
     ulysses_inside = layout.cp_inner == "ulysses"
     return {
@@ -179,8 +180,9 @@ def group(layout: Layout, axis: str) -> RankGroup:
         "hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
         "edp_hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
         "replicate": RankGroup(layout.dp_replicate, tp * cp * shard),
-        "summed": RankGroup(layout.dp_replicate // layout.independent_replicas, tp * cp * shard),
-        "pp": RankGroup(layout.pp, tp * cp * shard * layout.dp_replicate),
+        "summed": RankGroup(layout.summed_replicas, tp * cp * shard),
+        "independent": RankGroup(layout.independent_replicas, tp * cp * shard * layout.summed_replicas),
+        "pp": RankGroup(layout.pp, tp * cp * shard * layout.dp_replicate * layout.axes.ranks),
     }[axis]
 
 

@@ -9,6 +9,7 @@ from functools import lru_cache
 from math import ceil
 from typing import Any
 
+from phalanx.axes.catalogue import agreement
 from phalanx.config.cluster import Accelerator, Cluster, HostShare
 from phalanx.config.layout import Layout
 from phalanx.cost.communication import PURPOSES, RankGroup, group, load, seconds, state_messages
@@ -264,7 +265,9 @@ def synchronization_seconds(spec: StepSpec, held: ParameterCounts) -> float:
         server = RankGroup(2, group(layout, "replicate").stride)
         return sum(seconds(spec.cluster, "send", updated_parameters(spec, held) * width, server) for width in widths)
     averaged = updated_parameters(spec, held) * own_width(spec.width)
-    return seconds(spec.cluster, "all_reduce", averaged, group(layout, "replicate")) / layout.sync_every
+    share, messages = agreement(layout)
+    each = (seconds(spec.cluster, collective, n * averaged, group(layout, "independent")) for collective, n in messages)
+    return share * sum(each)
 
 
 def interference(spec: StepSpec, held: ParameterCounts, messages: int) -> float:

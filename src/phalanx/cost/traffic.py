@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+from phalanx.axes.catalogue import agreement
 from phalanx.blocks.feed_forward import routed_rows
 from phalanx.blocks.kinds import BlockKind, block
 from phalanx.blocks.operator import Operator, Place, place_of
@@ -211,7 +212,7 @@ class Spread:
     @property
     def replicas(self) -> int:
         """Number of replicas that sum their gradients."""
-        return self.layout.dp_replicate if self.layout.independent_replicas == 1 else 1
+        return self.layout.summed_replicas
 
     def over(self, parameter: HeldParameter) -> tuple[str, int, int]:
         """Returns the axis that shards a parameter's state, its number of ranks, and this rank's index among them."""
@@ -257,10 +258,11 @@ def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses, mo
             every.note("dp_replicate", "send", spread.share * (PUSH_BYTES + updated.total() * spread.gradient_width))
         return every
     if layout.independent_replicas > 1:
-        # Every sync_every steps all replicas synchronize and average their optimizers' parameters.
-        replicas, share = layout.dp_replicate, 1 / layout.sync_every
-        table.add("dp_replicate", "all_gather", replicas * STOP_MESSAGE_BYTES, replicas, share)
-        table.add("dp_replicate", "all_reduce", updated.total() * spread.master_width, replicas, share)
+        # Now and then all replicas synchronize and average their optimizers' parameters.
+        replicas, axis, (share, messages) = layout.independent_replicas, layout.replica_axis, agreement(layout)
+        table.add(axis, "all_gather", replicas * STOP_MESSAGE_BYTES, replicas, share)
+        for collective, numbers in messages:
+            table.add(axis, collective, numbers * updated.total() * spread.master_width, replicas, share)
     return table
 
 
@@ -493,5 +495,6 @@ def _status(table: Table, layout: Layout, size: int, share: float) -> None:
     if layout.independent_replicas == 1:
         table.add("world", "all_reduce", size, layout.world)
         return
-    for axis, ranks in (("tp", layout.tp), (shard_axis(layout), layout.shard_ranks), ("pp", layout.pp)):
+    summed = "dp_replicate", layout.summed_replicas
+    for axis, ranks in (("tp", layout.tp), (shard_axis(layout), layout.shard_ranks), summed, ("pp", layout.pp)):
         table.add(axis, "all_reduce", size, ranks, share)

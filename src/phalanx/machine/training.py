@@ -15,6 +15,7 @@ from torch.profiler import profile
 
 from phalanx.comm import blocking
 from phalanx.comm.agree import broadcast_json, gather_json
+from phalanx.config.added import Axes
 from phalanx.config.job import Job
 from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.watchdog import heartbeat
@@ -95,6 +96,9 @@ def trainable(job: Job) -> tuple[Job, list[str]]:
     if layout.sync != "bsp":
         changed.append(f"sync=bsp instead of {layout.sync}")
         layout = replace(layout, sync="bsp")
+    if layout.axes.sizes:
+        changed.append(f"without axis {layout.replica_axis}")
+        layout = replace(layout, axes=Axes())
     if not flushes(layout):
         changed.append(f"schedule=1f1b instead of {layout.schedule}")
         layout = replace(layout, schedule="1f1b")

@@ -317,7 +317,7 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
     sums = GradientSum(
         shard=mesh.axis("shard"),
         # Replicas that synchronize otherwise (train/sync) do not sum their gradients.
-        replicate=Axis("dp_replicate") if layout.independent_replicas > 1 else mesh.axis("dp_replicate"),
+        replicate=Axis("dp_replicate") if layout.sync != "bsp" else mesh.axis("dp_replicate"),
         dtype=torch.float32 if job.train.gradients == "fp32" else None,
         every_micro_batch=layout.accumulate == "sharded",
         granularity=entry_of(job.optimizer.name).granularity,

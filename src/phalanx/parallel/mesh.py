@@ -24,7 +24,7 @@ from phalanx.launch.process_group import inherit_timeout, new_group
 from phalanx.partition.derived import gathers_parameters, is_copied, near_ranks
 
 DEVICE_AXES = ("pp", "dp_replicate", "shard", "tp")
-"""Outermost first; what torch's mesh has."""
+"""Outermost first; what torch's mesh has, with axes of packages between the first two."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,16 @@ class Mesh:
     @property
     def data_ranks(self) -> int:
         """The number of groups of ranks that read different samples."""
-        return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
+        return prod(size for axis, size in self.sizes.items() if axis not in ("pp", "cp", "tp"))
 
     @property
     def data_rank(self) -> int:
         """The group of this rank among those."""
-        return self.coordinates["dp_replicate"] * self.sizes["dp_shard"] + self.coordinates["dp_shard"]
+        rank = 0
+        for axis, size in self.sizes.items():
+            if axis not in ("pp", "cp", "tp"):
+                rank = rank * size + self.coordinates[axis]
+        return rank
 
     @property
     def owns_loss(self) -> bool:
@@ -136,8 +140,9 @@ class Mesh:
 
     def reduce_replica(self, x: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         """Replaces `x` by the sum (or maximum) over the ranks of this replica: those that differ along any axis but
-        dp_replicate."""
-        for name in ("tp", "shard"):
+        the one along which replicas lie, dp_replicate or that of a package."""
+        outside = [axis for axis in self.sizes if axis not in AXES]
+        for name in ("tp", "shard", *(["dp_replicate"] if outside else [])):
             self.axis(name).all_reduce(x, op).wait()
         return self.axis("pp").all_reduce(x, op)
 
@@ -172,11 +177,11 @@ class Mesh:
 
 def place(layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the sizes of the axes, and the coordinates of `rank` along them. Pure arithmetic, for any world size."""
-    sizes = {axis: getattr(layout, axis) for axis in AXES}
+    sizes = {"pp": layout.pp, **layout.axes.sizes, **{axis: getattr(layout, axis) for axis in AXES}}
     coordinates, rest = {}, rank
-    for axis in reversed(AXES):
+    for axis in reversed(sizes):
         rest, coordinates[axis] = divmod(rest, sizes[axis])
-    return sizes, {axis: coordinates[axis] for axis in AXES}
+    return sizes, {axis: coordinates[axis] for axis in sizes}
 
 
 def lines(layout: Layout) -> dict[str, AxisGeometry]:
@@ -184,9 +189,14 @@ def lines(layout: Layout) -> dict[str, AxisGeometry]:
     tp, cp, shard = layout.tp, layout.cp, layout.shard_ranks
     ulysses, ring = layout.cp_ulysses, layout.ring
     ulysses_first = layout.cp_inner == "ulysses"
+    outside, stride = dict[str, AxisGeometry](), layout.dp_replicate * shard * tp
+    for axis, size in reversed(layout.axes.sizes.items()):
+        outside[axis] = AxisGeometry(size, stride)
+        stride *= size
     hpz, crosses = near_ranks(layout), is_copied(layout) and layout.quantise_gradients != "none"
     return {
-        "pp": AxisGeometry(layout.pp, layout.dp_replicate * shard * tp),
+        "pp": AxisGeometry(layout.pp, stride),
+        **outside,
         "dp_replicate": AxisGeometry(layout.dp_replicate, shard * tp),
         "shard": AxisGeometry(shard, tp),
         "tp": AxisGeometry(tp, 1),
@@ -217,13 +227,14 @@ def build(layout: Layout, device_type: str) -> Mesh:
         return alone()
     sizes, coordinates = place(layout, dist.get_rank())
     every = lines(layout)
+    names = (DEVICE_AXES[0], *layout.axes.sizes, *DEVICE_AXES[1:])
     devices = _devices(
-        device_type, {name: every[name].size for name in DEVICE_AXES if every[name].size > 1 or name in always}
+        device_type, {name: every[name].size for name in names if every[name].size > 1 or name in always}
     )
     experts = None
     if layout.ep > 1:
         # FSDP2 requires even an axis of one rank by name.
-        names = ("pp", "dp_replicate", "edp", "ep", "tp")
+        names = ("pp", *layout.axes.sizes, "dp_replicate", "edp", "ep", "tp")
         experts = _devices(device_type, {name: every[name].size for name in names})
     return Mesh(sizes, coordinates, devices, experts, every)
 

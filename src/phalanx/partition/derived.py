@@ -75,7 +75,8 @@ def _filling_accumulation(pp: int, sequences: int) -> int:
 def _disagreement(global_batch: int, layout: Layout, known: int) -> str:
     micro = f"micro_batch {layout.micro_batch}" if layout.micro_batch else "micro_batch ?"
     accumulation = f"accumulation {layout.accumulation}" if layout.accumulation else "accumulation ?"
-    ranks = f"data ranks {layout.data_ranks} (dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard})"
+    outside = "".join(f"{name} {size} × " for name, size in layout.axes.sizes.items())
+    ranks = f"data ranks {layout.data_ranks} ({outside}dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard})"
     if layout.micro_batch and layout.accumulation:
         legal = f"global_batch {known} agrees"
     else:
@@ -327,7 +328,7 @@ def gathers_parameters(layout: Layout) -> bool:
 
 def has_buckets(layout: Layout) -> bool:
     """Returns whether several processes sum their gradients in buckets, as DDP, ZeRO-1 and ZeRO-2 do."""
-    replicas = 1 if layout.data_parallel == "threads" else layout.dp_replicate // layout.independent_replicas
+    replicas = 1 if layout.data_parallel == "threads" else layout.summed_replicas
     return layout.shard_ranks * replicas > 1 and not gathers_parameters(layout)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.check.layout import layout_problems
-from phalanx.check.pipeline import pipeline_problems
 from phalanx.config.cluster import Cluster, with_processes
 from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.job import Job, Optimizer, Train
@@ -108,7 +107,7 @@ class PlanRequest:
             optimizer=self.optimizer,
             train=Train(global_batch=self.global_batch),
         )
-        found = [message for _, message in (*layout_problems(job), *pipeline_problems(job), *technique_problems(job))]
+        found = [message for _, message in (*layout_problems(job), *technique_problems(job))]
         if found:
             return found
         try:
@@ -120,6 +119,10 @@ class PlanRequest:
 
 def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -> PlanRequest:
     """Returns the request of a job. Raises JobError if the devices or their number are not known."""
+    if job.layout.axes.sizes:
+        raise JobError(
+            f"layout.axes: the planner does not choose axes of packages; leave {job.layout.replica_axis} out"
+        )
     if not job.cluster.devices:
         raise JobError("cluster: how many devices are there? Set cluster.devices_per_node, or name a machine")
     # The spec of the simplest layout has everything that does not depend on the layout.

@@ -289,6 +289,8 @@ def refusals(spec: StepSpec) -> Iterator[str]:
             f"layout.sync: {layout.sync} replicas do not synchronise in every step, so steps differ; to simulate one "
             "replica: sync=bsp with dp_replicate=1"
         )
+    elif layout.independent_replicas > 1:
+        yield f"layout.axes: replicas along {layout.replica_axis} do not synchronise in every step, so steps differ"
     if layout.data_parallel == "threads":
         yield "layout.data_parallel: threads share one interpreter, which no cost model knows; data_parallel=ddp"
 

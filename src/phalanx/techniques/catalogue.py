@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
+from phalanx.config.added import TECHNIQUE_OPTIONS, OptionsTable, Techniques
 from phalanx.config.job import Job
-from phalanx.config.techniques import OPTIONS, Techniques
-from phalanx.errors import ExtensionError
 from phalanx.optimizers.entry import UpdateCosts
 from phalanx.partition.derived import is_offloaded
-from phalanx.registry import Registry, package_code
+from phalanx.registry import package_code
 from phalanx.techniques.adapters import ADAPTERS
 from phalanx.techniques.compiling import COMPILE
 from phalanx.techniques.loss import LOSS_CHUNK, PREFERENCE
@@ -42,22 +41,7 @@ OWN: Mapping[str, Technique] = MappingProxyType(
 """The project's own techniques, in the order in which they compose."""
 
 
-class _Table(Registry[Technique]):
-    """The table, which tells the reader of jobs the options of each technique."""
-
-    def add(self, name: str, entry: Technique) -> None:
-        if isinstance(entry, Technique) and entry.options is None and entry.fields:
-            raise ExtensionError(f"technique {name!r}: fields are the project's; state options of your own")
-        super().add(name, entry)
-        assert entry.options is not None, "without options and fields it was refused"
-        OPTIONS[name] = entry.options
-
-    def remove(self, name: str) -> None:
-        super().remove(name)
-        OPTIONS.pop(name, None)
-
-
-TECHNIQUES = _Table("technique", dict(OWN), problems)
+TECHNIQUES = OptionsTable("technique", dict(OWN), problems, TECHNIQUE_OPTIONS)
 
 
 def techniques_of(job: Job) -> Mapping[str, Technique]:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
+from phalanx.config.added import TECHNIQUES, Techniques
 from phalanx.config.fields import get
 from phalanx.config.job import Job
-from phalanx.config.techniques import SECTION, Techniques
 from phalanx.facts import Lazy, stated
 from phalanx.optimizers.entry import UpdateCosts
 from phalanx.registry import package_code
@@ -111,7 +111,7 @@ def problems(name: str, entry: Technique) -> Iterator[str]:
     """Yields what contradicts the facts of a technique that is added."""
     if entry.options is None:
         if not entry.fields:
-            yield "it has no field that switches it on: state options, a frozen dataclass"
+            yield "it has no field that switches it on"
         return
     if wrong := list(_wrong_options(entry.options)):
         yield from wrong
@@ -126,7 +126,7 @@ def problems(name: str, entry: Technique) -> Iterator[str]:
         found = [*entry.problems(job), *entry.layout_problems(job)]
         if not isinstance(effect, Effect):
             yield f"effect must return an Effect, returns {type(effect).__name__}"
-    own = {f"{SECTION}.{name}.{each.name}" for each in dataclasses.fields(entry.options)}
+    own = {f"{TECHNIQUES}.{name}.{each.name}" for each in dataclasses.fields(entry.options)}
     for path in entry.conditions:
         if path not in own:
             yield f"conditions name {path}, which is no field of its options"

@@ -65,7 +65,7 @@ class NotFiniteAdvice(Callback):
             yield from steps
         except NotFiniteError as error:
             first, samples = self.state.samples, ""
-            if self.state.stepper.job.layout.sync == "bsp":
+            if self.state.stepper.job.layout.is_synchronous:
                 samples = f" (samples {first} to {first + self.global_batch - 1})"
             raise NotFiniteError(
                 f"{error}{samples}. The optimizer did not apply it, and checkpoints in {self.checkpoints} are older; a "

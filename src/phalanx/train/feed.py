@@ -55,7 +55,7 @@ class Feed:
         replicas = self.job.layout.independent_replicas
         if replicas == 1:
             return self._valid(self.samples(done).start, self.batch.global_batch)
-        return replicas * self.share_tokens(done * replicas + self.mesh.coordinates["dp_replicate"])
+        return replicas * self.share_tokens(done * replicas + self.mesh.coordinates[self.job.layout.replica_axis])
 
     def share_tokens(self, chunk: int) -> int:
         """Returns the valid tokens of what `share` reads, over the ranks of a replica."""
@@ -115,7 +115,7 @@ class Feed:
 
     def _share(self, chunk: int) -> tuple[int, int]:
         """Returns the first sample of a chunk, and the number of its samples."""
-        replicas = self.job.layout.dp_replicate
+        replicas = self.job.layout.independent_replicas
         samples = self.batch.global_batch // replicas
         return self.first_sample + (chunk - self.first_step * replicas) * samples, samples
 

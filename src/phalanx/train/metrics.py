@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from phalanx.axes.catalogue import period
 from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.config.job import Job
@@ -264,7 +265,7 @@ class ExpertLoads(Callback):
         layout, step = self.job.layout, done.number
         if not self.layers or done.step.requests.void:
             return
-        synchronizes = layout.sync in ("bsp", "asp") or step % layout.sync_every == 0
+        synchronizes = step % period(layout) == 0
         shown = self.recorder.milestones.shows(step)
         if done.ends or layout.sync == "asp" or (shown and synchronizes):
             row = self.collect(step)

@@ -36,9 +36,9 @@ from phalanx.check.load import LoadedJob, as_dict, as_yaml
 from phalanx.check.start import KEPT
 from phalanx.checkpoint.inventory import newest_valid, set_aside
 from phalanx.checkpoint.manifest import Manifest, job_of
+from phalanx.config.added import ADDED
 from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
-from phalanx.config.techniques import SECTION as TECHNIQUES
 from phalanx.data.files import open_regular, write_atomic
 from phalanx.data.template import TEMPLATE_FILES
 from phalanx.echo import echo, shortened
@@ -323,8 +323,8 @@ def job_facts(job: Job) -> dict[str, Any]:
     return {
         path: functools.reduce(lambda values, name: values[name], path.split("."), document)
         for path in leaves()
-        if not path.startswith((*MAY_DIFFER, TECHNIQUES))
-    } | {f"{TECHNIQUES}.{name}": vars(options) for name, options in job.techniques.chosen}
+        if not path.startswith((*MAY_DIFFER, *ADDED))
+    } | {f"added.{name}": vars(its) for name, its in (*job.techniques.chosen, *job.layout.axes.chosen)}
 
 
 @functools.cache

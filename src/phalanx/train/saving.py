@@ -116,7 +116,7 @@ class Saving(Callback):
         parts = (part for share, value in copies for part in share.parts(value))
         check = self._check(shares) if values is not None else lambda part: None
         self.writer = Writer(order, self.world.rank, parts, check, nice=goes_on)
-        if goes_on and self.state.stepper.job.layout.sync != "bsp":
+        if goes_on and not self.state.stepper.job.layout.is_synchronous:
             self.snapshot.hold()  # replicas average their parameters, or adopt a server's, beside the optimizer
         self.blocked = time.perf_counter() - began
         if not goes_on:

@@ -160,7 +160,7 @@ class TrainState:
     def _held(self) -> Iterator[HeldTensor]:
         """Yields everything that this rank holds of the state."""
         stepper = self.stepper
-        replicas = stepper.mesh.axis("dp_replicate")
+        replicas = stepper.mesh.axis(stepper.job.layout.replica_axis)
         same = replicas.rank, replicas.size
         yield from held(stepper.replica.shards, {f.name: f.value for f in stepper.replica.shards}, "", *same)
         if stepper.job.layout.sync == "asp":
@@ -187,7 +187,7 @@ class TrainState:
             check_digests(manifest, sorted(manifest.files)[world.rank :: world.size])
         optimizer, sync = self.stepper.optimizer, self.stepper.sync
         # With another number of replicas, each takes the state of one in turn.
-        replica = self.stepper.mesh.coordinates["dp_replicate"] % meta["replicas"] if sync else 0
+        replica = self.stepper.mesh.coordinates[self.stepper.job.layout.replica_axis] % meta["replicas"] if sync else 0
         shards = self.stepper.replica.shards
         with Reader(manifest) as tensors:
             tensors.require(parameter_shapes(self.stepper.job.model, self.vocab_size))

@@ -41,7 +41,7 @@ from phalanx.techniques.offload import offload_problems, with_offload
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.residence import InFiles, OnDevice, OnHost
-from phalanx.train.sync import DiLoCo, LocalSGD
+from phalanx.train.sync import AxisSync, DiLoCo, LocalSGD
 from phalanx.units import gib
 
 REFUSALS = ("can't allocate memory", "DefaultCPUAllocator", "could not create a primitive")
@@ -197,7 +197,7 @@ class Computed:
     inputs: StepInputs
     own_loss: Tensor
     """The loss summed over this rank's micro-batches, in fp64."""
-    tokens: int
+    tokens: float
     """Valid tokens of the batch that one update covers."""
     square: Tensor
     """The square of the gradients' norm: of this rank's until the step is settled, then of all ranks'."""
@@ -285,6 +285,8 @@ class Stepper:
         if job.layout.sync in ("local_sgd", "diloco"):
             kind = LocalSGD if job.layout.sync == "local_sgd" else DiLoCo
             self.sync = kind(job, mesh, self.optimizer, device)
+        elif job.layout.axes.sizes:
+            self.sync = AxisSync(job, mesh, self.optimizer, device)
 
     def _residence(self, shards: Sequence[ParameterShard], level: int) -> OnDevice:
         """Returns where the state of the optimizer of these shards lives, logged at `level`."""
@@ -334,7 +336,7 @@ class Stepper:
 
     def compute(self, inputs: StepInputs) -> Computed:
         """Computes the gradients of a step, and starts summing what decides about it."""
-        tokens = inputs.tokens // self.independent_replicas
+        tokens = inputs.tokens / self.independent_replicas if self.independent_replicas > 1 else inputs.tokens
         # Where ranks hold whole gradients, the optimizer does not wait for the requests: NaN keeps it from writing.
         loss = self.gradients(inputs.micro_batches, inputs.step, math.nan if inputs.requests.void else tokens)
         heartbeat.enter(Phase.EXCHANGE)
@@ -410,7 +412,7 @@ class Stepper:
             square = self.optimizer.square_norm(self.loss_scale.value).to(loss.device)
         # One rank counts each value: a loss, one of those that read the same samples, a gradient's element, one of
         # those that hold it.
-        first_replica = self.independent_replicas > 1 or self.mesh.coordinates["dp_replicate"] == 0
+        first_replica = self.job.layout.sync != "bsp" or self.mesh.coordinates["dp_replicate"] == 0
         counted = square * (math.nan if requests.void else first_replica)
         status = torch.stack((loss * self.mesh.owns_loss, counted, torch.full_like(loss, requests.encode())))
         if pairs := self.replica.objective.pairs:

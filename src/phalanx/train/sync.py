@@ -7,11 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from phalanx.axes.catalogue import AXES_TABLE
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Job
 from phalanx.errors import NotFiniteError
 from phalanx.parallel.mesh import Mesh
 from phalanx.partition.tensor_slices import STOP_MESSAGE_BYTES
+from phalanx.registry import package_code
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Requests
 
@@ -59,7 +61,7 @@ class LocalSGD:
 
     def __init__(self, job: Job, mesh: Mesh, optimizer: ShardedOptimizer, device: torch.device):
         self.every, self.steps = job.layout.sync_every, job.train.steps
-        self.replicas = mesh.axis("dp_replicate")
+        self.replicas = mesh.axis(job.layout.replica_axis)
         self.optimizer, self.device = optimizer, device
         # Half precisions average the fp32 masters: an average rounded to bf16 would lose most of a step.
         self.values = list(optimizer.masters.values())
@@ -93,6 +95,23 @@ class LocalSGD:
 
     def reload(self) -> None:
         """Adopts the parameters loaded from a checkpoint."""
+
+
+class AxisSync(LocalSGD):
+    """Replicas along an axis of a package, which says when and how they agree."""
+
+    def __init__(self, job: Job, mesh: Mesh, optimizer: ShardedOptimizer, device: torch.device):
+        super().__init__(job, mesh, optimizer, device)
+        self.name = job.layout.replica_axis
+        options = getattr(job.layout.axes, self.name)
+        self.every = AXES_TABLE[self.name].every(options)
+        with package_code(f"axis {self.name!r} of {AXES_TABLE.owner(self.name)} failed"):
+            self.merge = AXES_TABLE.code(self.name, "agree")
+
+    @torch.no_grad()
+    def agree(self) -> None:
+        """Gives all replicas the same parameters, as the package's code does."""
+        self.merge(self.replicas, self.values)
 
 
 MOMENTUM = "outer_momentum"

@@ -249,7 +249,10 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, 
         losses = []
         for step in range(steps):
             batches, valid = read(step)
-            losses.append(stepper.step(StepInputs(batches, step, valid, lr)).loss)
+            loss = torch.tensor(
+                stepper.step(StepInputs(batches, step, valid, lr)).loss, dtype=torch.float64, device=device
+            )
+            losses.append(stepper.mean(loss).item())
     stepper.show("parameter", {f.name: f.value for f in stepper.replica.shards})
     return losses
 
@@ -267,9 +270,18 @@ class _ObservedStepper(Stepper):
         self.seen += 1
         return super().status(loss, requests)
 
+    def mean(self, tensor: Tensor) -> Tensor:
+        """Returns the mean over replicas along an axis of a package, which each compute their part of the batch."""
+        if self.independent_replicas == 1:
+            return tensor
+        total = tensor.detach().clone()
+        self.mesh.axis(self.job.layout.replica_axis).all_reduce(total).wait()
+        return total / self.independent_replicas
+
     def show(self, kind: str, tensors: dict[str, Tensor]) -> None:
         """Reassembles tensors of the shards' shapes from all ranks, and reports them."""
         shards = [shard for shard in self.replica.shards if shard.name in tensors]
-        tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}  # gradients may be on the host
+        # Gradients may be on the host.
+        tensors = {name: self.mean(tensor.to(self.device)) for name, tensor in tensors.items()}
         for name, whole in wholes(shards, tensors, self.mesh, self.keep):
             self.observe(f"{kind}/{name}", whole)

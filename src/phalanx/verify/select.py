@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from math import gcd
 from typing import Any
 
+from phalanx.axes.catalogue import OWN as OWN_AXES
+from phalanx.axes.catalogue import axes_of
 from phalanx.blocks.kinds import alike, model_kinds
 from phalanx.blocks.parameters import count
 from phalanx.check.effect import effect_problems
@@ -30,18 +32,10 @@ from phalanx.techniques.catalogue import OWN, techniques_of
 from phalanx.techniques.technique import Problem
 from phalanx.units import counted
 
-_AXES = (
-    ("dp_replicate=2",),
-    ("dp_shard=2,zero=1", "dp_shard=2,zero=2", "dp_shard=2,zero=3"),
-    ("cp=2", "cp=2,cp_ulysses=2", "cp=4,cp_ulysses=2"),
-    ("tp=2", "tp=2,sp=true"),
-    (
-        *("pp=2", "pp=2,schedule=interleaved_1f1b", "pp=2,schedule=zb_h1", "pp=2,schedule=zb_v"),
-        *("pp=2,schedule=dualpipe", "pp=2,schedule=terapipe,pp_slices=2"),
-    ),
-    ("ep=2", "ep=4"),
+FEATURES = (
+    *(axis.combined for axis in OWN_AXES.values()),
+    *(technique.combined for technique in OWN.values() if technique.combined),
 )
-FEATURES = (*_AXES, *(technique.combined for technique in OWN.values() if technique.combined))
 """The features: those of the axes and of the techniques; a layout has at most one entry of each row."""
 ENTRIES = tuple(itertools.chain(*FEATURES))
 
@@ -83,7 +77,7 @@ def _combinations(max_ranks: int) -> list[_Combination]:
 
 @cache
 def _settings(entry: str) -> dict[str, Any]:
-    changed = asdict(layout_line.parse(entry))
+    changed = vars(layout_line.parse(entry))
     return {name: value for name, value in changed.items() if value != getattr(Layout(), name)}
 
 
@@ -93,53 +87,8 @@ def _bit(first: str, second: str) -> int:
 
 
 MATRIX = (
-    # accumulation alone
     "accumulation=2",
-    # whole copies of the model
-    "dp_replicate=2",
-    "dp_replicate=4,accumulation=2",
-    # sharded state: optimizer, gradients, parameters
-    "dp_shard=2,zero=1,accumulation=2",
-    "dp_shard=4,zero=2",
-    "dp_shard=2,zero=2,accumulate=sharded,accumulation=2",
-    "dp_shard=4,zero=3",
-    "dp_shard=2,zero=3,reshard=false,accumulation=2",
-    "dp_shard=2,zero=3,accumulate=sharded,accumulation=2,recompute=full",
-    # sharded within groups, replicated between them
-    "dp_replicate=2,dp_shard=2,zero=1",
-    "dp_replicate=2,dp_shard=2,zero=2,accumulate=sharded,accumulation=2",
-    "dp_replicate=2,dp_shard=2,zero=3,accumulation=2",
-    # cut matrices, and cut tokens between them
-    "tp=2",
-    "tp=4,accumulation=2,loss_chunk=24",
-    "tp=2,sp=true,recompute=selective",
-    "tp=2,sp=true,sp_regather=true,recompute=products",
-    "tp=2,sp=true,sp_regather=true,loss_chunk=24",
-    "tp=4,sp=true,recompute=full",
-    "tp=2,pp=2,accumulation=4,sp=true,sp_regather=true,recompute_cut=1*full+2*selective+1*none",
-    # layers cut into stages, by schedules of every kind
-    "pp=2,accumulation=4",
-    "pp=4,schedule=gpipe,accumulation=4",
-    "pp=2,schedule=interleaved_1f1b,accumulation=4,recompute=selective",
-    "pp=4,schedule=zb_h1,accumulation=8",
-    "pp=2,schedule=zb_v,accumulation=4,recompute=full,loss_chunk=24",
-    "pp=2,schedule=dualpipe,accumulation=4",
-    "pp=2,schedule=terapipe,pp_slices=4,accumulation=2",
-    "pp=3,schedule=pipedream,accumulation=4",
-    # parts of sequences: a ring, heads exchanged for tokens, both
-    "cp=2",
-    "cp=4",
-    "cp=2,cp_ulysses=2",
-    "cp=4,cp_ulysses=2",
-    "cp=4,cp_ulysses=2,cp_inner=ring",
-    "cp=2,recompute=selective,zero=1",
-    "dp_replicate=2,dp_shard=2,cp=2",
-    # expert parallelism, over ranks of dp_shard and of cp
-    "dp_shard=2,ep=2",
-    "dp_shard=4,ep=2,zero=1",
-    "dp_shard=4,ep=2",
-    "dp_shard=4,ep=4,zero=2",
-    "cp=2,ep=2",
+    *(line for axis in OWN_AXES.values() for line in axis.layouts),
     # combined forms that the covering set does not have
     "dp_shard=2,pp=2,zero=2,schedule=interleaved_1f1b,accumulation=4,accumulate=sharded",
     "dp_shard=2,tp=2,zero=3,sp=true,sp_regather=true,reshard=false",
@@ -437,7 +386,8 @@ def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks
 
     candidates = list[Layout]()
     if full or not schedules:
-        more = (each for name, each in techniques_of(job).items() if name not in OWN)
+        more = [each for name, each in techniques_of(job).items() if name not in OWN]
+        more += [each for name, each in axes_of(job.layout).items() if name not in OWN_AXES]
         candidates += map(layout_line.parse, (*MATRIX, *(line for each in more for line in each.layouts)))
         candidates += pairs(min(max_ranks, PAIR_RANKS), lambda layout: not reasons(layout))
     if full:
@@ -557,8 +507,8 @@ def _problems(job: Job, selection: Selection, max_ranks: int) -> list[Problem]:
     if not found and layout.processes > max_ranks:
         found.append(("", f"needs {layout.processes} processes, more than --max-ranks {max_ranks}"))
     case = selection.case(layout)
-    for technique in techniques_of(job).values():
-        found += technique.differs(case)
+    for each in (*techniques_of(job).values(), *axes_of(layout).values()):
+        found += each.differs(case)
     return found
 
 

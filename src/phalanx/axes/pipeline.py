@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from phalanx.check.layout import context_problems, kinds_without_cores
+from phalanx.axes.axis import AxisEntry
+from phalanx.axes.context import context_problems, kinds_without_cores
 from phalanx.config.job import Job
 from phalanx.errors import JobError
 from phalanx.nearest import Misfit, divisors, multiples
@@ -198,3 +199,25 @@ def _equation(job: Job) -> batch.Batch | None:
         return batch.solve(job.train.global_batch, job.layout)
     except ValueError:
         return None
+
+
+PIPELINE = AxisEntry(
+    "pipeline ranks, each with stages of consecutive layers",
+    "Huang et al. 2019; Narayanan et al. 2021",
+    "layers",
+    problems=pipeline_problems,
+    layouts=(
+        "pp=2,accumulation=4",
+        "pp=4,schedule=gpipe,accumulation=4",
+        "pp=2,schedule=interleaved_1f1b,accumulation=4,recompute=selective",
+        "pp=4,schedule=zb_h1,accumulation=8",
+        "pp=2,schedule=zb_v,accumulation=4,recompute=full,loss_chunk=24",
+        "pp=2,schedule=dualpipe,accumulation=4",
+        "pp=2,schedule=terapipe,pp_slices=4,accumulation=2",
+        "pp=3,schedule=pipedream,accumulation=4",
+    ),
+    combined=(
+        *("pp=2", "pp=2,schedule=interleaved_1f1b", "pp=2,schedule=zb_h1", "pp=2,schedule=zb_v"),
+        *("pp=2,schedule=dualpipe", "pp=2,schedule=terapipe,pp_slices=2"),
+    ),
+)

@@ -1,0 +1,123 @@
+"""The axis cp: parts of every sequence, by a ring, by heads exchanged for tokens, or both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from phalanx.axes.axis import AxisEntry
+from phalanx.blocks.kinds import ATTENTION, block_kinds
+from phalanx.config.job import Job
+from phalanx.config.layout import Layout
+from phalanx.config.model import ModelConfig
+from phalanx.nearest import Misfit, divisors, multiples
+from phalanx.techniques.technique import Problem
+
+
+def kinds_without_cores(model: ModelConfig) -> list[str]:
+    """Returns the model's kinds of attention whose layers need whole sequences."""
+    return [name for name in dict.fromkeys(kind.attention for kind in block_kinds(model)) if not ATTENTION[name].cores]
+
+
+def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
+    """Yields at most one problem if context-parallel ranks cannot get equal parts of every sequence, or of each of the
+    `slices` equal parts in which sequences are pipelined."""
+    layout, tokens = job.layout, job.model.seq_len // slices
+    without_cores = kinds_without_cores(job.model)
+    if layout.cp > 1 and without_cores:
+        yield (
+            "layout.cp",
+            f"attention {', '.join(without_cores)} states no cores, so its ranks need whole sequences; nearest cp: 1",
+        )
+        return
+    length = (
+        f"seq_len {tokens}" if slices == 1 else f"a slice of {tokens} tokens (seq_len {job.model.seq_len} / {slices})"
+    )
+    tp, alternative = layout.tp if layout.sp else 1, ""
+    if tokens % layout.cp:
+        equation = f"{length} / cp {layout.cp} is not an integer"
+    elif layout.cp % layout.cp_ulysses or layout.cp == 1:
+        return  # cp_ulysses has its own message
+    elif not _evenly(tokens, layout, 1):
+        equation = (
+            f"{length} / (2 × ring {layout.ring}) is not an integer: each ring group holds a chunk from either end"
+        )
+    elif not _evenly(tokens, layout, tp):
+        equation, alternative = f"{length} / (cp {layout.cp} × tp {tp} (sp)) is not an integer", ", or sp=false"
+        if tokens % tp:
+            return  # sp without cp has its own message
+    else:
+        return
+    alone = layout.cp_ulysses == layout.cp
+    legal = []
+    for cp in (cp for cp in divisors(tokens) if cp <= 2 * layout.cp):
+        changed = dataclasses.replace(layout, cp=cp, cp_ulysses=cp if alone else layout.cp_ulysses)
+        if not cp % changed.cp_ulysses and _evenly(tokens, changed, tp) and _exchanges(changed, job.model):
+            legal.append(cp)
+    both = " (and cp_ulysses the same)" if alone or not legal else ""
+    sizes = multiples(2 * slices * layout.cp * tp, job.model.seq_len)
+    choices = {"layout.cp": legal or [1], "model.seq_len": sizes}
+    yield "layout.cp", Misfit(equation, layout.cp, choices, f"{both}{alternative}")
+
+
+def _evenly(tokens: int, layout: Layout, tp: int) -> bool:
+    """Returns whether cp × tp ranks get equal parts of `tokens`, and the groups of a ring equal chunks."""
+    return tokens % (layout.cp * tp) == 0 and (layout.ring == 1 or tokens % (2 * layout.ring) == 0)
+
+
+def _exchanges(layout: Layout, model: ModelConfig) -> bool:
+    """Returns whether `cp_ulysses` ranks can share the heads of a tensor rank: query heads in equal parts, and of
+    key/value heads and ranks one divides the other. True if the heads do not divide by tp, which has its own message.
+    """
+    ranks = layout.cp_ulysses
+    if model.n_heads % layout.tp:
+        return True
+    heads = model.n_heads // layout.tp
+    keys = heads if model.mla.kv_rank else max(1, model.kv_heads // layout.tp)
+    return heads % ranks == 0 and (keys % ranks == 0 or ranks % keys == 0)
+
+
+def _ulysses(layout: Layout, model: ModelConfig) -> Iterator[Problem]:
+    """Yields the problems of the number of cp ranks that exchange heads."""
+    ranks = layout.cp_ulysses
+    if layout.cp % ranks:
+        equation = f"cp {layout.cp} / cp_ulysses {ranks} is not an integer"
+    elif _exchanges(layout, model):
+        return
+    elif model.n_heads % (layout.tp * ranks):
+        equation = f"n_heads {model.n_heads} / (tp {layout.tp} × cp_ulysses {ranks}) is not an integer"
+    else:
+        keys = max(1, model.kv_heads // layout.tp)
+        equation = (
+            f"n_kv_heads {model.kv_heads}, {keys} on each of tp {layout.tp}, neither divide by cp_ulysses {ranks} nor "
+            "divide it"
+        )
+    legal = [
+        n
+        for n in divisors(layout.cp)
+        if n <= model.n_heads and _exchanges(dataclasses.replace(layout, cp_ulysses=n), model)
+    ]
+    yield "layout.cp_ulysses", Misfit(equation, ranks, {"layout.cp_ulysses": legal})
+
+
+def _problems(job: Job) -> Iterator[Problem]:
+    yield from _ulysses(job.layout, job.model)
+    yield from context_problems(job)
+
+
+CONTEXT = AxisEntry(
+    "context-parallel ranks, each with a part of every sequence",
+    "Liu et al. 2023; Jacobs et al. 2023; Fang and Zhao 2024",
+    "tokens",
+    problems=_problems,
+    layouts=(
+        "cp=2",
+        "cp=4",
+        "cp=2,cp_ulysses=2",
+        "cp=4,cp_ulysses=2",
+        "cp=4,cp_ulysses=2,cp_inner=ring",
+        "cp=2,recompute=selective,zero=1",
+        "dp_replicate=2,dp_shard=2,cp=2",
+    ),
+    combined=("cp=2", "cp=2,cp_ulysses=2", "cp=4,cp_ulysses=2"),
+)
