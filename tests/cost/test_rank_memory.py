@@ -16,6 +16,7 @@ from phalanx.blocks.parameters import count
 from phalanx.config.cluster import Accelerator, Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS
 from phalanx.cost.exact_state import state_bytes
 from phalanx.cost.held import flights
@@ -30,7 +31,7 @@ from phalanx.cost.memory_profiles import (
     MemoryProfile,
 )
 from phalanx.cost.rank_memory import RankMemory, by_stage, step_memory
-from phalanx.cost.spec import Framework, Products, StepSpec
+from phalanx.cost.spec import Framework, StepSpec
 from phalanx.errors import JobError
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import even
