@@ -18,6 +18,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS
 from phalanx.cost.held import flights
 from phalanx.cost.memory_profiles import (
@@ -32,7 +33,7 @@ from phalanx.cost.memory_profiles import (
 )
 from phalanx.cost.prediction import predict
 from phalanx.cost.rank_memory import RankMemory, by_stage, step_memory
-from phalanx.cost.spec import Framework, Products, StepSpec
+from phalanx.cost.spec import Framework, StepSpec
 from phalanx.errors import JobError
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import even

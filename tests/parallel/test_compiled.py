@@ -21,9 +21,10 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from phalanx.blocks.kinds import block_kinds
 from phalanx.check.job import problems_of
-from phalanx.config.job import Job, Precision, Train
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
+from phalanx.config.precision import Precision
 from phalanx.launch.ranks import Ranks
 from phalanx.model.documents import Documents
 from phalanx.model.seeding import Noise

@@ -10,6 +10,7 @@ from phalanx.config.fields import get, leaves
 from phalanx.config.job import Job
 from phalanx.config.layout import AXES
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import HALF
 from phalanx.nearest import Misfit, did_you_mean, divisors, multiples
 from phalanx.techniques.adapters import adapter_problems
 from phalanx.techniques.technique import Problem
@@ -107,7 +108,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         [
             *(f"cluster.{name}" for name in ("peak_tflops", "oversubscription")),
             *(f"cluster.{name}" for name in ("price_per_device_hour", "power_w", "carbon_g_per_kwh")),
-            *(f"cluster.accelerator.{name}_tflops" for name in ("bf16", "fp16", "fp8", "fp4", "fp32")),
+            *(f"cluster.accelerator.{name}_tflops" for name in (*HALF, "fp8", "fp4", "fp32")),
             *(f"cluster.accelerator.{name}" for name in ("memory_gib", "bandwidth_gbs", "sustained", "alone", "older")),
             *(f"cluster.accelerator.{name}_us" for name in ("launch", "product", "host")),
             *(f"cluster.sharing.{name}" for name in ("alone_products", "alone_streams")),

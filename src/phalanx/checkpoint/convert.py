@@ -29,6 +29,7 @@ from phalanx.checkpoint.parts import is_finite
 from phalanx.checkpoint.shard_file import TORCH_DTYPES, Reader
 from phalanx.config.job import Optimizer
 from phalanx.config.model import LoRA
+from phalanx.config.precision import STORED
 from phalanx.data.files import Progress, meter, silent, write_atomic
 from phalanx.data.tokenizer import FILE as TOKENIZER
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, RunError
@@ -92,8 +93,6 @@ def _box(*ranges: tuple[int, int]) -> Box:
 
 
 FORMS = ("safetensors", "dcp", "phalanx")
-TYPES = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
-"""Types to which parameters can be converted, by their names in jobs."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def convert(
         form: one of FORMS.
         weights_only: leave moments and master weights out.
         merge_lora: write the parameters with their adapters merged into them, and no optimizer state.
-        dtype: the type of the parameters, one of TYPES; their own if it is empty.
+        dtype: the type of the parameters, one of STORED; their own if it is empty.
         most_file_bytes: a larger state is divided into several files, if the target is a folder.
         progress: gets the bytes done.
 
@@ -199,8 +198,8 @@ def _work(source: Reader, target: Path, weights_only: bool, dtype: str, most_byt
     }
     if dtype:
         for name, tensor in tensors.items():
-            if tensor.dtype in TYPES.values():
-                tensors[name] = dataclasses.replace(tensor, dtype=TYPES[dtype])
+            if tensor.dtype in STORED.values():
+                tensors[name] = dataclasses.replace(tensor, dtype=STORED[dtype])
 
     def read(name: str) -> Tensor:
         return as_type(source.read(name), tensors[name].dtype, f"{source.manifest.path}: {name}")
@@ -216,7 +215,7 @@ def as_type(tensor: Tensor, dtype: str, whose: str) -> Tensor:
         return tensor
     converted = tensor.to(wanted)
     if not is_finite(converted):
-        named = {stored: name for name, stored in TYPES.items()}.get(dtype, dtype)
+        named = {stored: name for name, stored in STORED.items()}.get(dtype, dtype)
         raise CheckpointError(f"{whose} exceeds the range of {named}, or is not finite")
     return converted
 

@@ -21,6 +21,7 @@ from phalanx.config.fields import get, leaves
 from phalanx.config.fields import replace as with_value
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
+from phalanx.config.precision import HALF
 from phalanx.data.files import stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
@@ -220,7 +221,7 @@ def _measure_what_is_missing(wanted: Cluster, precision: str) -> None:
             continue
         words = ["bench", command, "--quick"]
         words += ["--device", wanted.device] if wanted.device != "auto" else []
-        words += ["--precision", precision] if command == "compute" and precision in ("bf16", "fp16") else []
+        words += ["--precision", precision] if command == "compute" and precision in HALF else []
         echo(f"layout auto: measuring this machine for {path}: phalanx {' '.join(words)}", file=sys.stderr, flush=True)
         process = [sys.executable, "-P", "-m", "phalanx", *words]  # -P: without modules of the current directory
         done = subprocess.run(process, stdout=subprocess.DEVNULL, check=False)

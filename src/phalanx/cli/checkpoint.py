@@ -14,6 +14,7 @@ from phalanx.checkpoint.inventory import by_age, check
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.cli.option import Option
 from phalanx.cli.verb import JSON, Command, Verb, Words
+from phalanx.config.precision import WeightFormat
 from phalanx.data.files import meter, stderr_progress
 from phalanx.echo import echo
 from phalanx.errors import CheckpointError, JobError
@@ -44,7 +45,7 @@ COMMANDS = {
                 "one file if TARGET ends in .safetensors, otherwise a folder (safetensors); a folder that "
                 "torch.distributed.checkpoint loads (dcp); or a run's directory, to resume from (phalanx)",
             ),
-            "dtype": Option(Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the parameters, with --weights-only"),
+            "dtype": Option(WeightFormat, "", "type of the parameters, with --weights-only"),
             "max_file_gib": Option(
                 float, FILE_GIB, "most GiB in a file of a folder of safetensors", at_least=0, value="N"
             ),

@@ -10,6 +10,7 @@ from typing import Literal
 
 from phalanx.cli.option import Option
 from phalanx.cli.verb import WHOLE, Command, Verb, Words
+from phalanx.config.precision import WeightFormat
 from phalanx.data.files import stderr_progress
 from phalanx.echo import echo
 from phalanx.errors import JobError, NotFoundError
@@ -24,9 +25,7 @@ VERB = Verb(
             {
                 "to": Option(Literal["hf"], None, "the form"),
                 "step": Option(int, 0, "the checkpoint of this step (default: the newest whole one)", at_least=1),
-                "precision": Option(
-                    Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the weights (default: that of the run)"
-                ),
+                "precision": Option(WeightFormat, "", "type of the weights (default: that of the run)"),
                 "max_shard_size": Option(
                     str, "", "most bytes in a file, such as 5GB, 500MB or 4GiB (default 5GiB)", value="SIZE"
                 ),

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from phalanx.blocks.parameters import count, count_active, train_flops_per_token
 from phalanx.check.job import shape_problems
@@ -16,6 +16,7 @@ from phalanx.cli.verb import WHOLE, Command, Verb, Words
 from phalanx.config import kinds
 from phalanx.config.hugging_face.families import BY_TYPE
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import WeightFormat
 from phalanx.config.presets import CATALOGUE, FROM_FILE, Preset, named, preset_of, unknown
 from phalanx.data.files import stderr_progress
 from phalanx.echo import echo, terminal_columns
@@ -192,9 +193,7 @@ def _tokens(length: int) -> str:
 
 
 WHAT = {
-    "precision": Option(
-        Literal["fp64", "fp32", "bf16", "fp16"], "", "type of the weights (default: each tensor's own; of GGUF fp32)"
-    ),
+    "precision": Option(WeightFormat, "", "type of the weights (default: each tensor's own; of GGUF fp32)"),
     "layers": Option(int, 0, "the first N layers only: a smaller model, for trials", at_least=1),
 }
 _FOLDERS = {

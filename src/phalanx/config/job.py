@@ -10,6 +10,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.constraints import Example, FolderName, Interval, Matches, Printable, StoreUrl
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -332,7 +333,6 @@ class RunOptions:
         return self.hang_s or self.timeout_s / 2
 
 
-Precision = Literal["fp64", "fp32", "bf16", "fp16", "fp8"]
 Fp8Scaling = Literal["rowwise", "tensorwise"]
 FP8_ALIGNMENT = 16
 """Elements: torch._scaled_mm takes products whose inner dimension and whose columns are multiples of it."""

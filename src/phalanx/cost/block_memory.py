@@ -20,6 +20,7 @@ from phalanx.blocks.operator import MemoryProfile, Operator, Place, place_of
 from phalanx.blocks.residual import norm_backward, norm_saved, saved_input
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import SCALED
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.derived import Mode, slices_of, splits_backward, uniform_recompute
@@ -122,7 +123,7 @@ class StepSizes:
 
     def __init__(self, spec: StepSpec):
         self.spec, self.memory_profile = spec, spec.framework.memory_profile
-        if spec.products == "fp16":
+        if spec.products == SCALED:
             self.memory_profile = self.memory_profile.fp16 or self.memory_profile
         if spec.framework.attention == "unfused" and self.memory_profile.scores != "always":
             self.memory_profile = replace(self.memory_profile, scores="always")

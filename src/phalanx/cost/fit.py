@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import log
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from phalanx.blocks.kinds import block, block_kinds
 from phalanx.blocks.operator import Place
 from phalanx.config.cluster import Accelerator, Cluster, Link, Sharing, with_processes
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import MeasuredPrecision as Precision
 from phalanx.cost import communication
 from phalanx.cost.communication import Collective, sent_bytes
 from phalanx.cost.frameworks import PHALANX_CPU
@@ -85,8 +86,6 @@ MIN_HOST_US = 0.1
 """Least time to dispatch an operation: 0 stands for a host that runs ahead of its device (Accelerator.host_us)."""
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 """Collectives that a link is fitted to."""
-
-Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 from phalanx.blocks.operator import AttentionCore, MemoryBound, Operator, Product
 from phalanx.config.cluster import Accelerator
 from phalanx.config.job import FP8_ALIGNMENT
+from phalanx.config.precision import PRODUCT_BYTES, SCALED
 from phalanx.cost.spec import Framework, FusedKernel, blended
 
 TILES = (
@@ -61,8 +62,6 @@ FLASH_HALF = 192
 """Mean keys per query at which a fused attention kernel reaches half of that rate."""
 
 
-WIDTHS = {"fp4": 0.5, "fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
-"""Bytes per element of an operand."""
 FOUR_BITS = 0.75
 """Efficiency of products in four bits relative to those in eight bits: scales per sixteen elements, random Hadamard
 transforms, and some layers that stay in 16 bits (NVIDIA 2025, "Pretraining LLMs with NVFP4", 3)."""
@@ -70,9 +69,9 @@ transforms, and some layers that stay in 16 bits (NVIDIA 2025, "Pretraining LLMs
 
 def peak_flops(device: Accelerator, products: str) -> float:
     """Returns the data sheet's FLOP/s in a number format, or in the next wider one that the device supports."""
-    ladder = ("fp4", "fp8", "bf16", "fp16", "fp32")
+    ladder = [*PRODUCT_BYTES]
     start = ladder.index(products)
-    if products == "fp16" and device.fp16_tflops:
+    if products == SCALED and device.fp16_tflops:
         return device.fp16_tflops * 1e12
     return next((peak * 1e12 for name in ladder[start:] if (peak := getattr(device, f"{name}_tflops"))), 0.0)
 
@@ -90,7 +89,7 @@ def product_seconds(device: Accelerator, products: str, m: int, n: int, k: int, 
     """Returns the seconds of `count` batched products of (m × k) by (k × n); operands and result are in memory."""
     if not m or not n or not k or not count:
         return 0.0
-    moved = count * ((m * k + k * n) * WIDTHS[products] + m * n * max(2, WIDTHS[products]))
+    moved = count * ((m * k + k * n) * PRODUCT_BYTES[products] + m * n * max(2, PRODUCT_BYTES[products]))
     plain = products == "fp32"  # vector units, of a CPU or beside tensor cores: no tile to fill, no alignment
     filling = 0 if plain else FILLING
     core = rate(device, products) * (1 + filling / BEST_INNER) / device.cores
@@ -133,7 +132,7 @@ def attention_seconds(
     small = min(1.0, 0.6 + 0.4 * head / 128)
     slow = UNALIGNED_RATE.get(head & -head, 1.0) * (FLASH_NARROW if narrow else 1.0)
     seconds = flops / (full * small * slow * seen / (seen + 2 * FLASH_HALF))
-    moved = work * WIDTHS[products] * (heads * queries + kv_heads * keys) * (head + value_head)
+    moved = work * PRODUCT_BYTES[products] * (heads * queries + kv_heads * keys) * (head + value_head)
     return max(seconds, moved / (device.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY), device.launch_us * 1e-6)
 
 
@@ -211,7 +210,7 @@ def operator_seconds(
     for core in (operator.core for operator in operators if operator.core):
         there, back, started = _attention(device, core, framework, products)
         scores, scores_back, kernels = scores + there, scores_back + back, kernels + started
-    width = max(2, WIDTHS[products])
+    width = max(2, PRODUCT_BYTES[products])
     launches = sum(stream.launches for stream in streams)
     moved, moved_back = (
         stream_seconds(device, framework.passes * width * numbers + framework.cast_bytes * cast, launches)
@@ -252,7 +251,7 @@ def _scan_beyond(device: Accelerator, operator: Operator, framework: Framework, 
     """Returns the seconds, forward and backward, by which the products of a scan take longer than what it moves, which
     counts with other memory-bound work. They reach the rate of the framework's attention kernel: assumed."""
     assert operator.fused is not None, "chosen for having one"
-    scan, width = operator.fused, max(2, WIDTHS[products])
+    scan, width = operator.fused, max(2, PRODUCT_BYTES[products])
     full = rate(device, "fp32" if products == "fp32" else "bf16")
     moved = [
         sum(stream_seconds(device, width * each, 0) for each in numbers)
@@ -314,7 +313,7 @@ def _attention(
     forward = product_seconds(device, kind, queries, keys, core.head, heads)
     forward += product_seconds(device, kind, queries, core.head, keys, heads)
     backward = 2 * forward
-    pairs = max(2, WIDTHS[products]) * heads * queries * keys
+    pairs = max(2, PRODUCT_BYTES[products]) * heads * queries * keys
     forward += stream_seconds(device, framework.softmax_passes * pairs, 4)
     backward += stream_seconds(device, framework.softmax_passes * pairs, 4)
     return steps * forward, steps * backward, 8 * steps

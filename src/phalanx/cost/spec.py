@@ -12,6 +12,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import Products
 from phalanx.hashed import Hashed, hashed_once
 from phalanx.optimizers.entry import NOTHING_MORE, UpdateCosts
 from phalanx.partition.derived import Batch
@@ -117,9 +118,6 @@ class Framework(Hashed):
     def block_slowdown(self, kind: BlockKind) -> float:
         """Returns the slowdown of a block's kernels over the same kernels alone."""
         return self.slowdown * (self.moe_slowdown if kind.routed else 1.0)
-
-
-Products = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 
 
 @hashed_once

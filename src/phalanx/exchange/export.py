@@ -24,7 +24,7 @@ from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.start import KEPT
 from phalanx.checkpoint import consolidated
 from phalanx.checkpoint.consolidated import numbered, plan
-from phalanx.checkpoint.convert import TYPES, as_type, merged, verify
+from phalanx.checkpoint.convert import as_type, merged, verify
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, StoredTensor, job_of
 from phalanx.checkpoint.new_target import (
     MOST_FILE_BYTES,
@@ -37,6 +37,7 @@ from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.families import HARMLESS
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import STORED
 from phalanx.data.files import Progress, meter, silent, write_atomic
 from phalanx.data.template import CONFIG_FILE as TOKENIZER_CONFIG
 from phalanx.data.template import JINJA_FILE
@@ -110,7 +111,7 @@ def export(
     Args:
         source: what `open_source` returns for a run, or for one of its checkpoints.
         target: the folder, which must not exist, or be empty.
-        dtype: the type of the weights, one of TYPES; their own if it is empty. Wider ones come from the optimizer's
+        dtype: the type of the weights, one of STORED; their own if it is empty. Wider ones come from the optimizer's
             master weights if there are any.
         most_file_bytes: a larger model is divided into several files.
         progress: gets the bytes done.
@@ -158,7 +159,7 @@ class _Weights:
         stored, shapes = source.manifest.tensors, parameter_shapes(model)
         for link in all_links:
             own = stored[link.ours[0]].dtype
-            kind = TYPES[dtype] if dtype and own in TYPES.values() else own
+            kind = STORED[dtype] if dtype and own in STORED.values() else own
             for name, shape in shapes_of_theirs(link, model, shapes).items():
                 self.tensors[name] = StoredTensor(shape, kind, ())
                 self._links[name] = link

@@ -26,13 +26,14 @@ from torch import Tensor
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.bounded import open_regular
 from phalanx.check.job import problems_of
-from phalanx.checkpoint.convert import TYPES, as_type
+from phalanx.checkpoint.convert import as_type
 from phalanx.checkpoint.manifest import StoredTensor
 from phalanx.checkpoint.new_target import target_problems
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.families import BY_TYPE
 from phalanx.config.job import Job
 from phalanx.config.model import MLA, ModelConfig, MoE, RopeScaling
+from phalanx.config.precision import STORED
 from phalanx.data.files import Progress, silent
 from phalanx.data.token_table import definition_of, settings_of, token_ids_of
 from phalanx.data.tokenizer import LibraryTokenizer, Tokenizer
@@ -631,7 +632,7 @@ def import_gguf(
     """
     if problems := list(target_problems(target)):
         raise JobError(problems)
-    source, kind = GgufModel(path, layers), TYPES[precision or "fp32"]
+    source, kind = GgufModel(path, layers), STORED[precision or "fp32"]
     metadata, notes = source.file.metadata, source.notes
 
     def read(name: str) -> Tensor:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import torch
 
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp8": torch.bfloat16,
-}
+from phalanx.config.precision import FORMATS
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, each.torch) for name, each in FORMATS.items()}
 """The parameters' type, by `train.precision`."""
 
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 from phalanx.blocks.parameters import Shapes, parameter_shapes
 from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import FORMATS
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean, divisors
 from phalanx.schedule import catalogue, file
@@ -265,7 +266,7 @@ def stage_shapes(model: ModelConfig, stages: Iterable[range], vocab_size: int | 
     }
 
 
-PARAMETER_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 2}
+PARAMETER_BYTES: dict[str, int] = {name: each.bytes for name, each in FORMATS.items()}
 """Bytes per element of a parameter, by `train.precision`."""
 BUFFERS = 3
 """Buffers through which state in files passes: one is read, one updated, one written."""

@@ -17,9 +17,10 @@ from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import Products
 from phalanx.cost.intervals import memory_factors
 from phalanx.cost.job_spec import framework_of, stages, step_spec
-from phalanx.cost.spec import Framework, Products, StepSpec, as_used_by
+from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.errors import JobError
 from phalanx.optimizers.entry import NOTHING_MORE, UpdateCosts
 from phalanx.partition.derived import DEFAULT_GLOBAL_BATCH, MODES, Batch, legal_hpz, solve

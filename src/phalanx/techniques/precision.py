@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.config.job import FP8_ALIGNMENT, Job
+from phalanx.config.precision import SCALED
 from phalanx.nearest import Misfit, multiples
 from phalanx.partition.derived import PARAMETER_BYTES, overlaps
 from phalanx.techniques.technique import Effect, Problem, Technique, is_one_of
-
-SCALES = "fp16"
-"""The format whose gradients overflow: its loss is scaled, and a step that overflows is skipped."""
 
 
 def _problems(job: Job) -> Iterator[Problem]:
@@ -45,7 +43,7 @@ def _problems(job: Job) -> Iterator[Problem]:
 def _layout_problems(job: Job) -> Iterator[Problem]:
     """Yields what cannot skip a step."""
     layout = job.layout
-    if job.train.precision != SCALES:
+    if job.train.precision != SCALED:
         return
     if overlaps(layout):
         yield (

@@ -21,6 +21,7 @@ from phalanx.config.calibration import assess, relative_spread
 from phalanx.config.cluster import Cluster, with_processes
 from phalanx.config.clusters import device_reported_as
 from phalanx.config.job import Job
+from phalanx.config.precision import HALF
 from phalanx.cost.kernels import peak_flops as data_sheet_peak
 from phalanx.errors import JobError, RunError
 from phalanx.parallel.linear import linear, onednn_is_faster
@@ -30,9 +31,7 @@ log = logging.getLogger(__name__)
 
 DTYPES: dict[torch.dtype, str] = {
     torch.float8_e4m3fn: "fp8",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
+    **{PRECISIONS[name]: name for name in (*HALF, "fp32")},
 }
 """Precisions of matrix products for which the device table has peaks."""
 

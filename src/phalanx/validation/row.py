@@ -28,9 +28,10 @@ from phalanx.blocks.parameters import (
 )
 from phalanx.config.cluster import Accelerator
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
+from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
 from phalanx.cost.frameworks import as_recipe, calibrated
-from phalanx.cost.spec import Products, StepSpec, as_used_by
+from phalanx.cost.spec import StepSpec, as_used_by
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
 from phalanx.validation import row_layout

@@ -18,7 +18,7 @@ from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import ACCELERATORS, CLUSTERS, MACHINES, MEMORY_TOLERANCE
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.spec import Products
+from phalanx.config.precision import Products
 from phalanx.nearest import did_you_mean
 from phalanx.partition.derived import Batch
 from phalanx.registry import OWN
