@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from math import log2
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,6 +124,8 @@ def boundaries(once: Any, pp: int, chunks: int, micro_batches: Any, *, overlaps:
 
 WIDEST = 16
 """Most pipeline ranks for which the program is run; beyond, idle time grows with p - 1."""
+MOST_RUN = 256
+"""Most micro-batches for which a program with messages is run without extrapolation."""
 GRID = 32
 """Steps per micro-batch to which the shares of forward passes and of weight gradients are rounded, so that few programs
 need to be run."""
@@ -203,29 +206,56 @@ def on_grid(share: float) -> float:
     return round(share * GRID) / GRID
 
 
-def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: float = 0.375) -> float:
+def geometric(share: float) -> float:
+    """Returns a share of a micro-batch in steps of some percent, so that few programs need to be run; 0 for less than a
+    thousandth."""
+    return 2 ** (round(GRID * log2(share)) / GRID) if share > 1e-3 else 0.0
+
+
+class Hops(NamedTuple):
+    """The time of messages between pipeline ranks, in times of one micro-batch through one rank."""
+
+    near: float = 0.0
+    """Time of a message between ranks of a node."""
+    far: float = 0.0
+    together: int = 1
+    """Consecutive pipeline ranks in one node."""
+    blocks: bool = False
+    """Whether the sender waits for the message."""
+
+    def between(self, one: int, other: int) -> float:
+        """Returns the time of a message from a pipeline rank to another."""
+        return self.near if one // self.together == other // self.together else self.far
+
+
+FREE = Hops()
+
+
+def idle(layout: Layout, micro_batches: int, forward: float = 0.25, weights: float = 0.375, hops: Hops = FREE) -> float:
     """Returns the time of a step beyond the busiest rank's work, in times of one micro-batch through one rank (both
-    passes), for equal ranks and free messages: p - 1 for 1F1B.
+    passes), for equal ranks: p - 1 for 1F1B and free messages.
 
     `forward` and `weights` are the shares of forward passes and of weight gradients in it."""
     if layout.pp == 1:
         return 0.0
     if is_file(layout.schedule):
-        return _run(layout.schedule, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices, forward, weights)
+        shape = layout.schedule, layout.pp, micro_batches, layout.pp_chunks, layout.pp_slices
+        return _run(*shape, forward, weights, hops)
     entry = catalogue.entry_of(layout.schedule)
-    if entry.idle_is_exact(layout.pp, micro_batches):
+    if hops == FREE and entry.idle_is_exact(layout.pp, micro_batches):
         chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
         return float(entry.idle(layout.pp, micro_batches, chunks, forward))
     if layout.pp > WIDEST:
         # Scaled from the same schedule with fewer ranks and as many micro-batches per rank.
         narrow = replace(layout, pp=WIDEST)
         fewer = max(1, round(micro_batches * WIDEST / layout.pp))
-        return idle(narrow, fewer, forward, weights) * (layout.pp - 1) / (WIDEST - 1)
+        return idle(narrow, fewer, forward, weights, hops) * (layout.pp - 1) / (WIDEST - 1)
     # Groups of pp micro-batches end alike: the remainder counts.
     period = 2 * layout.pp
     more = period + period + micro_batches % period
-    shape, rest = (layout.schedule, layout.pp), (layout.pp_chunks, layout.pp_slices, forward, weights)
-    if micro_batches <= more:
+    shape, rest = (layout.schedule, layout.pp), (layout.pp_chunks, layout.pp_slices, forward, weights, hops)
+    # Over slow links a program settles late: it is run as it is.
+    if micro_batches <= more or (hops != FREE and micro_batches <= MOST_RUN):
         return _run(*shape, _legal(layout, micro_batches), *rest)
     least, most = (_run(*shape, _legal(layout, number), *rest) for number in (more - period, more))
     return most + (most - least) * (micro_batches - more) / period
@@ -240,11 +270,14 @@ def _legal(layout: Layout, micro_batches: int) -> int:
 
 
 @lru_cache(4096)
-def _run(name: str, pp: int, micro_batches: int, chunks: int, slices: int, forward: float, weights: float) -> float:
+def _run(
+    name: str, pp: int, micro_batches: int, chunks: int, slices: int, forward: float, weights: float, hops: Hops
+) -> float:
     layout = Layout(pp=pp, schedule=name, pp_chunks=chunks, pp_slices=slices)
     schedule = schedule_of(layout, micro_batches)
     actions = [len([1 for kind, *_ in program if kind == "F"]) for program in schedule.programs]
     each = max(actions) / schedule.micro_batches
     inputs = 1 - forward - weights
     costs = {"F": forward / each, "B": (1 - forward) / each, "I": inputs / each, "W": weights / each}
-    return max(0.0, time(schedule, costs).bubble_time) / schedule.steps
+    seconds = {pair: hops.between(*pair) / schedule.slices for pair in schedule.pairs} if hops != FREE else None
+    return max(0.0, time(schedule, costs, seconds, hops.blocks).bubble_time) / schedule.steps

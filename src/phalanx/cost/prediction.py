@@ -12,8 +12,8 @@ import numpy as np
 from phalanx.blocks.parameters import attention_flops_per_sequence, block_flops_per_sequence, train_flops_per_step
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.cost.communication import boundary_seconds
-from phalanx.cost.exposed import compose, idle, on_grid
+from phalanx.cost.communication import boundary_seconds, group
+from phalanx.cost.exposed import ComposedStep, Hops, compose, geometric, idle, on_grid
 from phalanx.cost.held import contents
 from phalanx.cost.intervals import memory_factors, sureness, time_factors
 from phalanx.cost.kernels import peak_flops
@@ -30,6 +30,7 @@ from phalanx.cost.step_state import (
     synchronization_seconds,
 )
 from phalanx.partition.derived import Tier, gathers_parameters, modes, written
+from phalanx.schedule import catalogue
 from phalanx.schedule.timing import bubble_fraction
 
 Verdict = Literal["fits", "tight", "does not fit"]
@@ -241,7 +242,7 @@ def step_parts(spec: StepSpec) -> Parts:
         "tp": m * slowest.tp,
         "cp": m * slowest.cp,
         "ep": m * slowest.ep,
-        "pp": step.boundaries + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
+        "pp": _between_stages(spec, step) + (duplicated_stages_seconds(spec, held) if bidirectional else 0.0),
         "dp_shard" if layout.shard_ranks > 1 else "dp_replicate": m * slowest.shard + float(step.state),
     }
     exposed["dp_replicate"] = exposed.get("dp_replicate", 0.0) + synchronization_seconds(spec, held)
@@ -257,6 +258,33 @@ def step_parts(spec: StepSpec) -> Parts:
         files=host.late_files if host else 0.0,
         forward=m * (slowest.forward_seconds - slowest.forward_communication),
     )
+
+
+NEGLIGIBLE = 0.01
+"""Share of a step up to which messages between stages, one after the other, are not worth running the schedule."""
+
+
+def _between_stages(spec: StepSpec, step: ComposedStep) -> float:
+    """Returns the exposed seconds of messages between stages: those of warm-up and drain and, where messages are slow,
+    those for which ranks wait in between: a schedule has only so many micro-batches in flight, and a link sends one
+    message after another."""
+    layout, m = spec.layout, spec.batch.accumulation
+    if layout.pp == 1:
+        return 0.0
+    joined, stride = spec.cluster.joined, group(layout, "pp").stride
+    together = max(1, joined // stride)
+    near = boundary_seconds(spec, 0, 1) if together > 1 else 0.0
+    far = boundary_seconds(spec, together - 1, together) if together < layout.pp else 0.0
+    mean = (float(step.passes) / m + float(step.others) * (layout.pp - 1)) / layout.pp
+    chunks = catalogue.chunks_of(layout.schedule, layout.pp_chunks)
+    if 2 * (m * chunks + layout.pp) * max(near, far) < NEGLIGIBLE * m * mean:
+        return float(step.boundaries)
+    hops = Hops(geometric(near / mean), geometric(far / mean), together, not spec.framework.pp_overlaps)
+    shares = on_grid(step.forward), on_grid(step.weights)
+    without = float(step.passes) + idle(layout, m, *shares) * float(step.others)
+    # Ranks that are slower than the mean hide messages.
+    windows = (m + idle(layout, m, *shares, hops)) * mean
+    return max(float(step.boundaries), max(windows, m * max(near, far)) - without)
 
 
 def _hop(spec: StepSpec) -> float:

@@ -6,6 +6,7 @@ they follow from the placement of the stages.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -58,6 +59,12 @@ class Schedule:
     def splits(self) -> bool:
         """Whether some backward passes are split into I and W."""
         return any(action.kind == "W" for program in self.programs for action in program)
+
+    @property
+    def pairs(self) -> set[tuple[int, int]]:
+        """Pairs of ranks, sender and receiver, between which messages pass."""
+        neighbours = {pair for placement in self.placements for pair in itertools.pairwise(placement)}
+        return {pair for one, other in neighbours if one != other for pair in ((one, other), (other, one))}
 
     def direction(self, micro: int) -> int:
         """Returns the placement that a micro-batch uses: equal shares of them, in order."""

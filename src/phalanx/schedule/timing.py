@@ -191,11 +191,17 @@ class Timing:
         return self.starts[rank][-1] + self.costs[self.schedule.programs[rank][-1].kind]
 
 
-def time(schedule: Schedule, costs: Mapping[str, float] = UNIT) -> Timing:
-    """Times a schedule: every rank runs its actions in order, each as soon as its inputs have arrived. In a
-    deadlock, or if an input is never produced, the result is not `complete`."""
+def time(
+    schedule: Schedule,
+    costs: Mapping[str, float] = UNIT,
+    p2p_seconds: Mapping[tuple[int, int], float] | None = None,
+    blocking: bool = False,
+) -> Timing:
+    """Times a schedule: every rank runs its actions in order, each as soon as its inputs have arrived; messages are
+    those of `run`. In a deadlock, or if an input is never produced, the result is not `complete`."""
     alike = {kind: (cost,) * schedule.stages for kind, cost in costs.items()}
-    return Timing(schedule, costs, run(schedule, (alike,) * schedule.ranks).starts)
+    events = run(schedule, (alike,) * schedule.ranks, p2p_seconds, blocking=blocking)
+    return Timing(schedule, costs, events.starts)
 
 
 def waits_for(timing: Timing) -> list[tuple[int, Action, tuple[Action, ...]]]:

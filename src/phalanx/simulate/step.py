@@ -8,7 +8,6 @@ order in time of passes, messages and the state's collectives.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -63,15 +62,9 @@ class Disturbance:
     def p2p_seconds(self, spec: StepSpec, schedule: Schedule) -> dict[tuple[int, int], float]:
         """Returns the seconds of a message by sender and receiver, for all pairs of pipeline ranks that communicate."""
         slow = {frozenset(pair): factor for pair, factor in self.links}
-        pairs = {
-            (one, other)
-            for placement in schedule.placements
-            for a, b in itertools.pairwise(placement)
-            for one, other in ((a, b), (b, a))
-            if one != other
-        }
         return {
-            pair: boundary_seconds(spec, *pair) / schedule.slices * slow.get(frozenset(pair), 1.0) for pair in pairs
+            pair: boundary_seconds(spec, *pair) / schedule.slices * slow.get(frozenset(pair), 1.0)
+            for pair in schedule.pairs
         }
 
 
