@@ -14,6 +14,7 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.blocks.residual import embedding, head
 from phalanx.config.cluster import Accelerator
 from phalanx.cost.communication import NO_MESSAGES, MessageSeconds, collectives, messages_seconds, place
+from phalanx.cost.experts import exposed_share, launch_seconds, repeated_seconds
 from phalanx.cost.exposed import added, block_state, pass_seconds
 from phalanx.cost.held import (
     Content,
@@ -22,7 +23,7 @@ from phalanx.cost.held import (
     parameter_counts,
     table,
 )
-from phalanx.cost.kernels import HOST_BACKWARD, Seconds, operator_seconds
+from phalanx.cost.kernels import Seconds, operator_seconds
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.step_state import (
     exposed_swaps,
@@ -154,67 +155,21 @@ def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
     return _sharded(spec, kind, block).settled()
 
 
-GRAPHED = {"none": 0.0, "router": 0.15, "attention": 0.35, "attention and router": 0.5, "layers": 1.0, "iteration": 1.0}
-"""Share of the host's time for a block with experts that CUDA graphs save: that of the modules they hold."""
-PLAIN_DISPATCH, TWO_STREAMS = 1.1, 1.2
-"""The host's time for a block with experts over that with DeepEP or HybridEP and without overlap: if it reads from the
-device how many rows each rank gets, and permutes them in kernels of their own (NCCL's all-to-all); and if it switches
-between two micro-batches on two streams."""
-
-
 def _with_experts(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
-    """Returns the time of a block with experts as the recipe runs it: with what its host needs, with modules that are
+    """Returns the time of a block with experts as its recipe runs it: with what its host needs, with modules that are
     computed again, and its tokens' traffic beside another micro-batch's computation."""
-    framework, device = spec.framework, spec.cluster.accelerator
-    if framework.moe_host_ms:
-        host = framework.moe_host_ms * 1e-3 * (1 - GRAPHED[framework.graphs])
-        host *= (1 if framework.ep_once else PLAIN_DISPATCH) * (TWO_STREAMS if framework.ep_overlaps else 1)
-        forward = host / (1 + HOST_BACKWARD)
-        block = replace(block, host_forward=forward, host_backward=host - forward)
-    again, messages = _repeated(spec, kind)
+    if host := launch_seconds(spec.framework):
+        block = replace(block, host_forward=host[0], host_backward=host[1])
+    again, messages = repeated_seconds(spec, kind)
     block = replace(block, recompute=block.recompute + again, ep=block.ep + messages)
-    if framework.ep_overlaps and block.ep:
-        beside = added(block.ep, block.products + block.streams + block.recompute, framework.ep_cores / device.cores)
-        # The first micro-batch has none before it, the last none after it.
-        alone = 1 / spec.batch.accumulation
-        exposed = alone + (1 - alone) * beside / block.ep
-        hidden = (1 - exposed) * (block.ep - messages) / 2
-        block = replace(
-            block,
-            ep=exposed * block.ep,
-            forward=block.forward - hidden,
-            forward_communication=block.forward_communication - hidden,
-        )
-    return block
-
-
-REPEATED: dict[str, tuple[str, ...]] = {
-    "mla_up_proj": ("wq_b", "wkv_b", "q_norm", "kv_norm"),
-    "layernorm": ("attn_norm", "mlp_norm"),
-    "core_attn": ("attention",),
-    "moe_act": ("experts.activation",),
-    "moe": ("router", "dispatch", "experts.up", "experts.activation", "experts.down", "combine"),
-}
-"""Modules of Megatron Core's selective recomputation (recompute_modules), and their operators of a block."""
-
-
-def _repeated(spec: StepSpec, kind: BlockKind) -> tuple[float, float]:
-    """Returns the seconds of computation and of messages that recomputed modules repeat in a block's backward pass."""
-    framework, layout, here = spec.framework, spec.layout, place(spec)
-    names = {name for module in framework.repeats for name in REPEATED.get(module, ())}
-    if not names:
-        return 0.0, 0.0
-    every = [operator for half in HALVES for operator in half_block(here, kind, half) if operator.name in names]
-    seconds = operator_seconds(
-        spec.cluster.accelerator,
-        every,
-        framework,
-        spec.products,
-        layout.tp,
-        layout.ep,
-        slowdown=framework.block_slowdown(kind),
+    exposed = exposed_share(spec, block.ep, block.products + block.streams + block.recompute)
+    hidden = (1 - exposed) * (block.ep - messages) / 2
+    return replace(
+        block,
+        ep=exposed * block.ep,
+        forward=block.forward - hidden,
+        forward_communication=block.forward_communication - hidden,
     )
-    return seconds.forward, messages_seconds(spec, here, every)[0].get("ep", NO_MESSAGES).forward
 
 
 def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode]) -> list[RankTime]:

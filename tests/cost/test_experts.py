@@ -1,0 +1,88 @@
+"""Recipes of models with experts: host, CUDA graphs, overlapped traffic, recomputed modules, attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from phalanx.blocks.kinds import block_kinds
+from phalanx.cost.experts import GRAPHED, REPEATED, exposed_share, launch_seconds, repeated_seconds
+from phalanx.cost.prediction import predict
+from phalanx.cost.spec import StepSpec
+from phalanx.validation.row import read
+
+ROW = {
+    "source": "NVIDIA-NeMo/Megatron-Bridge",
+    "model_name": "Qwen3_30B_a3B",
+    "gpu": "B200",
+    "n_gpus": "8",
+    "gpus_per_node": "8",
+    "tp": "1",
+    "pp": "1",
+    "ep": "8",
+    "seq_len": "4096",
+    "micro_batch": "1",
+    "global_batch_seqs": "512",
+    "precision": "MXFP8",
+    "notes": "26.02 NeMo Container",
+}
+
+
+def spec(**framework: Any) -> StepSpec:
+    found = read(ROW).spec
+    return replace(found, framework=replace(found.framework, **framework))
+
+
+def seconds(**framework: Any) -> float:
+    return predict(spec(**framework)).step_time_s
+
+
+def test_without_graphs_small_micro_batches_wait_for_the_host():
+    times = [seconds(graphs=graphs) for graphs in ("none", "router", "attention and router", "iteration")]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > 2 * times[-1]
+    per_block = times[0] / 64 / 48
+    assert sum(launch_seconds(spec(graphs="none").framework) or ()) == pytest.approx(per_block, rel=0.05)
+    assert all(0 <= share <= 1 for share in GRAPHED.values())
+
+
+def test_only_traffic_beyond_the_computation_is_exposed():
+    one = spec(ep_overlaps=True, ep_cores=0)
+    alone = 1 / one.batch.accumulation
+    assert exposed_share(one, 1.0, 2.0) == pytest.approx(alone)
+    assert exposed_share(one, 2.0, 1.0) == pytest.approx(alone + (1 - alone) / 2)
+    assert exposed_share(spec(ep_overlaps=True, ep_cores=32), 1.0, 2.0) > alone
+    assert exposed_share(spec(ep_overlaps=False), 1.0, 2.0) == 1
+    assert seconds(graphs="iteration", ep_overlaps=True) < seconds(graphs="iteration", ep_overlaps=False)
+
+
+def test_recomputed_modules_take_their_share_of_a_forward_pass():
+    kind = next(kind for kind in block_kinds(spec().model) if kind.routed)
+    parts = {module: repeated_seconds(spec(repeats=(module,)), kind) for module in REPEATED}
+    assert parts["moe"][0] > parts["moe_act"][0] > 0
+    assert parts["moe"][1] > 0 == parts["layernorm"][1]
+    assert parts["mla_up_proj"] == parts["mlp"] == (0, 0)
+    both = repeated_seconds(spec(repeats=("moe", "layernorm")), kind)
+    assert both[0] == pytest.approx(parts["moe"][0] + parts["layernorm"][0])
+
+
+@pytest.mark.parametrize(
+    ("faster", "slower"),
+    [
+        ({"narrow_attention": True}, {"narrow_attention": False}),
+        ({"fused_experts": True}, {"fused_experts": False}),
+        ({"moe_cast_bytes": 3.0}, {"moe_cast_bytes": 10.0}),
+    ],
+)
+def test_fewer_bytes_and_narrower_products_take_less(faster: dict[str, Any], slower: dict[str, Any]):
+    assert seconds(graphs="iteration", **faster) < seconds(graphs="iteration", **slower)
+
+
+def test_windows_without_a_fused_kernel_write_their_scores():
+    row = ROW | {"model_name": "GPT OSS 120B", "n_gpus": "64", "micro_batch": "4", "precision": "BF16"}
+    found = read(row).spec
+    assert found.framework.windows == "unfused"
+    fused = replace(found, framework=replace(found.framework, windows="flash"))
+    assert predict(fused).step_time_s < predict(found).step_time_s
