@@ -248,7 +248,10 @@ def _of_space(search: Search) -> tuple[Found, list[Candidate]]:
     candidates = _best(search, part, plain[1])
     least = min((one.seconds for one in candidates), default=inf)
     found = search.best(below=least / (1 + search.request.band.kinds))
-    candidates += _best(search, found)
+    more = simulated(found, search.request.band)
+    # Refining them is worth the time only if one of them is chosen.
+    wins = more and ranked([*candidates, *more], search.request.band)[0] in more
+    candidates += _best(search, found) if wins else more
     found.predicted += part.predicted
     found.rejected[SLOWER] -= min(found.rejected[SLOWER], len(part.predicted))
     return found, candidates or _leanest(search, found)
