@@ -67,14 +67,14 @@ def counted_steps(
     shown, gradients = [], {}
     real = stepper.optimizer.square_norm
 
-    def square_norm(scale):
+    def square_norm(loss_scale: float = 1) -> torch.Tensor:
         trained = [f for f in shards if not f.frozen]
         stepper.optimizer.residence.settle()  # gradients may be on their way
-        found = {f.name: f.gradient for f in trained}
+        found = {f.name: f.gradient for f in trained if f.gradient is not None}
         with mesh.ledger.untracked():
             # Copies: clipping works in place.
             gradients.update((name, t.clone()) for name, t in wholes(trained, found, mesh, ranks.rank == 0))
-        return real(scale)
+        return real(loss_scale)
 
     stepper.optimizer.square_norm = square_norm
     mesh.ledger.clear()
