@@ -39,7 +39,7 @@ FORMATS: Mapping[Precision, NumberFormat] = {
     "fp8": NumberFormat(2, "bfloat16", "BF16"),
 }
 """Formats by `train.precision`; with fp8 only products are in 8 bits."""
-STORED: Mapping[WeightFormat, str] = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+STORED: Mapping[str, str] = {"fp64": "F64", "fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 """Formats of weights in files by their names in jobs."""
-PRODUCT_BYTES: Mapping[Products, float] = {"fp4": 0.5, "fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
+PRODUCT_BYTES: Mapping[str, float] = {"fp4": 0.5, "fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}
 """Bytes per element of an operand, narrowest formats first."""
