@@ -1,7 +1,7 @@
 """What is refused of a layout, with the equation and the nearest legal choice."""
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -149,7 +149,7 @@ def test_a_sequence_that_cp_does_not_cut_is_told_once_however_many_slices():
 def test_what_is_legal_deals_out_equal_parts_and_the_nearest_choice_is_legal(seq_len, cp, ulysses, tp, sp):
     model = replace(MODEL, seq_len=seq_len)
     layout = Layout(cp=cp, cp_ulysses=ulysses, tp=tp, sp=sp)
-    found = problems(model, **asdict(layout))
+    found = problems(model, **vars(layout))
     if not found:
         parts = [sum(map(len, rank_positions(layout, seq_len, rank))) for rank in range(cp)]
         assert parts == [seq_len // cp] * cp
@@ -163,7 +163,7 @@ def test_what_is_legal_deals_out_equal_parts_and_the_nearest_choice_is_legal(seq
             if "the same" in found[0]:
                 legal = replace(legal, cp_ulysses=choice)
             # Another number of ranks that exchange heads makes another ring, whose chunks are told of in their turn.
-            told = [problem for problem in problems(model, **asdict(legal)) if problem.startswith(f"layout.{field}:")]
+            told = [problem for problem in problems(model, **vars(legal)) if problem.startswith(f"layout.{field}:")]
             assert told == []
 
 

@@ -130,7 +130,7 @@ def test_a_schedule_without_flush_keeps_whole_weights():
     assert problems(pp=2, schedule="pipedream", dp_replicate=2) == []
     fp16 = replace(JOB, train=replace(JOB.train, precision="fp16"))
     found = problems(fp16, pp=2, schedule="pipedream", dp_shard=2, zero=3, accumulate="sharded")
-    assert [problem.split(":")[0] for problem in found] == ["train.precision", "layout.accumulate", "layout.dp_shard"]
+    assert [problem.split(":")[0] for problem in found] == ["layout.accumulate", "layout.dp_shard", "train.precision"]
     (found,) = problems(pp=2, schedule="pipedream", cp=2)
     assert found.startswith("layout.cp: pipedream keeps two versions of the weights whole on each rank, cp 2 shards")
     assert found.endswith("nearest legal: cp=1 with dp_replicate=2, or schedule=1f1b")

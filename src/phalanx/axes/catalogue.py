@@ -58,7 +58,8 @@ def agreement(layout: Layout) -> tuple[float, tuple[tuple[Collective, float], ..
 
 def axis_problems(job: Job) -> Iterator[Problem]:
     """Yields what the axes of a layout cannot have."""
-    for name, axis in axes_of(job.layout).items():
+    # What tp cuts is said before what other axes cut of the rest.
+    for name, axis in sorted(axes_of(job.layout).items(), key=lambda item: item[0] != "tp"):
         if name in OWN or name in job.layout.axes.sizes:
             yield from axis.problems(job)
     yield from _outside(job)

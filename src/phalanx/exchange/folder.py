@@ -23,7 +23,7 @@ from phalanx.config.corpora import TOKENIZER_FILES
 from phalanx.config.hugging_face import config_json
 from phalanx.config.hugging_face.config_json import HuggingFaceModel
 from phalanx.config.model import ModelConfig
-from phalanx.config.precision import STORED, Precision
+from phalanx.config.precision import STORED
 from phalanx.errors import CheckpointError, JobError, NotFoundError, RunError
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.peft_adapter import WEIGHTS as ADAPTER_WEIGHTS
@@ -222,7 +222,7 @@ def tensor_problems(
         yield f"{file}: tensor {stored} {weights.tensors[stored].shape} belongs to no parameter of this model"
 
 
-FLOATS: Mapping[str, Precision] = {stored: name for name, stored in STORED.items()}
+FLOATS: Mapping[str, str] = {stored: name for name, stored in STORED.items()}
 """Types of weights in files, and their names in jobs."""
 
 

@@ -336,7 +336,10 @@ class Stepper:
 
     def compute(self, inputs: StepInputs) -> Computed:
         """Computes the gradients of a step, and starts summing what decides about it."""
-        tokens = inputs.tokens / self.independent_replicas if self.independent_replicas > 1 else inputs.tokens
+        # Along an axis of a package the mean over replicas is that of the whole batch, to the last digit.
+        exact = bool(self.job.layout.axes.sizes)
+        replicas = self.independent_replicas
+        tokens = inputs.tokens / replicas if exact else inputs.tokens // replicas
         # Where ranks hold whole gradients, the optimizer does not wait for the requests: NaN keeps it from writing.
         loss = self.gradients(inputs.micro_batches, inputs.step, math.nan if inputs.requests.void else tokens)
         heartbeat.enter(Phase.EXCHANGE)
