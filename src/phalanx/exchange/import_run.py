@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -290,7 +290,7 @@ def _most_common(tensors: Mapping[str, StoredTensor]) -> Precision:
     sizes: Counter[str] = Counter()
     for tensor in tensors.values():
         sizes[tensor.dtype] += tensor.nbytes
-    return FLOATS[sizes.most_common(1)[0][0]]
+    return cast(Precision, FLOATS[sizes.most_common(1)[0][0]])
 
 
 def _meta(job: Job, incoming: Incoming) -> dict[str, Any]:
