@@ -25,7 +25,7 @@ from pathlib import Path
 
 from benchmarks.report import RESULTS, machine, save
 from benchmarks.truth import picture as accuracy_picture
-from benchmarks.truth.grades import GradedRow, outcomes, verdicts
+from benchmarks.truth.grades import SPLITS, GradedRow, outcomes, verdicts
 from benchmarks.truth.report import as_dict, confusion, markdown, table
 from benchmarks.truth.report import calibrated as calibration_table
 from phalanx.cost.frameworks import calibration_rows, recalibrated
@@ -93,6 +93,14 @@ def main() -> int:
         markdown(table(found, lambda one: one.family)),
         "Each source predicted without what was fitted to its own rows:",
         markdown(table(blind, lambda one: one.source)),
+        *(
+            text
+            for place, name in enumerate(SPLITS)
+            for text in (
+                f"By {name}, without what was fitted to the row's source:",
+                markdown(table(blind, lambda one, place=place: one.kinds[place])[:-1]),
+            )
+        ),
         "Verdicts on memory:",
         markdown(confusion(found)),
         f"Ran and predicted not to fit: {', '.join(said.ran_refused) or 'none'}. Out of memory and predicted to fit: "

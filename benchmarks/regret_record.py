@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from phalanx.config.layout import Layout
+from phalanx.config.layout_line import parse
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class Record:
         elif path.exists():
             for line in path.read_text(encoding="utf-8").splitlines():
                 found = json.loads(line)
-                layout, seconds = Layout(**found.pop("layout")), tuple(found.pop("seconds"))
+                layout, seconds = parse(found.pop("layout")), tuple(found.pop("seconds"))
                 self.entries.append(Entry(**found, layout=layout, seconds=seconds))
 
     def add(self, entry: Entry) -> None:
         self.entries.append(entry)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(entry)) + "\n")
+            file.write(json.dumps(asdict(entry) | {"layout": entry.layout.line()}) + "\n")
 
     def has(self, phase: str, number: int, model: str, layout: Layout) -> bool:
         return any((e.phase, e.round, e.model, e.layout) == (phase, number, model, layout) for e in self.entries)

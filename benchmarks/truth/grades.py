@@ -12,10 +12,14 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from dataclasses import dataclass
 from itertools import combinations
 
+from phalanx.cost.intervals import is_given
 from phalanx.cost.prediction import Prediction
 from phalanx.errors import JobError
 from phalanx.validation.row import Reading, read
 from phalanx.validation.table import Predict, memory_bytes
+
+SPLITS = ("model", "device", "number format", "program on its device", "layout and batch")
+"""Properties by which errors are shown apart."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class GradedRow:
     layout: str
     ideal_s: float
     """Seconds of its FLOPs, recomputation included, at the device's peak."""
+    kinds: tuple[str, ...] = ()
+    """What it is of each of SPLITS."""
 
     @property
     def time_error(self) -> float | None:
@@ -133,6 +139,13 @@ def _outcome(row_id: str, reading: Reading, prediction: Prediction, calibration:
         group=(spec.model, spec.cluster, spec.batch.global_batch, spec.products, reading.framework),
         layout=spec.layout.line(),
         ideal_s=prediction.hardware_flops / prediction.devices / prediction.peak_flops,
+        kinds=(
+            "experts" if spec.model.moe.n_experts else "dense",
+            spec.cluster.accelerator.name.partition("-")[0],
+            spec.products,
+            "fitted" if spec.framework.fitted else "not fitted",
+            "given" if is_given(reading.assumptions) else "filled in",
+        ),
     )
 
 

@@ -151,7 +151,12 @@ def test_verify_tells_every_problem_of_a_checkpoint_at_once(run, capsys):
     found = document(capsys, "verify", path, code=4)
     [entry] = found["checkpoints"]
     assert len(entry["problems"]) == 4
-    for text in ("samples is 'x'", "not checked for NaN", "gone.safetensors is missing", "does not match its digest"):
+    for text in (
+        "samples: expected a whole number, found 'x'",
+        "not checked for NaN",
+        "gone.safetensors is missing",
+        "does not match its digest",
+    ):
         assert any(text in problem for problem in entry["problems"]), text
 
 

@@ -128,7 +128,8 @@ def shapes() -> dict[str, ModelConfig]:
         # not priced yet: published steps take 1.7 × as long, and are nearer to the transformers of shapes.yaml.
         if shape.vocab_size and not shape.moe.latent
     }
-    found |= {"qwen330b": PRESETS["qwen3-30b-a3b"], "qwen3235b": PRESETS["qwen3-235b-a22b"]}
+    short = {"qwen330b": "qwen3-30b-a3b", "qwen3235b": "qwen3-235b-a22b", "nemotron3nano": "nemotron3-nano-30b-a3b"}
+    found |= {name: PRESETS[preset] for name, preset in short.items()}
     kinds = {"gpt": gpt, "llama": llama, "nemotron": _squared}
     parts: dict[str, Callable[..., Any]] = {"moe": _moe, "mla": _mla}
     written = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
