@@ -271,6 +271,8 @@ def test_folders_of_transformers_come_back_bit_equal(name, tmp_path):
     theirs = (
         COUNTERPARTS[name].build(small_model(PRESETS[name], COUNTERPARTS[name].small | {"vocab_size": 300})).bfloat16()
     )
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
     theirs.config.bos_token_id = theirs.generation_config.bos_token_id = 1
     theirs.save_pretrained(tmp_path / "in")
     train_bpe(["a b c " * 9], 300).save(tmp_path / "in")

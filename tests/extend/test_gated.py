@@ -194,9 +194,9 @@ def test_verify_shrinks_it_and_the_planner_plans_it(capsys):
 
 
 def test_a_kind_that_states_too_little_is_refused():
-    with pytest.raises(ExtensionError, match=r"missing: title, source, operators, module, connection, cores"):
+    with pytest.raises(ExtensionError, match=r"missing: title, source, operators, module, cores"):
         AttentionKind()  # pyright: ignore[reportCallIssue]
-    with pytest.raises(ExtensionError, match=r"missing: title, source, operators, module, connection, width"):
+    with pytest.raises(ExtensionError, match=r"missing: title, source, operators, module, width"):
         FeedForwardKind()  # pyright: ignore[reportCallIssue]
 
 
@@ -210,7 +210,7 @@ def test_a_kind_that_states_too_little_is_refused():
         ({"operators": lambda place: iter(())}, "its operators have no weights"),
         ({"operators": lambda place: iter([1 / 0])}, "its operators failed for a small model with tp=2: ZeroDivision"),
         ({"operators": lambda place: iter([*operators_of("gated", place)][:-2])}, "sum it 0 times over tensor ranks"),
-        ({"module": 3}, "must be a function, or its place as text"),
+        ({"module": 3}, "must be a function, or its place or None"),
     ],
 )
 def test_facts_that_its_operators_contradict_are_refused(changes, problem):
@@ -245,7 +245,7 @@ def test_names_and_fields_of_kinds_are_checked():
     def found(**fields: Any) -> list[tuple[str, str]]:
         return problems_of(Job(model=replace(LLAMA, **fields)))
 
-    known = "heads, latent, gated"
+    known = "heads, latent, sparse, gated_heads, delta, mamba, none, gated"
     assert found(attention="gatd") == [
         ("model.attention", f"no attention 'gatd'; did you mean gated? (known: {known})")
     ]

@@ -283,7 +283,7 @@ def several_ways(ranks):
 
 def test_every_way_of_calling_torch_distributed_is_recorded(ranks, tmp_path):
     ranks(beating, 2, tmp_path, several_ways)
-    calls = [call for call in views(tmp_path)[0].record.calls if "test_heartbeats" in call.source or call.root >= 0]
+    calls = [call for call in views(tmp_path)[0].record.calls if "test_requests" in call.source or call.root >= 0]
     operations = [call.operation for call in calls]
     assert {"send", "receive", "broadcast", "all_reduce_max"} <= set(operations)
     assert (operations.count("send"), operations.count("receive")) == (4, 2)
