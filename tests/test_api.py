@@ -51,7 +51,6 @@ def test_the_example_works(name, here, monkeypatch, request):
     if name == "verify_layouts":
         warm = request.getfixturevalue("ranks").__self__
         monkeypatch.setattr("phalanx.verify.run.Pool", lambda *_: nullcontext(warm))
-        monkeypatch.setattr("phalanx.verify.run._start", lambda *_: None)
     described = api if name == "phalanx.api" else getattr(api, name)
     (test,) = doctest.DocTestFinder(recurse=False).find(described, name, globs={**vars(api)})
     assert test.examples

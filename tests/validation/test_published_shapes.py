@@ -92,7 +92,7 @@ def test_a_point_between_digits_is_not_lost():
 
 
 def test_what_stands_for_something_else_says_so():
-    assert "Mamba" in remark("nemotron3nano")
+    assert "Mamba" in remark("nemotron3super")
     assert not remark("llama38b")
 
 
