@@ -26,7 +26,7 @@ from phalanx.cost.spec import Framework
 from phalanx.validation.row import Reading, read
 
 HALVINGS = 20
-"""Of an interval of one to nine times a value: to less than a thousandth of it."""
+"""Halvings of the interval from a third of a value to three times it, down to less than a thousandth of the value."""
 
 
 class Fit:

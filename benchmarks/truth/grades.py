@@ -48,7 +48,7 @@ class GradedRow:
     ideal_s: float
     """Seconds of its FLOPs, recomputation included, at the device's peak."""
     kinds: tuple[str, ...] = ()
-    """What it is of each of SPLITS."""
+    """Its group in each of SPLITS, in their order."""
 
     @property
     def time_error(self) -> float | None:

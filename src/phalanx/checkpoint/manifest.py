@@ -349,7 +349,7 @@ class StoredLossScale:
 
 @dataclass(frozen=True)
 class GuardHistory:
-    """What the guard remembers of a run's steps."""
+    """The guard's history of a run's steps."""
 
     steps: Count
     losses: Sequence[float]

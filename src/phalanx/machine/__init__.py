@@ -1,1 +1,1 @@
-"""What a machine and its nodes can do: checks (`doctor`), tests (`test-dist`) and measurements (`bench`)."""
+"""Checks (`doctor`), tests (`test-dist`) and measurements (`bench`) of a machine and its nodes."""

@@ -51,7 +51,7 @@ class NodeListener:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a process says first."""
+    """The first message of a process."""
 
     host: str
     leads: bool
@@ -63,7 +63,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Agenda:
-    """What the leader says then."""
+    """The leader's answer to it."""
 
     leaders: Mapping[str, NodeListener | None]
     """The listener of each node, by its first rank."""
@@ -75,7 +75,7 @@ class Agenda:
 
 @dataclass(frozen=True)
 class SeenNodes:
-    """What the first process of a node sees of the others."""
+    """The other nodes as the first process of a node sees them."""
 
     unreached: tuple[tuple[int, str], ...]
     """The first ranks of nodes that it does not reach, and why."""
