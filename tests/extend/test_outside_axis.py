@@ -6,15 +6,13 @@ The package is that of docs/reference/extending.md, installed as by pip, and use
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from extend.install import environment, install
+from extend.install import commands, install
 from phalanx import extend
 from phalanx.axes.catalogue import AXES_TABLE
 from phalanx.check.job import problems_of
@@ -47,22 +45,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def phalanx(package: Path, tmp_path: Path):
     """Returns a function that runs a command with the package installed and returns its standard output."""
-
-    def run(*words: str, code: int = 0, streams: str = "out") -> str:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "phalanx", *words],
-            cwd=tmp_path,
-            env={**environment(package), "PHALANX_HOME": str(tmp_path / "home")},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout if streams == "out" else done.stderr
-
     (tmp_path / "small.yaml").write_text(SMALL)
-    return run
+    return commands(tmp_path, package)
 
 
 def test_it_is_listed_with_its_fields_in_help(phalanx):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from extend.install import PACKAGES, environment, install
+from extend.install import PACKAGES, commands, environment, install
 from phalanx.blocks.kinds import AttentionKind, FeedForwardKind
 from phalanx.extend import (
     AxisEntry,
@@ -59,22 +59,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture
 def phalanx(folders: list[Path], tmp_path: Path):
     """Returns a function that runs a command with the examples installed and returns its standard output."""
-
-    def run(*words: str, code: int = 0, more: tuple[Path, ...] = (), streams: str = "out") -> str:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "phalanx", *words],
-            cwd=tmp_path,
-            env={**environment(*more, *folders), "PHALANX_HOME": str(tmp_path / "home")},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout if streams == "out" else done.stderr
-
     (tmp_path / "small.yaml").write_text(SMALL)
-    return run
+    return commands(tmp_path, *folders)
 
 
 def test_every_name_says_where_it_is_from(phalanx):

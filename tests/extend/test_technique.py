@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
-from extend.install import environment, install
+from extend.install import commands, install
 from phalanx import extend
 from phalanx.check.job import problems_of
 from phalanx.config.fields import leaves
@@ -47,22 +45,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def phalanx(package: Path, tmp_path: Path):
     """Returns a function that runs a command with the package installed and returns its standard output."""
-
-    def run(*words: str, code: int = 0, streams: str = "out", installed: bool = True) -> str:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "phalanx", *words],
-            cwd=tmp_path,
-            env={**environment(*([package] if installed else [])), "PHALANX_HOME": str(tmp_path / "home")},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=200,
-        )
-        assert done.returncode == code, done.stdout + done.stderr
-        return done.stdout if streams == "out" else done.stderr
-
     (tmp_path / "small.yaml").write_text(SMALL)
-    return run
+    return commands(tmp_path, package)
 
 
 def test_it_is_listed_with_its_fields_in_help_and_schema(phalanx):
@@ -132,7 +116,7 @@ def test_what_it_cannot_be_combined_with_is_refused(phalanx):
     assert "it is for techniques.rounding.format other than none" in phalanx(
         "predict", "small.yaml", *off, code=2, streams="err"
     )
-    said = phalanx("predict", "small.yaml", code=2, streams="err", installed=False)
+    said = phalanx("predict", "small.yaml", code=2, streams="err", alone=True)
     assert "unknown section techniques (techniques of packages: none; is the package that adds it installed?)" in said
 
 

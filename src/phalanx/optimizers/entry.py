@@ -100,7 +100,7 @@ class StateKind:
 
 @dataclass(frozen=True)
 class UpdateCosts:
-    """What a technique adds to an optimizer's step, per updated parameter."""
+    """Costs that a technique adds to an optimizer's step, per updated parameter."""
 
     moved: float = 0.0
     """Bytes read and written."""

@@ -40,12 +40,12 @@ def is_one_of(path: str, *values: str) -> Condition:
 
 @dataclass(frozen=True)
 class Effect:
-    """What a technique changes in the prediction of a step."""
+    """The changes of a technique to the prediction of a step."""
 
     passes: float = 1.0
     """Factor on the memory-bound work of blocks (norms, activations, residuals)."""
     update: UpdateCosts = field(default_factory=UpdateCosts)
-    """What the update costs besides the optimizer."""
+    """Costs of the update besides the optimizer's."""
     framework: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Figures of the framework (cost/spec.py) that are others, by name."""
     profile: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -86,7 +86,7 @@ class Technique:
     conditions: Mapping[str, Condition] = field(default_factory=lambda: MappingProxyType({}))
     """Fields that have an effect only sometimes, by dotted path."""
     effect: Callable[[Job], Effect] = no_effect
-    """What it changes in the prediction of a step."""
+    """Its changes to the prediction of a step."""
     stage: Literal["layers", "blocks"] = "blocks"
     """When it is applied: to the layers of a model that is cut already, or to whole blocks after that."""
     apply: Lazy | None = None
