@@ -6,7 +6,7 @@ import pytest
 
 from cost.test_step_time import spec
 from phalanx.config.layout import Layout
-from phalanx.cost.breakdown import duration, memory_lines, subject, time_lines
+from phalanx.cost.breakdown import duration, memory_lines, slow_format, subject, time_lines
 from phalanx.cost.prediction import predict
 
 
@@ -30,3 +30,12 @@ def test_bars_are_as_long_as_their_share() -> None:
     assert "pipeline rank" in whole
     assert whole.endswith(": fits")
     assert len(parts) == sum(1 for _, size in prediction.fullest.parts() if size)
+
+
+@pytest.mark.parametrize(
+    ("products", "cluster", "named"),
+    [("fp32", "dgx-h100", "bf16"), ("bf16", "dgx-h100", ""), ("fp32", "dgx-v100", "fp16"), ("fp32", "tpu-v4", "bf16")],
+)
+def test_a_slow_number_format_is_named(products: str, cluster: str, named: str) -> None:
+    said = slow_format(spec(Layout(dp_shard=8), 8, cluster=cluster, products=products))
+    assert said.partition("train.precision=")[2] == named

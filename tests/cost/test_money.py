@@ -17,7 +17,7 @@ from phalanx.cli.main import main
 from phalanx.config import overrides
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import MACHINES, cluster_of
-from phalanx.cost.money import Prices, is_asked, run_cost, tokens_of
+from phalanx.cost.money import Prices, amount, is_asked, run_cost, tokens_of
 from phalanx.errors import JobError
 
 POSITIVE = st.floats(1e-3, 1e6)
@@ -95,7 +95,7 @@ JOB = ["model=llama3-8b", "cluster=dgx-h100:8", "train.precision=bf16", "train.g
 @pytest.mark.parametrize("verb", ["predict", "plan"])
 def test_predict_and_plan_print_it(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["dp_shard=64", "layout.micro_batch=1"] if verb == "predict" else []
-    asked = [verb, *JOB, *layout, "--tokens", "15e12", "cluster.price_per_device_hour=2.5"]
+    asked = [verb, *JOB, *layout, "--tokens", "15T", "cluster.price_per_device_hour=2.5"]
     assert main(asked) == 0
     text = capsys.readouterr().out
     assert "run of 15T tokens:" in text
@@ -133,3 +133,14 @@ def test_a_row_s_machine_keeps_what_a_user_does_not_state() -> None:
     cost = Prices(Cluster(price_per_device_hour=3.0), 1e9).of(machine, 8, 1e4)
     assert cost.kwh == pytest.approx(cost.device_hours * 1.275)
     assert cost.price == pytest.approx(3 * cost.device_hours)
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("15T", 15e12), ("1.05b", 1.05e9), ("15e12", 15e12), ("2_000", 2000.0)])
+def test_an_amount_of_tokens_may_have_a_unit(text: str, tokens: float) -> None:
+    assert amount(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "T", "15Q", "-1", "0", "nan", "inf", "1e400"])
+def test_what_is_no_amount_of_tokens_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="15T"):
+        amount(text)

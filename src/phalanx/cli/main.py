@@ -93,7 +93,7 @@ _PAGES = ("-h", "--help", "--print-config")
 EXAMPLES = [
     ("phalanx init", "five questions, and a job file for this machine"),
     ("phalanx train examples/main.yaml --steps 50", "two processes on this machine, a minute"),
-    ("phalanx plan model=llama3-8b cluster=dgx-h100:2 global_batch=128", "a machine that you do not have"),
+    ("phalanx plan model=llama3-8b cluster=dgx-h100:2 precision=bf16", "a machine that you do not have"),
 ]
 MORE = (
     "`phalanx VERB --help` shows a verb's options and examples, `phalanx train --help layout` the fields of a job's "

@@ -7,7 +7,7 @@ import dataclasses
 import re
 import typing
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,15 @@ class Option:
     """The name of the value on help pages, such as FILE; that of its kind if it is empty."""
     rare: bool = False
     """The short help page only names it."""
+    read: Callable[[str], Any] | None = None
+    """Reads its text, if its kind does not say how; raises ValueError for a wrong one."""
 
     def convert(self, texts: Sequence[str]) -> tuple[Any, ...]:
         """Converts the given texts. Raises ValueError that says what was expected."""
         if not any(texts):
             raise ValueError(f"is empty: {self.empty}" if texts and self.empty else "needs a value")
-        converted: tuple[Any, ...] = tuple(
-            Path(text) if self.kind is Path else values.convert(text, self.kind) for text in texts
-        )
+        read = self.read or (Path if self.kind is Path else lambda text: values.convert(text, self.kind))
+        converted: tuple[Any, ...] = tuple(map(read, texts))
         if self.at_least is not None and min(converted) < self.at_least:
             raise ValueError(f"must be at least {self.at_least}, is {min(converted)}")
         return converted

@@ -33,7 +33,7 @@ VERB = job_verb(
     "Finds the fastest legal layout that fits in memory. Layout fields set on the command line, or beside `auto: true` "
     "in a job file, stay fixed; the planner chooses the others.",
     (
-        ("plan model=llama3-8b cluster=dgx-h100:1 global_batch=64", "on a machine that you do not have"),
+        ("plan model=llama3-8b cluster=dgx-h100:1 precision=bf16", "on a machine that you do not have"),
         ("plan job.yaml --html plan.html", "with pictures"),
     ),
     switches={**DARK, "exotic": "take the fastest layout found, not the simplest of those that count as equally fast"},

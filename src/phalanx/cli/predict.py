@@ -10,7 +10,7 @@ from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.option import Option
 from phalanx.cli.predicting import OPTIONS, TOKENS, asked, asked_cost, calibration_document
 from phalanx.cli.verb import Words, job_verb
-from phalanx.cost.breakdown import document, memory_lines, subject, time_lines
+from phalanx.cost.breakdown import document, memory_lines, slow_format, subject, time_lines
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.money import Prices
 from phalanx.cost.prediction import Prediction, predict
@@ -31,7 +31,7 @@ VERB = job_verb(
     "predict",
     "Predicts time, memory and traffic of one step of a job on any machine, from formulas.",
     (
-        ("predict model=llama3-8b cluster=dgx-h100 dp_shard=8 global_batch=16", "one layout"),
+        ("predict model=llama3-8b cluster=dgx-h100 dp_shard=8 precision=bf16", "one layout"),
         ("predict job.yaml --svg step.svg", "with a picture"),
     ),
     switches=DARK,
@@ -93,7 +93,13 @@ def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str,
     sizes = {"parameters": count(spec.model), "active_parameters": count_active(spec.model)}
     if spec.model.lora.rank:
         sizes["trained_parameters"] = count_trained(spec.model)
-    return {**document(prediction), **sizes, "traffic_bytes": traffic, "advice": hints}
+    return {
+        **document(prediction),
+        **sizes,
+        "traffic_bytes": traffic,
+        "advice": hints,
+        "notes": [*filter(None, [slow_format(spec)])],
+    }
 
 
 def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> str:
@@ -114,6 +120,8 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
         "",
         *memory_lines(prediction),
     ]
+    if slow := slow_format(spec):
+        lines.insert(2, f"precision: {slow}")
     lines += ["", "bytes sent per step by rank 0:" if traffic else "bytes sent per step by rank 0: none"]
     for axis, collectives in traffic.items():
         for collective, sent in collectives.items():

@@ -15,7 +15,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import LOCAL
 from phalanx.config.job import Job
 from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
-from phalanx.cost.money import RunCost, is_asked, run_cost, tokens_of
+from phalanx.cost.money import RunCost, amount, is_asked, run_cost, tokens_of
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
@@ -35,16 +35,15 @@ OPTIONS = {
 TOKENS = Option(
     float,
     0.0,
-    "print what a run of so many tokens costs, such as 15e12: device hours, and price, kWh and kg CO2 where "
+    "print what a run of so many tokens costs, such as 15T or 300B: device hours, and price, kWh and kg CO2 where "
     "cluster.price_per_device_hour, power_w and carbon_g_per_kwh are known (0: those of train.steps, if one is set)",
+    read=amount,
 )
 Asked = TypeVar("Asked", "StepSpec", "PlanRequest")
 
 
 def asked_cost(job: Job, devices: int, tokens_per_s: float, tokens: float) -> RunCost | None:
     """Returns the cost of the run of `tokens` (0: of train.steps), or None if nothing asks for it."""
-    if tokens < 0:
-        raise JobError(f"--tokens: must be above 0, is {tokens:g}")
     if not is_asked(job.cluster, tokens):
         return None
     return run_cost(job.cluster, devices, tokens_of(job, tokens), tokens_per_s)

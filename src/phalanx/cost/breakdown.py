@@ -8,6 +8,7 @@ from typing import Any
 
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import HALF
 from phalanx.cost.prediction import Parts, Prediction
 from phalanx.cost.rank_memory import RankMemory
 from phalanx.cost.spec import StepSpec
@@ -29,6 +30,20 @@ def subject(of: StepSpec | Job, devices: int) -> str:
 def model_name(model: ModelConfig) -> str:
     """Names a model: its preset, or its size."""
     return model.preset or f"{counted(model.n_layers, 'layer')}, {model.d_model} wide"
+
+
+FASTER = 2.0
+"""Factor from which a faster number format of products is named."""
+
+
+def slow_format(spec: StepSpec) -> str:
+    """Says how much faster the devices multiply in a half precision than in the fp32 of `spec`, or returns nothing."""
+    device = spec.cluster.accelerator
+    name, half = next(((name, peak) for name in HALF if (peak := getattr(device, f"{name}_tflops"))), ("", 0.0))
+    if spec.products != "fp32" or half < FASTER * device.fp32_tflops or not name:
+        return ""
+    at = f" at {device.fp32_tflops:.3g} TFLOP/s" if device.fp32_tflops else ""
+    return f"in fp32 a device multiplies{at}, in {name} at {half:.3g}: train.precision={name}"
 
 
 def time_lines(prediction: Prediction) -> list[str]:

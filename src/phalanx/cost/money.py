@@ -4,6 +4,7 @@ Nothing is guessed: without a price, a power or a carbon intensity the figures t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,12 +61,28 @@ def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
+_UNITS = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}
+"""Units of tokens, largest first."""
+
+
 def _amount(tokens: float) -> str:
     """Returns tokens to three digits: "15T", "1.05B"."""
-    size, unit = next(
-        (each for each in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")) if tokens >= each[0]), (1.0, "")
-    )
-    return f"{tokens / size:.3g}{unit}"
+    unit = next((unit for unit, size in _UNITS.items() if tokens >= size), "")
+    return f"{tokens / _UNITS[unit]:.3g}{unit}"
+
+
+def amount(text: str) -> float:
+    """Returns the tokens that a text such as "15T", "1.05B" or "15e12" states. Raises ValueError for another text."""
+    unit = text[-1:].upper() if text[-1:].isalpha() else ""
+    if unit not in _UNITS:
+        raise ValueError(f"expected a number of tokens, such as 15T, 300B or 15e12, found {text!r}")
+    try:
+        tokens = float(text.removesuffix(text[-1:]) if unit else text) * _UNITS[unit]
+    except ValueError:
+        tokens = math.nan
+    if not 0 < tokens < math.inf:
+        raise ValueError(f"expected a number of tokens above 0, such as 15T, 300B or 15e12, found {text!r}")
+    return tokens
 
 
 def run_cost(cluster: Cluster, devices: int, tokens: float, tokens_per_s: float) -> RunCost:

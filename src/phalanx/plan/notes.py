@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
-from phalanx.cost.breakdown import duration
+from phalanx.cost.breakdown import duration, slow_format
 from phalanx.cost.communication import RankGroup, group
 from phalanx.cost.prediction import Prediction, predict
+from phalanx.cost.spec import StepSpec
 from phalanx.plan.alternatives import AXES, explain, without
 from phalanx.plan.plan import Alternative, Candidate
 from phalanx.plan.simplicity import TieBand, simpler_because, simplicity, stages_in_words
@@ -37,6 +38,7 @@ def notes(
     sentences = [
         _tie(first, fastest, band),
         _bound(first.prediction),
+        _format(first.spec),
         _fabric(first.spec.cluster, first.layout.world),
         *(_inner(first, axis) for axis in TRAFFIC if getattr(first.layout, axis) > 1),
         _pipeline(first) if first.layout.pp > 1 else "",
@@ -61,6 +63,11 @@ def _bound(prediction: Prediction) -> str:
     listed = _listed([f"{spent / step:.1%} {name}" for name, spent in shares.items() if spent >= MENTIONED * step])
     again = f" ({parts.recompute / step:.0%} of the step recomputes)" if parts.recompute > MENTIONED * step else ""
     return f"Step time: {listed.replace('computing', f'computing{again}')}."
+
+
+def _format(spec: StepSpec) -> str:
+    slow = slow_format(spec)
+    return f"{slow[0].upper()}{slow[1:]}." if slow else ""
 
 
 def _fabric(cluster: Cluster, world: int) -> str:
