@@ -34,6 +34,8 @@ class Advice:
     change: str
     peak: int
     """Bytes on the fullest rank, as a prediction of the changed layout shows them."""
+    needed: int
+    """Of these what it cannot do without; the allocator gives the rest back where the device is full."""
     fits: bool
     verdict: Verdict
     step_time_s: float
@@ -41,7 +43,7 @@ class Advice:
     @classmethod
     def of(cls, change: str, after: Prediction) -> Advice:
         """Returns a change with the prediction after it."""
-        return cls(change, after.fullest.peak, after.fits, after.verdict, after.step_time_s)
+        return cls(change, after.fullest.peak, int(after.fullest.needed), after.fits, after.verdict, after.step_time_s)
 
 
 def advice(spec: StepSpec) -> list[Advice]:
@@ -184,7 +186,8 @@ def shortfall(spec: StepSpec) -> str:
     for change in advice(spec)[:4]:
         known = {"fits": "fits with", "tight": "fits, but tightly, with"}
         verdict = known.get(change.verdict, "still does not fit; the least memory has")
-        lines.append(f"  {verdict} {change.change}: {gib(change.peak)}, {change.step_time_s:.3g} s per step")
+        size = f"{gib(change.needed)} and up to {gib(change.peak)}" if change.verdict == "tight" else gib(change.peak)
+        lines.append(f"  {verdict} {change.change}: {size}, {change.step_time_s:.3g} s per step")
     return "\n".join([text, *(lines or ["  no change of the settings helps: use more devices, or a smaller model"])])
 
 
