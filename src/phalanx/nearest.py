@@ -153,6 +153,8 @@ def near_file(path: Path) -> str:
     try:
         names = [each.name for each in path.parent.iterdir()]
     except OSError:
+        if path.parent == Path("examples"):
+            return "; `phalanx examples all` writes the example jobs"
         return f": there is no folder {path.parent}"
     meant = nearest(path.name, names)
     return f"; did you mean {path.parent / meant}?" if meant else ""

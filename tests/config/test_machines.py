@@ -30,7 +30,6 @@ from phalanx.config.clusters import (
     DEVICES,
     MACHINES,
     DeviceEntry,
-    MachineEntry,
     cluster_of,
     default_path,
     device_reported_as,
@@ -232,9 +231,7 @@ def test_the_page_shows_the_tables():
 
 def device_table() -> str:
     """Returns the page's table of devices."""
-    head = (
-        "| device | bf16 | fp8 | fp4 | fp32 | ceiling | GiB | GB/s | drivers report | source |\n" + "|---" * 10 + "|\n"
-    )
+    head = "| device | bf16 | fp8 | fp4 | fp32 | ceiling | GiB | GB/s | drivers report |\n" + "|---" * 9 + "|\n"
     return head + "\n".join(map(_device_row, DEVICES.values()))
 
 
@@ -242,20 +239,20 @@ def _device_row(entry: DeviceEntry) -> str:
     device = entry.accelerator
     peaks = (device.bf16_tflops or device.fp16_tflops, device.fp8_tflops, device.fp4_tflops, device.fp32_tflops)
     cells = [device.name, *(f"{peak:g}" if peak else "" for peak in peaks), f"{device.ceiling:.2g}"]
-    cells += [f"{device.memory_gib:g}", f"{device.bandwidth_gbs:g}", ", ".join(entry.reported_as), entry.source]
+    cells += [f"{device.memory_gib:g}", f"{device.bandwidth_gbs:g}", ", ".join(entry.reported_as)]
     return f"| {' | '.join(cells)} |"
 
 
 def machine_table() -> str:
     """Returns the page's table of machines."""
-    head = "| preset | devices per node | fast links among | GB/s | beyond, GB/s | source |\n" + "|---" * 6 + "|\n"
-    return head + "\n".join(_machine_row(name, entry) for name, entry in MACHINES.items())
+    head = "| preset | devices per node | fast links among | GB/s | beyond, GB/s |\n" + "|---" * 5 + "|\n"
+    return head + "\n".join(map(_machine_row, MACHINES))
 
 
-def _machine_row(name: str, entry: MachineEntry) -> str:
+def _machine_row(name: str) -> str:
     cluster = CLUSTERS[name]
     node = f"{cluster.devices_per_node} × {cluster.accelerator.name}"
-    cells = [name, node, f"{cluster.joined}", f"{cluster.intra.gbs:g}", f"{cluster.inter.gbs:.3g}", entry.source]
+    cells = [name, node, f"{cluster.joined}", f"{cluster.intra.gbs:g}", f"{cluster.inter.gbs:.3g}"]
     return f"| {' | '.join(cells)} |"
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from pathlib import Path
 
 import pytest
 import yaml
@@ -87,6 +88,11 @@ def test_an_unreadable_file_is_a_problem(tmp_path):
     assert "there is no such file" in read(tmp_path / "none.yaml")[1][0]
     (tmp_path / "bytes.yaml").write_bytes(b"a: \xff\xfe")
     assert "not UTF-8" in read(tmp_path / "bytes.yaml")[1][0]
+
+
+def test_a_missing_example_is_answered_with_the_verb_that_writes_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "`phalanx examples all` writes the example jobs" in read(Path("examples/main.yaml"))[1][0]
 
 
 def test_an_empty_file_sets_nothing():

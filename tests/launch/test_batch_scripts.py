@@ -588,7 +588,7 @@ def test_words_survive_two_shells(words):
         ("ssh", {"extra": ("--x",)}, "words after -- are for srun or mpiexec"),
         ("ssh", {"ranks_by": "launcher"}, "needs srun or mpiexec"),
         ("ssh", {"hosts": ()}, "needs hosts"),
-        ("srun", {"ranks_by": "torchrun", "stop_after_s": 5}, "--stop-after needs launchers of ours"),
+        ("srun", {"ranks_by": "torchrun", "stop_after_s": 5}, "--stop-after needs Phalanx launchers"),
     ],
 )
 def test_what_a_launcher_cannot_do(launcher, change, message):

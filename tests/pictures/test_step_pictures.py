@@ -245,7 +245,7 @@ def test_everything_is_inside_the_picture_and_narrow_cells_have_no_numbers(name,
 def test_the_title_says_what_is_drawn():
     texts = [text.text for text in ElementTree.fromstring(schedule_picture.svg(timed("1f1b"))).findall(f"{SVG}text")]
     assert texts[0] == "1f1b: 4 ranks, 8 micro-batches"
-    assert texts[1] == "bubble 37.5% of the work, 27.3% of the whole; duration 33"
+    assert texts[1] == "bubble 27.3% of the step (37.5% of the busy time); length 33 units"
 
 
 def test_in_a_terminal_every_action_is_as_wide_as_its_time():

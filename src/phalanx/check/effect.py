@@ -58,7 +58,7 @@ _SAVES: Condition = (
     "is for checkpoint.every above 0, and checkpoint.keep above 0 (0 keeps all)",
 )
 _SPIKES: Condition = (lambda job: job.guard.on_spike != "off", "is for guard.on_spike other than off")
-_NODES: Condition = (lambda job: job.run.nnodes, "is for nodes that each have a launcher of ours: run.nnodes")
+_NODES: Condition = (lambda job: job.run.nnodes, "is for nodes with one Phalanx launcher each: run.nnodes")
 _TEXT: Condition = (
     lambda job: CORPORA[job.data.corpus].tokens is None,
     "is for a corpus of text; that of this job is made of tokens",

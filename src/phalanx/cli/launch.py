@@ -367,7 +367,7 @@ OPTIONS = {
     "ranks_by": Option(
         Literal["phalanx", "launcher", "torchrun"],
         "phalanx",
-        "What starts the ranks of a node: a launcher of ours, which restarts them; srun or mpiexec; torchrun.",
+        "What starts the ranks of a node: one Phalanx launcher, which restarts them; srun or mpiexec; torchrun.",
         rare=True,
     ),
     "cpu_bind": Option(str, "", "The launcher's binding of processes to processors.", rare=True),

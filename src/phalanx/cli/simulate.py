@@ -106,7 +106,7 @@ def run(words: Words) -> None:
     words.show({**as_json(result, lost), "calibration": calibration}, report(result, lost))
     files.tell()
     if not result.prediction.fits:
-        warning = f"\nphalanx: warning: exceeds memory; simulated anyway: {shortfall(spec)}"
+        warning = f"\nphalanx: warning: simulated anyway: {shortfall(spec)}"
         echo(warning, file=sys.stderr, wrap=True)
 
 

@@ -287,7 +287,7 @@ class RunOptions:
     restart_window_s: Annotated[float, Interval(above=0)] = 3600.0
     """Seconds after which a restart no longer counts against max_restarts."""
     nnodes: Annotated[str, _NODES, Example('"1:2"')] = ""
-    """Nodes of a run whose nodes each have a launcher of ours: 2, or 1:2 for between one and two. Give every node the
+    """Nodes of a run with one Phalanx launcher each: 2, or 1:2 for between one and two. Give every node the
     same command. Empty: this machine alone, or the processes of another launcher."""
     rdzv_endpoint: Annotated[str, _ENDPOINT, Example("node-a:29400")] = ""
     """HOST:PORT where the nodes meet, with nnodes. The node to which HOST belongs is the host, without which there is

@@ -87,7 +87,7 @@ def _verdict(report: DistReport) -> Iterator[str]:
 
 def _values(report: DistReport) -> Iterator[str]:
     yield from _table(
-        "axis, ranks, results per rank, wrong, not done by the backend",
+        "axis, ranks, results per rank, wrong, unsupported by the backend",
         [
             (
                 *(checks.axis, checks.ranks, _count(checks.checked), _count(checks.wrong_count)),

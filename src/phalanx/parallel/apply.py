@@ -236,7 +236,7 @@ def apply_onednn(parts: Construction) -> None:
     wanted = parts.job.train.cpu_linear
     chosen = wanted == "auto" and not parts.compiled and onednn_is_faster(parts.device, parts.dtype)
     if chosen or wanted == "onednn":
-        parts.log("linear layers: %d through oneDNN", use_onednn(parts.model))
+        parts.log("linear layers: %d use oneDNN", use_onednn(parts.model))
 
 
 def apply_fp8(parts: Construction) -> None:

@@ -51,7 +51,7 @@ class Panel:
 
 def panels_svg(title: str, panels: Sequence[Panel]) -> str:
     """Returns the panels side by side under one legend, as an SVG document. The same name has the same colour in every
-    panel. Raises ValueError for an empty panel."""
+    panel, and linear panels of the same quantity have the same y axis. Raises ValueError for an empty panel."""
     width, height, left, right, top, bottom = 400, 260, 64, 24, 72, 52
     names = dict.fromkeys(name for panel in panels for name in panel.lines)
     colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
@@ -62,16 +62,28 @@ def panels_svg(title: str, panels: Sequence[Panel]) -> str:
         at += 44 + 7 * len(name)
     for number, panel in enumerate(panels):
         parts.append(f"<g class='panel' transform='translate({number * (left + width + right) + left} {top})'>")
-        parts += [*_plot(panel, width, height, -12, colours), "</g>"]
+        beside = [each for each in panels if each.y == panel.y and not (each.log or panel.log)]
+        parts += [*_plot(panel, width, height, -12, colours, beside), "</g>"]
     return document(title, (left + width + right) * len(panels), top + height + bottom, parts)
 
 
-def _plot(panel: Panel, width: int, height: int, title_at: float, colours: Mapping[str, str]) -> Iterator[str]:
-    points = [point for lines in (panel.lines, panel.dots) for line in lines.values() for point in line]
+def _points(panel: Panel) -> list[tuple[float, float]]:
+    return [point for lines in (panel.lines, panel.dots) for line in lines.values() for point in line]
+
+
+def _plot(
+    panel: Panel,
+    width: int,
+    height: int,
+    title_at: float,
+    colours: Mapping[str, str],
+    same_y: Sequence[Panel] = (),
+) -> Iterator[str]:
+    points = _points(panel)
     if not points:
         raise ValueError(f"panel {panel.title!r} has no points")
     x = Scale.over([x for x, _ in points], 0, width, panel.log > 0)
-    y = Scale.over([y for _, y in points], height, 0, panel.log > 0)
+    y = Scale.over([y for each in same_y or [panel] for _, y in _points(each)], height, 0, panel.log > 0)
     yield text(width / 2, title_at, panel.title, f"{MIDDLE} {BOLD}")
     if panel.log:
         x_marks = [(value, binary(value)) for value in _powers_of_two(x)] if panel.log == 2 else _log_marks(x)

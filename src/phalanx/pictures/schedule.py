@@ -63,10 +63,10 @@ def svg(timing: Timing) -> str:
 def summary(timing: Timing) -> str:
     """Formats the figures of a schedule in one line."""
     bubble, streamed = timing.bubble, timing.bubble_without_flush
-    differs = f" ({streamed:.1%} of the work without a flush)" if bubble - streamed > 1e-9 else ""
+    differs = f"; {streamed:.1%} without a flush" if bubble - streamed > 1e-9 else ""
     return (
-        f"bubble {bubble:.1%} of the work, {bubble / (1 + bubble):.1%} of the whole{differs}; "
-        f"duration {timing.duration:g}"
+        f"bubble {bubble / (1 + bubble):.1%} of the step ({bubble:.1%} of the busy time{differs}); "
+        f"length {timing.duration:g} units"
     )
 
 

@@ -60,7 +60,7 @@ PREFERENCE = Technique(
 )
 LOSS_CHUNK = Technique(
     "logits of some tokens at a time",
-    "docs/techniques/memory.md",
+    "docs/techniques/recompute.md",
     is_on=lambda job: job.layout.loss_chunk != 0,
     fields=("layout.loss_chunk",),
     combined=("loss_chunk=24",),

@@ -479,7 +479,7 @@ def guard_of(stepper: Stepper, history: History, report: Report) -> Guard | None
     guard = Guard(stepper, history, report)
     if job.guard.every and guard.replicas.exist:
         log.info(
-            "guard: replicas compared every %s; %.0f%% of this rank's state has one",
+            "guard: compares replicas every %s; %.0f%% of this rank's state is replicated",
             *(counted(job.guard.every, "step"), 100 * guard.replicas.share),
         )
     return guard

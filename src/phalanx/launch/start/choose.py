@@ -483,7 +483,7 @@ def commands_of(launcher: Launcher, request: StartRequest, hostfile: str = "") -
     if launcher == "local" and request.grid.nodes > 1:
         raise JobError(f"--launcher local is one host, but the job has {request.grid.nodes} nodes")
     if request.stop_after_s and request.ranks_by != "phalanx":
-        raise JobError(f"--stop-after needs launchers of ours (--ranks-by phalanx, not {request.ranks_by})")
+        raise JobError(f"--stop-after needs Phalanx launchers (--ranks-by phalanx, not {request.ranks_by})")
     if launcher == "local":
         return [local(request)]
     if launcher == "ssh":
