@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from phalanx.config.layout import Layout
 from phalanx.data.files import silent
-from phalanx.machine import pairs
+from phalanx.machine import links as pairs
 from phalanx.parallel import mesh as meshes
 
 

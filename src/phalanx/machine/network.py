@@ -175,8 +175,7 @@ def host_name(machine: CheckedMachine, name: str = socket.gethostname()) -> Prob
             f"{text}: only this machine reaches that",
             "set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes",
         )
-    else:
-        yield ok(text)
+    return text
 
 
 @check("network", "loopback")
@@ -184,8 +183,7 @@ def loopback(_: CheckedMachine) -> Problems:
     """Yields whether 127.0.0.1 works: the ranks of one machine use nothing else."""
     if problem := _reaches_itself("127.0.0.1"):
         yield error(f"127.0.0.1: {problem}", "ip link set lo up")
-    else:
-        yield ok("127.0.0.1 answers")
+    return "127.0.0.1 answers"
 
 
 def _reaches_itself(address: str) -> str:
@@ -279,8 +277,7 @@ def ports(machine: CheckedMachine) -> Problems:
             f"MASTER_PORT={stated} lies among the ports of outgoing connections, {low} to {high}: it may be taken",
             f"set a port below {low}",
         )
-    else:
-        yield ok(f"outgoing {low} to {high}" + (f", MASTER_PORT={stated}" if stated else ""))
+    return f"outgoing {low} to {high}" + (f", MASTER_PORT={stated}" if stated else "")
 
 
 def _endpoint(machine: CheckedMachine) -> tuple[str, int]:
@@ -319,8 +316,7 @@ def rendezvous(machine: CheckedMachine) -> Problems:
             )
     elif reached == "" and machine.ranks is None:
         yield error(f"{text}: another program listens at this port of this machine", "choose another port")
-    else:
-        yield ok(f"{text}, an address of this machine" + ("" if reached else "; it answers"))
+    return f"{text}, an address of this machine" + ("" if reached else "; it answers")
 
 
 def _connect(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> str:
