@@ -23,21 +23,13 @@ import phalanx
 from phalanx.bounded import parse_json
 from phalanx.echo import visible
 from phalanx.errors import JobError
-from phalanx.machine.checks import (
-    CHECKS,
-    GROUPS,
-    CheckedMachine,
-    CheckResult,
-    DoctorCheck,
-    error,
-    ok,
-    run,
-    warn,
-    worst,
-)
+from phalanx.machine import network, storage, system
+from phalanx.machine.checks import CHECKS, GROUPS, CheckedMachine, CheckResult, DoctorCheck, error, ok, run, warn, worst
 from phalanx.train.run_directory import extension_facts, job_facts, source_digest
 from phalanx.units import counted, listed, seconds
 
+MODULES = (network, storage, system)
+"""The modules whose checks are made; importing them enters these into CHECKS."""
 MAX_SKEW_S = 5.0
 _AT_ONCE = 16
 _PATIENCE = 12
@@ -46,8 +38,6 @@ _PATIENCE = 12
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """The answer of one host."""
-
     host: str
     document: dict[str, Any] = field(default_factory=dict)
     """Its report; empty if there is none."""
@@ -92,12 +82,13 @@ def compare(hosts: Sequence[str], shell: str, words: Sequence[str], seconds: flo
         before = time.time()
         try:
             ran = CheckedMachine(seconds=seconds * _PATIENCE).call([*prefix, host, script])
-            if ran.code is None:
-                return HostAnswer(host, problem="no answer in time")
-            document = parse_json(ran.out)
-            stamp = float(document["time"])
         except OSError as problem:
             return HostAnswer(host, problem=f"{prefix[0]}: {problem.strerror}")
+        if ran.code is None:
+            return HostAnswer(host, problem="no answer in time")
+        try:
+            document = parse_json(ran.out)
+            stamp = float(document["time"])
         except (ValueError, KeyError, TypeError):
             last = (ran.err.strip().splitlines() or ["no message"])[-1]
             return HostAnswer(host, problem=f"exit code {ran.code}: {last[:300]}")
@@ -293,7 +284,6 @@ def show(report: DoctorReport, stream: TextIO) -> None:
 
 
 def _where(line: CheckResult, report: DoctorReport) -> str:
-    """Returns the hosts of a line, unless they are all of them."""
     if not line.hosts or set(line.hosts) == set(report.hosts):
         return ""
     return f"[{listed(line.hosts, _SHOWN_HOSTS)}] "
