@@ -181,7 +181,7 @@ CPU_UNIT, ACCELERATOR_UNIT = 1, 8
 """Factors of all dimensions. A GPU has about a thousand times the FLOP/s of a CPU core, and so gets eight times the
 dimensions, 512 times the work."""
 QUICK_STEP = 3
-"""--quick measures every third size of a family."""
+"""--quick measures every third size of a family, up to the last."""
 QUICK_FLOPS = 5e9
 """Most FLOPs of a product with --quick, for a unit of 1: 50 ms at 0.1 TFLOP/s. Grows with the cube of the unit."""
 VOCABULARIES = (4096, 16384, 32768, 50257)
@@ -216,7 +216,8 @@ def products_of(unit: int, quick: bool) -> list[Shape]:
     ]
     if quick:
         families = [
-            _thinned([s for s in family if 2 * s.m * s.n * s.k <= QUICK_FLOPS * unit**3]) for family in families
+            [s for s in family if 2 * s.m * s.n * s.k <= QUICK_FLOPS * unit**3][::-1][::QUICK_STEP][::-1]
+            for family in families
         ]
     return [shape for family in families for shape in family]
 
@@ -229,11 +230,6 @@ def sequence_lengths(unit: int, quick: bool) -> list[int]:
 def stream_sizes(quick: bool) -> list[int]:
     """Returns numbers of elements that are copied and added, from a cache's size to far above it."""
     return [2**22, 2**25] if quick else [2**18, 2**20, 2**22, 2**24, 2**26]
-
-
-def _thinned(family: list[Shape]) -> list[Shape]:
-    """Returns the last shape and every QUICK_STEP-th before it."""
-    return family[::-1][::QUICK_STEP][::-1]
 
 
 DISK_BYTES = {True: 2**24, False: BUFFER_BYTES}
@@ -358,11 +354,13 @@ def measure(
     clock = Clock.for_device(device, quick)
     unit = CPU_UNIT if device.type == "cpu" else ACCELERATOR_UNIT
     base = replace(look_up(device, processes), ceiling=ceiling)
-    measured = Measured(base, precision, _data_sheet_tflops(device, precision))
+    on_cpu = device.type == "cpu"
+    # The peak of the data sheet in TFLOP/s, which has none of fp32.
+    known = 0.0 if on_cpu or precision == "fp32" else data_sheet_flops(device, DTYPES[precision]) / 1e12
+    measured = Measured(base, precision, known)
     product_shapes = products_of(unit, quick)
     lengths = sequence_lengths(unit, quick)
-    kernels = {**_tiny_kernels(device, precision), **_streams(device, precision, quick)}
-    on_cpu = device.type == "cpu"
+    kernels = _kernels(device, precision, quick)
     by_work = sorted(
         range(len(product_shapes)), key=lambda i: product_shapes[i].m * product_shapes[i].n * product_shapes[i].k
     )
@@ -428,12 +426,6 @@ def look_up(device: torch.device, processes: int) -> Accelerator:
     return Accelerator(name, cores=cores, memory_gib=memory / 2**30)
 
 
-def _data_sheet_tflops(device: torch.device, precision: Precision) -> float:
-    if device.type != "cuda" or precision == "fp32":
-        return 0.0
-    return data_sheet_flops(device, DTYPES[precision]) / 1e12
-
-
 def _product(shape: Shape, device: torch.device, precision: Precision) -> Call:
     """Returns the product of activations (m, k) and a weight (n, k), through the library that training uses."""
     dtype = DTYPES[precision]
@@ -453,27 +445,22 @@ def _attention(length: int, heads: int, head: int, device: torch.device, precisi
     return forward, lambda: torch.autograd.grad(out, (q, k, v), gradient, retain_graph=True)
 
 
-def _tiny_kernels(device: torch.device, precision: Precision) -> dict[tuple[str, int], Callable[[], Call]]:
-    """Returns launch-bound kernels by name and bytes moved: their time is the launch overhead."""
-    size = DTYPES[precision].itemsize
-    n = 16
-    make = partial(torch.ones, n, n, device=device, dtype=DTYPES[precision])
-    return {
+def _kernels(device: torch.device, precision: Precision, quick: bool) -> dict[tuple[str, int], Callable[[], Call]]:
+    """Returns launch-bound kernels, whose time is the launch overhead, copies (a read, a write) and additions (two
+    reads, a write), by name and bytes moved."""
+    dtype, n = DTYPES[precision], 16
+    size = dtype.itemsize
+    make = partial(torch.ones, n, n, device=device, dtype=dtype)
+    kernels: dict[tuple[str, int], Callable[[], Call]] = {
         ("tiny add", 3 * n * n * size): lambda: partial(torch.add, make(), make(), out=make()),
         ("tiny softmax", 2 * n * n * size): lambda: partial(torch.softmax, make(), -1),
         ("tiny norm", 2 * n * n * size): lambda: partial(F.rms_norm, make(), (n,)),
         (TINY_PRODUCT, 3 * n * n * size): lambda: _product(Shape("", n, n, n), device, precision),
     }
-
-
-def _streams(device: torch.device, precision: Precision, quick: bool) -> dict[tuple[str, int], Callable[[], Call]]:
-    """Returns copies (a read, a write) and additions (two reads, a write) by name and bytes moved."""
-    kernels: dict[tuple[str, int], Callable[[], Call]] = {}
-    for n in stream_sizes(quick):
-        make = partial(torch.ones, n, device=device, dtype=DTYPES[precision])
-        size = n * DTYPES[precision].itemsize
-        kernels["copy", 2 * size] = lambda make=make: partial(make().copy_, make())
-        kernels["add", 3 * size] = lambda make=make: partial(torch.add, make(), make(), out=make())
+    for length in stream_sizes(quick):
+        vector = partial(torch.ones, length, device=device, dtype=dtype)
+        kernels["copy", 2 * length * size] = lambda make=vector: partial(make().copy_, make())
+        kernels["add", 3 * length * size] = lambda make=vector: partial(torch.add, make(), make(), out=make())
     return kernels
 
 
@@ -509,9 +496,18 @@ def of_device(known: Mapping[str, Any], device: str, name: str = "") -> dict[str
 def write(path: Path, fields: Mapping[str, Any], what: str, fact: str) -> None:
     """Replaces the file by these fields, under the facts of this measurement (`what`: compute or comm) and those of the
     other one. Raises JobError where it cannot be written."""
-    facts = {**_facts(path), what: fact}
+    known = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    comments = (line.removeprefix("# ").partition(": ") for line in known if line.startswith("# "))
+    facts = {name: text for name, _, text in comments if name in ("compute", "comm")} | {what: fact}
     lines = [HEADER, *(f"# {name}: {text}" for name, text in sorted(facts.items()))]
-    body = yaml.safe_dump({"cluster": _nested(fields)}, sort_keys=False, allow_unicode=True, width=1000)
+    nested: dict[str, Any] = {}
+    for field_path in sorted(fields, key=list(leaves(Cluster)).index):
+        *sections, name = field_path.split(".")
+        at = nested
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[name] = fields[field_path]
+    body = yaml.safe_dump({"cluster": nested}, sort_keys=False, allow_unicode=True, width=1000)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -521,26 +517,6 @@ def write(path: Path, fields: Mapping[str, Any], what: str, fact: str) -> None:
         raise JobError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _facts(path: Path) -> dict[str, str]:
-    """Returns the comment at the top for each measurement."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    comments = (line.removeprefix("# ").partition(": ") for line in lines if line.startswith("# "))
-    return {name: text for name, _, text in comments if name in ("compute", "comm")}
-
-
-def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Nests the fields in the order of the dataclasses."""
-    nested: dict[str, Any] = {}
-    for path in sorted(fields, key=list(leaves(Cluster)).index):
-        *sections, name = path.split(".")
-        at = nested
-        for section in sections:
-            at = at.setdefault(section, {})
-        at[name] = fields[path]
-    return nested
-
-
-# The date, machine and software versions of a measurement.
 def provenance() -> Provenance:
     """Returns today's date, this machine and the versions of phalanx, torch and Python."""
     torch = importlib.metadata.version("torch")

@@ -155,7 +155,6 @@ def barrier(axis: Axis) -> None:
 
 
 def _parts(axis: Axis, x: Tensor) -> list[Tensor] | None:
-    """Returns every rank's part of a tensor on the root."""
     return list(x.view(axis.size, -1).unbind()) if axis.rank == root(axis.size) else None
 
 
@@ -286,7 +285,6 @@ class WrongResult:
     """Number of wrong elements."""
 
     def line(self) -> str:
-        """Returns the sentence for the user."""
         name = self.collective.replace("_", "-")
         form = "" if self.form == "plain" else f" ({self.form})"
         what = f"{name} of {self.elements} × {self.dtype}{form} per rank on {self.axis}"
@@ -301,8 +299,6 @@ class WrongResult:
 
 @dataclass
 class AxisChecks:
-    """The checks of one axis, of all its ranks."""
-
     axis: str
     ranks: int
     checked: int = 0
@@ -352,8 +348,6 @@ def _cases(collective: AxisCollective, ranks: int) -> Iterator[tuple[str, int, F
 
 
 class _Placed:
-    """A tensor of some values in one of the forms."""
-
     def __init__(self, values: Tensor, dtype: torch.dtype, device: torch.device, form: Form):
         n = values.numel()
         self.around = torch.zeros(0)
@@ -373,15 +367,12 @@ class _Placed:
         self.tensor.copy_(values.view_as(self.tensor))
 
     def overwritten(self) -> int:
-        """Returns how many elements beside the tensor have changed."""
         if not self.around.numel():
             return 0
         return int((self.around.cpu()[self.beside] != _MARK).sum())
 
 
 class RankChecks:
-    """One rank's checks of an axis."""
-
     def __init__(self, axis: Axis, name: str, device: torch.device):
         self.axis, self.device, self.found = axis, device, AxisChecks(name, axis.size)
         self.needed: set[str] = set()
@@ -389,7 +380,6 @@ class RankChecks:
         self._known: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
     def check(self, collective: AxisCollective, dtype: str, n: int, form: Form) -> None:
-        """Makes one call, and compares its result."""
         found = self.found
         inputs, expected = self._values(collective, n)
         # gloo has only some of its collectives for GPU tensors; an axis brings its own through host memory.

@@ -85,77 +85,56 @@ class PairMatrix:
         """Returns sender, receiver, 10⁹ bytes per second and the median of its kind, for pairs that reach less than the
         median divided by SLOW_PAIR, the slowest first. Pairs on one host and pairs between hosts are compared apart;
         `hosts` has that of every rank."""
-        kinds: dict[bool, list[tuple[int, int, float]]] = {}
-        for a, b, _, gbs in self.directed():
-            kinds.setdefault(hosts[a] == hosts[b], []).append((a, b, gbs))
         found = []
-        for pairs in (pairs for pairs in kinds.values() if len(pairs) >= FEWEST_COMPARED):
+        for pairs in (pairs for pairs in self.kinds(hosts).values() if len(pairs) >= FEWEST_COMPARED):
             median = statistics.median(gbs for *_, gbs in pairs)
-            found += [(a, b, gbs, median) for a, b, gbs in pairs if gbs < median / SLOW_PAIR]
+            found += [(a, b, gbs, median) for a, b, _, gbs in pairs if gbs < median / SLOW_PAIR]
         return sorted(found, key=lambda pair: pair[2] / pair[3])
 
-
-def partner(number: int, rank: int, ranks: int) -> int | None:
-    """Returns whom `rank` meets in a round of a tournament in which every two of `ranks` meet once (the circle method);
-    None where it rests, as one does in every round of an odd number. There are `rounds_of(ranks)` rounds."""
-    even = ranks + ranks % 2
-    circle = even - 1
-    if rank == circle:
-        found = number * (circle + 1) // 2 % circle  # meets the one that would meet itself
-    else:
-        found = (number - rank) % circle
-        found = circle if found == rank else found
-    return found if found < ranks else None
+    def kinds(self, hosts: Sequence[str]) -> dict[str, list[tuple[int, int, float, float]]]:
+        """Returns the measured pairs on one host and between hosts."""
+        kinds: dict[str, list[tuple[int, int, float, float]]] = {}
+        for pair in self.directed():
+            same = hosts[pair[0]] == hosts[pair[1]]
+            kinds.setdefault("on one host" if same else "between hosts", []).append(pair)
+        return kinds
 
 
-def rounds_of(ranks: int) -> int:
-    """Returns the number of rounds in which every two of `ranks` meet once."""
-    return ranks + ranks % 2 - 1 if ranks > 1 else 0
+def tournament(count: int) -> list[list[int | None]]:
+    """Returns the partner of each of `count` places in rounds in which every two meet once (the circle method); None
+    where one rests, as one does in every round of an odd number."""
+    circle = [*range(count), *([None] * (count % 2))]
+    rounds: list[list[int | None]] = []
+    for _ in range(len(circle) - 1 if count > 1 else 0):
+        half = len(circle) // 2
+        partners: list[int | None] = [None] * count
+        for one, other in zip(circle[:half], circle[: -half - 1 : -1], strict=True):
+            if one is not None and other is not None:
+                partners[one], partners[other] = other, one
+        rounds.append(partners)
+        circle.insert(1, circle.pop())
+    return rounds
 
 
-@dataclass(frozen=True)
-class PairSchedule:
-    """The rounds that are measured. Pure arithmetic, at any world size."""
-
-    world: int
-
-    @property
-    def ranks(self) -> list[int]:
-        """The ranks of the matrix."""
-        count = min(self.world, MOST_RANKS)
-        return [number * self.world // count for number in range(count)]
-
-    @property
-    def alone(self) -> bool:
-        """Whether each pair has a round of its own."""
-        return self.world <= ALONE_RANKS
-
-    def rounds(self) -> list[list[int | None]]:
-        """Returns the partner of each of `ranks` (both as places in that list) in every round."""
-        count = len(self.ranks)
-        every = rounds_of(count)
-        if self.alone:
-            pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
-            return [[{a: b, b: a}.get(place) for place in range(count)] for a, b in pairs]
-        kept = (
-            range(every) if every <= MOST_ROUNDS else [number * every // MOST_ROUNDS for number in range(MOST_ROUNDS)]
-        )
-        return [[partner(number, place, count) for place in range(count)] for number in kept]
+def schedule_of(world: int) -> tuple[list[int], list[list[int | None]]]:
+    """Returns the ranks of the matrix, and the rounds that are measured: the partner of each of these ranks, as places
+    in that list. Pure arithmetic, at any world size."""
+    count = min(world, MOST_RANKS)
+    ranks = [number * world // count for number in range(count)]
+    if world <= ALONE_RANKS:
+        pairs = [(a, b) for a in range(count) for b in range(a + 1, count)]
+        return ranks, [[{a: b, b: a}.get(place) for place in range(count)] for a, b in pairs]
+    every = tournament(count)
+    kept = min(len(every), MOST_ROUNDS)
+    return ranks, [every[number * len(every) // kept] for number in range(kept)]
 
 
 def measure_pairs(
-    world: Axis,
-    hosts: Sequence[str],
-    device: torch.device,
-    *,
-    quick: bool,
-    budget_s: float,
-    progress: Progress,
+    world: Axis, hosts: Sequence[str], device: torch.device, *, quick: bool, budget_s: float, progress: Progress
 ) -> PairMatrix:
     """Measures the pairs of the schedule, for `budget_s` seconds at most, and then once more those that look slow:
     another program may have disturbed them. All ranks call it; returns the same on each."""
-    schedule = PairSchedule(world.size)
-    rounds, ranks = schedule.rounds(), schedule.ranks
+    ranks, rounds = schedule_of(world.size)
     mine = _Messages(world, ranks, device, LARGE_S[quick])
     deadline, measured = time.monotonic() + budget_s, 0
     for number, partners in enumerate(rounds):
@@ -164,7 +143,7 @@ def measure_pairs(
         progress("pairs of ranks", number + 1, len(rounds))
         if slowest(time.monotonic() - deadline) > 0:
             break
-    at_once = 1 if schedule.alone else len(ranks) // 2
+    at_once = 1 if world.size <= ALONE_RANKS else len(ranks) // 2
     matrix = PairMatrix(ranks, *mine.matrices(), at_once, world.size * (world.size - 1) // 2 - measured)
     places = {rank: place for place, rank in enumerate(ranks)}
     for a, b in sorted({(min(a, b), max(a, b)) for a, b, *_ in matrix.slow(hosts)})[:MOST_CONFIRMED]:
@@ -176,8 +155,6 @@ def measure_pairs(
 
 
 class _Messages:
-    """Messages between this rank and one other."""
-
     def __init__(self, world: Axis, ranks: Sequence[int], device: torch.device, large_s: float):
         self.world, self.ranks, self.device, self.large_s = world, ranks, device, large_s
         self.place = ranks.index(world.rank) if world.rank in ranks else None
@@ -220,7 +197,6 @@ class _Messages:
         return latency * 1e6, nbytes / max(spent - latency, spent / 2) / 1e9
 
     def _ping(self, peer: int, leads: bool) -> float:
-        """Returns half the seconds of a small message there and back."""
         began = time.perf_counter()
         for sends in (leads, not leads):
             self._message(self.small, peer, sends)
@@ -376,7 +352,6 @@ def _sizes(most: int) -> Iterator[int]:
 
 
 def _fit(transfers: list[Transfer], per_node: int) -> Cluster:
-    """Returns a cluster with the link that is fitted to these for both classes."""
     return _with_link(fit_link(transfers, per_node), per_node)
 
 
@@ -456,7 +431,6 @@ class TimedAxis:
 
     @property
     def machine(self) -> Cluster:
-        """A cluster with the fitted link."""
         per_node = 1 if self.place == "one rank per host" else self.ranks
         return _with_link(Link(gbs=self.gbs, latency_us=self.latency_us, reached=1.0), per_node)
 

@@ -207,11 +207,7 @@ def _findings(hello: Hello, label: str) -> list[CheckResult]:
 
 
 def _nodes(
-    world: int,
-    hellos: Mapping[int, Hello],
-    seen: Mapping[int, SeenNodes],
-    labels: Mapping[int, str],
-    folder: str,
+    world: int, hellos: Mapping[int, Hello], seen: Mapping[int, SeenNodes], labels: Mapping[int, str], folder: str
 ) -> Iterator[CheckResult]:
     """Yields who did not report, the interface of every node, which nodes do not reach which, and whether all see the
     folder."""

@@ -51,8 +51,6 @@ UNKNOWN_VOCABULARY = 256
 
 @dataclass(frozen=True)
 class SelfTestOptions:
-    """What the user chose besides the job."""
-
     quick: bool = False
     timeout_s: float = 60.0
     """Seconds that a collective may wait for a peer; after half of them the watchdog names who hangs."""
@@ -66,12 +64,7 @@ class SelfTestOptions:
 
 
 def self_test(
-    job: Job,
-    ranks: Ranks,
-    device: torch.device,
-    threads: int,
-    options: SelfTestOptions,
-    store: Store | None = None,
+    job: Job, ranks: Ranks, device: torch.device, threads: int, options: SelfTestOptions, store: Store | None = None
 ) -> DistReport:
     """Tests the group of `ranks`, whose store is `store` if they have met. All of them call it; returns the same on
     each.

@@ -99,20 +99,10 @@ class DistReport:
         return self.pairs.slow(self.hosts) if self.pairs else []
 
     @property
-    def pair_kinds(self) -> dict[str, list[tuple[int, int, float, float]]]:
-        """The measured pairs on one host and between hosts."""
-        kinds: dict[str, list[tuple[int, int, float, float]]] = {}
-        for pair in self.pairs.directed() if self.pairs else ():
-            same = self.hosts[pair[0]] == self.hosts[pair[1]]
-            kinds.setdefault("on one host" if same else "between hosts", []).append(pair)
-        return kinds
-
-    @property
     def every_note(self) -> list[str]:
         return self.notes + (self.training.notes if self.training else [])
 
     def title(self) -> str:
-        """Returns the ranks, hosts, backend and layout in a line."""
         threads = f", {counted(self.threads, 'thread')} each" if self.device == "cpu" else ""
         return f"{self.place()}{threads}, {self.backend} on {self.device}, layout {self.layout.line()}"
 
@@ -123,7 +113,6 @@ class DistReport:
         return f"{a} → {b} ({self.hosts[a]} → {self.hosts[b]})"
 
     def verdict(self) -> str:
-        """Returns the outcome in a line."""
         count = sum(checks.wrong_count for checks in self.checks)
         if not self.ok:
             return f"FAILED: {counted(max(count, len(self.failures)), 'problem')}; the first: {self.failures[0]}"
@@ -162,7 +151,6 @@ class DistReport:
         return _finite(document)
 
     def text(self) -> str:
-        """Returns the summary for a terminal."""
         spent = sum(self.seconds.values())
         return "\n".join([self.title(), *self._lines(), f"{self.verdict()} ({spent:.1f} s)"])
 
@@ -184,7 +172,7 @@ class DistReport:
                 f"{axis.axis:<14} {axis.ranks:>5}  {axis.place:<17} {latency:>10} {axis.gbs:>6.3g} GB/s  "
                 f"{barrier:>9}  {axis.error:.0%}"
             )
-        for kind, rows in self.pair_kinds.items():
+        for kind, rows in (self.pairs.kinds(self.hosts) if self.pairs else {}).items():
             rate, wait = (statistics.median(row[at] for row in rows) for at in (3, 2))
             a, b, _, least = min(rows, key=lambda pair: pair[3])
             yield (
@@ -263,7 +251,6 @@ def _some(lines: Sequence[str]) -> list[str]:
 
 
 def page(report: DistReport) -> str:
-    """Returns the page."""
     spent = ", ".join(f"{part} {seconds(value)}" for part, value in report.seconds.items())
     parts = {
         ("verdict", "Result"): _verdict(report),
@@ -318,13 +305,7 @@ def _verdict(report: DistReport) -> Iterator[str]:
 
 def _values(report: DistReport) -> Iterator[str]:
     rows = [
-        (
-            each.axis,
-            each.ranks,
-            each.checked,
-            each.wrong_count,
-            "; ".join(map(": ".join, each.refused.items())),
-        )
+        (each.axis, each.ranks, each.checked, each.wrong_count, "; ".join(map(": ".join, each.refused.items())))
         for each in report.checks
     ]
     yield from _table("axis:words, ranks, results per rank:n, wrong:n, not done by the backend:words", rows)
@@ -363,7 +344,7 @@ def _measured(report: DistReport) -> dict[tuple[str, str], Iterator[str]]:
         at_once = "one pair at a time" if matrix.at_once == 1 else f"{matrix.at_once} disjoint pairs at a time"
         left_out = f"; {matrix.left_out:,} pairs were left out" if matrix.left_out else ""
         yield f"<p class='soft'>Measured {at_once}{left_out}.</p>"
-        for kind, found in report.pair_kinds.items():
+        for kind, found in matrix.kinds(report.hosts).items():
             median = statistics.median(gbs for *_, gbs in found)
             yield f"<p class='soft'>Pairs {kind}: {median:.3g} GB/s in the median.</p>"
         slowest, hosts = sorted(matrix.directed(), key=lambda pair: pair[3])[:MOST_PAIRS], report.hosts

@@ -158,9 +158,9 @@ def run_directory(machine: CheckedMachine) -> Problems:
         yield error(f"{directory.path}: {problem.strerror}", "choose another run.dir")
         return
     if newest is None:
-        yield ok(f"{directory.path}: training begins at step 0")
-    elif newest.step >= machine.job.train.steps:
-        yield ok(f"{directory.path}: finished at step {newest.step}")
+        return f"{directory.path}: training begins at step 0"
+    if newest.step >= machine.job.train.steps:
+        return f"{directory.path}: finished at step {newest.step}"
     return f"{directory.path}: training resumes at step {newest.step} of {machine.job.train.steps}"
 
 
@@ -229,7 +229,6 @@ def nearest_folder(path: Path) -> Path:
 
 @check("storage", "file system", _SERVER, _PATIENCE, mounted)
 def file_system(machine: CheckedMachine) -> Problems:
-    """Yields the type of the file system."""
     folder = machine.folder
     kind, source, options = mount_of(machine, nearest_folder(folder).resolve())
     text = f"{folder}: {kind} ({source})"

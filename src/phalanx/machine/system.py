@@ -143,7 +143,6 @@ def python(machine: CheckedMachine, encoding: str = locale.getencoding()) -> Pro
 
 
 def _requirements() -> Sequence[str]:
-    """Returns the requirements of Phalanx that no extra asks for."""
     return [each for each in importlib.metadata.requires("phalanx") or () if "extra ==" not in each]
 
 
@@ -506,7 +505,6 @@ def _cgroups(machine: CheckedMachine, controller: str) -> Iterator[str]:
 
 @check("limits", "memory")
 def memory(machine: CheckedMachine) -> Problems:
-    """Yields the host's memory."""
     most, free = memory_bytes(machine)
     if not most:
         yield warn("the kernel does not say how much memory there is", "mount /proc")

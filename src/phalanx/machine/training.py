@@ -68,7 +68,6 @@ class Straggler:
         return self.own_s / self.median_s
 
     def line(self) -> str:
-        """Returns the sentence for the user."""
         what = {
             "compute": "in the compute probe",
             "arrival": "from a computation to its collective",
@@ -96,13 +95,11 @@ class Probe:
         self.products = int(slowest(min(MOST_PRODUCTS, max(1, round(wanted)))))
 
     def compute(self) -> None:
-        """Computes the products, and waits for the device."""
         for _ in range(self.products):
             torch.mm(self.a, self.b)
         synchronize(self.device)
 
     def window(self) -> ProbeTimes:
-        """Measures one window."""
         compute, arrival, wait = [], [], []
         blocking.barrier()
         for _ in range(self.repeats):
@@ -201,11 +198,9 @@ class TrainingTest:
 
     @property
     def median_step_s(self) -> float:
-        """The median over all ranks and steps."""
         return statistics.median([spent for rank in self.step_s for spent in rank] or [math.nan])
 
     def lines(self) -> Iterator[str]:
-        """Yields the summary for a terminal."""
         losses = [loss for loss in self.losses if math.isfinite(loss)]
         loss = f", loss {losses[0]:.4f} → {losses[-1]:.4f}" if losses else ""
         same = "" if self.problems else ", the same on all ranks"
@@ -264,10 +259,10 @@ def train_briefly(
         mine.found.problem = str(error)
     every = [_RankSteps(**theirs) for theirs in gather_json(asdict(mine.found))]
     watched = all(theirs.phases for theirs in every)
-    phases = {
-        phase: tuple(map(statistics.fmean, zip(*(theirs.phases[phase] for theirs in every), strict=True)))
-        for phase in (every[0].phases if watched else ())
-    }
+    phases = {}
+    for phase in every[0].phases if watched else ():
+        own_s, waited_s = zip(*(theirs.phases[phase] for theirs in every), strict=True)
+        phases[phase] = statistics.fmean(own_s), statistics.fmean(waited_s)
     problems = list(dict.fromkeys(theirs.problem for theirs in every if theirs.problem))
     own = [theirs.own for theirs in every]
     return TrainingTest(
@@ -306,8 +301,6 @@ class _RankSteps:
 
 
 class _Steps:
-    """One rank's steps."""
-
     def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int):
         self.job, self.mesh, self.device, self.vocab_size = job, mesh, device, vocab_size
         self.stepper = Stepper(job, mesh, device, vocab_size)
