@@ -13,8 +13,7 @@ from pathlib import Path
 from markdown_table import table
 
 from phalanx.cli.main import EXIT_CODES, VERBS, description_of
-from phalanx.cli.option import PageOption, VerbPage, flag_of
-from phalanx.cli.verb import JOB_SWITCHES
+from phalanx.cli.verb import JOB_SWITCHES, Option, Verb, flag_of
 from phalanx.config.reference import type_words
 
 PAGE = Path(__file__).with_name("reference") / "cli.md"
@@ -51,15 +50,17 @@ def _lines() -> Iterator[str]:
     )
     yield from ("", "## Verbs that take a job", "", *_of_jobs())
     for verb in VERBS:
-        yield from _verb(verb, description_of(verb).page)
+        yield from _verb(verb, description_of(verb))
 
 
 def _of_jobs() -> Iterator[str]:
-    named = ", ".join(f"[`{verb}`](#phalanx-{verb})" for verb in VERBS if description_of(verb).page.takes_job)
+    named = ", ".join(f"[`{verb}`](#phalanx-{verb})" for verb in VERBS if description_of(verb).takes_job)
     yield f"{named}. Beside their own options they have:"
     yield ""
-    options = [PageOption(name, about) for name, about in JOB_SWITCHES.items()]
-    yield from _options([*options, PageOption("help", "a short page; with a word about a section, field or option")])
+    options = [Option(about, False, name=name) for name, about in JOB_SWITCHES.items()]
+    yield from _options(
+        [*options, Option("a short page; with a word about a section, field or option", False, name="help")]
+    )
     yield ""
 
 
@@ -67,10 +68,10 @@ def _listed(verb: str) -> tuple[str, str]:
     return f"[`{verb}`](#phalanx-{verb})", VERBS[verb]
 
 
-def _verb(verb: str, page: VerbPage) -> Iterator[str]:
+def _verb(verb: str, page: Verb) -> Iterator[str]:
     yield from (f"## phalanx {verb}", "", page.about, "", f"    phalanx {page.usage}", "")
-    if page.commands:
-        yield from (*table(("command", "what it does"), [(f"`{words}`", what) for words, what in page.commands]), "")
+    if page.listed:
+        yield from (*table(("command", "what it does"), [(f"`{words}`", what) for words, what in page.listed]), "")
     for note in page.notes:
         yield from (note, "")
     options = [option for option in page.options if not (page.takes_job and option.name in JOB_SWITCHES)]
@@ -85,31 +86,31 @@ def _verb(verb: str, page: VerbPage) -> Iterator[str]:
     yield ""
 
 
-def _widest(page: VerbPage) -> int:
+def _widest(page: Verb) -> int:
     return max(len(words) for words, _ in page.examples)
 
 
-def _options(options: Sequence[PageOption]) -> Iterator[str]:
+def _options(options: Sequence[Option]) -> Iterator[str]:
     rows = [(f"`{_flag(option)}`", _type(option), _default(option), option.meaning) for option in options]
     return table(("option", "type", "default", "meaning"), rows)
 
 
-def _flag(option: PageOption) -> str:
+def _flag(option: Option) -> str:
     """Returns an option with its value, unless its type lists the choices."""
-    choices = option.option is not None and typing.get_origin(option.option.kind) is typing.Literal
+    choices = typing.get_origin(option.kind) is typing.Literal
     return flag_of(option.name) if choices else option.flag
 
 
-def _type(option: PageOption) -> str:
-    if option.option is None:
+def _type(option: Option) -> str:
+    if option.kind is bool:
         return "switch"
-    least = "" if option.option.at_least is None else f", ≥ {option.option.at_least}"
-    kind = str if option.option.kind is Path else option.option.kind
-    return f"{type_words(kind)}{least}{', several' if option.option.many else ''}"
+    least = "" if option.at_least is None else f", ≥ {option.at_least}"
+    kind = str if option.kind is Path else option.kind
+    return f"{type_words(kind)}{least}{', several' if option.many else ''}"
 
 
-def _default(option: PageOption) -> str:
-    return f"`{option.default}`" if option.default else ""
+def _default(option: Option) -> str:
+    return f"`{option.shown_default}`" if option.shown_default else ""
 
 
 if __name__ == "__main__":

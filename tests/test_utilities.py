@@ -27,7 +27,7 @@ from phalanx import registry
 from phalanx.blocks.operator import MemoryProfile
 from phalanx.bounded import field, parse_json, read_bytes, read_json, read_text
 from phalanx.check.schema import known_names
-from phalanx.cli import generate
+from phalanx.cli import inference as generate
 from phalanx.cli.main import VERBS, main, message_of
 from phalanx.config.cluster import Accelerator, Cluster, Sharing
 from phalanx.config.clusters import cluster_of

@@ -18,8 +18,9 @@ import torch
 from phalanx.cli.main import main
 from phalanx.config import calibration
 from phalanx.config.clusters import cluster_of
-from phalanx.machine import clock, compute
-from phalanx.machine.compute import Shape
+from phalanx.machine import calibration as compute
+from phalanx.machine import clock
+from phalanx.machine.calibration import Shape
 
 # `phalanx bench`: measures, writes what `cluster=local` reads, and says what went wrong.
 

@@ -176,9 +176,9 @@ def test_mistakes_are_one_message_and_code_2(words, message, capsys, alone):
 def test_without_a_layout_all_processes_are_replicas(capsys, alone):
     assert main(["test-dist", "--print-config", "--json", "tp=2"]) == 0
     assert json.loads(capsys.readouterr().out)["job"]["layout"]["tp"] == 2
-    from phalanx.cli.test_dist import _parse
+    from phalanx.cli.machine import _test_words
 
-    words = _parse(["--quick", "cluster.device=cpu"], Ranks(1, 3, 1, 3, 0, "torchrun"))
+    words = _test_words(["--quick", "cluster.device=cpu"], Ranks(1, 3, 1, 3, 0, "torchrun"))
     assert words is not None
     assert words.job.layout.line() == "dp_replicate=3,micro_batch=8"
     assert words.job.model.preset == "tiny"

@@ -14,11 +14,9 @@ import pytest
 
 from phalanx.check.load import load_file
 from phalanx.cli import launch
-from phalanx.cli.completion import SHELLS, words
-from phalanx.cli.help_page import clipped, command_lines
+from phalanx.cli.installation import SHELLS, script, words
 from phalanx.cli.main import VERBS, description_of, main, run
-from phalanx.cli.option import Option
-from phalanx.cli.verb import Words, job_verb
+from phalanx.cli.verb import Option, Words, clipped, command_lines, job_verb
 from phalanx.errors import JobError
 
 # The command line as a whole: help without torch, unknown verbs, exit codes.
@@ -166,7 +164,7 @@ def page(capsys, monkeypatch, width: int, *argv: str) -> str:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_page_is_short_and_fits_the_terminal(verb, capsys, monkeypatch):
-    described = description_of(verb).page
+    described = description_of(verb)
     for width in WIDTHS:
         found = page(capsys, monkeypatch, width, verb, "--help")
         lines = found.splitlines()
@@ -185,7 +183,7 @@ def test_a_page_in_full_fits_the_terminal(verb, capsys, monkeypatch):
         found = page(capsys, monkeypatch, width, verb, *(["prepare"] if verb == "data" else []), "--help", "all")
         assert max(map(len, found.splitlines())) <= width
         text = " ".join(found.split())
-        assert not [option.name for option in description_of(verb).page.options if option.text not in text]
+        assert not [option.name for option in description_of(verb).options if option.text not in text]
 
 
 def test_the_list_of_verbs_is_short_and_fits_the_terminal(capsys, monkeypatch):
@@ -215,7 +213,7 @@ def test_the_two_examples_parse(verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_option_says_what_it_does(verb):
-    for option in description_of(verb).page.options:
+    for option in description_of(verb).options:
         assert len(option.about.split()) >= 2, option.name
 
 
@@ -278,8 +276,8 @@ VERB = job_verb(
     (("test job.yaml", "a test"), ("test --quick", "a quick one")),
     {"quick": "Be quick."},
     {
-        "steps": Option(int, 2, "Steps.", at_least=1),
-        "names": Option(str, (), "Names.", many=True),
+        "steps": Option("Steps.", 2, at_least=1),
+        "names": Option("Names.", (), str, many=True),
     },
 )
 
@@ -428,8 +426,8 @@ VALUES = [
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
     folder = tmp_path_factory.mktemp("completion")
-    for shell, script in SHELLS.items():
-        (folder / shell).write_text(script(words()))
+    for shell in SHELLS:
+        (folder / shell).write_text(script(shell))
     return folder
 
 
@@ -463,9 +461,9 @@ def test_fish_completes(scripts):
 
 
 def test_every_verb_has_its_arguments():
-    assert [*words().arguments] == [*VERBS]
-    assert {"--json", "--print-config", "--help"} <= {*words().arguments["train"]}
-    assert not [verb for verb, found in words().arguments.items() if "--help" not in found]
+    assert [*words()["arguments"]] == [*VERBS]
+    assert {"--json", "--print-config", "--help"} <= {*words()["arguments"]["train"]}
+    assert not [verb for verb, found in words()["arguments"].items() if "--help" not in found]
 
 
 def test_another_shell_is_refused(capsys):

@@ -11,7 +11,7 @@ import pytest
 
 from phalanx.blocks.parameters import count, count_active
 from phalanx.cli.main import main
-from phalanx.cli.models import table
+from phalanx.cli.weights import table
 from phalanx.comm.algorithms.program import ALGORITHMS, build
 from phalanx.config.presets import CATALOGUE, PRESETS
 

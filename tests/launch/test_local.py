@@ -21,7 +21,7 @@ import pytest
 
 from disks import fill, mounted
 from phalanx.check.load import load_words
-from phalanx.cli.train import _require_cores
+from phalanx.cli.train import _require_room
 from phalanx.config.job import Job, RunOptions
 from phalanx.config.overrides import parse
 from phalanx.errors import JobError, NotFiniteError, RunError, StoppedError
@@ -611,13 +611,13 @@ def test_the_ranks_that_other_launchers_started_on_a_host_are_counted(monkeypatc
     job = load_words(parse(["cluster.device=cpu", "dp_shard=64", "global_batch=64"])).job
     torchrun = Ranks(rank=3, world=64, local_rank=3, local_world=64, node_rank=0, source="torchrun")
     with pytest.raises(JobError, match="64 ranks on this machine, whose 2 cores bear 16"):
-        _require_cores(job, torchrun, oversubscribe=False)
-    _require_cores(job, torchrun, oversubscribe=True)
+        _require_room(job, torchrun, oversubscribe=False)
+    _require_room(job, torchrun, oversubscribe=True)
     slurm = replace(torchrun, local_world=None, source="slurm")
-    _require_cores(job, slurm, oversubscribe=False)  # unknown: they may be on 64 nodes
+    _require_room(job, slurm, oversubscribe=False)  # unknown: they may be on 64 nodes
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "64")
     with pytest.raises(JobError, match="insist with --oversubscribe"):
-        _require_cores(job, slurm, oversubscribe=False)
+        _require_room(job, slurm, oversubscribe=False)
 
 
 def test_an_accelerator_has_one_rank_and_cuda_needs_one() -> None:

@@ -6,11 +6,9 @@ import pytest
 
 from phalanx.config.layout import Layout
 from phalanx.machine.collectives import AxisChecks, WrongResult
-from phalanx.machine.links import CallTime, SlowLine, TimedAxis
-from phalanx.machine.pairs import PairMatrix
+from phalanx.machine.links import CallTime, PairMatrix, SlowLine, TimedAxis
 from phalanx.machine.self_test_report import DistReport
-from phalanx.machine.stragglers import ProbeTimes, Straggler
-from phalanx.machine.training import KernelTime, TrainingTest
+from phalanx.machine.training import KernelTime, ProbeTimes, Straggler, TrainingTest
 
 HOSTS = ["node-a", "node-a", "node-b", "node-b"]
 NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "broadcast", "reduce")

@@ -5,9 +5,10 @@ import torch
 
 from phalanx.cost.fit import UNCACHED_BYTES, median_error
 from phalanx.data.files import silent
-from phalanx.machine import clock, compute
+from phalanx.machine import calibration as compute
+from phalanx.machine import clock
+from phalanx.machine.calibration import Shape
 from phalanx.machine.clock import WINDOW
-from phalanx.machine.compute import Shape
 
 CPU = torch.device("cpu")
 

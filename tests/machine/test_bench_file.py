@@ -12,8 +12,7 @@ from phalanx.cost import communication as link
 from phalanx.cost.fit import AttentionTiming, ProductTiming, StreamTiming, Transfer
 from phalanx.cost.kernels import product_seconds, stream_seconds
 from phalanx.errors import JobError
-from phalanx.machine.calibration import fields_of, of_comm, of_compute, of_device, write
-from phalanx.machine.compute import Measured
+from phalanx.machine.calibration import Measured, fields_of, of_comm, of_compute, of_device, write
 from phalanx.machine.links import Fitted
 
 COMPUTE = {"device": "cpu", "devices_per_node": 1, "accelerator.name": "a cpu", "accelerator.fp32_tflops": 0.25}

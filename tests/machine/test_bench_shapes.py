@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx.machine import compute
+from phalanx.machine import calibration as compute
 
 
 @pytest.mark.parametrize("unit", [compute.CPU_UNIT, compute.ACCELERATOR_UNIT])

@@ -129,10 +129,10 @@ def test_a_write_beside_the_tensor_is_named(ranks):
 def refuses(ranks):
     """Rank 1 alone has no average, as with another backend."""
     mesh = meshes.build(Layout(dp_replicate=2), "cpu")
-    mine = check._Checks(mesh.axis("dp_replicate"), "dp_replicate", CPU)
+    mine = check.RankChecks(mesh.axis("dp_replicate"), "dp_replicate", CPU)
     if ranks.rank == 1:
-        mine.refused["all_reduce_avg (fp32)"] = "not here"
-    return check._combine("dp_replicate", 2, mine)
+        mine.found.refused["all_reduce_avg (fp32)"] = "not here"
+    return mine.of_all_ranks()
 
 
 def refuses_what_training_makes(ranks):
@@ -143,10 +143,10 @@ def refuses_what_training_makes(ranks):
         raise RuntimeError("no bf16 here")
 
     broken = replace(next(each for each in ALL if each.name == "all_reduce"), make=refuse)
-    mine = check._Checks(mesh.axis("dp_replicate"), "dp_replicate", CPU)
+    mine = check.RankChecks(mesh.axis("dp_replicate"), "dp_replicate", CPU)
     mine.check(broken, "bf16", 4, "plain")
     mine.check(replace(broken, name="all_reduce_avg", of_axis=False), "bf16", 4, "plain")
-    return check._combine("dp_replicate", 2, mine)
+    return mine.of_all_ranks()
 
 
 def test_a_call_of_training_that_every_rank_refuses_is_a_failure(ranks):
@@ -164,7 +164,7 @@ def test_a_call_that_only_some_ranks_refuse_is_a_failure(ranks):
     assert found.differs == ["all_reduce_avg (fp32) on dp_replicate: only rank 1 refused it: not here"]
 
 
-def test_a_lost_peer_is_no_refusal(monkeypatch):
+def test_a_lost_peer_is_no_refusal():
     def lost(axis, x, out):
         raise RuntimeError("Connection closed by peer")
 
@@ -172,7 +172,6 @@ def test_a_lost_peer_is_no_refusal(monkeypatch):
         def __init__(self):
             super().__init__("tp", 2)
 
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     collective = check.AxisCollective("send", lost, *(lambda rank, ranks, n: torch.zeros(n, dtype=torch.int64),) * 2)
     with pytest.raises(RuntimeError, match="closed by peer"):
-        check._Checks(Alone(), "tp", CPU).check(collective, "fp32", 3, "plain")
+        check.RankChecks(Alone(), "tp", CPU).check(collective, "fp32", 3, "plain")

@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.machine import self_test_report as report
 from phalanx.machine.self_test_report import advice
-from phalanx.machine.stragglers import ProbeTimes, Straggler
+from phalanx.machine.training import ProbeTimes, Straggler
 
 
 def test_a_good_group_is_ok_and_needs_no_advice(good):

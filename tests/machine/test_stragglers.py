@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from phalanx.config.layout import Layout
-from phalanx.machine.stragglers import Probe, ProbeTimes, Straggler, in_probe, slow_in_all
+from phalanx.machine.training import Probe, ProbeTimes, Straggler, in_probe, slow_in_all
 from phalanx.parallel import mesh as meshes
 
 HOSTS = ["a", "a", "b", "b"]

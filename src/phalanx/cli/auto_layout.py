@@ -1,4 +1,5 @@
-"""`layout: auto`: verbs use the planner's choice for the available devices."""
+"""`layout: auto`: verbs use the planner's choice for the available devices. Predictions from measurements of them that
+are too noisy are refused."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from phalanx.check.job import problems_of
 from phalanx.check.load import LoadedJob
 from phalanx.checkpoint.inventory import newest_valid
 from phalanx.checkpoint.manifest import job_of
-from phalanx.cli.predicting import check_calibration
 from phalanx.config import clusters
+from phalanx.config.calibration import Assessment, assess
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import LOCAL, cluster_of
 from phalanx.config.fields import get, leaves
@@ -38,6 +39,40 @@ PLANNED, CHECKPOINT = "planned", "the checkpoint of"
 """Beginnings of the origin of a layout that was left open."""
 OPEN_AT_ZERO = ("micro_batch", "accumulation")
 """Layout fields that are derived if they are 0, so that a 0 fixes nothing."""
+
+
+def assessment_of(cluster: Cluster, world: int) -> Assessment | None:
+    """Assesses the measurements that predictions for `world` devices (0: not known yet) of the cluster need; None for a
+    cluster that was not measured by `phalanx bench`."""
+    is_local = cluster.preset.partition(":")[0] == LOCAL
+    if not (is_local or cluster.calibration.is_known):
+        return None
+    name = cluster.accelerator.name if cluster.device == "cpu" else ""
+    return assess(cluster.calibration, ("compute",) if world == 1 else ("compute", "comm"), here=is_local, cpu=name)
+
+
+def check_calibration(cluster: Cluster, world: int, *, prints: bool = True) -> None:
+    """Prints fit error and spread of a measured cluster as one line on standard error.
+
+    Raises JobError where they exceed the bounds above which predictions are refused, unless cluster.allow_unreliable.
+    """
+    assessment = assessment_of(cluster, world)
+    if assessment is None:
+        return
+    name = f"cluster={cluster.preset}" if cluster.preset else "cluster"
+    if assessment.status == "refused" and not cluster.allow_unreliable:
+        raise JobError(
+            f"predictions on {name} are refused, because its measurements are too noisy ({assessment.problem}): "
+            f"{assessment.remedy}, or predict with them anyway: cluster.allow_unreliable=true"
+        )
+    if prints:
+        echo(f"{name}: {assessment.line()}", file=sys.stderr, wrap=True)
+
+
+def calibration_document(cluster: Cluster, world: int) -> dict[str, Any] | None:
+    """Returns the entry `calibration` of `--json`: None for a cluster that was not measured."""
+    assessment = assessment_of(cluster, world)
+    return assessment.as_dict() if assessment else None
 
 
 def planned(loaded: LoadedJob, *, measures: bool) -> LoadedJob:
@@ -68,11 +103,6 @@ def planned_to_train(loaded: LoadedJob, *, fresh: bool) -> LoadedJob:
         return with_layout(loaded, layout, worlds, where)
     check_calibration(loaded.job.cluster, loaded.job.cluster.devices, prints=prints)
     return _chosen(loaded, worlds, _prepared_vocabulary(loaded.job, ranks), prints)
-
-
-def was_planned(loaded: LoadedJob) -> bool:
-    """Returns whether the layout was left open, so that the planner chose it, now or when the run began."""
-    return loaded.origins["layout.auto"].startswith((PLANNED, CHECKPOINT))
 
 
 def worlds_of(job: Job) -> tuple[int, ...]:
@@ -159,7 +189,6 @@ def _prepared_vocabulary(job: Job, ranks: Ranks | None) -> int:
 
 
 def _on_ranks(loaded: LoadedJob, ranks: Ranks) -> LoadedJob:
-    """Returns the job with the started processes as the devices, whatever the cluster has."""
     per_node = ranks.local_world or ranks.world
     nodes, rest = divmod(ranks.world, per_node)
     if rest:
@@ -257,8 +286,13 @@ def words_for(loaded: LoadedJob, nodes: int) -> tuple[str, ...]:
     cluster = replace(job.cluster, nodes=nodes, devices_per_node=job.cluster.devices_per_node and per_node)
     train, run = replace(job.train, global_batch=batch), replace(job.run, nnodes=str(nodes))
     smaller = replace(job, cluster=cluster, train=train, run=run)
-    fewer = None if was_planned(loaded) else _with_fewer_data_ranks(smaller, nodes, most)
-    layout = fewer or _planned(LoadedJob(smaller, loaded.origins), per_node)
+    was_planned = loaded.origins["layout.auto"].startswith((PLANNED, CHECKPOINT))
+    layout = None if was_planned else _with_fewer_data_ranks(smaller, nodes, most)
+    if layout is None:
+        cluster = replace(cluster, devices_per_node=per_node)
+        left_open = replace(smaller, layout=Layout(auto=True), cluster=cluster)
+        origins = {path: "default" if path.startswith("layout.") else each for path, each in loaded.origins.items()}
+        layout = planned(LoadedJob(left_open, origins), measures=False).job.layout
     layout = without_idle(replace(smaller, layout=layout))
     words += [f"train.global_batch={batch}", f"layout={layout.line()}"]
     if layout.bucket_mb != Layout().bucket_mb:
@@ -277,10 +311,3 @@ def _with_fewer_data_ranks(job: Job, nodes: int, most: int) -> Layout | None:
             if not problems_of(replace(job, layout=fewer)):
                 return fewer
     return None
-
-
-def _planned(loaded: LoadedJob, per_node: int) -> Layout:
-    cluster = replace(loaded.job.cluster, devices_per_node=per_node)
-    job = replace(loaded.job, layout=Layout(auto=True), cluster=cluster)
-    origins = {path: "default" if path.startswith("layout.") else origin for path, origin in loaded.origins.items()}
-    return planned(LoadedJob(job, origins), measures=False).job.layout

@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from phalanx.cli.option import Option
-from phalanx.cli.verb import WHOLE, Command, Verb, Words, job_verb
+from phalanx.cli.verb import Option, Verb, Words, alone, job_verb
 from phalanx.echo import echo
 from phalanx.errors import JobError
 
@@ -20,10 +19,7 @@ VERB = job_verb(
         ("data prepare examples/main.yaml", "the corpus of a job"),
         ("data prepare data=text data.path=book.txt tokenizer=bpe", "your own text"),
     ),
-    {
-        "force": "Rebuild all shards, including existing ones.",
-        "verify": "Read every shard and compare its checksum.",
-    },
+    {"force": "Rebuild all shards, including existing ones.", "verify": "Read every shard and compare its checksum."},
     exits={4: "the corpus or a shard is corrupt or missing"},
     auto="open",
 )
@@ -34,11 +30,7 @@ INSPECT = Verb(
     "Says what a data file holds and how it would be read: its form, its fields, its roles, and the first sample with "
     "what is trained on marked «so». Of a job file: the sources of its mixture, and how much of each it draws. Nothing "
     "is written.",
-    {
-        WHOLE: Command(
-            ("FILE",), {"template": Option(str, "chatml", "chat template that renders the sample", value="NAME|FILE")}
-        )
-    },
+    alone(("FILE",), {"template": Option("chat template that renders the sample", "chatml", value="NAME|FILE")}),
     (
         ("data inspect rows.json --template alpaca", "conversations, pairs or text, with a template"),
         ("data inspect job.yaml", "the sources of a mixture"),

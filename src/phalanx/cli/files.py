@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from phalanx.cli.option import flag_of
-from phalanx.cli.verb import Words
+from phalanx.cli.verb import Words, flag_of
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.pictures.elements import DARK_PAGE, PAGE, for_ground
@@ -102,7 +101,6 @@ class OutputFiles:
             write(path, contents[name](), self.dark)
 
     def tell(self) -> None:
-        """Prints the names of the files after a text."""
         if self.paths and not self.as_json:
             echo(f"\nwritten: {' and '.join(self.paths.values())}")
 

@@ -16,10 +16,9 @@ import yaml
 
 from phalanx.check.load import LoadedJob, as_dict, load_words
 from phalanx.cli.auto_layout import fixed_of, on_known_devices, with_layout, worlds_of
-from phalanx.cli.completion import schema_text
-from phalanx.cli.help_page import clipped
-from phalanx.cli.option import Option
-from phalanx.cli.verb import WHOLE, Command, Verb, Words
+from phalanx.cli.files import write
+from phalanx.cli.installation import schema_text
+from phalanx.cli.verb import WHOLE, Option, Verb, Words, alone, clipped
 from phalanx.config import clusters, overrides, reference, yaml_file
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
@@ -30,7 +29,7 @@ from phalanx.config.presets import FROM_FILE, named, preset_of
 from phalanx.data.files import stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
-from phalanx.errors import JobError, RunError
+from phalanx.errors import JobError
 from phalanx.partition.derived import solve
 from phalanx.units import gib
 
@@ -86,13 +85,10 @@ def _written(loaded: LoadedJob, values: dict[str, Any], section: str) -> Iterato
         path = f"{section}.{name}"
         if not isinstance(value, dict):
             if _is_written(loaded, path):
-                yield _line(f"{indent}{name}: {_dumped(value)}", _comment(loaded, path))
+                dumped = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+                yield _line(f"{indent}{name}: {dumped}", _comment(loaded, path))
         elif inner := [*_written(loaded, value, path)]:
             yield from (f"{indent}{name}:", *inner)
-
-
-def _dumped(value: object) -> str:
-    return yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
 
 
 def _is_written(loaded: LoadedJob, path: str) -> bool:
@@ -145,8 +141,6 @@ UNPREPARED_VOCAB = 256
 
 @dataclass(frozen=True)
 class NewJob:
-    """The answers."""
-
     cluster: str
     model: str
     data: str
@@ -206,7 +200,6 @@ def _fields(job: NewJob) -> dict[str, str]:
 
 
 def is_file(cluster: str) -> bool:
-    """Returns whether the machine is one that a file describes."""
     return cluster.endswith((".yaml", ".yml"))
 
 
@@ -243,21 +236,15 @@ def _data(job: NewJob, vocab: int) -> dict[str, str]:
     found = {"data.corpus": data} if data in CORPORA else {"data.corpus": _kind_of(data), "data.path": data}
     if os.path.isdir(job.model):
         return found
-    own = _tokenizer_of(job.model)
-    if own:
-        return {**found, "data.tokenizer": own}
+    path = Path(job.model.removeprefix(FROM_FILE))
+    beside = (path if os.path.isdir(path) else path.parent) / "tokenizer.json"
+    if job.model.startswith(FROM_FILE) and os.path.isfile(beside):  # that of "hf:FOLDER"
+        return {**found, "data.tokenizer": str(beside)}
     if CORPORA[found["data.corpus"]].rows is not None:
         found["data.template"] = "alpaca"  # which needs no tokens of its own for roles
     if vocab < MIN_BPE_VOCAB:
         return {**found, "data.tokenizer": "char"}
     return {**found, "data.tokenizer": "bpe", "data.bpe_vocab": str(min(vocab, 4096))}
-
-
-def _tokenizer_of(model: str) -> str:
-    """Returns the tokenizer.json beside the config.json of "hf:FOLDER", or nothing."""
-    path = Path(model.removeprefix(FROM_FILE))
-    file = (path if os.path.isdir(path) else path.parent) / "tokenizer.json"
-    return str(file) if model.startswith(FROM_FILE) and os.path.isfile(file) else ""
 
 
 def _kind_of(path: str) -> str:
@@ -287,42 +274,30 @@ FILES = ("text", "mix", "chat", "preferences")
 VERB = Verb(
     "init",
     "Writes a job file with comments, and a layout planned for the machine.",
-    {
-        WHOLE: Command(
-            ("[FILE]",),
-            {
-                "cluster": Option(
-                    str,
-                    "",
-                    "machine: this (the default), or one that you plan for, such as dgx-h100:4",
-                    value="NAME[:NODES]",
-                ),
-                "model": Option(
-                    str,
-                    "",
-                    "the model: small (the default here), a preset (`phalanx models`), hf:FOLDER, or a run's directory",
-                    value="NAME",
-                ),
-                "data": Option(
-                    str,
-                    "",
-                    f"the corpus: {', '.join(name for name in CORPORA if name not in FILES)}, or your text or JSONL",
-                    value="NAME|PATH",
-                ),
-                "batch": Option(int, 0, "sequences per step over all devices", at_least=1),
-                "steps": Option(int, 0, "optimizer steps", at_least=1),
-            },
-            switches={
-                "yes": "ask nothing",
-                "force": "replace an existing file",
-                "no_plan": "write `layout: auto`: the layout is planned when training starts",
-            },
-        )
-    },
-    (
-        ("init", "five questions"),
-        ("init big.yaml --model llama3-8b --cluster dgx-h100:2 --yes", "none"),
+    alone(
+        ("[FILE]",),
+        {
+            "cluster": Option(
+                "machine: this (the default), or one that you plan for, such as dgx-h100:4", value="NAME[:NODES]"
+            ),
+            "model": Option(
+                "the model: small (the default here), a preset (`phalanx models`), hf:FOLDER, or a run's directory",
+                value="NAME",
+            ),
+            "data": Option(
+                f"the corpus: {', '.join(name for name in CORPORA if name not in FILES)}, or your text or JSONL",
+                value="NAME|PATH",
+            ),
+            "batch": Option("sequences per step over all devices", 0, at_least=1),
+            "steps": Option("optimizer steps", 0, at_least=1),
+        },
+        switches={
+            "yes": "ask nothing",
+            "force": "replace an existing file",
+            "no_plan": "write `layout: auto`: the layout is planned when training starts",
+        },
     ),
+    (("init", "five questions"), ("init big.yaml --model llama3-8b --cluster dgx-h100:2 --yes", "none")),
     (
         "FILE is job.yaml unless given. On a terminal it asks for what no option says; elsewhere, and with --yes, it "
         "takes the defaults. An existing file is replaced only if you say so. Beside it lies phalanx.schema.json, with "
@@ -353,7 +328,7 @@ def run(words: Words) -> None:
     _require_free(path, forced="force" in words.switches, asks=asks)
     job = _answers(given, asks)
     loaded, facts = planned_job(job, path, plans="no_plan" not in words.switches)
-    _write(path, as_job_file(loaded, facts, f"phalanx train {path}", SCHEMA))
+    write(str(path), as_job_file(loaded, facts, f"phalanx train {path}", SCHEMA))
     _write_schema(path.parent / SCHEMA)
     echo(f"written: {path}\n  layout:  {loaded.job.layout.line()}{f'  ({facts})' if facts else ''}", wrap=True)
     if job.cluster == HERE:
@@ -366,7 +341,6 @@ def run(words: Words) -> None:
 
 
 def _require_free(path: Path, *, forced: bool, asks: bool) -> None:
-    """Raises JobError if the file exists and is not to be replaced, or if its folder does not exist."""
     if not os.path.isdir(path.parent):
         raise JobError(f"folder {path.parent} does not exist; create it, or name another file")
     if forced or not os.path.exists(path):
@@ -377,8 +351,7 @@ def _require_free(path: Path, *, forced: bool, asks: bool) -> None:
 
 def _answers(given: dict[str, str], asks: bool) -> NewJob:
     """Returns what the options say, else the answers, else the defaults. Raises JobError with all wrong options."""
-    problems: list[str] = []
-    answers: dict[str, str] = {}
+    problems, answers = list[str](), dict[str, str]()
     for name in QUESTIONS:
         text, default, check = _question(name, answers)
         try:
@@ -460,15 +433,7 @@ def _batch_for(answers: dict[str, str]) -> int:
     return 1 << (wanted - 1).bit_length()
 
 
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunError(f"{path} could not be written: {error.strerror}") from None
-
-
 def _write_schema(path: Path) -> None:
-    """Writes the schema, unless another file has its name."""
     try:
         ours = json.loads(path.read_text(encoding="utf-8")).get("title") == json.loads(schema_text())["title"]
     except FileNotFoundError:
@@ -476,4 +441,4 @@ def _write_schema(path: Path) -> None:
     except (OSError, ValueError, AttributeError):
         ours = False
     if ours:
-        _write(path, schema_text())
+        write(str(path), schema_text())

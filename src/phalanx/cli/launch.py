@@ -18,8 +18,7 @@ from typing import Any, Literal
 
 from phalanx.blocks.parameters import count
 from phalanx.check.load import as_yaml
-from phalanx.cli.option import Option
-from phalanx.cli.verb import Words, job_verb
+from phalanx.cli.verb import Option, Words, job_verb
 from phalanx.config.fields import get
 from phalanx.config.job import Job
 from phalanx.echo import echo
@@ -71,12 +70,7 @@ class LaunchPlan:
 
     @classmethod
     def of(
-        cls,
-        words: Words,
-        extra: tuple[str, ...],
-        env: Mapping[str, str],
-        which: Callable[[str], str | None],
-        host: str,
+        cls, words: Words, extra: tuple[str, ...], env: Mapping[str, str], which: Callable[[str], str | None], host: str
     ) -> LaunchPlan:
         """Returns the plan. Raises JobError if the numbers do not fit, and for every wrong option."""
         options = words.options
@@ -91,7 +85,6 @@ class LaunchPlan:
 
     @property
     def notes(self) -> list[str]:
-        """Notes for the user, printed before the job starts."""
         found = [f"{self.site.name}: {self.site.note}"] if self.site and self.site.note else []
         if self.hosts and self.grid.nodes < len(self.hosts):
             found.append(f"uses {self.grid.nodes} of {len(self.hosts)} nodes")
@@ -118,7 +111,6 @@ class LaunchPlan:
 
     @property
     def grid_document(self) -> dict[str, Any]:
-        """The numbers for JSON."""
         return {
             "nnodes": self.grid.nnodes,
             "nproc_per_node": self.grid.per_node,
@@ -128,11 +120,9 @@ class LaunchPlan:
 
     @property
     def settings(self) -> list[str]:
-        """The variables as words of a shell's export."""
         return [f"{name}={shlex.quote(value)}" for name, value in sorted(self.exported.values.items())]
 
     def sentence(self, launcher: Launcher) -> str:
-        """Returns the plan in one line."""
         grid, job = self.grid, f", job {self.place.job_id}" if self.place.job_id else ""
         nodes = f"{grid.nnodes} node{'' if grid.nnodes == '1' else 's'}"
         processes = f"{grid.per_node} process{'' if grid.per_node == 1 else 'es'} = {grid.processes}"
@@ -140,7 +130,6 @@ class LaunchPlan:
         return f"{IN_WORDS[self.place.kind]}{job}; {launcher}; {nodes} × {processes}; layout {layout}"
 
     def start_request(self, launcher: Launcher) -> StartRequest:
-        """Returns the request for a launcher's commands."""
         options, job, grid = self.words.options, self.words.job, self.grid
         full = grid.per_node == (self.site.devices if self.site else 0)
         by_launcher = options["ranks_by"] == "launcher" and full and self.site is not None
@@ -260,7 +249,6 @@ class LaunchPlan:
 
     @cached_property
     def manifest_request(self) -> ManifestRequest:
-        """The request for a manifest of Kubernetes."""
         options, job = self.words.options, self.words.job
         claim, _, mount = options["pvc"].partition(":")
         return ManifestRequest(
@@ -355,48 +343,48 @@ _PASS_ON_SIGUSR1 = ("srun", "openmpi", "mpich")
 PROGRAMS = ("python", "python3", "torchrun", "mpiexec", "mpirun", "srun", "phalanx")
 
 OPTIONS = {
-    "nnodes": Option(str, "", "Nodes: N, or N:M to go on with N when nodes fail; -N for short.", value="N[:M]"),
-    "nproc_per_node": Option(str, "", "Processes on each node: a number, or auto for one per device.", value="N"),
-    "nproc": Option(int, 0, "Processes in all; -n for short.", at_least=1),
-    "hostfile": Option(str, "", "File of hosts, one per line (host, host:4, host slots=4).", value="FILE"),
+    "nnodes": Option("Nodes: N, or N:M to go on with N when nodes fail; -N for short.", value="N[:M]"),
+    "nproc_per_node": Option("Processes on each node: a number, or auto for one per device.", value="N"),
+    "nproc": Option("Processes in all; -n for short.", 0, at_least=1),
+    "hostfile": Option("File of hosts, one per line (host, host:4, host slots=4).", value="FILE"),
     "launcher": Option(
-        Literal["local", "srun", "pals", "openmpi", "mpich", "ssh"],
-        None,
         "What starts processes; found out by default.",
+        None,
+        Literal["local", "srun", "pals", "openmpi", "mpich", "ssh"],
     ),
     "ranks_by": Option(
-        Literal["phalanx", "launcher", "torchrun"],
-        "phalanx",
         "What starts the ranks of a node: one Phalanx launcher, which restarts them; srun or mpiexec; torchrun.",
+        "phalanx",
+        Literal["phalanx", "launcher", "torchrun"],
         rare=True,
     ),
-    "cpu_bind": Option(str, "", "The launcher's binding of processes to processors.", rare=True),
-    "port": Option(int, 0, "Port of the rendezvous; by default a hash of the job's id.", at_least=1, rare=True),
-    "remote_shell": Option(str, SSH, "Program that takes HOST and a command for its shell.", rare=True),
+    "cpu_bind": Option("The launcher's binding of processes to processors.", rare=True),
+    "port": Option("Port of the rendezvous; by default a hash of the job's id.", 0, at_least=1, rare=True),
+    "remote_shell": Option("Program that takes HOST and a command for its shell.", SSH, str, rare=True),
     "env": Option(
-        str, (), "Variable for the job; may be repeated.", many=True, like=_ONE, value="NAME=VALUE", rare=True
+        "Variable for the job; may be repeated.", (), str, many=True, like=_ONE, value="NAME=VALUE", rare=True
     ),
     "export_env": Option(
-        str, (), "Variable or pattern to export too; may be repeated.", many=True, like=_ONE, value="NAME", rare=True
+        "Variable or pattern to export too; may be repeated.", (), str, many=True, like=_ONE, value="NAME", rare=True
     ),
-    "stop_after": Option(int, 0, "Seconds after which the run stops with a checkpoint (75).", at_least=1, rare=True),
-    "submit": Option(Literal["slurm", "pbs", "k8s"], None, "Write and submit a batch script or a manifest."),
-    "site": Option(str, "", "Site (--list-sites), or a YAML file of one; found out by default.", value="NAME"),
-    "time": Option(str, "", "Time limit: 1:30:00, 90m, 2-00:00:00; -t for short.", value="TIME"),
-    "account": Option(str, "", "Account or project; -A for short.", value="NAME"),
-    "queue": Option(str, "", "Queue, partition or quality of service; -q or -p for short.", value="NAME"),
+    "stop_after": Option("Seconds after which the run stops with a checkpoint (75).", 0, at_least=1, rare=True),
+    "submit": Option("Write and submit a batch script or a manifest.", None, Literal["slurm", "pbs", "k8s"]),
+    "site": Option("Site (--list-sites), or a YAML file of one; found out by default.", value="NAME"),
+    "time": Option("Time limit: 1:30:00, 90m, 2-00:00:00; -t for short.", value="TIME"),
+    "account": Option("Account or project; -A for short.", value="NAME"),
+    "queue": Option("Queue, partition or quality of service; -q or -p for short.", value="NAME"),
     "signal": Option(
-        int, 120, "Seconds before the time limit at which the run stops with a checkpoint.", at_least=0, rare=True
+        "Seconds before the time limit at which the run stops with a checkpoint.", 120, at_least=0, rare=True
     ),
     "batch_option": Option(
-        str, (), "Further option of sbatch or qsub; may be repeated.", many=True, like=_ONE, value="WORD", rare=True
+        "Further option of sbatch or qsub; may be repeated.", (), str, many=True, like=_ONE, value="WORD", rare=True
     ),
-    "k8s_kind": Option(Literal["job", "jobset", "trainjob"], "job", "Kubernetes: what to create.", rare=True),
-    "image": Option(str, "", "Kubernetes: image that holds Phalanx.", rare=True),
-    "pvc": Option(str, "", "Kubernetes: NAME[:/PATH] of the claim that holds the run directories.", rare=True),
-    "namespace": Option(str, "", "Kubernetes: namespace.", rare=True),
-    "secret": Option(str, "", "Kubernetes: Secret that has the values of --export-env.", rare=True),
-    "shm_gib": Option(int, 8, "Kubernetes: GiB of /dev/shm.", at_least=1, rare=True),
+    "k8s_kind": Option("Kubernetes: what to create.", "job", Literal["job", "jobset", "trainjob"], rare=True),
+    "image": Option("Kubernetes: image that holds Phalanx.", rare=True),
+    "pvc": Option("Kubernetes: NAME[:/PATH] of the claim that holds the run directories.", rare=True),
+    "namespace": Option("Kubernetes: namespace.", rare=True),
+    "secret": Option("Kubernetes: Secret that has the values of --export-env.", rare=True),
+    "shm_gib": Option("Kubernetes: GiB of /dev/shm.", 8, at_least=1, rare=True),
 }
 SWITCHES = {
     "dry_run": "Print commands, environment and hosts, or the script, and exit.",

@@ -72,10 +72,17 @@ EXIT_CODES = {
 
 
 _MODULES = {
-    "import": "models",
-    **dict.fromkeys(("docs", "examples", "extensions"), "shipped"),
-    **dict.fromkeys(("watch", "profile"), "report"),
-    "schema": "completion",
+    verb: module
+    for module, verbs in {
+        "inference": ("generate", "serve", "evaluate"),
+        "installation": ("docs", "examples", "extensions", "completion", "schema"),
+        "machine": ("doctor", "test-dist", "bench"),
+        "predict": ("plan", "simulate"),
+        "programs": ("schedule", "collectives"),
+        "report": ("watch", "profile"),
+        "weights": ("models", "import", "export", "checkpoint"),
+    }.items()
+    for verb in verbs
 }
 """The modules of verbs that have not their name."""
 
@@ -83,7 +90,7 @@ _MODULES = {
 def description_of(verb: str) -> Verb:
     """Imports the module that describes and runs a verb, and returns what the verb takes."""
     module = importlib.import_module(f"phalanx.cli.{_MODULES.get(verb, verb.replace('-', '_'))}")
-    return getattr(module, verb.upper() if verb in _MODULES else "VERB")
+    return getattr(module, verb.upper().replace("-", "_") if verb in _MODULES else "VERB")
 
 
 OF_RANKS = ("train", "launch", "generate", "evaluate", "doctor", "bench", "test-dist")
@@ -195,7 +202,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _usage() -> Iterator[str]:
-    from phalanx.cli.help_page import filled, in_columns, page_width
+    from phalanx.cli.verb import filled, in_columns, page_width
 
     width = page_width()
     yield from filled(f"phalanx {phalanx.__version__}: N-D parallel language-model training from one job file", width)

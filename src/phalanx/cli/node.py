@@ -53,7 +53,6 @@ def rank_variables(env: Mapping[str, str]) -> list[str]:
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, str]]:
-    """Removes this module's own flags from the front of the words, and yields them."""
     while words and words[0].partition("=")[0] in ("--stop-after", "--await-host", "--controlled"):
         name, _, value = words.pop(0)[2:].partition("=")
         yield name, value

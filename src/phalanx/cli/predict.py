@@ -1,31 +1,102 @@
-"""`phalanx predict JOB`: time, memory and traffic of a step on any machine, without that machine."""
+"""The verbs that predict: `phalanx plan JOB`, the fastest layout that fits; `phalanx predict JOB`, time, memory and
+traffic of a step; `phalanx simulate JOB`, its events on every pipeline rank, and the time that a job loses to failures.
+All work on any machine, without it."""
 
 from __future__ import annotations
 
+import re
 import sys
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
+from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
 from phalanx.cli.files import DARK, OutputFiles
-from phalanx.cli.option import Option
-from phalanx.cli.predicting import OPTIONS, TOKENS, asked, asked_cost, calibration_document
-from phalanx.cli.verb import Words, job_verb
-from phalanx.cost.breakdown import document, memory_lines, slow_format, subject, time_lines
+from phalanx.cli.verb import MOST_COLUMNS, Option, Words, job_verb
+from phalanx.config import values
+from phalanx.config.job import Job
+from phalanx.cost.breakdown import document, duration, memory_lines, slow_format, subject, time_lines
+from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
 from phalanx.cost.job_spec import step_spec
-from phalanx.cost.money import Prices
+from phalanx.cost.money import Prices, amount, is_asked, run_cost, tokens_of
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
-from phalanx.data.files import stderr_progress
+from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
-from phalanx.echo import echo
+from phalanx.echo import echo, terminal_columns
 from phalanx.errors import DoesNotFitError, JobError
+from phalanx.gc import gc_paused
+from phalanx.nearest import did_you_mean
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
+from phalanx.plan import page as plan_text
 from phalanx.plan.page import advice, shortfall
+from phalanx.plan.plan import Candidate, Plan
+from phalanx.plan.planner import search
+from phalanx.plan.simplicity import EQUAL
+from phalanx.plan.space import plan_request
 from phalanx.report.figures import rank_traffic
+from phalanx.simulate import goodput
+from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
+from phalanx.simulate.step import AXES, Disturbance, Figures, check, figures, simulate
+from phalanx.simulate.timeline import Timeline
 from phalanx.units import gib
 from phalanx.validation import table
+
+if TYPE_CHECKING:
+    from phalanx.plan.space import PlanRequest
+
+OPTIONS = {
+    "products": Option(
+        "number format of the matrix products in blocks; job: that of train.precision",
+        "job",
+        Literal["job", "bf16", "fp8", "fp4"],
+    ),
+    "framework": Option(f"predict another training framework: {', '.join(FRAMEWORKS)}", "phalanx"),
+}
+TOKENS = Option(
+    "print what a run of so many tokens costs, such as 15T or 300B: device hours, and price, kWh and kg CO2 where "
+    "cluster.price_per_device_hour, power_w and carbon_g_per_kwh are known (0: those of train.steps, if one is set)",
+    0.0,
+    read=amount,
+)
+Asked = TypeVar("Asked", "StepSpec", "PlanRequest")
+
+
+def _show(
+    words: Words,
+    files: OutputFiles,
+    document: dict[str, Any],
+    text: str,
+    job: Job,
+    world: int,
+    costs: tuple[int, float] | None = None,
+) -> None:
+    """Prints a prediction for `world` devices with the quality of their measurements, and, if something asks for it,
+    what the run of --tokens costs on so many devices at so many tokens per second (`costs`)."""
+    document = {**document, "calibration": calibration_document(job.cluster, world)}
+    if costs is not None:
+        tokens = words.options["tokens"]
+        if is_asked(job.cluster, tokens):
+            cost = run_cost(job.cluster, costs[0], tokens_of(job, tokens), costs[1])
+            document["run"], text = cost.as_dict(), f"{text}\n\n{cost.line()}"
+    words.show(document, text)
+    files.tell()
+
+
+def asked(about: Asked, options: Mapping[str, Any]) -> Asked:
+    """Returns the spec or request with the changes of the options. Raises JobError for an unknown framework."""
+    name, products = options["framework"], options["products"]
+    if name not in FRAMEWORKS:
+        raise JobError(
+            f"--framework: {name!r} is not known{did_you_mean(name, FRAMEWORKS)} (known: {', '.join(FRAMEWORKS)})"
+        )
+    framework = calibrated(name, about.cluster.accelerator) if name != PHALANX.name else about.framework
+    return replace(about, framework=framework, products=about.products if products == "job" else products)
+
 
 VERB = job_verb(
     "predict",
@@ -36,18 +107,18 @@ VERB = job_verb(
     ),
     switches=DARK,
     options={
-        "svg": Option(str, "", "write a picture", value="FILE"),
+        "svg": Option("write a picture", value="FILE"),
         "picture": Option(
-            Literal["prediction", "layout", "context", "recompute"],
-            "prediction",
             "svg: time and memory by part with the roofline of a block; or which rank holds which part of the "
             "parameters (layout); or which tokens each context-parallel rank holds and computes (context); or time "
             "against memory for every recomputation (recompute)",
+            "prediction",
+            Literal["prediction", "layout", "context", "recompute"],
         ),
         **OPTIONS,
         "tokens": TOKENS,
-        "table": Option(str, "", "predict every row of a CSV file of configurations instead of one job", value="FILE"),
-        "out": Option(str, "", "with --table: the CSV file to write (default: standard output)", value="FILE"),
+        "table": Option("predict every row of a CSV file of configurations instead of one job", value="FILE"),
+        "out": Option("with --table: the CSV file to write (default: standard output)", value="FILE"),
     },
     exits={3: "the job does not fit in memory"},
     auto="measure",
@@ -73,13 +144,9 @@ def run(words: Words) -> int:
         "recompute": lambda: prediction_picture.recompute_svg(job, spec),
     }
     files.write({"svg": pictures[options["picture"]]})
-    calibration = calibration_document(job.cluster, job.layout.world)
-    document = {**as_json(spec, prediction, traffic), "calibration": calibration}
-    text = report(spec, prediction, traffic)
-    if cost := asked_cost(job, prediction.devices, prediction.tokens_per_s, options["tokens"]):
-        document["run"], text = cost.as_dict(), f"{text}\n\n{cost.line()}"
-    words.show(document, text)
-    files.tell()
+    costs = prediction.devices, prediction.tokens_per_s
+    document, text = as_json(spec, prediction, traffic), report(spec, prediction, traffic)
+    _show(words, files, document, text, job, job.layout.world, costs)
     if prediction.fits:
         return 0
     if not words.as_json:
@@ -93,17 +160,11 @@ def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str,
     sizes = {"parameters": count(spec.model), "active_parameters": count_active(spec.model)}
     if spec.model.lora.rank:
         sizes["trained_parameters"] = count_trained(spec.model)
-    return {
-        **document(prediction),
-        **sizes,
-        "traffic_bytes": traffic,
-        "advice": hints,
-        "notes": [*filter(None, [slow_format(spec)])],
-    }
+    notes = [*filter(None, [slow_format(spec)])]
+    return {**document(prediction), **sizes, "traffic_bytes": traffic, "advice": hints, "notes": notes}
 
 
 def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> str:
-    """Returns the figures as text."""
     low, high = prediction.spread
     step = prediction.step_time_s
     lines = [
@@ -127,3 +188,327 @@ def report(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, 
         for collective, sent in collectives.items():
             lines.append(f"  {axis:<14} {collective.replace('_', '-'):<16} {gib(sent)}")
     return "\n".join(lines)
+
+
+MAP_POINTS = 300
+"""Number of layouts in the map of the space."""
+MAX_DRAWN_PASSES = 120
+"""Passes per rank up to which a picture shows the whole step."""
+
+PLAN = job_verb(
+    "plan",
+    "Finds the fastest legal layout that fits in memory. Layout fields set on the command line, or beside `auto: true` "
+    "in a job file, stay fixed; the planner chooses the others.",
+    (
+        ("plan model=llama3-8b cluster=dgx-h100:1 precision=bf16", "on a machine that you do not have"),
+        ("plan job.yaml --html plan.html", "with pictures"),
+    ),
+    switches={**DARK, "exotic": "take the fastest layout found, not the simplest of those that count as equally fast"},
+    options={
+        "html": Option("write the plan as an HTML page with pictures", value="FILE"),
+        "svg": Option("write a map of the search space, one dot per layout", value="FILE"),
+        "top": Option("number of layouts to show", 10, at_least=1),
+        **OPTIONS,
+        "tokens": TOKENS,
+    },
+    exits={3: "no layout fits"},
+    auto="always",
+)
+
+
+@PLAN.runs
+def run_plan(words: Words) -> int:
+    files = OutputFiles.of(words, "html", "svg")
+    loaded = on_known_devices(words.loaded, measures=True)
+    cluster = loaded.job.cluster
+    check_calibration(cluster, cluster.devices)
+    fixed = {name: getattr(loaded.job.layout, name) for name in fixed_of(loaded)}
+    request = plan_request(loaded.job, vocabulary_size(loaded.job), fixed)
+    request = asked(replace(request, worlds=worlds_of(loaded.job)), words.options)
+    if "exotic" in words.switches:
+        request = replace(request, band=EQUAL)
+    layout = loaded.job.layout
+    if fixed and not layout.auto:
+        told = f"fixed: the whole layout, {layout.line()}; the planner chooses at most the batch"
+        echo(told, file=sys.stderr)
+    elif fixed:
+        said = ",".join(f"{name}={str(value).lower()}" for name, value in fixed.items())
+        echo(f"fixed layout fields: {said}; the planner chooses the others", file=sys.stderr)
+    with stderr_progress() as progress:
+        plan = search(request, progress, sample=MAP_POINTS if files.paths else 0)
+    plan = replace(plan, best=plan.best[: words.options["top"]])
+    files.write({name: lambda name=name: _drawn(plan, name) for name in files.paths})
+    text = plan_text.text(plan, min(terminal_columns(sys.stdout) or plan_text.WIDTH, MOST_COLUMNS))
+    costs = next(((top.prediction.devices, top.tokens_per_s) for top in plan.best), None)
+    _show(words, files, plan_text.as_json(plan), text, loaded.job, cluster.devices, costs)
+    return 0 if plan.best else DoesNotFitError.exit_code
+
+
+def _drawn(plan: Plan, form: str) -> str:
+    from phalanx.pictures import plan_page  # here, because it is rarely asked for
+
+    if form == "svg":
+        return plan_page.space_picture(plan)
+    return plan_page.html(plan, _timeline(plan.best[0]) if plan.best else None)
+
+
+def _timeline(best: Candidate) -> str:
+    """Returns the picture of the best layout's step; of a long one its beginning and its end."""
+    from phalanx.pictures import timeline as timeline_picture
+
+    timeline, about = simulate(best.spec), subject(best.spec, best.spec.layout.world)
+    passes = max(map(len, timeline.schedule.programs))
+    if passes <= MAX_DRAWN_PASSES:
+        return timeline_picture.svg(timeline, about=about)
+    part = timeline.seconds * MAX_DRAWN_PASSES / 2 / passes
+    windows = ((0, part), (timeline.seconds - part, None))
+    return "".join(timeline_picture.svg(timeline, *window, about) for window in windows)
+
+
+PROGRESS_PASSES = 50_000
+"""Number of passes from which on progress is shown."""
+CHECKPOINT_S, RESTART_S = 30.0, 600.0
+FAILURES = {"failures_per_device_day": LLAMA_3_RATE, "checkpoint_s": CHECKPOINT_S, "restart_s": RESTART_S}
+"""The options that ask about failures: their rate, and the seconds of a save and of a restart; with defaults."""
+MAX_ROWS = 16
+"""Maximum number of pipeline ranks in the table."""
+
+SIMULATE = job_verb(
+    "simulate",
+    "Simulates one step of a job event by event: what every pipeline rank computes, sends and waits for, as figures, a "
+    "picture and a trace for Perfetto.",
+    (
+        ("simulate examples/pipeline.yaml cluster=local --svg step.svg", "as a picture"),
+        ("simulate job.yaml --straggler 2=1.2", "with a device that takes 1.2 × as long"),
+    ),
+    switches=DARK,
+    options={
+        "svg": Option("write a picture of the step", value="FILE"),
+        "from": Option("with --svg: seconds at which the picture begins", None, float),
+        "to": Option("with --svg: seconds at which it ends", None, float),
+        "trace": Option("write a trace for ui.perfetto.dev or chrome://tracing", value="FILE"),
+        "straggler": Option(
+            "slow the passes of these pipeline ranks by a factor", (), str, many=True, like=r"\d+=", value="RANK=FACTOR"
+        ),
+        "slow_link": Option(
+            "slow the messages between two pipeline ranks by a factor; AXIS=FACTOR, as the first word only, slows the "
+            f"collectives of an axis ({', '.join(AXES)})",
+            (),
+            str,
+            many=True,
+            like=r"\d+-\d+=",
+            value="A-B=FACTOR",
+        ),
+        "failures_per_device_day": Option(
+            f"report the time lost to failures at this rate (default with one of the next two: {LLAMA_3_RATE:.3g}, "
+            "Llama 3's)",
+            None,
+            float,
+        ),
+        "checkpoint_s": Option(f"seconds that a save pauses training (default {CHECKPOINT_S:g})", None, float),
+        "restart_s": Option(f"seconds from a failure to the next step (default {RESTART_S:g})", None, float),
+        "failures_svg": Option(
+            "write the picture of productive time against the time between saves, for this job's devices beside other "
+            "numbers of them",
+            value="FILE",
+        ),
+        **OPTIONS,
+    },
+    auto="measure",
+)
+
+
+@SIMULATE.runs
+def run_simulation(words: Words) -> None:
+    options = words.options
+    files = OutputFiles.of(words, "svg", "trace", "failures_svg")
+    spec = asked(step_spec(words.job, vocabulary_size(words.job)), options)
+    disturbance = _disturbance(options["straggler"], options["slow_link"])
+    check(disturbance, spec)
+    passes = 2 * spec.batch.accumulation * spec.layout.pp * max(1, spec.layout.pp_chunks)  # of all ranks, about
+    with stderr_progress() as progress:
+        result = _simulated(spec, disturbance, progress if passes > PROGRESS_PASSES else silent)
+    asks = options["failures_svg"] or any(options[name] is not None for name in FAILURES)
+    failures = [usual if options[name] is None else options[name] for name, usual in FAILURES.items()] if asks else []
+    step_s = result.figures.step_time_s
+    lost = best(spec.layout.world, failures[0], failures[1], failures[2], step_s) if failures else None
+    files.write(_contents(result, (options["from"], options["to"]), failures))
+    document, text = simulated_json(result, lost), simulated_text(result, lost)
+    _show(words, files, document, text, words.job, words.job.layout.world)
+    if not result.prediction.fits:
+        warning = f"\nphalanx: warning: simulated anyway: {shortfall(spec)}"
+        echo(warning, file=sys.stderr, wrap=True)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    spec: StepSpec
+    prediction: Prediction
+    disturbance: Disturbance
+    timeline: Timeline
+    figures: Figures
+    undisturbed_s: float
+    """Seconds of a step without disturbances."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.prediction.tokens / self.figures.step_time_s
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.tokens_per_s / self.prediction.devices
+
+
+@gc_paused()
+def _simulated(spec: StepSpec, disturbance: Disturbance, progress: Progress) -> Simulated:
+    disturbed = disturbance != Disturbance()
+    number = 3 if disturbed else 2
+    progress("simulating the step", 0, number)
+    timeline = simulate(spec, disturbance)
+    progress("simulating the step", 1, number)
+    found = figures(timeline)
+    progress("simulating the step", 2, number)
+    undisturbed = found.step_time_s
+    if disturbed:
+        undisturbed = simulate(spec).seconds / timeline.schedule.steps
+        progress("simulating the step", number, number)
+    return Simulated(spec, predict(spec), disturbance, timeline, found, undisturbed)
+
+
+def _disturbance(stragglers: Sequence[str], links: Sequence[str]) -> Disturbance:
+    """Returns the slow devices and links of the options. Raises JobError with every word that is wrong."""
+    slow, pairs, axes, problems = list[tuple[int, float]](), [], list[tuple[str, float]](), []
+    for option, said in (*(("straggler", word) for word in stragglers), *(("slow-link", word) for word in links)):
+        what, _, number = said.partition("=")
+        try:
+            factor = values.convert(number, float)
+        except ValueError:
+            problems.append(f"--{option} {said}: expected a factor after the =, such as {what or 3}=1.5")
+            continue
+        pair = re.fullmatch(r"(\d+)-(\d+)", what)
+        if option == "straggler" and re.fullmatch(r"-?\d+", what):
+            slow.append((int(what), factor))
+        elif option == "straggler":
+            problems.append(f"--{option} {said}: expected a pipeline rank and a factor, such as 3=1.5")
+        elif pair:
+            pairs.append(((int(pair[1]), int(pair[2])), factor))
+        else:
+            axes.append((what, factor))
+    if problems:
+        raise JobError(problems)
+    return Disturbance(tuple(slow), tuple(pairs), tuple(axes))
+
+
+def _contents(
+    result: Simulated, window: tuple[float | None, float | None], failures: Sequence[float]
+) -> dict[str, Callable[[], str]]:
+
+    def step() -> str:
+        from phalanx.pictures import timeline as timeline_picture  # here and below: they are rarely asked for
+
+        about, slowed = subject(result.spec, result.spec.layout.world), _disturbance_text(result.disturbance)
+        return timeline_picture.svg(result.timeline, *window, about, _marks(result.disturbance), slowed)
+
+    def trace() -> str:
+        from phalanx.simulate import timeline as events
+
+        return events.text(result.timeline)
+
+    def lost() -> str:
+        from phalanx.pictures.timeline import SIZES, goodput_svg
+
+        rate, save_s, restart_s = failures
+        sizes = sorted({result.spec.layout.world, *SIZES})
+        return goodput_svg(sizes, rate, (save_s, save_s / 10), restart_s)
+
+    return {"svg": step, "trace": trace, "failures_svg": lost}
+
+
+def _marks(disturbance: Disturbance) -> dict[int, str]:
+    """Returns what slows each pipeline rank, for the picture: its device, and its links with both ranks."""
+    marks: dict[int, list[str]] = {}
+    for rank, factor in disturbance.slow:
+        marks.setdefault(rank, []).append(f"{factor:g} ×")
+    for ends, factor in disturbance.links:
+        for rank, other in (ends, ends[::-1]):
+            marks.setdefault(rank, []).append(f"↔ {other}: {factor:g} ×")
+    return {rank: ", ".join(words) for rank, words in marks.items()}
+
+
+def simulated_json(result: Simulated, lost: Goodput | None) -> dict[str, Any]:
+    """Returns the document of `--json` (docs/guides/simulate.md)."""
+    found = result.figures
+    document: dict[str, Any] = {
+        "step_time_s": found.step_time_s,
+        "tps": result.tokens_per_s_per_device,
+        "tps_total": result.tokens_per_s,
+        "bubble": found.bubble,
+        "ranks": found.ranks,
+        "steps": result.timeline.schedule.steps,
+        "predicted_step_time_s": result.prediction.step_time_s,
+        "undisturbed_step_time_s": result.undisturbed_s,
+        "fits": result.prediction.fits,
+    }
+    if lost:
+        # Without failures the interval is infinite, which JSON lacks.
+        times = {name: value if isfinite(value) else None for name, value in vars(lost).items()}
+        document["goodput"] = times
+    return document
+
+
+def simulated_text(result: Simulated, lost: Goodput | None) -> str:
+    spec, found = result.spec, result.figures
+    predicted = result.prediction.step_time_s
+    lines = [
+        f"{subject(spec, spec.layout.world)}: {spec.layout.line()}",
+        spec.batch.equation(),
+        "",
+        f"step time: {duration(found.step_time_s)} simulated, {duration(predicted)} predicted  "
+        f"tps: {result.tokens_per_s_per_device:,.0f}  tps_total: {result.tokens_per_s:,.0f}  "
+        f"bubble: {found.bubble:.1%}",
+    ]
+    if result.disturbance != Disturbance():
+        more = found.step_time_s / result.undisturbed_s - 1
+        compared = f"{abs(more):.1%} {'faster' if more < 0 else 'slower'} than undisturbed"
+        lines.append(f"{_disturbance_text(result.disturbance)}: {compared} ({duration(result.undisturbed_s)})")
+    lines += ["", *_rank_lines(result)]
+    if lost:
+        lines += ["", goodput.text(lost)]
+        if lost.fraction > 0:
+            lines.append(f"{'step time with failures':<28} {duration(found.step_time_s / lost.fraction)}")
+    return "\n".join(lines)
+
+
+def _disturbance_text(disturbance: Disturbance) -> str:
+    words = [f"rank {rank} takes {factor:g} ×" for rank, factor in disturbance.slow]
+    words += [f"messages {one}-{other} {factor:g} ×" for (one, other), factor in disturbance.links]
+    words += [f"{axis} {factor:g} ×" for axis, factor in disturbance.axes]
+    return ", ".join(words)
+
+
+def _rank_lines(result: Simulated) -> Iterator[str]:
+    ranks = result.figures.ranks
+    shown = _shown(result)
+    steps = result.timeline.schedule.steps
+    whole = result.timeline.seconds
+    columns = {"busy_s": "computes", "communication_s": "communicates", "idle_s": "idle"}
+    if result.timeline.host:
+        columns["host_s"] = "waits for host"
+    yield f"{'rank':>6}  {'  '.join(f'{name:>17}' for name in columns.values())}  peak in flight"
+    for number in shown:
+        figures = ranks[number]
+        times = "  ".join(f"{duration(figures[name] / steps):>9} {figures[name] / whole:>7.1%}" for name in columns)
+        yield f"{number:>6}  {times}  {figures['peak_in_flight']:g}"
+    if len(shown) < len(ranks):
+        yield f"        {len(shown)} of {len(ranks)} pipeline ranks, among them the most and the least idle"
+
+
+def _shown(result: Simulated) -> list[int]:
+    """Returns the pipeline ranks of the table: all, or an even selection, the extremes, and the slow ones."""
+    idle = [rank["idle_s"] for rank in result.figures.ranks]
+    if len(idle) <= MAX_ROWS:
+        return list(range(len(idle)))
+    every = -(-len(idle) // (MAX_ROWS - 4))
+    slow = (rank for rank, _ in result.disturbance.slow)
+    extremes = (idle.index(max(idle)), idle.index(min(idle)), len(idle) - 1)
+    return sorted({*range(0, len(idle), every), *extremes, *slow})

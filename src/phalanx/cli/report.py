@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 
 from phalanx.cli.files import OutputFiles, write
-from phalanx.cli.option import Option
-from phalanx.cli.verb import WHOLE, Command, Verb, Words
+from phalanx.cli.verb import Option, Verb, Words, alone
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.nearest import nearest
@@ -17,25 +16,21 @@ from phalanx.nearest import nearest
 VERB = Verb(
     "report",
     "Shows a run as a page with pictures, or several runs in one page.",
-    {
-        WHOLE: Command(
-            ("RUN",),
-            {
-                "out": Option(
-                    str,
-                    "",
-                    "the page (default: report.html in the run's directory; for several runs in the current one)",
-                    value="FILE",
-                )
-            },
-            switches={
-                "compare": "several runs: their curves over each other, their figures side by side, and what differs "
-                "in their jobs",
-                "json": "print one JSON document on standard output and write no page",
-            },
-            more=True,
-        )
-    },
+    alone(
+        ("RUN",),
+        {
+            "out": Option(
+                "the page (default: report.html in the run's directory; for several runs in the current one)",
+                value="FILE",
+            )
+        },
+        switches={
+            "compare": "several runs: their curves over each other, their figures side by side, and what differs "
+            "in their jobs",
+            "json": "print one JSON document on standard output and write no page",
+        },
+        more=True,
+    ),
     (
         ("report runs/main", "one run"),
         ("report runs/main runs/pipeline --compare --out compared.html", "two runs in one page"),
@@ -80,11 +75,8 @@ def run(words: Words) -> None:
 WATCH = Verb(
     "watch",
     "Shows the live view of a run, from any terminal.",
-    {WHOLE: Command(("RUN",), switches={"once": "print the view once", "json": "print it once, as one JSON document"})},
-    (
-        ("watch runs/main", "until the run ends"),
-        ("watch runs/main --once", "once, for scripts"),
-    ),
+    alone(("RUN",), switches={"once": "print the view once", "json": "print it once, as one JSON document"}),
+    (("watch runs/main", "until the run ends"), ("watch runs/main --once", "once, for scripts")),
     (
         "RUN is a run's directory; the run may be on other machines that write there. Only files are read, and nothing "
         "is asked of the run. The view ends with the run, or with Ctrl-C, which does not touch the run.",
@@ -113,7 +105,7 @@ def watch(words: Words) -> None:
 PROFILE = Verb(
     "profile",
     "Shows where the time of a run's profiled steps went, and what was predicted.",
-    {WHOLE: Command(("RUN",))},
+    alone(("RUN",)),
     (
         ("train examples/main.yaml train.profile.steps=10,12", "profile steps 10 to 12"),
         ("profile runs/main", "then show them"),

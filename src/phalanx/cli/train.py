@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.check.load import LoadedJob
-from phalanx.checkpoint.manifest import Manifest, job_of
+from phalanx.checkpoint.manifest import job_of
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import Words, job_verb
 from phalanx.config.corpora import CORPORA
@@ -79,8 +79,12 @@ def _read(argv: Sequence[str], ranks: Ranks | None) -> Words | None:
         return words
     if "fresh" in words.switches:
         raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
-    _require_world(words.job, ranks)
-    _require_cores(words.job, ranks, oversubscribe="oversubscribe" in words.switches)
+    if (processes := words.job.layout.processes) != ranks.world:
+        raise JobError(
+            f"layout {words.job.layout.line()} needs {processes} processes, but {ranks.source} started {ranks.world}; "
+            f"start {processes}, or set layout.dp_replicate so that the product of the axes is {ranks.world}"
+        )
+    _require_room(words.job, ranks, oversubscribe="oversubscribe" in words.switches)
     if ranks.rank == 0:
         _require_trackers(words.job)
     return words
@@ -118,7 +122,7 @@ def _start(words: Words) -> int:
     from phalanx.data.prepare import prepare
     from phalanx.launch.hosts import is_this_machine
 
-    _require_machine(job, oversubscribe="oversubscribe" in words.switches)
+    _require_room(job, oversubscribe="oversubscribe" in words.switches)
     directory = RunDirectory.of(job)
     if "fresh" in words.switches and job.checkpoint.remote:
         _require_no_copies(job)
@@ -144,31 +148,24 @@ def _start(words: Words) -> int:
         return _launch(loaded, directory, as_json)
 
 
-def _require_machine(job: Job, *, oversubscribe: bool) -> None:
-    """Raises JobError if this machine cannot bear the ranks that would start on it."""
+def _require_room(job: Job, ranks: Ranks | None = None, *, oversubscribe: bool) -> None:
+    """Raises JobError if this machine cannot bear the ranks that would start on it, or that another launcher has
+    started (`ranks`). Such a rank may see only its own share of cores and accelerators: all cores of the host count,
+    and accelerators are not counted."""
     from phalanx.launch import grid
 
     device, devices = job.cluster.device, 0
     if device == "cuda" or (device == "auto" and grid.has_driver()):
+        if ranks is not None:
+            return
         import torch
 
         devices = torch.cuda.device_count()
-    ranks = job.layout.processes // job.run.most_nodes
-    machine, precision = grid.this_machine(devices), job.train.precision
-    if found := [*grid.problems(ranks, device, machine, oversubscribe=oversubscribe, precision=precision)]:
-        raise JobError(found)
-
-
-def _require_cores(job: Job, ranks: Ranks, *, oversubscribe: bool) -> None:
-    """Raises JobError if another launcher started more ranks on this host than its cores and memory bear. A rank may
-    see only its own share of cores and accelerators: all cores of the host count, and accelerators are not counted."""
-    from phalanx.launch import grid
-
-    if job.cluster.device == "cuda" or (job.cluster.device == "auto" and grid.has_driver()):
-        return
-    machine = replace(grid.this_machine(0), cores=os.cpu_count() or 1)
-    here = ranks.local_world or grid.tasks_per_node(os.environ)
-    if found := [*grid.problems(here, "cpu", machine, oversubscribe=oversubscribe, precision=job.train.precision)]:
+    machine, here = grid.this_machine(devices), job.layout.processes // job.run.most_nodes
+    if ranks is not None:
+        device, machine = "cpu", replace(machine, cores=os.cpu_count() or 1)
+        here = ranks.local_world or grid.tasks_per_node(os.environ)
+    if found := [*grid.problems(here, device, machine, oversubscribe=oversubscribe, precision=job.train.precision)]:
         raise JobError(found)
 
 
@@ -268,16 +265,6 @@ def _send_the_rest(directory: RunDirectory, job: Job) -> None:
             pass  # they end when everything is sent
 
 
-def _require_world(job: Job, ranks: Ranks) -> None:
-    """Raises JobError unless the launcher started as many processes as the layout has ranks."""
-    processes, world = job.layout.processes, ranks.world
-    if processes != world:
-        raise JobError(
-            f"layout {job.layout.line()} needs {processes} processes, but {ranks.source} started {world}; start "
-            f"{processes}, or set layout.dp_replicate so that the product of the axes is {world}"
-        )
-
-
 def _require_no_copies(job: Job) -> None:
     """Raises JobError if the store holds checkpoints of this run: objects cannot be renamed, and the run would resume
     from them."""
@@ -302,29 +289,19 @@ def _is_finished(directory: RunDirectory, job: Job, as_json: bool) -> bool:
         echo(json.dumps({"run": str(directory.path), "step": manifest.step, "val_loss": loss}))
         return True
     done, steps = manifest.step, job.train.steps
-    state = (
-        "is finished: step" if done == steps else f"is {counted(done - steps, 'step')} past train.steps={steps}: step"
-    )
-    reached = f"{done} of {steps}" if done == steps else str(done)
+    past = f"is {counted(done - steps, 'step')} past train.steps={steps}: step {done}"
+    longer = replace(job, train=replace(job.train, steps=2 * done))
+    end = resumed_end(longer, job_of(manifest), done, manifest.meta.get("schedule_end")).step
+    stretch = f"  (at the schedule's lowest learning rate; optimizer.decay_steps={2 * done} stretches it)"
     echo(
-        f"{directory.path} {state} {reached}"
+        f"{directory.path} {f'is finished: step {done} of {steps}' if done == steps else past}"
         + (f", validation loss {loss:.4f}" if isinstance(loss, float) else "")
-        + f".\n  continue:    train.steps={2 * done}{_rate_then(job, manifest)}\n"
+        + f".\n  continue:    train.steps={2 * done}{'' if end == end_of(longer) else stretch}\n"
         "  start over:  --fresh (the existing run is renamed)\n"
         f"  text:        phalanx generate {directory.path} --prompt ...",
         wrap=True,
     )
     return True
-
-
-def _rate_then(job: Job, manifest: Manifest) -> str:
-    """Returns what becomes of the learning rate of a finished run that goes on, where its schedule keeps its end."""
-    longer = replace(job, train=replace(job.train, steps=2 * manifest.step))
-    saved = manifest.meta.get("schedule_end")
-    end = resumed_end(longer, job_of(manifest), manifest.step, saved).step
-    if end == end_of(longer):
-        return ""
-    return f"  (at the schedule's lowest learning rate; optimizer.decay_steps={2 * manifest.step} stretches it)"
 
 
 def _text(summary: dict[str, Any]) -> str:

@@ -6,23 +6,127 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
+import shutil
 import sys
+import textwrap
 import typing
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
+from os.path import isfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
-from phalanx.cli.option import Example, Option, PageOption, VerbPage, flag_of
+from phalanx.config import values
+from phalanx.config.values import row_of
 from phalanx.echo import echo, shortened
 from phalanx.errors import MOST_PROBLEMS, JobError, PhalanxError
-from phalanx.nearest import nearest
+from phalanx.nearest import did_you_mean, nearest
 
 if TYPE_CHECKING:
     from phalanx.check.load import LoadedJob
     from phalanx.config.job import Job
     from phalanx.config.overrides import CommandLine
+    from phalanx.config.reference import FieldReference
+
+
+Example = tuple[str, str]
+"""Words after `phalanx`, and what they do."""
+
+
+def flag_of(name: str) -> str:
+    """Returns an option as it is written on the command line: "--nproc-per-node"."""
+    return f"--{name.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option beside the fields of a job: `--steps 2`, `--steps=2`, or a switch."""
+
+    about: str
+    default: Any = ""
+    kind: Any = None
+    """The type of one value; that of the default unless given."""
+    at_least: int | None = None
+    many: bool = False
+    """May have several values, which are then a tuple. In a verb that takes a job, they are all words up to the next
+    that begins with `--` or names a YAML file; elsewhere the option is repeated."""
+    like: str = ""
+    """With `many`: a regular expression for the beginning of later words; any word if it is empty."""
+    empty: str = ""
+    """What to say where the value is the empty text."""
+    value: str = ""
+    """The name of the value on help pages, such as FILE; that of its kind if it is empty."""
+    rare: bool = False
+    """The short help page only names it."""
+    read: Callable[[str], Any] | None = None
+    """Reads its text, if its kind does not say how; raises ValueError for a wrong one."""
+    name: str = ""
+    """Its name, on pages."""
+    commands: tuple[str, ...] = ()
+    """On pages: the commands that take it, if others do not."""
+
+    def __post_init__(self) -> None:
+        if self.kind is None:
+            object.__setattr__(self, "kind", type(self.default))
+
+    @property
+    def flag(self) -> str:
+        """The option with its value: "--steps N"; a switch (its kind is bool) has none."""
+        value = "" if self.kind is bool else f" {self.value or value_name(self.kind)}{' ...' if self.many else ''}"
+        return f"{flag_of(self.name)}{value}"
+
+    @property
+    def meaning(self) -> str:
+        text = f"{self.about[:1].upper()}{self.about[1:].rstrip('.')}."
+        return f"({', '.join(self.commands)}) {text}" if self.commands else text
+
+    @property
+    def shown_default(self) -> str:
+        """The default; nothing if there is none, or if the meaning states it."""
+        return "" if self.default in (None, "", (), 0) or "default" in self.about.lower() else f"{self.default}"
+
+    @property
+    def text(self) -> str:
+        return f"{self.meaning} Default: {self.shown_default}." if self.shown_default else self.meaning
+
+    def convert(self, texts: Sequence[str]) -> tuple[Any, ...]:
+        """Converts the given texts. Raises ValueError that says what was expected."""
+        if not any(texts):
+            raise ValueError(f"is empty: {self.empty}" if texts and self.empty else "needs a value")
+        read = self.read or (Path if self.kind is Path else lambda text: values.convert(text, self.kind))
+        converted: tuple[Any, ...] = tuple(map(read, texts))
+        if self.at_least is not None and min(converted) < self.at_least:
+            raise ValueError(f"must be at least {self.at_least}, is {min(converted)}")
+        return converted
+
+    def taken(self, left: deque[str], *, of_job: bool) -> list[str]:
+        """Removes its values from the words that follow it, and returns them."""
+        found: list[str] = []
+        while left and not left[0].startswith("--") and (not found or (of_job and self.many)):
+            if of_job and self.many and left[0].endswith((".yaml", ".yml")):
+                break
+            if found and not re.match(self.like, left[0]):
+                break
+            found.append(left.popleft())
+        return found
+
+
+def value_name(kind: Any) -> str:
+    """Returns the name of a value: its choices, or N, X, TEXT."""
+    if typing.get_origin(kind) is typing.Literal:
+        return "|".join(str(choice) for choice in typing.get_args(kind) if choice != "")
+    if row := row_of(kind):
+        return f"[{{{', '.join(f'{field.name}: …' for field in dataclasses.fields(row))}}}]"
+    if typing.get_origin(kind) is tuple:
+        inner = value_name(typing.get_args(kind)[0])
+        return f"{inner},{inner}" if ... not in typing.get_args(kind) else f"{inner},..."
+    if typing.get_args(kind):
+        return "|".join(map(value_name, typing.get_args(kind)))
+    return {int: "N", float: "X", bool: "true|false", str: "TEXT", Path: "TEXT"}[kind]
+
 
 JSON = {"json": "print one JSON document on standard output and nothing else"}
 """The switch of every command."""
@@ -37,8 +141,6 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True)
 class Command:
-    """The arguments of a command."""
-
     subjects: tuple[str, ...] = ()
     """The names of the arguments besides options; those in brackets may be left out."""
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -52,6 +154,10 @@ class Command:
     """Its purpose, for help pages; empty where a verb has only this command."""
     of_job: bool = False
     """Its arguments are job files and fields, which phalanx.config.overrides reads."""
+
+    @property
+    def described(self) -> dict[str, Option]:
+        return {**self.options, **{name: Option(about, False) for name, about in self.switches.items()}}
 
     def takes(self, count: int) -> bool:
         """Returns whether it can have so many arguments."""
@@ -107,8 +213,6 @@ class Command:
 
 @dataclass(frozen=True)
 class Words:
-    """A parsed command line."""
-
     command: str
     subjects: tuple[str, ...]
     """The arguments besides options; of a verb that takes a job the words about it, as they were given."""
@@ -131,7 +235,6 @@ class Words:
 
     @property
     def subject(self) -> str:
-        """The only argument."""
         (subject,) = self.subjects
         return subject
 
@@ -150,8 +253,6 @@ class Words:
 
 @dataclass(eq=False)
 class Verb:
-    """A verb."""
-
     name: str
     about: str
     commands: Mapping[str, Command]
@@ -208,17 +309,15 @@ class Verb:
         asks = "-h" in argv or "--help" in argv
         if not asks and (self.takes_job or not (argv[:1] == ["help"] or (not argv and self.default is None))):
             return False
-        from phalanx.cli.help_page import print_page, topics
 
         asked, rest = topics(argv)
         if self.takes_job:
-            print_page(self.page, asked, self._shown_job([word for word in rest if word not in ("-h", "--help")]))
+            print_page(self, asked, self._shown_job([word for word in rest if word not in ("-h", "--help")]))
             return True
-        page = self.page
-        if named := [word for word in (*asked, *rest[:1]) if word and word in self.commands]:
-            page = page.of_command(named[0])
+        named = [word for word in (*asked, *rest[:1]) if word and word in self.commands]
         # An argument may stand after --help, too: a run's directory is no name of an option.
-        print_page(page, [word for word in asked if word not in self.commands and not os.path.exists(word)])
+        names = [word for word in asked if word not in self.commands and not os.path.exists(word)]
+        print_page(self._of_command(named[0]) if named else self, names)
         return True
 
     def read(self, argv: Sequence[str]) -> tuple[Words, list[str]]:
@@ -290,7 +389,7 @@ class Verb:
             echo(json.dumps(origins, indent=2) if "json" in line.switches else as_yaml(loaded).rstrip())
             return None
         if self.auto == "measure" and not given.job.layout.auto:  # the planner has checked it otherwise
-            from phalanx.cli.predicting import check_calibration
+            from phalanx.cli.auto_layout import check_calibration
 
             check_calibration(loaded.job.cluster, loaded.job.layout.world)
         switches = self.commands[WHOLE].switches
@@ -313,35 +412,38 @@ class Verb:
             return LoadedJob(Job(), {})  # the page must come even for a job that is wrong
 
     @property
-    def page(self) -> VerbPage:
-        """What its pages show."""
-        several = {name: command for name, command in self.commands.items() if name}
+    def usage(self) -> str:
+        """The form of its command line: the words after `phalanx`."""
         named = "COMMAND" if self.default is None else "[COMMAND]"
-        return VerbPage(
-            self.name,
-            " ".join([self.name, *([named] if several else self.commands[WHOLE].names), "[options]"]),
-            self.about,
-            tuple(self._page_options(several)),
-            self.examples,
-            self.notes,
-            self.exits,
-            self.takes_job,
-            tuple((" ".join([name, *command.names]), command.about) for name, command in several.items()),
-        )
+        return " ".join([self.name, *(self.commands[WHOLE].names if WHOLE in self.commands else [named]), "[options]"])
 
-    def _page_options(self, several: Mapping[str, Command]) -> Iterator[PageOption]:
-        """Yields every option once, those of every verb last, with the commands that take it if others do not."""
-        options: dict[str, PageOption] = {}
-        for command in self.commands.values():
-            for name, option in command.options.items():
-                options.setdefault(name, PageOption(name, option.about, option))
-            for name, about in command.switches.items():
-                options.setdefault(name, PageOption(name, about))
-        for option in sorted(options.values(), key=lambda option: option.name in JOB_SWITCHES):
-            taking = tuple(
-                name for name, each in several.items() if option.name in each.options or option.name in each.switches
-            )
-            yield replace(option, commands=taking if len(taking) < len(several) else ())
+    @property
+    def listed(self) -> tuple[Example, ...]:
+        """Every command as the words after the verb, and what it does."""
+        several = ((name, command) for name, command in self.commands.items() if name)
+        return tuple((" ".join([name, *command.names]), command.about) for name, command in several)
+
+    @property
+    def options(self) -> list[Option]:
+        """Every option once, those of every verb last, with the commands that take it if others do not."""
+        found: dict[str, Option] = {}
+        for name, command in self.commands.items():
+            for each, option in command.described.items():
+                known = found.get(each, option)
+                found[each] = replace(known, name=each, commands=(*known.commands, name))
+        options = sorted(found.values(), key=lambda option: option.name in JOB_SWITCHES)
+        return [replace(each, commands=()) if len(each.commands) == len(self.commands) else each for each in options]
+
+    def _of_command(self, command: str) -> Verb:
+        """Returns one command as a verb of its own, for its page."""
+        start, about = f"{self.name} {command}", self.commands[command].about
+        mine = tuple(each for each in self.examples if f"{each[0]} ".startswith(f"{start} "))
+        only, said = {WHOLE: self.commands[command]}, f"{about[:1].upper()}{about[1:]}."
+        return replace(self, name=start, about=said, commands=only, examples=mine or self.examples)
+
+
+def alone(subjects: tuple[str, ...] = (), options: Mapping[str, Option] = {}, **more: Any) -> dict[str, Command]:
+    return {WHOLE: Command(subjects, options, **more)}
 
 
 def job_verb(
@@ -353,10 +455,9 @@ def job_verb(
     exits: Mapping[int, str] = {},
     auto: Literal["open", "always", "plan", "measure", "train"] = "plan",
 ) -> Verb:
-    """Returns a verb that takes a job."""
     subjects = ("[JOB.yaml ...]", "[key=value ...]")
-    command = Command(subjects, options, switches={**switches, **JOB_SWITCHES}, of_job=True)
-    return Verb(name, about, {WHOLE: command}, examples, exits=exits, auto=auto)
+    commands = alone(subjects, options, switches={**switches, **JOB_SWITCHES}, of_job=True)
+    return Verb(name, about, commands, examples, exits=exits, auto=auto)
 
 
 def tell(answers: Sequence[str]) -> None:
@@ -372,8 +473,8 @@ def tell(answers: Sequence[str]) -> None:
             echo(shortened(answer), file=sys.stderr)
 
 
-def command_of(kind: type[Any]) -> Command:
-    """Returns the command whose options are the fields of a dataclass, each explained by the text below it.
+def command_of(kind: type[Any]) -> dict[str, Command]:
+    """Returns the only command of a verb, whose options are the fields of a dataclass, each explained below it.
 
     The first field, without a default, is the command's argument; several of a tuple. A field of type bool is a switch;
     one that is a dataclass stands for its own fields. Its type may be annotated with more about the option:
@@ -382,7 +483,7 @@ def command_of(kind: type[Any]) -> Command:
     (subject, first), *others = _options_of(kind).items()
     options = {name: option for name, option in others if option.kind is not bool}
     switches = {name: option.about for name, option in others if option.kind is bool}
-    return Command((subject.removesuffix("s").upper(),), options, switches=switches, more=first.many)
+    return alone((subject.removesuffix("s").upper(),), options, switches=switches, more=first.many)
 
 
 def _options_of(kind: type[Any]) -> dict[str, Option]:
@@ -401,5 +502,236 @@ def _options_of(kind: type[Any]) -> dict[str, Option]:
         is_tuple = typing.get_origin(hint) is tuple
         if is_tuple or type(None) in typing.get_args(hint):
             hint = typing.get_args(hint)[0]
-        found[each.name] = Option(hint, each.default, texts[each.name], many=is_tuple, **facts)
+        found[each.name] = Option(texts[each.name], each.default, hint, many=is_tuple, **facts)
     return found
+
+
+# The help pages: short by default; one section, field, option or command; or everything.
+FLAGS = ("-h", "--help")
+EVERYTHING = "all"
+"""The word after --help that asks for every option and field in full."""
+MOST_LINES = 42
+"""Lines from which on the short page cuts the text of each option to one line."""
+MOST_COLUMNS = 120
+"""Widest page: longer lines are hard to read."""
+GAP, LONGEST_FIRST, LEAST_SECOND = 2, 30, 20
+"""Columns between the two columns of a page, the longest text in the first that shares its line with the second, and
+the fewest columns of the second."""
+
+
+def topics(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns the words right after --help, which name what to explain, and the rest of the command line without the
+    flag."""
+    start = next((place for place, word in enumerate(argv) if word in FLAGS), None)
+    if start is None:
+        return [], list(argv)
+    end = start + 1
+    while end < len(argv) and not (
+        argv[end].startswith("-") or "=" in argv[end] or argv[end].endswith((".yaml", ".yml")) or isfile(argv[end])
+    ):
+        end += 1
+    return list(argv[start + 1 : end]), [*argv[:start], *argv[end:]]
+
+
+def print_page(page: Verb, asked: Sequence[str], loaded: LoadedJob | None = None) -> None:
+    """Prints the page of a verb: the short one, or what is `asked` about.
+
+    Args:
+        page: what there is to say.
+        asked: names of options, and of sections and fields of a job if the verb takes one; or "all".
+        loaded: the job whose values are shown, if the verb takes one.
+
+    Raises JobError about a name of none of these.
+    """
+    width = page_width()
+    options = {option.name: option for option in page.options}
+    names = [word for word in asked if word != EVERYTHING]
+    _refuse([word for word in names if _plain(word) not in options], [*options], takes_job=loaded is not None)
+    if not asked:
+        echo("\n".join(_short(page, width)))
+        return
+    lines: list[str] = []
+    if EVERYTHING in asked:
+        lines += [*_page(page, width), ""]
+        names = []
+    for name in dict.fromkeys(map(_plain, names)):
+        if name in options:
+            lines += [*in_columns([(options[name].flag, options[name].text)], width), ""]
+    if loaded is not None:
+        fields = outer_sections() if EVERYTHING in asked else [*dict.fromkeys(names)]
+        for name in fields:
+            if _plain(name) not in options:
+                lines += [*explained(name, loaded, width), ""]
+    echo("\n".join(lines[:-1]))
+
+
+def _refuse(words: Sequence[str], options: Sequence[str], *, takes_job: bool) -> None:
+    """Raises JobError if there is a word, none of which is an option, unless it names a section or field of a job."""
+    if takes_job and words:
+        problems = [*problems_of(words, options)]
+    else:
+        problems = [f"--help {word}: no option of this name{did_you_mean(word, options)}" for word in words]
+    if problems:
+        raise JobError(problems)
+
+
+def _plain(word: str) -> str:
+    return word.replace("-", "_")
+
+
+def _short(page: Verb, width: int) -> list[str]:
+    """Returns the lines of the whole page, or of a page with one line per option if it is long."""
+    hidden = [option.name for option in page.options if option.rare]
+    lines = [*_page(page, width, hidden=hidden)]
+    return lines if len(lines) <= MOST_LINES else [*_page(page, width, hidden=hidden, clips=True)]
+
+
+def _page(page: Verb, width: int, *, hidden: Collection[str] = (), clips: bool = False) -> Iterator[str]:
+    yield from _hanging(f"usage: phalanx {page.usage}", width)
+    yield from ("", *filled(page.about, width))
+    if page.listed:
+        yield from ("", "commands:", *in_columns(page.listed, width, clips=clips))
+    for note in page.notes:
+        yield from ("", *filled(note, width))
+    yield from ("", "examples:")
+    yield from in_columns([(f"phalanx {words}", what) for words, what in page.examples], width)
+    yield from ("", "options:")
+    rows = [(option.flag, option.text) for option in page.options if option.name not in hidden]
+    rows.append(
+        ("-h, --help [NAME]", f"This page; {'a section, a field, ' if page.takes_job else ''}an option, or all.")
+    )
+    yield from in_columns(rows, width, clips=clips)
+    if hidden or clips:
+        names = f"{', '.join(flag_of(name) for name in hidden)}: " if hidden else "In full: "
+        one = f"`phalanx {page.name} COMMAND --help`, or " if page.listed else ""
+        yield from ("", *filled(f"{names}{one}`phalanx {page.name} --help {EVERYTHING}`.", width))
+    if page.exits:
+        codes = "; ".join(f"{code} {meaning}" for code, meaning in page.exits.items())
+        yield from ("", *filled(f"Exit codes: {codes}.", width))
+    if page.takes_job:
+        text = (
+            f"Fields of a job are set as key=value or --key value. Sections: {', '.join(outer_sections())}. "
+            "`--help layout` explains a section, `phalanx docs job` every field."
+        )
+        yield from ("", *filled(text, width))
+
+
+def _hanging(text: str, width: int) -> list[str]:
+    first, *rest = filled(text, width)
+    return [first, *filled(" ".join(rest), width, indent=len("usage: "))] if rest else [first]
+
+
+def section_names() -> list[str]:
+    """Returns the names of all sections, outer ones before those inside of them."""
+    from phalanx.config.added import ADDED
+    from phalanx.config.fields import sections  # here and below: they read every field of a job
+
+    known = sections()
+    around = [added for added in ADDED if any(each.startswith(f"{added}.") for each in known)]
+    return [*dict.fromkeys([*(each.partition(".")[0] for each in known), *around, *known])]
+
+
+def outer_sections() -> list[str]:
+    """Returns the names of the sections that lie in no other."""
+    return [name for name in section_names() if "." not in name]
+
+
+def problems_of(words: Sequence[str], options: Sequence[str]) -> Iterator[str]:
+    """Yields a message about every word after --help that is no section and no field. `options` are other names that
+    could be meant."""
+    from phalanx.config import reference
+    from phalanx.config.added import load_for
+    from phalanx.config.fields import resolve
+
+    for word in words:
+        load_for(word)
+    known = [*section_names(), *options, *(field.short for field in reference.fields().values())]
+    for word in words:
+        if word not in section_names() and resolve(word) is None:
+            yield (
+                f"--help {word}: no section or field of this name{did_you_mean(word, known)}; sections: "
+                f"{', '.join(outer_sections())}"
+            )
+
+
+def explained(name: str, loaded: LoadedJob, width: int) -> Iterator[str]:
+    """Yields the lines about a section with those inside of it, or about one field."""
+    from phalanx.config import reference
+    from phalanx.config.fields import resolve
+
+    if name not in section_names():
+        yield from _field(reference.fields()[resolve(name) or name], loaded, width)
+        return
+    for section, text in reference.section_texts().items():
+        if f"{section}.".startswith(f"{name}.") and not section.startswith(reference.MEASURED):
+            if section != name:
+                yield ""
+            yield from (section, *filled(text, width), "")
+            for field in reference.fields().values():
+                if field.section == section:
+                    yield from _field(field, loaded, width)
+
+
+def _field(field: FieldReference, loaded: LoadedJob, width: int) -> Iterator[str]:
+    from phalanx.config.fields import get
+    from phalanx.config.reference import shown
+
+    flag = flag_of(field.path)
+    if field.kind is bool:
+        section, _, last = field.path.rpartition(".")
+        flag = f"{flag}, {flag_of(f'{section}.no_{last}')}"
+    else:
+        flag = f"{flag} {value_name(field.kind)}"
+    value, origin = get(loaded.job, field.path), loaded.origins.get(field.path, "default")
+    now = f"default {shown(field.default)}"
+    if origin != "default":
+        now = f"{shown(value)} ({origin}); {now}"
+    limits = "; ".join(words for each in field.ranges if (words := each.words))
+    facts = "; ".join(part for part in (limits, now) if part)
+    yield from filled(flag, width, indent=2)
+    yield from filled(f"{field.about} [{facts}]", width, indent=6)
+
+
+def page_width() -> int:
+    """Returns the width of a page in columns: the terminal's ($COLUMNS, or 80 where there is none)."""
+    return min(shutil.get_terminal_size().columns, MOST_COLUMNS)
+
+
+def in_columns(rows: Sequence[tuple[str, str]], width: int, *, clips: bool = False) -> Iterator[str]:
+    """Yields the lines of rows in two columns. A long first cell has its own line, or several that a shell reads as
+    one. The second cell is wrapped, or with `clips` cut to one line."""
+    longest = min(LONGEST_FIRST, width * 2 // 5)
+    left = max((len(first) for first, _ in rows if len(first) <= longest), default=0)
+    indent = " " * (left + 2 * GAP)
+    room = max(width - len(indent), LEAST_SECOND)
+    for first, second in rows:
+        lines = [clipped(second, room)] if clips else filled(second, room)
+        if len(first) > left:
+            yield from command_lines(first, width, GAP)
+        else:
+            yield f"{' ' * GAP}{first:<{left}}{' ' * GAP}{lines.pop(0) if lines else ''}".rstrip()
+        yield from (f"{indent}{line}" for line in lines)
+
+
+def command_lines(words: str, width: int, indent: int = 0) -> list[str]:
+    """Returns a command in lines that a shell reads as one."""
+    first, later = " " * indent, " " * (indent + 2 * GAP)
+    lines = textwrap.wrap(
+        words, width - len(" \\"), initial_indent=first, subsequent_indent=later, break_on_hyphens=False
+    )
+    return [f"{line} \\" for line in lines[:-1]] + lines[-1:]
+
+
+def filled(text: str, width: int, indent: int = 0) -> list[str]:
+    start = " " * indent
+    return textwrap.wrap(text, width, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
+
+
+def clipped(text: str, room: int) -> str:
+    """Returns a text that fits into `room` columns: if it is longer its first sentence or clause, unless that says
+    little, or its first words."""
+    for mark in (". ", "; ", ": "):
+        clause = text.partition(mark)[0]
+        if len(text) > room and len(clause) >= room // 2:
+            text = clause
+    return text if len(text) <= room else f"{text[: room - 2].rsplit(' ', 1)[0]} …"

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phalanx.cli.option import Option
-from phalanx.cli.verb import Words, job_verb
+from phalanx.cli.verb import Option, Words, job_verb
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
 from phalanx.verify.select import select
@@ -38,14 +37,14 @@ VERB = job_verb(
     },
     {
         "layouts": Option(
-            str,
-            (),
             "Layouts to compare instead, each as one word, such as tp=2,sp=true or cp=4,cp_ulysses=2 or "
             "dp_shard=2,ep=2. The list ends at the next --option or job file.",
+            (),
+            str,
             many=True,
         ),
-        "steps": Option(int, 2, "Optimizer steps to compare.", at_least=1),
-        "max_ranks": Option(int, 8, "Maximum number of processes to start at once.", at_least=1),
+        "steps": Option("Optimizer steps to compare.", 2, at_least=1),
+        "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1),
     },
     exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
 )

@@ -106,8 +106,20 @@ def _everyone(rank: int, ranks: int, n: int) -> Tensor:
     return torch.cat([integers(other, ranks, n) for other in range(ranks)])
 
 
-def _nothing() -> Tensor:
-    return torch.zeros(0, dtype=torch.int64)
+def _to_rank(rank: int, ranks: int, n: int) -> Tensor:
+    return torch.cat([integers(other, ranks, n, rank * n) for other in range(ranks)])
+
+
+def _sum(rank: int, ranks: int, n: int) -> Tensor:
+    return total(ranks, n)
+
+
+def _from(offset: int) -> Values:
+    return lambda rank, ranks, n: integers((rank + offset) % ranks, ranks, n)
+
+
+def _at_root(values: Values) -> Values:
+    return lambda rank, ranks, n: values(rank, ranks, n) if rank == root(ranks) else torch.zeros(0, dtype=torch.int64)
 
 
 def _average_scale(ranks: int) -> dict[str, int]:
@@ -121,17 +133,17 @@ def averages_fit_bf16(ranks: int) -> bool:
     return 2 * ranks * ranks <= EXACT
 
 
-def _recorded(operation: str, call: Callable[[Axis, Tensor, Tensor], Any]) -> Make:
-    """Returns a call of the backend that is recorded for the watchdog, as those of an axis are."""
+def _backend(name: str, call: Make, inputs: Values, expected: Values, **more: Any) -> AxisCollective:
+    """Returns a call of the backend itself, which is recorded for the watchdog, as those of an axis are."""
 
     def make(axis: Axis, x: Tensor, out: Tensor) -> None:
         # All ranks have to record the same shape: that of a rank's part.
-        record = axis.calls.begin(operation, out if operation == "scatter" else x, waits=True)
+        record = axis.calls.begin(name, out if name == "scatter" else x, waits=True)
         call(axis, x, out)
         if record is not None:
             record.done()
 
-    return make
+    return AxisCollective(name, make, inputs, expected, of_axis=False, **more)
 
 
 def barrier(axis: Axis) -> None:
@@ -142,20 +154,8 @@ def barrier(axis: Axis) -> None:
         record.done()
 
 
-def _reduced(op: dist.ReduceOp.RedOpType, operation: str) -> Make:
-    return _recorded(operation, lambda axis, x, out: dist.all_reduce(x, op, group=axis.group))
-
-
-def _gather(axis: Axis, x: Tensor, out: Tensor) -> None:
-    mine = axis.rank == root(axis.size)
-    parts = list(out.view(axis.size, -1).unbind()) if mine else None
-    dist.gather(x, parts, group=axis.group, group_dst=root(axis.size))
-
-
-def _scatter(axis: Axis, x: Tensor, out: Tensor) -> None:
-    mine = axis.rank == root(axis.size)
-    parts = list(x.view(axis.size, -1).unbind()) if mine else None
-    dist.scatter(out, parts, group=axis.group, group_src=root(axis.size))
+def _parts(axis: Axis, x: Tensor) -> list[Tensor] | None:
+    return list(x.view(axis.size, -1).unbind()) if axis.rank == root(axis.size) else None
 
 
 def _neighbours(axis: Axis, x: Tensor, out: Tensor) -> None:
@@ -167,110 +167,62 @@ def _neighbours(axis: Axis, x: Tensor, out: Tensor) -> None:
             axis.receive(out, axis.rank - 1)
 
 
-def _from_before(rank: int, ranks: int, n: int) -> Tensor:
-    return integers((rank - 1) % ranks, ranks, n)
-
-
-def _from_after(rank: int, ranks: int, n: int) -> Tensor:
-    return integers((rank + 1) % ranks, ranks, n)
-
-
-def _at_root(values: Values) -> Values:
-    return lambda rank, ranks, n: values(rank, ranks, n) if rank == root(ranks) else _nothing()
-
-
 ALL = (
+    AxisCollective("all_reduce", lambda axis, x, _: axis.all_reduce(x).wait(), _mine, _sum, in_place=True),
     AxisCollective(
-        "all_reduce",
-        lambda axis, x, out: axis.all_reduce(x).wait(),
-        _mine,
-        lambda rank, ranks, n: total(ranks, n),
-        in_place=True,
-    ),
-    AxisCollective(
-        "all_reduce_max",
-        lambda axis, x, out: axis.all_reduce(x, dist.ReduceOp.MAX).wait(),
-        _mine,
+        *("all_reduce_max", lambda axis, x, _: axis.all_reduce(x, dist.ReduceOp.MAX).wait(), _mine),
         lambda rank, ranks, n: extreme(ranks, n, largest=True),
         in_place=True,
     ),
-    AxisCollective(
-        "all_reduce_min",
-        _reduced(dist.ReduceOp.MIN, "all_reduce_min"),
-        _mine,
+    _backend(
+        *("all_reduce_min", lambda axis, x, _: dist.all_reduce(x, dist.ReduceOp.MIN, group=axis.group), _mine),
         lambda rank, ranks, n: extreme(ranks, n, largest=False),
         in_place=True,
-        of_axis=False,
     ),
-    AxisCollective(
-        "all_reduce_avg",
-        _reduced(dist.ReduceOp.AVG, "all_reduce_avg"),
+    _backend(
+        *("all_reduce_avg", lambda axis, x, _: dist.all_reduce(x, dist.ReduceOp.AVG, group=axis.group)),
         lambda rank, ranks, n: integers(rank, ranks, n, **_average_scale(ranks)),
         lambda rank, ranks, n: total(ranks, n, **_average_scale(ranks)) // ranks,
         in_place=True,
-        of_axis=False,
         exact=False,
     ),
-    AxisCollective(
-        "reduce",
-        _recorded("reduce", lambda axis, x, out: dist.reduce(x, group=axis.group, group_dst=root(axis.size))),
-        _mine,
-        _at_root(lambda rank, ranks, n: total(ranks, n)),
+    _backend(
+        *("reduce", lambda axis, x, _: dist.reduce(x, group=axis.group, group_dst=root(axis.size)), _mine),
+        _at_root(_sum),
         in_place=True,
-        of_axis=False,
     ),
     AxisCollective(
-        "broadcast",
-        lambda axis, x, out: axis.broadcast(x, root(axis.size)).wait(),
-        _mine,
+        *("broadcast", lambda axis, x, _: axis.broadcast(x, root(axis.size)).wait(), _mine),
         lambda rank, ranks, n: integers(root(ranks), ranks, n),
         in_place=True,
     ),
-    AxisCollective(
+    _backend(
         "scatter",
-        _recorded("scatter", _scatter),
-        _at_root(_everyone),
-        _mine,
+        lambda axis, x, out: dist.scatter(out, _parts(axis, x), group=axis.group, group_src=root(axis.size)),
+        *(_at_root(_everyone), _mine),
         whole=("input",),
-        of_axis=False,
     ),
-    AxisCollective(
+    _backend(
         "gather",
-        _recorded("gather", _gather),
-        _mine,
-        _at_root(_everyone),
-        whole=("result",),
-        of_axis=False,
-    ),
-    AxisCollective(
-        "all_gather",
-        lambda axis, x, out: axis.all_gather(out, x).wait(),
-        _mine,
-        _everyone,
+        lambda axis, x, out: dist.gather(x, _parts(axis, out), group=axis.group, group_dst=root(axis.size)),
+        *(_mine, _at_root(_everyone)),
         whole=("result",),
     ),
     AxisCollective(
-        "reduce_scatter",
-        lambda axis, x, out: axis.reduce_scatter(out, x).wait(),
-        _whole,
+        "all_gather", lambda axis, x, out: axis.all_gather(out, x).wait(), _mine, _everyone, whole=("result",)
+    ),
+    AxisCollective(
+        *("reduce_scatter", lambda axis, x, out: axis.reduce_scatter(out, x).wait(), _whole),
         lambda rank, ranks, n: total(ranks, n, rank * n),
         whole=("input",),
     ),
     AxisCollective(
-        "all_to_all",
-        lambda axis, x, out: axis.all_to_all(out, x).wait(),
-        _whole,
-        lambda rank, ranks, n: torch.cat([integers(other, ranks, n, rank * n) for other in range(ranks)]),
+        *("all_to_all", lambda axis, x, out: axis.all_to_all(out, x).wait(), _whole, _to_rank),
         whole=("input", "result"),
     ),
-    AxisCollective(
-        "send",
-        _neighbours,
-        _mine,
-        lambda rank, ranks, n: _from_before(rank, ranks, n) if rank else _nothing(),
-    ),
-    AxisCollective("rotate", lambda axis, x, out: axis.rotate(out, x).wait(), _mine, _from_before),
-    AxisCollective("shift", lambda axis, x, out: axis.shift(out, x, -1).wait(), _mine, _from_after),
+    AxisCollective("send", _neighbours, _mine, lambda rank, ranks, n: _from(-1)(rank, ranks, n if rank else 0)),
+    AxisCollective("rotate", lambda axis, x, out: axis.rotate(out, x).wait(), _mine, _from(-1)),
+    AxisCollective("shift", lambda axis, x, out: axis.shift(out, x, -1).wait(), _mine, _from(1)),
 )
 """Every collective but the barrier, which has no values. `send` goes from each rank to the next; `rotate` does so while
 the previous rank sends too, as in ring attention."""
@@ -333,7 +285,6 @@ class WrongResult:
     """Number of wrong elements."""
 
     def line(self) -> str:
-        """Returns the sentence for the user."""
         name = self.collective.replace("_", "-")
         form = "" if self.form == "plain" else f" ({self.form})"
         what = f"{name} of {self.elements} × {self.dtype}{form} per rank on {self.axis}"
@@ -348,8 +299,6 @@ class WrongResult:
 
 @dataclass
 class AxisChecks:
-    """The checks of one axis, of all its ranks."""
-
     axis: str
     ranks: int
     checked: int = 0
@@ -371,14 +320,14 @@ class AxisChecks:
 def check_axis(axis: Axis, name: str, device: torch.device, tick: Callable[[], None]) -> AxisChecks:
     """Checks every collective of an axis. All ranks of the world call it; returns the same on each. `tick` is called
     after every collective."""
-    mine = _Checks(axis, name, device)
+    mine = RankChecks(axis, name, device)
     for collective in ALL:
         for dtype, n, form in _cases(collective, axis.size):
             mine.check(collective, dtype, n, form)
         tick()
     mine.check_barrier()
     tick()
-    return _combine(name, axis.size, mine)
+    return mine.of_all_ranks()
 
 
 def _cases(collective: AxisCollective, ranks: int) -> Iterator[tuple[str, int, Form]]:
@@ -399,8 +348,6 @@ def _cases(collective: AxisCollective, ranks: int) -> Iterator[tuple[str, int, F
 
 
 class _Placed:
-    """A tensor of some values in one of the forms."""
-
     def __init__(self, values: Tensor, dtype: torch.dtype, device: torch.device, form: Form):
         n = values.numel()
         self.around = torch.zeros(0)
@@ -420,28 +367,20 @@ class _Placed:
         self.tensor.copy_(values.view_as(self.tensor))
 
     def overwritten(self) -> int:
-        """Returns how many elements beside the tensor have changed."""
         if not self.around.numel():
             return 0
         return int((self.around.cpu()[self.beside] != _MARK).sum())
 
 
-class _Checks:
-    """One rank's checks of an axis."""
-
+class RankChecks:
     def __init__(self, axis: Axis, name: str, device: torch.device):
-        self.axis, self.name, self.device = axis, name, device
-        self.rank, self.host = dist.get_rank(), platform.node()
-        self.checked, self.wrong_count = 0, 0
-        self.wrong: list[WrongResult] = []
-        self.refused: dict[str, str] = {}
+        self.axis, self.device, self.found = axis, device, AxisChecks(name, axis.size)
         self.needed: set[str] = set()
-        """Those of `refused` that training makes."""
-        self.limits: set[str] = set()
+        """The refused calls that training makes."""
         self._known: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
 
     def check(self, collective: AxisCollective, dtype: str, n: int, form: Form) -> None:
-        """Makes one call, and compares its result."""
+        found = self.found
         inputs, expected = self._values(collective, n)
         # gloo has only some of its collectives for GPU tensors; an axis brings its own through host memory.
         device = torch.device("cpu") if self.axis.gloo and not collective.of_axis else self.device
@@ -452,15 +391,14 @@ class _Checks:
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             if any(text in str(error) for text in TEXTS):
                 raise  # a peer is gone: no refusal
-            kind = "" if form == "plain" else f", {form}"
-            what = f"{collective.name} ({dtype}{kind})"
-            self.refused[what] = (str(error).splitlines() or [type(error).__name__])[0][:200]
+            what = f"{collective.name} ({dtype}{'' if form == 'plain' else f', {form}'})"
+            found.refused[what] = (str(error).splitlines() or [type(error).__name__])[0][:200]
             if collective.of_axis and form in ("plain", "view"):
                 self.needed.add(what)
             return
         if expected.numel() == 0 and n:
             return  # no result on this rank
-        self.checked += 1
+        found.checked += 1
         got = out.tensor.reshape(-1).cpu().to(torch.float64)
         exact = expected.to(torch.float64)
         # An average may be rounded by one unit in the last place.
@@ -468,28 +406,43 @@ class _Checks:
         bad = ((got - exact).abs() <= slack * exact.abs()).logical_not().nonzero().flatten()
         beside = out.overwritten()
         if form == "strided" and (bad.numel() or beside):
-            self.limits.add(collective.name)
+            found.limits = sorted({*found.limits, collective.name})
         elif bad.numel():
             place = int(bad[0])
-            self._wrong(collective, dtype, n, form, place, float(exact[place]), float(got[place]), bad.numel())
+            values = place, float(exact[place]), float(got[place]), bad.numel()
+            self._wrong(collective.name, dtype, n, form, *values)
         elif beside:
-            self._wrong(collective, dtype, n, form, -1, _MARK, _MARK, beside)
+            self._wrong(collective.name, dtype, n, form, -1, _MARK, _MARK, beside)
 
     def check_barrier(self) -> None:
         """Checks that no rank leaves a barrier before all have entered it, by a counter in the group's store."""
-        store, key = dist.distributed_c10d._get_default_store(), f"phalanx/selftest/{self._line()}"
+        assert self.axis.group is not None
+        ranks = "-".join(map(str, dist.get_process_group_ranks(self.axis.group)))
+        store, key = dist.distributed_c10d._get_default_store(), f"phalanx/selftest/{self.found.axis}/{ranks}"
         store.add(key, 1)
         barrier(self.axis)
         entered = store.add(key, 0)
-        self.checked += 1
+        self.found.checked += 1
         if entered < self.axis.size:
-            self.wrong_count += 1
-            who = self.rank, self.host, self.name, "barrier", "ranks", self.axis.size, "plain"
-            self.wrong.append(WrongResult(*who, 0, self.axis.size, entered, 1))
+            self._wrong("barrier", "ranks", self.axis.size, "plain", 0, self.axis.size, entered, 1)
 
-    def _line(self) -> str:
-        assert self.axis.group is not None
-        return f"{self.name}/{'-'.join(map(str, dist.get_process_group_ranks(self.axis.group)))}"
+    def of_all_ranks(self) -> AxisChecks:
+        """Combines the checks of all ranks, which call it together."""
+        every: list[dict[str, Any]] = gather_json({**asdict(self.found), "needed": sorted(self.needed)})
+        found = AxisChecks(self.found.axis, self.axis.size, max(theirs["checked"] for theirs in every))
+        for theirs in every:
+            found.wrong += [WrongResult(**each) for each in theirs["wrong"]]
+            found.wrong_count += theirs["wrong_count"]
+            found.refused |= theirs["refused"]
+            found.limits = sorted({*found.limits, *theirs["limits"]})
+        for what, text in found.refused.items():
+            some = [rank for rank, theirs in enumerate(every) if what in theirs["refused"]]
+            where = f"{what} on {found.axis}"
+            if len(some) < len(every):
+                found.differs.append(f"{where}: only rank {', '.join(map(str, some[:8]))} refused it: {text}")
+            elif any(what in theirs["needed"] for theirs in every):
+                found.differs.append(f"{where}, which training makes: every rank refused it: {text}")
+        return found
 
     def _values(self, collective: AxisCollective, n: int) -> tuple[Tensor, Tensor]:
         """Returns input and expected result, which are the same for all types."""
@@ -501,36 +454,9 @@ class _Checks:
         return self._known[key]
 
     def _wrong(
-        self, collective: AxisCollective, dtype: str, n: int, form: Form, place: int, exact: float, got: float, bad: int
+        self, name: str, dtype: str, n: int, form: Form, place: int, exact: float, got: float, wrong: int
     ) -> None:
-        self.wrong_count += 1
-        if len(self.wrong) < MOST_WRONG:
-            who = self.rank, self.host, self.name, collective.name, dtype, n, form
-            self.wrong.append(WrongResult(*who, place, exact, got, bad))
-
-
-def _combine(name: str, ranks: int, mine: _Checks) -> AxisChecks:
-    """Combines the checks of all ranks."""
-    every: list[dict[str, Any]] = gather_json(
-        {
-            "wrong": [asdict(each) for each in mine.wrong],
-            "count": mine.wrong_count,
-            "checked": mine.checked,
-            "refused": mine.refused,
-            "needed": sorted(mine.needed),
-            "limits": sorted(mine.limits),
-        }
-    )
-    found = AxisChecks(name, ranks, max(theirs["checked"] for theirs in every))
-    for theirs in every:
-        found.wrong += [WrongResult(**each) for each in theirs["wrong"]]
-        found.wrong_count += theirs["count"]
-        found.refused |= theirs["refused"]
-        found.limits = sorted({*found.limits, *theirs["limits"]})
-    for what, text in found.refused.items():
-        some = [rank for rank, theirs in enumerate(every) if what in theirs["refused"]]
-        if len(some) < len(every):
-            found.differs.append(f"{what} on {name}: only rank {', '.join(map(str, some[:8]))} refused it: {text}")
-        elif any(what in theirs["needed"] for theirs in every):
-            found.differs.append(f"{what} on {name}, which training makes: every rank refused it: {text}")
-    return found
+        self.found.wrong_count += 1
+        if len(self.found.wrong) < MOST_WRONG:
+            who = dist.get_rank(), platform.node(), self.found.axis
+            self.found.wrong.append(WrongResult(*who, name, dtype, n, form, place, exact, got, wrong))

@@ -23,22 +23,13 @@ import phalanx
 from phalanx.bounded import parse_json
 from phalanx.echo import visible
 from phalanx.errors import JobError
-from phalanx.machine.checks import (
-    CHECKS,
-    GROUPS,
-    CheckedMachine,
-    CheckResult,
-    DoctorCheck,
-    EndedProgram,
-    error,
-    ok,
-    run,
-    warn,
-    worst,
-)
+from phalanx.machine import network, storage, system
+from phalanx.machine.checks import CHECKS, GROUPS, CheckedMachine, CheckResult, DoctorCheck, error, ok, run, warn, worst
 from phalanx.train.run_directory import extension_facts, job_facts, source_digest
-from phalanx.units import listed, seconds
+from phalanx.units import counted, listed, seconds
 
+MODULES = (network, storage, system)
+"""The modules whose checks are made; importing them enters these into CHECKS."""
 MAX_SKEW_S = 5.0
 _AT_ONCE = 16
 _PATIENCE = 12
@@ -47,14 +38,12 @@ _PATIENCE = 12
 
 @dataclass(frozen=True)
 class HostAnswer:
-    """The answer of one host."""
-
     host: str
-    document: dict[str, Any]
+    document: dict[str, Any] = field(default_factory=dict)
     """Its report; empty if there is none."""
-    problem: str
+    problem: str = ""
     """Why there is none."""
-    skew_s: tuple[float, float]
+    skew_s: tuple[float, float] = (0.0, 0.0)
     """The range in which its clock is ahead of ours, in seconds."""
 
 
@@ -94,42 +83,34 @@ def compare(hosts: Sequence[str], shell: str, words: Sequence[str], seconds: flo
         try:
             ran = CheckedMachine(seconds=seconds * _PATIENCE).call([*prefix, host, script])
         except OSError as problem:
-            return HostAnswer(host, {}, f"{prefix[0]}: {problem.strerror}", (0.0, 0.0))
-        return _answer(host, ran, before, time.time())
+            return HostAnswer(host, problem=f"{prefix[0]}: {problem.strerror}")
+        if ran.code is None:
+            return HostAnswer(host, problem="no answer in time")
+        try:
+            document = parse_json(ran.out)
+            stamp = float(document["time"])
+        except (ValueError, KeyError, TypeError):
+            last = (ran.err.strip().splitlines() or ["no message"])[-1]
+            return HostAnswer(host, problem=f"exit code {ran.code}: {last[:300]}")
+        return HostAnswer(host, document, "", (stamp - time.time(), stamp - before))
 
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         answers = list(threads.map(ask, hosts))
     return [*_told(answers, shlex.join(prefix)), *_differences(answers)]
 
 
-def _answer(host: str, ran: EndedProgram, before: float, after: float) -> HostAnswer:
-    nothing = (0.0, 0.0)
-    if ran.code is None:
-        return HostAnswer(host, {}, "no answer in time", nothing)
-    try:
-        document = parse_json(ran.out)
-        stamp = float(document["time"])
-    except (ValueError, KeyError, TypeError):
-        last = (ran.err.strip().splitlines() or ["no message"])[-1]
-        return HostAnswer(host, {}, f"exit code {ran.code}: {last[:300]}", nothing)
-    return HostAnswer(host, document, "", (stamp - after, stamp - before))
-
-
 def _told(answers: Sequence[HostAnswer], shell: str) -> Iterator[CheckResult]:
     for answer in answers:
-        if answer.problem:
-            yield _line(
-                "host",
-                error(answer.problem, f"try it: {shell} {answer.host} hostname; the same Python must be there"),
-                answer.host,
-            )
-            continue
+        host = answer.host
         try:
-            found = [CheckResult.from_dict(each) for each in answer.document["findings"]]
+            if answer.problem:
+                remedy = f"try it: {shell} {host} hostname; the same Python must be there"
+                yield _line("host", error(answer.problem, remedy), host)
+            else:
+                found = [CheckResult.from_dict(each) for each in answer.document["findings"]]
+                yield from (replace(finding, hosts=(host,)) for finding in found)
         except (KeyError, TypeError, ValueError) as problem:
-            yield _line("host", error(f"its report is not understood: {problem}", "install one version"), answer.host)
-            continue
-        yield from (replace(finding, hosts=(answer.host,)) for finding in found)
+            yield _line("host", error(f"its report is not understood: {problem}", "install one version"), host)
 
 
 def _line(check: str, finding: CheckResult, *hosts: str) -> CheckResult:
@@ -144,9 +125,18 @@ def _differences(answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
     everywhere = [answer.host for answer in there]
     told = {answer.host: answer.document.get("facts") for answer in there}
     facts: dict[str, dict[str, Any]] = {host: found if isinstance(found, dict) else {} for host, found in told.items()}
-    differing = [finding for name in facts[everywhere[0]] for finding in _differing(name, facts)]
-    yield from differing
-    if not differing:
+    agree = True
+    for name in facts[everywhere[0]]:
+        hosts: dict[str, list[str]] = {}
+        for host, known in facts.items():
+            hosts.setdefault(json.dumps(known.get(name), sort_keys=True)[:200], []).append(host)
+        usual = max(hosts, key=lambda value: len(hosts[value]))
+        for value, names in ((value, names) for value, names in hosts.items() if value != usual):
+            agree = False
+            here, others = (text.strip('"') for text in (value, usual))
+            text = f"{name} is {here}, on the other hosts {others}"
+            yield _line("same program", error(text, "give every node the same installation, job and settings"), *names)
+    if agree:
         yield _line("same program", ok(f"{len(facts[everywhere[0]])} facts agree on {len(there)} hosts"), *everywhere)
     off = [answer for answer in there if answer.skew_s[0] > MAX_SKEW_S or answer.skew_s[1] < -MAX_SKEW_S]
     for answer in off:
@@ -157,18 +147,6 @@ def _differences(answers: Sequence[HostAnswer]) -> Iterator[CheckResult]:
         )
     if not off:
         yield _line("clocks", ok(f"no clock is seen to be more than {MAX_SKEW_S:g} s off"), *everywhere)
-
-
-def _differing(name: str, facts: Mapping[str, Mapping[str, Any]]) -> Iterator[CheckResult]:
-    hosts: dict[str, list[str]] = {}
-    for host, known in facts.items():
-        hosts.setdefault(json.dumps(known.get(name), sort_keys=True)[:200], []).append(host)
-    usual = max(hosts, key=lambda value: len(hosts[value]))
-    for value, names in hosts.items():
-        if value != usual:
-            remedy = "give every node the same installation, job and settings"
-            here, there = (text.strip('"') for text in (value, usual))
-            yield _line("same program", error(f"{name} is {here}, on the other hosts {there}", remedy), *names)
 
 
 FORMAT = 1
@@ -286,7 +264,14 @@ def text(report: DoctorReport, stream: TextIO, env: dict[str, str] | None = None
     one line per finding that can be searched."""
     env = dict(os.environ) if env is None else env
     if not stream.isatty():
-        return "\n".join([*(_plain(line, report) for line in shown(report)), _summary(report)])
+        lines = [
+            visible(
+                f"{line.status:<5}  {line.group}: {line.check}: {_where(line, report)}{line.text}"
+                + (f" -> {line.remedy}" if line.remedy else "")
+            )
+            for line in shown(report)
+        ]
+        return "\n".join([*lines, _summary(report)])
     colours = not env.get("NO_COLOR") and env.get("TERM") != "dumb"
     return "\n".join([*_grouped(report, colours, shutil.get_terminal_size().columns), _summary(report)])
 
@@ -298,13 +283,7 @@ def show(report: DoctorReport, stream: TextIO) -> None:
     stream.flush()
 
 
-def _plain(line: CheckResult, report: DoctorReport) -> str:
-    remedy = f" -> {line.remedy}" if line.remedy else ""
-    return visible(f"{line.status:<5}  {line.group}: {line.check}: {_where(line, report)}{line.text}{remedy}")
-
-
 def _where(line: CheckResult, report: DoctorReport) -> str:
-    """Returns the hosts of a line, unless they are all of them."""
     if not line.hosts or set(line.hosts) == set(report.hosts):
         return ""
     return f"[{listed(line.hosts, _SHOWN_HOSTS)}] "
@@ -338,8 +317,6 @@ def _coloured(words: str, code: str, colours: bool) -> str:
 
 def _summary(report: DoctorReport) -> str:
     counts = {status: sum(line.status == status for line in report.findings) for status in _COLOURS}
-    parts = [f"{counts['ERROR']} errors", f"{counts['WARN']} warnings", f"{counts['OK']} OK"]
     where = f" on {len(report.hosts)} hosts" if len(report.hosts) > 1 else ""
-    return f"{', '.join(parts)}{where} ({seconds(report.took_s)})".replace("1 errors", "1 error").replace(
-        "1 warnings", "1 warning"
-    )
+    words = f"{counted(counts['ERROR'], 'error')}, {counted(counts['WARN'], 'warning')}, {counts['OK']} OK"
+    return f"{words}{where} ({seconds(report.took_s)})"

@@ -33,7 +33,17 @@ def scheduler(machine: CheckedMachine, now: float | None = None) -> Problems:
     if "SLURM_JOB_ID" in env:
         yield from _slurm(machine, time.time() if now is None else now)
     elif "PBS_JOBID" in env:
-        yield from _pbs(env)
+        text, file = f"PBS job {env['PBS_JOBID']}", env.get("PBS_NODEFILE", "")
+        try:
+            nodes = names_of(read_hosts(Path(file))) if file else ()
+        except JobError as problem:
+            yield warn(
+                f"{text}; its node file, PBS_NODEFILE, is of no use: {problem.problems[0]}",
+                "run this on the first node of the allocation, or unset the variables of an old job",
+            )
+            return
+        shown = f"{text}, {counted(len(nodes), 'node')}: {listed(nodes, _SHOWN_HOSTS)}"
+        yield ok(shown if nodes else f"{text}; no node file")
     elif "LSB_JOBID" in env:
         hosts = dict.fromkeys(env.get("LSB_HOSTS", "").split())
         yield ok(f"LSF job {env['LSB_JOBID']}" + (f" on {listed(list(hosts), _SHOWN_HOSTS)}" if hosts else ""))
@@ -101,21 +111,6 @@ def _slurm_left(machine: CheckedMachine, now: float) -> float | None:
     return None
 
 
-def _pbs(env: Mapping[str, str]) -> Iterator[CheckResult]:
-    text, file = f"PBS job {env['PBS_JOBID']}", env.get("PBS_NODEFILE", "")
-    try:
-        nodes = names_of(read_hosts(Path(file))) if file else ()
-    except JobError as problem:
-        yield warn(
-            f"{text}; its node file, PBS_NODEFILE, is of no use: {problem.problems[0]}",
-            "run this on the first node of the allocation, or unset the variables of an old job",
-        )
-        return
-    yield ok(
-        f"{text}, {counted(len(nodes), 'node')}: {listed(nodes, _SHOWN_HOSTS)}" if nodes else f"{text}; no node file"
-    )
-
-
 @check("launch", "launcher")
 def launcher(machine: CheckedMachine) -> Problems:
     """Yields which launcher started this process, and what contradicts that."""
@@ -175,17 +170,14 @@ def host_name(machine: CheckedMachine, name: str = socket.gethostname()) -> Prob
             f"{text}: only this machine reaches that",
             "set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes",
         )
-    else:
-        yield ok(text)
+    return text
 
 
 @check("network", "loopback")
 def loopback(_: CheckedMachine) -> Problems:
-    """Yields whether 127.0.0.1 works: the ranks of one machine use nothing else."""
     if problem := _reaches_itself("127.0.0.1"):
         yield error(f"127.0.0.1: {problem}", "ip link set lo up")
-    else:
-        yield ok("127.0.0.1 answers")
+    return "127.0.0.1 answers"
 
 
 def _reaches_itself(address: str) -> str:
@@ -279,8 +271,7 @@ def ports(machine: CheckedMachine) -> Problems:
             f"MASTER_PORT={stated} lies among the ports of outgoing connections, {low} to {high}: it may be taken",
             f"set a port below {low}",
         )
-    else:
-        yield ok(f"outgoing {low} to {high}" + (f", MASTER_PORT={stated}" if stated else ""))
+    return f"outgoing {low} to {high}" + (f", MASTER_PORT={stated}" if stated else "")
 
 
 def _endpoint(machine: CheckedMachine) -> tuple[str, int]:
@@ -319,8 +310,7 @@ def rendezvous(machine: CheckedMachine) -> Problems:
             )
     elif reached == "" and machine.ranks is None:
         yield error(f"{text}: another program listens at this port of this machine", "choose another port")
-    else:
-        yield ok(f"{text}, an address of this machine" + ("" if reached else "; it answers"))
+    return f"{text}, an address of this machine" + ("" if reached else "; it answers")
 
 
 def _connect(family: int, kind: int, protocol: int, address: tuple[object, ...]) -> str:

@@ -177,9 +177,7 @@ def lines(
     empty if there is none."""
     labels = labels_of(hellos)
     everywhere = tuple(dict.fromkeys(labels.values()))
-    compared = [*_missing(world, hellos), *_interfaces(hellos, labels), *_reach(hellos, seen, labels)]
-    compared += _shared(seen, labels, folder)
-    compared += _group_of_all(groups, labels, world)
+    compared = [*_nodes(world, hellos, seen, labels, folder), *_group_of_all(groups, labels, world)]
     told = [finding for rank, hello in sorted(hellos.items()) for finding in _findings(hello, labels[rank])]
     return [*told, *(replace(line, group="nodes", hosts=line.hosts or everywhere) for line in compared)]
 
@@ -208,31 +206,23 @@ def _findings(hello: Hello, label: str) -> list[CheckResult]:
         return [CheckResult("nodes", "report", "ERROR", f"a report is not understood: {problem}", _SAME, (label,))]
 
 
-def _missing(world: int, hellos: Mapping[int, Hello]) -> Iterator[CheckResult]:
+def _nodes(
+    world: int, hellos: Mapping[int, Hello], seen: Mapping[int, SeenNodes], labels: Mapping[int, str], folder: str
+) -> Iterator[CheckResult]:
+    """Yields who did not report, the interface of every node, which nodes do not reach which, and whether all see the
+    folder."""
     if missing := [rank for rank in range(world) if rank not in hellos]:
-        shown = ", ".join(map(str, missing[:_SHOWN])) + (", …" if len(missing) > _SHOWN else "")
-        yield _line("ranks", error(f"rank {shown} of {world} did not report", _LOG))
-
-
-def _interfaces(hellos: Mapping[int, Hello], labels: Mapping[int, str]) -> Iterator[CheckResult]:
-    """Yields the interface of every node."""
-    used = {labels[rank]: hello.listener for rank, hello in sorted(hellos.items()) if hello.leads}
+        yield _line("ranks", error(f"rank {_some(map(str, missing))} of {world} did not report", _LOG))
+    leaders = [rank for rank, hello in sorted(hellos.items()) if hello.leads]
+    used = {labels[rank]: hellos[rank].listener for rank in leaders}
     if silent := [label for label, at in used.items() if at is None]:
         remedy = "set GLOO_SOCKET_IFNAME to the interface that leads to the other nodes"
         yield _line("interfaces", warn("it cannot be told which interface gloo takes", remedy), silent)
     shown = [f"{label} {at.interface} ({at.address})" for label, at in used.items() if at]
     if len(used) > 1 and shown:
-        yield _line("interfaces", ok(", ".join(shown[:_SHOWN]) + (", …" if len(shown) > _SHOWN else "")))
-
-
-def _reach(
-    hellos: Mapping[int, Hello], seen: Mapping[int, SeenNodes], labels: Mapping[int, str]
-) -> Iterator[CheckResult]:
-    """Yields which nodes do not reach which."""
-    leaders = [rank for rank, hello in sorted(hellos.items()) if hello.leads]
-    quiet = [rank for rank in leaders if rank not in seen]
-    if quiet:
-        yield _line("reachability", error("did not finish", _LOG), [labels[rank] for rank in quiet])
+        yield _line("interfaces", ok(_some(shown)))
+    if quiet := [labels[rank] for rank in leaders if rank not in seen]:
+        yield _line("reachability", error("did not finish", _LOG), quiet)
     unreached = [(rank, peer, why) for rank, each in sorted(seen.items()) for peer, why in each.unreached]
     for rank, peer, why in unreached[:_SHOWN]:
         at = hellos[peer].listener
@@ -244,16 +234,17 @@ def _reach(
     if not unreached and not quiet and len(leaders) > 1:
         connections = counted(sum(each.peers for each in seen.values()), "connection")
         yield _line("reachability", ok(f"{connections} between {len(leaders)} nodes"))
+    if folder and len(seen) > 1:
+        if blind := [labels[rank] for rank, each in sorted(seen.items()) if not each.sees]:
+            remedy = "set run.dir to a folder on a file system that every node mounts"
+            yield _line("run directory", error(f"{folder} is not the folder that rank 0 sees", remedy), blind)
+        else:
+            yield _line("run directory", ok(f"{folder} is seen by {len(seen)} nodes"))
 
 
-def _shared(seen: Mapping[int, SeenNodes], labels: Mapping[int, str], folder: str) -> Iterator[CheckResult]:
-    if not folder or len(seen) < 2:
-        return
-    if blind := [labels[rank] for rank, each in sorted(seen.items()) if not each.sees]:
-        remedy = "set run.dir to a folder on a file system that every node mounts"
-        yield _line("run directory", error(f"{folder} is not the folder that rank 0 sees", remedy), blind)
-    else:
-        yield _line("run directory", ok(f"{folder} is seen by {len(seen)} nodes"))
+def _some(words: Iterable[str]) -> str:
+    first = [*words]
+    return ", ".join(first[:_SHOWN]) + (", …" if len(first) > _SHOWN else "")
 
 
 def _group_of_all(groups: Mapping[int, Formed] | None, labels: Mapping[int, str], world: int) -> Iterator[CheckResult]:
@@ -352,8 +343,12 @@ def compare(
         if ranks.local_rank == 0:
             meeting.tell("seen", _look(agenda, meeting.rank))
         seen = meeting.hear("seen", map(int, leaders), SeenNodes) if meeting.rank == 0 else {}
+        # Forming the group takes its whole timeout where two nodes do not reach each other, or gloo finds no interface.
+        heard = [line for hello in hellos.values() for line in _findings(hello, hello.host)]
+        broken = any((line.group, line.status) == ("network", "ERROR") for line in heard)
+        may = agenda.complete and not broken and not any(each.unreached for each in seen.values())
         # Every node listens until the leader has heard from all that knock.
-        go = meeting.agree("group", Go(agenda.complete and _may_form(hellos, seen)))
+        go = meeting.agree("group", Go(may))
     if token:
         Path(token).unlink(missing_ok=True)
     goes = go is not None and go.yes
@@ -364,14 +359,6 @@ def compare(
         return None
     groups = meeting.hear("formed", range(meeting.world), Formed) if goes else None
     return lines(meeting.world, hellos, seen, groups, str(Path(token).parent) if token else "")
-
-
-def _may_form(hellos: Mapping[int, Hello], seen: Mapping[int, SeenNodes]) -> bool:
-    """Returns whether forming the group is worth while. It takes its whole timeout where two nodes do not reach each
-    other, or gloo finds no interface."""
-    findings = [line for hello in hellos.values() for line in _findings(hello, hello.host)]
-    broken = any((line.group, line.status) == ("network", "ERROR") for line in findings)
-    return not broken and not any(each.unreached for each in seen.values())
 
 
 def _token(machine: CheckedMachine) -> str:
@@ -462,8 +449,10 @@ def by_endpoint(machine: CheckedMachine, findings: Sequence[CheckResult]) -> Com
     host, port = run.endpoint
     leads = is_this_machine(host)
     echo(f"doctor: waiting up to {wait:g} s for {run.nnodes} nodes at {host}:{port}", file=sys.stderr)
-    if not leads:
-        _await_listener(host, port, wait)
+    began = time.monotonic()
+    if not leads and (problem := await_listener(host, port, wait)):
+        waited = time.monotonic() - began
+        raise RunError(f"nobody answers at {host}:{port} after {waited:.0f} s: {problem.strerror or problem}")
     store = TCPStore(host, port, None, leads, timedelta(seconds=wait), wait_for_workers=False, multi_tenant=True)
     number, world = _numbered(store, leads, run.most_nodes, wait)
     if interface := interface_towards(host):
@@ -493,11 +482,3 @@ def _numbered(store: Store, leads: bool, most: int, wait: float) -> tuple[int, i
     world = min(most, 1 + store.add("phalanx-doctor/nodes", 0))
     store.set("phalanx-doctor/world", str(world))
     return 0, world
-
-
-def _await_listener(host: str, port: int, wait: float) -> None:
-    """Waits until something listens. Raises RunError if nothing does in time."""
-    began = time.monotonic()
-    if problem := await_listener(host, port, wait):
-        waited = time.monotonic() - began
-        raise RunError(f"nobody answers at {host}:{port} after {waited:.0f} s: {problem.strerror or problem}")

@@ -7,8 +7,8 @@ import platform
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,11 +29,9 @@ from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.launch.watchdog.watchdog import join
 from phalanx.machine.clock import counter
 from phalanx.machine.collectives import ALL, check_axis
-from phalanx.machine.links import time_axis
-from phalanx.machine.pairs import measure_pairs
+from phalanx.machine.links import measure_pairs, time_axis
 from phalanx.machine.self_test_report import DistReport
-from phalanx.machine.stragglers import Probe, ProbeTimes, in_probe
-from phalanx.machine.training import train_briefly, trainable
+from phalanx.machine.training import Probe, ProbeTimes, in_probe, train_briefly, trainable
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import AxisGeometry, Mesh
 from phalanx.train.agreement import agree_on_job
@@ -53,8 +51,6 @@ UNKNOWN_VOCABULARY = 256
 
 @dataclass(frozen=True)
 class SelfTestOptions:
-    """What the user chose besides the job."""
-
     quick: bool = False
     timeout_s: float = 60.0
     """Seconds that a collective may wait for a peer; after half of them the watchdog names who hangs."""
@@ -68,12 +64,7 @@ class SelfTestOptions:
 
 
 def self_test(
-    job: Job,
-    ranks: Ranks,
-    device: torch.device,
-    threads: int,
-    options: SelfTestOptions,
-    store: Store | None = None,
+    job: Job, ranks: Ranks, device: torch.device, threads: int, options: SelfTestOptions, store: Store | None = None
 ) -> DistReport:
     """Tests the group of `ranks`, whose store is `store` if they have met. All of them call it; returns the same on
     each.
@@ -108,55 +99,51 @@ def self_test(
 def _test(
     report: DistReport, job: Job, mesh: Mesh, device: torch.device, options: SelfTestOptions, progress: Progress
 ) -> None:
-    quick, world = options.quick, mesh.axis("world")
+    """Makes the parts of the test; several ranks look for stragglers before each of them and after the last."""
+    quick, world, hosts = options.quick, mesh.axis("world"), report.hosts
     axes, report.same_ranks = axes_to_test(mesh)
-    probe = Probe(world, device, quick) if world.size > 1 else None
 
-    def look_for_stragglers() -> None:
-        if probe is not None:
-            with _timed(report, "probe"):
-                report.probes.append(
-                    {rank: ProbeTimes(**theirs) for rank, theirs in enumerate(gather_json(asdict(probe.window())))}
-                )
-
-    look_for_stragglers()
-    with _timed(report, "values"):
+    def values() -> None:
         total = (len(ALL) + 1) * len(axes)
         for number, (name, axis, _) in enumerate(axes):
             count = counter(progress, "values of collectives", total, number * (len(ALL) + 1))
             report.checks.append(check_axis(axis, name, device, count))
-    look_for_stragglers()
-    with _timed(report, "speed"):
+
+    def speed() -> None:
+        budget_s = TIMING_S[quick] / max(1, len(axes))
         for name, axis, geometry in axes:
-            report.axes.append(
-                time_axis(
-                    *(axis, name, geometry, report.hosts, device),
-                    quick=quick,
-                    budget_s=TIMING_S[quick] / len(axes),
-                    progress=progress,
+            place = axis, name, geometry, hosts, device
+            timed = time_axis(*place, quick=quick, budget_s=budget_s, progress=progress)
+            report.axes.append(timed)
+            if timed.left_out:
+                report.notes.append(
+                    f"{name}: sizes from {gib(timed.left_out[0])} on were not timed: the link is too slow"
                 )
-            )
-            if left_out := report.axes[-1].left_out:
-                report.notes.append(f"{name}: sizes from {gib(left_out[0])} on were not timed: the link is too slow")
-    look_for_stragglers()
-    if world.size > 1:
-        with _timed(report, "pairs"):
-            report.pairs = measure_pairs(
-                *(world, report.hosts, device),
-                quick=quick,
-                budget_s=PAIRS_S[quick],
-                progress=progress,
-            )
-    look_for_stragglers()
-    with _timed(report, "training"):
+
+    def pairs() -> None:
+        report.pairs = measure_pairs(world, hosts, device, quick=quick, budget_s=PAIRS_S[quick], progress=progress)
+
+    def training() -> None:
         report.training = train_briefly(
-            *(job, mesh, device, on_rank_zero(lambda: _vocabulary(job)), report.hosts),
+            *(job, mesh, device, on_rank_zero(lambda: _vocabulary(job)), hosts),
             quick=quick,
             traces=options.traces,
             tick=lambda done, total: progress("training", done, total),
         )
-    look_for_stragglers()
-    report.stragglers = in_probe(report.probes, report.hosts)
+
+    def probe() -> None:
+        assert stragglers is not None, "there are several ranks"
+        times = enumerate(gather_json(asdict(stragglers.window())))
+        report.probes.append({rank: ProbeTimes(**theirs) for rank, theirs in times})
+
+    stragglers = Probe(world, device, quick) if world.size > 1 else None
+    every = (probe, values, probe, speed, probe, pairs, probe, training, probe)
+    for part in every if stragglers else (values, speed, training):
+        began = time.perf_counter()
+        part()
+        name = part.__name__
+        report.seconds[name] = report.seconds.get(name, 0.0) + time.perf_counter() - began
+    report.stragglers = in_probe(report.probes, hosts)
 
 
 def axes_to_test(mesh: Mesh) -> tuple[list[tuple[str, Axis, AxisGeometry]], dict[str, str]]:
@@ -193,10 +180,3 @@ def _vocabulary(job: Job) -> int:
         return vocabulary_size(job)
     except JobError:
         return UNKNOWN_VOCABULARY
-
-
-@contextmanager
-def _timed(report: DistReport, part: str) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    report.seconds[part] = report.seconds.get(part, 0.0) + time.perf_counter() - began

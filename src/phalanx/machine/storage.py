@@ -50,8 +50,7 @@ def layout_here(machine: CheckedMachine) -> Problems:
             f"start it with torchrun, srun or mpiexec, or on every node with run.nnodes={job.cluster.nodes} "
             "run.rdzv_endpoint=HOST:PORT",
         )
-    else:
-        yield ok(text)
+    return text
 
 
 @check("job", "data", _NO_ANSWER, 3.0)
@@ -85,8 +84,7 @@ def data_here(machine: CheckedMachine) -> Problems:
         yield error(f"{folder} is not prepared, and {data.dir} cannot be written", "set data.dir to another folder")
     elif machine.several_nodes:
         yield warn(f"{folder} is not prepared: rank 0 prepares it while the others wait", prepare)
-    else:
-        yield ok(f"{folder} is not prepared yet: training begins with it")
+    return f"{folder} is not prepared yet: training begins with it"
 
 
 def _vocabulary(machine: CheckedMachine) -> int:
@@ -143,8 +141,7 @@ def checkpoints(machine: CheckedMachine) -> Problems:
         yield error(f"{text}: not even one fits", remedy)
     elif free < space_for(size, kept):
         yield warn(f"{text}; {kept} are there at a time, which takes {gib(space_for(size, kept))}", remedy)
-    else:
-        yield ok(f"{text}, {kept} at a time")
+    return f"{text}, {kept} at a time"
 
 
 @check("job", "run directory", _NO_ANSWER, 3.0)
@@ -161,11 +158,10 @@ def run_directory(machine: CheckedMachine) -> Problems:
         yield error(f"{directory.path}: {problem.strerror}", "choose another run.dir")
         return
     if newest is None:
-        yield ok(f"{directory.path}: training begins at step 0")
-    elif newest.step >= machine.job.train.steps:
-        yield ok(f"{directory.path}: finished at step {newest.step}")
-    else:
-        yield ok(f"{directory.path}: training resumes at step {newest.step} of {machine.job.train.steps}")
+        return f"{directory.path}: training begins at step 0"
+    if newest.step >= machine.job.train.steps:
+        return f"{directory.path}: finished at step {newest.step}"
+    return f"{directory.path}: training resumes at step {newest.step} of {machine.job.train.steps}"
 
 
 @check("job", "trackers")
@@ -233,7 +229,6 @@ def nearest_folder(path: Path) -> Path:
 
 @check("storage", "file system", _SERVER, _PATIENCE, mounted)
 def file_system(machine: CheckedMachine) -> Problems:
-    """Yields the type of the file system."""
     folder = machine.folder
     kind, source, options = mount_of(machine, nearest_folder(folder).resolve())
     text = f"{folder}: {kind} ({source})"
@@ -251,8 +246,7 @@ def file_system(machine: CheckedMachine) -> Problems:
         yield warn(f"{text} without locks across nodes", "mount it with -o flock")
     elif machine.several_nodes and not machine.is_compared and not kind.startswith(_SHARED):
         yield warn(f"{text}: perhaps a disk of this node alone", "set run.dir to a file system that all nodes mount")
-    else:
-        yield ok(text)
+    return text
 
 
 @check("storage", "writes", _SERVER, _PATIENCE, mounted)
@@ -352,8 +346,7 @@ def space(machine: CheckedMachine) -> Problems:
             return
     if free < _LITTLE_SPACE:
         yield warn(f"{text}{inodes}", "free some space, or " + _ELSEWHERE)
-    else:
-        yield ok(f"{text}{inodes} (quotas are not seen)")
+    return f"{text}{inodes} (quotas are not seen)"
 
 
 @check("storage", "umask", _SERVER, _PATIENCE)
@@ -363,8 +356,7 @@ def umask(machine: CheckedMachine) -> Problems:
     mask = int(found[1], 8) if found else 0o022
     if mask & 0o700:
         yield error(f"umask {mask:04o} takes the owner's own rights", "umask 022")
-    else:
-        yield ok(f"{mask:04o}")
+    return f"{mask:04o}"
 
 
 @check("storage", "leftovers", _SERVER, _PATIENCE, mounted)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import locale
+import math
 import os
 import platform
 import re
@@ -99,8 +100,7 @@ def temporary(machine: CheckedMachine) -> Problems:
         yield error(f"{folder}: {gib(free)} free", "free some space, or set TMPDIR to another folder")
     elif len(str(folder)) > _LONGEST_FOLDER:
         yield warn(f"{folder}: too long for a socket's name (108 characters)", "set TMPDIR to a shorter path")
-    else:
-        yield ok(f"{folder}: {gib(free)} free")
+    return f"{folder}: {gib(free)} free"
 
 
 def _free(folder: Path) -> int:
@@ -139,12 +139,10 @@ def python(machine: CheckedMachine, encoding: str = locale.getencoding()) -> Pro
         yield warn(f"{text}; text is encoded in {encoding}", "export LC_ALL=C.UTF-8, or PYTHONUTF8=1")
     elif sys.flags.optimize or machine.env.get("PYTHONOPTIMIZE"):
         yield warn(f"{text}; PYTHONOPTIMIZE removes assertions", "unset PYTHONOPTIMIZE")
-    else:
-        yield ok(text)
+    return text
 
 
 def _requirements() -> Sequence[str]:
-    """Returns the requirements of Phalanx that no extra asks for."""
     return [each for each in importlib.metadata.requires("phalanx") or () if "extra ==" not in each]
 
 
@@ -222,8 +220,7 @@ def torch(machine: CheckedMachine) -> Problems:
         yield error(f"{text}; every run needs gloo", "install torch from pytorch.org, or build it with USE_GLOO=1")
     elif facts["devices"] and not facts["nccl"]:
         yield warn(f"{text}; GPUs communicate through gloo, which is slow", "install a torch that is built with NCCL")
-    else:
-        yield ok(text)
+    return text
 
 
 @check("software", "import path", _HANGS)
@@ -291,22 +288,11 @@ class DriverGpu:
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(_FIELDS):
             raise ValueError(f"expected {len(_FIELDS)} columns, found {len(cells)}")
-        name, driver, total, used, mig, persistence, mode, ecc = cells
-        return cls(
-            name,
-            driver,
-            _number(total),
-            _number(used),
-            mig == "Enabled",
-            persistence != "Disabled",
-            mode == "Prohibited",
-            int(_number(ecc)),
-        )
-
-
-def _number(cell: str) -> float:
-    """Returns a number; 0 for what a GPU does not have, such as "[N/A]"."""
-    return float(cell) if re.fullmatch(r"[0-9.]+", cell) else 0.0
+        name, driver, *amounts, mig, persistence, mode, errors = cells
+        # What a GPU does not have is no number, such as "[N/A]".
+        total, used, ecc = (float(each) if re.fullmatch(r"[0-9.]+", each) else 0.0 for each in (*amounts, errors))
+        modes = mig == "Enabled", persistence != "Disabled", mode == "Prohibited"
+        return cls(name, driver, total, used, *modes, int(ecc))
 
 
 @check("accelerator", "gpu", _DRIVER, 6.0)
@@ -519,7 +505,6 @@ def _cgroups(machine: CheckedMachine, controller: str) -> Iterator[str]:
 
 @check("limits", "memory")
 def memory(machine: CheckedMachine) -> Problems:
-    """Yields the host's memory."""
     most, free = memory_bytes(machine)
     if not most:
         yield warn("the kernel does not say how much memory there is", "mount /proc")
@@ -533,8 +518,7 @@ def memory(machine: CheckedMachine) -> Problems:
             f"{text}; vm.overcommit_memory=2: reservations count as used, and torch and CUDA reserve much",
             "ask the administrator for vm.overcommit_memory=0",
         )
-    else:
-        yield ok(text)
+    return text
 
 
 @check("limits", "shared memory")
@@ -556,56 +540,44 @@ def shared_memory(machine: CheckedMachine) -> Problems:
         yield warn(f"{text}: too small for NCCL with several GPUs", remedy)
     elif free < _SMALL_SHM:
         yield warn(f"{text}: full", "delete what ended programs left in /dev/shm, or: " + remedy)
-    else:
-        yield ok(text)
+    return text
 
 
 @check("limits", "ulimits")
 def ulimits(machine: CheckedMachine, limit: GetLimit = resource.getrlimit) -> Problems:
     """Yields the limits of the shell that a run meets."""
     unlimited = resource.RLIM_INFINITY
-    size, _ = limit(resource.RLIMIT_FSIZE)
-    if size != unlimited:
-        yield error(
-            f"files of at most {gib(size)} (ulimit -f): a larger checkpoint kills its rank", "ulimit -f unlimited"
-        )
-    files, most = limit(resource.RLIMIT_NOFILE)
+    names = ("FSIZE", "NOFILE", "NPROC", "STACK", "CPU", "AS", "MEMLOCK", "CORE")
+    size, files, processes, stack, time, space, locked, core = (
+        soft if (soft := limit(getattr(resource, f"RLIMIT_{name}"))[0]) != unlimited else math.inf for name in names
+    )
+    if size < math.inf:
+        text = f"files of at most {gib(size)} (ulimit -f): a larger checkpoint kills its rank"
+        yield error(text, "ulimit -f unlimited")
     need = max(_FEW_FILES, 4 * machine.job.layout.processes)  # gloo and NCCL open sockets to every peer
-    if files != unlimited and files < need:
+    if files < need:
+        _, most = limit(resource.RLIMIT_NOFILE)
         can = most == unlimited or most >= need
         yield warn(
             f"{files} open files per process (ulimit -n); a rank has sockets to its peers, {need} are safe",
             f"ulimit -n {need}" if can else f"ask the administrator: the hard limit is {most}",
         )
-    processes, _ = limit(resource.RLIMIT_NPROC)
-    if processes != unlimited and processes < _FEW_PROCESSES:
+    if processes < _FEW_PROCESSES:
         yield warn(f"{processes} processes and threads per user (ulimit -u)", f"ulimit -u {_FEW_PROCESSES}, or more")
-    stack, _ = limit(resource.RLIMIT_STACK)
-    if stack != unlimited and stack < _SMALL_STACK:
+    if stack < _SMALL_STACK:
         yield warn(f"stacks of {gib(stack)} (ulimit -s)", "ulimit -s 8192")
-    time, _ = limit(resource.RLIMIT_CPU)
-    if time != unlimited:
-        yield warn(
-            f"{time} s of processor time per process (ulimit -t): the kernel then kills a rank",
-            "train inside an allocation, not on a login node",
-        )
-    space, _ = limit(resource.RLIMIT_AS)
-    if space != unlimited:
+    if time < math.inf:
+        text = f"{time} s of processor time per process (ulimit -t): the kernel then kills a rank"
+        yield warn(text, "train inside an allocation, not on a login node")
+    if space < math.inf:
         yield warn(f"{gib(space)} of address space (ulimit -v); torch and CUDA reserve more", "ulimit -v unlimited")
-    locked, _ = limit(resource.RLIMIT_MEMLOCK)
-    if locked != unlimited and machine.list("/sys/class/infiniband"):
+    if locked < math.inf and machine.list("/sys/class/infiniband"):
         yield warn(
             f"{gib(locked)} of locked memory (ulimit -l), and this machine has InfiniBand: NCCL cannot use it",
             "ulimit -l unlimited; under Slurm PropagateResourceLimitsExcept=MEMLOCK",
         )
-    core, _ = limit(resource.RLIMIT_CORE)
-    if core != 0 and machine.read("/proc/sys/kernel/core_pattern").strip()[:1] not in ("|", ""):
-        yield warn(
-            f"core files of {'any size' if core == unlimited else gib(core)} (ulimit -c): each crash writes one",
-            "ulimit -c 0",
-        )
-    return f"{_shown(files)} open files, {_shown(processes)} processes"
-
-
-def _shown(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
+    if core and machine.read("/proc/sys/kernel/core_pattern").strip()[:1] not in ("|", ""):
+        any_size = "any size" if core == math.inf else gib(core)
+        yield warn(f"core files of {any_size} (ulimit -c): each crash writes one", "ulimit -c 0")
+    shown = ("unlimited" if value == math.inf else f"{value:,}" for value in (files, processes))
+    return "{} open files, {} processes".format(*shown)
