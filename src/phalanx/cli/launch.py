@@ -36,7 +36,6 @@ from phalanx.launch.start.choose import (
     LaunchPlace,
     StartRequest,
     commands_of,
-    environment,
     ephemeral_ports,
     launcher_for,
     mpiexec_version,
@@ -46,7 +45,7 @@ from phalanx.launch.start.choose import (
 )
 from phalanx.launch.start.remote import RemoteNodes, run_in_foreground
 from phalanx.launch.submit.kubernetes import ManifestRequest, kubernetes_submission
-from phalanx.launch.submit.script import SubmitRequest, parse_time, pbs_submission, slurm_submission, submit
+from phalanx.launch.submit.script import SubmitRequest, batch_submission, parse_time, submit
 
 _DEVICES_S = 20.0
 LARGE_PARAMETERS = 500_000_000
@@ -486,7 +485,7 @@ def _start(words: Words, plan: LaunchPlan) -> int:
         return 0
     for command in commands:
         echo(f"phalanx: {command.shell}", file=sys.stderr, flush=True)
-    env = environment(request, os.environ)
+    env = {**os.environ, **request.exported.values}
     if launcher == "ssh":
         secrets = {name: os.environ[name] for name in request.exported.secrets}
         nodes = RemoteNodes(
@@ -551,8 +550,7 @@ def _submit(words: Words, plan: LaunchPlan) -> int:
     if words.options["submit"] == "k8s":
         wanted = kubernetes_submission(plan.manifest_request, words.options["k8s_kind"], words.job.run.dir)
     else:
-        submission = slurm_submission if words.options["submit"] == "slurm" else pbs_submission
-        wanted = submission(plan.submit_request)
+        wanted = batch_submission(plan.submit_request)
     if "dry_run" in words.switches:
         document = {"file": str(wanted.file), "command": list(wanted.command), **plan.grid_document}
         document |= {"script": wanted.text}

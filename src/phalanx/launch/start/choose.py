@@ -1,7 +1,6 @@
 """The place of a launch (an allocation of Slurm or PBS, a login node, a pod, a lone host), the launcher for it, and the
-commands of every launcher. The place is a pure function of the environment, the installed programs and PBS's node file.
-
-Sources of options: https://slurm.schedmd.com/srun.html, and the manual pages of each mpiexec.
+commands of every launcher (options: commands.yaml). The place is a pure function of the environment, the installed
+programs and PBS's node file.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from phalanx.launch.hosts import HostSlots, expand, read_hosts
 from phalanx.launch.meet.detected import detected
 from phalanx.launch.ranks import ToldError
 from phalanx.launch.sites.site import Site
+from phalanx.launch.template import template, words
 
 RanksBy = Literal["phalanx", "launcher", "torchrun"]
 Launcher = Literal["local", "srun", "pals", "openmpi", "mpich", "ssh"]
@@ -83,40 +83,23 @@ class HostCommand:
         return shlex.join(self.argv)
 
 
-def processes_per_node(request: StartRequest) -> int:
-    """Returns the processes that the launcher starts on each node: every rank, or one that starts them."""
-    return request.grid.per_node if request.ranks_by == "launcher" else 1
-
-
-def node_words(request: StartRequest) -> tuple[str, ...]:
-    """Returns what the launcher starts on each node, or for each rank if it starts them all."""
-    python = (request.python, "-P", "-m")
-    if request.ranks_by == "launcher":
-        return (*python, "phalanx", "train", *request.words)
-    if request.ranks_by == "torchrun":
-        return (*python, "torch.distributed.run", *_torchrun_words(request), "-m", "phalanx", "train", *request.words)
-    flags = [f"--stop-after={request.stop_after_s}"] if request.stop_after_s else []
-    flags += [f"--await-host={request.await_host_s}"] if request.await_host_s else []
-    return (*python, "phalanx.cli.node", *flags, *request.words, *rendezvous_words(request))
-
-
-def rendezvous_words(request: StartRequest) -> tuple[str, ...]:
-    """Returns the overrides by which node launchers of ours meet."""
-    if request.endpoint is None:
-        return ()
-    return (f"run.nnodes={request.grid.nnodes}", f"run.rdzv_endpoint={shown(request.endpoint)}")
-
-
-def _torchrun_words(request: StartRequest) -> tuple[str, ...]:
-    # By default SIGUSR1, by which Slurm announces the end of the time, ends torchrun, and its ranks with it.
-    signals = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
-    patience = ("--shutdown-timeout", str(round(request.grace_s)))
-    per_node = ("--nproc-per-node", str(request.grid.per_node), *signals, *patience)
-    if request.endpoint is None:
-        return ("--standalone", *per_node)
-    meets = ("--rdzv-backend", "c10d", "--rdzv-endpoint", shown(request.endpoint))
-    run_id = re.sub(r"[^\w.-]", "-", request.job_id) or "phalanx"
-    return ("--nnodes", request.grid.nnodes, *per_node, *meets, "--rdzv-id", run_id)
+def node_words(request: StartRequest, controlled: str = "") -> tuple[str, ...]:
+    """Returns what the launcher starts on each node, or for each rank if it starts them all. `controlled` is the flag
+    of a node that reads signals from its standard input."""
+    values = {
+        "python": request.python,
+        "controlled": controlled,
+        "stop_after_s": request.stop_after_s or None,
+        "await_host_s": request.await_host_s or None,
+        "job": request.words,
+        "nnodes": request.grid.nnodes,
+        "per_node": request.grid.per_node,
+        "endpoint": shown(request.endpoint) if request.endpoint else None,
+        "alone": request.endpoint is None,
+        "grace_s": round(request.grace_s),
+        "run_id": re.sub(r"[^\w.-]", "-", request.job_id) or "phalanx",
+    }
+    return words(template(_COMMANDS)["node"][request.ranks_by], values)
 
 
 def shown(endpoint: tuple[str, int]) -> str:
@@ -141,66 +124,20 @@ def ephemeral_ports(path: Path = Path("/proc/sys/net/ipv4/ip_local_port_range"))
     return range(first, last + 1)
 
 
-def environment(request: StartRequest, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment of the command: this process's, with the variables that are exported."""
-    return {**env, **request.exported.values}
-
-
 SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15"
 """Never asks for a password: ten hosts would ask at once."""
 
 
-def local(request: StartRequest) -> HostCommand:
-    """Returns the command on this host: train starts its own ranks."""
-    words = node_words(request)
-    if request.ranks_by == "phalanx" and not request.stop_after_s:
-        words = (request.python, "-P", "-m", "phalanx", "train", *request.words)
-    return HostCommand(words)
-
-
-def remote(request: StartRequest) -> list[HostCommand]:
+def _remote(request: StartRequest) -> list[HostCommand]:
     """Returns one command for each host. What runs there is one word for the host's shell, as with ssh."""
     names, found = request.exported.secrets, []
     for host in request.hosts[: request.grid.nodes]:
-        words = list(node_words(request))
-        if request.ranks_by == "phalanx":
-            words.insert(words.index("phalanx.cli.node") + 1, "--controlled=variables" if names else "--controlled")
         settings = [f"{name}={value}" for name, value in sorted(request.exported.values.items())]
+        words = node_words(request, "--controlled=variables" if names else "--controlled")
         inside = f"cd {shlex.quote(request.folder)} && exec {shlex.join(['env', *settings, *words])}"
         said = f"one line of JSON with {', '.join(names)}, then signals" if names else "signals, by name"
         found.append(HostCommand((*request.remote_shell, host, inside), (host,), said))
     return found
-
-
-def command(request: StartRequest) -> HostCommand:
-    """Returns the srun of the job."""
-    grid, per_node = request.grid, processes_per_node(request)
-    options = [f"--nodes={grid.nodes}", f"--ntasks={grid.nodes * per_node}", f"--ntasks-per-node={per_node}"]
-    if request.hosts:
-        options.append(f"--nodelist={','.join(request.hosts)}")
-    # sbatch --export=NAMES would otherwise hold for the steps, too.
-    options += ["--export=ALL", "--input=none"]
-    options += ["--overlap"] if request.in_step else []
-    options += _binding(request)
-    options += _ends(request)
-    return HostCommand(("srun", *options, *request.extra, *node_words(request)), request.hosts)
-
-
-def _binding(request: StartRequest) -> list[str]:
-    # A task that starts the ranks of its node must see all processors; by default it gets one.
-    options = [f"--cpu-bind={request.cpu_bind or 'none'}"]
-    if request.ranks_by == "launcher" and request.cpus_per_rank:
-        options.append(f"--cpus-per-task={request.cpus_per_rank}")
-    # A rank chooses its device by its local rank among all of the node.
-    return [*options, "--gpu-bind=none"] if request.devices else options
-
-
-def _ends(request: StartRequest) -> list[str]:
-    """Returns what happens when a task ends. The others are never killed at once: ranks that stop with a checkpoint
-    end one after the other."""
-    if request.grid.least_nodes < request.grid.nodes:
-        return ["--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
-    return ["--kill-on-bad-exit=0", f"--wait={round(request.grace_s) + 30}"]
 
 
 Kind = Literal["slurm job", "pbs job", "slurm login node", "pbs login node", "pod", "host"]
@@ -299,8 +236,8 @@ def _count(text: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
-# The launchers of MPI: mpiexec of Cray PALS, mpirun of Open MPI, mpiexec of MPICH and Intel MPI (Hydra).
-BASE = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER", "VIRTUAL_ENV")
+_COMMANDS = "start/commands.yaml"
+_BASE = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER", "VIRTUAL_ENV")
 """Names that a process needs, wherever it starts."""
 
 _FLAVORS: dict[Launcher, str] = {
@@ -322,47 +259,6 @@ def flavor_of(version: str) -> Launcher:
             return launcher
     first = version.strip().partition("\n")[0][:200]
     raise JobError(f"mpiexec --version says {first!r}: give --launcher pals, openmpi or mpich")
-
-
-def pals(request: StartRequest, hostfile: str) -> HostCommand:
-    """Returns the mpiexec of PALS. It takes the nodes of the job, or those of the host file."""
-    grid, per_node = request.grid, processes_per_node(request)
-    options = ["-n", str(grid.nodes * per_node), "--ppn", str(per_node), "--envall", "--line-buffer"]
-    options += ["--hostfile", hostfile] if hostfile else []
-    options += ["--cpu-bind", request.cpu_bind or "none"]
-    if request.ranks_by == "launcher" and request.cpus_per_rank:
-        options += ["--depth", str(request.cpus_per_rank)]
-    return HostCommand(("mpiexec", *options, *request.extra, *node_words(request)), request.hosts)
-
-
-def openmpi(request: StartRequest, hostfile: str) -> HostCommand:
-    """Returns the mpirun of Open MPI. Values of variables are not on the command line, which everybody can read."""
-    grid, per_node = request.grid, processes_per_node(request)
-    options = ["-n", str(grid.nodes * per_node)]
-    # A slot for each process: host files of schedulers have one per processor, or none.
-    slots = ",".join(f"{host}:{per_node}" for host in request.hosts)
-    options += ["--host", slots] if slots else ["--hostfile", hostfile] if hostfile else []
-    options += ["--map-by", f"ppr:{per_node}:node", "--bind-to", request.cpu_bind or "none"]
-    for name in sorted({*request.exported.values, *request.exported.secrets}):
-        options += ["-x", name]
-    return HostCommand(("mpirun", *options, *request.extra, *node_words(request)), request.hosts)
-
-
-def mpich(request: StartRequest, hostfile: str) -> HostCommand:
-    """Returns the mpiexec of MPICH or Intel MPI."""
-    grid, per_node = request.grid, processes_per_node(request)
-    options = ["-n", str(grid.nodes * per_node), "-ppn", str(per_node)]
-    options += ["-hosts", ",".join(request.hosts)] if request.hosts else ["-f", hostfile] if hostfile else []
-    options += ["-bind-to", request.cpu_bind or "none"]
-    options += ["-genvlist", ",".join(sorted({*BASE, *request.exported.values, *request.exported.secrets}))]
-    return HostCommand(("mpiexec", *options, *request.extra, *node_words(request)), request.hosts)
-
-
-BUILDERS: dict[Launcher, Callable[[StartRequest, str], HostCommand]] = {
-    "pals": pals,
-    "openmpi": openmpi,
-    "mpich": mpich,
-}
 
 
 _VERSION_S = 20.0
@@ -443,7 +339,7 @@ def with_own_mpiexec(
         which: returns the path of a program, or None if it is not installed.
         starts: whether the command is to be started here: then JobError is raised if its mpiexec is another's.
     """
-    program = which(command.argv[0]) if launcher in BUILDERS else None
+    program = which(command.argv[0]) if launcher in _FLAVORS else None
     if program is None:
         return command
     try:
@@ -476,20 +372,42 @@ def _version(program: str) -> str:
 def commands_of(launcher: Launcher, request: StartRequest, hostfile: str = "") -> list[HostCommand]:
     """Returns the commands that start the job: one, except over remote shells. Raises JobError for what the launcher
     cannot do."""
+    grid, exported = request.grid, request.exported
     if launcher in ("local", "ssh") and request.extra:
         raise JobError(f"words after -- are for srun or mpiexec, but the launcher is {launcher}: {request.extra[0]}")
     if launcher in ("local", "ssh") and request.ranks_by == "launcher":
         raise JobError(f"--ranks-by launcher needs srun or mpiexec, but the launcher is {launcher}")
-    if launcher == "local" and request.grid.nodes > 1:
-        raise JobError(f"--launcher local is one host, but the job has {request.grid.nodes} nodes")
+    if launcher == "local" and grid.nodes > 1:
+        raise JobError(f"--launcher local is one host, but the job has {grid.nodes} nodes")
     if request.stop_after_s and request.ranks_by != "phalanx":
         raise JobError(f"--stop-after needs launchers of ours (--ranks-by phalanx, not {request.ranks_by})")
-    if launcher == "local":
-        return [local(request)]
+    if launcher == "local":  # train starts its own ranks
+        plain = request.ranks_by == "phalanx" and not request.stop_after_s
+        return [HostCommand(node_words(replace(request, ranks_by="launcher") if plain else request))]
     if launcher == "ssh":
         if not request.hosts:
             raise JobError("--launcher ssh needs hosts: --hostfile FILE, one per line")
-        return remote(request)
-    if launcher == "srun":
-        return [command(request)]
-    return [BUILDERS[launcher](request, hostfile)]
+        return _remote(request)
+    by_launcher = request.ranks_by == "launcher"
+    per_node = grid.per_node if by_launcher else 1
+    names = sorted({*exported.values, *exported.secrets})
+    values = {
+        "nodes": grid.nodes,
+        "tasks": grid.nodes * per_node,
+        "per_node": per_node,
+        "hosts": ",".join(request.hosts),
+        # A slot for each process: host files of schedulers have one per processor, or none.
+        "slots": ",".join(f"{host}:{per_node}" for host in request.hosts),
+        "hostfile": hostfile,
+        "hostfile_alone": "" if request.hosts else hostfile,
+        "cpu_bind": request.cpu_bind or "none",
+        "cpus_per_rank": (request.cpus_per_rank or None) if by_launcher else None,
+        "devices": request.devices > 0,
+        "in_step": request.in_step,
+        "shrinks": grid.least_nodes < grid.nodes,
+        "wait_s": 0 if grid.least_nodes < grid.nodes else round(request.grace_s) + 30,
+        "names": ",".join(sorted({*_BASE, *names})),
+        "x_names": [word for name in names for word in ("-x", name)],
+    }
+    options = words(template(_COMMANDS)[launcher], values)
+    return [HostCommand((*options, *request.extra, *node_words(request)), request.hosts)]

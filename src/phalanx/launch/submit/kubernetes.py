@@ -1,8 +1,4 @@
-"""Manifests of Kubernetes: an Indexed Job with a headless Service, a JobSet, or a TrainJob of Kubeflow.
-
-Sources: https://kubernetes.io/docs/concepts/workloads/controllers/job/ (completion mode, pod failure policy),
-https://jobset.sigs.k8s.io/docs/reference/jobset.v1alpha2/, https://www.kubeflow.org/docs/components/trainer/
-"""
+"""Manifests of Kubernetes (kubernetes.yaml) with the values of a job."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -18,6 +14,7 @@ from phalanx.errors import JobError
 from phalanx.launch.grid import ProcessGrid
 from phalanx.launch.start.choose import port_for
 from phalanx.launch.submit.script import Submission
+from phalanx.launch.template import filled, template
 
 FILE = "submit.yaml"
 JOB_FILE, JOB_FOLDER = "job.yaml", "/etc/phalanx"
@@ -28,13 +25,13 @@ _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _LONGEST_NAME = 40
 """Pods and their hosts are named after the run, with up to 23 characters more."""
 _LONGEST_MANIFEST = 2**20
-_FATAL_CODES = (2, 3, 4, 5)
-"""Exit codes that a restart does not change: a wrong job, invalid data, NaN."""
-_STOPPED = 75
 
 
 class _Readable(yaml.SafeDumper):
-    """Writes texts of several lines as they are: a job file stays readable."""
+    """Writes texts of several lines as they are, so that a job file stays readable, and nothing as a reference."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
@@ -89,24 +86,36 @@ class ManifestRequest:
 def manifest(request: ManifestRequest, kind: Kind) -> str:
     """Returns the manifest as YAML documents. Raises JobError with everything that is missing or malformed."""
     _check(request)
-    documents = {"job": _indexed_job, "jobset": _jobset, "trainjob": _train_job}[kind](request)
-    text = yaml.dump_all(
-        [
-            (
-                {
-                    "apiVersion": "v1",
-                    "kind": "ConfigMap",
-                    "metadata": _meta(request, f"{request.resource}-job"),
-                    "data": {JOB_FILE: request.job_yaml},
-                }
-            ),
-            *documents,
-        ],
-        Dumper=_Readable,
-        sort_keys=False,
-        allow_unicode=True,
-        width=120,
+    forms, name, nodes = template("submit/kubernetes.yaml"), request.resource, request.grid.nodes
+    env = [{"name": name, "value": value} for name, value in sorted(request.values.items())]
+    env += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": request.secret, "key": name}}} for name in request.secrets
+    ]
+    devices, cpus = (
+        {"limits": {request.device_resource: request.devices}},
+        {"requests": {"cpu": str(request.grid.per_node)}},
     )
+    values = {
+        **vars(request),
+        "resource": name,
+        "port": port_for(name),
+        "subdomain": name if kind == "job" else None,
+        "folder": JOB_FOLDER,
+        "file": JOB_FILE,
+        "await_s": AWAIT_HOST_S,
+        "nodes": nodes,
+        "nnodes": request.grid.nnodes,
+        "backoff": request.max_restarts * nodes,
+        "time_s": request.time_s or None,
+        "grace_s": round(request.grace_s) + 30,  # a stop by SIGTERM ends with a checkpoint
+        "env": env,
+        "resources": devices if request.devices else cpus,
+    }
+    values["host"] = filled(forms["hosts"][kind], values)
+    for part, form in forms["parts"].items():
+        values[part] = filled(form, values)
+    documents = filled(forms[kind], values)
+    text = yaml.dump_all(documents, Dumper=_Readable, sort_keys=False, allow_unicode=True, width=120)
     if len(text.encode()) > _LONGEST_MANIFEST:
         raise JobError(f"the manifest has {len(text.encode()):,} bytes; Kubernetes takes 1 MiB")
     return text
@@ -136,206 +145,17 @@ def _check(request: ManifestRequest) -> None:
         raise JobError(problems)
 
 
-def _meta(request: ManifestRequest, name: str = "") -> dict[str, Any]:
-    labels = {"app.kubernetes.io/name": "phalanx", "app.kubernetes.io/instance": request.resource}
-    found: dict[str, Any] = {"name": name or request.resource}
-    if request.namespace:
-        found["namespace"] = request.namespace
-    return {**found, "labels": labels}
-
-
-def _indexed_job(request: ManifestRequest) -> list[dict[str, Any]]:
-    name = request.resource
-    service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _meta(request),
-        "spec": {
-            "clusterIP": "None",
-            "selector": {"batch.kubernetes.io/job-name": name},
-            # A node must find the host before the host is ready.
-            "publishNotReadyAddresses": True,
-            "ports": [{"name": "rendezvous", "port": port_for(name)}],
-        },
-    }
-    job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": _meta(request),
-        "spec": _job_spec(request, f"{name}-0.{name}", subdomain=name),
-    }
-    return [service, job]
-
-
-def _job_spec(request: ManifestRequest, host: str, subdomain: str = "") -> dict[str, Any]:
-    nodes = request.grid.nodes
-    spec: dict[str, Any] = {
-        "completionMode": "Indexed",
-        "completions": nodes,
-        "parallelism": nodes,
-        "backoffLimit": request.max_restarts * nodes,
-    }
-    if request.time_s:
-        spec["activeDeadlineSeconds"] = request.time_s
-    spec["podFailurePolicy"] = {
-        "rules": [
-            {
-                "action": "FailJob",
-                "onExitCodes": {"containerName": "node", "operator": "In", "values": list(_FATAL_CODES)},
-            },
-            # Stopped cleanly, or taken away: another pod resumes from the checkpoint, and it is no failure.
-            {
-                "action": "Ignore",
-                "onExitCodes": {"containerName": "node", "operator": "In", "values": [_STOPPED]},
-            },
-            {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        ]
-    }
-    spec["template"] = {"metadata": {"labels": _meta(request)["labels"]}, "spec": _pod(request, host, subdomain)}
-    return spec
-
-
-def _pod(request: ManifestRequest, host: str, subdomain: str) -> dict[str, Any]:
-    pod: dict[str, Any] = {"subdomain": subdomain} if subdomain else {}
-    return {
-        **pod,
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        "terminationGracePeriodSeconds": _grace_s(request),
-        "containers": [
-            {
-                "name": "node",
-                "image": request.image,
-                "command": _command(request, host),
-                "workingDir": request.mount,
-                "env": _variables(request),
-                "resources": _resources(request),
-                "securityContext": {"allowPrivilegeEscalation": False, "seccompProfile": {"type": "RuntimeDefault"}},
-                "volumeMounts": _mounts(request),
-            }
-        ],
-        "volumes": _volumes(request),
-    }
-
-
-def _grace_s(request: ManifestRequest) -> int:
-    # A stop by SIGTERM ends with a checkpoint.
-    return round(request.grace_s) + 30
-
-
-def _command(request: ManifestRequest, host: str) -> list[str]:
-    python = [request.python, "-P", "-m", "phalanx.cli.node"]
-    job = [f"--await-host={AWAIT_HOST_S}", f"{JOB_FOLDER}/{JOB_FILE}", *request.words]
-    meets = [f"run.nnodes={request.grid.nnodes}", f"run.rdzv_endpoint={host}:{port_for(request.resource)}"]
-    return [*python, *job, *meets]
-
-
-def _variables(request: ManifestRequest) -> list[dict[str, Any]]:
-    plain: list[dict[str, Any]] = [{"name": name, "value": value} for name, value in sorted(request.values.items())]
-    return plain + [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": request.secret, "key": name}}} for name in request.secrets
-    ]
-
-
-def _resources(request: ManifestRequest) -> dict[str, Any]:
-    if request.devices:
-        return {"limits": {request.device_resource: request.devices}}
-    return {"requests": {"cpu": str(request.grid.per_node)}}
-
-
-def _mounts(request: ManifestRequest) -> list[dict[str, Any]]:
-    return [
-        {"name": "job", "mountPath": JOB_FOLDER, "readOnly": True},
-        {"name": "runs", "mountPath": request.mount},
-        {"name": "shm", "mountPath": "/dev/shm"},
-    ]
-
-
-def _volumes(request: ManifestRequest) -> list[dict[str, Any]]:
-    return [
-        {"name": "job", "configMap": {"name": f"{request.resource}-job"}},
-        {"name": "runs", "persistentVolumeClaim": {"claimName": request.claim}},
-        # A container's own /dev/shm has 64 MiB, too little for NCCL.
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{request.shm_gib}Gi"}},
-    ]
-
-
-def _jobset(request: ManifestRequest) -> list[dict[str, Any]]:
-    name = request.resource
-    return [
-        {
-            "apiVersion": "jobset.x-k8s.io/v1alpha2",
-            "kind": "JobSet",
-            "metadata": _meta(request),
-            "spec": {
-                "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-                "failurePolicy": {"maxRestarts": request.max_restarts},
-                "replicatedJobs": [
-                    {
-                        "name": "node",
-                        "replicas": 1,
-                        "template": {"spec": _job_spec(request, f"{name}-node-0-0.{name}")},
-                    }
-                ],
-            },
-        }
-    ]
-
-
-def _train_job(request: ManifestRequest) -> list[dict[str, Any]]:
-    name = request.resource
-    trainer: dict[str, Any] = {
-        "image": request.image,
-        "command": _command(request, f"{name}-node-0-0.{name}"),
-        "env": _variables(request),
-        "numNodes": request.grid.nodes,
-        # One process per pod: the node's launcher, which starts the ranks.
-        "numProcPerNode": 1,
-        "resourcesPerNode": _resources(request),
-    }
-    spec: dict[str, Any] = {"runtimeRef": {"name": request.runtime}, "trainer": trainer}
-    if request.time_s:
-        spec["activeDeadlineSeconds"] = request.time_s
-    return [
-        {
-            "apiVersion": "trainer.kubeflow.org/v1alpha1",
-            "kind": "TrainJob",
-            "metadata": _meta(request),
-            "spec": {**spec, **_patches(request)},
-        }
-    ]
-
-
-def _patches(request: ManifestRequest) -> dict[str, Any]:
-    """Returns what a TrainJob changes in the pods of its runtime (Trainer 2.2; before, podTemplateOverrides)."""
-    pod = {
-        "volumes": _volumes(request),
-        "containers": [{"name": "node", "volumeMounts": _mounts(request)}],
-        "terminationGracePeriodSeconds": _grace_s(request),
-    }
-    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
-    runtime = {"template": {"spec": {"replicatedJobs": [job]}}}
-    return {"runtimePatches": [{"manager": "phalanx/launch", "trainingRuntimeSpec": runtime}]}
-
-
 def kubernetes_submission(request: ManifestRequest, kind: Kind, folder: str) -> Submission:
     """Returns the manifest of Kubernetes; its file goes to `folder`."""
     file = Path(os.path.abspath(folder)) / request.name / FILE
     space = ("--namespace", request.namespace) if request.namespace else ()
 
-    def next_steps(_: str) -> dict[str, str]:
-        scope = "".join(f" {word}" for word in space)
-        label = f"app.kubernetes.io/instance={request.resource}"
-        return {
-            "watch": f"kubectl{scope} get pods --selector {label}",
-            "output": f"kubectl{scope} logs --follow --selector {label}",
-            "cancel": f"kubectl{scope} delete --filename {file}",
-        }
-
-    return Submission(
-        manifest(request, kind),
-        file,
-        ("kubectl", *space, "apply", "--filename", str(file)),
-        lambda _: f"{kind}/{request.resource}",
-        next_steps,
-    )
+    scope = "".join(f" {word}" for word in space)
+    label = f"app.kubernetes.io/instance={request.resource}"
+    steps = {
+        "watch": f"kubectl{scope} get pods --selector {label}",
+        "output": f"kubectl{scope} logs --follow --selector {label}",
+        "cancel": f"kubectl{scope} delete --filename {file}",
+    }
+    command = ("kubectl", *space, "apply", "--filename", str(file))
+    return Submission(manifest(request, kind), file, command, steps, f"{kind}/{request.resource}")

@@ -1,15 +1,12 @@
-"""Batch scripts of Slurm and PBS, and what hands a script or a manifest to its scheduler.
-
-Sources: https://slurm.schedmd.com/sbatch.html for Slurm; the PBS Professional Reference Guide, `qsub`, and
-https://docs.alcf.anl.gov/running-jobs/ for PBS Professional and OpenPBS. No PBS server was there to try it.
-"""
+"""Batch scripts of Slurm and PBS (batch.yaml) with the values of a job, and what hands a script or a manifest to its
+scheduler."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,14 +16,12 @@ from phalanx.launch.exported import Exported
 from phalanx.launch.grid import ProcessGrid
 from phalanx.launch.sites.site import Site
 from phalanx.launch.start.choose import RanksBy
+from phalanx.launch.template import filled, template
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _LONGEST_NAME = 63
 _PLAIN = r"[A-Za-z0-9._@,+-]+"
-_SLURM_PATH = r"[^\x00-\x1f\x7f\\]+"  # a backslash quotes the next character, but not everywhere
-_PBS_PATH = r"[A-Za-z0-9._/+-]+"  # no colon, which ends the name of a host, and no ^, which begins an array's index
-_SLURM_VARIABLES = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
-"""Variables that a job of Slurm takes from the shell that submits it, beside the secrets named one by one."""
+_SHELL_VARIABLES = ("HOME", "LANG", "LOGNAME", "PATH", "SHELL", "USER")
 _SUBMIT_S = 120.0
 
 
@@ -89,30 +84,6 @@ def plain_name(name: str) -> str:
     return plain or "phalanx"
 
 
-def _check_words(request: SubmitRequest, path: str, scheduler: str) -> None:
-    """Raises JobError for a path that the regular expression `path` does not match, and for an account or a queue that
-    is no plain word: directives cannot hold them."""
-    words = (
-        (path, "the run directory", str(request.directory)),
-        (path, "the working directory", request.folder),
-        (_PLAIN, "--account", request.account),
-        (_PLAIN, "--queue", request.queue),
-    )
-    problems = [
-        f"{what} {text[:200]!r} cannot stand in a script of {scheduler}: choose one of letters, digits and . _ - /"
-        for pattern, what, text in words
-        if text and not re.fullmatch(pattern, text)
-    ]
-    if problems:
-        raise JobError(problems)
-
-
-def _site_directives(request: SubmitRequest) -> list[str]:
-    """Returns the site's options with the number of nodes, then the user's."""
-    nodes = str(request.grid.nodes)
-    return [*(directive.replace("{nodes}", nodes) for directive in request.site.directives), *request.options]
-
-
 def _setup_lines(request: SubmitRequest) -> list[str]:
     """Returns the lines that load modules and set variables. Every word is quoted; secrets have no line."""
     site = request.site
@@ -132,10 +103,14 @@ class Submission:
     text: str
     file: Path
     command: tuple[str, ...]
-    job_id: Callable[[str], str]
-    """Returns the job's id in the output of the command."""
-    next_steps: Callable[[str], dict[str, str]]
-    """Returns how to watch and to cancel a job."""
+    steps: Mapping[str, str]
+    """How to watch and to cancel the job; {job} stands for its id."""
+    job: str = ""
+    """The job's id; empty if the command prints it."""
+
+    def next_steps(self, job: str) -> dict[str, str]:
+        """Returns how to watch and to cancel a job."""
+        return {name: text.replace("{job}", job) for name, text in self.steps.items()}
 
 
 def submit(wanted: Submission, which: Callable[[str], str | None]) -> str:
@@ -163,55 +138,67 @@ def submit(wanted: Submission, which: Callable[[str], str | None]) -> str:
     if done.returncode:
         reason = (done.stderr or done.stdout).strip()
         raise RunError(f"{program} refused {wanted.file} (exit code {done.returncode}):\n{reason}")
-    return wanted.job_id(done.stdout)
+    return wanted.job or done.stdout.strip().partition(";")[0]  # "1234.server"; "1234" or "1234;cluster" of Slurm
 
 
-def slurm_submission(request: SubmitRequest) -> Submission:
-    """Returns the batch script of Slurm. Raises JobError for a path that Slurm cannot take."""
-    _check_words(request, _SLURM_PATH, "Slurm")
-    # 75: stopped cleanly, with a checkpoint. Requeued, the same command resumes from it.
-    again = 'scontrol requeue "$SLURM_JOB_ID" && sleep 60  # Slurm ends this shell meanwhile'
-    file = request.directory / "submit.sbatch"
-    return Submission(
-        _script(request, "slurm", [f"#SBATCH {line}" for line in _slurm_directives(request)], [], again),
-        file,
-        ("sbatch", "--parsable", str(file)),
-        lambda output: output.strip().partition(";")[0],  # "1234" or "1234;cluster"
-        lambda job: {
-            "watch": f"squeue --job {job}",
-            "output": f"tail -F {request.directory / f'slurm-{job}.out'}",
-            "cancel": f"scancel {job}",
-        },
+def batch_submission(request: SubmitRequest) -> Submission:
+    """Returns the batch script of the site's scheduler. Raises JobError for a path that a directive cannot hold, and
+    for an account or a queue that is no plain word."""
+    grid, site, secrets = request.grid, request.site, request.exported.secrets
+    form = template("submit/batch.yaml")[site.scheduler]
+    directory, file = request.directory, request.directory / form["file"]
+    stated = (
+        (form["path"], "the run directory", str(directory)),
+        (form["path"], "the working directory", request.folder),
+        (_PLAIN, "--account", request.account),
+        (_PLAIN, "--queue", request.queue),
     )
-
-
-def _slurm_directives(request: SubmitRequest) -> list[str]:
-    grid, site = request.grid, request.site
-    # sbatch reads quotes as a shell does, if there is no backslash.
-    output = str(request.directory / "slurm-").replace("%", "%%") + "%j.out"
-    found = [
-        f"--job-name={plain_name(request.name)}",
-        f"--nodes={grid.nodes}",
-        f"--ntasks-per-node={grid.per_node if request.ranks_by == 'launcher' else 1}",
-        f"--time={clock(request.time_s)}",
-        f"--chdir={shlex.quote(request.folder)}",
-        f"--output={shlex.quote(output)}",
-        "--open-mode=append",
-        f"--export={','.join((*_SLURM_VARIABLES, *request.exported.secrets))}",
-        "--requeue" if request.requeue else "--no-requeue",
+    problems = [
+        f"{what} {text[:200]!r} cannot stand in a script of {form['title']}: choose one of letters, digits and . _ - /"
+        for pattern, what, text in stated
+        if text and not re.fullmatch(pattern, text)
     ]
-    found += [f"--account={request.account}"] if request.account else []
-    queue = request.queue or site.queue
-    found += [f"--{site.queue_option}={queue}"] if queue else []
-    # Without B: the signal goes to the steps, whose tasks pass it on to the ranks.
-    found += [f"--signal=USR1@{request.signal_s}"] if request.signal_s else []
-    found += [f"--gpus-per-node={request.devices}"] if request.devices else []
-    found += _node_share(request)
-    found += ["--no-kill"] if grid.least_nodes < grid.nodes else []
-    return [*found, *_site_directives(request)]
+    if problems:
+        raise JobError(problems)
+    others = [*(each.replace("{nodes}", str(grid.nodes)) for each in site.directives), *request.options]
+    values = {
+        "name": plain_name(request.name),
+        "nodes": grid.nodes,
+        "tasks": grid.per_node if request.ranks_by == "launcher" else 1,
+        "time": clock(request.time_s),
+        "directory": directory,
+        "file": str(file),
+        "file_quoted": shlex.quote(str(file)),
+        "folder_quoted": shlex.quote(request.folder),
+        "output": shlex.quote(str(directory / "slurm-").replace("%", "%%") + "%j.out"),
+        "exported": ",".join((*_SHELL_VARIABLES, *secrets)),
+        "secrets": ",".join(secrets),
+        "requeue": request.requeue,
+        "stays": not request.requeue,
+        "account": request.account,
+        "queue": request.queue or site.queue,
+        "queue_option": site.queue_option,
+        "filesystems": ":".join(site.filesystems),
+        "signal_s": request.signal_s or None,
+        "devices": request.devices or None,
+        "share": _node_share(request, others),
+        "shrinks": grid.least_nodes < grid.nodes,
+        "unplaced": not any("select" in line for line in others),
+        "others": others,
+        "job": "{job}",
+    }
+    title = f"# Run {values['name']} ({grid.nnodes} × {grid.per_node} processes), made by `phalanx launch --submit "
+    launch = shlex.join([request.python, "-P", "-m", "phalanx", "launch", *request.words])
+    directives = [f"{form['directive']} {line}" for line in filled(form["directives"], values)]
+    body = [*filled(form["first"], values), *_setup_lines(request), "code=0", f"{launch} || code=$?"]
+    if request.requeue:  # 75: stopped cleanly, with a checkpoint, from which the same command resumes
+        body += ['if [ "$code" -eq 75 ]; then', f"    {filled(form['again'], values)}", "fi"]
+    lines = ["#!/bin/bash -l", f"{title}{site.scheduler}`.", *directives, "", *body, 'exit "$code"']
+    command = tuple(filled(form["command"], values))
+    return Submission("\n".join(lines) + "\n", file, command, filled(form["steps"], values))
 
 
-def _node_share(request: SubmitRequest) -> list[str]:
+def _node_share(request: SubmitRequest, others: Sequence[str]) -> list[str]:
     """Returns the options for the cores and the memory of the ranks, but for those that the site or the user sets:
     without them a site that allots cores gives one to a task that starts every rank of a node."""
     grid, site = request.grid, request.site
@@ -221,52 +208,7 @@ def _node_share(request: SubmitRequest) -> list[str]:
         wanted |= {"--exclusive": "--exclusive", "--mem": "--mem=0"}
     elif not request.devices and not cores and request.ranks_by != "launcher" and grid.per_node > 1:
         wanted["--cpus-per-task"] = f"--cpus-per-task={grid.per_node}"
-    stated = {re.split(r"[=\s]", option, maxsplit=1)[0] for option in _site_directives(request)}
+    stated = {re.split(r"[=\s]", option, maxsplit=1)[0] for option in others}
     stated |= {"--cpus-per-task"} if stated & {"-c", "--cpus-per-gpu"} else set()
     stated |= {"--mem"} if stated & {"--mem-per-cpu", "--mem-per-gpu"} else set()
     return [option for name, option in wanted.items() if name not in stated]
-
-
-def pbs_submission(request: SubmitRequest) -> Submission:
-    """Returns the batch script of PBS. Raises JobError for a path that a directive cannot hold."""
-    _check_words(request, _PBS_PATH, "PBS")
-    file = request.directory / "submit.pbs"
-    # 75: stopped cleanly, with a checkpoint. The same command resumes from it. A job cannot requeue itself.
-    again = f"qsub {shlex.quote(str(file))}"
-    first = [f"cd {shlex.quote(request.folder)} || exit 1"]
-    return Submission(
-        _script(request, "pbs", [f"#PBS {line}" for line in _pbs_directives(request)], first, again),
-        file,
-        ("qsub", str(file)),
-        str.strip,  # "1234.server"
-        lambda job: {"watch": f"qstat {job}", "output": f"ls -t {request.directory}/*.OU", "cancel": f"qdel {job}"},
-    )
-
-
-def _pbs_directives(request: SubmitRequest) -> list[str]:
-    site, others = request.site, _site_directives(request)
-    placed = any("select" in line for line in others)
-    found = [] if placed else [f"-l select={request.grid.nodes}", "-l place=scatter"]
-    found += [f"-N {plain_name(request.name)}", f"-l walltime={clock(request.time_s)}"]
-    found += [f"-l filesystems={':'.join(site.filesystems)}"] if site.filesystems else []
-    found += [f"-A {request.account}"] if request.account else []
-    queue = request.queue or site.queue
-    found += [f"-q {queue}"] if queue else []
-    found += ["-j oe", f"-o {request.directory}/", f"-r {'y' if request.requeue else 'n'}"]
-    # Names only: qsub takes the values of these from the shell that submits.
-    found += [f"-v {','.join(request.exported.secrets)}"] if request.exported.secrets else []
-    return [*found, *others]
-
-
-def _script(request: SubmitRequest, scheduler: str, directives: Sequence[str], first: Sequence[str], again: str) -> str:
-    """Returns the text of a script of bash, as a login shell that knows `module`. `again` submits the job once more."""
-    grid = request.grid
-    title = (
-        f"# Run {plain_name(request.name)} ({grid.nnodes} × {grid.per_node} processes), made by `phalanx launch "
-        f"--submit {scheduler}`."
-    )
-    launch = shlex.join([request.python, "-P", "-m", "phalanx", "launch", *request.words])
-    body = [*first, *_setup_lines(request), "code=0", f"{launch} || code=$?"]
-    if request.requeue:
-        body += ['if [ "$code" -eq 75 ]; then', f"    {again}", "fi"]
-    return "\n".join(["#!/bin/bash -l", title, *directives, "", *body, 'exit "$code"']) + "\n"
