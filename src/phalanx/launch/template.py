@@ -1,5 +1,5 @@
-"""The options of launchers, the directives of schedulers and the manifests of Kubernetes, as data: YAML files beside this
-one, in which `{name}` stands for a value."""
+"""The options of launchers, the directives of schedulers and the manifests of Kubernetes, as data: YAML files of this
+room, in which `{name}` stands for a value."""
 
 from __future__ import annotations
 

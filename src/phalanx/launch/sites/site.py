@@ -5,72 +5,112 @@ Nothing in a file is executed: modules, variables and folders become quoted word
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
 from phalanx.bounded import read_text
 from phalanx.config.clusters import default_path
+from phalanx.config.constraints import Interval, Matches, Printable
+from phalanx.config.typed import TypedError, read_as
+from phalanx.config.values import LOADER, convert
 from phalanx.config.yaml_file import MOST_BYTES, PLAIN_TAGS
 from phalanx.errors import JobError
 from phalanx.launch.exported import is_secret
 from phalanx.nearest import did_you_mean
 
 
+class _HostPattern:
+    """A regular expression for the name of a host. A repeated group can take exponential time: hosts need none."""
+
+    def problem(self, value: str) -> str:
+        """Returns what is wrong with a value, or nothing."""
+        if len(value) > 200 or re.search(r"\)[*+{]", value):
+            return f"{value[:80]!r}: at most 200 characters, and no repeated group"
+        try:
+            re.compile(value)
+        except re.error as error:
+            return f"{value[:80]!r} is no regular expression: {error}"
+        return ""
+
+
+class _Variables:
+    """A mapping whose keys are names of environment variables, none of them of a secret."""
+
+    def problem(self, value: Mapping[str, str]) -> str:
+        """Returns what is wrong with a value, or nothing."""
+        wrong = next(
+            (name for name in value if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or is_secret(name)), None
+        )
+        return "" if wrong is None else f"{wrong[:80]!r} cannot be a variable here: a plain name, and no secret"
+
+
+_Text = Annotated[str, Printable()]
+_Count = Annotated[int, Interval(0, 99_999)]
+_Patterned = Annotated[_Text, _HostPattern()]
+_Environment = Annotated[dict[str, _Text], _Variables()]
+
+
 @dataclass(frozen=True)
 class Site:
     """The settings of one machine. A file has these fields; all but name and scheduler may be left out."""
 
-    name: str
+    name: Annotated[str, Matches("[a-z0-9][a-z0-9._-]{0,62}", "small letters, digits, and . _ -")]
     scheduler: Literal["slurm", "pbs"]
-    about: str = ""
+    about: _Text = ""
     """A description of the machine, in one line."""
-    source: str = ""
+    source: _Text = ""
     """Where these settings come from."""
-    note: str = ""
+    note: _Text = ""
     """A note for users, printed with every launch."""
-    hosts: list[str] = field(default_factory=list)
+    hosts: list[_Patterned] = field(default_factory=list)
     """Regular expressions of which one matches the whole name of a host of this site."""
-    variables: dict[str, str] = field(default_factory=dict)
+    variables: Annotated[dict[str, _Patterned], _Variables()] = field(default_factory=dict)
     """Variables by which the site is recognised, each with a regular expression for its whole value."""
-    devices: int = 0
+    devices: _Count = 0
     """Accelerators of a node, one rank each."""
     launcher: Literal["srun", "pals", "openmpi", "mpich"] | None = None
     """What starts processes inside a job; by default srun on Slurm, and what mpiexec says on PBS."""
-    cpu_bind: str = ""
+    cpu_bind: _Text = ""
     """The launcher's --cpu-bind if it starts every rank of a full node."""
-    cpus_per_rank: int = 0
+    cpus_per_rank: _Count = 0
     """Processors of each rank, if the launcher starts every rank of a full node."""
     exclusive: bool = True
     """Slurm: whether a job that uses every accelerator of its nodes asks for the nodes alone, with all their cores and
     memory."""
-    host_suffix: str = ""
+    host_suffix: Annotated[
+        str, Matches(r"\.[A-Za-z0-9.-]{1,200}", "the end of a host's address, such as .hsn.example.org")
+    ] = ""
     """What follows a node's name in its address on the fast network, such as .hsn.cm.polaris.alcf.anl.gov."""
     account_required: bool = False
-    queue: str = ""
+    queue: _Text = ""
     """The queue or partition unless the user names one."""
     queue_option: Literal["partition", "qos"] = "partition"
     """Slurm: the option that takes the queue."""
-    time: str = "1:00:00"
+    time: Annotated[str, Matches("[0-9:-]{1,20}", "a time limit, such as 1:00:00")] = "1:00:00"
     """The time limit unless the user gives one."""
-    filesystems: list[str] = field(default_factory=list)
+    filesystems: list[Annotated[str, Matches("[A-Za-z0-9_-]+", "the name of a file system")]] = field(
+        default_factory=list
+    )
     """PBS: file systems without which a job must not start."""
-    directives: list[str] = field(default_factory=list)
+    directives: list[Annotated[_Text, Matches(r"-[^`$]*", "an option, such as --constraint=gpu")]] = field(
+        default_factory=list
+    )
     """Further options of sbatch or qsub, one line each; {nodes} stands for the number of nodes."""
-    module_paths: list[str] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
+    module_paths: list[Annotated[_Text, Matches("/.*", "an absolute path")]] = field(default_factory=list)
+    modules: list[Annotated[str, Matches("[A-Za-z0-9][A-Za-z0-9._+/-]*", "the name of a module")]] = field(
+        default_factory=list
+    )
     """Environment modules to load, in this order."""
-    environment: dict[str, str] = field(default_factory=dict)
+    environment: _Environment = field(default_factory=dict)
     """Variables to set; a user's own values win."""
-    prepend: dict[str, str] = field(default_factory=dict)
+    prepend: _Environment = field(default_factory=dict)
     """Folders to put first in variables such as LD_LIBRARY_PATH, in batch scripts."""
 
 
@@ -81,19 +121,8 @@ GENERIC: dict[str, Site] = {
 """What holds where no file describes the machine."""
 
 
-_FIELDS = {field.name: field for field in dataclasses.fields(Site)}
-_KINDS = typing.get_type_hints(Site)
-_VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
-_MOST_ITEMS = 1000
-_FORMS = {
-    "name": (r"[a-z0-9][a-z0-9._-]{0,62}", "small letters, digits, and . _ -"),
-    "time": (r"[0-9:-]{1,20}", "a time limit, such as 1:00:00"),
-    "host_suffix": (r"\.[A-Za-z0-9.-]{1,200}", "the end of a host's address, such as .hsn.example.org"),
-    "filesystems": (r"[A-Za-z0-9_-]+", "the name of a file system"),
-    "modules": (r"[A-Za-z0-9][A-Za-z0-9._+/-]*", "the name of a module"),
-    "module_paths": (r"/[^\x00-\x1f]*", "an absolute path"),
-    "directives": (r"-[^\x00-\x1f`$]*", "an option, such as --constraint=gpu"),
-}
+_KINDS = typing.get_type_hints(Site, include_extras=True)
+_KINDS["launcher"] = typing.get_args(_KINDS["launcher"])[0]  # without None, which no file says
 
 
 def known(env: Mapping[str, str]) -> dict[str, Site]:
@@ -162,14 +191,13 @@ def _belongs(site: Site, env: Mapping[str, str], host: str) -> bool:
 
 def parse(text: str, name: str) -> Site:
     """Returns the site of YAML text; `name` stands for the file in messages. Raises JobError with every problem."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         depth = 0
-        for event in yaml.parse(text, Loader=loader):  # before it is composed: a bomb of aliases, or of nesting
+        for event in yaml.parse(text, Loader=LOADER):  # before it is composed: a bomb of aliases, or of nesting
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if depth > 2 or isinstance(event, yaml.AliasEvent):
                 raise JobError(f"{name}:{event.start_mark.line + 1}: a site has plain values and lists of them only")
-        root = yaml.compose(text, Loader=loader)
+        root = yaml.compose(text, Loader=LOADER)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise JobError(f"{name}:{mark.line + 1 if mark else 1}: not valid YAML: {error.problem}") from None
@@ -180,78 +208,32 @@ def parse(text: str, name: str) -> Site:
     problems: list[str] = []
     values: dict[str, Any] = {}
     for key, node in root.value:
-        where = f"{name}:{key.start_mark.line + 1}"
-        if key.value not in _FIELDS:
-            problems.append(f"{where}: unknown field {key.value}{did_you_mean(str(key.value), _FIELDS)}")
-        elif key.value in values:
-            problems.append(f"{where}: {key.value} is set again")
+        where, field = f"{name}:{key.start_mark.line + 1}", str(key.value)
+        if field not in _KINDS:
+            problems.append(f"{where}: unknown field {field}{did_you_mean(field, _KINDS)}")
+        elif field in values:
+            problems.append(f"{where}: {field} is set again")
         else:
-            values[key.value] = None
+            values[field] = None
             try:
-                values[key.value] = _checked(key.value, _converted(node, _KINDS[key.value]))
+                values[field] = read_as(_KINDS[field], _plain(node, _KINDS[field]), field)
+            except TypedError as error:
+                problems += [f"{where}: {problem}" for problem in error.problems]
             except ValueError as error:
-                problems.append(f"{where}: {key.value}: {error}")
+                problems.append(f"{where}: {field}: {error}")
     problems += [f"{name}: {need} is missing" for need in ("name", "scheduler") if need not in values]
     if problems:
         raise JobError(problems)
     return Site(**values)
 
 
-def _converted(node: yaml.Node, kind: Any) -> Any:
-    """Returns a node's value as a field's type. Raises ValueError that says what was expected."""
+def _plain(node: yaml.Node, kind: Any) -> Any:
+    """Returns a node's value: text, but for numbers and yes or no. Raises ValueError for a tag."""
     if node.tag not in PLAIN_TAGS:
         raise ValueError(f"the tag {node.tag} is not allowed; plain values only")
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        kind = typing.get_args(kind)[0]
-    origin = typing.get_origin(kind)
-    if origin is list and isinstance(node, yaml.SequenceNode) and len(node.value) <= _MOST_ITEMS:
-        return [_converted(item, str) for item in node.value]
-    if origin is dict and isinstance(node, yaml.MappingNode) and len(node.value) <= _MOST_ITEMS:
-        return {str(key.value): _converted(value, str) for key, value in node.value}
-    expected = {list: "a list", dict: "a mapping"}.get(origin, "one value")
-    if origin in (list, dict) or not isinstance(node, yaml.ScalarNode):
-        raise ValueError(f"expected {expected}")
-    text = str(node.value)
-    if origin is typing.Literal:
-        choices = typing.get_args(kind)
-        if text not in choices:
-            raise ValueError(f"expected one of {', '.join(choices)}, found {text!r}{did_you_mean(text, choices)}")
-        return text
-    if kind is int:
-        if not re.fullmatch("[0-9]{1,5}", text):
-            raise ValueError(f"expected a whole number, found {text[:80]!r}")
-        return int(text)
-    if kind is bool:
-        if text not in ("true", "false"):
-            raise ValueError(f"expected true or false, found {text[:80]!r}")
-        return text == "true"
-    if not text.isprintable():
-        raise ValueError("must be printable")
-    return text
-
-
-def _checked(name: str, value: Any) -> Any:
-    """Returns a value that has the form of its field. Raises ValueError."""
-    if name in ("hosts", "variables"):
-        for pattern in value if isinstance(value, list) else value.values():
-            _check_pattern(pattern)
-    if name in ("environment", "prepend", "variables"):
-        for variable in value:
-            if not re.fullmatch(_VARIABLE, variable) or is_secret(variable):
-                raise ValueError(f"{variable[:80]!r} cannot be a variable here: a plain name, and no secret")
-    if name in _FORMS and value:
-        pattern, form = _FORMS[name]
-        for item in value if isinstance(value, list) else [value]:
-            if not re.fullmatch(pattern, item):
-                raise ValueError(f"{item[:80]!r} is not {form}")
-    return value
-
-
-def _check_pattern(pattern: str) -> None:
-    # A repeated group can take exponential time: hosts need none.
-    if len(pattern) > 200 or re.search(r"\)[*+{]", pattern):
-        raise ValueError(f"{pattern[:80]!r}: at most 200 characters, and no repeated group")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{pattern[:80]!r} is no regular expression: {error}") from None
+    if isinstance(node, yaml.SequenceNode):
+        return [_plain(item, str) for item in node.value]
+    if isinstance(node, yaml.MappingNode):
+        return {str(key.value): _plain(value, str) for key, value in node.value}
+    plain = typing.get_args(kind)[0] if typing.get_origin(kind) is Annotated else kind
+    return convert(str(node.value), plain) if plain in (int, bool) else str(node.value)
