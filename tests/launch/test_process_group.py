@@ -91,9 +91,9 @@ def test_an_address_at_which_the_store_of_another_run_answers() -> None:
         listener = socket.create_server(("127.0.0.1", 0))
         ports.append(listener.getsockname()[1])
         stores.append(store.served(listener, 1, 5.0))
-    store._require_own_address(stores[0], 1, "127.0.0.1", ports[0])
+    store.require_own_address(stores[0], 1, "127.0.0.1", ports[0])
     with pytest.raises(RunError, match=r"does not lead to rank 0, .*\(another program answers there\)"):
-        store._require_own_address(stores[0], 1, "127.0.0.1", ports[1])
+        store.require_own_address(stores[0], 1, "127.0.0.1", ports[1])
 
 
 def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,12 +159,13 @@ def test_the_watchdog_of_a_node_names_the_rank_that_is_gone(tmp_path: Path, capf
 
 
 def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr("phalanx.launch.supervisor._UNKILLABLE_S", 0.0)
     monkeypatch.setattr(os, "killpg", lambda pid, number: None)  # as in uninterruptible wait
     monkeypatch.setattr(os, "_exit", sys.exit)
-    supervisor = Supervisor(lambda rank: None, 0.0, StopSignals())
+    watchdog = Watchdog(tmp_path, Limits(0.0, 0.0), print)
+    supervisor = Supervisor(lambda rank: None, 0.0, StopSignals(), watchdog)
     supervisor._allow(0.0)
     process = subprocess.Popen(["sleep", "60"])
     with pytest.raises(SystemExit, match="124"):
@@ -177,9 +178,7 @@ def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(
 def test_a_watchdog_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(Watchdog, "poll", lambda *_: 1 // 0)
-    supervisor = Supervisor(
-        lambda rank: None, 0.0, StopSignals(), lambda: Watchdog(tmp_path, Limits(0.0, 0.0), said.append)
-    )
+    supervisor = Supervisor(lambda rank: None, 0.0, StopSignals(), Watchdog(tmp_path, Limits(0.0, 0.0), said.append))
     with subprocess.Popen(["sleep", "60"]) as process:
         assert supervisor.watch({0: process.pid})
         assert supervisor.watch({0: process.pid})

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from phalanx.config.job import RunOptions
 from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.meet.detected import detected
-from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks
+from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks, detected
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs

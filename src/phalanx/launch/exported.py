@@ -30,8 +30,6 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_]{0,254}"
 
 @dataclass(frozen=True)
 class Exported:
-    """The variables of a launch."""
-
     values: Mapping[str, str]
     """Names and values that may be shown and written down."""
     secrets: tuple[str, ...] = ()
@@ -40,7 +38,6 @@ class Exported:
 
 
 def is_secret(name: str) -> bool:
-    """Returns whether a variable's name says that its value is a secret."""
     return bool(_SECRET.search(name)) and not name.startswith(_NOT_SECRET)
 
 

@@ -24,14 +24,10 @@ FLAG = "--oversubscribe"
 
 @dataclass(frozen=True)
 class Machine:
-    """The resources of this machine that ranks use."""
-
     cores: int
-    """Usable cores."""
     free_bytes: int
     """Memory that is available now; with swap space."""
     devices: int
-    """Accelerators."""
 
 
 def has_driver() -> bool:
@@ -114,7 +110,6 @@ class ProcessGrid:
 
     @property
     def processes(self) -> int:
-        """Processes on all nodes."""
         return self.nodes * self.per_node
 
     @property
@@ -132,11 +127,9 @@ class GridRequest:
     per_node: str = ""
     """A number, "auto" for the devices of a node, or empty if open."""
     processes: int = 0
-    """--nproc; 0 if open."""
     layout: int = 0
     """Processes of the layout; 0 if the planner chooses it."""
     layout_words: str = ""
-    """The layout as it is printed."""
     cluster_nodes: int = 0
     """Nodes that the job's cluster has; 0 if the job does not say."""
     available: int = 0
@@ -146,7 +139,6 @@ class GridRequest:
     devices: int = 0
     """Accelerators of a node; 0 if there are none, or if it is unknown."""
     cpu: bool = False
-    """True if the job runs on CPUs whatever the node has."""
 
 
 def solve(request: GridRequest) -> ProcessGrid:

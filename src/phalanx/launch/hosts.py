@@ -80,8 +80,6 @@ _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})"
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host, and the processes that its list has for it."""
-
     name: str
     slots: int | None = None
     """None if the list does not say."""
@@ -179,5 +177,4 @@ def parse_hosts(text: str, name: str) -> list[HostSlots]:
 
 
 def names_of(hosts: Iterable[HostSlots]) -> tuple[str, ...]:
-    """Returns the names of hosts."""
     return tuple(host.name for host in hosts)

@@ -8,16 +8,17 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from phalanx.bounded import read_tail
 from phalanx.echo import echo
 from phalanx.errors import RunError, StoppedError
 from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.logs import AttemptLogs, claim, newest_of
-from phalanx.launch.nodes import Ending, NodeFailure, NodeRendezvous, Nodes
+from phalanx.launch.nodes import POLL_S, Ending, NodeFailure, Nodes, Round
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import GENERATION, LAUNCHER_PID, LOOPBACK, RESTARTED, thread_environment
 from phalanx.launch.supervisor import Exit, NodePart, StopSignals, Supervisor, ranks, say
@@ -44,22 +45,21 @@ class Attempts:
 
     Args:
         logs: the logs of the attempts.
-        new_supervisor: returns the supervisor of an attempt, given the launcher's signals.
         stopped: the wording of `verdict` for ranks stopped by a signal.
         restarts: when a failed attempt is followed by another.
+        grace_s, limits, metrics: as of `launch_local`.
     """
 
     def __init__(
-        self, logs: AttemptLogs, new_supervisor: Callable[[StopSignals], Supervisor], stopped: str, restarts: Restarts
+        self, logs: AttemptLogs, stopped: str, restarts: Restarts, grace_s: float, limits: Limits, metrics: Path | None
     ):
         self.logs, self.stopped, self.restarts = logs, stopped, restarts
+        self._grace_s, self._limits, self._metrics = grace_s, limits, metrics
         self.signals = StopSignals()
         self.policy = RestartPolicy(restarts)
         self.count = 0
-        """Attempts that have begun."""
         self.code = 0
         """Exit code of the latest attempt that has ended."""
-        self._new_supervisor = new_supervisor
         self._standby: ForkServer | None = None
         self._restarted: dict[str, object] = {}
         self.world: int | None = None
@@ -73,9 +73,9 @@ class Attempts:
             variables = part.variables(processes, self.count - 1, self.policy.most)
             common |= self.logs.begin(list(variables))
             environments = {rank: own | common for rank, own in variables.items()}
-            with ranks(
-                [*command, *(f"++{word}" for word in self.words)], environments, self.logs, self.standby()
-            ) as pids:
+            watchdog = Watchdog(self.logs.heartbeats, self._limits, say, self._metrics, states=self.logs.attempt_dir)
+            self.supervisor = Supervisor(self.logs.outcome, self._grace_s, self.signals, watchdog)
+            with ranks([*command, *self.words], environments, self.logs, self.standby()) as pids:
                 while self.watch(pids):
                     time.sleep(_POLL_S)
             if not self.finish():
@@ -106,7 +106,6 @@ class Attempts:
     def begin(self) -> dict[str, str]:
         """Begins an attempt. Returns variables for its ranks."""
         self.count += 1
-        self.supervisor = self._new_supervisor(self.signals)
         self._memory_kills = memory_kills()
         self._progress = self.restarts.progress()
         variables = {RESTARTED: json.dumps(self._restarted)} if self._restarted else {}
@@ -122,26 +121,28 @@ class Attempts:
 
     def finish(self) -> bool:
         """Judges the attempt, whose ranks have ended, and tells the user. Returns whether another one follows."""
-        supervisor = self.supervisor
-        self.code, message, failure = self._judge(supervisor)
-        tell(self.code, message, self.logs.attempt_dir)
+        message, failure = self._judge()
+        self._tell(message)
         if failure is None or self.signals.requests or self._superseded:
             return False
+        self._restarted = {"attempt": self.count, "reason": headline(message), "time": self._first_exit}
+        return self._decide(failure)
+
+    def _decide(self, failure: Failure) -> bool:
         decision = self.policy.decide(failure)
         if decision.sentence:
             say(decision.sentence)
-        noticed = min(ended.time for ended in supervisor.exits.values())
-        self._restarted = {"attempt": self.count, "reason": headline(message), "time": noticed}
         return decision.restart
 
-    def _judge(self, supervisor: Supervisor) -> tuple[int, str, Failure | None]:
-        """Returns exit code and message of the attempt, and its failure, if it failed; writes the watchdog's report."""
-        watchdog, finding, exits, stop = (
-            supervisor.watchdog,
-            supervisor.finding,
-            supervisor.exits,
-            supervisor.stop_signal,
-        )
+    @property
+    def _first_exit(self) -> float:
+        return min(ended.time for ended in self.supervisor.exits.values())
+
+    def _judge(self) -> tuple[str, Failure | None]:
+        """Returns the message about the attempt, and its failure, if it failed; notes its exit code, and writes the
+        watchdog's report."""
+        watchdog, finding = self.supervisor.watchdog, self.supervisor.finding
+        exits, stop = self.supervisor.exits, self.supervisor.stop_signal
         records, left_early = "", {}
         if finding is not None:
             write(finding, self.logs.attempt_dir)
@@ -151,13 +152,22 @@ class Attempts:
             left_early = {rank: watchdog.left_early(rank) for rank, code in codes.items() if code == 0}
         ends = [_end(rank, ended, self.logs, left_early.get(rank, "")) for rank, ended in sorted(exits.items())]
         hang = finding.message if finding else ""
-        code, message = verdict(ends, stop, self.stopped, hang=hang, records=records, world=self.world)
+        self.code, message = verdict(ends, stop, self.stopped, hang=hang, records=records, world=self.world)
         first = first_failure(ends, stop)
         if not finding and first is None:
-            return code, message, None
+            return message, None
         out_of_memory = memory_kills() > self._memory_kills
-        failure = Failure(code, None if finding else first, self._step(), out_of_memory)
-        return code, message, failure
+        return message, Failure(self.code, None if finding else first, self._step(), out_of_memory)
+
+    def _tell(self, message: str) -> None:
+        """Prints how the attempt has ended, and where its logs are."""
+        failed = self.code not in (0, StoppedError.exit_code)
+        if failed and sys.stderr.isatty():
+            sys.stderr.write("\x1b[?25h")  # a rank that died inside its live view has left the cursor hidden
+        if message:
+            say(message)
+        if failed:
+            say(f"the logs of all ranks are in {self.logs.attempt_dir}")
 
     @property
     def _superseded(self) -> bool:
@@ -172,7 +182,6 @@ class Attempts:
 
 
 def headline(message: str) -> str:
-    """Returns the first line of a verdict's message."""
     return message.partition("\n")[0].removesuffix(" Its standard error ends:")
 
 
@@ -190,111 +199,122 @@ def _end(rank: int, ended: Exit, logs: AttemptLogs, left_early: str) -> End:
     return End(rank, ended.code, ended.time, ended.killed, outcome, last_words, left_early)
 
 
-def tell(code: int, message: str, attempt_dir: Path) -> None:
-    """Prints how an attempt has ended, and where its logs are."""
-    if code not in (0, StoppedError.exit_code) and sys.stderr.isatty():
-        sys.stderr.write("\x1b[?25h")  # a rank that died inside its live view has left the cursor hidden
-    if message:
-        say(message)
-    if code not in (0, StoppedError.exit_code):
-        say(f"the logs of all ranks are in {attempt_dir}")
-
-
-# The attempts of a node's launcher: as those of a lone one, but the host may end them, and others' failures count.
 _EXPLANATION_S = 2.0
 """Seconds for which a node whose ranks lost their peers waits for the host to say why."""
 _LOST = (*TEXTS, "did not come")
+_ELSEWHERE = Ending("the host goes on without this node")
 
 
 class NodeAttempts(Attempts):
-    """Begins, watches and judges this node's part in one round after the other."""
+    """Begins, watches and judges this node's part in one round after the other: the host may end a round, and others'
+    failures count."""
 
-    def __init__(
-        self,
-        logs: AttemptLogs,
-        new_supervisor: Callable[[StopSignals], Supervisor],
-        stopped: str,
-        restarts: Restarts,
-        node: Callable[[StopSignals], NodeRendezvous],
-    ):
-        super().__init__(logs, new_supervisor, stopped, restarts)
-        self.node = node(self.signals)
+    def __init__(self, nodes: Nodes, *how: Any):
+        super().__init__(*how)
+        self.terms, self.link = nodes.terms, nodes.join()
+        self.round: Round | None = None
+        """The round that this node takes part in, or has taken part in."""
+        self._over: tuple[int, str] | None = None
+        """Exit code and message once another node or the user has ended the run."""
         self._ending: Ending | None = None
         self._noticed = 0.0
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         message = ""
-        if over := self.node.over:
-            self.code, message = over.code, over.message
+        if self._over:
+            self.code, message = self._over
             if message:
                 say(message)
-        self.node.link.close(self.code, message or f"the host has ended with exit code {self.code}")
+        self.link.close(self.code, message or f"the host has ended with exit code {self.code}")
 
     def part(self) -> NodePart | None:
-        return self.node.next_round()
+        """Waits for the next round of this node. Returns None, with `_over` set, if none follows: the run has ended
+        elsewhere, the host is away for too long, or this launcher was asked to stop."""
+        last, patience_s = self.round, self.terms.patience_s
+        self.link.exchange(waits=True)
+        while True:
+            notice = self.link.notice
+            current, ending = notice.round, notice.ending
+            if self.signals.requests:
+                self._over = 128 + self.signals.requests[0][0], "stopped while it waited for other nodes"
+            elif notice.refusal:
+                self._over = 2, notice.refusal
+            elif ending and ending.code is not None:
+                self._over = ending.code, ending.reason
+            elif self.link.silent_s > patience_s:
+                why = ending.reason if ending else "the host is silent"
+                self._over = 1, f"{why}: it was not heard for {patience_s:g} s (run.rdzv_endpoint, run.timeout_s)"
+            if self._over:
+                return None
+            is_new = current is not None and (last is None or current.generation != last.generation)
+            if current and is_new and ending is None and notice.slot in current.members:
+                break
+            time.sleep(POLL_S / 4)
+        self.round, members = current, current.members
+        self.link.exchange(waits=False, round=current.number, failure=None)
+        place, count = members.index(notice.slot), f"{len(members)} node{'s' if len(members) > 1 else ''}"
+        adapted = f", {' '.join(current.words)}" if current.words else ""
+        say(f"round {current.number} on {count}, this is node {place}{adapted}")
+        return NodePart(place, len(members), current.address, current.port)
 
     @property
     def words(self) -> Sequence[str]:
-        current = self.node.round
-        return current.words if current else ()
+        return [f"++{word}" for word in self.round.words] if self.round else ()
 
     def begin(self) -> dict[str, str]:
-        current = self.node.round
-        assert current is not None, "no round has begun"
-        self.logs.shared_attempt = current.attempt
-        self.world = self.node.world
-        if current.reason:
-            self._restarted = {"attempt": self.count, "reason": current.reason, "time": self._noticed or time.time()}
+        assert self.round is not None, "no round has begun"
+        self.logs.shared_attempt = self.round.attempt
+        self.world = len(self.round.members) * self.terms.processes
+        if reason := self.round.reason:
+            self._restarted = {"attempt": self.count, "reason": reason, "time": self._noticed or time.time()}
         self._ending, self._noticed = None, 0.0
-        return {**super().begin(), **self.node.variables}
+        return {**super().begin(), GENERATION: self.round.generation}
 
     def watch(self, pids: Mapping[int, int]) -> bool:
-        if self._ending is None and (ending := self.node.ending) is not None:
+        if self._ending is None and (ending := self._ordered_end()) is not None:
             self._ending, self._noticed = ending, time.time()
             self.supervisor.end(saves=ending.saves)
         return super().watch(pids)
 
+    def _ordered_end(self) -> Ending | None:
+        """Returns the host's order to end the round that this node's ranks are in; None while they may go on. That all
+        ranks end well, or stop with a checkpoint, is no order: these do, too."""
+        notice, current = self.link.notice, self.round
+        if current is None or (notice.ending and notice.ending.code in (0, StoppedError.exit_code)):
+            return None
+        if notice.round is None or notice.round.generation != current.generation:
+            return _ELSEWHERE
+        return notice.ending
+
     def finish(self) -> bool:
-        self.code, message, failure = self._judge(self.supervisor)
-        if self.signals.requests:
-            tell(self.code, message, self.logs.attempt_dir)
-            self.node.done()
+        message, failure = self._judge()
+        report = failure.first.report if failure and failure.first else None
+        lost = report is not None and any(text in report.message for text in _LOST)
+        if not self.signals.requests:
+            if lost or failure is None:
+                self._await_ending(any_kind=lost)
+            self._noticed = self._noticed or self._first_exit
+            if self._ending is not None:
+                say(f"the round ends: {self._ending.reason}")
+                return True
+        self._tell(message)
+        if failure is None or self.signals.requests:
+            self.link.exchange(done=True)
             return False
-        lost = failure is not None and _lost_its_peers(failure)
-        if lost or failure is None:
-            self._await_ending(any_kind=lost)
-        self._noticed = self._noticed or min(ended.time for ended in self.supervisor.exits.values())
-        if self._ending is not None:
-            say(f"the round ends: {self._ending.reason}")
-            return True
-        if failure is None:
-            tell(self.code, message, self.logs.attempt_dir)
-            self.node.done()
-            return False
-        tell(self.code, message, self.logs.attempt_dir)
-        decision = self.policy.decide(failure)
-        if decision.sentence:
-            say(decision.sentence)
-        if not (lost and decision.restart):
-            self.node.failed(NodeFailure(self.code, headline(message), final=not decision.restart))
-        return decision.restart
+        restart = self._decide(failure)
+        if not (lost and restart):
+            self.link.exchange(failure=NodeFailure(self.code, headline(message), final=not restart))
+        return restart
 
     def _await_ending(self, *, any_kind: bool) -> None:
         """Waits for the host's explanation of why the ranks have ended: `any_kind`, or a stop that all nodes make."""
-        if self.code == 0:
-            return
         end = time.monotonic() + _EXPLANATION_S
-        while self._ending is None and time.monotonic() < end:
-            ending = self.node.ending
+        while self.code and self._ending is None and time.monotonic() < end:
+            ending = self._ordered_end()
             if ending is not None and (any_kind or ending.saves):
                 self._ending = ending
             time.sleep(0.05)
-
-
-def _lost_its_peers(failure: Failure) -> bool:
-    report = failure.first.report if failure.first else None
-    return report is not None and any(text in report.message for text in _LOST)
 
 
 UNLIMITED = Limits(0.0, 0.0)
@@ -350,15 +370,9 @@ def launch_local(
     with private_folder() as store_dir:
         logs = AttemptLogs(log_dir.absolute(), store_dir, environment, all_ranks)
 
-        def new_supervisor(signals: StopSignals) -> Supervisor:
-            def watchdog() -> Watchdog:
-                return Watchdog(logs.heartbeats, limits, say, metrics, states=logs.attempt_dir)
-
-            return Supervisor(logs.outcome, grace_s, signals, watchdog)
-
+        how = (logs, stopped, restarts, grace_s, limits, metrics)
         try:
-            how = (logs, new_supervisor, stopped, restarts)
-            attempts = NodeAttempts(*how, nodes.join) if nodes else Attempts(*how)
+            attempts = NodeAttempts(nodes, *how) if nodes else Attempts(*how)
             with attempts, attempts.signals.handled():
                 attempts.run([module, *argv], processes)
         except OSError as error:

@@ -74,16 +74,13 @@ class AttemptLogs:
         self._log_dir = log_dir
         self._store_dir = store_dir
         self.environment = environment
-        """Further variables of every rank."""
         self.all_ranks = all_ranks
         self.attempt_dir = log_dir
-        """Directory of the latest attempt."""
         self.shared_attempt = ""
         """Name of the next attempt's directory if all nodes share it, whose ranks do not meet through a file; empty for
         the next that is free."""
 
     def rank_dir(self, rank: int) -> Path:
-        """Returns the directory of one rank in the latest attempt."""
         return self.attempt_dir / f"rank_{rank}"
 
     def outcome(self, rank: int) -> Outcome | None:

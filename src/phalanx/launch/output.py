@@ -62,13 +62,10 @@ def _unblocked(stream: TextIO, outlets: dict[tuple[int, int, int], Outlet]) -> T
 
 
 class UnblockedStream(io.TextIOBase):
-    """A text stream in front of an outlet."""
-
     def __init__(self, stream: TextIO, outlet: Outlet):
         self._stream, self._outlet = stream, outlet
 
     def write(self, text: str, /) -> int:
-        """Hands the text to the outlet."""
         self._outlet.put(text.encode(self.encoding, "backslashreplace"))
         return len(text)
 
@@ -76,20 +73,16 @@ class UnblockedStream(io.TextIOBase):
         """Does nothing: the outlet writes as soon as it can."""
 
     def writable(self) -> bool:
-        """Returns True."""
         return True
 
     def isatty(self) -> bool:
-        """Returns whether the stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """Returns the stream's file descriptor."""
         return self._stream.fileno()
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The stream's encoding."""
         return self._stream.encoding or "utf-8"
 
 

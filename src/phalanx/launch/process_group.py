@@ -11,15 +11,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    FileStore,  # torch.distributed.*, to the type stubs
-    Store,  # torch.distributed.*, to the type stubs
-)
+from torch._C._distributed_c10d import FileStore, Store  # torch.distributed.*, to the type stubs
 
 from phalanx.errors import RunError, StoppedError
 from phalanx.launch.meet.meeting import Meeting, enter, failed, missing
 from phalanx.launch.ranks import LOOPBACK, STORE, Ranks
-from phalanx.launch.verdict import LostPeerError, is_about_lost_peer
+from phalanx.launch.verdict import LostPeerError, lost_line
 
 
 # Where the ranks of a group find each other: their store.
@@ -105,7 +102,7 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
         )
     except RuntimeError as error:
         # A peer that has ended says why itself; this rank only says so if it does not (launch/meet/meeting.py).
-        kind = LostPeerError if is_about_lost_peer(error) else RunError
+        kind = LostPeerError if lost_line(error) else RunError
         raise kind(not_formed(ranks, store, timeout_s, error)) from error
 
 

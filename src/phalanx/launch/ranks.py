@@ -49,7 +49,6 @@ class Ranks:
     rank: int
     """Index among all processes, 0 … world - 1."""
     world: int
-    """Number of processes."""
     local_rank: int | None
     """Index among the processes of this node; also the index of its device. None if the launcher does not report it:
     the ranks find it out when they meet (launch/meet)."""
@@ -67,8 +66,6 @@ class Ranks:
 
 
 class LaunchersDisagreeError(JobError):
-    """Two launchers claim this process, as different ranks."""
-
     def __init__(self, message: str, claimed: Ranks | None):
         super().__init__(message)
         self.claimed = claimed
@@ -76,38 +73,28 @@ class LaunchersDisagreeError(JobError):
 
 
 SINGLE = Ranks(rank=0, world=1, local_rank=0, local_world=1, node_rank=0, source="single")
-"""A process without a launcher."""
 
 
+@dataclass(frozen=True)
 class _LauncherVariables:
-    """The variables of one launcher; of several names (words of a text) the first that is set counts.
+    """The variables of one launcher; of several names in a text the first that is set counts."""
 
-    Args:
-        needs: further variables that must be present for the set to count.
-        proves: variables that nobody exports by hand: one of them proves that the launcher has started this process.
-            The set then counts also without a local rank.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        rank: str,
-        world: str,
-        local: str,
-        of_node: str = "",
-        node: str = "",
-        needs: str = "",
-        proves: str = "",
-    ):
-        self.source = source
-        texts = (rank, world, local, of_node, node, needs, proves)
-        words = [tuple(text.split()) for text in texts]
-        self.rank, self.world, self.local_rank, self.local_world, self.node_rank, self.needs, self.proves = words
+    source: str
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str = ""
+    node_rank: str = ""
+    needs: str = ""
+    """Further variables that must be present for the set to count."""
+    proves: str = ""
+    """Variables that nobody exports by hand: one of them proves that the launcher has started this process. The set
+    then counts also without a local rank."""
 
     @property
     def names(self) -> list[str]:
-        """The variables that say where a process is."""
-        return [*self.rank, *self.world, *self.local_rank, *self.local_world, *self.node_rank, *self.needs]
+        texts = (self.rank, self.world, self.local_rank, self.local_world, self.node_rank, self.needs)
+        return " ".join(texts).split()
 
 
 # `phalanx train` starts its ranks with torchrun's variables. RANK alone proves nothing: a Kubernetes
@@ -210,14 +197,14 @@ def lowest_evidence(env: Mapping[str, str]) -> int | None:
 
 def _living(env: Mapping[str, str]) -> set[str]:
     """Returns the launchers of which a variable proves that they have started this process."""
-    return {row.source for row in _SCHEDULERS if any(name in env for name in row.proves)}
+    return {row.source for row in _SCHEDULERS if _first_set(env, row.proves)}
 
 
 def _read(row: _LauncherVariables, env: Mapping[str, str]) -> Ranks | None:
     rank, world, local_rank = (_number(env, names) for names in (row.rank, row.world, row.local_rank))
-    if rank is None or world is None or any(name not in env for name in row.needs):
+    if rank is None or world is None or any(name not in env for name in row.needs.split()):
         return None
-    if local_rank is None and (_first_set(env, row.local_rank) or not any(name in env for name in row.proves)):
+    if local_rank is None and (_first_set(env, row.local_rank) or not _first_set(env, row.proves)):
         return None
     node_rank = _number(env, row.node_rank)
     local_world = _slurm_local_world(env, node_rank) if row is _SLURM else _number(env, row.local_world)
@@ -231,18 +218,18 @@ def _read(row: _LauncherVariables, env: Mapping[str, str]) -> Ranks | None:
     return Ranks(rank, world, local_rank, local_world, node_rank, row.source)
 
 
-def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+def _number(env: Mapping[str, str], names: str) -> int | None:
     name = _first_set(env, names)
     return int(env[name]) if name and re.fullmatch(r"[0-9]{1,9}", env[name]) else None
 
 
-def _first_set(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if name in env), None)
+def _first_set(env: Mapping[str, str], names: str) -> str | None:
+    return next((name for name in names.split() if name in env), None)
 
 
 def _slurm_local_world(env: Mapping[str, str], node_rank: int | None) -> int | None:
     """Returns the tasks on this node, from Slurm's run lengths: "4(x2),1" is 4, 4, 1."""
-    name = _first_set(env, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    name = _first_set(env, "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE")
     if name is None or node_rank is None:
         return None
     nodes = 0
@@ -274,7 +261,9 @@ def _conflict(one: Ranks, other: Ranks, env: Mapping[str, str]) -> str:
         f"({_shown(rows[ranks.source], env)})"
         for ranks in (one, other)
     ]
-    remove = {ranks.source: " ".join(f"-u {name}" for name in rows[ranks.source].rank) for ranks in (one, other)}
+    remove = {
+        ranks.source: " ".join(f"-u {name}" for name in rows[ranks.source].rank.split()) for ranks in (one, other)
+    }
     lines.append(
         f"Unset the one that did not start it: `env {remove[other.source]} phalanx …` keeps {one.source}, "
         f"`env {remove[one.source]} phalanx …` keeps {other.source}."
@@ -298,7 +287,10 @@ def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
     # A world size alone may be that of two launchers; the rank tells which.
     rows = sorted(
         (_TORCHRUN, *_SCHEDULERS),
-        key=lambda row: (_first_set(env, row.rank) is None, -sum(name in env for name in (*row.names, *row.proves))),
+        key=lambda row: (
+            _first_set(env, row.rank) is None,
+            -sum(name in env for name in (*row.names, *row.proves.split())),
+        ),
     )
     for row in rows:
         rank, world = _first_set(env, row.rank), _first_set(env, row.world)
@@ -306,8 +298,10 @@ def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
             continue
         if row is _SLURM and "SLURM_STEP_ID" not in env:
             continue  # a batch shell: see _refuse_batch_shell
-        missing = [name for name in row.needs if name not in env]
-        missing += [" or ".join(names) for names in (row.rank, row.world, row.local_rank) if not _first_set(env, names)]
+        missing = [name for name in row.needs.split() if name not in env]
+        missing += [
+            " or ".join(names.split()) for names in (row.rank, row.world, row.local_rank) if not _first_set(env, names)
+        ]
         reason = f"{', '.join(missing)} not set" if missing else "the numbers are inconsistent"
         unset = " and ".join(name for name in (rank, world) if name)
         hint = (
@@ -327,7 +321,7 @@ def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
 
 
 def _refuse_batch_shell(env: Mapping[str, str]) -> None:
-    tasks = _number(env, ("SLURM_NTASKS",)) or 1
+    tasks = _number(env, "SLURM_NTASKS") or 1
     if tasks > 1 and "SLURM_STEP_ID" not in env:
         raise JobError(
             f"This is a Slurm allocation of {tasks} tasks (SLURM_NTASKS={tasks}), but the command was not "
@@ -336,20 +330,18 @@ def _refuse_batch_shell(env: Mapping[str, str]) -> None:
         )
 
 
-class ToldError(RunError):
+class _SaidOnceError(RunError):
+    def __init__(self, message: str, code: int = RunError.exit_code):
+        super().__init__(message)
+        self.exit_code = code
+
+
+class ToldError(_SaidOnceError):
     """This rank ends because of an error that another rank prints; `exit_code` is that rank's."""
 
-    def __init__(self, message: str, code: int = RunError.exit_code):
-        super().__init__(message)
-        self.exit_code = code
 
-
-class GroupError(RunError):
+class GroupError(_SaidOnceError):
     """An error of several ranks, or of another one, which this rank prints; `exit_code` is theirs."""
-
-    def __init__(self, message: str, code: int = RunError.exit_code):
-        super().__init__(message)
-        self.exit_code = code
 
 
 def seen_by_rank_0(ranks: Ranks, message: str) -> RunError:
@@ -361,3 +353,25 @@ def without_rank_0(ranks: Ranks, message: str) -> RunError:
     """Returns the error of a rank that cannot reach rank 0, and so cannot ask who prints: one rank of every node does,
     and rank 1 on the node of rank 0."""
     return RunError(message) if ranks.rank < 2 or not ranks.local_rank else ToldError(message)
+
+
+def detected(env: Mapping[str, str]) -> Ranks | None:
+    """Returns the place of this process, as `detect`. Where the variables are wrong, and so no rank is known, every
+    rank finds that: JobError is raised on those for which a variable says rank 0, ToldError on the others.
+
+    Launchers may disagree about some ranks only. So ranks that find it meet as one of the launchers says, and end the
+    others with one message."""
+    try:
+        return detect(env)
+    except LaunchersDisagreeError as error:
+        if error.claimed is None or error.claimed.world == 1:
+            raise
+        from phalanx.launch.meet.meeting import Meeting  # only here: it imports torch
+
+        with Meeting(error.claimed).agreed():
+            raise
+    except JobError as error:
+        of_torchrun = env.get("LOCAL_RANK", "0") if "TORCHELASTIC_RUN_ID" in env else "0"
+        if lowest_evidence(env) or of_torchrun != "0":
+            raise ToldError(str(error), error.exit_code) from error
+        raise

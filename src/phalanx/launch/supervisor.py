@@ -22,10 +22,7 @@ from phalanx.errors import StoppedError
 from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.ranks import LOG_DIR
-from phalanx.launch.verdict import (
-    WATCHDOG_CODE,
-    Outcome,
-)
+from phalanx.launch.verdict import WATCHDOG_CODE, Outcome
 from phalanx.launch.watchdog.watchdog import Finding, Watchdog
 
 LONGEST_S = 3600.0
@@ -61,14 +58,13 @@ class NodePart(NamedTuple):
         """Returns the variables of this node's ranks by rank, as torchrun has them; nodes have equally many ranks."""
         world, first = self.nodes * processes, self.node * processes
         common = {
+            **dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE"), world),
             "GROUP_RANK": self.node,
             "GROUP_WORLD_SIZE": self.nodes,
-            "WORLD_SIZE": world,
-            "ROLE_WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": processes,
-            "ROLE_NAME": "rank",
             "MASTER_ADDR": self.address,
             "MASTER_PORT": self.port,
+            "ROLE_NAME": "rank",
             "TORCHELASTIC_RESTART_COUNT": restarts,
             "TORCHELASTIC_MAX_RESTARTS": most,
             "TORCHELASTIC_RUN_ID": "phalanx",
@@ -116,21 +112,18 @@ def ranks(
 
 def _tail(rank: int, name: str, stream: str, over: threading.Event) -> None:
     """Shows the lines that a rank writes to a file, until it has ended."""
-    begun = ""
+    begun, last = "", False
     with open(name, "a+", errors="replace") as file:
         file.seek(0)
-        while True:
-            last = over.is_set()  # read first: what is written until then is shown
+        while not last:
+            last = over.wait(_POLL_S)  # before the reading: what is written until then is shown
             while more := file.readline():
                 begun += more
                 if begun.endswith("\n"):
                     getattr(sys, stream).write(f"[rank {rank}] {begun}")
                     begun = ""
-            if last:
-                if begun:
-                    getattr(sys, stream).write(f"[rank {rank}] {begun}\n")
-                return
-            over.wait(_POLL_S)
+    if begun:
+        getattr(sys, stream).write(f"[rank {rank}] {begun}\n")
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str], stdout: str, stderr: str) -> int:
@@ -165,8 +158,6 @@ _SILENT_PEER_GRACE_S = 0.5  # after a rank that was killed: its peers know less 
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a rank's process."""
-
     code: int
     """Exit code as in a shell: 128 + n for a death by signal n."""
     time: float
@@ -209,24 +200,19 @@ class Supervisor:
         grace_s: seconds that ranks get to end after a signal, or after one of them ended with an error that it
             announced.
         signals: the launcher's.
-        watchdog: returns the watchdog of the attempt; called when its ranks have been started.
+        watchdog: that of the attempt.
     """
 
     def __init__(
-        self,
-        outcome: Callable[[int], Outcome | None],
-        grace_s: float,
-        signals: StopSignals,
-        watchdog: Callable[[], Watchdog] | None = None,
+        self, outcome: Callable[[int], Outcome | None], grace_s: float, signals: StopSignals, watchdog: Watchdog
     ):
         self.exits: dict[int, Exit] = {}
         self.stop_signal: signal.Signals | None = None
         """The signal that was forwarded to the ranks."""
         self.finding: Finding | None = None
         """The reason for which the watchdog had all ranks killed."""
-        self.watchdog: Watchdog | None = None
-        """The watchdog of the attempt."""
-        self._new_watchdog = watchdog
+        self.watchdog: Watchdog | None = watchdog
+        """None once it has failed."""
         self._outcome = outcome
         self._grace_s = grace_s
         self._requests = signals.requests
@@ -244,8 +230,6 @@ class Supervisor:
 
     def watch(self, pids: Mapping[int, int]) -> bool:
         """Polls the ranks once, `pids` by rank; returns whether one of them is running."""
-        if self.watchdog is None and self._new_watchdog is not None:
-            self.watchdog = self._new_watchdog()
         self._note_exits(pids)
         running = self._running = {rank: pid for rank, pid in pids.items() if rank not in self.exits}
         self._pass_signal_on()
@@ -259,33 +243,28 @@ class Supervisor:
     def _look_for_hangs(self, running: Mapping[int, int], pids: Mapping[int, int]) -> None:
         if self.watchdog is None or not running or self._killed:
             return
-        codes = {rank: ended.code for rank, ended in self.exits.items()}
         try:
-            self.finding = self.watchdog.poll(running, codes)
+            self.finding = self.watchdog.poll(running, {rank: ended.code for rank, ended in self.exits.items()})
         except Exception as error:  # what only watches must never end a run
             self.watchdog.tell(f"the watchdog is off, since it failed: {type(error).__name__}: {error}")
-            self.watchdog = self._new_watchdog = None
+            self.watchdog = None
         if self.finding is not None:
             self._kill(running, pids)
 
     def _note_exits(self, pids: Mapping[int, int]) -> None:
         for rank in pids.keys() - self.exits.keys():
-            # WNOWAIT leaves the process for `processes.ranks` to reap
+            # WNOWAIT leaves the process for `ranks` to reap
             status = os.waitid(os.P_PID, pids[rank], os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if status is None:
                 continue
             code = status.si_status if status.si_code == os.CLD_EXITED else 128 + status.si_status
             self.exits[rank] = Exit(code, time.time(), rank in self._killed)
             if code not in (0, StoppedError.exit_code):
-                self._allow(self._peers_grace(self._outcome(rank)))
+                outcome = self._outcome(rank)
+                announced = _PEER_GRACE_S if outcome and outcome.traceback else self._grace_s
+                self._allow(announced if outcome else _SILENT_PEER_GRACE_S)
             elif code == 0 and self.watchdog is not None and self.watchdog.left_early(rank):
                 self._allow(_PEER_GRACE_S)
-
-    def _peers_grace(self, outcome: Outcome | None) -> float:
-        """Returns the seconds for the peers of a rank that failed."""
-        if outcome is None:
-            return _SILENT_PEER_GRACE_S
-        return _PEER_GRACE_S if outcome.traceback else self._grace_s
 
     def _pass_signal_on(self) -> None:
         if self._requests and self.stop_signal is None:

@@ -18,18 +18,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
-from torch._C._distributed_c10d import (
-    HashStore,  # torch.distributed.*, to the type stubs
-    Store,  # torch.distributed.*, to the type stubs
-    TCPStore,  # torch.distributed.*, to the type stubs
-)
+from torch._C._distributed_c10d import HashStore, Store, TCPStore  # torch.distributed.*, to the type stubs
 
 from phalanx.bounded import parse_json
 from phalanx.config.typed import read_as
 from phalanx.errors import JobError, PhalanxError, RunError, StoppedError
 from phalanx.launch.hosts import interface_towards
+from phalanx.launch.lifeline import boot_id
 from phalanx.launch.meet.store import (
     FoundStore,
     OfferChannel,
@@ -60,22 +56,16 @@ _SHOWN_PROBLEMS = 5
 
 @dataclass(frozen=True)
 class Problem:
-    """The reason for which a rank cannot take part."""
-
     message: str
     code: int = RunError.exit_code
-    """The rank's exit code."""
     own: bool = True
     """True if the message does not say which rank has it."""
     rank: int = -1
-    """The rank that has it."""
     host: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What rank 0 tells all ranks."""
-
     message: str
     """Empty if the group is complete."""
     code: int
@@ -105,108 +95,103 @@ def missing(store: Store, world: int) -> str:
     return _ranks([rank for rank in range(world) if not store.check([key("entry", rank, 1)])])
 
 
-class RollCall:
-    """One rank's part in the roll call, in a store that rank 0 holds.
+def roll_call(
+    ranks: Ranks,
+    found: FoundStore,
+    timeout_s: float,
+    expected: Mapping[str, object],
+    problem: Problem | None = None,
+    *,
+    address: str = "",
+    advice: str = "",
+) -> Verdict:
+    """Answers the roll call in a store that rank 0 holds, and returns the verdict once all ranks are there.
 
     Args:
         ranks: this rank's place.
         found: the store.
         timeout_s: seconds for which rank 0 waits for the others.
+        expected: what must be the same on all ranks (JSON-able).
+        problem: the reason for which this rank cannot take part.
         address: this rank's own address, as rank 0's node can reach it; empty if it is unknown.
         advice: what to check if ranks are missing.
+
+    Raises on every rank that is there, if one is missing, has a problem, or expects something else: GroupError on
+    rank 0, ToldError on the others. RuntimeError if the store is gone.
     """
+    store, rank = found.store, ranks.rank
+    store.add(key("callers"), 1)
+    if rank == 0:
+        store.set(key("expected"), json.dumps(expected))
+    difference = _difference(ranks, expected, parse_json(store.get(key("expected"))))
+    problem = enter(store, ranks) or problem or difference
+    if problem:
+        me = replace(problem, rank=rank, host=platform.node())
+        store.set(key("problem", store.add(key("numbers"), 1)), json.dumps(asdict(me)))
+        store.add(key("problems"), 1)
+    is_second = problem is not None and not problem.own and problem.message.startswith("Two processes")
+    if not is_second:
+        store.set(key("node", rank), json.dumps([_node(ranks), address]))
+        if ranks.local_rank is None or ranks.local_world is None:
+            store.add(key("unplaced"), 1)
+        store.add(key("arrived"), 1)
+        if rank == 0:
+            store.set(key("verdict"), json.dumps(asdict(_judged(store, ranks.world, timeout_s, advice))))
+    store.wait([key("verdict")], timedelta(seconds=(REFUSAL_S if problem else timeout_s) + GRACE_S))
+    verdict = read_as(Verdict, parse_json(store.get(key("verdict"))))
+    if not verdict.message:
+        return verdict
+    with suppress(RuntimeError):  # another process with rank 0 held the store that all connected to
+        store.add(key("heard"), 1)
+    if found.holds:
+        atexit.register(_wait_for_readers, store, ranks.world)
+    raise (ToldError if rank or is_second else GroupError)(verdict.message, verdict.code)
 
-    def __init__(self, ranks: Ranks, found: FoundStore, timeout_s: float, address: str, advice: str):
-        self.ranks, self.timeout_s, self.address, self.advice = ranks, timeout_s, address, advice
-        self.store, self.holds_store = found.store, found.holds
 
-    def answer(self, expected: Mapping[str, object], problem: Problem | None = None) -> Verdict:
-        """Returns the verdict once all ranks are there.
-
-        Args:
-            expected: what must be the same on all ranks (JSON-able).
-            problem: the reason for which this rank cannot take part.
-
-        Raises on every rank that is there, if one is missing, has a problem, or expects something else: GroupError on
-        rank 0, ToldError on the others. RuntimeError if the store is gone.
-        """
-        store = self.store
-        store.add(key("callers"), 1)
-        difference = self._difference(expected)
-        problem = enter(store, self.ranks) or problem or difference
-        if problem:
-            me = replace(problem, rank=self.ranks.rank, host=platform.node())
-            store.set(key("problem", store.add(key("numbers"), 1)), json.dumps(asdict(me)))
-            store.add(key("problems"), 1)
-        is_second = problem is not None and not problem.own and problem.message.startswith("Two processes")
-        if not is_second:
-            store.set(key("node", self.ranks.rank), json.dumps([_node(self.ranks), self.address]))
-            if self.ranks.local_rank is None or self.ranks.local_world is None:
-                store.add(key("unplaced"), 1)
-            store.add(key("arrived"), 1)
-        if self.ranks.rank == 0 and not is_second:
-            store.set(key("verdict"), json.dumps(asdict(self._judge())))
-        patience_s = REFUSAL_S if problem else self.timeout_s
-        store.wait([key("verdict")], timedelta(seconds=patience_s + GRACE_S))
-        verdict = read_as(Verdict, parse_json(store.get(key("verdict"))))
-        if not verdict.message:
-            return verdict
-        with suppress(RuntimeError):  # another process with rank 0 held the store that all connected to
-            store.add(key("heard"), 1)
-        if self.holds_store:
-            atexit.register(self._wait_for_readers)
-        raise (ToldError if self.ranks.rank or is_second else GroupError)(verdict.message, verdict.code)
-
-    def _difference(self, expected: Mapping[str, object]) -> Problem | None:
-        """Returns what rank 0 expects otherwise."""
-        if self.ranks.rank == 0:
-            self.store.set(key("expected"), json.dumps(expected))
-            return None
-        first = parse_json(self.store.get(key("expected")))
-        for name, value in expected.items():
-            if first.get(name, value) != value:
-                return Problem(
-                    f"rank {self.ranks.rank} on host {platform.node()} has {name} {value}, but rank 0 {first[name]}: "
-                    "start all ranks with the same settings",
-                    own=False,
-                )
+def _difference(ranks: Ranks, expected: Mapping[str, object], first: Mapping[str, object]) -> Problem | None:
+    """Returns what rank 0 expects otherwise."""
+    name = next((name for name, value in expected.items() if first.get(name, value) != value), None)
+    if name is None:
         return None
+    return Problem(
+        f"rank {ranks.rank} on host {platform.node()} has {name} {expected[name]}, but rank 0 {first[name]}: start all "
+        "ranks with the same settings",
+        own=False,
+    )
 
-    def _judge(self) -> Verdict:
-        """Waits for all ranks, or for a while after the first problem. Returns rank 0's verdict."""
-        store, world = self.store, self.ranks.world
-        end = time.monotonic() + self.timeout_s
 
-        def complete() -> bool:
-            nonlocal end
-            if store.add(key("problems"), 0):
-                end = min(end, time.monotonic() + _MORE_PROBLEMS_S)
-            return store.add(key("arrived"), 0) >= world or time.monotonic() > end
+def _judged(store: Store, world: int, timeout_s: float, advice: str) -> Verdict:
+    """Waits for all ranks, or for a while after the first problem. Returns rank 0's verdict."""
+    end = time.monotonic() + timeout_s
 
-        poll(complete, self.timeout_s + GRACE_S)
-        if problems := self._problems():
-            return Verdict(message_of(problems, world), max(each.code for each in problems), (), "")
-        if absent := missing(store, world):
-            seconds = f"After {self.timeout_s:g} s"
-            return Verdict(f"{seconds}, {absent} of {world} did not come.\n{self.advice}", RunError.exit_code, (), "")
-        nodes = [parse_json(text) for text in store.multi_get([key("node", rank) for rank in range(world)])]
-        address = next((address for node, address in nodes if address and node != nodes[0][0]), "")
-        if not store.add(key("unplaced"), 0):
-            return Verdict("", 0, (), address)
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(node for node, _ in nodes))}
-        return Verdict("", 0, tuple(numbers[node] for node, _ in nodes), address)
+    def complete() -> bool:
+        nonlocal end
+        if store.add(key("problems"), 0):
+            end = min(end, time.monotonic() + _MORE_PROBLEMS_S)
+        return store.add(key("arrived"), 0) >= world or time.monotonic() > end
 
-    def _problems(self) -> list[Problem]:
-        numbers = range(1, self.store.add(key("numbers"), 0) + 1)
-        there = [key("problem", number) for number in numbers if self.store.check([key("problem", number)])]
-        return [read_as(Problem, parse_json(self.store.get(name))) for name in there]
+    poll(complete, timeout_s + GRACE_S)
+    names = [key("problem", number) for number in range(1, store.add(key("numbers"), 0) + 1)]
+    if problems := [read_as(Problem, parse_json(store.get(name))) for name in names if store.check([name])]:
+        return Verdict(message_of(problems, world), max(each.code for each in problems), (), "")
+    if absent := missing(store, world):
+        return Verdict(
+            f"After {timeout_s:g} s, {absent} of {world} did not come.\n{advice}", RunError.exit_code, (), ""
+        )
+    nodes = [parse_json(text) for text in store.multi_get([key("node", rank) for rank in range(world)])]
+    address = next((address for node, address in nodes if address and node != nodes[0][0]), "")
+    if not store.add(key("unplaced"), 0):
+        return Verdict("", 0, (), address)
+    numbers = {node: number for number, node in enumerate(dict.fromkeys(node for node, _ in nodes))}
+    return Verdict("", 0, tuple(numbers[node] for node, _ in nodes), address)
 
-    def _wait_for_readers(self) -> None:
-        """Keeps the store, once the message has been printed, until all ranks have read the verdict: also those that
-        come later, unless ranks were missing anyway."""
-        has_problems = self.store.add(key("problems"), 0) > 0
-        readers = self.ranks.world if has_problems else self.store.add(key("callers"), 0)
-        poll(lambda: self.store.add(key("heard"), 0) >= readers, REFUSAL_S if has_problems else GRACE_S)
+
+def _wait_for_readers(store: Store, world: int) -> None:
+    """Keeps the store, once the message has been printed, until all ranks have read the verdict: also those that come
+    later, unless ranks were missing anyway."""
+    has_problems = store.add(key("problems"), 0) > 0
+    readers = world if has_problems else store.add(key("callers"), 0)
+    poll(lambda: store.add(key("heard"), 0) >= readers, REFUSAL_S if has_problems else GRACE_S)
 
 
 def message_of(problems: Sequence[Problem], world: int) -> str:
@@ -241,8 +226,7 @@ def placed(ranks: Ranks, verdict: Verdict) -> Ranks:
 def _node(ranks: Ranks) -> str:
     """Returns what the ranks of one node have in common. Virtual nodes of Slurm share the name of their machine."""
     name = os.environ.get("SLURMD_NODENAME", "") if ranks.source == "slurm" else ""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return f"{platform.node()} {boot_id} {name}"
+    return f"{platform.node()} {boot_id()} {name}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -261,15 +245,13 @@ def break_connections(keep: Store) -> None:
         with suppress(OSError):
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
-            _break(int(name), port)
-
-
-def _break(descriptor: int, kept_port: int) -> None:
-    with socket.socket(fileno=os.dup(descriptor)) as connection:
-        if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
-            return
-        if kept_port not in (connection.getsockname()[1], connection.getpeername()[1]):
-            connection.shutdown(socket.SHUT_RDWR)
+            with socket.socket(fileno=os.dup(int(name))) as connection:
+                is_tcp = connection.type == socket.SOCK_STREAM and connection.family in (
+                    socket.AF_INET,
+                    socket.AF_INET6,
+                )
+                if is_tcp and port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                    connection.shutdown(socket.SHUT_RDWR)
 
 
 _SPEAKER_S = 1.0
@@ -293,7 +275,6 @@ class Meeting:
 
     @property
     def store(self) -> Store:
-        """The store of the group, after `join`."""
         assert self._found is not None, "the ranks have met"
         return self._found.store
 
@@ -324,12 +305,15 @@ class Meeting:
                 enter(self.store, ranks)
             else:
                 where = f"{address[0]}:{address[1]}" if address else f"{self._found.host}"
-                call = RollCall(ranks, self._found, timeout_s, self._own_address(), advice(ranks.world, where))
-                verdict = call.answer({"world size": ranks.world, **(expected or {})})
+                checks, expected = advice(ranks.world, where), {"world size": ranks.world, **(expected or {})}
+                own = self._own_address()
+                verdict = roll_call(ranks, self._found, timeout_s, expected, address=own, advice=checks)
                 self.ranks = placed(ranks, verdict)
-                _use_interface_towards(verdict.address if self._found.holds else self._found.host)
+                # gloo by default takes the address that the host's name stands for, which may be loopback.
+                if name := interface_towards(verdict.address if self._found.holds else self._found.host):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
                 if channel and self._found.holds:
-                    channel.forget()
+                    channel.board.remove()
         except RuntimeError as error:  # of torch's store
             raise without_rank_0(ranks, failed(ranks, timeout_s, error)) from error
         self._complete = True
@@ -363,9 +347,13 @@ class Meeting:
                 self._found = self._found or _open(self.ranks, rendezvous_address(os.environ), None, REFUSAL_S)
                 self._speak(error)
                 return
-            found = self._found or self._open_for_refusal()
-            call = RollCall(self.ranks, found, REFUSAL_S, "", "")
-            call.answer({}, self._problem(trace or message, code))
+            if self._found is None:
+                address = None
+                with suppress(JobError):  # that MASTER_ADDR or MASTER_PORT is wrong may be the cause of the refusal
+                    address = rendezvous_address(os.environ)
+                channel = None if address else channel_of(self.ranks, os.environ)
+                self._found = _open(self.ranks, address, channel, REFUSAL_S)
+            roll_call(self.ranks, self._found, REFUSAL_S, {}, self._problem(trace or message, code))
         except GroupError as group:
             if str(group) != (trace or message):
                 raise
@@ -374,14 +362,6 @@ class Meeting:
         except (PhalanxError, RuntimeError, OSError):
             if isinstance(without_rank_0(self.ranks, message), ToldError):
                 raise ToldError(message, code) from error
-
-    def _open_for_refusal(self) -> FoundStore:
-        """Opens the store even if the cause of the refusal is that MASTER_ADDR or MASTER_PORT is wrong."""
-        address = None
-        with suppress(JobError):
-            address = rendezvous_address(os.environ)
-        self._found = _open(self.ranks, address, None if address else channel_of(self.ranks, os.environ), REFUSAL_S)
-        return self._found
 
     def _speak(self, error: Exception) -> None:
         """Returns if this rank has to print its error. Raises ToldError if another rank does."""
@@ -395,7 +375,10 @@ class Meeting:
             if speaker["explains"] or is_victim:
                 heartbeat.enter(Phase.DONE)  # or the node's watchdog would say once more that this rank has gone
             self.store.add(key("ended"), 1)
-            self._let_others_end()
+            if self._found and self._found.holds:
+                # The others' collectives end; the store stays until they have read who prints.
+                break_connections(keep=self.store)
+                poll(lambda: self.store.add(key("ended"), 0) >= self.ranks.world, _CAUSE_S)
         except RuntimeError:  # rank 0 has ended, and has said why if it could
             if is_victim:
                 raise without_rank_0(self.ranks, message) from error
@@ -404,13 +387,6 @@ class Meeting:
             raise ToldError(message, speaker["code"]) from error
         if self.ranks.rank and isinstance(error, PhalanxError) and not is_victim:  # or rank 0 had spoken
             raise GroupError(message_of([self._problem(message, code)], self.ranks.world), code) from error
-
-    def _let_others_end(self) -> None:
-        """On the rank that holds the store: ends the other ranks' collectives, and keeps the store until they have read
-        who prints."""
-        if self._found and self._found.holds:
-            break_connections(keep=self.store)
-            poll(lambda: self.store.add(key("ended"), 0) >= self.ranks.world, _CAUSE_S)
 
     def _problem(self, message: str, code: int) -> Problem:
         return Problem(message, code, rank=self.ranks.rank, host=platform.node())
@@ -423,13 +399,6 @@ class Meeting:
             probe.connect((self._found.host, 1))  # sends nothing
             return probe.getsockname()[0]
         return ""
-
-
-def _use_interface_towards(address: str) -> None:
-    """Makes gloo use the network interface that leads to another node, unless the user has named one: by default it
-    takes the address that the host's name stands for, which may be loopback."""
-    if name := interface_towards(address):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def failed(ranks: Ranks, timeout_s: float, error: RuntimeError) -> str:

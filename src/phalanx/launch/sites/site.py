@@ -30,7 +30,6 @@ class _HostPattern:
     """A regular expression for the name of a host. A repeated group can take exponential time: hosts need none."""
 
     def problem(self, value: str) -> str:
-        """Returns what is wrong with a value, or nothing."""
         if len(value) > 200 or re.search(r"\)[*+{]", value):
             return f"{value[:80]!r}: at most 200 characters, and no repeated group"
         try:
@@ -44,7 +43,6 @@ class _Variables:
     """A mapping whose keys are names of environment variables, none of them of a secret."""
 
     def problem(self, value: Mapping[str, str]) -> str:
-        """Returns what is wrong with a value, or nothing."""
         wrong = next(
             (name for name in value if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name) or is_secret(name)), None
         )
@@ -64,9 +62,7 @@ class Site:
     name: Annotated[str, Matches("[a-z0-9][a-z0-9._-]{0,62}", "small letters, digits, and . _ -")]
     scheduler: Literal["slurm", "pbs"]
     about: _Text = ""
-    """A description of the machine, in one line."""
     source: _Text = ""
-    """Where these settings come from."""
     note: _Text = ""
     """A note for users, printed with every launch."""
     hosts: list[_Patterned] = field(default_factory=list)
@@ -118,7 +114,6 @@ GENERIC: dict[str, Site] = {
     "slurm": Site("slurm", "slurm", "any cluster with Slurm"),
     "pbs": Site("pbs", "pbs", "any cluster with PBS"),
 }
-"""What holds where no file describes the machine."""
 
 
 _KINDS = typing.get_type_hints(Site, include_extras=True)

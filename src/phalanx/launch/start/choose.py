@@ -18,8 +18,7 @@ from phalanx.errors import JobError
 from phalanx.launch.exported import Exported
 from phalanx.launch.grid import ProcessGrid
 from phalanx.launch.hosts import HostSlots, expand, read_hosts
-from phalanx.launch.meet.detected import detected
-from phalanx.launch.ranks import ToldError
+from phalanx.launch.ranks import ToldError, detected
 from phalanx.launch.sites.site import Site
 from phalanx.launch.template import template, words
 
@@ -33,10 +32,7 @@ _NO_EPHEMERAL = range(0)
 
 @dataclass(frozen=True)
 class StartRequest:
-    """A job, and where and how its processes start."""
-
     words: tuple[str, ...]
-    """The words after `phalanx train`."""
     grid: ProcessGrid
     hosts: tuple[str, ...]
     """The hosts to use, the first of which is the host of the rendezvous; empty if only the launcher knows them."""
@@ -50,17 +46,12 @@ class StartRequest:
     """The working directory, the same on every host."""
     job_id: str = ""
     cpu_bind: str = ""
-    """The launcher's own binding of processes to processors; empty leaves them unbound."""
     cpus_per_rank: int = 0
     """Processors of a rank for launchers that ask; 0 leaves it to them."""
     devices: int = 0
-    """Accelerators of a node."""
     in_step: bool = False
-    """True inside a step of Slurm."""
     stop_after_s: int = 0
     """Seconds after which the run is asked to stop with a checkpoint; 0 is never."""
-    await_host_s: int = 0
-    """Seconds for which a node waits until the endpoint's host has an address."""
     extra: tuple[str, ...] = ()
     """The user's own options of the launcher."""
     remote_shell: tuple[str, ...] = ()
@@ -90,7 +81,6 @@ def node_words(request: StartRequest, controlled: str = "") -> tuple[str, ...]:
         "python": request.python,
         "controlled": controlled,
         "stop_after_s": request.stop_after_s or None,
-        "await_host_s": request.await_host_s or None,
         "job": request.words,
         "nnodes": request.grid.nnodes,
         "per_node": request.grid.per_node,
@@ -103,7 +93,6 @@ def node_words(request: StartRequest, controlled: str = "") -> tuple[str, ...]:
 
 
 def shown(endpoint: tuple[str, int]) -> str:
-    """Returns HOST:PORT."""
     host, port = endpoint
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -154,13 +143,9 @@ IN_WORDS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class LaunchPlace:
-    """Where a launch begins."""
-
     kind: Kind
     job_id: str = ""
-    """The scheduler's id of the allocation."""
     hosts: tuple[HostSlots, ...] = ()
-    """The allocation's nodes, in its order."""
     in_step: bool = False
     """True in a shell that srun started: a further step must share its processors."""
     restarts: int = 0
@@ -188,16 +173,28 @@ def where(
         JobError: this process is one of several that a launcher started (on all but rank 0 ToldError); an allocation's
             list of nodes is missing or cannot be read.
     """
-    _refuse_copies(env)
+    # A batch shell has SLURM_NTASKS without a step: that is where a launch belongs.
+    ranks = detected({name: value for name, value in env.items() if name != "SLURM_NTASKS" or "SLURM_STEP_ID" in env})
+    if ranks is not None and ranks.world > 1:
+        message = (
+            f"{ranks.source} started {ranks.world} processes of `phalanx launch`, which is called once, in the "
+            "allocation's shell, and starts the others itself; in place of this command, let "
+            f"{ranks.source} start `phalanx train`"
+        )
+        raise ToldError(message, JobError.exit_code) if ranks.rank else JobError(message)
     if env.get("SLURM_JOB_ID"):
         nodelist = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST", "")
-        return LaunchPlace(
-            "slurm job",
-            env["SLURM_JOB_ID"],
-            tuple(map(HostSlots, _slurm_nodes(nodelist))),
-            "SLURM_STEP_ID" in env,
-            _count(env.get("SLURM_RESTART_COUNT", "")),
-        )
+        if not nodelist:
+            raise JobError(
+                "SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not: start this inside the allocation's shell"
+            )
+        try:
+            hosts = tuple(map(HostSlots, expand(nodelist)))
+        except ValueError as error:
+            raise JobError(f"SLURM_JOB_NODELIST: {error}") from None
+        restarts = env.get("SLURM_RESTART_COUNT", "")
+        restarts = int(restarts) if restarts.isdecimal() and len(restarts) < 10 else 0
+        return LaunchPlace("slurm job", env["SLURM_JOB_ID"], hosts, "SLURM_STEP_ID" in env, restarts)
     if env.get("PBS_JOBID"):
         if not env.get("PBS_NODEFILE"):
             raise JobError("PBS_JOBID is set, but PBS_NODEFILE is not: start this inside the job's own shell")
@@ -209,31 +206,6 @@ def where(
     if which("qsub"):
         return LaunchPlace("pbs login node")
     return LaunchPlace("host")
-
-
-def _refuse_copies(env: Mapping[str, str]) -> None:
-    # A batch shell has SLURM_NTASKS without a step: that is where a launch belongs.
-    ranks = detected({name: value for name, value in env.items() if name != "SLURM_NTASKS" or "SLURM_STEP_ID" in env})
-    if ranks is not None and ranks.world > 1:
-        message = (
-            f"{ranks.source} started {ranks.world} processes of `phalanx launch`, which is called once, in the "
-            "allocation's shell, and starts the others itself; in place of this command, let "
-            f"{ranks.source} start `phalanx train`"
-        )
-        raise ToldError(message, JobError.exit_code) if ranks.rank else JobError(message)
-
-
-def _slurm_nodes(nodelist: str) -> list[str]:
-    if not nodelist:
-        raise JobError("SLURM_JOB_ID is set, but SLURM_JOB_NODELIST is not: start this inside the allocation's shell")
-    try:
-        return expand(nodelist)
-    except ValueError as error:
-        raise JobError(f"SLURM_JOB_NODELIST: {error}") from None
-
-
-def _count(text: str) -> int:
-    return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
 _COMMANDS = "start/commands.yaml"
@@ -291,33 +263,24 @@ def launcher_for(
         return "ssh"
     if place.kind == "slurm job":
         return "srun"
+    here = f"this is {IN_WORDS[place.kind]}"
     if place.kind == "pbs job":
         if site and site.launcher:
             return site.launcher
-        text = version()
-        return flavor_of(text) if text else _without_mpi(nodes)
-    if place.kind in ("slurm login node", "pbs login node"):
+        if text := version():
+            return flavor_of(text)
+        if nodes > 1:
+            raise JobError("this job of PBS has several nodes, but no mpiexec: load its module, or give --launcher ssh")
+    elif place.kind in ("slurm login node", "pbs login node"):
         scheduler, allocation = ("slurm", "salloc") if place.kind.startswith("slurm") else ("pbs", "qsub -I")
         raise JobError(
-            f"this is {IN_WORDS[place.kind]}: submit the job (--submit {scheduler}), call this inside an allocation "
-            f"({allocation}), or run it on this very host (--launcher local)"
+            f"{here}: submit the job (--submit {scheduler}), call this inside an allocation ({allocation}), or run it "
+            "on this very host (--launcher local)"
         )
-    if nodes > 1:
-        raise JobError(
-            f"the job has {nodes} nodes, but this is {IN_WORDS[place.kind]}: "
-            + (
-                "submit it (--submit k8s)"
-                if place.kind == "pod"
-                else "name the hosts (--hostfile FILE, one per line, reached over ssh), or run all ranks here "
-                "(--nnodes 1)"
-            )
-        )
-    return "local"
-
-
-def _without_mpi(nodes: int) -> Launcher:
-    if nodes > 1:
-        raise JobError("this job of PBS has several nodes, but no mpiexec: load its module, or give --launcher ssh")
+    elif nodes > 1:
+        hosts = "name the hosts (--hostfile FILE, one per line, reached over ssh), or run all ranks here (--nnodes 1)"
+        ways = "submit it (--submit k8s)" if place.kind == "pod" else hosts
+        raise JobError(f"the job has {nodes} nodes, but {here}: {ways}")
     return "local"
 
 

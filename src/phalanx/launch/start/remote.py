@@ -16,67 +16,47 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from types import FrameType
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO, TextIO
 
 from phalanx.echo import echo
 from phalanx.errors import RunError
 from phalanx.launch.lifeline import die_with_parent
 from phalanx.launch.start.choose import HostCommand
-
-REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-_AGAIN_S = 0.5
-"""Two signals within this time are one request: a terminal and a scheduler may both send one."""
+from phalanx.launch.supervisor import StopSignals
 
 
 def run_in_foreground(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Runs a command to its end, and returns its exit code, or 128 + n if signal n ended it.
 
-    The first of REQUESTS becomes SIGUSR1 for the command, so does the end of this process. A second one, at least
-    _AGAIN_S later, becomes SIGTERM, which ends the run at once. Raises RunError if the command cannot be started."""
-    here = os.getpid()
-    try:
-        command = subprocess.Popen(
-            list(argv),
-            env=dict(env),
-            stdin=subprocess.DEVNULL,
-            process_group=0,  # the terminal's Ctrl-C comes to this process alone
-            preexec_fn=lambda: die_with_parent(here, signal.SIGUSR1),  # noqa: PLW1509 - there are no threads here
-        )
-    except OSError as error:
-        raise RunError(f"{argv[0]} cannot be started: {error.strerror}; --dry-run prints the command") from None
-    asked_at = 0.0
-
-    def ask(_: int, __: FrameType | None) -> None:
-        nonlocal asked_at
-        if not asked_at:
-            asked_at = time.monotonic()
-            command.send_signal(signal.SIGUSR1)
-            _say("the run is asked to stop with a checkpoint; a second signal ends it at once")
-        elif time.monotonic() > asked_at + _AGAIN_S:
-            command.send_signal(signal.SIGTERM)
-
-    before = {number: signal.getsignal(number) for number in REQUESTS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:  # nohup, or a shell's background
-            signal.signal(number, ask)
-    try:
-        code = command.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 128 - code if code < 0 else code
+    The first request to stop becomes SIGUSR1 for the command, so does the end of this process. A second one becomes
+    SIGTERM, which ends the run at once. Raises RunError if the command cannot be started."""
+    here, signals, passed_on = os.getpid(), StopSignals(), 0
+    with signals.handled():
+        try:
+            command = subprocess.Popen(
+                list(argv),
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # the terminal's Ctrl-C comes to this process alone
+                preexec_fn=lambda: die_with_parent(here, signal.SIGUSR1),  # noqa: PLW1509 - there are no threads here
+            )
+        except OSError as error:
+            raise RunError(f"{argv[0]} cannot be started: {error.strerror}; --dry-run prints the command") from None
+        while command.poll() is None:
+            for number in (signal.SIGUSR1, signal.SIGTERM)[passed_on : len(signals.requests)]:
+                command.send_signal(number)
+                passed_on += 1
+                if number == signal.SIGUSR1:
+                    with suppress(OSError):  # the terminal is gone
+                        line = "the run is asked to stop with a checkpoint; a second signal ends it at once"
+                        echo(f"phalanx: {line}", file=sys.stderr, flush=True)
+            with suppress(subprocess.TimeoutExpired):
+                command.wait(_POLL_S)
+    return 128 - command.returncode if command.returncode < 0 else command.returncode
 
 
-def _say(line: str) -> None:
-    with suppress(OSError):  # the terminal is gone
-        echo(f"phalanx: {line}", file=sys.stderr, flush=True)
-
-
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _POLL_S = 0.1
 _LONGEST_LINE = 65536
 _LOST = {
@@ -112,7 +92,7 @@ class RemoteNodes:
         self.bare_stdout = bare_stdout
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
-        self._requests: deque[int] = deque()
+        self._signals = StopSignals()
         self._failures: list[int] = []
         """Exit codes of nodes that failed, in the order in which they ended."""
         self._stopped_at: float | None = None
@@ -121,7 +101,7 @@ class RemoteNodes:
         """Runs the nodes to their ends, and returns the exit code: that of the rendezvous' host, to which a failure of
         any node comes, or of the node that failed while the others waited for it; 1 if a host could not be reached.
         Raises RunError if the remote shell itself cannot be started."""
-        with self._signals():
+        with self._signals.handled():
             try:
                 for command, prefix in zip(self.commands, self.prefixes, strict=True):
                     self._nodes.append(self._start(command, prefix))
@@ -159,18 +139,21 @@ class RemoteNodes:
 
     def _wait(self) -> None:
         """Waits for every node, and stops the others when one has failed without which they cannot go on."""
-        alive, failed_at = list(self._nodes), 0.0
+        alive, failed_at, passed_on = list(self._nodes), 0.0, 0
         while alive:
-            while self._requests:
-                self._tell(self._requests.popleft())
+            for number, _ in self._signals.requests[passed_on:]:
+                self._tell(number)
+                passed_on += 1
             for place, node in enumerate(self._nodes):
                 if node in alive and node.poll() is not None:
                     alive.remove(node)
                     if node.returncode:
                         self._failures.append(node.returncode)
                         failed_at = time.monotonic()
-                    if node.returncode in _LOST:
-                        _say_lost(self.commands[place], node.returncode)
+                    if reason := _LOST.get(node.returncode):
+                        (host,), shell = self.commands[place].hosts, " ".join(self.commands[place].argv[:-2])
+                        lost = f"{host}: the remote shell ended with {node.returncode}: {reason}"
+                        echo(f"phalanx: {lost}. Try: {shell} {host} hostname", file=sys.stderr)
             # A launcher that could tell the others has done so. They have some time to end by themselves.
             patience_s = 0 if any(code in _LOST for code in self._failures) else self.grace_s
             too_few = bool(self._failures) and 0 < len(alive) < self.least
@@ -198,29 +181,9 @@ class RemoteNodes:
                 node.kill()
                 node.wait()
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        before = {number: signal.getsignal(number) for number in FORWARDED}
-        for number in FORWARDED:
-            signal.signal(number, lambda received, _: self._requests.append(received))
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
 
 def _show(pipe: IO[bytes], stream: TextIO, prefix: str) -> None:
     for line in iter(lambda: pipe.readline(_LONGEST_LINE), b""):
         with suppress(BrokenPipeError):  # a reader that is gone does not stop training
             # In one piece, or lines of two nodes would mix.
             echo(f"{prefix}{line.decode(errors='replace').rstrip()}\n", file=stream, end="", flush=True)
-
-
-def _say_lost(command: HostCommand, code: int) -> None:
-    (host,) = command.hosts
-    shell = " ".join(command.argv[:-2])
-    echo(
-        f"phalanx: {host}: the remote shell ended with {code}: {_LOST[code]}. Try: {shell} {host} hostname",
-        file=sys.stderr,
-    )

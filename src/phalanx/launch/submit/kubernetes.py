@@ -17,9 +17,6 @@ from phalanx.launch.submit.script import Submission
 from phalanx.launch.template import filled, template
 
 FILE = "submit.yaml"
-JOB_FILE, JOB_FOLDER = "job.yaml", "/etc/phalanx"
-AWAIT_HOST_S = 600
-"""A pod whose host has not started yet waits for its name as long as for the ranks of other nodes."""
 Kind = Literal["job", "jobset", "trainjob"]
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 _LONGEST_NAME = 40
@@ -43,21 +40,14 @@ _Readable.add_representer(str, _text)
 
 @dataclass(frozen=True)
 class ManifestRequest:
-    """A job for Kubernetes."""
-
     name: str
-    """The run's name."""
     job_yaml: str
-    """The resolved job, for a ConfigMap."""
     grid: ProcessGrid
     values: dict[str, str]
-    """Variables of the pods."""
     secrets: tuple[str, ...] = ()
     """Names of variables that pods take from the Secret `secret`."""
     secret: str = ""
     image: str = ""
-    python: str = "python3"
-    """The interpreter in the image."""
     claim: str = ""
     """The PersistentVolumeClaim that holds the run directories, which all nodes share."""
     mount: str = "/runs"
@@ -65,20 +55,14 @@ class ManifestRequest:
     namespace: str = ""
     devices: int = 0
     """Accelerators of a pod; 0 asks for none."""
-    device_resource: str = "nvidia.com/gpu"
     shm_gib: int = 8
     grace_s: float = 30.0
     max_restarts: int = 3
     time_s: int = 0
     """Seconds after which the Job is ended; 0 is never."""
-    words: tuple[str, ...] = ()
-    """Further words of the job's command line."""
-    runtime: str = "torch-distributed"
-    """The runtime that a TrainJob refers to."""
 
     @property
     def resource(self) -> str:
-        """The name of everything that is created."""
         plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:_LONGEST_NAME].strip("-")
         return plain if re.match("[a-z]", plain) else f"run-{plain}".strip("-")
 
@@ -92,7 +76,7 @@ def manifest(request: ManifestRequest, kind: Kind) -> str:
         {"name": name, "valueFrom": {"secretKeyRef": {"name": request.secret, "key": name}}} for name in request.secrets
     ]
     devices, cpus = (
-        {"limits": {request.device_resource: request.devices}},
+        {"limits": {"nvidia.com/gpu": request.devices}},
         {"requests": {"cpu": str(request.grid.per_node)}},
     )
     values = {
@@ -100,9 +84,6 @@ def manifest(request: ManifestRequest, kind: Kind) -> str:
         "resource": name,
         "port": port_for(name),
         "subdomain": name if kind == "job" else None,
-        "folder": JOB_FOLDER,
-        "file": JOB_FILE,
-        "await_s": AWAIT_HOST_S,
         "nodes": nodes,
         "nnodes": request.grid.nnodes,
         "backoff": request.max_restarts * nodes,

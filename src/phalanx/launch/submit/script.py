@@ -27,16 +27,12 @@ _SUBMIT_S = 120.0
 
 @dataclass(frozen=True)
 class SubmitRequest:
-    """A job for a scheduler's queue."""
-
     name: str
-    """The run's name."""
     words: tuple[str, ...]
     """The words of `phalanx launch` inside the job."""
     python: str
     """Path of the interpreter, the same on every node."""
     folder: str
-    """The working directory."""
     directory: Path
     """The run directory, absolute: the script and its output go there."""
     grid: ProcessGrid
@@ -109,7 +105,6 @@ class Submission:
     """The job's id; empty if the command prints it."""
 
     def next_steps(self, job: str) -> dict[str, str]:
-        """Returns how to watch and to cancel a job."""
         return {name: text.replace("{job}", job) for name, text in self.steps.items()}
 
 

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
@@ -30,8 +30,6 @@ RARE_PHASES = frozenset({Phase.SAVE, Phase.VALIDATION})
 
 @dataclass
 class _Seen:
-    """The state of a rank at the last look."""
-
     phase: Phase
     phase_began: float
     step: int
@@ -116,7 +114,6 @@ class SlowRank:
 
     @property
     def factor(self) -> float:
-        """Its own seconds relative to the others'."""
         return self.own_s / self.median_s
 
 
@@ -180,7 +177,6 @@ class RankView:
 
     @property
     def ended(self) -> bool:
-        """True if its process is gone."""
         return self.exit_code is not None
 
     @property
@@ -288,13 +284,13 @@ def diagnose(views: Mapping[int, RankView]) -> Diagnosis:
 
 
 def find_mismatch(views: Mapping[int, RankView]) -> Mismatch | None:
-    """Returns the earliest two calls that stand at the same place of a channel and differ, or, if the digests say that
-    they did before all records, the earliest two after that. `rank` is the odd one out where there is a majority."""
+    """Returns the first difference between the calls that are known of the ranks."""
     return first_difference({rank: view.record.calls if view.record else () for rank, view in views.items()})
 
 
 def first_difference(calls_of: Mapping[int, Sequence[RecordedCall]]) -> Mismatch | None:
-    """Returns the same from the calls of each rank."""
+    """Returns the earliest two calls that stand at the same place of a channel and differ, or, if the digests say that
+    they did before all records, the earliest two after that. `rank` is the odd one out where there is a majority."""
     by_place: dict[tuple[ChannelKey, int], dict[int, RecordedCall]] = {}
     for rank, calls in sorted(calls_of.items()):
         for call in calls:
@@ -317,19 +313,17 @@ def _odd(by_place: Mapping[tuple[ChannelKey, int], Mapping[int, RecordedCall]], 
 
 
 def _blame(views: Mapping[int, RankView], waits: Sequence[Wait]) -> tuple[Kind, set[int]]:
-    left = {rank for rank, view in views.items() if view.left_early}
-    if left:
-        return "silent", left
     blocked = {wait.rank for wait in waits if wait.missing or wait.unseen}
     wanted = {rank for wait in waits for rank in wait.missing}
-    if wanted - blocked:
-        return "silent", wanted - blocked
-    frozen = {rank for wait in waits for rank in wait.arrived if views[rank].frozen}
-    if frozen:
-        return "silent", frozen
-    unseen = {rank for wait in waits for rank in wait.unseen}
-    if unseen:
-        return "unseen", unseen
+    suspects: tuple[tuple[Kind, set[int]], ...] = (
+        ("silent", {rank for rank, view in views.items() if view.left_early}),
+        ("silent", wanted - blocked),
+        ("silent", {rank for wait in waits for rank in wait.arrived if views[rank].frozen}),
+        ("unseen", {rank for wait in waits for rank in wait.unseen}),
+    )
+    for kind, ranks in suspects:
+        if ranks:
+            return kind, ranks
     if blocked:
         return ("deadlock" if all(wait.call.waiting for wait in waits) else "stuck"), blocked & wanted
     running = {rank for rank, view in views.items() if not view.ended}
@@ -357,39 +351,32 @@ def _roots(rank: int, waits: Sequence[Wait]) -> set[int]:
 
 
 def _waits(views: Mapping[int, RankView]) -> tuple[Wait, ...]:
-    return tuple(wait for view in views.values() if not view.frozen for wait in _waits_of(view, views))
+    found = []
+    for view in views.values():
+        if view.frozen or view.record is None:
+            continue
+        for call in view.record.calls:
+            if call.waiting or call.on_device:
+                wait = _wait(view.record, call, views)
+                # The host does not see when a device is through: such a call counts only while a rank has not come.
+                found += [wait] if call.waiting or wait.missing else []
+    return tuple(found)
 
 
-def _waits_of(view: RankView, views: Mapping[int, RankView]) -> Iterator[Wait]:
-    if view.record is None:
-        return
-    for call in view.record.calls:
-        if call.waiting or call.on_device:
-            missing, unseen, arrived = _others(view.record, call, views)
-            # The host does not see when a device is through: such a call counts only while a rank has not come.
-            if call.waiting or missing:
-                yield Wait(view.rank, call, missing, unseen, arrived)
-
-
-def _others(
-    record: RankRecord, call: RecordedCall, views: Mapping[int, RankView]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Returns the other ranks of a call: those that have not started it, those of which that is not known, and those
-    that have."""
+def _wait(record: RankRecord, call: RecordedCall, views: Mapping[int, RankView]) -> Wait:
     key = call.channel
     others, side = [rank for rank in record.groups.get(key.group, ()) if rank != record.rank], False
     if key.source >= 0:
         receives = record.rank == key.target
         others, side = [key.source if receives else key.target], not receives
-    missing, unseen, arrived = [], [], []
-    for rank in others:
-        if rank not in views:
-            unseen.append(rank)
-            continue
+
+    def came(rank: int) -> bool:
         theirs = views[rank].record
-        came = theirs is not None and theirs.started.get((key, side), 0) >= call.sequence
-        (arrived if came else missing).append(rank)
-    return tuple(missing), tuple(unseen), tuple(arrived)
+        return theirs is not None and theirs.started.get((key, side), 0) >= call.sequence
+
+    here = [rank for rank in others if rank in views]
+    missing, arrived = (tuple(rank for rank in here if came(rank) == whether) for whether in (False, True))
+    return Wait(record.rank, call, missing, tuple(rank for rank in others if rank not in views), arrived)
 
 
 GIL_SILENT_S = 3.0
@@ -407,12 +394,16 @@ def headline(diagnosis: Diagnosis, host: str, hosts: Sequence[str] = ()) -> str:
     if diagnosis.kind == "deadlock":
         return f"Deadlock on {host}: {_ranks(culprits)} wait for each other, in different calls."
     if diagnosis.kind == "unseen":
+        machines = ", ".join(dict.fromkeys(hosts[rank] for rank in culprits)) if hosts else "another machine"
         return (
-            f"The ranks on {host} wait for {_ranks(culprits)} on {_machines(culprits, hosts)}: the connection is cut, "
-            "or the report of that machine's watchdog says more."
+            f"The ranks on {host} wait for {_ranks(culprits)} on {machines}: the connection is cut, or the report of "
+            "that machine's watchdog says more."
         )
     if diagnosis.kind == "stuck":
-        return _stuck(diagnosis, host)
+        calls = [wait.call for wait in diagnosis.waits]
+        calls = calls or [view.record.calls[-1] for view in views.values() if view.record and view.record.calls]
+        last = "; ".join(dict.fromkeys(call_words(call) for call in calls)) or "no collective yet"
+        return f"All ranks on {host} have come as far as {last}, and go no further: the connection or a device hangs."
     return "\n".join(_culprit(views[rank], diagnosis.waits, host) for rank in culprits)
 
 
@@ -486,7 +477,10 @@ def _culprit(view: RankView, waits: Sequence[Wait], host: str) -> str:
     for wait in waits:
         if view.rank in wait.missing:
             victims.setdefault(call_words(wait.call), []).append(wait.rank)
-    missed = [f"It has not called {call}, in which {_in_words(ranks)}." for call, ranks in victims.items()]
+    missed = [
+        f"It has not called {call}, in which {_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'}."
+        for call, ranks in victims.items()
+    ]
     since = f" has been silent for {view.silent_s:.1f} s" if not view.ended else " is gone"
     where = ""
     if view.record is not None:
@@ -510,13 +504,6 @@ def mismatch_words(mismatch: Mismatch, host: str) -> str:
     )
 
 
-def _stuck(diagnosis: Diagnosis, host: str) -> str:
-    calls = [wait.call for wait in diagnosis.waits]
-    calls = calls or [view.record.calls[-1] for view in diagnosis.views.values() if view.record and view.record.calls]
-    last = "; ".join(dict.fromkeys(call_words(call) for call in calls)) or "no collective yet"
-    return f"All ranks on {host} have come as far as {last}, and go no further: the connection or a device hangs."
-
-
 def _rank(view: RankView, waits: Sequence[Wait], stack: str) -> dict[str, Any]:
     record = view.record
     facts: dict[str, Any] = {
@@ -524,35 +511,18 @@ def _rank(view: RankView, waits: Sequence[Wait], stack: str) -> dict[str, Any]:
         "silent_s": round(view.silent_s, 3),
         "state": state(view),
         "exit_code": view.exit_code,
-        "waits": [
-            {"call": _call(wait.call), "missing": list(wait.missing), "unseen": list(wait.unseen)} for wait in waits
-        ],
+        "waits": [{"call": _facts(w.call), "missing": list(w.missing), "unseen": list(w.unseen)} for w in waits],
         "stacks": stack,
     }
     if record is not None:
         facts |= {"pid": record.pid, "step": record.step, "phase": record.phase.label}
-        facts["last_calls"] = [_call(call) for call in record.calls[-_LAST_CALLS:]]
+        facts["last_calls"] = [_facts(call) for call in record.calls[-_LAST_CALLS:]]
     return facts
 
 
-def _call(call: RecordedCall) -> dict[str, Any]:
-    return {
-        "operation": call.operation,
-        "axis": call.axis,
-        "group": call.channel.group,
-        "sequence": call.sequence,
-        "dtype": call.dtype,
-        "shape": list(call.shape),
-        "source": call.source,
-        "module": call.module,
-        "step": call.step,
-        "waiting": call.waiting,
-        "done": call.done,
-    }
-
-
-def _machines(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else "another machine"
+def _facts(call: RecordedCall) -> dict[str, Any]:
+    names = ("operation", "axis", "group", "sequence", "dtype", "shape", "source", "module", "step", "waiting", "done")
+    return {name: getattr(call.channel if name == "group" else call, name) for name in names}
 
 
 def _end(code: int | None) -> str:
@@ -561,10 +531,6 @@ def _end(code: int | None) -> str:
     if code - 128 in set(signal.Signals):
         return f"was killed by {signal.Signals(code - 128).name}"
     return f"exited with code {code}"
-
-
-def _in_words(ranks: Sequence[int]) -> str:
-    return f"{_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

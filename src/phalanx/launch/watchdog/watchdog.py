@@ -16,7 +16,6 @@ import os
 import platform
 import shutil
 import signal
-import stat
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,7 @@ from typing import Any
 from phalanx.data.files import open_regular
 from phalanx.echo import echo
 from phalanx.errors import RunError
-from phalanx.launch.lifeline import process_state, stack_by_py_spy
+from phalanx.launch.lifeline import boot_id, is_mine, process_state, stack_by_py_spy
 from phalanx.launch.ranks import Ranks
 from phalanx.launch.watchdog import diagnosis as report
 from phalanx.launch.watchdog import heartbeat
@@ -41,7 +40,6 @@ from phalanx.launch.watchdog.diagnosis import (
     Limits,
     Pace,
     RankView,
-    SlowRank,
     SlowRanks,
     diagnose,
     find_mismatch,
@@ -74,9 +72,15 @@ def private_folder() -> Iterator[Path]:
 def new_folder() -> Path:
     """Creates an empty folder of mode 0700; its owner should soon hold it by `owned`. Folders whose owners were killed
     are removed."""
-    root = _IN_MEMORY if _has_room(_IN_MEMORY) else None
-    if root is not None:
-        _remove_leftovers(root)
+    root = None
+    with suppress(OSError):
+        space = os.statvfs(_IN_MEMORY)
+        if os.access(_IN_MEMORY, os.W_OK | os.X_OK) and space.f_bavail * space.f_frsize > _ROOM_BYTES:
+            root = _IN_MEMORY
+    for folder in root.glob(f"{PREFIX}*") if root else ():
+        with suppress(OSError):
+            if folder.stat().st_uid == os.getuid() and _is_left_over(folder):
+                shutil.rmtree(folder, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
 
 
@@ -86,21 +90,6 @@ def owned(folder: Path) -> Iterator[None]:
     with (folder / _LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _has_room(root: Path) -> bool:
-    try:
-        space = os.statvfs(root)
-    except OSError:
-        return False
-    return os.access(root, os.W_OK | os.X_OK) and space.f_bavail * space.f_frsize > _ROOM_BYTES
-
-
-def _remove_leftovers(root: Path) -> None:
-    for folder in root.glob(f"{PREFIX}*"):
-        with suppress(OSError):
-            if folder.stat().st_uid == os.getuid() and _is_left_over(folder):
-                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_left_over(folder: Path) -> bool:
@@ -124,11 +113,8 @@ _PAUSE_S = 5.0  # between two polls: then this process was stopped itself, proba
 
 @dataclass(frozen=True)
 class Finding:
-    """A hang, or collectives that do not match."""
-
     diagnosis: Diagnosis
     message: str
-    """What to tell the user."""
     document: dict[str, Any] = field(repr=False)
     """hang.json."""
 
@@ -191,9 +177,13 @@ class Watchdog:
             return None
         if self._asked is None:
             self._asked = now
-            self._ask_for_stacks(pids, views)
+            for rank, pid in pids.items():
+                if views[rank].record is not None:  # otherwise the signal would end it: its handler is not there yet
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, STACKS_SIGNAL)
             return None
-        if now - self._asked < _STACKS_S and not self._have_answered(pids, views):
+        answered = all(views[rank].frozen or self._stack(rank) for rank in pids)
+        if now - self._asked < _STACKS_S and not answered:
             return None
         return self._finding(diagnose(self.views(pids, exits)), pids)
 
@@ -208,15 +198,18 @@ class Watchdog:
         """Writes the state of every rank for the live view, unless the disk still has the one before."""
         if self._states is None or (self._publishing is not None and self._publishing.is_alive()):
             return
-        found = [_state(view) for view in views.values()]
-        arguments = (self._states, self.host, found, list(self._messages))
-        self._publishing = threading.Thread(target=_write_states, args=arguments, daemon=True)
+        found, messages, folder = [_state(view) for view in views.values()], list(self._messages), self._states
+
+        def write_states() -> None:
+            with suppress(OSError):
+                ranks.write(folder, self.host, found, messages)
+
+        self._publishing = threading.Thread(target=write_states, daemon=True)
         self._publishing.start()
 
     def views(
         self, pids: Mapping[int, int], exits: Mapping[int, int | None], calls: int = heartbeat.RING_CALLS
     ) -> dict[int, RankView]:
-        """Returns what is known of the ranks now, each with its newest `calls` calls."""
         now = time.monotonic()
         views = {}
         for rank in sorted(pids.keys() | exits.keys()):
@@ -282,24 +275,11 @@ class Watchdog:
                 f"rank {slow.rank} ({self.host}) is slow: {slow.own_s:.3g} s of its own per step at step {slow.step}, "
                 f"{slow.factor:.2f} × the median of the ranks with the same work"
             )
-            self._record_slow(slow)
-
-    def _record_slow(self, slow: SlowRank) -> None:
-        if self.metrics is None:
-            return
-        values = {"step": slow.step, "rank": slow.rank, "host": self.host, "factor": round(slow.factor, 3)}
-        row = {"event": "slow_rank", "time": round(time.time(), 3), **values}
-        row |= {"own_s": slow.own_s, "median_s": slow.median_s}
-        threading.Thread(target=_append, args=(self.metrics, row), daemon=True).start()
-
-    def _ask_for_stacks(self, pids: Mapping[int, int], views: Mapping[int, RankView]) -> None:
-        for rank, pid in pids.items():
-            if views[rank].record is not None:  # otherwise the signal would end it: its handler is not there yet
-                with suppress(ProcessLookupError):
-                    os.kill(pid, STACKS_SIGNAL)
-
-    def _have_answered(self, pids: Mapping[int, int], views: Mapping[int, RankView]) -> bool:
-        return all(views[rank].frozen or self._stack(rank) for rank in pids)
+            if self.metrics is not None:
+                row: dict[str, Any] = {"event": "slow_rank", "time": round(time.time(), 3), "step": slow.step}
+                row |= {"rank": slow.rank, "host": self.host, "factor": round(slow.factor, 3)}
+                row |= {"own_s": slow.own_s, "median_s": slow.median_s}
+                threading.Thread(target=_append, args=(self.metrics, row), daemon=True).start()
 
     def _finding(self, diagnosis: Diagnosis, pids: Mapping[int, int]) -> Finding:
         stacks = {rank: self._stack(rank) for rank in diagnosis.views}
@@ -328,11 +308,6 @@ def _state(view: RankView) -> RankState:
         phase = record.phase.label
     known = (record.step, record.memory, record.memory_limit) if record else (0, 0, 0)
     return RankState(view.rank, phase, known[0], round(view.silent_s, 1), known[1], known[2])
-
-
-def _write_states(folder: Path, host: str, found: Sequence[RankState], messages: Sequence[tuple[float, str]]) -> None:
-    with suppress(OSError):
-        ranks.write(folder, host, found, messages)
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> None:
@@ -368,9 +343,7 @@ _FIRST_RANK_S = 60.0  # for the first rank to write its heartbeat
 _LAST_WORDS_S = 5.0  # for the others to notice that a rank is gone, before its end is explained
 
 
-class NodeRanks:
-    """The ranks whose heartbeats are in one folder."""
-
+class _NodeRanks:
     def __init__(self, directory: Path):
         self._directory = directory
         self._files: dict[Path, HeartbeatFile] = {}
@@ -383,31 +356,26 @@ class NodeRanks:
             self._files[path] = HeartbeatFile(path)
         pids = {}
         for record in [file.read(0) for file in self._files.values()]:
-            if record.rank in self.exits:
-                continue
-            if _runs(record):
+            process = process_state(record.pid) if record.rank not in self.exits else None
+            if process is not None and process.start_ticks == record.start_ticks and process.state != "Z":
                 pids[record.rank] = record.pid
             else:
-                self.exits[record.rank] = 0 if record.phase >= Phase.END else -1
+                self.exits.setdefault(record.rank, 0 if record.phase >= Phase.END else -1)
         return pids
-
-    def kill(self) -> None:
-        """Kills the ranks that still run."""
-        for pid in self.running().values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
 
 
 def watch(watchdog: Watchdog, reports: Path) -> None:
     """Watches the ranks of a node until they have ended, and kills them if they hang."""
-    ranks, began, gone = NodeRanks(watchdog.directory), time.monotonic(), None
+    ranks, began, gone = _NodeRanks(watchdog.directory), time.monotonic(), None
     explained = False
     while True:
         time.sleep(_NODE_POLL_S)
         pids = ranks.running()
         if finding := watchdog.poll(pids, ranks.exits):
             _say(finding.message)
-            ranks.kill()
+            for pid in ranks.running().values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             write(finding, reports, f"hang.{watchdog.host}")
             return
         if gone is None and -1 in ranks.exits.values():
@@ -418,11 +386,6 @@ def watch(watchdog: Watchdog, reports: Path) -> None:
                 _say(words)
         if not pids and (ranks.exits or time.monotonic() - began > _FIRST_RANK_S):
             return
-
-
-def _runs(record: RankRecord) -> bool:
-    process = process_state(record.pid)
-    return process is not None and process.start_ticks == record.start_ticks and process.state != "Z"
 
 
 def _say(line: str) -> None:
@@ -462,14 +425,15 @@ def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports
     import torch.distributed as dist  # the watchdog, a process of its own, imports no torch
 
     store = dist.distributed_c10d._get_default_store()
-    key = f"phalanx/watchdog/{token}/{platform.node()}/{_boot_id()}"
+    key = f"phalanx/watchdog/{token}/{platform.node()}/{boot_id()}"
     leads = store.add(f"{key}/ranks", 1) == 1
     if leads:
         directory = new_folder()
         store.set(f"{key}/folder", str(directory))
     else:
         directory = Path(store.get(f"{key}/folder").decode())
-        _require_private(directory)
+        if not is_mine(directory):  # its name came over the network
+            raise RunError(f"{directory}, where the ranks of this node should write their heartbeats, is not private")
     heartbeat.start(directory, ranks.rank, ranks.world)
     if leads:
         (directory / HOSTS).write_text(json.dumps(list(hosts)), encoding="utf-8")
@@ -479,17 +443,6 @@ def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports
         command += ["follows"] if limits.follows else []
         # Its own session: what ends this rank's process group does not end it. It ends after the node's ranks.
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-
-
-def _require_private(directory: Path) -> None:
-    """Raises RunError unless only this user can write to a folder that came over the network."""
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise RunError(f"{directory}, where the ranks of this node should write their heartbeats, is not private")
 
 
 if __name__ == "__main__":
