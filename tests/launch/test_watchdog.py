@@ -18,7 +18,7 @@ from phalanx.launch.supervisor import StopSignals, Supervisor
 from phalanx.launch.watchdog import diagnosis, heartbeat
 from phalanx.launch.watchdog.diagnosis import Limits, SlowRanks
 from phalanx.launch.watchdog.heartbeat import Heartbeat, Phase
-from phalanx.launch.watchdog.watchdog import HOSTS, PREFIX, Watchdog, main, private_folder
+from phalanx.launch.watchdog.watchdog import PREFIX, NodeWatch, Watchdog, main, private_folder
 
 HERE = Path(__file__).parent
 
@@ -56,18 +56,8 @@ def test_a_stopped_rank_is_named_and_all_are_killed(
 
 def test_signals_for_the_ranks_do_not_end_the_watchdog_of_a_node(tmp_path: Path) -> None:
     """srun passes Ctrl-C to every process of a step, also to this one."""
-    (tmp_path / HOSTS).write_text("[]")
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "phalanx.launch.watchdog.watchdog",
-        str(tmp_path),
-        str(tmp_path),
-        "4",
-        "4",
-        "",
-    ]
+    NodeWatch((), Limits(4.0, 4.0), str(tmp_path), "").write(tmp_path)
+    command = [sys.executable, "-P", "-m", "phalanx.launch.watchdog.watchdog", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as watchdog:
         status = Path(f"/proc/{watchdog.pid}/status")
         ignored, deadline = 0, time.monotonic() + 60
@@ -133,8 +123,8 @@ def test_the_watchdog_of_a_node_ends_its_ranks(tmp_path: Path, capfd: pytest.Cap
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "beating_program", str(beats)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
-    (beats / HOSTS).write_text('["h", "h"]')
-    main([str(beats), str(reports), "4", "60", ""])
+    NodeWatch(("h", "h"), Limits(4.0, 60.0), str(reports), "").write(beats)
+    main(beats)
     assert [rank.wait() for rank in ranks] == [-signal.SIGKILL, -signal.SIGKILL]
     assert "native code holds Python's global interpreter lock" in capfd.readouterr().err
     (report,) = reports.glob("hang.*.json")
@@ -150,8 +140,8 @@ def test_the_watchdog_of_a_node_names_the_rank_that_is_gone(tmp_path: Path, capf
         beat.words[heartbeat.FIRST_STEP] = 1
         beat.words[heartbeat.STARTED] += 1  # not this process any more
     beats[0].enter(Phase.END)
-    (tmp_path / HOSTS).write_text('["h", "h"]')
-    main([str(tmp_path), str(tmp_path), "5", "60", ""])
+    NodeWatch(("h", "h"), Limits(5.0, 60.0), str(tmp_path), "").write(tmp_path)
+    main(tmp_path)
     shown = capfd.readouterr().err
     assert "Rank 1 (" in shown
     assert "is gone in step 1" in shown

@@ -44,13 +44,9 @@ def is_secret(name: str) -> bool:
 def exported(
     env: Mapping[str, str], patterns: Iterable[str], settings: Iterable[str], site: Mapping[str, str]
 ) -> Exported:
-    """Returns the variables that a launch exports.
-
-    Args:
-        env: the environment of this process.
-        patterns: the user's --export-env: names, or patterns such as WANDB_*, beside PATTERNS.
-        settings: the user's --env, each NAME=VALUE. They win.
-        site: the variables of the site, for which the user's own environment wins.
+    """Returns the variables that a launch exports: those of this process that match PATTERNS or the user's own
+    (--export-env: names, or patterns such as WANDB_*), the site's, for which the user's environment wins, and the
+    user's settings (--env NAME=VALUE), which win.
 
     Raises JobError for a setting that is no NAME=VALUE, for one that puts a secret on the command line, and for a name
     that is not set.

@@ -41,14 +41,8 @@ _LAST_LINES, _LAST_BYTES = 10, 1 << 14
 
 
 class Attempts:
-    """Begins, watches and judges one attempt after the other. A context manager that ends the standby process.
-
-    Args:
-        logs: the logs of the attempts.
-        stopped: the wording of `verdict` for ranks stopped by a signal.
-        restarts: when a failed attempt is followed by another.
-        grace_s, limits, metrics: as of `launch_local`.
-    """
+    """Begins, watches and judges one attempt after the other, as `launch_local` says. A context manager that ends the
+    standby process."""
 
     def __init__(
         self, logs: AttemptLogs, stopped: str, restarts: Restarts, grace_s: float, limits: Limits, metrics: Path | None
@@ -340,29 +334,20 @@ def launch_local(
 ) -> int:
     """Runs `python -m module ARGV…` as `processes` ranks and returns the exit code of the launch.
 
-    Must be called in the main thread: it handles the signals, and a rank dies with the thread that started it.
+    Must be called in the main thread: it handles the signals, and a rank dies with the thread that started it. The code
+    is that of the last attempt: 0, or the code of the rank that failed first, or 75 when the ranks stopped with a
+    checkpoint, or 124 when the watchdog had them killed, or 128 + n when signal n ended them. The message has been
+    printed to standard error. Raises RunError if the ranks cannot be started.
 
     Args:
-        argv: the command line that every rank gets.
-        processes: number of ranks.
         log_dir: parent directory of attempt_<k>/rank_<r>/.
         threads: CPU threads of each rank, unless the user has set OMP_NUM_THREADS.
         all_ranks: show the output of every rank, prefixed with the rank.
         grace_s: seconds for the ranks to write a checkpoint after a signal.
-        module: the module to run; it calls phalanx.launch.worker.main.
+        module: calls phalanx.launch.worker.main.
         stopped: the wording of `verdict` for ranks stopped by a signal.
-        limits: when a silent rank hangs, so that all are killed.
         metrics: file to which rows about slow ranks are appended.
-        restarts: when failed ranks are started again.
         nodes: the run's other nodes, and this one's part; None if all ranks are on this machine.
-
-    Returns:
-        That of the last attempt: 0, or the code of the rank that failed first, or 75 when the ranks stopped with a
-        checkpoint, or 124 when the watchdog had them killed, or 128 + n when signal n ended them. The message has been
-        printed to standard error.
-
-    Raises:
-        RunError: the ranks could not be started.
     """
     _say_whose_threads(threads)
     network = nodes.environment if nodes else LOOPBACK

@@ -278,14 +278,8 @@ _FAREWELL_S = 5.0
 
 
 class HostLink:
-    """The host's own link, which serves the others. Close it.
-
-    Args:
-        address: where it listens: a host name or address of this machine, and a port; nowhere else.
-        membership: decides about the rounds.
-        state: the host's own, as a node.
-        silence_s: seconds after which a node that says nothing is lost.
-    """
+    """The host's own link, which serves the others. Close it. It listens at an address of this machine, and nowhere
+    else; a node that says nothing for `silence_s` is lost."""
 
     def __init__(self, address: tuple[str, int], membership: Membership, state: NodeState, silence_s: float):
         """Raises RunError if the address cannot be used."""
@@ -361,14 +355,8 @@ class _Connection(socketserver.StreamRequestHandler):
 
 
 class GuestLink:
-    """The link of a node that is not the host; connects again when the connection breaks. Close it.
-
-    Args:
-        address: the host's name and port.
-        state: of this node.
-        silence_s: seconds for which the host may be silent.
-        key: returns the key of the run as this node sees it.
-    """
+    """The link of a node that is not the host; connects again when the connection breaks. Close it. `key` returns the
+    key of the run as this node sees it."""
 
     def __init__(
         self, address: tuple[str, int], state: NodeState, silence_s: float, key: Callable[[], str] = lambda: ""

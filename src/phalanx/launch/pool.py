@@ -42,12 +42,8 @@ class Pool:
     """Up to `max_ranks` processes on this machine, started when first needed and used for every call.
 
     Each call has a process group of its own, and finds seed and default dtype as in a fresh process. After an error
-    the processes that took part are replaced. Use from one thread.
-
-    Args:
-        max_ranks: the largest world.
-        preload: modules that the fork server imports once, on top of torch, so that no rank has to.
-        device_type: cpu or cuda; ranks that outnumber the GPUs share them.
+    the processes that took part are replaced. Use from one thread. The fork server imports the modules `preload` once,
+    on top of torch. Ranks that outnumber the GPUs share them.
     """
 
     def __init__(self, max_ranks: int, preload: Sequence[str] = (), device_type: str = "cpu"):
@@ -65,13 +61,8 @@ class Pool:
         atexit.register(self.close)
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-        """Returns the results of `fn(ranks, *args, **kwargs)` on `world` ranks, by rank.
-
-        Args:
-            fn: a function at the top of a module that can be imported; gets its `Ranks` first.
-            world: number of ranks.
-            args, kwargs: sent to every rank; as the results they are copied, tensors included.
-            timeout: seconds for the whole call.
+        """Returns the results of `fn(ranks, *args, **kwargs)` on `world` ranks, by rank, within so many seconds. `fn`
+        is at the top of a module that can be imported; arguments and results are copied, tensors included.
 
         Raises:
             Exception: what the first failing rank raised, with that rank's traceback as a note.

@@ -72,17 +72,9 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
     """Initialises the default process group with the backend that `backend_of` names.
 
     A world of one also gets a group, so that callers need not check for one. Where all ranks are on this machine, the
-    sockets stay on loopback.
-
-    Args:
-        ranks: the place of this process.
-        device: the rank's own, as `device_of` gives it.
-        timeout_s: seconds that this and every later collective may wait for a peer.
-        store: the store of ranks that have met (launch/meet); None if they still have to.
-
-    Raises:
-        RunError: there is no rendezvous, a peer did not join in time, or two have the same rank.
-    """
+    sockets stay on loopback. This and every later collective may wait `timeout_s` for a peer. `store` is that of ranks
+    that have met; None if they still have to. Raises RunError if there is no rendezvous, a peer does not join in time,
+    or two have the same rank."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = backend_of(ranks, device)

@@ -193,15 +193,8 @@ class StopSignals:
 
 
 class Supervisor:
-    """The ranks of one attempt.
-
-    Args:
-        outcome: what the rank itself said about its end, or None.
-        grace_s: seconds that ranks get to end after a signal, or after one of them ended with an error that it
-            announced.
-        signals: the launcher's.
-        watchdog: that of the attempt.
-    """
+    """The ranks of one attempt. `outcome` returns what a rank itself said about its end, or None. Ranks have `grace_s`
+    to end after a signal, or after one of them ended with an error that it announced."""
 
     def __init__(
         self, outcome: Callable[[int], Outcome | None], grace_s: float, signals: StopSignals, watchdog: Watchdog

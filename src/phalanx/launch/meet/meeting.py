@@ -105,16 +105,10 @@ def roll_call(
     address: str = "",
     advice: str = "",
 ) -> Verdict:
-    """Answers the roll call in a store that rank 0 holds, and returns the verdict once all ranks are there.
-
-    Args:
-        ranks: this rank's place.
-        found: the store.
-        timeout_s: seconds for which rank 0 waits for the others.
-        expected: what must be the same on all ranks (JSON-able).
-        problem: the reason for which this rank cannot take part.
-        address: this rank's own address, as rank 0's node can reach it; empty if it is unknown.
-        advice: what to check if ranks are missing.
+    """Answers the roll call in a store that rank 0 holds, and returns the verdict once all ranks are there. Rank 0
+    waits `timeout_s` for them, and tells what to check (`advice`) if some are missing. `expected` must be the same on
+    all ranks (JSON-able); with a `problem` this rank cannot take part; `address` is its own, as rank 0's node can reach
+    it.
 
     Raises on every rank that is there, if one is missing, has a problem, or expects something else: GroupError on
     rank 0, ToldError on the others. RuntimeError if the store is gone.
@@ -261,11 +255,7 @@ _CAUSE_S = 3.0
 
 
 class Meeting:
-    """One rank's part.
-
-    Args:
-        ranks: this rank's place, as its launcher says it.
-    """
+    """One rank's part."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -279,13 +269,8 @@ class Meeting:
         return self._found.store
 
     def join(self, timeout_s: float, expected: Mapping[str, object] | None = None) -> Ranks:
-        """Returns this rank's place once all ranks are there.
-
-        Ranks of torchrun meet in the store of its agent, which has numbered them: they need no roll call.
-
-        Args:
-            timeout_s: seconds for which the ranks wait for each other.
-            expected: what must be the same on all ranks (JSON-able), besides their number.
+        """Returns this rank's place once all ranks are there and expect the same (JSON-able). Ranks of torchrun meet in
+        the store of its agent, which has numbered them: they need no roll call.
 
         Raises RunError, of which one rank at most is no ToldError: there is no way to meet, ranks are missing, two
         processes have one rank, or a rank expects something else, or has a problem. JobError if MASTER_ADDR or

@@ -160,19 +160,11 @@ class LaunchPlace:
 def where(
     env: Mapping[str, str],
     which: Callable[[str], str | None],
-    read: Callable[[Path], list[HostSlots]] = read_hosts,
 ) -> LaunchPlace:
-    """Returns the place that `env` describes.
+    """Returns the place that an environment and the installed programs describe.
 
-    Args:
-        env: the environment of the process.
-        which: returns the path of a program, or None if it is not installed.
-        read: returns the hosts of a node file.
-
-    Raises:
-        JobError: this process is one of several that a launcher started (on all but rank 0 ToldError); an allocation's
-            list of nodes is missing or cannot be read.
-    """
+    Raises JobError if this process is one of several that a launcher started (on all but rank 0 ToldError), and if an
+    allocation's list of nodes is missing or cannot be read."""
     # A batch shell has SLURM_NTASKS without a step: that is where a launch belongs.
     ranks = detected({name: value for name, value in env.items() if name != "SLURM_NTASKS" or "SLURM_STEP_ID" in env})
     if ranks is not None and ranks.world > 1:
@@ -198,7 +190,7 @@ def where(
     if env.get("PBS_JOBID"):
         if not env.get("PBS_NODEFILE"):
             raise JobError("PBS_JOBID is set, but PBS_NODEFILE is not: start this inside the job's own shell")
-        return LaunchPlace("pbs job", env["PBS_JOBID"], tuple(read(Path(env["PBS_NODEFILE"]))))
+        return LaunchPlace("pbs job", env["PBS_JOBID"], tuple(read_hosts(Path(env["PBS_NODEFILE"]))))
     if env.get("KUBERNETES_SERVICE_HOST"):
         return LaunchPlace("pod")
     if which("sbatch"):
@@ -245,18 +237,8 @@ def launcher_for(
     site: Site | None,
     version: Callable[[], str],
 ) -> Launcher:
-    """Returns the launcher: the wanted one, or the one of the place.
-
-    Args:
-        place: where this is.
-        nodes: nodes of the job.
-        wanted: --launcher; None if the user leaves it open.
-        hosts_given: whether there is a host file.
-        site: the site's settings, if it is known.
-        version: returns what `mpiexec --version` prints; empty if there is none.
-
-    Raises JobError where nothing can start the job, with the ways to start it.
-    """
+    """Returns the launcher: the wanted one, or that of the place. `version` returns what `mpiexec --version` prints.
+    Raises JobError where nothing can start the job, with the ways to start it."""
     if wanted:
         return wanted
     if hosts_given:
@@ -294,14 +276,8 @@ def with_own_mpiexec(
     launcher: Launcher, command: HostCommand, which: Callable[[str], str | None], *, starts: bool
 ) -> HostCommand:
     """Returns the command with the launcher's own mpiexec. Where several MPIs are installed without modules, as on
-    Debian, they are called mpiexec.openmpi and mpiexec.mpich, and mpiexec is one of them.
-
-    Args:
-        launcher: the launcher.
-        command: its command.
-        which: returns the path of a program, or None if it is not installed.
-        starts: whether the command is to be started here: then JobError is raised if its mpiexec is another's.
-    """
+    Debian, they are called mpiexec.openmpi and mpiexec.mpich, and mpiexec is one of them. Raises JobError if the
+    command is to be started here (`starts`), and its mpiexec is another's."""
     program = which(command.argv[0]) if launcher in _FLAVORS else None
     if program is None:
         return command

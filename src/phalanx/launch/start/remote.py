@@ -68,15 +68,9 @@ _LOST = {
 
 
 class RemoteNodes:
-    """The nodes of one run.
-
-    Args:
-        commands: one for each node, that of the rendezvous' host first.
-        least: nodes without which the run cannot go on.
-        secrets: variables that the nodes read from their standard input.
-        grace_s: seconds for which nodes that were asked to stop may take.
-        bare_stdout: print standard output without the host in front: it is a document.
-    """
+    """The nodes of one run: a command for each, that of the rendezvous' host first; without `least` of them it cannot
+    go on. `secrets` are variables that they read from their standard input. Nodes that were asked to stop may take
+    `grace_s`. A `bare_stdout` is a document: it is printed without the host in front."""
 
     def __init__(
         self,

@@ -24,10 +24,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+from phalanx.bounded import read_json
+from phalanx.config.typed import read_as
 from phalanx.data.files import open_regular
 from phalanx.echo import echo
 from phalanx.errors import RunError
@@ -120,17 +122,10 @@ class Finding:
 
 
 class Watchdog:
-    """Watches the ranks of one attempt on this machine.
-
-    Args:
-        directory: the folder of their heartbeat files.
-        limits: when a silent rank hangs.
-        tell: prints a line for the user.
-        metrics: the run's metrics.jsonl, to which slow ranks are appended; None for no file.
-        hosts: the host of every rank, if they are on several machines.
-        states: the folder for the file with the state of every rank, for the live view; None for none.
-        load: returns how many processes want each core.
-    """
+    """Watches the ranks of one attempt on this machine, whose heartbeat files are in `directory`. `tell` prints a line
+    for the user, slow ranks are appended to `metrics`, and the state of every rank is written to the folder `states`,
+    for the live view. `hosts` has the host of every rank, if they are on several machines. `load` returns how many
+    processes want each core."""
 
     def __init__(
         self,
@@ -335,93 +330,85 @@ def write(finding: Finding, directory: Path, name: str = "hang") -> None:
     writer.join(_WRITE_S)
 
 
-HOSTS = "hosts.json"
-"""The file in the folder of heartbeats with the host of every rank."""
-
 _NODE_POLL_S = 0.2
 _FIRST_RANK_S = 60.0  # for the first rank to write its heartbeat
 _LAST_WORDS_S = 5.0  # for the others to notice that a rank is gone, before its end is explained
 
 
-class _NodeRanks:
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._files: dict[Path, HeartbeatFile] = {}
-        self.exits: dict[int, int] = {}
-        """Ended ranks: 0 after the end of training, -1 otherwise, since only their parent knows more."""
+@dataclass(frozen=True)
+class NodeWatch:
+    """What the watchdog of a node is to do; a file in the folder of heartbeats."""
 
-    def running(self) -> dict[int, int]:
-        """Returns the process ids of running ranks, and notes those that have ended since the last call."""
-        for path in set(self._directory.glob(heartbeat.file_name("*"))) - self._files.keys():
-            self._files[path] = HeartbeatFile(path)
+    hosts: tuple[str, ...]
+    """The host of every rank."""
+    limits: Limits
+    reports: str
+    metrics: str
+    """metrics.jsonl; empty for none."""
+
+    FILE: ClassVar[str] = "watch.json"
+
+    def write(self, directory: Path) -> None:
+        (directory / self.FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+
+def main(directory: Path) -> None:
+    """Watches the ranks of a node, whose heartbeats are in the folder, until they have ended, and kills them if they
+    hang. Removes the folder."""
+    try:
+        with owned(directory):
+            _watch_node(directory, read_as(NodeWatch, read_json(directory / NodeWatch.FILE)))
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _watch_node(directory: Path, asked: NodeWatch) -> None:
+    def say(line: str) -> None:
+        echo(f"phalanx: {line}", file=sys.stderr, flush=True)
+
+    reports, rows = Path(asked.reports), Path(asked.metrics) if asked.metrics else None
+    watchdog = Watchdog(directory, asked.limits, say, rows, asked.hosts, reports)
+    files: dict[Path, HeartbeatFile] = {}
+    exits: dict[int, int] = {}  # 0 after the end of training, -1 otherwise, since only their parent knows more
+
+    def running() -> dict[int, int]:
+        for path in set(directory.glob(heartbeat.file_name("*"))) - files.keys():
+            files[path] = HeartbeatFile(path)
         pids = {}
-        for record in [file.read(0) for file in self._files.values()]:
-            process = process_state(record.pid) if record.rank not in self.exits else None
+        for record in [file.read(0) for file in files.values()]:
+            process = process_state(record.pid) if record.rank not in exits else None
             if process is not None and process.start_ticks == record.start_ticks and process.state != "Z":
                 pids[record.rank] = record.pid
             else:
-                self.exits.setdefault(record.rank, 0 if record.phase >= Phase.END else -1)
+                exits.setdefault(record.rank, 0 if record.phase >= Phase.END else -1)
         return pids
 
-
-def watch(watchdog: Watchdog, reports: Path) -> None:
-    """Watches the ranks of a node until they have ended, and kills them if they hang."""
-    ranks, began, gone = _NodeRanks(watchdog.directory), time.monotonic(), None
-    explained = False
-    while True:
+    began, gone, explained = time.monotonic(), 0.0, False
+    pids: dict[int, int] | None = None
+    while pids is None or pids or (not exits and time.monotonic() - began < _FIRST_RANK_S):
         time.sleep(_NODE_POLL_S)
-        pids = ranks.running()
-        if finding := watchdog.poll(pids, ranks.exits):
-            _say(finding.message)
-            for pid in ranks.running().values():
+        pids = running()
+        if finding := watchdog.poll(pids, exits):
+            say(finding.message)
+            for pid in running().values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             write(finding, reports, f"hang.{watchdog.host}")
             return
-        if gone is None and -1 in ranks.exits.values():
-            gone = time.monotonic()
-        if gone and not explained and (not pids or time.monotonic() - gone > _LAST_WORDS_S):
-            explained = True
-            if words := watchdog.post_mortem(ranks.exits):
-                _say(words)
-        if not pids and (ranks.exits or time.monotonic() - began > _FIRST_RANK_S):
-            return
-
-
-def _say(line: str) -> None:
-    echo(f"phalanx: {line}", file=sys.stderr, flush=True)
-
-
-def main(argv: Sequence[str]) -> None:
-    """Runs the watchdog of one node; the module's text names its arguments."""
-    folder, reports, hang_s, start_s, metrics = argv[:5]
-    directory = Path(folder)
-    try:
-        hosts = json.loads((directory / HOSTS).read_text(encoding="utf-8"))
-        limits = Limits(float(hang_s), float(start_s), follows="follows" in argv[5:])
-        with owned(directory):
-            rows, states = Path(metrics) if metrics else None, Path(reports)
-            watch(Watchdog(directory, limits, _say, rows, hosts, states), states)
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+        if -1 in exits.values():
+            gone = gone or time.monotonic()
+            if not explained and (not pids or time.monotonic() - gone > _LAST_WORDS_S):
+                explained = True
+                if words := watchdog.post_mortem(exits):
+                    say(words)
 
 
 def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports: Path, metrics: Path | None) -> None:
     """Starts this rank's heartbeat; the first rank that comes on a node also starts the node's watchdog.
 
-    All ranks call it, in their process group.
-
-    Args:
-        ranks: this rank's place.
-        hosts: the host of every rank.
-        token: of this attempt, the same on all ranks: the store may still know those of older attempts.
-        limits: when a silent rank hangs.
-        reports: the folder for the watchdog's reports.
-        metrics: metrics.jsonl, to which rank 0's node appends slow ranks; None for no file.
-
-    Raises:
-        RunError: the folder of the node's heartbeats is not private to this user.
-    """
+    All ranks call it, in their process group. `token` is this attempt's, the same on all ranks: the store may still
+    know those of older attempts. The watchdog writes to `reports`; that of rank 0's node appends slow ranks to
+    `metrics`. Raises RunError if the folder of the node's heartbeats is not private to this user."""
     import torch.distributed as dist  # the watchdog, a process of its own, imports no torch
 
     store = dist.distributed_c10d._get_default_store()
@@ -436,11 +423,9 @@ def join(ranks: Ranks, hosts: Sequence[str], token: str, limits: Limits, reports
             raise RunError(f"{directory}, where the ranks of this node should write their heartbeats, is not private")
     heartbeat.start(directory, ranks.rank, ranks.world)
     if leads:
-        (directory / HOSTS).write_text(json.dumps(list(hosts)), encoding="utf-8")
-        first_node = hosts[0] == platform.node()
-        command = [sys.executable, "-P", "-m", "phalanx.launch.watchdog.watchdog", str(directory), str(reports)]
-        command += [str(limits.hang_s), str(limits.start_s), str(metrics) if metrics and first_node else ""]
-        command += ["follows"] if limits.follows else []
+        rows = str(metrics) if metrics and hosts[0] == platform.node() else ""
+        NodeWatch(tuple(hosts), limits, str(reports), rows).write(directory)
+        command = [sys.executable, "-P", "-m", "phalanx.launch.watchdog.watchdog", str(directory)]
         # Its own session: what ends this rank's process group does not end it. It ends after the node's ranks.
         subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
@@ -449,4 +434,4 @@ if __name__ == "__main__":
     # A step of Slurm signals every process in it. The ranks stop, and this process watches them to their end.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    main(sys.argv[1:])
+    main(Path(sys.argv[1]))
