@@ -30,8 +30,7 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_]{0,254}"
 
 @dataclass(frozen=True)
 class Exported:
-    values: Mapping[str, str]
-    """Names and values that may be shown and written down."""
+    values: Mapping[str, str]  # names and values that may be shown and written down
     secrets: tuple[str, ...] = ()
     """Names that the user has given one by one although they look like secrets: their values are handed over, but
     neither shown nor written."""

@@ -15,18 +15,15 @@ from phalanx.nearest import divisors, nearest_of
 
 RANKS_PER_CORE = 8
 """Most ranks on a core of a CPU: beyond that they wait for each other's turns more than they compute."""
-FEW_RANKS = 16
-"""Ranks that every machine may have, however few cores it has."""
-RANK_BYTES = 256 * 2**20
-"""Memory of a rank's own before it holds a model: Python, torch and the process group."""
+FEW_RANKS = 16  # ranks that every machine may have, however few cores it has
+RANK_BYTES = 256 * 2**20  # memory of a rank's own before it holds a model: Python, torch and the process group
 FLAG = "--oversubscribe"
 
 
 @dataclass(frozen=True)
 class Machine:
     cores: int
-    free_bytes: int
-    """Memory that is available now; with swap space."""
+    free_bytes: int  # memory that is available now; with swap space
     devices: int
 
 
@@ -102,8 +99,7 @@ def problems(ranks: int, device: str, machine: Machine, *, oversubscribe: bool, 
 class ProcessGrid:
     """How many nodes, and how many processes on each."""
 
-    nodes: int
-    """The most, for which the layout is."""
+    nodes: int  # the most, for which the layout is
     per_node: int
     least_nodes: int
     """Nodes without which the run waits; as many as `nodes` unless a range was asked for."""
@@ -122,22 +118,15 @@ class ProcessGrid:
 class GridRequest:
     """What is known before the grid is."""
 
-    nnodes: str = ""
-    """N or N:M as the user wrote it; empty if open."""
-    per_node: str = ""
-    """A number, "auto" for the devices of a node, or empty if open."""
+    nnodes: str = ""  # N or N:M as the user wrote it; empty if open
+    per_node: str = ""  # a number, "auto" for the devices of a node, or empty if open
     processes: int = 0
-    layout: int = 0
-    """Processes of the layout; 0 if the planner chooses it."""
+    layout: int = 0  # processes of the layout; 0 if the planner chooses it
     layout_words: str = ""
-    cluster_nodes: int = 0
-    """Nodes that the job's cluster has; 0 if the job does not say."""
-    available: int = 0
-    """Nodes of the allocation or of the host file; 0 if unknown."""
-    where: str = ""
-    """The source of `available`, in words."""
-    devices: int = 0
-    """Accelerators of a node; 0 if there are none, or if it is unknown."""
+    cluster_nodes: int = 0  # nodes that the job's cluster has; 0 if the job does not say
+    available: int = 0  # nodes of the allocation or of the host file; 0 if unknown
+    where: str = ""  # the source of `available`, in words
+    devices: int = 0  # accelerators of a node; 0 if there are none, or if it is unknown
     cpu: bool = False
 
 

@@ -27,8 +27,7 @@ _PY_SPY_S = 10.0
 class ProcessState:
     """The state of a process's main thread."""
 
-    state: str
-    """The kernel's letter: R running, S sleeping, D uninterruptible, T stopped, t traced, Z ended."""
+    state: str  # the kernel's letter: R running, S sleeping, D uninterruptible, T stopped, t traced, Z ended
     wchan: str
     """The kernel function in which it sleeps; empty if it does not, or if this user may not know."""
     start_ticks: int

@@ -52,12 +52,10 @@ class Attempts:
         self.signals = StopSignals()
         self.policy = RestartPolicy(restarts)
         self.count = 0
-        self.code = 0
-        """Exit code of the latest attempt that has ended."""
+        self.code = 0  # exit code of the latest attempt that has ended
         self._standby: ForkServer | None = None
         self._restarted: dict[str, object] = {}
-        self.world: int | None = None
-        """Ranks of the attempt, on all nodes; None if all are on this one."""
+        self.world: int | None = None  # ranks of the attempt, on all nodes; None if all are on this one
 
     def run(self, command: Sequence[str], processes: int) -> int:
         """Runs `python -m COMMAND` as this many ranks, again and again while they fail and the policy says so. Returns
@@ -193,8 +191,7 @@ def _end(rank: int, ended: Exit, logs: AttemptLogs, left_early: str) -> End:
     return End(rank, ended.code, ended.time, ended.killed, outcome, last_words, left_early)
 
 
-_EXPLANATION_S = 2.0
-"""Seconds for which a node whose ranks lost their peers waits for the host to say why."""
+_EXPLANATION_S = 2.0  # seconds for which a node whose ranks lost their peers waits for the host to say why
 _LOST = (*TEXTS, "did not come")
 _ELSEWHERE = Ending("the host goes on without this node")
 
@@ -206,8 +203,7 @@ class NodeAttempts(Attempts):
     def __init__(self, nodes: Nodes, *how: Any):
         super().__init__(*how)
         self.terms, self.link = nodes.terms, nodes.join()
-        self.round: Round | None = None
-        """The round that this node takes part in, or has taken part in."""
+        self.round: Round | None = None  # the round that this node takes part in, or has taken part in
         self._over: tuple[int, str] | None = None
         """Exit code and message once another node or the user has ended the run."""
         self._ending: Ending | None = None
@@ -311,8 +307,7 @@ class NodeAttempts(Attempts):
             time.sleep(0.05)
 
 
-UNLIMITED = Limits(0.0, 0.0)
-"""Ranks may be silent for any time."""
+UNLIMITED = Limits(0.0, 0.0)  # ranks may be silent for any time
 NO_RESTARTS = Restarts()
 
 

@@ -45,8 +45,7 @@ WORDS = ("run.nnodes", "layout", "layout.bucket_mb", "train.global_batch", "clus
 class NodeFailure:
     """The end of a round on a node whose ranks failed by themselves."""
 
-    code: int
-    """Exit code of the launch, if nothing follows."""
+    code: int  # exit code of the launch, if nothing follows
     message: str
     final: bool
 
@@ -59,30 +58,23 @@ class NodeState:
     processes: int
     round: int = 0
     """The newest round of this host that it has taken part in; 0 before the first."""
-    waits: bool = True
-    """True while it has no ranks and waits for a round."""
-    done: bool = False
-    """True once its ranks have ended well: it does not take part in another round."""
-    failure: NodeFailure | None = None
-    """Why its ranks failed in that round, if they did by themselves."""
-    key: str = ""
-    """The key of the run (key.py), which is asked for when it joins."""
+    waits: bool = True  # true while it has no ranks and waits for a round
+    done: bool = False  # true once its ranks have ended well: it does not take part in another round
+    failure: NodeFailure | None = None  # why its ranks failed in that round, if they did by themselves
+    key: str = ""  # the key of the run (key.py), which is asked for when it joins
 
 
 @dataclass(frozen=True)
 class Round:
     """One attempt of all nodes together."""
 
-    number: int
-    """From 1."""
+    number: int  # from 1
     members: tuple[int, ...]
     """The slots of the nodes that take part, in the order of their ranks; the host is first."""
-    reason: str
-    """Why it began; empty for the first one."""
+    reason: str  # why it began; empty for the first one
     address: str
     port: int
-    generation: str
-    """Generation of the run directory (launch/logs.py)."""
+    generation: str  # generation of the run directory (launch/logs.py)
     attempt: str
     words: tuple[str, ...]
     """Words of the command line that adapt the job to the number of nodes, of the fields WORDS."""
@@ -93,14 +85,12 @@ class Ending:
     reason: str
     saves: bool = False
     """True if the ranks can stop with a checkpoint; otherwise they are killed."""
-    code: int | None = None
-    """Exit code of every node if no other round follows."""
+    code: int | None = None  # exit code of every node if no other round follows
 
 
 @dataclass(frozen=True)
 class Notice:
-    slot: int
-    """The node's number at this host, from 0: the host itself."""
+    slot: int  # the node's number at this host, from 0: the host itself
     round: Round | None = None
     ending: Ending | None = None
     refusal: str = ""
@@ -129,8 +119,7 @@ def decode_notice(line: bytes) -> Notice:
     return notice
 
 
-FIRST_CALL_S = 30.0
-"""Seconds for which the first round waits for more nodes than it needs."""
+FIRST_CALL_S = 30.0  # seconds for which the first round waits for more nodes than it needs
 HOST = 0
 
 
@@ -138,12 +127,10 @@ HOST = 0
 class Terms:
     """The nodes that a run accepts, and how long it waits for them."""
 
-    least: int
-    """Nodes without which no round begins."""
+    least: int  # nodes without which no round begins
     most: int
     processes: int
-    patience_s: float
-    """Seconds for which the nodes wait until there are enough of them."""
+    patience_s: float  # seconds for which the nodes wait until there are enough of them
 
 
 Plan = Callable[[int, tuple[int, ...], str], Round]
@@ -294,8 +281,7 @@ class HostLink:
         for work in (self._server.serve_forever, self._tick):
             threading.Thread(target=work, name="phalanx-nodes", daemon=True).start()
 
-    silent_s = 0.0
-    """The host hears itself."""
+    silent_s = 0.0  # the host hears itself
 
     def exchange(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
@@ -364,8 +350,7 @@ class GuestLink:
         self._address, self._state, self._silence_s, self._key = address, state, silence_s, key
         self._lost = Ending(f"there is no connection to the host, {address[0]}:{address[1]}")
         self._said = state
-        self.notice = Notice(-1)
-        """The newest that the host has said."""
+        self.notice = Notice(-1)  # the newest that the host has said
         self._heard = time.monotonic()
         self._changed = threading.Condition()
         self._closed = False
@@ -454,11 +439,9 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 class Nodes:
     """The nodes of a run, as the job describes them."""
 
-    endpoint: tuple[str, int]
-    """Where the host listens: a name or address of its machine, and a port."""
+    endpoint: tuple[str, int]  # where the host listens: a name or address of its machine, and a port
     terms: Terms
-    silence_s: float
-    """Seconds without a sign of life after which a node, or the host, is lost."""
+    silence_s: float  # seconds without a sign of life after which a node, or the host, is lost
     words: Callable[[int], tuple[str, ...]]
     """Returns the words that adapt the job to a number of nodes. Raises PhalanxError if none do."""
     directory: Path

@@ -19,10 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO, cast
 
-LIMIT = 1 << 18
-"""Bytes that may wait for a slow reader."""
-LINGER_S = 3.0
-"""Seconds for which the end of a run waits for a slow reader."""
+LIMIT = 1 << 18  # bytes that may wait for a slow reader
+LINGER_S = 3.0  # seconds for which the end of a run waits for a slow reader
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # EIO: the terminal was closed
 
 
@@ -94,8 +92,7 @@ class Outlet:
     """
 
     def __init__(self, descriptor: int, is_regular: bool = False, limit: int = LIMIT):
-        self.lost = 0
-        """Lines dropped since the last note about dropped lines."""
+        self.lost = 0  # lines dropped since the last note about dropped lines
         # A descriptor of its own: the thread may outlast the caller's, whose number then means another file.
         self._descriptor, self._is_regular, self._limit = os.dup(descriptor), is_regular, limit
         self._queue: deque[bytes] = deque()

@@ -124,8 +124,7 @@ class _Answer:
     """Pickled by value: tensors sent through multiprocessing are handles that die with the process."""
     error: BaseException | None = None
     trace: str = ""
-    exit_code: int | None = None
-    """-n for a death by signal n."""
+    exit_code: int | None = None  # -n for a death by signal n
 
 
 class _PoolProcess:

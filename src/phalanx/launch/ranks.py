@@ -15,14 +15,10 @@ from dataclasses import dataclass
 
 from phalanx.errors import JobError, RunError
 
-LAUNCHER_PID = "PHALANX_LAUNCHER_PID"
-"""Process id that the rank's parent must have."""
-LOG_DIR = "PHALANX_LOG_DIR"
-"""Directory of the rank's logs and of its outcome.json."""
-STORE = "PHALANX_STORE"
-"""File through which the ranks of one attempt find each other."""
-HEARTBEATS = "PHALANX_HEARTBEATS"
-"""Folder of the heartbeat files of one attempt (launch/watchdog)."""
+LAUNCHER_PID = "PHALANX_LAUNCHER_PID"  # process id that the rank's parent must have
+LOG_DIR = "PHALANX_LOG_DIR"  # directory of the rank's logs and of its outcome.json
+STORE = "PHALANX_STORE"  # file through which the ranks of one attempt find each other
+HEARTBEATS = "PHALANX_HEARTBEATS"  # folder of the heartbeat files of one attempt (launch/watchdog)
 GENERATION = "PHALANX_GENERATION"
 """Generation of the run directory that the attempt has claimed (launch/logs.py)."""
 RESTARTED = "PHALANX_RESTARTED"
@@ -46,16 +42,14 @@ _LAST_PORT = 65535
 class Ranks:
     """The place of one process in the group."""
 
-    rank: int
-    """Index among all processes, 0 … world - 1."""
+    rank: int  # index among all processes, 0 … world - 1
     world: int
     local_rank: int | None
     """Index among the processes of this node; also the index of its device. None if the launcher does not report it:
     the ranks find it out when they meet (launch/meet)."""
     local_world: int | None
     """Number of processes on this node; None if the launcher does not report it."""
-    node_rank: int | None
-    """Index of this node; None if the launcher does not report it."""
+    node_rank: int | None  # index of this node; None if the launcher does not report it
     source: str
     """The launcher: torchrun, pals, openmpi, mpich (also Intel MPI), mvapich2, jsrun, flux, slurm, or single."""
 
@@ -85,8 +79,7 @@ class _LauncherVariables:
     local_rank: str
     local_world: str = ""
     node_rank: str = ""
-    needs: str = ""
-    """Further variables that must be present for the set to count."""
+    needs: str = ""  # further variables that must be present for the set to count
     proves: str = ""
     """Variables that nobody exports by hand: one of them proves that the launcher has started this process. The set
     then counts also without a local rank."""

@@ -25,8 +25,7 @@ from phalanx.launch.ranks import LOG_DIR
 from phalanx.launch.verdict import WATCHDOG_CODE, Outcome
 from phalanx.launch.watchdog.watchdog import Finding, Watchdog
 
-LONGEST_S = 3600.0
-"""A job that has more time left was not signalled because its time ends."""
+LONGEST_S = 3600.0  # a job that has more time left was not signalled because its time ends
 
 
 def grace_left(stated_s: float, env: Mapping[str, str], now: float) -> float:
@@ -158,12 +157,9 @@ _SILENT_PEER_GRACE_S = 0.5  # after a rank that was killed: its peers know less 
 
 @dataclass(frozen=True)
 class Exit:
-    code: int
-    """Exit code as in a shell: 128 + n for a death by signal n."""
-    time: float
-    """Seconds since the epoch when the exit was observed."""
-    killed: bool
-    """True if the launcher killed it, so that it is not a cause."""
+    code: int  # exit code as in a shell: 128 + n for a death by signal n
+    time: float  # seconds since the epoch when the exit was observed
+    killed: bool  # true if the launcher killed it, so that it is not a cause
 
 
 class StopSignals:
@@ -200,12 +196,9 @@ class Supervisor:
         self, outcome: Callable[[int], Outcome | None], grace_s: float, signals: StopSignals, watchdog: Watchdog
     ):
         self.exits: dict[int, Exit] = {}
-        self.stop_signal: signal.Signals | None = None
-        """The signal that was forwarded to the ranks."""
-        self.finding: Finding | None = None
-        """The reason for which the watchdog had all ranks killed."""
-        self.watchdog: Watchdog | None = watchdog
-        """None once it has failed."""
+        self.stop_signal: signal.Signals | None = None  # the signal that was forwarded to the ranks
+        self.finding: Finding | None = None  # the reason for which the watchdog had all ranks killed
+        self.watchdog: Watchdog | None = watchdog  # none once it has failed
         self._outcome = outcome
         self._grace_s = grace_s
         self._requests = signals.requests

@@ -45,14 +45,10 @@ _ROOM_BYTES = 1 << 15
 @dataclass(frozen=True)
 class Outcome:
     rank: int
-    code: int
-    """Exit code; phalanx.errors has the table."""
-    message: str
-    """Message for the user; empty on success."""
-    traceback: str | None
-    """Set only for a bug: a user's mistake is shown as a message."""
-    time: float
-    """Seconds since the epoch; the earliest failure is the cause."""
+    code: int  # exit code; phalanx.errors has the table
+    message: str  # message for the user; empty on success
+    traceback: str | None  # set only for a bug: a user's mistake is shown as a message
+    time: float  # seconds since the epoch; the earliest failure is the cause
 
     def write(self, directory: Path) -> None:
         """Writes directory/outcome.json atomically, in the room that `reserve_room` has kept for it."""
@@ -173,22 +169,18 @@ class Restarts:
     """Returns the newest step that the run has done, and when, in seconds since the epoch; None before the first."""
     directory: Path | None = None
     """The run directory, whose generation every attempt claims; None for runs without one."""
-    preload: Sequence[str] = ()
-    """Modules that a standby process imports, so that restarted ranks need not."""
+    preload: Sequence[str] = ()  # modules that a standby process imports, so that restarted ranks need not
 
 
 @dataclass(frozen=True)
 class Failure:
     """The end of an attempt, as the policy sees it."""
 
-    code: int
-    """Exit code of the launch, if nothing follows."""
+    code: int  # exit code of the launch, if nothing follows
     first: End | None
     """The rank that failed first; None if the watchdog had all of them killed."""
-    step: int | None
-    """The newest step that the attempt has done; None if it has done none."""
-    out_of_memory: bool = False
-    """True if the kernel ended a process for lack of memory during the attempt."""
+    step: int | None  # the newest step that the attempt has done; None if it has done none
+    out_of_memory: bool = False  # true if the kernel ended a process for lack of memory during the attempt
 
     @property
     def signature(self) -> tuple[int, str, int | None]:
@@ -280,8 +272,7 @@ def memory_kills(read: Callable[[Path], str] = Path.read_text) -> int:
     return kills
 
 
-WATCHDOG_CODE = 124
-"""Exit code of a launch whose ranks the watchdog had killed, as of timeout(1)."""
+WATCHDOG_CODE = 124  # exit code of a launch whose ranks the watchdog had killed, as of timeout(1)
 
 
 @dataclass(frozen=True)
@@ -289,17 +280,12 @@ class End:
     """The end of one rank as observed by the launcher and as reported by the rank."""
 
     rank: int
-    code: int
-    """Exit code as in a shell: 128 + n for a death by signal n."""
+    code: int  # exit code as in a shell: 128 + n for a death by signal n
     time: float
-    killed: bool
-    """True if the launcher killed it."""
-    outcome: Outcome | None
-    """None if the rank had no time to report."""
-    last_words: str = ""
-    """The end of its standard error, if that went to a file."""
-    left_early: str = ""
-    """Where it was in training if it ended as if done; else empty."""
+    killed: bool  # true if the launcher killed it
+    outcome: Outcome | None  # none if the rank had no time to report
+    last_words: str = ""  # the end of its standard error, if that went to a file
+    left_early: str = ""  # where it was in training if it ended as if done; else empty
 
     @property
     def report(self) -> Outcome | None:

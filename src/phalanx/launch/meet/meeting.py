@@ -47,8 +47,7 @@ from phalanx.units import listed
 
 GRACE_S = 5.0
 """Seconds that others wait longer than rank 0, which names who is missing; and that its store waits to be read."""
-REFUSAL_S = 30.0
-"""Seconds for which a rank with a problem waits for the others to tell them."""
+REFUSAL_S = 30.0  # seconds for which a rank with a problem waits for the others to tell them
 _MORE_PROBLEMS_S = 2.0  # from the first problem until rank 0 gives its verdict, if not all ranks are there
 _SHOWN = 16  # ranks in a message
 _SHOWN_PROBLEMS = 5
@@ -58,16 +57,14 @@ _SHOWN_PROBLEMS = 5
 class Problem:
     message: str
     code: int = RunError.exit_code
-    own: bool = True
-    """True if the message does not say which rank has it."""
+    own: bool = True  # true if the message does not say which rank has it
     rank: int = -1
     host: str = ""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    message: str
-    """Empty if the group is complete."""
+    message: str  # empty if the group is complete
     code: int
     nodes: tuple[int, ...]
     """The node of every rank, numbered as they come; empty if all ranks know their place on their node."""
@@ -248,8 +245,7 @@ def break_connections(keep: Store) -> None:
                     connection.shutdown(socket.SHUT_RDWR)
 
 
-_SPEAKER_S = 1.0
-"""Seconds for which a rank with an error waits for rank 0 to say that it prints the same."""
+_SPEAKER_S = 1.0  # seconds for which a rank with an error waits for rank 0 to say that it prints the same
 _CAUSE_S = 3.0
 """Seconds for which a rank that only lost a peer waits for the rank that failed first, and rank 0 for the others."""
 
@@ -258,8 +254,7 @@ class Meeting:
     """One rank's part."""
 
     def __init__(self, ranks: Ranks):
-        self.ranks = ranks
-        """This rank's place; after `join` without gaps."""
+        self.ranks = ranks  # this rank's place; after `join` without gaps
         self._found: FoundStore | None = None
         self._complete = self._hopeless = False
 

@@ -89,11 +89,9 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Offer:
-    addresses: tuple[str, ...]
-    """Addresses or host names, the best one first."""
+    addresses: tuple[str, ...]  # addresses or host names, the best one first
     port: int
-    token: str
-    """The store that rank 0 holds knows it: another program at the same place does not."""
+    token: str  # the store that rank 0 holds knows it: another program at the same place does not
 
     @classmethod
     def decode(cls, text: str) -> Offer:
@@ -242,8 +240,7 @@ def channel_of(ranks: Ranks, env: Mapping[str, str]) -> OfferChannel:
 @dataclass(frozen=True)
 class FoundStore:
     store: Store
-    host: str
-    """The address by which this rank reaches it."""
+    host: str  # the address by which this rank reaches it
     holds: bool = False
 
 

@@ -36,27 +36,21 @@ class StartRequest:
     grid: ProcessGrid
     hosts: tuple[str, ...]
     """The hosts to use, the first of which is the host of the rendezvous; empty if only the launcher knows them."""
-    endpoint: tuple[str, int] | None
-    """Where the nodes meet; None on one node."""
+    endpoint: tuple[str, int] | None  # where the nodes meet; None on one node
     ranks_by: RanksBy
     exported: Exported
-    python: str
-    """Path of the interpreter, the same on every host."""
-    folder: str
-    """The working directory, the same on every host."""
+    python: str  # path of the interpreter, the same on every host
+    folder: str  # the working directory, the same on every host
     job_id: str = ""
     cpu_bind: str = ""
-    cpus_per_rank: int = 0
-    """Processors of a rank for launchers that ask; 0 leaves it to them."""
+    cpus_per_rank: int = 0  # processors of a rank for launchers that ask; 0 leaves it to them
     devices: int = 0
     in_step: bool = False
     stop_after_s: int = 0
     """Seconds after which the run is asked to stop with a checkpoint; 0 is never."""
-    extra: tuple[str, ...] = ()
-    """The user's own options of the launcher."""
+    extra: tuple[str, ...] = ()  # the user's own options of the launcher
     remote_shell: tuple[str, ...] = ()
-    grace_s: float = 30.0
-    """Seconds that the nodes need from the first end to the last."""
+    grace_s: float = 30.0  # seconds that the nodes need from the first end to the last
 
 
 @dataclass(frozen=True)
@@ -65,8 +59,7 @@ class HostCommand:
 
     argv: tuple[str, ...]
     hosts: tuple[str, ...] = ()
-    stdin: str = ""
-    """What is written to its standard input, in words; empty if nothing is."""
+    stdin: str = ""  # what is written to its standard input, in words; empty if nothing is
 
     @property
     def shell(self) -> str:
@@ -113,8 +106,7 @@ def ephemeral_ports(path: Path = Path("/proc/sys/net/ipv4/ip_local_port_range"))
     return range(first, last + 1)
 
 
-SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15"
-"""Never asks for a password: ten hosts would ask at once."""
+SSH = "ssh -o BatchMode=yes -o ConnectTimeout=15"  # never asks for a password: ten hosts would ask at once
 
 
 def _remote(request: StartRequest) -> list[HostCommand]:
@@ -146,10 +138,8 @@ class LaunchPlace:
     kind: Kind
     job_id: str = ""
     hosts: tuple[HostSlots, ...] = ()
-    in_step: bool = False
-    """True in a shell that srun started: a further step must share its processors."""
-    restarts: int = 0
-    """Times that the scheduler has requeued the job."""
+    in_step: bool = False  # true in a shell that srun started: a further step must share its processors
+    restarts: int = 0  # times that the scheduler has requeued the job
 
     @property
     def is_allocation(self) -> bool:

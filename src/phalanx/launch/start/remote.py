@@ -87,8 +87,7 @@ class RemoteNodes:
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._readers: list[threading.Thread] = []
         self._signals = StopSignals()
-        self._failures: list[int] = []
-        """Exit codes of nodes that failed, in the order in which they ended."""
+        self._failures: list[int] = []  # exit codes of nodes that failed, in the order in which they ended
         self._stopped_at: float | None = None
 
     def run(self) -> int:

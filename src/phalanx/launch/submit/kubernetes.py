@@ -19,8 +19,7 @@ from phalanx.launch.template import filled, template
 FILE = "submit.yaml"
 Kind = Literal["job", "jobset", "trainjob"]
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
-_LONGEST_NAME = 40
-"""Pods and their hosts are named after the run, with up to 23 characters more."""
+_LONGEST_NAME = 40  # pods and their hosts are named after the run, with up to 23 characters more
 _LONGEST_MANIFEST = 2**20
 
 
@@ -44,22 +43,17 @@ class ManifestRequest:
     job_yaml: str
     grid: ProcessGrid
     values: dict[str, str]
-    secrets: tuple[str, ...] = ()
-    """Names of variables that pods take from the Secret `secret`."""
+    secrets: tuple[str, ...] = ()  # names of variables that pods take from the Secret `secret`
     secret: str = ""
     image: str = ""
-    claim: str = ""
-    """The PersistentVolumeClaim that holds the run directories, which all nodes share."""
-    mount: str = "/runs"
-    """Where the claim is mounted: the working directory of every pod."""
+    claim: str = ""  # the PersistentVolumeClaim that holds the run directories, which all nodes share
+    mount: str = "/runs"  # where the claim is mounted: the working directory of every pod
     namespace: str = ""
-    devices: int = 0
-    """Accelerators of a pod; 0 asks for none."""
+    devices: int = 0  # accelerators of a pod; 0 asks for none
     shm_gib: int = 8
     grace_s: float = 30.0
     max_restarts: int = 3
-    time_s: int = 0
-    """Seconds after which the Job is ended; 0 is never."""
+    time_s: int = 0  # seconds after which the Job is ended; 0 is never
 
     @property
     def resource(self) -> str:

@@ -28,13 +28,10 @@ _SUBMIT_S = 120.0
 @dataclass(frozen=True)
 class SubmitRequest:
     name: str
-    words: tuple[str, ...]
-    """The words of `phalanx launch` inside the job."""
-    python: str
-    """Path of the interpreter, the same on every node."""
+    words: tuple[str, ...]  # the words of `phalanx launch` inside the job
+    python: str  # path of the interpreter, the same on every node
     folder: str
-    directory: Path
-    """The run directory, absolute: the script and its output go there."""
+    directory: Path  # the run directory, absolute: the script and its output go there
     grid: ProcessGrid
     ranks_by: RanksBy
     site: Site
@@ -45,10 +42,8 @@ class SubmitRequest:
     requeue: bool = False
     account: str = ""
     queue: str = ""
-    options: tuple[str, ...] = ()
-    """Further options of sbatch or qsub."""
-    devices: int = 0
-    """Accelerators to ask for on each node; 0 asks for none."""
+    options: tuple[str, ...] = ()  # further options of sbatch or qsub
+    devices: int = 0  # accelerators to ask for on each node; 0 asks for none
 
 
 def parse_time(text: str) -> int:
@@ -99,10 +94,8 @@ class Submission:
     text: str
     file: Path
     command: tuple[str, ...]
-    steps: Mapping[str, str]
-    """How to watch and to cancel the job; {job} stands for its id."""
-    job: str = ""
-    """The job's id; empty if the command prints it."""
+    steps: Mapping[str, str]  # how to watch and to cancel the job; {job} stands for its id
+    job: str = ""  # the job's id; empty if the command prints it
 
     def next_steps(self, job: str) -> dict[str, str]:
         return {name: text.replace("{job}", job) for name, text in self.steps.items()}

@@ -18,12 +18,9 @@ from typing import Any, Literal
 from phalanx.launch.lifeline import ProcessState
 from phalanx.launch.watchdog.heartbeat import ChannelKey, Phase, RankRecord, RecordedCall
 
-LEAST_S = 20.0
-"""Shortest limit."""
-STEPS = 5.0
-"""The limit in steps, of the longest one so far."""
-RARE = 2.0
-"""The limit in the longest save, validation or first step (with its compilation) so far."""
+LEAST_S = 20.0  # shortest limit
+STEPS = 5.0  # the limit in steps, of the longest one so far
+RARE = 2.0  # the limit in the longest save, validation or first step (with its compilation) so far
 RARE_PHASES = frozenset({Phase.SAVE, Phase.VALIDATION})
 """Phases that are no part of a step. The first of its kind may take any time."""
 
@@ -33,10 +30,8 @@ class _Seen:
     phase: Phase
     phase_began: float
     step: int
-    since: float
-    """When the step count came to this value."""
-    rare_s: float = 0.0
-    """Seconds of RARE_PHASES since then."""
+    since: float  # when the step count came to this value
+    rare_s: float = 0.0  # seconds of RARE_PHASES since then
 
 
 class Pace:
@@ -44,10 +39,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
-        self.step_s = self.first_step_s = 0.0
-        """Longest step, and longest first step, so far."""
-        self.rare_s: dict[Phase, float] = {}
-        """Longest time in each of RARE_PHASES so far."""
+        self.step_s = self.first_step_s = 0.0  # longest step, and longest first step, so far
+        self.rare_s: dict[Phase, float] = {}  # longest time in each of RARE_PHASES so far
 
     def update(self, records: Iterable[RankRecord], now: float) -> None:
         """Takes a look at the ranks at `now`, in seconds of the clock of their records."""
@@ -91,14 +84,11 @@ def load_per_core() -> float:
     return max(float(minute), float(running.partition("/")[0])) / (os.cpu_count() or 1)
 
 
-FACTOR = 1.3
-"""Own seconds per step, relative to the median of the other ranks, from which on a rank is slow."""
+FACTOR = 1.3  # own seconds per step, relative to the median of the other ranks, from which on a rank is slow
 WINDOW_STEPS, WINDOW_S = 10, 10.0
 """A window ends when every rank has done so many steps and so many seconds have passed."""
-WINDOWS = 2
-"""Number of windows in a row in which a rank must be slow."""
-REPEAT_S = 600.0
-"""Seconds until the same rank is named again."""
+WINDOWS = 2  # number of windows in a row in which a rank must be slow
+REPEAT_S = 600.0  # seconds until the same rank is named again
 
 
 @dataclass(frozen=True)
@@ -107,10 +97,8 @@ class SlowRank:
 
     rank: int
     step: int
-    own_s: float
-    """Seconds per step that it spends itself: not waiting for other ranks."""
-    median_s: float
-    """The median of the other ranks that do the same work."""
+    own_s: float  # seconds per step that it spends itself: not waiting for other ranks
+    median_s: float  # the median of the other ranks that do the same work
 
     @property
     def factor(self) -> float:
@@ -165,15 +153,12 @@ class RankView:
     """All that is known of one rank at one moment."""
 
     rank: int
-    record: RankRecord | None
-    """None if it has not written a heartbeat yet."""
-    silent_s: float
-    """Seconds since its last sign of life."""
+    record: RankRecord | None  # none if it has not written a heartbeat yet
+    silent_s: float  # seconds since its last sign of life
     process: ProcessState | None = None
     exit_code: int | None = None
     """None while it runs; 128 + n for a death by signal n; -1 if it ended and nobody knows how."""
-    ticks_s: float = 0.0
-    """Seconds since the interpreter's last tick."""
+    ticks_s: float = 0.0  # seconds since the interpreter's last tick
 
     @property
     def ended(self) -> bool:
@@ -198,12 +183,9 @@ class Wait:
 
     rank: int
     call: RecordedCall
-    missing: tuple[int, ...]
-    """Ranks of the call that have not started it."""
-    unseen: tuple[int, ...]
-    """Ranks of the call on other machines, of which nothing is known here."""
-    arrived: tuple[int, ...]
-    """Ranks of the call that have started it."""
+    missing: tuple[int, ...]  # ranks of the call that have not started it
+    unseen: tuple[int, ...]  # ranks of the call on other machines, of which nothing is known here
+    arrived: tuple[int, ...]  # ranks of the call that have started it
 
 
 @dataclass(frozen=True)
@@ -238,12 +220,9 @@ class Diagnosis:
 class Limits:
     """Seconds without a sign of life after which a rank hangs."""
 
-    hang_s: float
-    """0: hangs are not looked for."""
-    start_s: float
-    """Until the first step is done, which loads, compiles and allocates, and after the last one."""
-    follows: bool = False
-    """Whether `hang_s` is only the longest: the limit follows the pace of the run."""
+    hang_s: float  # 0: hangs are not looked for
+    start_s: float  # until the first step is done, which loads, compiles and allocates, and after the last one
+    follows: bool = False  # whether `hang_s` is only the longest: the limit follows the pace of the run
 
     def of(self, view: RankView, pace: Pace | None = None, load: float = 1.0) -> float:
         """Returns the limit of a rank, by the run's pace if that is given and counts."""

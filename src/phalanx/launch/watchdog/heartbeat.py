@@ -53,11 +53,9 @@ class Phase(IntEnum):
     RECORD = 5
     VALIDATION = 6
     SAVE = 7
-    TEST = 8
-    """The self-test of the ranks before any training."""
+    TEST = 8  # the self-test of the ranks before any training
     END = 9
-    DONE = 10
-    """The process group has been left: nobody waits for this rank any more, and it may take any time."""
+    DONE = 10  # the process group has been left: nobody waits for this rank any more, and it may take any time
 
     @property
     def label(self) -> str:
@@ -84,8 +82,7 @@ DTYPES = (
 )
 """The operations and data types that can be recorded, by number."""
 
-MOST = (1 << 16) - 1
-"""The largest number that a root, an axis or a module can have."""
+MOST = (1 << 16) - 1  # the largest number that a root, an axis or a module can have
 CHANNELS = 1024
 CALLS = 64
 RING = CALLS + CHANNELS
@@ -181,8 +178,7 @@ class Heartbeat:
             self._map = mmap.mmap(file.fileno(), FILE_BYTES)
         view = memoryview(self._map)
         self.words, self._names = view[: NAMES * 8].cast("Q"), view[NAMES * 8 :]
-        self.waited_ns = 0
-        """Nanoseconds spent waiting for other ranks."""
+        self.waited_ns = 0  # nanoseconds spent waiting for other ranks
         self.phase_ns: dict[Phase, tuple[int, int]] = dict.fromkeys(Phase, (0, 0))
         """Nanoseconds of its own, and of waiting for other ranks, that the process has spent in each phase."""
         self._phase, self._since, self._waited_before = Phase.START, _now(), 0
@@ -422,42 +418,31 @@ _ATTEMPTS = 5  # at reading a record that is being written, which takes the writ
 class ChannelKey(NamedTuple):
     """The name of a channel, the same on all its ranks."""
 
-    group: str
-    """torch's unique name of the process group."""
-    source: int = -1
-    """The sender's global rank; -1 for collectives."""
-    target: int = -1
-    """The receiver's global rank; -1 for collectives."""
+    group: str  # torch's unique name of the process group
+    source: int = -1  # the sender's global rank; -1 for collectives
+    target: int = -1  # the receiver's global rank; -1 for collectives
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    number: int
-    """Position among all calls of the rank."""
+    number: int  # position among all calls of the rank
     channel: ChannelKey
-    sequence: int
-    """Position among the calls on this side of the channel, from 1."""
+    sequence: int  # position among the calls on this side of the channel, from 1
     operation: str
     axis: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    source: str
-    """file:line of the caller."""
-    step: int
-    """Steps done when it was started."""
+    source: str  # file:line of the caller
+    step: int  # steps done when it was started
     began: float
     waits: float
     """Since when the rank has waited for the result, in seconds of CLOCK_MONOTONIC; 0 if it does not."""
     done: bool
-    on_device: bool
-    """True if the host cannot see when it completes."""
-    main: bool
-    """True if the thread that trains started it."""
-    root: int = -1
-    """The global rank from which or to which data go, the distance of a shift, or -1."""
-    module: str = ""
-    """The module of the model in whose forward or backward pass it was started, if known."""
+    on_device: bool  # true if the host cannot see when it completes
+    main: bool  # true if the thread that trains started it
+    root: int = -1  # the global rank from which or to which data go, the distance of a shift, or -1
+    module: str = ""  # the module of the model in whose forward or backward pass it was started, if known
     digest: int = 0
     """Of all calls of the channel up to this one: equal on ranks that have made the same calls; 0: not known."""
 
@@ -481,29 +466,22 @@ class RankRecord:
     rank: int
     world: int
     pid: int
-    start_ticks: int
-    """The process's start, in clock ticks since boot."""
-    beat: float
-    """The newest sign of life from the training code."""
+    start_ticks: int  # the process's start, in clock ticks since boot
+    beat: float  # the newest sign of life from the training code
     tick: float
     """The interpreter's newest tick, from a thread that does nothing else: it stops while the GIL is held."""
     phase: Phase
     phase_began: float
     step: int
-    first_step: int
-    """Steps done when the process began to train, plus 1; 0 before that."""
-    own_s: float
-    """Seconds spent in steps without waiting for other ranks."""
+    first_step: int  # steps done when the process began to train, plus 1; 0 before that
+    own_s: float  # seconds spent in steps without waiting for other ranks
     work: int
     """Ranks with an equal value do the same work per step, so that their speeds can be compared (the stage)."""
-    started: dict[tuple[ChannelKey, bool], int]
-    """Calls started by (channel, whether as its receiver)."""
-    groups: dict[str, tuple[int, ...]]
-    """The global ranks of each process group, by its unique name."""
+    started: dict[tuple[ChannelKey, bool], int]  # calls started by (channel, whether as its receiver)
+    groups: dict[str, tuple[int, ...]]  # the global ranks of each process group, by its unique name
     calls: tuple[RecordedCall, ...] = ()
     memory: int = 0
-    memory_limit: int = 0
-    """Peak bytes so far, and those that the rank can have; 0: not known."""
+    memory_limit: int = 0  # peak bytes so far, and those that the rank can have; 0: not known
     has_screen: bool = False
 
     @property

@@ -117,8 +117,7 @@ _PAUSE_S = 5.0  # between two polls: then this process was stopped itself, proba
 class Finding:
     diagnosis: Diagnosis
     message: str
-    document: dict[str, Any] = field(repr=False)
-    """hang.json."""
+    document: dict[str, Any] = field(repr=False)  # hang.json
 
 
 class Watchdog:
@@ -339,12 +338,10 @@ _LAST_WORDS_S = 5.0  # for the others to notice that a rank is gone, before its 
 class NodeWatch:
     """What the watchdog of a node is to do; a file in the folder of heartbeats."""
 
-    hosts: tuple[str, ...]
-    """The host of every rank."""
+    hosts: tuple[str, ...]  # the host of every rank
     limits: Limits
     reports: str
-    metrics: str
-    """metrics.jsonl; empty for none."""
+    metrics: str  # metrics.jsonl; empty for none
 
     FILE: ClassVar[str] = "watch.json"
 
