@@ -20,58 +20,28 @@ from phalanx.launch.start.choose import where
 # Who a process is, from the variables of each launcher.
 
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "host0",
-    "MASTER_PORT": "29400",
-}
-SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_TASKS_PER_NODE": "4(x2)",
-}
-OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-}
-MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-PALS = {
-    "PALS_RANKID": "5",
-    "PALS_LOCAL_RANKID": "1",
-    "PALS_NODEID": "1",
-    "PMI_RANK": "5",
-    "PMI_SIZE": "8",
-    "PMI_LOCAL_RANK": "1",
-    "PMI_LOCAL_SIZE": "4",
-}
-MVAPICH2 = {
-    "MV2_COMM_WORLD_RANK": "5",
-    "MV2_COMM_WORLD_SIZE": "8",
-    "MV2_COMM_WORLD_LOCAL_RANK": "1",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
-}
-JSRUN = {"JSM_NAMESPACE_RANK": "5", "JSM_NAMESPACE_SIZE": "8", "JSM_NAMESPACE_LOCAL_RANK": "1"}
-FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1"}
-ROWS = {
-    "torchrun": TORCHRUN,
-    "slurm": SLURM,
-    "openmpi": OPENMPI,
-    "mpich": MPICH,
-    "pals": PALS,
-    "mvapich2": MVAPICH2,
-    "jsrun": JSRUN,
-    "flux": FLUX,
-}
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
+def of_prefix(prefix: str, text: str) -> dict[str, str]:
+    return {f"{prefix}{name}": value for name, value in variables(text).items()}
+
+
+TORCHRUN = variables(
+    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=host0 MASTER_PORT=29400"
+)
+SLURM = of_prefix("SLURM_", "STEP_ID=0 PROCID=5 NTASKS=8 LOCALID=1 NODEID=1 TASKS_PER_NODE=4(x2)")
+OPENMPI = of_prefix("OMPI_COMM_WORLD_", "RANK=5 SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4 NODE_RANK=1")
+MPICH = variables("PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4")
+PALS = of_prefix("PALS_", "RANKID=5 LOCAL_RANKID=1 NODEID=1") | of_prefix(
+    "PMI_", "RANK=5 SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4"
+)
+MVAPICH2 = of_prefix("MV2_COMM_WORLD_", "RANK=5 SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4")
+JSRUN = of_prefix("JSM_NAMESPACE_", "RANK=5 SIZE=8 LOCAL_RANK=1")
+FLUX = of_prefix("FLUX_", "TASK_RANK=5 JOB_SIZE=8 TASK_LOCAL_ID=1")
+ROWS = {"torchrun": TORCHRUN, "slurm": SLURM, "openmpi": OPENMPI, "mpich": MPICH, "pals": PALS, "mvapich2": MVAPICH2}
+ROWS |= {"jsrun": JSRUN, "flux": FLUX}
 REQUIRED = {
     "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"],
     "slurm": ["SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],
@@ -271,8 +241,8 @@ def test_without_a_rank_the_first_of_a_node_speaks() -> None:
 # Where a launch is, as a function of the environment.
 
 
-def place(env, *programs, hosts=()):
-    return where(env, lambda name: f"/bin/{name}" if name in programs else None, lambda path: list(hosts))
+def place(env, *programs):
+    return where(env, lambda name: f"/bin/{name}" if name in programs else None)
 
 
 def test_a_lone_host_and_login_nodes():
@@ -291,8 +261,9 @@ def test_an_allocation_of_slurm():
     assert place(shell).in_step
 
 
-def test_a_job_of_pbs():
-    found = place({"PBS_JOBID": "12.s", "PBS_NODEFILE": "/x"}, "qsub", hosts=[HostSlots("a", 4)])
+def test_a_job_of_pbs(tmp_path):
+    (tmp_path / "nodes").write_text("a\n" * 4)
+    found = place({"PBS_JOBID": "12.s", "PBS_NODEFILE": str(tmp_path / "nodes")}, "qsub")
     assert (found.kind, found.job_id, found.hosts) == ("pbs job", "12.s", (HostSlots("a", 4),))
 
 
@@ -314,15 +285,7 @@ def test_half_an_allocation_is_refused(env, message):
     [
         {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
         {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-        {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "a",
-            "MASTER_PORT": "1",
-            "TORCHELASTIC_RUN_ID": "x",
-        },
+        TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
     ],
 )
 def test_one_of_several_copies_is_refused(env):

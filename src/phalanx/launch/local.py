@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from phalanx.launch.logs import AttemptLogs, claim, newest_of
 from phalanx.launch.nodes import POLL_S, Ending, NodeFailure, Nodes, Round
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import GENERATION, LAUNCHER_PID, LOOPBACK, RESTARTED, thread_environment
-from phalanx.launch.supervisor import Exit, NodePart, StopSignals, Supervisor, ranks, say
+from phalanx.launch.supervisor import NodePart, StopSignals, Supervisor, ranks, say
 from phalanx.launch.verdict import (
     BEFORE_CHECKPOINT,
     TEXTS,
@@ -67,7 +68,9 @@ class Attempts:
             environments = {rank: own | common for rank, own in variables.items()}
             watchdog = Watchdog(self.logs.heartbeats, self._limits, say, self._metrics, states=self.logs.attempt_dir)
             self.supervisor = Supervisor(self.logs.outcome, self._grace_s, self.signals, watchdog)
-            with ranks([*command, *self.words], environments, self.logs, self.standby()) as pids:
+            is_ready = self._standby is not None and self._standby.wait(lambda: bool(self.signals.requests))
+            standby = self._standby if is_ready else None
+            with ranks([*command, *part.words], environments, self.logs, standby) as pids:
                 while self.watch(pids):
                     time.sleep(_POLL_S)
             if not self.finish():
@@ -78,22 +81,12 @@ class Attempts:
         """Returns this node's part in the next attempt; None if none follows."""
         return NodePart()
 
-    @property
-    def words(self) -> Sequence[str]:
-        """Words that the ranks' command line gets in this attempt."""
-        return ()
-
     def __enter__(self) -> Attempts:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._standby is not None:
             self._standby.close()
-
-    def standby(self) -> ForkServer | None:
-        """Returns the standby process, once it has imported everything; None if there is none."""
-        is_ready = self._standby is not None and self._standby.wait(lambda: bool(self.signals.requests))
-        return self._standby if is_ready else None
 
     def begin(self) -> dict[str, str]:
         """Begins an attempt. Returns variables for its ranks."""
@@ -142,7 +135,7 @@ class Attempts:
             codes = {rank: None if ended.killed else ended.code for rank, ended in exits.items()}
             records = watchdog.post_mortem(codes)
             left_early = {rank: watchdog.left_early(rank) for rank, code in codes.items() if code == 0}
-        ends = [_end(rank, ended, self.logs, left_early.get(rank, "")) for rank, ended in sorted(exits.items())]
+        ends = [_reported(end, self.logs, left_early.get(rank, "")) for rank, end in sorted(exits.items())]
         hang = finding.message if finding else ""
         self.code, message = verdict(ends, stop, self.stopped, hang=hang, records=records, world=self.world)
         first = first_failure(ends, stop)
@@ -177,9 +170,9 @@ def headline(message: str) -> str:
     return message.partition("\n")[0].removesuffix(" Its standard error ends:")
 
 
-def _end(rank: int, ended: Exit, logs: AttemptLogs, left_early: str) -> End:
-    """Returns a rank's end as seen and as reported; also writes its traceback to its own log."""
-    outcome, log = logs.outcome(rank), logs.rank_dir(rank) / "stderr.log"
+def _reported(end: End, logs: AttemptLogs, left_early: str) -> End:
+    """Returns a rank's end with what it reported; also writes its traceback to its own log."""
+    outcome, log = logs.outcome(end.rank), logs.rank_dir(end.rank) / "stderr.log"
     last_words = ""
     if outcome and outcome.traceback:
         with suppress(OSError), log.open("a", encoding="utf-8") as file:  # the verdict shows it, too
@@ -188,7 +181,7 @@ def _end(rank: int, ended: Exit, logs: AttemptLogs, left_early: str) -> End:
         with suppress(OSError):
             lines = read_tail(log, _LAST_BYTES).decode(errors="replace").splitlines()
             last_words = "\n".join(lines[-_LAST_LINES:])
-    return End(rank, ended.code, ended.time, ended.killed, outcome, last_words, left_early)
+    return replace(end, outcome=outcome, last_words=last_words, left_early=left_early)
 
 
 _EXPLANATION_S = 2.0  # seconds for which a node whose ranks lost their peers waits for the host to say why
@@ -246,11 +239,8 @@ class NodeAttempts(Attempts):
         place, count = members.index(notice.slot), f"{len(members)} node{'s' if len(members) > 1 else ''}"
         adapted = f", {' '.join(current.words)}" if current.words else ""
         say(f"round {current.number} on {count}, this is node {place}{adapted}")
-        return NodePart(place, len(members), current.address, current.port)
-
-    @property
-    def words(self) -> Sequence[str]:
-        return [f"++{word}" for word in self.round.words] if self.round else ()
+        words = tuple(f"++{word}" for word in current.words)
+        return NodePart(place, len(members), current.address, current.port, words)
 
     def begin(self) -> dict[str, str]:
         assert self.round is not None, "no round has begun"

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from types import FrameType
 from typing import NamedTuple, NoReturn
 
@@ -22,7 +21,7 @@ from phalanx.errors import StoppedError
 from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.logs import AttemptLogs
 from phalanx.launch.ranks import LOG_DIR
-from phalanx.launch.verdict import WATCHDOG_CODE, Outcome
+from phalanx.launch.verdict import WATCHDOG_CODE, End, Outcome
 from phalanx.launch.watchdog.watchdog import Finding, Watchdog
 
 LONGEST_S = 3600.0  # a job that has more time left was not signalled because its time ends
@@ -52,6 +51,7 @@ class NodePart(NamedTuple):
     address: str = "127.0.0.1"
     port: int = 0
     """The port of the ranks' store. It is 0 for a lone node, whose ranks meet through a file."""
+    words: tuple[str, ...] = ()  # further words of the ranks' command line
 
     def variables(self, processes: int, restarts: int, most: int) -> dict[int, dict[str, str]]:
         """Returns the variables of this node's ranks by rank, as torchrun has them; nodes have equally many ranks."""
@@ -155,13 +155,6 @@ _UNKILLABLE_S = 60.0  # after SIGKILL: a process whose disk or driver does not a
 _SILENT_PEER_GRACE_S = 0.5  # after a rank that was killed: its peers know less of the reason than the launcher
 
 
-@dataclass(frozen=True)
-class Exit:
-    code: int  # exit code as in a shell: 128 + n for a death by signal n
-    time: float  # seconds since the epoch when the exit was observed
-    killed: bool  # true if the launcher killed it, so that it is not a cause
-
-
 class StopSignals:
     """The signals to the launcher that ask its ranks to stop, in whatever attempt."""
 
@@ -195,7 +188,7 @@ class Supervisor:
     def __init__(
         self, outcome: Callable[[int], Outcome | None], grace_s: float, signals: StopSignals, watchdog: Watchdog
     ):
-        self.exits: dict[int, Exit] = {}
+        self.exits: dict[int, End] = {}
         self.stop_signal: signal.Signals | None = None  # the signal that was forwarded to the ranks
         self.finding: Finding | None = None  # the reason for which the watchdog had all ranks killed
         self.watchdog: Watchdog | None = watchdog  # none once it has failed
@@ -244,7 +237,7 @@ class Supervisor:
             if status is None:
                 continue
             code = status.si_status if status.si_code == os.CLD_EXITED else 128 + status.si_status
-            self.exits[rank] = Exit(code, time.time(), rank in self._killed)
+            self.exits[rank] = End(rank, code, time.time(), rank in self._killed)
             if code not in (0, StoppedError.exit_code):
                 outcome = self._outcome(rank)
                 announced = _PEER_GRACE_S if outcome and outcome.traceback else self._grace_s

@@ -22,7 +22,7 @@ from phalanx.errors import DataError, JobError, PhalanxError, RunError
 from phalanx.launch.meet import meeting as meetings
 from phalanx.launch.meet import store
 from phalanx.launch.meet.meeting import Meeting, Problem, Verdict, message_of, placed
-from phalanx.launch.meet.store import Board, Offer, first_host, hydra_port, listening_socket, name_of, own_addresses
+from phalanx.launch.meet.store import Board, Offer, hydra_port, listening_socket, name_of, own_addresses
 from phalanx.launch.ranks import STORE, Ranks, ToldError
 from phalanx.launch.verdict import LostPeerError
 
@@ -49,9 +49,8 @@ def environment(**variables: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def slurm(job: str, state: Path, host: str = "localhost") -> dict[str, str]:
-    step = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": host}
-    return {**step, "XDG_STATE_HOME": str(state)}
+def slurm(job: str, state: Path) -> dict[str, str]:
+    return {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "XDG_STATE_HOME": str(state)}
 
 
 def job_number(path: Path) -> str:
@@ -70,16 +69,10 @@ def meet(ranks: Ranks, variables: dict[str, str], local_world: int | None, sourc
         return joined
 
 
-def test_a_slurm_step_meets_on_its_first_host(ranks: Pool, tmp_path: Path) -> None:
+def test_a_slurm_step_meets_by_a_file(ranks: Pool, tmp_path: Path) -> None:
     joined = ranks(meet, 3, slurm(job_number(tmp_path), tmp_path / "a"), 1)
     assert [each.rank for each in joined] == [0, 1, 2]
     assert not any(each.one_node for each in joined)
-
-
-def test_a_host_without_an_address_leaves_the_file(ranks: Pool, tmp_path: Path) -> None:
-    """As on virtual nodes, whose names only Slurm knows."""
-    joined = ranks(meet, 2, slurm(job_number(tmp_path), tmp_path, "no-such-host.invalid"), 1)
-    assert [each.rank for each in joined] == [0, 1]
 
 
 def test_a_file_that_is_left_over_is_not_believed(ranks: Pool, tmp_path: Path) -> None:
@@ -169,15 +162,10 @@ def test_problems_are_told_once_each() -> None:
     assert message_of([on(0, "a"), on(1, "a")], 3) == "ranks 0, 1 of 3 on 2 hosts (host0, host1): a"
 
 
-# What the ranks of one launch can compute or leave for each other.
+# What the ranks of one launch leave for each other.
 
 OFFER = Offer(("10.0.0.1", "fe80::1"), 12345, "token")
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[09-10]",
-    "SLURM_LAUNCH_NODE_IPADDR": "login",
-}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
 
 
 def ranks(source: str) -> Ranks:
@@ -229,27 +217,13 @@ def test_a_launch_has_a_name_of_its_own() -> None:
     assert name != store.name_of(ranks("slurm"), {**SLURM, "SLURM_RESTART_COUNT": "1"})
     assert store.name_of(ranks("slurm"), {"SLURM_JOB_ID": "7"}) is None
     assert store.name_of(ranks("torchrun"), SLURM) is None
-    ports = store.ports_of(name)
-    assert len(set(ports)) > 1
-    assert all(10_000 <= port < 30_000 for port in ports)
-
-
-def test_the_first_host_of_the_step(tmp_path: Path) -> None:
-    assert first_host(ranks("slurm"), SLURM) == "n09"
-    assert first_host(ranks("slurm"), {"SLURM_STEP_NODELIST": "n["}) is None
-    (tmp_path / "nodes").write_text("x3001\nx3002\n")
-    assert first_host(ranks("pals"), {"PBS_NODEFILE": str(tmp_path / "nodes")}) == "x3001"
-    assert first_host(ranks("pals"), {"PBS_NODEFILE": str(tmp_path / "none")}) is None
 
 
 def test_a_port_is_held_from_the_moment_it_is_chosen() -> None:
-    with listening_socket((0,), one_node=True) as first:
-        taken = first.getsockname()[1]
+    with listening_socket(0, one_node=True) as first:
         assert first.getsockname()[0] == "127.0.0.1"
-        with listening_socket((taken, 0), one_node=True) as second:
-            assert second.getsockname()[1] != taken
         with pytest.raises(OSError, match="in use"):
-            listening_socket((taken,), one_node=True)
+            listening_socket(first.getsockname()[1], one_node=True)
 
 
 def test_own_addresses_begin_with_what_the_user_names() -> None:

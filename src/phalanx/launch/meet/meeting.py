@@ -24,14 +24,14 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore  # torch.distr
 from phalanx.bounded import parse_json
 from phalanx.config.typed import read_as
 from phalanx.errors import JobError, PhalanxError, RunError, StoppedError
-from phalanx.launch.hosts import interface_towards
+from phalanx.launch.hosts import address_towards, interface_towards
 from phalanx.launch.lifeline import boot_id
 from phalanx.launch.meet.store import (
+    Board,
     FoundStore,
-    OfferChannel,
     advice,
     agent_listens,
-    channel_of,
+    board_of,
     find,
     find_at,
     hold,
@@ -277,23 +277,23 @@ class Meeting:
             return ranks
         try:
             address = rendezvous_address(os.environ)
-            channel = None if address else channel_of(ranks, os.environ)
+            board = None if address else board_of(ranks, os.environ)
             self._hopeless = True  # until there is a store: an error is then about the meeting itself
-            self._found = _open(ranks, address, channel, timeout_s)
+            self._found = _open(ranks, address, board, timeout_s)
             self._hopeless = False
             if agent_listens():
                 enter(self.store, ranks)
             else:
                 where = f"{address[0]}:{address[1]}" if address else f"{self._found.host}"
                 checks, expected = advice(ranks.world, where), {"world size": ranks.world, **(expected or {})}
-                own = self._own_address()
+                own = "" if self._found.holds else address_towards(self._found.host)
                 verdict = roll_call(ranks, self._found, timeout_s, expected, address=own, advice=checks)
                 self.ranks = placed(ranks, verdict)
                 # gloo by default takes the address that the host's name stands for, which may be loopback.
                 if name := interface_towards(verdict.address if self._found.holds else self._found.host):
                     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-                if channel and self._found.holds:
-                    channel.board.remove()
+                if board and self._found.holds:
+                    board.remove()
         except RuntimeError as error:  # of torch's store
             raise without_rank_0(ranks, failed(ranks, timeout_s, error)) from error
         self._complete = True
@@ -331,8 +331,8 @@ class Meeting:
                 address = None
                 with suppress(JobError):  # that MASTER_ADDR or MASTER_PORT is wrong may be the cause of the refusal
                     address = rendezvous_address(os.environ)
-                channel = None if address else channel_of(self.ranks, os.environ)
-                self._found = _open(self.ranks, address, channel, REFUSAL_S)
+                board = None if address else board_of(self.ranks, os.environ)
+                self._found = _open(self.ranks, address, board, REFUSAL_S)
             roll_call(self.ranks, self._found, REFUSAL_S, {}, self._problem(trace or message, code))
         except GroupError as group:
             if str(group) != (trace or message):
@@ -371,15 +371,6 @@ class Meeting:
     def _problem(self, message: str, code: int) -> Problem:
         return Problem(message, code, rank=self.ranks.rank, host=platform.node())
 
-    def _own_address(self) -> str:
-        """Returns the address of this machine on the way to rank 0; empty if it is unknown."""
-        if self._found is None or self._found.holds:
-            return ""
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((self._found.host, 1))  # sends nothing
-            return probe.getsockname()[0]
-        return ""
-
 
 def failed(ranks: Ranks, timeout_s: float, error: RuntimeError) -> str:
     """Returns the message about a rank that could not join for a reason that torch gives."""
@@ -387,11 +378,11 @@ def failed(ranks: Ranks, timeout_s: float, error: RuntimeError) -> str:
     return f"Rank {ranks.rank} of {ranks.world} could not join the others (waited at most {timeout_s:g} s): {message}"
 
 
-def _open(ranks: Ranks, address: tuple[str, int] | None, channel: OfferChannel | None, seconds: float) -> FoundStore:
-    """Returns the store at an address, or that of a channel. Raises RunError, and RuntimeError of torch's store."""
+def _open(ranks: Ranks, address: tuple[str, int] | None, board: Board | None, seconds: float) -> FoundStore:
+    """Returns the store at an address, or that of a board. Raises RunError, and RuntimeError of torch's store."""
     is_first = ranks.rank == 0 and not agent_listens()
     if address:
         return (hold_at if is_first else find_at)(ranks, *address, seconds)
-    if channel is None:
+    if board is None:
         raise RunError(f"{ranks.source} started {ranks.world} ranks, but MASTER_ADDR and MASTER_PORT are not set")
-    return (hold if is_first else find)(ranks, channel, seconds)
+    return (hold if is_first else find)(ranks, board, seconds)

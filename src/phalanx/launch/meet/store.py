@@ -1,7 +1,7 @@
 """The store of a group whose ranks another launcher has started: rank 0 holds it, the others look for it.
 
 MASTER_ADDR and MASTER_PORT say where, if they are set. Otherwise rank 0 writes its addresses, and a token by which the
-others know it, to a file that all ranks find by the launch's name; ranks of Slurm and PALS can also compute a place.
+others know it, to a file that all ranks find by the launch's name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from phalanx.bounded import parse_json, read_text
 from phalanx.config.typed import read_as
 from phalanx.data.files import write_atomic
 from phalanx.errors import RunError
-from phalanx.launch.hosts import expand, interfaces
+from phalanx.launch.hosts import interfaces
 from phalanx.launch.lifeline import is_mine, process_state
 from phalanx.launch.ranks import Ranks, seen_by_rank_0, without_rank_0
 
@@ -62,7 +62,7 @@ def poll(done: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-# Where rank 0 may be: its addresses, the name of a launch, and what ranks can compute or leave for each other.
+# Where rank 0 may be: its addresses, the name of a launch, and the file of a launch.
 _MOST_ADDRESSES = 8
 _MOST_CHARACTERS = 64  # of an address or a token
 _FAST = ("hsn", "ib")  # beginnings of the names of interfaces for high-speed networks (Slingshot, InfiniBand)
@@ -70,9 +70,6 @@ _IN_MEMORY = Path("/dev/shm")
 _LONGEST = 4096
 _WRITABLE = 0o022  # rights of others that let them change a folder
 _LEFT_OVER_S = 7 * 86400.0
-_FIRST_PORT, _PORTS = 10_000, 20_000  # below 32768, where Linux begins to choose ports for connections
-_TRIES = 8
-_MOST_BYTES = 1 << 22  # of a node file
 
 _NAMES = {
     "slurm": (("SLURM_JOB_ID", "SLURM_STEP_ID"), ("SLURM_RESTART_COUNT", "SLURM_CLUSTER_NAME")),
@@ -184,56 +181,15 @@ def hydra_port() -> str:
     return ""
 
 
-def token_of(name: str) -> str:
-    """Returns the token of a launch, for ranks that can only compute it. It is no secret."""
-    return sha256(f"phalanx token {name}".encode()).hexdigest()[:32]
-
-
-def ports_of(name: str) -> tuple[int, ...]:
-    """Returns the ports that rank 0 of a launch tries to listen on, in order."""
-    digest = sha256(f"phalanx ports {name}".encode()).digest()
-    pairs = [digest[2 * index : 2 * index + 2] for index in range(_TRIES)]
-    return tuple(_FIRST_PORT + int.from_bytes(pair, "big") % _PORTS for pair in pairs)
-
-
-def first_host(ranks: Ranks, env: Mapping[str, str]) -> str | None:
-    """Returns the host of rank 0, from the node list of the Slurm step, or the node file of PBS; None if neither says
-    it. Slurm's variable SLURM_LAUNCH_NODE_IPADDR is where srun runs, which may be a login node."""
-    with suppress(ValueError, OSError):
-        if ranks.source == "slurm":
-            return next(iter(expand(env.get("SLURM_STEP_NODELIST", ""))), None)
-        if ranks.source == "pals" and "PBS_NODEFILE" in env:
-            with Path(env["PBS_NODEFILE"]).open(encoding="utf-8") as file:
-                return next(iter(file.read(_MOST_BYTES).split()), None)
-    return None
-
-
-@dataclass(frozen=True)
-class OfferChannel:
-    """The way by which an offer of rank 0 reaches the others."""
-
-    board: Board
-    computed: tuple[Offer, ...] = ()
-    """Where rank 0 listens if it can; the offer on the board may be another one, which then counts."""
-
-    @property
-    def how(self) -> str:
-        """For messages: by what the ranks find each other."""
-        return f"{f'host {self.computed[0].addresses[0]} or ' if self.computed else ''}the file {self.board.path}"
-
-
-def channel_of(ranks: Ranks, env: Mapping[str, str]) -> OfferChannel:
-    """Returns the channel of the ranks that a launcher has started: a file that they share, and for Slurm and PALS also
-    the first host of the launch with ports that every rank computes. Raises RunError if there is none."""
+def board_of(ranks: Ranks, env: Mapping[str, str]) -> Board:
+    """Returns the file of the ranks that a launcher has started. Raises RunError if the launch has no name."""
     name = name_of(ranks, env)
     if name is None:
         raise RunError(
             f"{ranks.source} started {ranks.world} ranks, but gave them nothing by which they find each other: set "
             "MASTER_ADDR to a host name of rank 0's node and MASTER_PORT to a free port, the same for every rank."
         )
-    host = "127.0.0.1" if ranks.one_node else first_host(ranks, env)
-    computed = [Offer((host,), port, token_of(name)) for port in ports_of(name)] if host else []
-    return OfferChannel(Board.of(name, env, ranks.one_node), tuple(computed))
+    return Board.of(name, env, ranks.one_node)
 
 
 # The store.
@@ -244,20 +200,12 @@ class FoundStore:
     holds: bool = False
 
 
-def listening_socket(ports: tuple[int, ...], one_node: bool) -> socket.socket:
-    """Returns a socket that listens on the first free of `ports` (0: any), on loopback if all ranks are on one node.
-
-    Nobody can take the port between its choice and its use. Raises OSError if none is free.
-    """
-    for port in ports:
-        try:
-            if not one_node and socket.has_dualstack_ipv6():
-                return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
-            return socket.create_server(("127.0.0.1" if one_node else "", port))
-        except OSError:
-            if port == ports[-1]:
-                raise
-    raise AssertionError("there is at least one port")
+def listening_socket(port: int, one_node: bool) -> socket.socket:
+    """Returns a socket that listens on a port (0: any), on loopback if all ranks are on one node. Nobody can take the
+    port between its choice and its use. Raises OSError if it is not free."""
+    if not one_node and socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("127.0.0.1" if one_node else "", port))
 
 
 def served(listener: socket.socket, world: int, seconds: float) -> Store:
@@ -284,36 +232,30 @@ def connected(host: str, port: int, world: int, seconds: float, *, knocks: bool 
     return found[0] if found else None
 
 
-def hold(ranks: Ranks, channel: OfferChannel, seconds: float) -> FoundStore:
+def hold(ranks: Ranks, board: Board, seconds: float) -> FoundStore:
     """Returns the store of rank 0, which all others can find from now on. Raises RunError."""
-    ports = tuple(offer.port for offer in channel.computed) or (0,)
-    token = channel.computed[0].token if channel.computed else secrets.token_hex(16)
-    with listening_socket(ports, ranks.one_node) as listener:
-        port = listener.getsockname()[1]
+    with listening_socket(0, ranks.one_node) as listener:
+        port, token = listener.getsockname()[1], secrets.token_hex(16)
         store = served(listener, ranks.world, seconds)
     store.set(key("listening", token), str(os.getpid()))
     addresses = ("127.0.0.1",) if ranks.one_node else own_addresses(os.environ)
-    atexit.register(channel.board.remove)  # also after a meeting that fails
-    try:
-        channel.board.write(Offer(addresses, port, token))
-    except RunError:
-        if not channel.computed:
-            raise
+    atexit.register(board.remove)  # also after a meeting that fails
+    board.write(Offer(addresses, port, token))
     return FoundStore(store, addresses[0], holds=True)
 
 
-def find(ranks: Ranks, channel: OfferChannel, seconds: float) -> FoundStore:
+def find(ranks: Ranks, board: Board, seconds: float) -> FoundStore:
     """Returns the store that rank 0 holds. Raises RunError if it is not found in time."""
     end = time.monotonic() + seconds
     tried: dict[str, str] = {}
     found: list[FoundStore] = []
 
     def looked() -> bool:
-        places = [(host, offer) for offer in (*channel.board.read(), *channel.computed) for host in offer.addresses]
-        for host, offer in places:
-            if store := _of_this_launch(host, offer, ranks, end, tried):
-                found.append(FoundStore(store, host))
-                return True
+        for offer in board.read():
+            for host in offer.addresses:
+                if store := _of_this_launch(host, offer, ranks, end, tried):
+                    found.append(FoundStore(store, host))
+                    return True
         return False
 
     if poll(looked, seconds):
@@ -321,9 +263,9 @@ def find(ranks: Ranks, channel: OfferChannel, seconds: float) -> FoundStore:
     why = "; ".join(f"{place}: {reason}" for place, reason in list(tried.items())[:4]) or "no word of it"
     raise without_rank_0(
         ranks,
-        f"After {seconds:g} s, rank {ranks.rank} of {ranks.world} on {platform.node()} has not found rank 0 by "
-        f"{channel.how} ({why}). Check that rank 0 was started and that its node can be reached, or set "
-        "MASTER_ADDR and MASTER_PORT.",
+        f"After {seconds:g} s, rank {ranks.rank} of {ranks.world} on {platform.node()} has not found rank 0 by the "
+        f"file {board.path} ({why}). Check that rank 0 was started, that its node can be reached, and that all nodes "
+        "see the folder of the file ($XDG_STATE_HOME names another), or set MASTER_ADDR and MASTER_PORT.",
     )
 
 
@@ -351,7 +293,7 @@ def hold_at(ranks: Ranks, host: str, port: int, seconds: float) -> FoundStore:
 
     Raises RunError if the port is in use, or the address is not of this machine."""
     try:
-        listener = listening_socket((port,), one_node=False)
+        listener = listening_socket(port, one_node=False)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             with suppress(OSError):
