@@ -63,20 +63,16 @@ class Site:
     scheduler: Literal["slurm", "pbs"]
     about: _Text = ""
     source: _Text = ""
-    note: _Text = ""
-    """A note for users, printed with every launch."""
+    note: _Text = ""  # a note for users, printed with every launch
     hosts: list[_Patterned] = field(default_factory=list)
     """Regular expressions of which one matches the whole name of a host of this site."""
     variables: Annotated[dict[str, _Patterned], _Variables()] = field(default_factory=dict)
     """Variables by which the site is recognised, each with a regular expression for its whole value."""
-    devices: _Count = 0
-    """Accelerators of a node, one rank each."""
+    devices: _Count = 0  # accelerators of a node, one rank each
     launcher: Literal["srun", "pals", "openmpi", "mpich"] | None = None
     """What starts processes inside a job; by default srun on Slurm, and what mpiexec says on PBS."""
-    cpu_bind: _Text = ""
-    """The launcher's --cpu-bind if it starts every rank of a full node."""
-    cpus_per_rank: _Count = 0
-    """Processors of each rank, if the launcher starts every rank of a full node."""
+    cpu_bind: _Text = ""  # the launcher's --cpu-bind if it starts every rank of a full node
+    cpus_per_rank: _Count = 0  # processors of each rank, if the launcher starts every rank of a full node
     exclusive: bool = True
     """Slurm: whether a job that uses every accelerator of its nodes asks for the nodes alone, with all their cores and
     memory."""
@@ -85,10 +81,8 @@ class Site:
     ] = ""
     """What follows a node's name in its address on the fast network, such as .hsn.cm.polaris.alcf.anl.gov."""
     account_required: bool = False
-    queue: _Text = ""
-    """The queue or partition unless the user names one."""
-    queue_option: Literal["partition", "qos"] = "partition"
-    """Slurm: the option that takes the queue."""
+    queue: _Text = ""  # the queue or partition unless the user names one
+    queue_option: Literal["partition", "qos"] = "partition"  # slurm: the option that takes the queue
     time: Annotated[str, Matches("[0-9:-]{1,20}", "a time limit, such as 1:00:00")] = "1:00:00"
     """The time limit unless the user gives one."""
     filesystems: list[Annotated[str, Matches("[A-Za-z0-9_-]+", "the name of a file system")]] = field(
@@ -104,8 +98,7 @@ class Site:
         default_factory=list
     )
     """Environment modules to load, in this order."""
-    environment: _Environment = field(default_factory=dict)
-    """Variables to set; a user's own values win."""
+    environment: _Environment = field(default_factory=dict)  # variables to set; a user's own values win
     prepend: _Environment = field(default_factory=dict)
     """Folders to put first in variables such as LD_LIBRARY_PATH, in batch scripts."""
 
