@@ -20,11 +20,17 @@ from phalanx.errors import JobError
 from phalanx.launch.exported import Exported
 from phalanx.launch.grid import ProcessGrid
 from phalanx.launch.hosts import HostSlots
-from phalanx.launch.sites.site import GENERIC, chosen, known, parse
-from phalanx.launch.start import choose
-from phalanx.launch.start.choose import PORTS, LaunchPlace, StartRequest, commands_of, launcher_for, port_for
-from phalanx.launch.submit.kubernetes import ManifestRequest, manifest
-from phalanx.launch.submit.script import SubmitRequest, batch_submission, clock, parse_time, plain_name
+from phalanx.launch.site import GENERIC, chosen, known, parse
+from phalanx.launch.start import PORTS, LaunchPlace, StartRequest, commands_of, flavor_of, launcher_for, port_for
+from phalanx.launch.submit import (
+    ManifestRequest,
+    SubmitRequest,
+    batch_submission,
+    clock,
+    manifest,
+    parse_time,
+    plain_name,
+)
 
 # Batch scripts of Slurm and PBS: their directives by the schedulers' grammar, their shell lines by bash.
 
@@ -551,12 +557,12 @@ def test_options_of_the_user_stand_before_the_program():
     ],
 )
 def test_the_flavor_of_mpiexec(version, flavor):
-    assert choose.flavor_of(version) == flavor
+    assert flavor_of(version) == flavor
 
 
 def test_an_unknown_mpiexec():
     with pytest.raises(JobError, match="give --launcher pals, openmpi or mpich"):
-        choose.flavor_of("srun 1.0")
+        flavor_of("srun 1.0")
 
 
 def test_remote_shells_get_one_word_for_the_hosts_shell():

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.launch.lifeline import ProcessState
-from phalanx.launch.supervisor import grace_left
+from phalanx.launch.local import grace_left
 from phalanx.launch.verdict import End, Outcome, verdict
 from phalanx.launch.watchdog import diagnosis
 from phalanx.launch.watchdog.diagnosis import Limits, Pace, RankView, diagnose, find_mismatch, hangs, load_per_core

@@ -15,7 +15,7 @@ from phalanx.launch.exported import exported, is_secret
 from phalanx.launch.grid import GridRequest, ProcessGrid, solve
 from phalanx.launch.hosts import HostSlots, expand, parse_hosts, read_hosts
 from phalanx.launch.ranks import LaunchersDisagreeError, Ranks, ToldError, detect, lowest_evidence, rendezvous_address
-from phalanx.launch.start.choose import where
+from phalanx.launch.start import where
 
 # Who a process is, from the variables of each launcher.
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.local import launch_local
-from phalanx.launch.supervisor import StopSignals, Supervisor
+from phalanx.launch.local import StopSignals, Supervisor, launch_local
 from phalanx.launch.watchdog import diagnosis, heartbeat
 from phalanx.launch.watchdog.diagnosis import Limits, SlowRanks
 from phalanx.launch.watchdog.heartbeat import Heartbeat, Phase
@@ -151,7 +150,7 @@ def test_the_watchdog_of_a_node_names_the_rank_that_is_gone(tmp_path: Path, capf
 def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("phalanx.launch.supervisor._UNKILLABLE_S", 0.0)
+    monkeypatch.setattr("phalanx.launch.local._UNKILLABLE_S", 0.0)
     monkeypatch.setattr(os, "killpg", lambda pid, number: None)  # as in uninterruptible wait
     monkeypatch.setattr(os, "_exit", sys.exit)
     watchdog = Watchdog(tmp_path, Limits(0.0, 0.0), print)

@@ -18,7 +18,7 @@ from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.ranks import Ranks, ToldError
-from phalanx.launch.start.choose import SSH
+from phalanx.launch.start import SSH
 from phalanx.machine.checks import SECONDS, CheckedMachine, CheckResult
 from phalanx.machine.doctor import DoctorReport, apart, facts_of, launcher_findings, local_findings, merged, show
 

@@ -27,25 +27,32 @@ from phalanx.errors import JobError, RunError
 from phalanx.launch.exported import Exported, exported
 from phalanx.launch.grid import GridRequest, ProcessGrid, solve
 from phalanx.launch.hosts import HostSlots, names_of, read_hosts
-from phalanx.launch.sites.site import GENERIC, Site, chosen, known, user_folder
-from phalanx.launch.start.choose import (
+from phalanx.launch.site import GENERIC, Site, chosen, known, user_folder
+from phalanx.launch.start import (
     IN_WORDS,
     SSH,
     HostCommand,
     Launcher,
     LaunchPlace,
+    RemoteNodes,
     StartRequest,
     commands_of,
     ephemeral_ports,
     launcher_for,
     mpiexec_version,
     port_for,
+    run_in_foreground,
     where,
     with_own_mpiexec,
 )
-from phalanx.launch.start.remote import RemoteNodes, run_in_foreground
-from phalanx.launch.submit.kubernetes import ManifestRequest, kubernetes_submission
-from phalanx.launch.submit.script import SubmitRequest, batch_submission, parse_time, submit
+from phalanx.launch.submit import (
+    ManifestRequest,
+    SubmitRequest,
+    batch_submission,
+    kubernetes_submission,
+    parse_time,
+    submit,
+)
 
 _DEVICES_S = 20.0
 LARGE_PARAMETERS = 500_000_000

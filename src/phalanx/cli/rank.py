@@ -44,7 +44,7 @@ def run_on_ranks(
         options = read(None)
         return 0 if options is None else start(options)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
-    from phalanx.launch.meet.meeting import Meeting
+    from phalanx.launch.meeting import Meeting
     from phalanx.launch.verdict import lost_peer_named
 
     meeting = Meeting(ranks)

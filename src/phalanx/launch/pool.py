@@ -29,8 +29,8 @@ import torch.distributed as dist
 from phalanx.launch import process_group
 from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.lifeline import die_with_parent
+from phalanx.launch.local import NodePart
 from phalanx.launch.ranks import LAUNCHER_PID, STORE, Ranks
-from phalanx.launch.supervisor import NodePart
 
 _STACKS_SIGNAL = signal.SIGUSR2
 _STACKS_WAIT_S = 0.5

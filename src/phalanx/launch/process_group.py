@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store  # torch.distributed.*, to the type stubs
 
 from phalanx.errors import RunError, StoppedError
-from phalanx.launch.meet.meeting import Meeting, enter, failed, missing
+from phalanx.launch.meeting import Meeting, enter, failed, missing
 from phalanx.launch.ranks import LOOPBACK, STORE, Ranks
 from phalanx.launch.verdict import LostPeerError, lost_line
 
@@ -93,7 +93,7 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:
-        # A peer that has ended says why itself; this rank only says so if it does not (launch/meet/meeting.py).
+        # A peer that has ended says why itself; this rank only says so if it does not (launch/meeting.py).
         kind = LostPeerError if lost_line(error) else RunError
         raise kind(not_formed(ranks, store, timeout_s, error)) from error
 

@@ -46,7 +46,7 @@ class Ranks:
     world: int
     local_rank: int | None
     """Index among the processes of this node; also the index of its device. None if the launcher does not report it:
-    the ranks find it out when they meet (launch/meet)."""
+    the ranks find it out when they meet (launch/meeting.py)."""
     local_world: int | None
     """Number of processes on this node; None if the launcher does not report it."""
     node_rank: int | None  # index of this node; None if the launcher does not report it
@@ -359,7 +359,7 @@ def detected(env: Mapping[str, str]) -> Ranks | None:
     except LaunchersDisagreeError as error:
         if error.claimed is None or error.claimed.world == 1:
             raise
-        from phalanx.launch.meet.meeting import Meeting  # only here: it imports torch
+        from phalanx.launch.meeting import Meeting  # only here: it imports torch
 
         with Meeting(error.claimed).agreed():
             raise

@@ -16,8 +16,8 @@ _PLACE = re.compile(r"\{(\w+)(\??)\}")
 
 @functools.cache
 def template(file: str) -> dict[str, Any]:
-    """Returns the templates of a YAML file of this folder, by name."""
-    return yaml.safe_load((Path(__file__).parent / file).read_text(encoding="utf-8"))
+    """Returns the templates of a YAML file, by name."""
+    return yaml.safe_load((Path(__file__).parent / "templates" / file).read_text(encoding="utf-8"))
 
 
 def filled(form: Any, values: Mapping[str, Any]) -> Any:

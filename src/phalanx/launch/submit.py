@@ -1,21 +1,25 @@
-"""Batch scripts of Slurm and PBS (batch.yaml) with the values of a job, and what hands a script or a manifest to its
-scheduler."""
+"""Batch scripts of Slurm and PBS and manifests of Kubernetes (templates/) with the values of a job, and what hands them
+to the scheduler."""
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
+
+import yaml
 
 from phalanx.data.files import write_atomic
 from phalanx.errors import JobError, RunError
 from phalanx.launch.exported import Exported
 from phalanx.launch.grid import ProcessGrid
-from phalanx.launch.sites.site import Site
-from phalanx.launch.start.choose import RanksBy
+from phalanx.launch.site import Site
+from phalanx.launch.start import RanksBy, port_for
 from phalanx.launch.template import filled, template
 
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -133,7 +137,7 @@ def batch_submission(request: SubmitRequest) -> Submission:
     """Returns the batch script of the site's scheduler. Raises JobError for a path that a directive cannot hold, and
     for an account or a queue that is no plain word."""
     grid, site, secrets = request.grid, request.site, request.exported.secrets
-    form = template("submit/batch.yaml")[site.scheduler]
+    form = template("batch.yaml")[site.scheduler]
     directory, file = request.directory, request.directory / form["file"]
     stated = (
         (form["path"], "the run directory", str(directory)),
@@ -200,3 +204,123 @@ def _node_share(request: SubmitRequest, others: Sequence[str]) -> list[str]:
     stated |= {"--cpus-per-task"} if stated & {"-c", "--cpus-per-gpu"} else set()
     stated |= {"--mem"} if stated & {"--mem-per-cpu", "--mem-per-gpu"} else set()
     return [option for name, option in wanted.items() if name not in stated]
+
+
+FILE = "submit.yaml"
+Kind = Literal["job", "jobset", "trainjob"]
+_LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
+_LONGEST_RESOURCE = 40  # pods and their hosts are named after the run, with up to 23 characters more
+_LONGEST_MANIFEST = 2**20
+
+
+class _Readable(yaml.SafeDumper):
+    """Writes texts of several lines as they are, so that a job file stays readable, and nothing as a reference."""
+
+    def ignore_aliases(self, data: object) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Readable.add_representer(str, _text)
+
+
+@dataclass(frozen=True)
+class ManifestRequest:
+    name: str
+    job_yaml: str
+    grid: ProcessGrid
+    values: dict[str, str]
+    secrets: tuple[str, ...] = ()  # names of variables that pods take from the Secret `secret`
+    secret: str = ""
+    image: str = ""
+    claim: str = ""  # the PersistentVolumeClaim that holds the run directories, which all nodes share
+    mount: str = "/runs"  # where the claim is mounted: the working directory of every pod
+    namespace: str = ""
+    devices: int = 0  # accelerators of a pod; 0 asks for none
+    shm_gib: int = 8
+    grace_s: float = 30.0
+    max_restarts: int = 3
+    time_s: int = 0  # seconds after which the Job is ended; 0 is never
+
+    @property
+    def resource(self) -> str:
+        plain = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")[:_LONGEST_RESOURCE].strip("-")
+        return plain if re.match("[a-z]", plain) else f"run-{plain}".strip("-")
+
+
+def manifest(request: ManifestRequest, kind: Kind) -> str:
+    """Returns the manifest as YAML documents. Raises JobError with everything that is missing or malformed."""
+    _check(request)
+    forms, name, nodes = template("kubernetes.yaml"), request.resource, request.grid.nodes
+    env = [{"name": name, "value": value} for name, value in sorted(request.values.items())]
+    env += [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": request.secret, "key": name}}} for name in request.secrets
+    ]
+    devices, cpus = (
+        {"limits": {"nvidia.com/gpu": request.devices}},
+        {"requests": {"cpu": str(request.grid.per_node)}},
+    )
+    values = {
+        **vars(request),
+        "resource": name,
+        "port": port_for(name),
+        "subdomain": name if kind == "job" else None,
+        "nodes": nodes,
+        "nnodes": request.grid.nnodes,
+        "backoff": request.max_restarts * nodes,
+        "time_s": request.time_s or None,
+        "grace_s": round(request.grace_s) + 30,  # a stop by SIGTERM ends with a checkpoint
+        "env": env,
+        "resources": devices if request.devices else cpus,
+    }
+    values["host"] = filled(forms["hosts"][kind], values)
+    for part, form in forms["parts"].items():
+        values[part] = filled(form, values)
+    documents = filled(forms[kind], values)
+    text = yaml.dump_all(documents, Dumper=_Readable, sort_keys=False, allow_unicode=True, width=120)
+    if len(text.encode()) > _LONGEST_MANIFEST:
+        raise JobError(f"the manifest has {len(text.encode()):,} bytes; Kubernetes takes 1 MiB")
+    return text
+
+
+def _check(request: ManifestRequest) -> None:
+    problems = []
+    if not re.fullmatch(r"[a-z0-9][A-Za-z0-9._/:@-]{0,400}", request.image):
+        problems.append(
+            f"--image {request.image[:80]!r}: give the image that holds Phalanx"
+            if request.image
+            else "--image is missing: the image that holds Phalanx, such as registry.example.org/phalanx:1"
+        )
+    for option, value in (("--pvc", request.claim), ("--namespace", request.namespace), ("--secret", request.secret)):
+        if value and not re.fullmatch(rf"{_LABEL}(\.{_LABEL})*", value):
+            problems.append(f"{option} {value[:80]!r}: expected a name of Kubernetes: small letters, digits and -")
+    if not request.claim:
+        problems.append("--pvc is missing: the PersistentVolumeClaim that all nodes share, as NAME or NAME:/MOUNT/PATH")
+    if not re.fullmatch(r"/[^:\x00-\x1f]{1,200}", request.mount):
+        problems.append(f"--pvc: the path {request.mount[:80]!r} must be absolute")
+    if request.secrets and not request.secret:
+        problems.append(
+            f"--export-env {', '.join(request.secrets)}: its value is not written into a manifest; make a Secret "
+            f"(kubectl create secret generic NAME --from-literal={request.secrets[0]}=…) and give --secret NAME"
+        )
+    if problems:
+        raise JobError(problems)
+
+
+def kubernetes_submission(request: ManifestRequest, kind: Kind, folder: str) -> Submission:
+    """Returns the manifest of Kubernetes; its file goes to `folder`."""
+    file = Path(os.path.abspath(folder)) / request.name / FILE
+    space = ("--namespace", request.namespace) if request.namespace else ()
+
+    scope = "".join(f" {word}" for word in space)
+    label = f"app.kubernetes.io/instance={request.resource}"
+    steps = {
+        "watch": f"kubectl{scope} get pods --selector {label}",
+        "output": f"kubectl{scope} logs --follow --selector {label}",
+        "cancel": f"kubectl{scope} delete --filename {file}",
+    }
+    command = ("kubectl", *space, "apply", "--filename", str(file))
+    return Submission(manifest(request, kind), file, command, steps, f"{kind}/{request.resource}")

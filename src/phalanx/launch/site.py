@@ -141,7 +141,7 @@ def user_folder(env: Mapping[str, str]) -> Path:
 
 
 def _files(env: Mapping[str, str]) -> Iterator[tuple[str, Callable[[], str]]]:
-    for file in sorted(resources.files("phalanx.launch.sites").iterdir(), key=lambda file: file.name):
+    for file in sorted((resources.files("phalanx.launch") / "sites").iterdir(), key=lambda file: file.name):
         if file.name.endswith(".yaml"):
             yield file.name, lambda file=file: file.read_text(encoding="utf-8")
     for path in sorted(user_folder(env).glob("*.yaml")):

@@ -19,10 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import DataError, JobError, PhalanxError, RunError
-from phalanx.launch.meet import meeting as meetings
-from phalanx.launch.meet import store
-from phalanx.launch.meet.meeting import Meeting, Problem, Verdict, message_of, placed
-from phalanx.launch.meet.store import Board, Offer, hydra_port, listening_socket, name_of, own_addresses
+from phalanx.launch import meeting as meetings
+from phalanx.launch.meeting import (
+    Board,
+    Meeting,
+    Offer,
+    Problem,
+    Verdict,
+    hydra_port,
+    listening_socket,
+    message_of,
+    name_of,
+    own_addresses,
+    placed,
+)
 from phalanx.launch.ranks import STORE, Ranks, ToldError
 from phalanx.launch.verdict import LostPeerError
 
@@ -211,12 +221,12 @@ def test_any_word_is_an_offer_or_a_value_error(text: str) -> None:
 
 
 def test_a_launch_has_a_name_of_its_own() -> None:
-    name = store.name_of(ranks("slurm"), SLURM)
+    name = name_of(ranks("slurm"), SLURM)
     assert name is not None
-    assert name != store.name_of(ranks("slurm"), {**SLURM, "SLURM_STEP_ID": "1"})
-    assert name != store.name_of(ranks("slurm"), {**SLURM, "SLURM_RESTART_COUNT": "1"})
-    assert store.name_of(ranks("slurm"), {"SLURM_JOB_ID": "7"}) is None
-    assert store.name_of(ranks("torchrun"), SLURM) is None
+    assert name != name_of(ranks("slurm"), {**SLURM, "SLURM_STEP_ID": "1"})
+    assert name != name_of(ranks("slurm"), {**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert name_of(ranks("slurm"), {"SLURM_JOB_ID": "7"}) is None
+    assert name_of(ranks("torchrun"), SLURM) is None
 
 
 def test_a_port_is_held_from_the_moment_it_is_chosen() -> None:
@@ -238,7 +248,7 @@ def test_own_addresses_begin_with_what_the_user_names() -> None:
 
 # No variable of MPICH names a launch: the command line of the proxy above its ranks does.
 
-ASKS = "from phalanx.launch.meet.store import hydra_port; print(hydra_port())"
+ASKS = "from phalanx.launch.meeting import hydra_port; print(hydra_port())"
 
 
 @pytest.mark.parametrize(
