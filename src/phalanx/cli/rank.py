@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from phalanx.config.job import RunOptions
+from phalanx.launch.detected import detected
 from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks, detected
+from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store  # torch.distributed.Store, to the type stubs

@@ -29,12 +29,13 @@ from typing import IO, Literal, TextIO
 
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
+from phalanx.launch.detected import detected
 from phalanx.launch.exported import Exported
 from phalanx.launch.grid import ProcessGrid
 from phalanx.launch.hosts import HostSlots, expand, read_hosts
 from phalanx.launch.lifeline import die_with_parent
 from phalanx.launch.local import StopSignals
-from phalanx.launch.ranks import ToldError, detected
+from phalanx.launch.ranks import ToldError
 from phalanx.launch.site import Site
 from phalanx.launch.template import template, words
 
