@@ -27,7 +27,7 @@ from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 
-from torch._C._distributed_c10d import HashStore, Store, TCPStore  # torch.distributed.*, to the type stubs
+from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore  # torch.distributed.*, to the type stubs
 
 from phalanx.bounded import parse_json, read_text
 from phalanx.config.typed import read_as
@@ -35,7 +35,7 @@ from phalanx.data.files import write_atomic
 from phalanx.errors import JobError, PhalanxError, RunError, StoppedError
 from phalanx.launch.hosts import address_towards, interface_towards, interfaces
 from phalanx.launch.lifeline import boot_id, is_mine, process_state
-from phalanx.launch.ranks import GroupError, Ranks, ToldError, rendezvous_address, seen_by_rank_0, without_rank_0
+from phalanx.launch.ranks import STORE, GroupError, Ranks, ToldError, rendezvous_address, seen_by_rank_0, without_rank_0
 from phalanx.launch.verdict import LostPeerError, describe
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
@@ -622,6 +622,11 @@ class Meeting:
         ranks = self.ranks
         if ranks.world == 1:
             self._found, self._complete = FoundStore(HashStore(), ""), True
+            return ranks
+        if STORE in os.environ:  # a file of our own launcher, which has numbered its ranks
+            self._found, self._complete = FoundStore(FileStore(os.environ[STORE], ranks.world), ""), True
+            if problem := enter(self.store, ranks):
+                raise RunError(problem.message)
             return ranks
         try:
             address = rendezvous_address(os.environ)
