@@ -490,6 +490,11 @@ class RankRecord:
         return 0 < self.first_step <= self.step
 
     @property
+    def where(self) -> str:
+        """The step and the phase in which it is."""
+        return f"in step {self.step + 1}, phase {self.phase.label}"
+
+    @property
     def amid_training(self) -> bool:
         """True between the beginning of training and its end."""
         return self.first_step > 0 and self.phase < Phase.END

@@ -232,16 +232,14 @@ class Watchdog:
     def left_early(self, rank: int) -> str:
         """Returns where a rank was, if it ended in the middle of training; else nothing."""
         record = self._record(rank, 0)
-        if record is None or not record.amid_training:
-            return ""
-        return f"in step {record.step + 1}, phase {record.phase.label}"
+        return record.where if record is not None and record.amid_training else ""
 
     def _record(self, rank: int, calls: int) -> RankRecord | None:
         try:
             if rank not in self._files:
                 self._files[rank] = HeartbeatFile(self.directory / heartbeat.file_name(rank))
             return self._files[rank].read(calls)
-        except (OSError, ValueError, KeyError, IndexError):  # not there yet, or overwritten by a rank gone mad
+        except (OSError, ValueError, TypeError, LookupError):  # not there yet, or overwritten by a rank gone mad
             return None
 
     def _mismatch_stays(self, views: Mapping[int, RankView]) -> bool:
@@ -255,7 +253,7 @@ class Watchdog:
         stopped = {rank for rank, view in views.items() if view.process is not None and view.process.stopped}
         for rank in sorted(stopped - self._stopped):
             record = views[rank].record
-            where = f" in step {record.step + 1}, phase {record.phase.label}" if record else ""
+            where = f" {record.where}" if record else ""
             self.tell(f"rank {rank} ({self.host}){where}: {report.state(views[rank])}")
         for rank in sorted(self._stopped - stopped):
             if not views[rank].ended:
