@@ -61,8 +61,31 @@ def test_each_launcher(source: str) -> None:
     assert detect(ROWS[source]) == Ranks(5, 8, 1, local_world, node_rank, source)
 
 
-def test_nobody_launched_us() -> None:
-    assert detect({"PATH": "/bin", "SLURM_JOB_ID": "7", "PBS_NODEFILE": "/nodes"}) is None
+ONE_TASK_A_NODE = SLURM | of_prefix("SLURM_", "PROCID=1 NTASKS=2 LOCALID=0 TASKS_PER_NODE=1(x2)")
+NO_LOCAL_RANK = variables("PMI_RANK=5 PMI_SIZE=8 PMI_FD=6")
+TOGETHER = {
+    "nobody": (variables("PATH=/bin SLURM_JOB_ID=7 PBS_NODEFILE=/nodes"), None),
+    "an interactive step": (SLURM | of_prefix("SLURM_", "PROCID=0 NTASKS=1 LOCALID=0"), None),
+    "torchrun in a step wins": (ONE_TASK_A_NODE | TORCHRUN, "torchrun"),
+    "launchers that agree": (SLURM | PALS, "pals"),
+    # mpiexec in a batch job starts one daemon per node with srun, and these start the ranks.
+    "the daemons of mpiexec are no ranks": (ONE_TASK_A_NODE | OPENMPI, "openmpi"),
+    "no local rank": (NO_LOCAL_RANK, "mpich"),
+    "another says the local rank": (NO_LOCAL_RANK | FLUX, "flux"),
+    "the remedy for a disagreement": (
+        {name: value for name, value in SLURM.items() if name != "SLURM_PROCID"} | OPENMPI,
+        "openmpi",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_whose_rank_it_is(case: str) -> None:
+    env, source = TOGETHER[case]
+    found = detect(env)
+    assert (found and found.source) == source
+    if env is NO_LOCAL_RANK:
+        assert found == Ranks(5, 8, None, None, None, "mpich")
 
 
 def test_one_machine_is_node_zero() -> None:
@@ -72,19 +95,6 @@ def test_one_machine_is_node_zero() -> None:
     assert found.one_node
 
 
-def test_torchrun_in_a_slurm_step_wins() -> None:
-    one_task_a_node = {**SLURM, "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
-    found = detect({**one_task_a_node, **TORCHRUN})
-    assert found is not None
-    assert found.source == "torchrun"
-
-
-def test_launchers_that_agree() -> None:
-    found = detect({**SLURM, **PALS})
-    assert found is not None
-    assert found.source == "pals"
-
-
 def test_a_torchrun_per_task_is_two_launchers() -> None:
     with pytest.raises(JobError, match="slurm started torchrun 8 times(.|\\n)*--nnodes 8"):
         detect({**SLURM, **TORCHRUN, "GROUP_WORLD_SIZE": "1"})
@@ -92,22 +102,6 @@ def test_a_torchrun_per_task_is_two_launchers() -> None:
         found = detect({**SLURM, **TORCHRUN, **more})
         assert found is not None
         assert found.source == "torchrun"
-
-
-def test_the_daemons_of_mpiexec_are_no_ranks() -> None:
-    """mpiexec in a batch job starts one daemon per node with srun, and these start the ranks."""
-    daemons = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"}
-    found = detect({**SLURM, **daemons, **OPENMPI})
-    assert found is not None
-    assert found.source == "openmpi"
-
-
-def test_a_launcher_that_says_no_local_rank() -> None:
-    found = detect({"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_FD": "6"})
-    assert found == Ranks(3, 8, None, None, None, "mpich")
-    found = detect({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "6", **FLUX})
-    assert found is not None
-    assert found.source == "flux", "which says it"
 
 
 def test_half_of_a_launchers_variables() -> None:
@@ -146,23 +140,11 @@ def test_launchers_that_disagree() -> None:
     assert "`env -u SLURM_PROCID phalanx …` keeps openmpi" in message
 
 
-def test_the_remedy_for_a_disagreement_works() -> None:
-    env = {**SLURM, **OPENMPI, "OMPI_COMM_WORLD_RANK": "2"}
-    del env["SLURM_PROCID"]
-    found = detect(env)
-    assert found is not None
-    assert found.source == "openmpi"
-
-
 def test_batch_shell_without_srun() -> None:
     shell = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
     with pytest.raises(JobError, match=r"allocation of 8 tasks(.|\n)*srun phalanx"):
         detect(shell)
     assert detect({**shell, "SLURM_NTASKS": "1"}) is None
-
-
-def test_interactive_step_is_no_launch() -> None:
-    assert detect({**SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}) is None
 
 
 def test_pods_are_not_ranks() -> None:

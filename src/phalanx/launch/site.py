@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -114,22 +113,16 @@ _KINDS["launcher"] = typing.get_args(_KINDS["launcher"])[0]  # without None, whi
 
 
 def known(env: Mapping[str, str]) -> dict[str, Site]:
-    """Returns every site by name: those of the package, then those of the user's folder, which win.
-
-    Raises JobError with every problem of the files.
-    """
+    """Returns every site by name: those of the package, then those of the user's folder, which win. Raises JobError
+    with every problem of the files."""
     found, problems = dict(GENERIC), []
-    for name, read in _files(env):
-        try:
-            site = parse(read(), name)
-        except JobError as error:
-            problems += error.problems
-        except OSError as error:
-            problems.append(f"{name}: cannot be read: {error.strerror or error}")
-        except UnicodeDecodeError as error:
-            problems.append(f"{name}: is not UTF-8 text (byte {error.start})")
-        else:
-            found[site.name] = site
+    for folder in (Path(__file__).with_name("sites"), user_folder(env)):
+        for path in sorted(folder.glob("*.yaml")):
+            try:
+                site = _read(path, str(path))
+                found[site.name] = site
+            except JobError as error:
+                problems += error.problems
     if problems:
         raise JobError(problems)
     return found
@@ -140,26 +133,20 @@ def user_folder(env: Mapping[str, str]) -> Path:
     return default_path(env).parent / "sites"
 
 
-def _files(env: Mapping[str, str]) -> Iterator[tuple[str, Callable[[], str]]]:
-    for file in sorted((resources.files("phalanx.launch") / "sites").iterdir(), key=lambda file: file.name):
-        if file.name.endswith(".yaml"):
-            yield file.name, lambda file=file: file.read_text(encoding="utf-8")
-    for path in sorted(user_folder(env).glob("*.yaml")):
-        yield str(path), lambda path=path: read_text(path, MOST_BYTES)
+def _read(path: Path, where: str) -> Site:
+    try:
+        return parse(read_text(path, MOST_BYTES), str(path))
+    except OSError as error:
+        raise JobError(f"{where}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise JobError(f"{where}: is not UTF-8 text (byte {error.start})") from None
 
 
 def chosen(wanted: str, env: Mapping[str, str], host: str) -> Site | None:
     """Returns the site that `wanted` names (a name, or a YAML file), or the one that this host belongs to, or None.
-
-    Raises JobError for an unknown name, and with every problem of a file.
-    """
+    Raises JobError for an unknown name, and with every problem of a file."""
     if wanted.endswith((".yaml", ".yml")):
-        try:
-            return parse(read_text(Path(wanted), MOST_BYTES), wanted)
-        except OSError as error:
-            raise JobError(f"--site {wanted}: cannot be read: {error.strerror or error}") from None
-        except UnicodeDecodeError as error:
-            raise JobError(f"--site {wanted}: is not UTF-8 text (byte {error.start})") from None
+        return _read(Path(wanted), f"--site {wanted}")
     sites = known(env)
     if wanted:
         if wanted not in sites:
