@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import JobError
+from phalanx.launch.ranks import slurm_tasks
 from phalanx.nearest import divisors, nearest_of
 
 RANKS_PER_CORE = 8
@@ -54,10 +55,9 @@ def _left_in_group() -> Iterator[int]:
 
 
 def tasks_per_node(env: Mapping[str, str]) -> int:
-    """Returns the processes that Slurm started on each node, 0 if they are unknown or differ: "64", "8(x4)"."""
-    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
-    match = re.fullmatch(r"([1-9][0-9]{0,5})([(]x[0-9]+[)])?", text)
-    return int(match[1]) if match else 0
+    """Returns the processes that Slurm started on each node, 0 if they are unknown or differ."""
+    runs = slurm_tasks(env)
+    return runs[0][0] if len(runs) == 1 else 0
 
 
 def problems(ranks: int, device: str, machine: Machine, *, oversubscribe: bool, precision: str = "") -> Iterator[str]:
@@ -196,9 +196,9 @@ def _inferred(request: GridRequest, nodes: int, per_node: int, total: int, probl
     if not nodes and not per_node:
         nodes = _default_nodes(request, total)
     if not nodes:
-        nodes = _divided(total, per_node, "--nproc-per-node", "--nnodes", request, problems)
+        nodes = _divided(total, per_node, "--nproc-per-node", request, problems)
     elif not per_node:
-        per_node = _divided(total, nodes, "--nnodes", "--nproc-per-node", request, problems)
+        per_node = _divided(total, nodes, "--nnodes", request, problems)
     elif nodes * per_node != total:
         fits = total // nodes
         legal = [f"--nproc-per-node {fits}"] if total % nodes == 0 else []
@@ -211,7 +211,7 @@ def _inferred(request: GridRequest, nodes: int, per_node: int, total: int, probl
     return nodes, per_node
 
 
-def _divided(total: int, by: int, given: str, other: str, request: GridRequest, problems: list[str]) -> int:
+def _divided(total: int, by: int, given: str, request: GridRequest, problems: list[str]) -> int:
     if total % by:
         problems.append(
             f"{given} {by}: {_whose(request)} has {total} processes, which are not divisible by {by}; nearest legal: "

@@ -220,19 +220,21 @@ def _first_set(env: Mapping[str, str], names: str) -> str | None:
     return next((name for name in names.split() if name in env), None)
 
 
-def _slurm_local_world(env: Mapping[str, str], node_rank: int | None) -> int | None:
-    """Returns the tasks on this node, from Slurm's run lengths: "4(x2),1" is 4, 4, 1."""
+def slurm_tasks(env: Mapping[str, str]) -> list[tuple[int, int]]:
+    """Returns the tasks on each node of a Slurm step as run lengths: "4(x2),1" is 4 on 2 nodes, 1 on one; empty if they
+    are unknown."""
     name = _first_set(env, "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE")
-    if name is None or node_rank is None:
-        return None
-    nodes = 0
-    for part in env[name].split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
-        if not match:
-            return None
-        nodes += int(match[2] or 1)
-        if node_rank < nodes:
-            return int(match[1])
+    parts = env[name].split(",") if name else []
+    found = [re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part) for part in parts]
+    return [(int(match[1]), int(match[2] or 1)) for match in found if match] if all(found) else []
+
+
+def _slurm_local_world(env: Mapping[str, str], node_rank: int | None) -> int | None:
+    ahead = 0
+    for tasks, nodes in slurm_tasks(env):
+        ahead += nodes
+        if node_rank is not None and node_rank < ahead:
+            return tasks
     return None
 
 
