@@ -40,7 +40,7 @@ MOST_LINES = {
     "evaluate": 700,
     "exchange": 2300,
     "generate": 1250,
-    "launch": 8350,
+    "launch": 6850,
     "machine": 5500,
     "model": 2500,
     "optimizers": 550,

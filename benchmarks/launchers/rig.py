@@ -16,7 +16,7 @@ from benchmarks.launchers import cluster, standins
 from benchmarks.launchers.cluster import Slurm
 from benchmarks.launchers.job import NODES
 from phalanx.errors import JobError
-from phalanx.launch.start.choose import flavor_of
+from phalanx.launch.start import flavor_of
 
 PHALANX = (sys.executable, "-P", "-m", "phalanx")
 MPI_ENV = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -20,11 +20,17 @@ from phalanx.errors import JobError
 from phalanx.launch.exported import Exported
 from phalanx.launch.grid import ProcessGrid
 from phalanx.launch.hosts import HostSlots
-from phalanx.launch.sites.site import GENERIC, chosen, known, parse
-from phalanx.launch.start import choose
-from phalanx.launch.start.choose import PORTS, LaunchPlace, StartRequest, commands_of, launcher_for, port_for
-from phalanx.launch.submit.kubernetes import ManifestRequest, manifest
-from phalanx.launch.submit.script import SubmitRequest, clock, parse_time, pbs_submission, plain_name, slurm_submission
+from phalanx.launch.site import GENERIC, chosen, known, parse
+from phalanx.launch.start import PORTS, LaunchPlace, StartRequest, commands_of, flavor_of, launcher_for, port_for
+from phalanx.launch.submit import (
+    ManifestRequest,
+    SubmitRequest,
+    batch_submission,
+    clock,
+    manifest,
+    parse_time,
+    plain_name,
+)
 
 # Batch scripts of Slurm and PBS: their directives by the schedulers' grammar, their shell lines by bash.
 
@@ -67,7 +73,7 @@ def body(text: str) -> list[str]:
 
 
 def test_the_script_of_slurm():
-    text = slurm_submission(REQUEST).text
+    text = batch_submission(REQUEST).text
     assert text.splitlines()[0] == "#!/bin/bash -l"
     assert slurm_options(text) == {
         "--job-name": "try",
@@ -96,25 +102,25 @@ def test_the_script_of_slurm():
 
 def test_slurm_gives_gpu_ranks_the_cores_and_memory_of_their_node():
     gpus = replace(REQUEST, devices=4)
-    found = slurm_options(slurm_submission(gpus).text)
+    found = slurm_options(batch_submission(gpus).text)
     assert found | {"--exclusive": "", "--mem": "0", "--gpus-per-node": "4"} == found
-    shared = slurm_options(slurm_submission(replace(gpus, options=("--mem-per-cpu=4G", "--exclusive=user"))).text)
+    shared = slurm_options(batch_submission(replace(gpus, options=("--mem-per-cpu=4G", "--exclusive=user"))).text)
     assert shared["--exclusive"] == "user"
     assert "--mem" not in shared
     own = replace(gpus, site=replace(SITES["perlmutter"], exclusive=False, directives=[]))
-    found = slurm_options(slurm_submission(own).text)
+    found = slurm_options(batch_submission(own).text)
     assert found["--cpus-per-task"] == "128"
     assert "--exclusive" not in found
 
 
 def test_sites_and_options_of_slurm():
     site = replace(REQUEST, site=SITES["perlmutter"], devices=4, options=("--mail-type=END",), requeue=False)
-    found = slurm_options(slurm_submission(site).text)
+    found = slurm_options(batch_submission(site).text)
     assert found | {"--qos": "regular", "--constraint": "gpu", "--gpus-per-node": "4", "--mail-type": "END"} == found
     assert "--no-requeue" in found
-    assert "module load pytorch" in slurm_submission(site).text
+    assert "module load pytorch" in batch_submission(site).text
     shrinks = replace(REQUEST, grid=ProcessGrid(2, 4, 1), ranks_by="launcher", queue="fast", signal_s=0)
-    found = slurm_options(slurm_submission(shrinks).text)
+    found = slurm_options(batch_submission(shrinks).text)
     assert found | {"--no-kill": "", "--ntasks-per-node": "4", "--partition": "fast"} == found
     assert "--signal" not in found
 
@@ -125,7 +131,7 @@ def test_any_folder_and_word_survives_slurm_and_bash_or_is_refused(folder, word)
     request = replace(REQUEST, folder=f"/{folder}", directory=Path(f"/{folder}/runs"), words=(word,))
     request = replace(request, exported=Exported({"A": word}))
     try:
-        text = slurm_submission(request).text
+        text = batch_submission(request).text
     except JobError as error:
         assert "\\" in folder or not folder.isprintable()
         assert "cannot stand in a script" in str(error)
@@ -170,7 +176,7 @@ def pbs_options(text: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("site", ["pbs", "polaris", "aurora", "sophia"])
 def test_the_script_of_pbs_by_the_grammar_of_qsub(site):
-    text = pbs_submission(replace(REQUEST, site=SITES[site])).text
+    text = batch_submission(replace(REQUEST, site=SITES[site])).text
     found = pbs_options(text)
     resources = [value.partition("=")[0] for option, value in found if option == "-l"]
     assert sorted(resources) == sorted(set(resources))
@@ -183,13 +189,13 @@ def test_the_script_of_pbs_by_the_grammar_of_qsub(site):
 @pytest.mark.parametrize("word", ["a b", "a;b", "$(id)", "a'b"])
 def test_accounts_and_queues_are_plain_words(word):
     with pytest.raises(JobError) as caught:
-        slurm_submission(replace(REQUEST, account=word, queue=word))
+        batch_submission(replace(REQUEST, account=word, queue=word))
     assert [problem.split()[0] for problem in caught.value.problems] == ["--account", "--queue"]
 
 
 def test_pbs_refuses_paths_that_its_directives_cannot_hold():
     with pytest.raises(JobError, match="cannot stand in a script of PBS"):
-        pbs_submission(replace(REQUEST, site=GENERIC["pbs"], directory=Path("/a b")))
+        batch_submission(replace(REQUEST, site=GENERIC["pbs"], directory=Path("/a b")))
 
 
 @given(TEXTS)
@@ -198,7 +204,7 @@ def test_any_name_becomes_the_name_of_a_job(name):
 
 
 def test_folders_are_put_first_whether_the_variable_is_set_or_not():
-    text = pbs_submission(replace(REQUEST, site=SITES["polaris"], exported=Exported({}))).text
+    text = batch_submission(replace(REQUEST, site=SITES["polaris"], exported=Exported({}))).text
     line = next(line for line in text.splitlines() if line.startswith("export LD_LIBRARY_PATH"))
     folders = SITES["polaris"].prepend["LD_LIBRARY_PATH"]
     for before, after in (("", folders), ("/x", f"{folders}:/x")):
@@ -233,7 +239,7 @@ def test_sbatch_takes_the_script(tmp_path, folder):
     directory.mkdir()
     request = replace(REQUEST, folder=str(directory), directory=directory, grid=ProcessGrid(1, 1, 1), requeue=False)
     file = directory / "submit.sbatch"
-    file.write_text(slurm_submission(replace(request, python="/bin/echo")).text)
+    file.write_text(batch_submission(replace(request, python="/bin/echo")).text)
     done = subprocess.run(["sbatch", "--test-only", str(file)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -477,34 +483,34 @@ NODE = "/venv/bin/python -P -m phalanx.cli.node job.yaml train.steps=5 run.nnode
 
 
 def test_srun_starts_one_launcher_per_node():
-    assert choose.command(STARTED).shell == (
+    assert commands_of("srun", STARTED)[0].shell == (
         "srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --nodelist=n1,n2 --export=ALL --input=none "
         f"--cpu-bind=none --kill-on-bad-exit=0 --wait=60 {NODE}"
     )
 
 
 def test_srun_goes_on_when_a_node_fails_if_the_run_does():
-    words = choose.command(replace(STARTED, grid=ProcessGrid(2, 4, 1))).argv
+    words = commands_of("srun", replace(STARTED, grid=ProcessGrid(2, 4, 1)))[0].argv
     assert {"--no-kill", "--wait=0", "run.nnodes=1:2"} <= set(words)
 
 
 def test_srun_starts_every_rank():
     request = replace(STARTED, ranks_by="launcher", cpu_bind="cores", cpus_per_rank=8, devices=4, in_step=True)
-    words = choose.command(request).argv
+    words = commands_of("srun", request)[0].argv
     assert words[-6:] == ("-P", "-m", "phalanx", "train", "job.yaml", "train.steps=5")
     assert {"--ntasks=8", "--ntasks-per-node=4", "--cpu-bind=cores", "--cpus-per-task=8"} <= set(words)
     assert {"--gpu-bind=none", "--overlap"} <= set(words)
 
 
 def test_torchrun_on_every_node():
-    words = choose.command(replace(STARTED, ranks_by="torchrun", grace_s=110)).shell
+    words = commands_of("srun", replace(STARTED, ranks_by="torchrun", grace_s=110))[0].shell
     assert words.endswith(
         "-m torch.distributed.run --nnodes 2 --nproc-per-node 4 --signals-to-handle "
         "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout 110 --rdzv-backend c10d --rdzv-endpoint n1:12345 "
         "--rdzv-id 77 -m phalanx train job.yaml train.steps=5"
     )
     alone = replace(STARTED, ranks_by="torchrun", grid=ProcessGrid(1, 4, 1), endpoint=None)
-    assert "--standalone --nproc-per-node 4 --signals-to-handle" in choose.local(alone).shell
+    assert "--standalone --nproc-per-node 4 --signals-to-handle" in commands_of("local", alone)[0].shell
 
 
 @pytest.mark.parametrize(
@@ -536,7 +542,7 @@ def test_mpi(ranks_by, launcher, expected):
 
 
 def test_options_of_the_user_stand_before_the_program():
-    words = choose.pals(replace(STARTED, extra=("--verbose",)), "").argv
+    words = commands_of("pals", replace(STARTED, extra=("--verbose",)))[0].argv
     assert words.index("--verbose") < words.index("/venv/bin/python")
 
 
@@ -551,16 +557,16 @@ def test_options_of_the_user_stand_before_the_program():
     ],
 )
 def test_the_flavor_of_mpiexec(version, flavor):
-    assert choose.flavor_of(version) == flavor
+    assert flavor_of(version) == flavor
 
 
 def test_an_unknown_mpiexec():
     with pytest.raises(JobError, match="give --launcher pals, openmpi or mpich"):
-        choose.flavor_of("srun 1.0")
+        flavor_of("srun 1.0")
 
 
 def test_remote_shells_get_one_word_for_the_hosts_shell():
-    first, second = choose.remote(STARTED)
+    first, second = commands_of("ssh", STARTED)
     assert first.argv[:2] == ("ssh", "n1")
     assert second.argv[:2] == ("ssh", "n2")
     assert first.argv[2] == (
@@ -573,7 +579,7 @@ def test_remote_shells_get_one_word_for_the_hosts_shell():
 @given(st.lists(st.text(st.characters(exclude_characters="\x00", exclude_categories=["Cs"])), min_size=1, max_size=5))
 def test_words_survive_two_shells(words):
     request = replace(STARTED, words=tuple(words), exported=Exported({"A": words[0]}))
-    (command,) = choose.remote(replace(request, hosts=("n1",), grid=ProcessGrid(1, 4, 1)))
+    (command,) = commands_of("ssh", replace(request, hosts=("n1",), grid=ProcessGrid(1, 4, 1)))
     outer = shlex.split(command.shell)
     assert tuple(outer) == command.argv
     inner = shlex.split(outer[-1])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.launch.lifeline import ProcessState
-from phalanx.launch.supervisor import grace_left
+from phalanx.launch.local import grace_left
 from phalanx.launch.verdict import End, Outcome, verdict
 from phalanx.launch.watchdog import diagnosis
 from phalanx.launch.watchdog.diagnosis import Limits, Pace, RankView, diagnose, find_mismatch, hangs, load_per_core
@@ -369,74 +369,84 @@ def killed(rank: int) -> End:
     return End(rank, 137, 103.0, True, None)
 
 
-def test_all_well() -> None:
-    assert verdict([good(0), good(1)], None) == (0, "")
+def lost(rank: int, words: str, time: float = 99.9) -> End:
+    return bug(rank, time, f"RuntimeError: {words}")
 
 
-def test_stopped_with_a_checkpoint_says_it_once() -> None:
-    ends = [good(rank, 75, "Stopped at step 7.") for rank in range(4)]
-    assert verdict(ends, signal.SIGTERM) == (75, "Stopped at step 7.")
+def silent(rank: int, code: int, words: str = "", left_early: str = "") -> End:
+    return End(rank, code, 100.0, False, None, words, left_early)
 
 
-def test_a_mistake_that_all_ranks_found_is_said_once_without_ranks() -> None:
-    assert verdict([good(rank, 4, "No shard x.") for rank in range(3)], None) == (4, "No shard x.")
+GLOO_TIMEOUT = "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9ms for recv"
+STOPPED = "Stopped by SIGTERM before {} of 2 ranks could write a checkpoint; the same command resumes from the last "
+STOPPED += "complete one."
+OTHER = "\n1 other rank was stopped because of it."
+OOM = f"Rank 1 of 2 was killed by SIGKILL. The kernel does this when memory runs out (see dmesg).{OTHER}"
+DID_NOT_COME = {"records": "Rank 1 did not come."}
+VERDICTS = {
+    "all well": ([good(0), good(1)], {}, 0, ""),
+    "a checkpoint": ([good(r, 75, "Stopped at step 7.") for r in range(4)], {"stop": 15}, 75, "Stopped at step 7."),
+    "a mistake of all needs no rank": ([good(r, 4, "No shard x.") for r in range(3)], {}, 4, "No shard x."),
+    "a mistake of one names it, without a traceback": (
+        [lost(0, "[pair.cc:547] Connection closed by peer [127.0.0.1]:3", 100.2), good(1, 4, "Shard x is corrupt.")],
+        *({}, 4, "Rank 1 of 2 failed: Shard x is corrupt.\n1 other rank was stopped because of it."),
+    ),
+    "the first bug, once": (
+        [bug(0, 101.0, "KeyError: 'later'", "later trace"), bug(1, 100.0), killed(2)],
+        *({}, 1, f"Rank 1 of 3 failed: {TRACE}\n2 other ranks were stopped because of it."),
+    ),
+    "the same bug everywhere": (
+        [bug(0, 100.1), bug(1, 100.0), bug(2, 100.2)],
+        *({}, 1, f"Rank 1 of 3 failed: {TRACE}\n2 other ranks were stopped by the same error."),
+    ),
+    "killed, before peers that lost it": ([lost(0, "Connection reset by peer"), silent(1, 137)], {}, 137, OOM),
+    "last words": (
+        [good(0), silent(1, 139, "Fatal Python error: Segment")],
+        *({}, 139, f"Rank 1 of 2 was killed by SIGSEGV. Its standard error ends:\nFatal Python error: Segment{OTHER}"),
+    ),
+    "no word": ([good(0), silent(1, 3)], {}, 3, f"Rank 1 of 2 ended with exit code 3 and no message.{OTHER}"),
+    "no signal": ([good(0), silent(1, 255)], {}, 255, f"Rank 1 of 2 ended with exit code 255 and no message.{OTHER}"),
+    "died on its way out": ([replace(good(0), code=134)], {}, 134, "Rank 0 of 1 was killed by SIGABRT."),
+    "killed before a checkpoint": ([good(0, 75, "Stopped."), killed(1)], {"stop": 15}, 143, STOPPED.format(1)),
+    "ended before a checkpoint": ([good(0, 75, "Stopped."), silent(1, 143)], {"stop": 15}, 143, STOPPED.format(1)),
+    "ended at once by a signal, and lost": (
+        [lost(0, "Connection closed by peer"), silent(1, 143)],
+        *({"stop": 15}, 143, STOPPED.format(2)),
+    ),
+    "a failure while stopping": (
+        [good(0, 75, "Stopped."), bug(1, 100.0)],
+        *({"stop": 15}, 1, f"Rank 1 of 2 failed: {TRACE}{OTHER}"),
+    ),
+    "a hang is a timeout": ([killed(0), killed(1)], {"hang": "Rank 1 is stopped."}, 124, "Rank 1 is stopped."),
+    "records, if all are victims": (
+        [bug(0, 100.0, GLOO_TIMEOUT), killed(1)],
+        *(DID_NOT_COME, 1, f"Rank 1 did not come.\nRank 0 of 2 failed: {TRACE}{OTHER}"),
+    ),
+    "records, if a connection broke": (
+        [bug(0, 100.0, "Connection reset by peer"), killed(1)],
+        *(DID_NOT_COME, 1, f"Rank 1 did not come.\nRank 0 of 2 failed: {TRACE}{OTHER}"),
+    ),
+    "no records beside a cause": (
+        [bug(0, 100.0), killed(1)],
+        *(DID_NOT_COME, 1, f"Rank 0 of 2 failed: {TRACE}{OTHER}"),
+    ),
+    "records explain an abort": (
+        [silent(0, 134), killed(1)],
+        *({"records": "Mismatched."}, 134, f"Mismatched.\nRank 0 of 2 was killed by SIGABRT.{OTHER}"),
+    ),
+    "an exit as if done": (
+        [lost(0, "Connection closed by peer", 99.0), silent(1, 0, left_early="in step 4, phase data")],
+        *({}, 1, f"Rank 1 of 2 exited with code 0 in step 4, phase data, while the others still trained.{OTHER}"),
+    ),
+}
 
 
-def test_a_mistake_of_one_rank_names_it_and_shows_no_traceback() -> None:
-    lost = bug(0, 100.2, "RuntimeError: [pair.cc:547] Connection closed by peer [127.0.0.1]:3")
-    code, message = verdict([lost, good(1, 4, "Shard x is corrupt.")], None)
-    assert code == 4
-    assert message == "Rank 1 of 2 failed: Shard x is corrupt.\n1 other rank was stopped because of it."
-
-
-def test_the_first_bug_is_shown_once() -> None:
-    ends = [bug(0, 101.0, "KeyError: 'later'", "later trace"), bug(1, 100.0), killed(2)]
-    code, message = verdict(ends, None)
-    assert code == 1
-    assert message == f"Rank 1 of 3 failed: {TRACE}\n2 other ranks were stopped because of it."
-
-
-def test_the_same_bug_everywhere() -> None:
-    _, message = verdict([bug(0, 100.1), bug(1, 100.0), bug(2, 100.2)], None)
-    assert message == f"Rank 1 of 3 failed: {TRACE}\n2 other ranks were stopped by the same error."
-
-
-def test_a_killed_rank_comes_before_the_peers_that_lost_it() -> None:
-    lost = bug(0, 99.9, "RuntimeError: Connection reset by peer")
-    code, message = verdict([lost, End(1, 137, 100.0, False, None)], None)
-    assert code == 137
-    assert message.startswith("Rank 1 of 2 was killed by SIGKILL. The kernel does this when memory runs out")
-
-
-def test_last_words_of_a_rank_that_could_say_nothing() -> None:
-    _, message = verdict([good(0), End(1, 139, 100.0, False, None, "Fatal Python error: Segmentation fault")], None)
-    assert message.startswith("Rank 1 of 2 was killed by SIGSEGV. Its standard error ends:\nFatal Python error")
-
-
-@pytest.mark.parametrize("code", [3, 255])
-def test_an_exit_code_without_a_word(code: int) -> None:
-    _, message = verdict([good(0), End(1, code, 100.0, False, None)], None)
-    assert message.startswith(f"Rank 1 of 2 ended with exit code {code} and no message.")
-
-
-def test_a_rank_that_died_on_its_way_out_is_judged_by_its_death() -> None:
-    code, message = verdict([replace(good(0), code=134)], None)
-    assert code == 134
-    assert "SIGABRT" in message
-
-
-@pytest.mark.parametrize("end", [killed(1), End(1, 143, 100.0, False, None)])
-def test_ranks_that_did_not_get_to_a_checkpoint(end: End) -> None:
-    code, message = verdict([good(0, 75, "Stopped."), end], signal.SIGTERM)
-    assert code == 143
-    assert message.startswith("Stopped by SIGTERM before 1 of 2 ranks could write a checkpoint")
-
-
-def test_ranks_that_a_signal_ended_at_once_are_not_a_failure_of_those_that_lost_them() -> None:
-    lost = bug(0, 99.9, "RuntimeError: Connection closed by peer")
-    code, message = verdict([lost, End(1, 143, 100.0, False, None)], signal.SIGTERM)
-    assert code == 143
-    assert message.startswith("Stopped by SIGTERM before 2 of 2 ranks could write a checkpoint")
+@pytest.mark.parametrize("case", VERDICTS)
+def test_the_verdict_about(case: str) -> None:
+    ends, given, code, message = VERDICTS[case]
+    stop = signal.Signals(given["stop"]) if "stop" in given else None
+    found = verdict(ends, stop, hang=given.get("hang", ""), records=given.get("records", ""))
+    assert found == (code, message)
 
 
 @pytest.mark.parametrize(("left", "expected"), [("", 30), ("soon", 30), ("990", 30), ("1120", 120), ("9999", 30)])
@@ -444,60 +454,10 @@ def test_grace_is_the_job_s_or_what_slurm_leaves_of_the_allocation(left: str, ex
     assert grace_left(30.0, {"SLURM_JOB_END_TIME": left} if left else {}, 1000.0) == expected
 
 
-def test_a_failure_while_stopping_is_a_failure() -> None:
-    code, message = verdict([good(0, 75, "Stopped."), bug(1, 100.0)], signal.SIGTERM)
-    assert code == 1
-    assert "ValueError" in message
-
-
-def test_a_hang_has_the_code_of_a_timeout() -> None:
-    assert verdict([killed(0), killed(1)], None, hang="Rank 1 is stopped.") == (124, "Rank 1 is stopped.")
-
-
-@pytest.mark.parametrize(
-    "lost", ["[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 9ms for recv", "Connection reset by peer"]
-)
-def test_records_come_first_where_every_error_is_that_of_a_victim(lost: str) -> None:
-    code, message = verdict([bug(0, 100.0, lost), killed(1)], None, records="Rank 1 did not come.")
-    assert code == 1
-    assert message.startswith(f"Rank 1 did not come.\nRank 0 of 2 failed: {TRACE}")
-    _, message = verdict([bug(0, 100.0), killed(1)], None, records="Rank 1 did not come.")
-    assert message.startswith("Rank 0 of 2 failed")
-
-
-def test_records_explain_an_abort() -> None:
-    code, message = verdict([End(0, 134, 100.0, False, None), killed(1)], None, records="Mismatched collectives.")
-    assert code == 134
-    assert message.startswith("Mismatched collectives.\nRank 0 of 2 was killed by SIGABRT.")
-
-
-def test_a_rank_that_exits_as_if_done_is_the_culprit() -> None:
-    lost = bug(0, 99.0, "RuntimeError: Connection closed by peer")
-    left = End(1, 0, 100.0, False, None, left_early="in step 4, phase data")
-    code, message = verdict([lost, left], None)
-    assert code == 1
-    assert message.startswith("Rank 1 of 2 exited with code 0 in step 4, phase data, while the others still trained.")
-
-
 # How long a rank may be silent, by what the run has done so far: with a clock of the tests' own, so nothing waits.
 
 PACE = Limits(300.0, 600.0, follows=True)
-START = RankRecord(
-    rank=0,
-    world=1,
-    pid=1,
-    start_ticks=1,
-    beat=0.0,
-    tick=0.0,
-    phase=Phase.FORWARD_BACKWARD,
-    phase_began=0.0,
-    step=0,
-    first_step=1,
-    own_s=0.0,
-    work=0,
-    started={},
-    groups={},
-)
+START = replace(record(0, []), world=1, step=0)
 
 
 class Run:

@@ -29,7 +29,7 @@ from phalanx.launch.grid import Machine, problems, tasks_per_node
 from phalanx.launch.local import launch_local
 from phalanx.launch.output import Outlet, UnblockedStream, unblocked
 from phalanx.launch.ranks import Ranks
-from phalanx.launch.start.remote import run_in_foreground
+from phalanx.launch.start import run_in_foreground
 from phalanx.launch.verdict import End, Outcome
 from phalanx.launch.worker import report
 from phalanx.train.terminal import Terminal
@@ -44,7 +44,7 @@ HERE = Path(__file__).parent
 def _ranks_find_their_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("phalanx.launch.supervisor._PEER_GRACE_S", 0.3)
+    monkeypatch.setattr("phalanx.launch.local._PEER_GRACE_S", 0.3)
 
 
 @pytest.fixture
@@ -329,7 +329,7 @@ while True:
     time.sleep(0.05)
 """
 RUN = (
-    "import os, sys; from phalanx.launch.start.remote import run_in_foreground; "
+    "import os, sys; from phalanx.launch.start import run_in_foreground; "
     "sys.exit(run_in_foreground(sys.argv[1:], os.environ))"
 )
 

@@ -36,8 +36,7 @@ from phalanx.launch.nodes import (
     decode_state,
     encode,
 )
-from phalanx.launch.start.choose import HostCommand
-from phalanx.launch.start.remote import RemoteNodes
+from phalanx.launch.start import HostCommand, RemoteNodes
 
 # Runs on several nodes: who takes part in which round, what travels between nodes, and links that break.
 
@@ -326,8 +325,8 @@ def test_two_launchers_run_a_round_and_one_goes_on_alone(tmp_path: Path) -> None
 
 PROGRAM = """
 import sys
-from phalanx.launch.start.choose import HostCommand
-from phalanx.launch.start.remote import RemoteNodes
+from phalanx.launch.start import HostCommand
+from phalanx.launch.start import RemoteNodes
 commands = [HostCommand((sys.argv[1], host, text), (host,)) for host, text in zip("ab", sys.argv[2:])]
 sys.exit(RemoteNodes(commands, least=2, secrets={}, grace_s=5, bare_stdout=False).run())
 """

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.errors import DataError, RunError, StoppedError
-from phalanx.launch.meet import store
+from phalanx.launch import meeting
 from phalanx.launch.process_group import init, process_group
 from phalanx.launch.ranks import SINGLE, STORE, Ranks
 from phalanx.launch.verdict import lost_peer_named
@@ -90,10 +90,10 @@ def test_an_address_at_which_the_store_of_another_run_answers() -> None:
     for _ in range(2):
         listener = socket.create_server(("127.0.0.1", 0))
         ports.append(listener.getsockname()[1])
-        stores.append(store.served(listener, 1, 5.0))
-    store._require_own_address(stores[0], 1, "127.0.0.1", ports[0])
+        stores.append(meeting.served(listener, 1, 5.0))
+    meeting.require_own_address(stores[0], 1, "127.0.0.1", ports[0])
     with pytest.raises(RunError, match=r"does not lead to rank 0, .*\(another program answers there\)"):
-        store._require_own_address(stores[0], 1, "127.0.0.1", ports[1])
+        meeting.require_own_address(stores[0], 1, "127.0.0.1", ports[1])
 
 
 def test_an_address_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,63 +15,33 @@ from phalanx.launch.exported import exported, is_secret
 from phalanx.launch.grid import GridRequest, ProcessGrid, solve
 from phalanx.launch.hosts import HostSlots, expand, parse_hosts, read_hosts
 from phalanx.launch.ranks import LaunchersDisagreeError, Ranks, ToldError, detect, lowest_evidence, rendezvous_address
-from phalanx.launch.start.choose import where
+from phalanx.launch.start import where
 
 # Who a process is, from the variables of each launcher.
 
 
-TORCHRUN = {
-    "RANK": "5",
-    "WORLD_SIZE": "8",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "4",
-    "GROUP_RANK": "1",
-    "MASTER_ADDR": "host0",
-    "MASTER_PORT": "29400",
-}
-SLURM = {
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_TASKS_PER_NODE": "4(x2)",
-}
-OPENMPI = {
-    "OMPI_COMM_WORLD_RANK": "5",
-    "OMPI_COMM_WORLD_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "OMPI_COMM_WORLD_NODE_RANK": "1",
-}
-MPICH = {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
-PALS = {
-    "PALS_RANKID": "5",
-    "PALS_LOCAL_RANKID": "1",
-    "PALS_NODEID": "1",
-    "PMI_RANK": "5",
-    "PMI_SIZE": "8",
-    "PMI_LOCAL_RANK": "1",
-    "PMI_LOCAL_SIZE": "4",
-}
-MVAPICH2 = {
-    "MV2_COMM_WORLD_RANK": "5",
-    "MV2_COMM_WORLD_SIZE": "8",
-    "MV2_COMM_WORLD_LOCAL_RANK": "1",
-    "MV2_COMM_WORLD_LOCAL_SIZE": "4",
-}
-JSRUN = {"JSM_NAMESPACE_RANK": "5", "JSM_NAMESPACE_SIZE": "8", "JSM_NAMESPACE_LOCAL_RANK": "1"}
-FLUX = {"FLUX_TASK_RANK": "5", "FLUX_JOB_SIZE": "8", "FLUX_TASK_LOCAL_ID": "1"}
-ROWS = {
-    "torchrun": TORCHRUN,
-    "slurm": SLURM,
-    "openmpi": OPENMPI,
-    "mpich": MPICH,
-    "pals": PALS,
-    "mvapich2": MVAPICH2,
-    "jsrun": JSRUN,
-    "flux": FLUX,
-}
+def variables(text: str) -> dict[str, str]:
+    return dict(word.split("=", 1) for word in text.split())
+
+
+def of_prefix(prefix: str, text: str) -> dict[str, str]:
+    return {f"{prefix}{name}": value for name, value in variables(text).items()}
+
+
+TORCHRUN = variables(
+    "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 GROUP_RANK=1 MASTER_ADDR=host0 MASTER_PORT=29400"
+)
+SLURM = of_prefix("SLURM_", "STEP_ID=0 PROCID=5 NTASKS=8 LOCALID=1 NODEID=1 TASKS_PER_NODE=4(x2)")
+OPENMPI = of_prefix("OMPI_COMM_WORLD_", "RANK=5 SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4 NODE_RANK=1")
+MPICH = variables("PMI_RANK=5 PMI_SIZE=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=4")
+PALS = of_prefix("PALS_", "RANKID=5 LOCAL_RANKID=1 NODEID=1") | of_prefix(
+    "PMI_", "RANK=5 SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4"
+)
+MVAPICH2 = of_prefix("MV2_COMM_WORLD_", "RANK=5 SIZE=8 LOCAL_RANK=1 LOCAL_SIZE=4")
+JSRUN = of_prefix("JSM_NAMESPACE_", "RANK=5 SIZE=8 LOCAL_RANK=1")
+FLUX = of_prefix("FLUX_", "TASK_RANK=5 JOB_SIZE=8 TASK_LOCAL_ID=1")
+ROWS = {"torchrun": TORCHRUN, "slurm": SLURM, "openmpi": OPENMPI, "mpich": MPICH, "pals": PALS, "mvapich2": MVAPICH2}
+ROWS |= {"jsrun": JSRUN, "flux": FLUX}
 REQUIRED = {
     "torchrun": ["RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"],
     "slurm": ["SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],
@@ -91,8 +61,31 @@ def test_each_launcher(source: str) -> None:
     assert detect(ROWS[source]) == Ranks(5, 8, 1, local_world, node_rank, source)
 
 
-def test_nobody_launched_us() -> None:
-    assert detect({"PATH": "/bin", "SLURM_JOB_ID": "7", "PBS_NODEFILE": "/nodes"}) is None
+ONE_TASK_A_NODE = SLURM | of_prefix("SLURM_", "PROCID=1 NTASKS=2 LOCALID=0 TASKS_PER_NODE=1(x2)")
+NO_LOCAL_RANK = variables("PMI_RANK=5 PMI_SIZE=8 PMI_FD=6")
+TOGETHER = {
+    "nobody": (variables("PATH=/bin SLURM_JOB_ID=7 PBS_NODEFILE=/nodes"), None),
+    "an interactive step": (SLURM | of_prefix("SLURM_", "PROCID=0 NTASKS=1 LOCALID=0"), None),
+    "torchrun in a step wins": (ONE_TASK_A_NODE | TORCHRUN, "torchrun"),
+    "launchers that agree": (SLURM | PALS, "pals"),
+    # mpiexec in a batch job starts one daemon per node with srun, and these start the ranks.
+    "the daemons of mpiexec are no ranks": (ONE_TASK_A_NODE | OPENMPI, "openmpi"),
+    "no local rank": (NO_LOCAL_RANK, "mpich"),
+    "another says the local rank": (NO_LOCAL_RANK | FLUX, "flux"),
+    "the remedy for a disagreement": (
+        {name: value for name, value in SLURM.items() if name != "SLURM_PROCID"} | OPENMPI,
+        "openmpi",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TOGETHER)
+def test_whose_rank_it_is(case: str) -> None:
+    env, source = TOGETHER[case]
+    found = detect(env)
+    assert (found and found.source) == source
+    if env is NO_LOCAL_RANK:
+        assert found == Ranks(5, 8, None, None, None, "mpich")
 
 
 def test_one_machine_is_node_zero() -> None:
@@ -102,19 +95,6 @@ def test_one_machine_is_node_zero() -> None:
     assert found.one_node
 
 
-def test_torchrun_in_a_slurm_step_wins() -> None:
-    one_task_a_node = {**SLURM, "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}
-    found = detect({**one_task_a_node, **TORCHRUN})
-    assert found is not None
-    assert found.source == "torchrun"
-
-
-def test_launchers_that_agree() -> None:
-    found = detect({**SLURM, **PALS})
-    assert found is not None
-    assert found.source == "pals"
-
-
 def test_a_torchrun_per_task_is_two_launchers() -> None:
     with pytest.raises(JobError, match="slurm started torchrun 8 times(.|\\n)*--nnodes 8"):
         detect({**SLURM, **TORCHRUN, "GROUP_WORLD_SIZE": "1"})
@@ -122,22 +102,6 @@ def test_a_torchrun_per_task_is_two_launchers() -> None:
         found = detect({**SLURM, **TORCHRUN, **more})
         assert found is not None
         assert found.source == "torchrun"
-
-
-def test_the_daemons_of_mpiexec_are_no_ranks() -> None:
-    """mpiexec in a batch job starts one daemon per node with srun, and these start the ranks."""
-    daemons = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1(x2)"}
-    found = detect({**SLURM, **daemons, **OPENMPI})
-    assert found is not None
-    assert found.source == "openmpi"
-
-
-def test_a_launcher_that_says_no_local_rank() -> None:
-    found = detect({"PMI_RANK": "3", "PMI_SIZE": "8", "PMI_FD": "6"})
-    assert found == Ranks(3, 8, None, None, None, "mpich")
-    found = detect({"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "6", **FLUX})
-    assert found is not None
-    assert found.source == "flux", "which says it"
 
 
 def test_half_of_a_launchers_variables() -> None:
@@ -176,23 +140,11 @@ def test_launchers_that_disagree() -> None:
     assert "`env -u SLURM_PROCID phalanx …` keeps openmpi" in message
 
 
-def test_the_remedy_for_a_disagreement_works() -> None:
-    env = {**SLURM, **OPENMPI, "OMPI_COMM_WORLD_RANK": "2"}
-    del env["SLURM_PROCID"]
-    found = detect(env)
-    assert found is not None
-    assert found.source == "openmpi"
-
-
 def test_batch_shell_without_srun() -> None:
     shell = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
     with pytest.raises(JobError, match=r"allocation of 8 tasks(.|\n)*srun phalanx"):
         detect(shell)
     assert detect({**shell, "SLURM_NTASKS": "1"}) is None
-
-
-def test_interactive_step_is_no_launch() -> None:
-    assert detect({**SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0"}) is None
 
 
 def test_pods_are_not_ranks() -> None:
@@ -271,8 +223,8 @@ def test_without_a_rank_the_first_of_a_node_speaks() -> None:
 # Where a launch is, as a function of the environment.
 
 
-def place(env, *programs, hosts=()):
-    return where(env, lambda name: f"/bin/{name}" if name in programs else None, lambda path: list(hosts))
+def place(env, *programs):
+    return where(env, lambda name: f"/bin/{name}" if name in programs else None)
 
 
 def test_a_lone_host_and_login_nodes():
@@ -291,8 +243,9 @@ def test_an_allocation_of_slurm():
     assert place(shell).in_step
 
 
-def test_a_job_of_pbs():
-    found = place({"PBS_JOBID": "12.s", "PBS_NODEFILE": "/x"}, "qsub", hosts=[HostSlots("a", 4)])
+def test_a_job_of_pbs(tmp_path):
+    (tmp_path / "nodes").write_text("a\n" * 4)
+    found = place({"PBS_JOBID": "12.s", "PBS_NODEFILE": str(tmp_path / "nodes")}, "qsub")
     assert (found.kind, found.job_id, found.hosts) == ("pbs job", "12.s", (HostSlots("a", 4),))
 
 
@@ -314,15 +267,7 @@ def test_half_an_allocation_is_refused(env, message):
     [
         {"SLURM_PROCID": "1", "SLURM_LOCALID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"},
         {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"},
-        {
-            "RANK": "1",
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "1",
-            "LOCAL_WORLD_SIZE": "2",
-            "MASTER_ADDR": "a",
-            "MASTER_PORT": "1",
-            "TORCHELASTIC_RUN_ID": "x",
-        },
+        TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"},
     ],
 )
 def test_one_of_several_copies_is_refused(env):

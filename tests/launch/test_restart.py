@@ -134,7 +134,7 @@ def test_only_the_newest_generation_may_write(tmp_path: Path, monkeypatch: pytes
 @pytest.fixture
 def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     monkeypatch.setenv("PYTHONPATH", str(HERE))
-    monkeypatch.setattr("phalanx.launch.supervisor._PEER_GRACE_S", 0.3)
+    monkeypatch.setattr("phalanx.launch.local._PEER_GRACE_S", 0.3)
 
     def launch(scenario: str, restarts: Restarts) -> int:
         options = {"processes": 2, "log_dir": tmp_path / "logs", "threads": 1, "all_ranks": False}

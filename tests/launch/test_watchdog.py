@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.launch.local import launch_local
-from phalanx.launch.supervisor import StopSignals, Supervisor
+from phalanx.launch.local import StopSignals, Supervisor, launch_local
 from phalanx.launch.watchdog import diagnosis, heartbeat
 from phalanx.launch.watchdog.diagnosis import Limits, SlowRanks
 from phalanx.launch.watchdog.heartbeat import Heartbeat, Phase
-from phalanx.launch.watchdog.watchdog import HOSTS, PREFIX, Watchdog, main, private_folder
+from phalanx.launch.watchdog.watchdog import PREFIX, NodeWatch, Watchdog, main, private_folder
 
 HERE = Path(__file__).parent
 
@@ -56,18 +55,8 @@ def test_a_stopped_rank_is_named_and_all_are_killed(
 
 def test_signals_for_the_ranks_do_not_end_the_watchdog_of_a_node(tmp_path: Path) -> None:
     """srun passes Ctrl-C to every process of a step, also to this one."""
-    (tmp_path / HOSTS).write_text("[]")
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "phalanx.launch.watchdog.watchdog",
-        str(tmp_path),
-        str(tmp_path),
-        "4",
-        "4",
-        "",
-    ]
+    NodeWatch((), Limits(4.0, 4.0), str(tmp_path), "").write(tmp_path)
+    command = [sys.executable, "-P", "-m", "phalanx.launch.watchdog.watchdog", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as watchdog:
         status = Path(f"/proc/{watchdog.pid}/status")
         ignored, deadline = 0, time.monotonic() + 60
@@ -133,8 +122,8 @@ def test_the_watchdog_of_a_node_ends_its_ranks(tmp_path: Path, capfd: pytest.Cap
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-m", "beating_program", str(beats)]
     ranks = [subprocess.Popen([*command, str(rank)], env=environment) for rank in (0, 1)]
-    (beats / HOSTS).write_text('["h", "h"]')
-    main([str(beats), str(reports), "4", "60", ""])
+    NodeWatch(("h", "h"), Limits(4.0, 60.0), str(reports), "").write(beats)
+    main(beats)
     assert [rank.wait() for rank in ranks] == [-signal.SIGKILL, -signal.SIGKILL]
     assert "native code holds Python's global interpreter lock" in capfd.readouterr().err
     (report,) = reports.glob("hang.*.json")
@@ -150,8 +139,8 @@ def test_the_watchdog_of_a_node_names_the_rank_that_is_gone(tmp_path: Path, capf
         beat.words[heartbeat.FIRST_STEP] = 1
         beat.words[heartbeat.STARTED] += 1  # not this process any more
     beats[0].enter(Phase.END)
-    (tmp_path / HOSTS).write_text('["h", "h"]')
-    main([str(tmp_path), str(tmp_path), "5", "60", ""])
+    NodeWatch(("h", "h"), Limits(5.0, 60.0), str(tmp_path), "").write(tmp_path)
+    main(tmp_path)
     shown = capfd.readouterr().err
     assert "Rank 1 (" in shown
     assert "is gone in step 1" in shown
@@ -159,12 +148,13 @@ def test_the_watchdog_of_a_node_names_the_rank_that_is_gone(tmp_path: Path, capf
 
 
 def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("phalanx.launch.supervisor._UNKILLABLE_S", 0.0)
+    monkeypatch.setattr("phalanx.launch.local._UNKILLABLE_S", 0.0)
     monkeypatch.setattr(os, "killpg", lambda pid, number: None)  # as in uninterruptible wait
     monkeypatch.setattr(os, "_exit", sys.exit)
-    supervisor = Supervisor(lambda rank: None, 0.0, StopSignals())
+    watchdog = Watchdog(tmp_path, Limits(0.0, 0.0), print)
+    supervisor = Supervisor(lambda rank: None, 0.0, StopSignals(), watchdog)
     supervisor._allow(0.0)
     process = subprocess.Popen(["sleep", "60"])
     with pytest.raises(SystemExit, match="124"):
@@ -177,9 +167,7 @@ def test_a_process_that_cannot_be_killed_does_not_keep_the_launcher(
 def test_a_watchdog_that_fails_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(Watchdog, "poll", lambda *_: 1 // 0)
-    supervisor = Supervisor(
-        lambda rank: None, 0.0, StopSignals(), lambda: Watchdog(tmp_path, Limits(0.0, 0.0), said.append)
-    )
+    supervisor = Supervisor(lambda rank: None, 0.0, StopSignals(), Watchdog(tmp_path, Limits(0.0, 0.0), said.append))
     with subprocess.Popen(["sleep", "60"]) as process:
         assert supervisor.watch({0: process.pid})
         assert supervisor.watch({0: process.pid})

@@ -26,26 +26,32 @@ from phalanx.errors import JobError, RunError
 from phalanx.launch.exported import Exported, exported
 from phalanx.launch.grid import GridRequest, ProcessGrid, solve
 from phalanx.launch.hosts import HostSlots, names_of, read_hosts
-from phalanx.launch.sites.site import GENERIC, Site, chosen, known, user_folder
-from phalanx.launch.start.choose import (
+from phalanx.launch.site import GENERIC, Site, chosen, known, user_folder
+from phalanx.launch.start import (
     IN_WORDS,
     SSH,
     HostCommand,
     Launcher,
     LaunchPlace,
+    RemoteNodes,
     StartRequest,
     commands_of,
-    environment,
     ephemeral_ports,
     launcher_for,
     mpiexec_version,
     port_for,
+    run_in_foreground,
     where,
     with_own_mpiexec,
 )
-from phalanx.launch.start.remote import RemoteNodes, run_in_foreground
-from phalanx.launch.submit.kubernetes import ManifestRequest, kubernetes_submission
-from phalanx.launch.submit.script import SubmitRequest, parse_time, pbs_submission, slurm_submission, submit
+from phalanx.launch.submit import (
+    ManifestRequest,
+    SubmitRequest,
+    batch_submission,
+    kubernetes_submission,
+    parse_time,
+    submit,
+)
 
 _DEVICES_S = 20.0
 LARGE_PARAMETERS = 500_000_000
@@ -474,7 +480,7 @@ def _start(words: Words, plan: LaunchPlan) -> int:
         return 0
     for command in commands:
         echo(f"phalanx: {command.shell}", file=sys.stderr, flush=True)
-    env = environment(request, os.environ)
+    env = {**os.environ, **request.exported.values}
     if launcher == "ssh":
         secrets = {name: os.environ[name] for name in request.exported.secrets}
         nodes = RemoteNodes(
@@ -539,8 +545,7 @@ def _submit(words: Words, plan: LaunchPlan) -> int:
     if words.options["submit"] == "k8s":
         wanted = kubernetes_submission(plan.manifest_request, words.options["k8s_kind"], words.job.run.dir)
     else:
-        submission = slurm_submission if words.options["submit"] == "slurm" else pbs_submission
-        wanted = submission(plan.submit_request)
+        wanted = batch_submission(plan.submit_request)
     if "dry_run" in words.switches:
         document = {"file": str(wanted.file), "command": list(wanted.command), **plan.grid_document}
         document |= {"script": wanted.text}

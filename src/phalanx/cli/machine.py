@@ -28,7 +28,7 @@ from phalanx.echo import echo
 from phalanx.errors import JobError, PhalanxError, RunError
 from phalanx.launch.lifeline import die_with_launcher
 from phalanx.launch.ranks import SINGLE, Ranks, ToldError
-from phalanx.launch.start.choose import SSH
+from phalanx.launch.start import SSH
 from phalanx.machine.checks import SECONDS, CheckedMachine, CheckResult
 from phalanx.machine.doctor import (
     DoctorReport,

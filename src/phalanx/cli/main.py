@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import phalanx
 from phalanx.echo import echo, shortened
 from phalanx.errors import JobError, OutputError, PhalanxError
-from phalanx.launch.meet.detected import detected
+from phalanx.launch.detected import detected
 from phalanx.launch.output import unblocked
 from phalanx.launch.ranks import LAUNCHER_PID, ToldError, lowest_evidence
 from phalanx.nearest import nearest

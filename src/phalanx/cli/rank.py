@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from phalanx.config.job import RunOptions
+from phalanx.launch.detected import detected
 from phalanx.launch.lifeline import die_with_launcher
-from phalanx.launch.meet.detected import detected
 from phalanx.launch.ranks import LOG_DIR, SINGLE, Ranks
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def run_on_ranks(
         options = read(None)
         return 0 if options is None else start(options)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # or every lost peer prints the stack of torch's C++
-    from phalanx.launch.meet.meeting import Meeting
+    from phalanx.launch.meeting import Meeting
     from phalanx.launch.verdict import lost_peer_named
 
     meeting = Meeting(ranks)

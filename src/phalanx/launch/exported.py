@@ -30,30 +30,22 @@ _NAME = r"[A-Za-z_][A-Za-z0-9_]{0,254}"
 
 @dataclass(frozen=True)
 class Exported:
-    """The variables of a launch."""
-
-    values: Mapping[str, str]
-    """Names and values that may be shown and written down."""
+    values: Mapping[str, str]  # names and values that may be shown and written down
     secrets: tuple[str, ...] = ()
     """Names that the user has given one by one although they look like secrets: their values are handed over, but
     neither shown nor written."""
 
 
 def is_secret(name: str) -> bool:
-    """Returns whether a variable's name says that its value is a secret."""
     return bool(_SECRET.search(name)) and not name.startswith(_NOT_SECRET)
 
 
 def exported(
     env: Mapping[str, str], patterns: Iterable[str], settings: Iterable[str], site: Mapping[str, str]
 ) -> Exported:
-    """Returns the variables that a launch exports.
-
-    Args:
-        env: the environment of this process.
-        patterns: the user's --export-env: names, or patterns such as WANDB_*, beside PATTERNS.
-        settings: the user's --env, each NAME=VALUE. They win.
-        site: the variables of the site, for which the user's own environment wins.
+    """Returns the variables that a launch exports: those of this process that match PATTERNS or the user's own
+    (--export-env: names, or patterns such as WANDB_*), the site's, for which the user's environment wins, and the
+    user's settings (--env NAME=VALUE), which win.
 
     Raises JobError for a setting that is no NAME=VALUE, for one that puts a secret on the command line, and for a name
     that is not set.

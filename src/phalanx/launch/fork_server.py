@@ -38,8 +38,6 @@ _READY = b"ready\n"
 
 
 class ForkServer:
-    """The side that asks. Close it."""
-
     def __init__(self, preload: Sequence[str], environment: Mapping[str, str], patience: float = 1.0):
         """Starts the process. `environment` holds what the libraries read when they are loaded, such as the number of
         threads; `patience` is a factor on the seconds that its imports and answers may take. Raises OSError if it
@@ -98,7 +96,6 @@ class ForkServer:
         return int(answer)
 
     def close(self) -> None:
-        """Ends the process."""
         os.kill(self._pid, signal.SIGKILL)
         os.waitpid(self._pid, 0)
         self._answers.close()

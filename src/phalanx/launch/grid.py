@@ -11,27 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.errors import JobError
+from phalanx.launch.ranks import slurm_tasks
 from phalanx.nearest import divisors, nearest_of
 
 RANKS_PER_CORE = 8
 """Most ranks on a core of a CPU: beyond that they wait for each other's turns more than they compute."""
-FEW_RANKS = 16
-"""Ranks that every machine may have, however few cores it has."""
-RANK_BYTES = 256 * 2**20
-"""Memory of a rank's own before it holds a model: Python, torch and the process group."""
+FEW_RANKS = 16  # ranks that every machine may have, however few cores it has
+RANK_BYTES = 256 * 2**20  # memory of a rank's own before it holds a model: Python, torch and the process group
 FLAG = "--oversubscribe"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The resources of this machine that ranks use."""
-
     cores: int
-    """Usable cores."""
-    free_bytes: int
-    """Memory that is available now; with swap space."""
+    free_bytes: int  # memory that is available now; with swap space
     devices: int
-    """Accelerators."""
 
 
 def has_driver() -> bool:
@@ -61,10 +55,9 @@ def _left_in_group() -> Iterator[int]:
 
 
 def tasks_per_node(env: Mapping[str, str]) -> int:
-    """Returns the processes that Slurm started on each node, 0 if they are unknown or differ: "64", "8(x4)"."""
-    text = env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE", "")
-    match = re.fullmatch(r"([1-9][0-9]{0,5})([(]x[0-9]+[)])?", text)
-    return int(match[1]) if match else 0
+    """Returns the processes that Slurm started on each node, 0 if they are unknown or differ."""
+    runs = slurm_tasks(env)
+    return runs[0][0] if len(runs) == 1 else 0
 
 
 def problems(ranks: int, device: str, machine: Machine, *, oversubscribe: bool, precision: str = "") -> Iterator[str]:
@@ -106,15 +99,13 @@ def problems(ranks: int, device: str, machine: Machine, *, oversubscribe: bool, 
 class ProcessGrid:
     """How many nodes, and how many processes on each."""
 
-    nodes: int
-    """The most, for which the layout is."""
+    nodes: int  # the most, for which the layout is
     per_node: int
     least_nodes: int
     """Nodes without which the run waits; as many as `nodes` unless a range was asked for."""
 
     @property
     def processes(self) -> int:
-        """Processes on all nodes."""
         return self.nodes * self.per_node
 
     @property
@@ -127,26 +118,16 @@ class ProcessGrid:
 class GridRequest:
     """What is known before the grid is."""
 
-    nnodes: str = ""
-    """N or N:M as the user wrote it; empty if open."""
-    per_node: str = ""
-    """A number, "auto" for the devices of a node, or empty if open."""
+    nnodes: str = ""  # N or N:M as the user wrote it; empty if open
+    per_node: str = ""  # a number, "auto" for the devices of a node, or empty if open
     processes: int = 0
-    """--nproc; 0 if open."""
-    layout: int = 0
-    """Processes of the layout; 0 if the planner chooses it."""
+    layout: int = 0  # processes of the layout; 0 if the planner chooses it
     layout_words: str = ""
-    """The layout as it is printed."""
-    cluster_nodes: int = 0
-    """Nodes that the job's cluster has; 0 if the job does not say."""
-    available: int = 0
-    """Nodes of the allocation or of the host file; 0 if unknown."""
-    where: str = ""
-    """The source of `available`, in words."""
-    devices: int = 0
-    """Accelerators of a node; 0 if there are none, or if it is unknown."""
+    cluster_nodes: int = 0  # nodes that the job's cluster has; 0 if the job does not say
+    available: int = 0  # nodes of the allocation or of the host file; 0 if unknown
+    where: str = ""  # the source of `available`, in words
+    devices: int = 0  # accelerators of a node; 0 if there are none, or if it is unknown
     cpu: bool = False
-    """True if the job runs on CPUs whatever the node has."""
 
 
 def solve(request: GridRequest) -> ProcessGrid:
@@ -215,9 +196,9 @@ def _inferred(request: GridRequest, nodes: int, per_node: int, total: int, probl
     if not nodes and not per_node:
         nodes = _default_nodes(request, total)
     if not nodes:
-        nodes = _divided(total, per_node, "--nproc-per-node", "--nnodes", request, problems)
+        nodes = _divided(total, per_node, "--nproc-per-node", request, problems)
     elif not per_node:
-        per_node = _divided(total, nodes, "--nnodes", "--nproc-per-node", request, problems)
+        per_node = _divided(total, nodes, "--nnodes", request, problems)
     elif nodes * per_node != total:
         fits = total // nodes
         legal = [f"--nproc-per-node {fits}"] if total % nodes == 0 else []
@@ -230,7 +211,7 @@ def _inferred(request: GridRequest, nodes: int, per_node: int, total: int, probl
     return nodes, per_node
 
 
-def _divided(total: int, by: int, given: str, other: str, request: GridRequest, problems: list[str]) -> int:
+def _divided(total: int, by: int, given: str, request: GridRequest, problems: list[str]) -> int:
     if total % by:
         problems.append(
             f"{given} {by}: {_whose(request)} has {total} processes, which are not divisible by {by}; nearest legal: "

@@ -9,6 +9,7 @@ import re
 import socket
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -39,14 +40,17 @@ def is_this_machine(host: str) -> bool:
     return False
 
 
+def address_towards(host: str) -> str:
+    """Returns the address of this machine on the way to a host; empty if it cannot be found out."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        return probe.getsockname()[0]
+    return ""
+
+
 def interface_towards(host: str) -> str | None:
     """Returns the name of the network interface that leads to a host; None if it cannot be found out."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 1))  # sends nothing
-        except OSError:
-            return None
-        own = probe.getsockname()[0]
+    own = address_towards(host)
     return next((name for name, address in interfaces().items() if address == own), None)
 
 
@@ -80,11 +84,8 @@ _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})"
 
 @dataclass(frozen=True)
 class HostSlots:
-    """A host, and the processes that its list has for it."""
-
     name: str
-    slots: int | None = None
-    """None if the list does not say."""
+    slots: int | None = None  # none if the list does not say
 
 
 def expand(nodelist: str, most: int = MOST_HOSTS) -> list[str]:
@@ -179,5 +180,4 @@ def parse_hosts(text: str, name: str) -> list[HostSlots]:
 
 
 def names_of(hosts: Iterable[HostSlots]) -> tuple[str, ...]:
-    """Returns the names of hosts."""
     return tuple(host.name for host in hosts)

@@ -9,6 +9,7 @@ import ctypes
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import threading
 import time
@@ -26,14 +27,12 @@ _PY_SPY_S = 10.0
 class ProcessState:
     """The state of a process's main thread."""
 
-    state: str
-    """The kernel's letter: R running, S sleeping, D uninterruptible, T stopped, t traced, Z ended."""
+    state: str  # the kernel's letter: R running, S sleeping, D uninterruptible, T stopped, t traced, Z ended
     wchan: str
     """The kernel function in which it sleeps; empty if it does not, or if this user may not know."""
     start_ticks: int
     """When it started, in clock ticks since the host's boot: tells it from a later process with the same id."""
     parent: int
-    """The id of its parent."""
 
     @property
     def stopped(self) -> bool:
@@ -56,7 +55,6 @@ class ProcessState:
 
 
 def process_state(pid: int) -> ProcessState | None:
-    """Returns the state of a process, or None if it is gone."""
     directory = Path("/proc") / str(pid)
     try:
         fields = (directory / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -67,6 +65,17 @@ def process_state(pid: int) -> ProcessState | None:
     except OSError:
         wchan = ""
     return ProcessState(fields[0], "" if wchan == "0" else wchan, int(fields[19]), int(fields[1]))
+
+
+def boot_id() -> str:
+    """Returns what tells this boot of this machine from all others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+
+
+def is_mine(folder: Path, others: int = 0o077) -> bool:
+    """Returns whether a path is a folder of this user's, to which nobody else has one of the rights `others`."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & others
 
 
 def stack_by_py_spy(pid: int) -> str:
@@ -108,39 +117,28 @@ def die_with_launcher() -> None:
     above this one are still the same. The kernel's signal would be wrong there: it is sent when the *thread* ends that
     started the process.
     """
-    if LAUNCHER_PID in os.environ or not _has_launcher():
+    launched = False
+    with suppress(JobError):  # contradictory variables: reported where the rank is needed
+        launched = detect(os.environ) is not None
+    if LAUNCHER_PID in os.environ or not launched:
         return
     by_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    leader = os.getsid(0) if by_torchrun else os.getpid()
-    parents = _parents_up_to(leader)
-    if by_torchrun and leader == os.getpid():
-        die_with_parent(parents[leader])
-    threading.Thread(target=_watch, args=(parents,), name="phalanx-lifeline", daemon=True).start()
-
-
-def _has_launcher() -> bool:
-    with suppress(JobError):  # contradictory variables: reported where the rank is needed
-        return detect(os.environ) is not None
-    return False
-
-
-def _parents_up_to(leader: int) -> dict[int, int]:
-    """Returns the parents of this process and of those above it, up to the ancestor `leader`, by process."""
-    pid = os.getpid()
+    leader, pid = os.getsid(0) if by_torchrun else os.getpid(), os.getpid()
     parents = {pid: os.getppid()}
     while pid != leader and parents[pid] > 1:
         pid = parents[pid]
         parents[pid] = _parent_of(pid)
-    return parents
+    if by_torchrun and leader == os.getpid():
+        die_with_parent(parents[leader])
 
+    def watch() -> None:
+        while all(_parent_of(pid) == parent for pid, parent in parents.items()):
+            time.sleep(_POLL_S)
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def _watch(parents: dict[int, int]) -> None:
-    while all(_parent_of(pid) == parent for pid, parent in parents.items()):
-        time.sleep(_POLL_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=watch, name="phalanx-lifeline", daemon=True).start()
 
 
 def _parent_of(pid: int) -> int:
-    """Returns the parent of a process, 0 if the process has ended."""
     process = process_state(pid)
     return process.parent if process else 0

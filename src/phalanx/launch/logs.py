@@ -63,27 +63,21 @@ class AttemptLogs:
 
     Rank 0 keeps the terminal for its live view; the others write to files.
 
-    Args:
-        log_dir: parent of the attempts; a resumed run finds the next number, so older logs stay.
-        store_dir: private directory for the file through which the ranks of an attempt find each other.
-        environment: further variables of every rank.
-        all_ranks: show the lines of the other ranks too.
-    """
+    A resumed run finds the next number, so older logs stay. `store_dir` is private: for the file through which the
+    ranks of an attempt find each other, and for heartbeats. With `all_ranks` the lines of the other ranks are shown,
+    too."""
 
     def __init__(self, log_dir: Path, store_dir: Path, environment: Mapping[str, str], all_ranks: bool):
         self._log_dir = log_dir
         self._store_dir = store_dir
         self.environment = environment
-        """Further variables of every rank."""
         self.all_ranks = all_ranks
         self.attempt_dir = log_dir
-        """Directory of the latest attempt."""
         self.shared_attempt = ""
         """Name of the next attempt's directory if all nodes share it, whose ranks do not meet through a file; empty for
         the next that is free."""
 
     def rank_dir(self, rank: int) -> Path:
-        """Returns the directory of one rank in the latest attempt."""
         return self.attempt_dir / f"rank_{rank}"
 
     def outcome(self, rank: int) -> Outcome | None:

@@ -22,24 +22,21 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from phalanx.bounded import parse_json
 from phalanx.config.typed import read_as
 from phalanx.data.files import open_regular
-from phalanx.errors import PhalanxError, RunError, StoppedError
+from phalanx.errors import PhalanxError, RunError
 from phalanx.launch import logs
 from phalanx.launch.hosts import free_port, interface_towards, is_this_machine
 from phalanx.launch.logs import next_attempt
-from phalanx.launch.ranks import GENERATION
-from phalanx.launch.supervisor import NodePart, StopSignals, say
 
 MOST_BYTES = 1 << 16
-"""Bytes of a line."""
 WORDS = ("run.nnodes", "layout", "layout.bucket_mb", "train.global_batch", "cluster.nodes", "cluster.devices_per_node")
 """Fields of the job that depend on the number of nodes: a host may set these and no others."""
 
@@ -48,11 +45,9 @@ WORDS = ("run.nnodes", "layout", "layout.bucket_mb", "train.global_batch", "clus
 class NodeFailure:
     """The end of a round on a node whose ranks failed by themselves."""
 
-    code: int
-    """Exit code of the launch, if nothing follows."""
+    code: int  # exit code of the launch, if nothing follows
     message: str
     final: bool
-    """True if the ranks are not started again."""
 
 
 @dataclass(frozen=True)
@@ -60,68 +55,48 @@ class NodeState:
     """The state of a node, which it sends to the host several times per second."""
 
     host: str
-    """Its host name."""
     processes: int
-    """Ranks that it starts."""
     round: int = 0
     """The newest round of this host that it has taken part in; 0 before the first."""
-    waits: bool = True
-    """True while it has no ranks and waits for a round."""
-    done: bool = False
-    """True once its ranks have ended well: it does not take part in another round."""
-    failure: NodeFailure | None = None
-    """Why its ranks failed in that round, if they did by themselves."""
-    key: str = ""
-    """The key of the run (key.py), which is asked for when it joins."""
+    waits: bool = True  # true while it has no ranks and waits for a round
+    done: bool = False  # true once its ranks have ended well: it does not take part in another round
+    failure: NodeFailure | None = None  # why its ranks failed in that round, if they did by themselves
+    key: str = ""  # the key of the run (key.py), which is asked for when it joins
 
 
 @dataclass(frozen=True)
 class Round:
     """One attempt of all nodes together."""
 
-    number: int
-    """From 1."""
+    number: int  # from 1
     members: tuple[int, ...]
     """The slots of the nodes that take part, in the order of their ranks; the host is first."""
-    reason: str
-    """Why it began; empty for the first one."""
+    reason: str  # why it began; empty for the first one
     address: str
-    """Where rank 0 listens."""
     port: int
-    generation: str
-    """Generation of the run directory (launch/logs.py)."""
+    generation: str  # generation of the run directory (launch/logs.py)
     attempt: str
-    """Name of the attempt's log directory."""
     words: tuple[str, ...]
     """Words of the command line that adapt the job to the number of nodes, of the fields WORDS."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a round, as the host has decided."""
-
     reason: str
     saves: bool = False
     """True if the ranks can stop with a checkpoint; otherwise they are killed."""
-    code: int | None = None
-    """Exit code of every node if no other round follows."""
+    code: int | None = None  # exit code of every node if no other round follows
 
 
 @dataclass(frozen=True)
 class Notice:
-    """The host's answer to a node's state."""
-
-    slot: int
-    """The node's number at this host, from 0: the host itself."""
+    slot: int  # the node's number at this host, from 0: the host itself
     round: Round | None = None
     ending: Ending | None = None
-    """Set once the round is to end."""
     refusal: str = ""
-    """Why the node cannot take part."""
 
 
 def encode(message: NodeState | Notice) -> bytes:
-    """Returns a message as one line."""
     return json.dumps(asdict(message)).encode() + b"\n"
 
 
@@ -144,23 +119,18 @@ def decode_notice(line: bytes) -> Notice:
     return notice
 
 
-FIRST_CALL_S = 30.0
-"""Seconds for which the first round waits for more nodes than it needs."""
+FIRST_CALL_S = 30.0  # seconds for which the first round waits for more nodes than it needs
 HOST = 0
-"""The host's slot."""
 
 
 @dataclass(frozen=True)
 class Terms:
     """The nodes that a run accepts, and how long it waits for them."""
 
-    least: int
-    """Nodes without which no round begins."""
+    least: int  # nodes without which no round begins
     most: int
     processes: int
-    """Ranks of every node."""
-    patience_s: float
-    """Seconds for which the nodes wait until there are enough of them."""
+    patience_s: float  # seconds for which the nodes wait until there are enough of them
 
 
 Plan = Callable[[int, tuple[int, ...], str], Round]
@@ -173,29 +143,28 @@ class Membership:
     def __init__(self, terms: Terms, plan: Plan, key: str = "", clock: Callable[[], float] = time.monotonic):
         self.terms, self.plan, self.key, self.clock = terms, plan, key, clock
         self.nodes: dict[int, NodeState] = {}
-        """The nodes that are there, by slot."""
         self.round: Round | None = None
         self.ending: Ending | None = None
-        """Set once the newest round is to end."""
         self._slots = 0
         self._since = clock()
         self._changed = threading.Condition()
 
     def join(self, state: NodeState) -> Notice:
         """Adds a node, and returns its slot. The first one is the host."""
+        refusal = ""
         if not hmac.compare_digest(state.key.encode(), self.key.encode()):
-            return Notice(
-                -1,
-                refusal="this node does not see the key of the run that the host has written to its run directory: "
-                "all nodes need the same run directory, on storage that they share",
+            refusal = (
+                "this node does not see the key of the run that the host has written to its run directory: all nodes "
+                "need the same run directory, on storage that they share"
             )
+        elif state.processes != self.terms.processes:
+            refusal = (
+                f"this node would start {state.processes} ranks, and the host asks for {self.terms.processes}: give "
+                "every node the same job and command"
+            )
+        if refusal:
+            return Notice(-1, refusal=refusal)
         with self._changed:
-            if state.processes != self.terms.processes:
-                return Notice(
-                    -1,
-                    refusal=f"this node would start {state.processes} ranks, and the host asks for "
-                    f"{self.terms.processes}: give every node the same job and command",
-                )
             slot = self._slots
             self._slots += 1
             self.nodes[slot] = state
@@ -225,7 +194,6 @@ class Membership:
 
     @property
     def is_over(self) -> bool:
-        """True if no other round follows."""
         return self.ending is not None and self.ending.code is not None
 
     def tick(self) -> None:
@@ -296,37 +264,9 @@ _RETRY_S = 1.0
 _FAREWELL_S = 5.0
 
 
-class NodeLink(Protocol):
-    """A node's view of the rounds."""
-
-    def exchange(self, **changes: Any) -> None:
-        """Changes fields of the node's state, which the host learns soon."""
-        ...
-
-    @property
-    def notice(self) -> Notice:
-        """The newest that the host has said."""
-        ...
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the host was last heard."""
-        ...
-
-    def close(self, code: int, message: str) -> None:
-        """Leaves the run."""
-        ...
-
-
 class HostLink:
-    """The host's own link, which serves the others. Close it.
-
-    Args:
-        address: where it listens: a host name or address of this machine, and a port; nowhere else.
-        membership: decides about the rounds.
-        state: the host's own, as a node.
-        silence_s: seconds after which a node that says nothing is lost.
-    """
+    """The host's own link, which serves the others. Close it. It listens at an address of this machine, and nowhere
+    else; a node that says nothing for `silence_s` is lost."""
 
     def __init__(self, address: tuple[str, int], membership: Membership, state: NodeState, silence_s: float):
         """Raises RunError if the address cannot be used."""
@@ -341,23 +281,17 @@ class HostLink:
         for work in (self._server.serve_forever, self._tick):
             threading.Thread(target=work, name="phalanx-nodes", daemon=True).start()
 
+    silent_s = 0.0  # the host hears itself
+
     def exchange(self, **changes: Any) -> None:
-        """Implements NodeLink."""
         self._state = replace(self._state, **changes)
         self.membership.report(HOST, self._state)
 
     @property
     def notice(self) -> Notice:
-        """Implements NodeLink."""
         return self.membership.report(HOST, self._state)
 
-    @property
-    def silent_s(self) -> float:
-        """Returns 0: the host hears itself."""
-        return 0.0
-
     def close(self, code: int, message: str) -> None:
-        """Ends the run for all nodes."""
         self.membership.finish(code, message, _FAREWELL_S)
         self._closed.set()
         self._server.shutdown()
@@ -407,14 +341,8 @@ class _Connection(socketserver.StreamRequestHandler):
 
 
 class GuestLink:
-    """The link of a node that is not the host; connects again when the connection breaks. Close it.
-
-    Args:
-        address: the host's name and port.
-        state: of this node.
-        silence_s: seconds for which the host may be silent.
-        key: returns the key of the run as this node sees it.
-    """
+    """The link of a node that is not the host; connects again when the connection breaks. Close it. `key` returns the
+    key of the run as this node sees it."""
 
     def __init__(
         self, address: tuple[str, int], state: NodeState, silence_s: float, key: Callable[[], str] = lambda: ""
@@ -422,7 +350,7 @@ class GuestLink:
         self._address, self._state, self._silence_s, self._key = address, state, silence_s, key
         self._lost = Ending(f"there is no connection to the host, {address[0]}:{address[1]}")
         self._said = state
-        self._notice = Notice(-1)
+        self.notice = Notice(-1)  # the newest that the host has said
         self._heard = time.monotonic()
         self._changed = threading.Condition()
         self._closed = False
@@ -430,15 +358,10 @@ class GuestLink:
         self._thread.start()
 
     def exchange(self, **changes: Any) -> None:
-        """Implements NodeLink."""
+        """Changes fields of the node's state, which the host learns soon."""
         with self._changed:
             self._state = replace(self._state, **changes)
             self._changed.notify_all()
-
-    @property
-    def notice(self) -> Notice:
-        """Implements NodeLink."""
-        return self._notice
 
     @property
     def silent_s(self) -> float:
@@ -446,7 +369,6 @@ class GuestLink:
         return time.monotonic() - self._heard
 
     def close(self, code: int, message: str) -> None:
-        """Leaves the run."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -462,8 +384,8 @@ class GuestLink:
             with self._changed:
                 # Rounds of the host that answers next are other rounds.
                 self._state = replace(self._state, round=0)
-                if self._notice.ending is None or self._notice.ending.code is None:
-                    self._notice = Notice(-1, self._notice.round, self._lost)
+                if self.notice.ending is None or self.notice.ending.code is None:
+                    self.notice = Notice(-1, self.notice.round, self._lost)
                 self._changed.wait_for(lambda: self._closed, _RETRY_S)
 
     def _talk(self, connection: socket.socket) -> None:
@@ -475,115 +397,12 @@ class GuestLink:
             line = lines.readline(MOST_BYTES)
             if not line:
                 return
-            self._notice = decode_notice(line)
+            self.notice = decode_notice(line)
             self._heard = time.monotonic()
-            if self._notice.refusal:
+            if self.notice.refusal:
                 return
             with self._changed:
                 self._changed.wait_for(lambda: self._closed or self._state is not self._said, POLL_S)
-
-
-_ELSEWHERE = Ending("the host goes on without this node")
-
-
-@dataclass(frozen=True)
-class Over:
-    """The end of the run on this node, which another one or the user has decided."""
-
-    code: int
-    message: str
-
-
-class NodeRendezvous:
-    """Lets a node's launcher take part in one round after the other.
-
-    Args:
-        link: to the host.
-        processes: ranks of this node, as of every other.
-        patience_s: seconds for which the host may be away.
-        stops: the signal by which the user has asked this launcher to stop; None if none has.
-        say: prints a line.
-    """
-
-    def __init__(
-        self,
-        link: NodeLink,
-        processes: int,
-        patience_s: float,
-        stops: Callable[[], int | None],
-        say: Callable[[str], None],
-    ):
-        self.link, self.processes, self.patience_s, self.stops, self.say = link, processes, patience_s, stops, say
-        self.round: Round | None = None
-        """The round that this node takes part in, or has taken part in."""
-        self.over: Over | None = None
-        """Set once no round follows."""
-
-    @property
-    def ending(self) -> Ending | None:
-        """The host's order to end the round that this node's ranks are in; None while they may go on. That all ranks
-        end well, or stop with a checkpoint, is no order: these do, too."""
-        notice, current = self.link.notice, self.round
-        if current is None or (notice.ending and notice.ending.code in (0, StoppedError.exit_code)):
-            return None
-        if notice.round is None or notice.round.generation != current.generation:
-            return _ELSEWHERE
-        return notice.ending
-
-    @property
-    def world(self) -> int:
-        """Ranks of the round, on all its nodes."""
-        assert self.round is not None, "no round has begun"
-        return len(self.round.members) * self.processes
-
-    @property
-    def variables(self) -> Mapping[str, str]:
-        """Variables for the ranks of the round."""
-        assert self.round is not None, "no round has begun"
-        return {GENERATION: self.round.generation}
-
-    def failed(self, failure: NodeFailure) -> None:
-        """Tells the host that this node's ranks failed by themselves."""
-        self.link.exchange(failure=failure)
-
-    def done(self) -> None:
-        """Tells the host that this node's ranks have ended well."""
-        self.link.exchange(done=True)
-
-    def next_round(self) -> NodePart | None:
-        """Waits for the next round of this node. Returns None, with `over` set, if none follows: the run has ended
-        elsewhere, the host is away for too long, or this launcher was asked to stop."""
-        last = self.round
-        self.link.exchange(waits=True)
-        while True:
-            notice = self.link.notice
-            if number := self.stops():
-                return self._end(128 + number, "stopped while it waited for other nodes")
-            if notice.refusal:
-                return self._end(2, notice.refusal)
-            if notice.ending and notice.ending.code is not None:
-                return self._end(notice.ending.code, notice.ending.reason)
-            if self.link.silent_s > self.patience_s:
-                why = notice.ending.reason if notice.ending else "the host is silent"
-                return self._end(
-                    1, f"{why}: it was not heard for {self.patience_s:g} s (run.rdzv_endpoint, run.timeout_s)"
-                )
-            begins = notice.round is not None and notice.ending is None and notice.slot in notice.round.members
-            if begins and notice.round and (last is None or notice.round.generation != last.generation):
-                return self._take_part(notice.round, notice.slot)
-            time.sleep(POLL_S / 4)
-
-    def _take_part(self, current: Round, slot: int) -> NodePart:
-        self.round = current
-        self.link.exchange(waits=False, round=current.number, failure=None)
-        place = current.members.index(slot)
-        nodes = f"{len(current.members)} node{'s' if len(current.members) > 1 else ''}"
-        adapted = f", {' '.join(current.words)}" if current.words else ""
-        self.say(f"round {current.number} on {nodes}, this is node {place}{adapted}")
-        return NodePart(place, len(current.members), current.address, current.port)
-
-    def _end(self, code: int, message: str) -> None:
-        self.over = Over(code, message)
 
 
 # The key of a run on several nodes: a file in the run directory that only its user can read.
@@ -620,15 +439,12 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 class Nodes:
     """The nodes of a run, as the job describes them."""
 
-    endpoint: tuple[str, int]
-    """Where the host listens: a name or address of its machine, and a port."""
+    endpoint: tuple[str, int]  # where the host listens: a name or address of its machine, and a port
     terms: Terms
-    silence_s: float
-    """Seconds without a sign of life after which a node, or the host, is lost."""
+    silence_s: float  # seconds without a sign of life after which a node, or the host, is lost
     words: Callable[[int], tuple[str, ...]]
     """Returns the words that adapt the job to a number of nodes. Raises PhalanxError if none do."""
     directory: Path
-    """The run directory, which all nodes share."""
 
     @property
     def is_host(self) -> bool:
@@ -641,30 +457,16 @@ class Nodes:
         interface = interface_towards(self.endpoint[0])
         return {name: interface for name in _INTERFACE_VARIABLES if interface and name not in os.environ}
 
-    def join(self, signals: StopSignals) -> NodeRendezvous:
+    def join(self) -> HostLink | GuestLink:
         """Opens this node's link. Raises RunError if the endpoint cannot be used."""
         state = NodeState(platform.node(), self.terms.processes)
-        if self.is_host:
-            own = make(self.directory)
-            membership = Membership(self.terms, self._plan, own)
-            link = HostLink(self.endpoint, membership, replace(state, key=own), self.silence_s)
-        else:
-            link = GuestLink(self.endpoint, state, self.silence_s, lambda: known(self.directory))
-
-        def stops() -> int | None:
-            return signals.requests[0][0] if signals.requests else None
-
-        return NodeRendezvous(link, self.terms.processes, self.terms.patience_s, stops, say)
+        if not self.is_host:
+            return GuestLink(self.endpoint, state, self.silence_s, lambda: known(self.directory))
+        own = make(self.directory)
+        membership = Membership(self.terms, self._plan, own)
+        return HostLink(self.endpoint, membership, replace(state, key=own), self.silence_s)
 
     def _plan(self, number: int, members: tuple[int, ...], reason: str) -> Round:
         words = self.words(len(members))
-        return Round(
-            number,
-            members,
-            reason,
-            self.endpoint[0],
-            free_port(self.endpoint[0]),
-            logs.claim(self.directory),
-            next_attempt(self.directory / "logs").name,
-            words,
-        )
+        host, attempt = self.endpoint[0], next_attempt(self.directory / "logs").name
+        return Round(number, members, reason, host, free_port(host), logs.claim(self.directory), attempt, words)

@@ -19,10 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO, cast
 
-LIMIT = 1 << 18
-"""Bytes that may wait for a slow reader."""
-LINGER_S = 3.0
-"""Seconds for which the end of a run waits for a slow reader."""
+LIMIT = 1 << 18  # bytes that may wait for a slow reader
+LINGER_S = 3.0  # seconds for which the end of a run waits for a slow reader
 _GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # EIO: the terminal was closed
 
 
@@ -62,13 +60,10 @@ def _unblocked(stream: TextIO, outlets: dict[tuple[int, int, int], Outlet]) -> T
 
 
 class UnblockedStream(io.TextIOBase):
-    """A text stream in front of an outlet."""
-
     def __init__(self, stream: TextIO, outlet: Outlet):
         self._stream, self._outlet = stream, outlet
 
     def write(self, text: str, /) -> int:
-        """Hands the text to the outlet."""
         self._outlet.put(text.encode(self.encoding, "backslashreplace"))
         return len(text)
 
@@ -76,20 +71,16 @@ class UnblockedStream(io.TextIOBase):
         """Does nothing: the outlet writes as soon as it can."""
 
     def writable(self) -> bool:
-        """Returns True."""
         return True
 
     def isatty(self) -> bool:
-        """Returns whether the stream is a terminal."""
         return self._stream.isatty()
 
     def fileno(self) -> int:
-        """Returns the stream's file descriptor."""
         return self._stream.fileno()
 
     @property
     def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The stream's encoding."""
         return self._stream.encoding or "utf-8"
 
 
@@ -101,8 +92,7 @@ class Outlet:
     """
 
     def __init__(self, descriptor: int, is_regular: bool = False, limit: int = LIMIT):
-        self.lost = 0
-        """Lines dropped since the last note about dropped lines."""
+        self.lost = 0  # lines dropped since the last note about dropped lines
         # A descriptor of its own: the thread may outlast the caller's, whose number then means another file.
         self._descriptor, self._is_regular, self._limit = os.dup(descriptor), is_regular, limit
         self._queue: deque[bytes] = deque()

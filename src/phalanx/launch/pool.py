@@ -29,6 +29,7 @@ import torch.distributed as dist
 from phalanx.launch import process_group
 from phalanx.launch.fork_server import ForkServer
 from phalanx.launch.lifeline import die_with_parent
+from phalanx.launch.local import NodePart
 from phalanx.launch.ranks import LAUNCHER_PID, STORE, Ranks
 
 _STACKS_SIGNAL = signal.SIGUSR2
@@ -41,12 +42,8 @@ class Pool:
     """Up to `max_ranks` processes on this machine, started when first needed and used for every call.
 
     Each call has a process group of its own, and finds seed and default dtype as in a fresh process. After an error
-    the processes that took part are replaced. Use from one thread.
-
-    Args:
-        max_ranks: the largest world.
-        preload: modules that the fork server imports once, on top of torch, so that no rank has to.
-        device_type: cpu or cuda; ranks that outnumber the GPUs share them.
+    the processes that took part are replaced. Use from one thread. The fork server imports the modules `preload` once,
+    on top of torch. Ranks that outnumber the GPUs share them.
     """
 
     def __init__(self, max_ranks: int, preload: Sequence[str] = (), device_type: str = "cpu"):
@@ -64,13 +61,8 @@ class Pool:
         atexit.register(self.close)
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
-        """Returns the results of `fn(ranks, *args, **kwargs)` on `world` ranks, by rank.
-
-        Args:
-            fn: a function at the top of a module that can be imported; gets its `Ranks` first.
-            world: number of ranks.
-            args, kwargs: sent to every rank; as the results they are copied, tensors included.
-            timeout: seconds for the whole call.
+        """Returns the results of `fn(ranks, *args, **kwargs)` on `world` ranks, by rank, within so many seconds. `fn`
+        is at the top of a module that can be imported; arguments and results are copied, tensors included.
 
         Raises:
             Exception: what the first failing rank raised, with that rank's traceback as a note.
@@ -89,7 +81,7 @@ class Pool:
                 where = sys.path, str(Path.cwd())
                 process.connection.send((*where, ranks, self.device_type, store, timeout + _TIMEOUT_MARGIN_S, call))
             answers = _collect(processes, deadline)
-            results = {rank: answer.value for rank, answer in answers.items() if isinstance(answer, _Result)}
+            results = {rank: answer.value for rank, answer in answers.items() if answer.value is not None}
             if len(results) < world:
                 raise _error(fn, processes, answers, timeout)
             for process in processes:
@@ -125,24 +117,14 @@ class Pool:
 
 
 @dataclass(frozen=True)
-class _Result:
-    value: bytes
+class _Answer:
+    """What a rank has answered: nothing if it has died, or lives on in silence."""
+
+    value: bytes | None = None
     """Pickled by value: tensors sent through multiprocessing are handles that die with the process."""
-
-
-@dataclass(frozen=True)
-class _Raised:
-    error: BaseException
-    trace: str
-
-
-@dataclass(frozen=True)
-class _Died:
-    exit_code: int | None
-    """-n for a death by signal n; None if it lives on without an answer."""
-
-
-_Answer = _Result | _Raised | _Died
+    error: BaseException | None = None
+    trace: str = ""
+    exit_code: int | None = None  # -n for a death by signal n
 
 
 class _PoolProcess:
@@ -175,7 +157,6 @@ class _PoolProcess:
             os.kill(self._pid, _STACKS_SIGNAL)
 
     def kill(self) -> None:
-        """Kills the process and reaps it."""
         if self.exit_code() is None:
             os.kill(self._pid, signal.SIGKILL)
             _, status = os.waitpid(self._pid, 0)
@@ -192,8 +173,8 @@ def _collect(processes: Sequence[_PoolProcess], deadline: float) -> dict[int, _A
             try:
                 answers[rank] = process.connection.recv()
             except (EOFError, ConnectionResetError):
-                answers[rank] = _Died(process.exit_code(1.0))
-            if not isinstance(answers[rank], _Result):
+                answers[rank] = _Answer(exit_code=process.exit_code(1.0))
+            if answers[rank].value is None:
                 deadline = min(deadline, time.monotonic() + _PEER_GRACE_S)
     return answers
 
@@ -201,15 +182,15 @@ def _collect(processes: Sequence[_PoolProcess], deadline: float) -> dict[int, _A
 def _error(
     fn: Callable[..., Any], processes: Sequence[_PoolProcess], answers: dict[int, _Answer], timeout: float
 ) -> BaseException:
-    world = len(processes)
-    died = {rank: answer for rank, answer in answers.items() if isinstance(answer, _Died)}
-    for rank, answer in died.items():  # before the errors of its peers, which only lost the connection
-        return RuntimeError(
-            f"rank {rank} of {world} died in {fn.__qualname__} (exit code {answer.exit_code}).\n"
-            f"{processes[rank].stacks.read_text(errors='replace')}"
-        )
-    for rank, answer in answers.items():
-        if isinstance(answer, _Raised):
+    world, failed = len(processes), {rank: answer for rank, answer in answers.items() if answer.value is None}
+    for rank, answer in failed.items():
+        if answer.error is None:  # before the errors of its peers, which only lost the connection
+            return RuntimeError(
+                f"rank {rank} of {world} died in {fn.__qualname__} (exit code {answer.exit_code}).\n"
+                f"{processes[rank].stacks.read_text(errors='replace')}"
+            )
+    for rank, answer in failed.items():
+        if answer.error is not None:
             answer.error.add_note(f"Raised on rank {rank} of {world}:\n{answer.trace}")
             return answer.error
     for process in processes:
@@ -246,35 +227,19 @@ def serve(stacks: str, descriptor: str) -> None:
 
 
 def _answer(ranks: Ranks, device_type: str, store: str, timeout_s: float, call: bytes) -> _Answer:
-    os.environ.update(_launched(ranks), OMP_NUM_THREADS="1")
-    os.environ[STORE] = store
+    launched = NodePart().variables(ranks.world, 0, 0)[ranks.rank]  # for code that reads them
+    os.environ.update(launched, OMP_NUM_THREADS="1", **{STORE: store})
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     try:
         fn, args, kwargs = pickle.loads(call)
         process_group.init(ranks, device=process_group.device_of(ranks, device_type), timeout_s=timeout_s)
-        return _Result(pickle.dumps(fn(ranks, *args, **kwargs)))
+        return _Answer(pickle.dumps(fn(ranks, *args, **kwargs)))
     except BaseException as error:
-        return _Raised(_portable(error), "".join(traceback.format_exception(error)))
-
-
-def _launched(ranks: Ranks) -> dict[str, str]:
-    """Returns the environment variables of a launched rank, for code that reads them."""
-    return {
-        "RANK": str(ranks.rank),
-        "WORLD_SIZE": str(ranks.world),
-        "LOCAL_RANK": str(ranks.local_rank),
-        "LOCAL_WORLD_SIZE": str(ranks.world),
-        "GROUP_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }
-
-
-def _portable(error: BaseException) -> BaseException:
-    """Returns the error, or its text if it cannot be pickled."""
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception as reason:  # whatever its __reduce__ or __init__ may raise
-        return RuntimeError(f"{type(error).__name__}: {error} (cannot be sent as it is: {reason})")
-    return error
+        trace = "".join(traceback.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception as reason:  # whatever its __reduce__ or __init__ may raise
+            text = f"{type(error).__name__}: {error} (cannot be sent as it is: {reason})"
+            return _Answer(error=RuntimeError(text), trace=trace)
+        return _Answer(error=error, trace=trace)

@@ -11,42 +11,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    FileStore,  # torch.distributed.*, to the type stubs
-    Store,  # torch.distributed.*, to the type stubs
-)
+from torch._C._distributed_c10d import Store  # torch.distributed.*, to the type stubs
 
 from phalanx.errors import RunError, StoppedError
-from phalanx.launch.meet.meeting import Meeting, enter, failed, missing
-from phalanx.launch.ranks import LOOPBACK, STORE, Ranks
-from phalanx.launch.verdict import LostPeerError, is_about_lost_peer
-
-
-# Where the ranks of a group find each other: their store.
-def open_store(ranks: Ranks, backend: str, timeout_s: float) -> Store:
-    """Returns the store through which the ranks form their process group. Where rank 0 holds the store, all ranks have
-    answered the roll call when this returns.
-
-    Raises RunError: there is no way to meet, ranks are missing after `timeout_s` seconds, two processes have one rank,
-    or a rank expects another world size or backend than rank 0. The message names the culprit.
-    """
-    if STORE in os.environ:
-        store = FileStore(os.environ[STORE], ranks.world)
-        if problem := enter(store, ranks):
-            raise RunError(problem.message)
-        return store
-    meeting = Meeting(ranks)
-    meeting.join(timeout_s, {"backend": backend})
-    return meeting.store
-
-
-def not_formed(ranks: Ranks, store: Store, timeout_s: float, error: RuntimeError) -> str:
-    """Returns the message about a group that could not be formed after `open_store`: who is missing, if anyone."""
-    message = failed(ranks, timeout_s, error)
-    with suppress(RuntimeError):
-        if absent := missing(store, ranks.world):
-            return f"{message}\nNot there: {absent}. See the end of its log."
-    return f"{message}\nAll ranks joined; see the first error in their logs."
+from phalanx.launch.meeting import Meeting, failed, missing
+from phalanx.launch.ranks import LOOPBACK, Ranks
+from phalanx.launch.verdict import LostPeerError, lost_line
 
 
 @contextmanager
@@ -57,9 +27,6 @@ def process_group(
 
     After an error the group of several ranks is left as it is: peers may be inside a collective, and waiting for them
     would hide the error. The process is about to end. A planned stop is no such error: all ranks stop together.
-
-    Raises:
-        RunError: as `init`.
     """
     init(ranks, device=device, timeout_s=timeout_s, store=store)
     try:
@@ -75,22 +42,16 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
     """Initialises the default process group with the backend that `backend_of` names.
 
     A world of one also gets a group, so that callers need not check for one. Where all ranks are on this machine, the
-    sockets stay on loopback.
-
-    Args:
-        ranks: the place of this process.
-        device: the rank's own, as `device_of` gives it.
-        timeout_s: seconds that this and every later collective may wait for a peer.
-        store: the store of ranks that have met (launch/meet); None if they still have to.
-
-    Raises:
-        RunError: there is no rendezvous, a peer did not join in time, or two have the same rank.
-    """
+    sockets stay on loopback. This and every later collective may wait `timeout_s` for a peer. `store` is that of ranks
+    that have met; None if they still have to. Raises RunError if there is no rendezvous, a peer does not join in time,
+    or two have the same rank."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = backend_of(ranks, device)
     if store is None:
-        store = open_store(ranks, backend, timeout_s)
+        meeting = Meeting(ranks)
+        meeting.join(timeout_s, {"backend": backend})
+        store = meeting.store
     if ranks.one_node:
         os.environ.update(LOOPBACK)
     try:
@@ -104,9 +65,14 @@ def init(ranks: Ranks, *, device: torch.device, timeout_s: float, store: Store |
             timeout=timedelta(seconds=timeout_s),
         )
     except RuntimeError as error:
-        # A peer that has ended says why itself; this rank only says so if it does not (launch/meet/meeting.py).
-        kind = LostPeerError if is_about_lost_peer(error) else RunError
-        raise kind(not_formed(ranks, store, timeout_s, error)) from error
+        # A peer that has ended says why itself; this rank only says so if it does not (launch/meeting.py).
+        kind = LostPeerError if lost_line(error) else RunError
+        message, absent = failed(ranks, timeout_s, error), ""
+        with suppress(RuntimeError):
+            absent = missing(store, ranks.world)
+        joined = "All ranks joined; see the first error in their logs."
+        hint = f"Not there: {absent}. See the end of its log." if absent else joined
+        raise kind(f"{message}\n{hint}") from error
 
 
 def backend_of(ranks: Ranks, device: torch.device) -> str:

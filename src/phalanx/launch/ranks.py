@@ -15,14 +15,10 @@ from dataclasses import dataclass
 
 from phalanx.errors import JobError, RunError
 
-LAUNCHER_PID = "PHALANX_LAUNCHER_PID"
-"""Process id that the rank's parent must have."""
-LOG_DIR = "PHALANX_LOG_DIR"
-"""Directory of the rank's logs and of its outcome.json."""
-STORE = "PHALANX_STORE"
-"""File through which the ranks of one attempt find each other."""
-HEARTBEATS = "PHALANX_HEARTBEATS"
-"""Folder of the heartbeat files of one attempt (launch/watchdog)."""
+LAUNCHER_PID = "PHALANX_LAUNCHER_PID"  # process id that the rank's parent must have
+LOG_DIR = "PHALANX_LOG_DIR"  # directory of the rank's logs and of its outcome.json
+STORE = "PHALANX_STORE"  # file through which the ranks of one attempt find each other
+HEARTBEATS = "PHALANX_HEARTBEATS"  # folder of the heartbeat files of one attempt (launch/watchdog)
 GENERATION = "PHALANX_GENERATION"
 """Generation of the run directory that the attempt has claimed (launch/logs.py)."""
 RESTARTED = "PHALANX_RESTARTED"
@@ -46,17 +42,14 @@ _LAST_PORT = 65535
 class Ranks:
     """The place of one process in the group."""
 
-    rank: int
-    """Index among all processes, 0 … world - 1."""
+    rank: int  # index among all processes, 0 … world - 1
     world: int
-    """Number of processes."""
     local_rank: int | None
     """Index among the processes of this node; also the index of its device. None if the launcher does not report it:
-    the ranks find it out when they meet (launch/meet)."""
+    the ranks find it out when they meet (launch/meeting.py)."""
     local_world: int | None
     """Number of processes on this node; None if the launcher does not report it."""
-    node_rank: int | None
-    """Index of this node; None if the launcher does not report it."""
+    node_rank: int | None  # index of this node; None if the launcher does not report it
     source: str
     """The launcher: torchrun, pals, openmpi, mpich (also Intel MPI), mvapich2, jsrun, flux, slurm, or single."""
 
@@ -67,8 +60,6 @@ class Ranks:
 
 
 class LaunchersDisagreeError(JobError):
-    """Two launchers claim this process, as different ranks."""
-
     def __init__(self, message: str, claimed: Ranks | None):
         super().__init__(message)
         self.claimed = claimed
@@ -76,38 +67,27 @@ class LaunchersDisagreeError(JobError):
 
 
 SINGLE = Ranks(rank=0, world=1, local_rank=0, local_world=1, node_rank=0, source="single")
-"""A process without a launcher."""
 
 
+@dataclass(frozen=True)
 class _LauncherVariables:
-    """The variables of one launcher; of several names (words of a text) the first that is set counts.
+    """The variables of one launcher; of several names in a text the first that is set counts."""
 
-    Args:
-        needs: further variables that must be present for the set to count.
-        proves: variables that nobody exports by hand: one of them proves that the launcher has started this process.
-            The set then counts also without a local rank.
-    """
-
-    def __init__(
-        self,
-        source: str,
-        rank: str,
-        world: str,
-        local: str,
-        of_node: str = "",
-        node: str = "",
-        needs: str = "",
-        proves: str = "",
-    ):
-        self.source = source
-        texts = (rank, world, local, of_node, node, needs, proves)
-        words = [tuple(text.split()) for text in texts]
-        self.rank, self.world, self.local_rank, self.local_world, self.node_rank, self.needs, self.proves = words
+    source: str
+    rank: str
+    world: str
+    local_rank: str
+    local_world: str = ""
+    node_rank: str = ""
+    needs: str = ""  # further variables that must be present for the set to count
+    proves: str = ""
+    """Variables that nobody exports by hand: one of them proves that the launcher has started this process. The set
+    then counts also without a local rank."""
 
     @property
     def names(self) -> list[str]:
-        """The variables that say where a process is."""
-        return [*self.rank, *self.world, *self.local_rank, *self.local_world, *self.node_rank, *self.needs]
+        texts = (self.rank, self.world, self.local_rank, self.local_world, self.node_rank, self.needs)
+        return " ".join(texts).split()
 
 
 # `phalanx train` starts its ranks with torchrun's variables. RANK alone proves nothing: a Kubernetes
@@ -210,14 +190,14 @@ def lowest_evidence(env: Mapping[str, str]) -> int | None:
 
 def _living(env: Mapping[str, str]) -> set[str]:
     """Returns the launchers of which a variable proves that they have started this process."""
-    return {row.source for row in _SCHEDULERS if any(name in env for name in row.proves)}
+    return {row.source for row in _SCHEDULERS if _first_set(env, row.proves)}
 
 
 def _read(row: _LauncherVariables, env: Mapping[str, str]) -> Ranks | None:
     rank, world, local_rank = (_number(env, names) for names in (row.rank, row.world, row.local_rank))
-    if rank is None or world is None or any(name not in env for name in row.needs):
+    if rank is None or world is None or any(name not in env for name in row.needs.split()):
         return None
-    if local_rank is None and (_first_set(env, row.local_rank) or not any(name in env for name in row.proves)):
+    if local_rank is None and (_first_set(env, row.local_rank) or not _first_set(env, row.proves)):
         return None
     node_rank = _number(env, row.node_rank)
     local_world = _slurm_local_world(env, node_rank) if row is _SLURM else _number(env, row.local_world)
@@ -231,28 +211,30 @@ def _read(row: _LauncherVariables, env: Mapping[str, str]) -> Ranks | None:
     return Ranks(rank, world, local_rank, local_world, node_rank, row.source)
 
 
-def _number(env: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+def _number(env: Mapping[str, str], names: str) -> int | None:
     name = _first_set(env, names)
     return int(env[name]) if name and re.fullmatch(r"[0-9]{1,9}", env[name]) else None
 
 
-def _first_set(env: Mapping[str, str], names: tuple[str, ...]) -> str | None:
-    return next((name for name in names if name in env), None)
+def _first_set(env: Mapping[str, str], names: str) -> str | None:
+    return next((name for name in names.split() if name in env), None)
+
+
+def slurm_tasks(env: Mapping[str, str]) -> list[tuple[int, int]]:
+    """Returns the tasks on each node of a Slurm step as run lengths: "4(x2),1" is 4 on 2 nodes, 1 on one; empty if they
+    are unknown."""
+    name = _first_set(env, "SLURM_STEP_TASKS_PER_NODE SLURM_TASKS_PER_NODE")
+    parts = env[name].split(",") if name else []
+    found = [re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part) for part in parts]
+    return [(int(match[1]), int(match[2] or 1)) for match in found if match] if all(found) else []
 
 
 def _slurm_local_world(env: Mapping[str, str], node_rank: int | None) -> int | None:
-    """Returns the tasks on this node, from Slurm's run lengths: "4(x2),1" is 4, 4, 1."""
-    name = _first_set(env, ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    if name is None or node_rank is None:
-        return None
-    nodes = 0
-    for part in env[name].split(","):
-        match = re.fullmatch(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", part)
-        if not match:
-            return None
-        nodes += int(match[2] or 1)
-        if node_rank < nodes:
-            return int(match[1])
+    ahead = 0
+    for tasks, nodes in slurm_tasks(env):
+        ahead += nodes
+        if node_rank is not None and node_rank < ahead:
+            return tasks
     return None
 
 
@@ -274,7 +256,9 @@ def _conflict(one: Ranks, other: Ranks, env: Mapping[str, str]) -> str:
         f"({_shown(rows[ranks.source], env)})"
         for ranks in (one, other)
     ]
-    remove = {ranks.source: " ".join(f"-u {name}" for name in rows[ranks.source].rank) for ranks in (one, other)}
+    remove = {
+        ranks.source: " ".join(f"-u {name}" for name in rows[ranks.source].rank.split()) for ranks in (one, other)
+    }
     lines.append(
         f"Unset the one that did not start it: `env {remove[other.source]} phalanx …` keeps {one.source}, "
         f"`env {remove[one.source]} phalanx …` keeps {other.source}."
@@ -298,7 +282,10 @@ def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
     # A world size alone may be that of two launchers; the rank tells which.
     rows = sorted(
         (_TORCHRUN, *_SCHEDULERS),
-        key=lambda row: (_first_set(env, row.rank) is None, -sum(name in env for name in (*row.names, *row.proves))),
+        key=lambda row: (
+            _first_set(env, row.rank) is None,
+            -sum(name in env for name in (*row.names, *row.proves.split())),
+        ),
     )
     for row in rows:
         rank, world = _first_set(env, row.rank), _first_set(env, row.world)
@@ -306,8 +293,10 @@ def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
             continue
         if row is _SLURM and "SLURM_STEP_ID" not in env:
             continue  # a batch shell: see _refuse_batch_shell
-        missing = [name for name in row.needs if name not in env]
-        missing += [" or ".join(names) for names in (row.rank, row.world, row.local_rank) if not _first_set(env, names)]
+        missing = [name for name in row.needs.split() if name not in env]
+        missing += [
+            " or ".join(names.split()) for names in (row.rank, row.world, row.local_rank) if not _first_set(env, names)
+        ]
         reason = f"{', '.join(missing)} not set" if missing else "the numbers are inconsistent"
         unset = " and ".join(name for name in (rank, world) if name)
         hint = (
@@ -327,7 +316,7 @@ def _refuse_incomplete_variables(env: Mapping[str, str]) -> None:
 
 
 def _refuse_batch_shell(env: Mapping[str, str]) -> None:
-    tasks = _number(env, ("SLURM_NTASKS",)) or 1
+    tasks = _number(env, "SLURM_NTASKS") or 1
     if tasks > 1 and "SLURM_STEP_ID" not in env:
         raise JobError(
             f"This is a Slurm allocation of {tasks} tasks (SLURM_NTASKS={tasks}), but the command was not "
@@ -336,20 +325,18 @@ def _refuse_batch_shell(env: Mapping[str, str]) -> None:
         )
 
 
-class ToldError(RunError):
+class _SaidOnceError(RunError):
+    def __init__(self, message: str, code: int = RunError.exit_code):
+        super().__init__(message)
+        self.exit_code = code
+
+
+class ToldError(_SaidOnceError):
     """This rank ends because of an error that another rank prints; `exit_code` is that rank's."""
 
-    def __init__(self, message: str, code: int = RunError.exit_code):
-        super().__init__(message)
-        self.exit_code = code
 
-
-class GroupError(RunError):
+class GroupError(_SaidOnceError):
     """An error of several ranks, or of another one, which this rank prints; `exit_code` is theirs."""
-
-    def __init__(self, message: str, code: int = RunError.exit_code):
-        super().__init__(message)
-        self.exit_code = code
 
 
 def seen_by_rank_0(ranks: Ranks, message: str) -> RunError:

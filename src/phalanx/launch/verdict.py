@@ -12,10 +12,11 @@ import signal
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import phalanx
 from phalanx.bounded import parse_json, read_bytes
@@ -43,17 +44,11 @@ _ROOM_BYTES = 1 << 15
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of one rank."""
-
     rank: int
-    code: int
-    """Exit code; phalanx.errors has the table."""
-    message: str
-    """Message for the user; empty on success."""
-    traceback: str | None
-    """Set only for a bug: a user's mistake is shown as a message."""
-    time: float
-    """Seconds since the epoch; the earliest failure is the cause."""
+    code: int  # exit code; phalanx.errors has the table
+    message: str  # message for the user; empty on success
+    traceback: str | None  # set only for a bug: a user's mistake is shown as a message
+    time: float  # seconds since the epoch; the earliest failure is the cause
 
     def write(self, directory: Path) -> None:
         """Writes directory/outcome.json atomically, in the room that `reserve_room` has kept for it."""
@@ -108,14 +103,9 @@ LOST_PEER = (
 """Error texts of ranks that failed only because of another one: it is gone, or did not come to a collective in time."""
 TEXTS = (
     *LOST_PEER,
-    *(
-        "Socket closed",
-        "Connection refused",
-        "Connection timed out",
-        "No route to host",
-        "Connection was likely closed",
-    ),
-    *("Application timeout caused pair closure", "NCCL communicator was aborted", "wait timeout"),
+    *("Socket closed", "Connection refused", "Connection timed out", "No route to host"),
+    *("Connection was likely closed", "Application timeout caused pair closure", "NCCL communicator was aborted"),
+    "wait timeout",
 )
 """Parts of the messages with which gloo, NCCL and torch's store report a lost peer."""
 _ROOT = Path(phalanx.__file__).parent
@@ -132,30 +122,23 @@ def lost_peer_named(ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch.distributed's errors are RuntimeErrors
-        text = _lost_line(error)
+        text = lost_line(error)
         if text is None:
             raise
+        address = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)
+        peer = f"rank {1 - ranks.rank}" if ranks.world == 2 else f"a rank on {address[1]}" if address else "rank(s)"
+        # without the line of the backend's source, and its general advice
+        short = re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", text)[:300]
         raise LostPeerError(
-            f"rank {ranks.rank} of {ranks.world} on {platform.node()} lost {_peer(ranks, text)}: another rank ended, "
-            f"hangs, or its connection broke while this one waited in {_waited_in(error)}. The first rank that ended "
-            f"says why, in its log or on its node. ({_in_short(text)})"
+            f"rank {ranks.rank} of {ranks.world} on {platform.node()} lost {peer}: another rank ended, hangs, or its "
+            f"connection broke while this one waited in {_waited_in(error)}. The first rank that ended says why, in "
+            f"its log or on its node. ({short})"
         ) from error
 
 
-def is_about_lost_peer(error: RuntimeError) -> bool:
-    """Returns whether a backend's error says that a peer is lost."""
-    return _lost_line(error) is not None
-
-
-def _lost_line(error: RuntimeError) -> str | None:
+def lost_line(error: RuntimeError) -> str | None:
+    """Returns the line of a backend's error that says that a peer is lost; None if it says something else."""
     return next((line for line in str(error).splitlines() if any(known in line for known in TEXTS)), None)
-
-
-def _peer(ranks: Ranks, text: str) -> str:
-    if ranks.world == 2:
-        return f"rank {1 - ranks.rank}"
-    address = re.search(r"\[([0-9a-fA-F.:]+)\]:\d+", text)
-    return f"a rank on {address[1]}" if address else "rank(s)"
 
 
 def _waited_in(error: BaseException) -> str:
@@ -167,11 +150,6 @@ def _waited_in(error: BaseException) -> str:
         return "a collective"
     path, frame = outside[-1]
     return f"{frame.name} ({path}:{frame.lineno})"
-
-
-def _in_short(text: str) -> str:
-    """Returns the backend's message without the line of its source and its general advice."""
-    return re.sub(r"^\[\S+:\d+\] |\. This is typically .*", "", text)[:300]
 
 
 _FINAL = (JobError, DoesNotFitError, DataError, NotFiniteError, StoppedError)
@@ -186,28 +164,23 @@ class Restarts:
     """How often ranks are started again, and what the launcher must know of the run for that."""
 
     most: int = 0
-    """Restarts within the window."""
     window_s: float = 3600.0
     progress: Callable[[], tuple[int, float] | None] = lambda: None
     """Returns the newest step that the run has done, and when, in seconds since the epoch; None before the first."""
     directory: Path | None = None
     """The run directory, whose generation every attempt claims; None for runs without one."""
-    preload: Sequence[str] = ()
-    """Modules that a standby process imports, so that restarted ranks need not."""
+    preload: Sequence[str] = ()  # modules that a standby process imports, so that restarted ranks need not
 
 
 @dataclass(frozen=True)
 class Failure:
     """The end of an attempt, as the policy sees it."""
 
-    code: int
-    """Exit code of the launch, if nothing follows."""
+    code: int  # exit code of the launch, if nothing follows
     first: End | None
     """The rank that failed first; None if the watchdog had all of them killed."""
-    step: int | None
-    """The newest step that the attempt has done; None if it has done none."""
-    out_of_memory: bool = False
-    """True if the kernel ended a process for lack of memory during the attempt."""
+    step: int | None  # the newest step that the attempt has done; None if it has done none
+    out_of_memory: bool = False  # true if the kernel ended a process for lack of memory during the attempt
 
     @property
     def signature(self) -> tuple[int, str, int | None]:
@@ -233,8 +206,7 @@ class Failure:
         return self.code in _FINAL_CODES or (refused and not first.lost_peer)
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """Whether to restart, and a sentence about it for the user, which may be empty."""
 
     restart: bool
@@ -291,22 +263,16 @@ class RestartPolicy:
 def memory_kills(read: Callable[[Path], str] = Path.read_text) -> int:
     """Returns how many processes the kernel has ended for lack of memory since boot, as far as this process may see:
     on this machine, and in its control group."""
-    paths = [Path("/proc/vmstat")]
+    paths, kills = [Path("/proc/vmstat")], 0
     with suppress(OSError):
         paths += [Path("/sys/fs/cgroup" + read(Path("/proc/self/cgroup")).partition("::")[2].strip(), "memory.events")]
-    return sum(_count(path, read) for path in paths)
+    for path in paths:
+        with suppress(OSError, ValueError):
+            kills += int(dict(line.split() for line in read(path).splitlines()).get("oom_kill", 0))
+    return kills
 
 
-def _count(path: Path, read: Callable[[Path], str]) -> int:
-    try:
-        counters: Mapping[str, str] = dict(line.split() for line in read(path).splitlines())
-        return int(counters.get("oom_kill", 0))
-    except (OSError, ValueError):
-        return 0
-
-
-WATCHDOG_CODE = 124
-"""Exit code of a launch whose ranks the watchdog had killed, as of timeout(1)."""
+WATCHDOG_CODE = 124  # exit code of a launch whose ranks the watchdog had killed, as of timeout(1)
 
 
 @dataclass(frozen=True)
@@ -314,18 +280,12 @@ class End:
     """The end of one rank as observed by the launcher and as reported by the rank."""
 
     rank: int
-    code: int
-    """Exit code as in a shell: 128 + n for a death by signal n."""
+    code: int  # exit code as in a shell: 128 + n for a death by signal n
     time: float
-    """Seconds since the epoch."""
-    killed: bool
-    """True if the launcher killed it."""
-    outcome: Outcome | None
-    """None if the rank had no time to report."""
-    last_words: str = ""
-    """The end of its standard error, if that went to a file."""
-    left_early: str = ""
-    """Where it was in training if it ended as if done; else empty."""
+    killed: bool  # true if the launcher killed it
+    outcome: Outcome | None = None  # none if the rank had no time to report
+    last_words: str = ""  # the end of its standard error, if that went to a file
+    left_early: str = ""  # where it was in training if it ended as if done; else empty
 
     @property
     def report(self) -> Outcome | None:
@@ -366,25 +326,22 @@ def verdict(
     the cause. `world` is the number of ranks if there are more than `ends`, on other nodes."""
     if hang:
         return WATCHDOG_CODE, hang
-    failures = _failures(ends, stop_signal)
-    if failures:
+    if failures := _failures(ends, stop_signal):
         first = failures[0]
-        message = _failure(first, failures, ends, world or len(ends))
+        message = _failure(failures, ends, world or len(ends))
         only_a_victim = first.lost_peer or first.code == 128 + signal.SIGABRT
         return first.code or 1, f"{records}\n{message}" if records and only_a_victim else message
     unfinished = [end for end in ends if end.killed or end.code not in (0, StoppedError.exit_code)]
     if stop_signal and unfinished:
         return 128 + stop_signal, f"Stopped by {stop_signal.name} {stopped.format(len(unfinished), len(ends))}"
-    paused = [end for end in ends if end.code == StoppedError.exit_code]
-    if paused:
-        return StoppedError.exit_code, paused[0].outcome.message if paused[0].outcome else ""
+    if paused := next((end for end in ends if end.code == StoppedError.exit_code), None):
+        return StoppedError.exit_code, paused.outcome.message if paused.outcome else ""
     return 0, ""
 
 
 def first_failure(ends: Sequence[End], stop_signal: signal.Signals | None) -> End | None:
     """Returns the end that made the others fail; None if no rank failed."""
-    failures = _failures(ends, stop_signal)
-    return failures[0] if failures else None
+    return next(iter(_failures(ends, stop_signal)), None)
 
 
 def _failures(ends: Sequence[End], stop_signal: signal.Signals | None) -> list[End]:
@@ -397,35 +354,27 @@ def _failures(ends: Sequence[End], stop_signal: signal.Signals | None) -> list[E
     return [] if outrun else failures
 
 
-def _failure(first: End, failures: Sequence[End], ends: Sequence[End], world: int) -> str:
-    report = first.report
+def _failure(failures: Sequence[End], ends: Sequence[End], world: int) -> str:
+    report = failures[0].report
     same = [end for end in failures if report and end.report and end.report.message == report.message]
     if report and report.traceback is None and len(same) == len(ends):
         return report.message  # every rank found the user's mistake: no rank needs to be named
-    lines = [_reason(first, world)]
-    if len(same) > 1:
-        lines.append(f"{_others(len(same) - 1)} stopped by the same error.")
-    if rest := len(ends) - max(1, len(same)):
-        lines.append(f"{_others(rest)} stopped because of it.")
+    lines = [_reason(failures[0], world)]
+    for count, why in ((len(same) - 1, "by the same error"), (len(ends) - max(1, len(same)), "because of it")):
+        if count > 0:
+            lines.append(f"{count} other {'rank was' if count == 1 else 'ranks were'} stopped {why}.")
     return "\n".join(lines)
 
 
 def _reason(end: End, world: int) -> str:
     who = f"Rank {end.rank} of {world}"
+    words = f" Its standard error ends:\n{end.last_words}" if end.last_words else ""
     if end.left_early:
-        return f"{who} exited with code {end.code} {end.left_early}, while the others still trained.{_tail(end)}"
+        return f"{who} exited with code {end.code} {end.left_early}, while the others still trained.{words}"
     if end.report:
         return f"{who} failed: {end.report.traceback or end.report.message}"
     number = end.code - 128
     if number not in set(signal.Signals):
-        return f"{who} ended with exit code {end.code} and no message.{_tail(end)}"
+        return f"{who} ended with exit code {end.code} and no message.{words}"
     memory = " The kernel does this when memory runs out (see dmesg)." if number == signal.SIGKILL else ""
-    return f"{who} was killed by {signal.Signals(number).name}.{memory}{_tail(end)}"
-
-
-def _tail(end: End) -> str:
-    return f" Its standard error ends:\n{end.last_words}" if end.last_words else ""
-
-
-def _others(count: int) -> str:
-    return f"{count} other {'rank was' if count == 1 else 'ranks were'}"
+    return f"{who} was killed by {signal.Signals(number).name}.{memory}{words}"

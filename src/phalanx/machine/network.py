@@ -15,8 +15,8 @@ from pathlib import Path
 
 from phalanx.errors import JobError
 from phalanx.launch.hosts import expand, interface_towards, interfaces, names_of, read_hosts
+from phalanx.launch.local import grace_left
 from phalanx.launch.ranks import HEARTBEATS, LAUNCHER_PID, LOG_DIR, STORE, detect
-from phalanx.launch.supervisor import grace_left
 from phalanx.machine.checks import CheckedMachine, CheckResult, Problems, check, error, ok, warn
 from phalanx.units import counted, listed, seconds
 

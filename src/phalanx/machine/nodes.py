@@ -29,8 +29,7 @@ from phalanx.config.typed import read_as
 from phalanx.echo import echo
 from phalanx.errors import PhalanxError, RunError
 from phalanx.launch.hosts import interface_towards, interfaces, is_this_machine
-from phalanx.launch.meet.meeting import Meeting
-from phalanx.launch.meet.store import await_listener, key, poll
+from phalanx.launch.meeting import Meeting, await_listener, key, poll
 from phalanx.launch.ranks import LOOPBACK, Ranks
 from phalanx.machine.checks import CheckedMachine, CheckResult, error, ok, warn, within
 from phalanx.machine.network import chosen

@@ -41,7 +41,7 @@ def train(job: Job, ranks: Ranks, log_file: Path | None, store: Store | None = N
         ranks: this rank's place.
         log_file: its log, in its folder of the attempt; None on ranks that another launcher started, but rank 0, which
             tells them.
-        store: the store of ranks that have met (launch/meet).
+        store: the store of ranks that have met (launch/meeting.py).
 
     Returns the summary that `phalanx train --json` prints. Raises NotFiniteError if loss or gradients are no longer
     finite, StoppedError after a signal once a checkpoint is written, and the errors of reading data and checkpoints.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 
 from phalanx.config.job import Job
-from phalanx.launch.supervisor import SAME_REQUEST_S, grace_left
+from phalanx.launch.local import SAME_REQUEST_S, grace_left
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class StopRequest:
         return self.asked or self.signal != 0
 
     def seconds_left(self, grace_s: float) -> float:
-        """Returns the seconds until whoever sent the signal ends the process (launch/supervisor.py), infinity without a
+        """Returns the seconds until whoever sent the signal ends the process (launch/local.py), infinity without a
         signal."""
         if not self.signal:
             return math.inf

@@ -10,7 +10,7 @@ import math
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal
@@ -18,27 +18,20 @@ from typing import Any, Literal
 from phalanx.launch.lifeline import ProcessState
 from phalanx.launch.watchdog.heartbeat import ChannelKey, Phase, RankRecord, RecordedCall
 
-LEAST_S = 20.0
-"""Shortest limit."""
-STEPS = 5.0
-"""The limit in steps, of the longest one so far."""
-RARE = 2.0
-"""The limit in the longest save, validation or first step (with its compilation) so far."""
+LEAST_S = 20.0  # shortest limit
+STEPS = 5.0  # the limit in steps, of the longest one so far
+RARE = 2.0  # the limit in the longest save, validation or first step (with its compilation) so far
 RARE_PHASES = frozenset({Phase.SAVE, Phase.VALIDATION})
 """Phases that are no part of a step. The first of its kind may take any time."""
 
 
 @dataclass
 class _Seen:
-    """The state of a rank at the last look."""
-
     phase: Phase
     phase_began: float
     step: int
-    since: float
-    """When the step count came to this value."""
-    rare_s: float = 0.0
-    """Seconds of RARE_PHASES since then."""
+    since: float  # when the step count came to this value
+    rare_s: float = 0.0  # seconds of RARE_PHASES since then
 
 
 class Pace:
@@ -46,10 +39,8 @@ class Pace:
 
     def __init__(self) -> None:
         self._seen: dict[int, _Seen] = {}
-        self.step_s = self.first_step_s = 0.0
-        """Longest step, and longest first step, so far."""
-        self.rare_s: dict[Phase, float] = {}
-        """Longest time in each of RARE_PHASES so far."""
+        self.step_s = self.first_step_s = 0.0  # longest step, and longest first step, so far
+        self.rare_s: dict[Phase, float] = {}  # longest time in each of RARE_PHASES so far
 
     def update(self, records: Iterable[RankRecord], now: float) -> None:
         """Takes a look at the ranks at `now`, in seconds of the clock of their records."""
@@ -93,14 +84,11 @@ def load_per_core() -> float:
     return max(float(minute), float(running.partition("/")[0])) / (os.cpu_count() or 1)
 
 
-FACTOR = 1.3
-"""Own seconds per step, relative to the median of the other ranks, from which on a rank is slow."""
+FACTOR = 1.3  # own seconds per step, relative to the median of the other ranks, from which on a rank is slow
 WINDOW_STEPS, WINDOW_S = 10, 10.0
 """A window ends when every rank has done so many steps and so many seconds have passed."""
-WINDOWS = 2
-"""Number of windows in a row in which a rank must be slow."""
-REPEAT_S = 600.0
-"""Seconds until the same rank is named again."""
+WINDOWS = 2  # number of windows in a row in which a rank must be slow
+REPEAT_S = 600.0  # seconds until the same rank is named again
 
 
 @dataclass(frozen=True)
@@ -109,14 +97,11 @@ class SlowRank:
 
     rank: int
     step: int
-    own_s: float
-    """Seconds per step that it spends itself: not waiting for other ranks."""
-    median_s: float
-    """The median of the other ranks that do the same work."""
+    own_s: float  # seconds per step that it spends itself: not waiting for other ranks
+    median_s: float  # the median of the other ranks that do the same work
 
     @property
     def factor(self) -> float:
-        """Its own seconds relative to the others'."""
         return self.own_s / self.median_s
 
 
@@ -168,19 +153,15 @@ class RankView:
     """All that is known of one rank at one moment."""
 
     rank: int
-    record: RankRecord | None
-    """None if it has not written a heartbeat yet."""
-    silent_s: float
-    """Seconds since its last sign of life."""
+    record: RankRecord | None  # none if it has not written a heartbeat yet
+    silent_s: float  # seconds since its last sign of life
     process: ProcessState | None = None
     exit_code: int | None = None
     """None while it runs; 128 + n for a death by signal n; -1 if it ended and nobody knows how."""
-    ticks_s: float = 0.0
-    """Seconds since the interpreter's last tick."""
+    ticks_s: float = 0.0  # seconds since the interpreter's last tick
 
     @property
     def ended(self) -> bool:
-        """True if its process is gone."""
         return self.exit_code is not None
 
     @property
@@ -202,12 +183,9 @@ class Wait:
 
     rank: int
     call: RecordedCall
-    missing: tuple[int, ...]
-    """Ranks of the call that have not started it."""
-    unseen: tuple[int, ...]
-    """Ranks of the call on other machines, of which nothing is known here."""
-    arrived: tuple[int, ...]
-    """Ranks of the call that have started it."""
+    missing: tuple[int, ...]  # ranks of the call that have not started it
+    unseen: tuple[int, ...]  # ranks of the call on other machines, of which nothing is known here
+    arrived: tuple[int, ...]  # ranks of the call that have started it
 
 
 @dataclass(frozen=True)
@@ -242,12 +220,9 @@ class Diagnosis:
 class Limits:
     """Seconds without a sign of life after which a rank hangs."""
 
-    hang_s: float
-    """0: hangs are not looked for."""
-    start_s: float
-    """Until the first step is done, which loads, compiles and allocates, and after the last one."""
-    follows: bool = False
-    """Whether `hang_s` is only the longest: the limit follows the pace of the run."""
+    hang_s: float  # 0: hangs are not looked for
+    start_s: float  # until the first step is done, which loads, compiles and allocates, and after the last one
+    follows: bool = False  # whether `hang_s` is only the longest: the limit follows the pace of the run
 
     def of(self, view: RankView, pace: Pace | None = None, load: float = 1.0) -> float:
         """Returns the limit of a rank, by the run's pace if that is given and counts."""
@@ -288,13 +263,13 @@ def diagnose(views: Mapping[int, RankView]) -> Diagnosis:
 
 
 def find_mismatch(views: Mapping[int, RankView]) -> Mismatch | None:
-    """Returns the earliest two calls that stand at the same place of a channel and differ, or, if the digests say that
-    they did before all records, the earliest two after that. `rank` is the odd one out where there is a majority."""
+    """Returns the first difference between the calls that are known of the ranks."""
     return first_difference({rank: view.record.calls if view.record else () for rank, view in views.items()})
 
 
 def first_difference(calls_of: Mapping[int, Sequence[RecordedCall]]) -> Mismatch | None:
-    """Returns the same from the calls of each rank."""
+    """Returns the earliest two calls that stand at the same place of a channel and differ, or, if the digests say that
+    they did before all records, the earliest two after that. `rank` is the odd one out where there is a majority."""
     by_place: dict[tuple[ChannelKey, int], dict[int, RecordedCall]] = {}
     for rank, calls in sorted(calls_of.items()):
         for call in calls:
@@ -317,19 +292,17 @@ def _odd(by_place: Mapping[tuple[ChannelKey, int], Mapping[int, RecordedCall]], 
 
 
 def _blame(views: Mapping[int, RankView], waits: Sequence[Wait]) -> tuple[Kind, set[int]]:
-    left = {rank for rank, view in views.items() if view.left_early}
-    if left:
-        return "silent", left
     blocked = {wait.rank for wait in waits if wait.missing or wait.unseen}
     wanted = {rank for wait in waits for rank in wait.missing}
-    if wanted - blocked:
-        return "silent", wanted - blocked
-    frozen = {rank for wait in waits for rank in wait.arrived if views[rank].frozen}
-    if frozen:
-        return "silent", frozen
-    unseen = {rank for wait in waits for rank in wait.unseen}
-    if unseen:
-        return "unseen", unseen
+    suspects: tuple[tuple[Kind, set[int]], ...] = (
+        ("silent", {rank for rank, view in views.items() if view.left_early}),
+        ("silent", wanted - blocked),
+        ("silent", {rank for wait in waits for rank in wait.arrived if views[rank].frozen}),
+        ("unseen", {rank for wait in waits for rank in wait.unseen}),
+    )
+    for kind, ranks in suspects:
+        if ranks:
+            return kind, ranks
     if blocked:
         return ("deadlock" if all(wait.call.waiting for wait in waits) else "stuck"), blocked & wanted
     running = {rank for rank, view in views.items() if not view.ended}
@@ -357,39 +330,32 @@ def _roots(rank: int, waits: Sequence[Wait]) -> set[int]:
 
 
 def _waits(views: Mapping[int, RankView]) -> tuple[Wait, ...]:
-    return tuple(wait for view in views.values() if not view.frozen for wait in _waits_of(view, views))
+    found = []
+    for view in views.values():
+        if view.frozen or view.record is None:
+            continue
+        for call in view.record.calls:
+            if call.waiting or call.on_device:
+                wait = _wait(view.record, call, views)
+                # The host does not see when a device is through: such a call counts only while a rank has not come.
+                found += [wait] if call.waiting or wait.missing else []
+    return tuple(found)
 
 
-def _waits_of(view: RankView, views: Mapping[int, RankView]) -> Iterator[Wait]:
-    if view.record is None:
-        return
-    for call in view.record.calls:
-        if call.waiting or call.on_device:
-            missing, unseen, arrived = _others(view.record, call, views)
-            # The host does not see when a device is through: such a call counts only while a rank has not come.
-            if call.waiting or missing:
-                yield Wait(view.rank, call, missing, unseen, arrived)
-
-
-def _others(
-    record: RankRecord, call: RecordedCall, views: Mapping[int, RankView]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Returns the other ranks of a call: those that have not started it, those of which that is not known, and those
-    that have."""
+def _wait(record: RankRecord, call: RecordedCall, views: Mapping[int, RankView]) -> Wait:
     key = call.channel
     others, side = [rank for rank in record.groups.get(key.group, ()) if rank != record.rank], False
     if key.source >= 0:
         receives = record.rank == key.target
         others, side = [key.source if receives else key.target], not receives
-    missing, unseen, arrived = [], [], []
-    for rank in others:
-        if rank not in views:
-            unseen.append(rank)
-            continue
+
+    def came(rank: int) -> bool:
         theirs = views[rank].record
-        came = theirs is not None and theirs.started.get((key, side), 0) >= call.sequence
-        (arrived if came else missing).append(rank)
-    return tuple(missing), tuple(unseen), tuple(arrived)
+        return theirs is not None and theirs.started.get((key, side), 0) >= call.sequence
+
+    here = [rank for rank in others if rank in views]
+    missing, arrived = (tuple(rank for rank in here if came(rank) == whether) for whether in (False, True))
+    return Wait(record.rank, call, missing, tuple(rank for rank in others if rank not in views), arrived)
 
 
 GIL_SILENT_S = 3.0
@@ -407,12 +373,16 @@ def headline(diagnosis: Diagnosis, host: str, hosts: Sequence[str] = ()) -> str:
     if diagnosis.kind == "deadlock":
         return f"Deadlock on {host}: {_ranks(culprits)} wait for each other, in different calls."
     if diagnosis.kind == "unseen":
+        machines = ", ".join(dict.fromkeys(hosts[rank] for rank in culprits)) if hosts else "another machine"
         return (
-            f"The ranks on {host} wait for {_ranks(culprits)} on {_machines(culprits, hosts)}: the connection is cut, "
-            "or the report of that machine's watchdog says more."
+            f"The ranks on {host} wait for {_ranks(culprits)} on {machines}: the connection is cut, or the report of "
+            "that machine's watchdog says more."
         )
     if diagnosis.kind == "stuck":
-        return _stuck(diagnosis, host)
+        calls = [wait.call for wait in diagnosis.waits]
+        calls = calls or [view.record.calls[-1] for view in views.values() if view.record and view.record.calls]
+        last = "; ".join(dict.fromkeys(call_words(call) for call in calls)) or "no collective yet"
+        return f"All ranks on {host} have come as far as {last}, and go no further: the connection or a device hangs."
     return "\n".join(_culprit(views[rank], diagnosis.waits, host) for rank in culprits)
 
 
@@ -486,7 +456,10 @@ def _culprit(view: RankView, waits: Sequence[Wait], host: str) -> str:
     for wait in waits:
         if view.rank in wait.missing:
             victims.setdefault(call_words(wait.call), []).append(wait.rank)
-    missed = [f"It has not called {call}, in which {_in_words(ranks)}." for call, ranks in victims.items()]
+    missed = [
+        f"It has not called {call}, in which {_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'}."
+        for call, ranks in victims.items()
+    ]
     since = f" has been silent for {view.silent_s:.1f} s" if not view.ended else " is gone"
     where = ""
     if view.record is not None:
@@ -510,13 +483,6 @@ def mismatch_words(mismatch: Mismatch, host: str) -> str:
     )
 
 
-def _stuck(diagnosis: Diagnosis, host: str) -> str:
-    calls = [wait.call for wait in diagnosis.waits]
-    calls = calls or [view.record.calls[-1] for view in diagnosis.views.values() if view.record and view.record.calls]
-    last = "; ".join(dict.fromkeys(call_words(call) for call in calls)) or "no collective yet"
-    return f"All ranks on {host} have come as far as {last}, and go no further: the connection or a device hangs."
-
-
 def _rank(view: RankView, waits: Sequence[Wait], stack: str) -> dict[str, Any]:
     record = view.record
     facts: dict[str, Any] = {
@@ -524,35 +490,18 @@ def _rank(view: RankView, waits: Sequence[Wait], stack: str) -> dict[str, Any]:
         "silent_s": round(view.silent_s, 3),
         "state": state(view),
         "exit_code": view.exit_code,
-        "waits": [
-            {"call": _call(wait.call), "missing": list(wait.missing), "unseen": list(wait.unseen)} for wait in waits
-        ],
+        "waits": [{"call": _facts(w.call), "missing": list(w.missing), "unseen": list(w.unseen)} for w in waits],
         "stacks": stack,
     }
     if record is not None:
         facts |= {"pid": record.pid, "step": record.step, "phase": record.phase.label}
-        facts["last_calls"] = [_call(call) for call in record.calls[-_LAST_CALLS:]]
+        facts["last_calls"] = [_facts(call) for call in record.calls[-_LAST_CALLS:]]
     return facts
 
 
-def _call(call: RecordedCall) -> dict[str, Any]:
-    return {
-        "operation": call.operation,
-        "axis": call.axis,
-        "group": call.channel.group,
-        "sequence": call.sequence,
-        "dtype": call.dtype,
-        "shape": list(call.shape),
-        "source": call.source,
-        "module": call.module,
-        "step": call.step,
-        "waiting": call.waiting,
-        "done": call.done,
-    }
-
-
-def _machines(ranks: Sequence[int], hosts: Sequence[str]) -> str:
-    return ", ".join(dict.fromkeys(hosts[rank] for rank in ranks)) if hosts else "another machine"
+def _facts(call: RecordedCall) -> dict[str, Any]:
+    names = ("operation", "axis", "group", "sequence", "dtype", "shape", "source", "module", "step", "waiting", "done")
+    return {name: getattr(call.channel if name == "group" else call, name) for name in names}
 
 
 def _end(code: int | None) -> str:
@@ -561,10 +510,6 @@ def _end(code: int | None) -> str:
     if code - 128 in set(signal.Signals):
         return f"was killed by {signal.Signals(code - 128).name}"
     return f"exited with code {code}"
-
-
-def _in_words(ranks: Sequence[int]) -> str:
-    return f"{_ranks(ranks)} {'wait' if len(ranks) > 1 else 'waits'}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -18,7 +18,8 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -27,39 +28,17 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from phalanx.echo import echo
+from phalanx.launch.lifeline import process_state
 
-MAGIC = int.from_bytes(b"phxbeat3", "little")
+MAGIC = int.from_bytes(b"phxbeat4", "little")
 
-# Identity.
 MAGIC_WORD, RANK, WORLD, PID, STARTED, MAIN_THREAD = range(6)
-"""STARTED is the process's start in clock ticks since boot, so that a reused process id is noticed. MAIN_THREAD is
-Python's identifier of the thread that trains."""
-
-# State. Times are nanoseconds of CLOCK_MONOTONIC, which all processes of a machine share.
-BEAT = 16
-"""Time of the newest sign of life from the training code."""
-PHASE = 17
-"""The phase, and since when: time << PHASE_BITS | phase."""
-STEP = 18
-"""Steps done."""
-OWN_NS = 19
-"""Nanoseconds spent in OWN_PHASES without waiting for another rank, since the process began."""
-TICK = 20
-"""Time of the interpreter's newest tick, from a thread that does nothing else: it stops while the GIL is held."""
-CALL_COUNT = 21
-"""Number of collectives recorded."""
-NAMES_BYTES = 22
-"""Bytes in use of NAMES."""
-WORK = 23
-"""Ranks with an equal value do the same work per step, so their speeds can be compared (the pipeline stage)."""
-FIRST_STEP = 24
-"""Steps done when this process began to train, plus 1; 0 until then."""
-
-MEMORY, MEMORY_LIMIT = 25, 26
-"""Peak bytes so far, and those that the rank can have; 0: not known."""
-SCREEN = 27
-"""1 while the rank shows the live view: then it prints what the watchdog says, above the view."""
-
+"""Identity. STARTED is the process's start in clock ticks since boot, so that a reused process id is noticed.
+MAIN_THREAD is Python's identifier of the thread that trains."""
+BEAT, PHASE, STEP, OWN_NS, TICK, CALL_COUNT, NAMES_BYTES, WORK, FIRST_STEP, MEMORY, MEMORY_LIMIT, SCREEN = range(16, 28)
+"""State; what each word means stands at the fields of RankRecord. Times are nanoseconds of CLOCK_MONOTONIC, which all
+processes of a machine share. PHASE: since when << PHASE_BITS | phase. CALL_COUNT: collectives recorded. NAMES_BYTES:
+bytes in use of NAMES."""
 PHASE_BITS = 4
 
 
@@ -74,45 +53,36 @@ class Phase(IntEnum):
     RECORD = 5
     VALIDATION = 6
     SAVE = 7
-    TEST = 8
-    """The self-test of the ranks before any training."""
+    TEST = 8  # the self-test of the ranks before any training
     END = 9
-    DONE = 10
-    """The process group has been left: nobody waits for this rank any more, and it may take any time."""
+    DONE = 10  # the process group has been left: nobody waits for this rank any more, and it may take any time
 
     @property
     def label(self) -> str:
-        """The phase in words."""
         return "forward/backward" if self is Phase.FORWARD_BACKWARD else self.name.lower()
 
 
 OWN_PHASES = frozenset({Phase.DATA, Phase.FORWARD_BACKWARD, Phase.EXCHANGE, Phase.OPTIMIZER})
-"""The phases that make up a step."""
 
-# A recorded collective.
-NUMBER, KIND, PLACE, SEQUENCE = range(4)
-"""KIND: operation | dtype << 8 | dimensions << 16 | on_device << 24 | axis << 32 | module << 48.
-PLACE: channel | root << 16 | source << 32. Root and module are 0 where there is none, else one more than the number."""
-SHAPE, SHAPE_WORDS = 4, 4
+NUMBER, KIND, PLACE, SEQUENCE, SHAPE = range(5)
 NBYTES, BEGAN, WAITS, DONE, THREAD, CALL_STEP, DIGEST, NUMBER_AGAIN = range(8, 16)
-"""WAITS and DONE are times, 0 until then. DIGEST is that of all calls of the channel so far, which is equal on ranks
-that have made the same calls."""
-CALL_WORDS = 16
+"""A recorded collective. KIND: operation | dtype << 8 | dimensions << 16 | on_device << 24 | axis << 32 | module << 48.
+PLACE: channel | root << 16 | source << 32. Root and module are 0 where there is none, else one more than the number.
+WAITS and DONE are times, 0 until then."""
+SHAPE_WORDS, CALL_WORDS = 4, 16
 
 OPERATIONS = (
     *("all_reduce", "all_reduce_max", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "send", "receive"),
     *("rotate", "barrier", "all_reduce_min", "all_reduce_avg", "reduce", "scatter", "gather", "shift"),
 )
-"""The operations that can be recorded, by number."""
 OTHER_TYPE = "another type"
 DTYPES = (
     *("float32", "float64", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8", "bool"),
     *("float8_e4m3fn", "float8_e5m2", OTHER_TYPE),
 )
-"""The data types that can be recorded, by number."""
+"""The operations and data types that can be recorded, by number."""
 
-MOST = (1 << 16) - 1
-"""The largest number that a root, an axis or a module can have."""
+MOST = (1 << 16) - 1  # the largest number that a root, an axis or a module can have
 CHANNELS = 1024
 CALLS = 64
 RING = CALLS + CHANNELS
@@ -152,25 +122,26 @@ class Channel:
     def __init__(self, number: int, is_message: bool = False):
         self.number, self.started, self.is_message = number, 0, is_message
         self.digest = 0
-        """Of all calls so far."""
 
     def take(self, operation: int, dtype: int, shape: Sequence[int], nbytes: int, root: int) -> int:
-        """Counts a call, and returns the digest of all so far, by what must be equal on all ranks (RecordedCall's
-        `signature`). The hash of numbers is the same in every process."""
+        """Counts a call, and returns the digest of all so far. The hash of numbers is the same in every process."""
         self.started += 1
-        if self.is_message:
-            signature: tuple[int, ...] = (dtype, nbytes)
-        elif operation in _ANY_SHAPE:
-            signature = (operation, dtype, root)
-        else:
-            signature = (operation, dtype, nbytes, root, *shape)
-        self.digest = hash((self.digest, *signature)) & 0xFFFFFFFFFFFFFFFF
+        equal = signature(self.is_message, operation, operation in _ANY_SHAPE, dtype, shape, nbytes, root)
+        self.digest = hash((self.digest, *equal)) & 0xFFFFFFFFFFFFFFFF
         return self.digest
 
 
-class Call:
-    """A recorded collective of this process."""
+def signature(
+    is_message: bool, operation: Any, any_shape: bool, dtype: Any, shape: Sequence[int], nbytes: int, root: int
+) -> tuple[Any, ...]:
+    """Returns what must be equal on all ranks of a call: a message's bytes and type; a collective's operation, root,
+    shape and type. The shapes of an all-to-all and of a shift may differ."""
+    if is_message:
+        return dtype, nbytes
+    return (operation, dtype, root) if any_shape else (operation, dtype, nbytes, root, *shape)
 
+
+class Call:
     __slots__ = ("_base", "_beat", "_number", "_waits")
 
     def __init__(self, beat: Heartbeat, number: int, waits: int):
@@ -185,7 +156,6 @@ class Call:
             words[self._base + WAITS] = self._waits
 
     def done(self) -> None:
-        """Records that the result is there."""
         words = self._beat.words
         end = words[BEAT] = _now()
         if self._waits:
@@ -208,26 +178,25 @@ class Heartbeat:
             self._map = mmap.mmap(file.fileno(), FILE_BYTES)
         view = memoryview(self._map)
         self.words, self._names = view[: NAMES * 8].cast("Q"), view[NAMES * 8 :]
-        self.waited_ns = 0
-        """Nanoseconds spent waiting for other ranks."""
+        self.waited_ns = 0  # nanoseconds spent waiting for other ranks
         self.phase_ns: dict[Phase, tuple[int, int]] = dict.fromkeys(Phase, (0, 0))
         """Nanoseconds of its own, and of waiting for other ranks, that the process has spent in each phase."""
         self._phase, self._since, self._waited_before = Phase.START, _now(), 0
         self._numbers = itertools.count(1)
         self.channels: dict[tuple[str, str, int], Channel] = {}
         self._sources: dict[tuple[int, int], tuple[int, CodeType]] = {}
-        self._numbers_of_names: dict[tuple[str, str], int] = {}
+        self._named: dict[str, dict[str, int]] = {"axis": {}, "module": {}}
         self._lock = threading.Lock()  # for names, which are new a few dozen times in a run
         words = self.words
         words[RANK], words[WORLD], words[PID] = rank, world, os.getpid()
-        words[STARTED], words[MAIN_THREAD] = _start_ticks(), threading.get_ident()
+        process = process_state(os.getpid())
+        words[STARTED], words[MAIN_THREAD] = process.start_ticks if process else 0, threading.get_ident()
         words[BEAT] = words[TICK] = self._since
         words[PHASE] = self._since << PHASE_BITS
         words[MAGIC_WORD] = MAGIC
         temporary.rename(self.path)
 
     def beat(self) -> None:
-        """Records a sign of life."""
         self.words[BEAT] = _now()
 
     def enter(self, phase: Phase) -> Phase:
@@ -245,12 +214,10 @@ class Heartbeat:
         return before
 
     def steps_done(self, number: int) -> None:
-        """Records that `number` steps are done."""
         self.words[STEP] = number
         self.words[BEAT] = _now()
 
     def note_memory(self, used: int) -> None:
-        """Records the peak bytes so far."""
         self.words[MEMORY] = used
 
     def channel(self, group: str, kind: str, ranks: Sequence[int], peer: int = -1) -> Channel:
@@ -262,8 +229,8 @@ class Heartbeat:
                 number = min(len(self.channels), CHANNELS - 1)  # the last one takes the rest, without names
                 found = self.channels[group, kind, peer] = Channel(number, kind != "all")
                 if number < CHANNELS - 1:
-                    entry = {"channel": number, "group": group, "kind": kind, "peer": peer, "ranks": _compact(ranks)}
-                    self._append(entry)
+                    ends = {"all": (-1, -1), "send": (self.rank, peer), "receive": (peer, self.rank)}[kind]
+                    self._append("channel", number, [group, *ends, kind == "receive", _compact(ranks)])
         return found
 
     def begin(
@@ -309,12 +276,12 @@ class Heartbeat:
         return Call(self, number, began_waiting)
 
     def _number(self, kind: str, name: str) -> int:
-        """Returns the number of an axis or module."""
-        number = self._numbers_of_names.get((kind, name))
+        known = self._named[kind]
+        number = known.get(name)
         if number is None:
             with self._lock:
-                number = self._numbers_of_names[kind, name] = len(self._numbers_of_names)
-                self._append({kind: number, "name": name})
+                number = known[name] = len(known)
+                self._append(kind, number, name)
         return number
 
     def _source(self, hidden: str) -> int:
@@ -327,11 +294,11 @@ class Heartbeat:
             with self._lock:
                 # The code object is kept, so that its id stays its own.
                 known = self._sources[id(code), frame.f_lasti] = len(self._sources), code
-                self._append({"source": known[0], "line": f"{_shown(code.co_filename)}:{frame.f_lineno}"})
+                self._append("source", known[0], f"{_shown(code.co_filename)}:{frame.f_lineno}")
         return known[0]
 
-    def _append(self, entry: dict[str, Any]) -> None:
-        line = json.dumps(entry).encode() + b"\n"
+    def _append(self, kind: str, number: int, value: Any) -> None:
+        line = json.dumps([kind, number, value]).encode() + b"\n"
         used = self.words[NAMES_BYTES]
         if used + len(line) <= NAMES_SIZE:  # otherwise the report says "?"
             self._names[used : used + len(line)] = line
@@ -344,12 +311,10 @@ class _Process:
 
 
 def own() -> Heartbeat | None:
-    """Returns the heartbeat of this process, if it has one."""
     return _Process.beat
 
 
 def adopt(heartbeat: Heartbeat | None) -> None:
-    """Makes a heartbeat that of this process."""
     _Process.beat = heartbeat
 
 
@@ -376,7 +341,6 @@ def beat() -> None:
 
 
 def enter(phase: Phase) -> None:
-    """Records that a phase begins."""
     if (mine := _Process.beat) is not None:
         mine.enter(phase)
 
@@ -403,7 +367,6 @@ def within(phase: Phase) -> Iterator[None]:
 
 
 def memory(used: int) -> None:
-    """Records the peak bytes of this rank so far."""
     if (mine := _Process.beat) is not None:
         mine.note_memory(used)
 
@@ -423,7 +386,6 @@ def training(steps: int, work: int, memory_limit: int = 0) -> None:
 
 
 def steps_done(number: int) -> None:
-    """Records that `number` steps are done."""
     if (mine := _Process.beat) is not None:
         mine.steps_done(number)
 
@@ -432,11 +394,6 @@ def _tick(words: memoryview) -> None:
     while True:
         words[TICK] = _now()
         time.sleep(_TICK_S)
-
-
-def _start_ticks() -> int:
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    return int(fields[19])
 
 
 def _compact(ranks: Sequence[int]) -> list[int] | dict[str, int]:
@@ -461,44 +418,31 @@ _ATTEMPTS = 5  # at reading a record that is being written, which takes the writ
 class ChannelKey(NamedTuple):
     """The name of a channel, the same on all its ranks."""
 
-    group: str
-    """torch's unique name of the process group."""
-    source: int = -1
-    """The sender's global rank; -1 for collectives."""
-    target: int = -1
-    """The receiver's global rank; -1 for collectives."""
+    group: str  # torch's unique name of the process group
+    source: int = -1  # the sender's global rank; -1 for collectives
+    target: int = -1  # the receiver's global rank; -1 for collectives
 
 
 @dataclass(frozen=True)
 class RecordedCall:
-    """One call of one rank."""
-
-    number: int
-    """Position among all calls of the rank."""
+    number: int  # position among all calls of the rank
     channel: ChannelKey
-    sequence: int
-    """Position among the calls on this side of the channel, from 1."""
+    sequence: int  # position among the calls on this side of the channel, from 1
     operation: str
     axis: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
-    source: str
-    """file:line of the caller."""
-    step: int
-    """Steps done when it was started."""
+    source: str  # file:line of the caller
+    step: int  # steps done when it was started
     began: float
     waits: float
     """Since when the rank has waited for the result, in seconds of CLOCK_MONOTONIC; 0 if it does not."""
     done: bool
-    on_device: bool
-    """True if the host cannot see when it completes."""
-    main: bool
-    """True if the thread that trains started it."""
-    root: int = -1
-    """The global rank from which or to which data go, the distance of a shift, or -1."""
-    module: str = ""
-    """The module of the model in whose forward or backward pass it was started, if known."""
+    on_device: bool  # true if the host cannot see when it completes
+    main: bool  # true if the thread that trains started it
+    root: int = -1  # the global rank from which or to which data go, the distance of a shift, or -1
+    module: str = ""  # the module of the model in whose forward or backward pass it was started, if known
     digest: int = 0
     """Of all calls of the channel up to this one: equal on ranks that have made the same calls; 0: not known."""
 
@@ -509,14 +453,10 @@ class RecordedCall:
         return self.waits > 0 and not self.done and (self.main or self.operation != "receive")
 
     @property
-    def signature(self) -> tuple[object, ...]:
-        """What must be equal on all ranks: a message's bytes and type; a collective's operation, root, shape and type.
-        The shapes of an all-to-all and of a shift may differ."""
-        if self.channel.source >= 0:
-            return self.dtype, self.nbytes
-        if self.operation in ("all_to_all", "shift"):
-            return self.operation, self.dtype, self.root
-        return self.operation, self.dtype, self.root, self.shape, self.nbytes
+    def signature(self) -> tuple[Any, ...]:
+        any_shape = _OPERATIONS[self.operation] in _ANY_SHAPE
+        is_message = self.channel.source >= 0
+        return signature(is_message, self.operation, any_shape, self.dtype, self.shape, self.nbytes, self.root)
 
 
 @dataclass(frozen=True)
@@ -526,34 +466,33 @@ class RankRecord:
     rank: int
     world: int
     pid: int
-    start_ticks: int
-    """The process's start, in clock ticks since boot."""
-    beat: float
+    start_ticks: int  # the process's start, in clock ticks since boot
+    beat: float  # the newest sign of life from the training code
     tick: float
+    """The interpreter's newest tick, from a thread that does nothing else: it stops while the GIL is held."""
     phase: Phase
     phase_began: float
     step: int
-    first_step: int
-    """Steps done when the process began to train, plus 1; 0 before that."""
-    own_s: float
-    """Seconds spent in steps without waiting for other ranks."""
+    first_step: int  # steps done when the process began to train, plus 1; 0 before that
+    own_s: float  # seconds spent in steps without waiting for other ranks
     work: int
-    started: dict[tuple[ChannelKey, bool], int]
-    """Calls started by (channel, whether as its receiver)."""
-    groups: dict[str, tuple[int, ...]]
-    """The global ranks of each process group, by its unique name."""
+    """Ranks with an equal value do the same work per step, so that their speeds can be compared (the stage)."""
+    started: dict[tuple[ChannelKey, bool], int]  # calls started by (channel, whether as its receiver)
+    groups: dict[str, tuple[int, ...]]  # the global ranks of each process group, by its unique name
     calls: tuple[RecordedCall, ...] = ()
-    """The newest calls, oldest first."""
     memory: int = 0
-    memory_limit: int = 0
-    """Peak bytes so far, and those that the rank can have; 0: not known."""
+    memory_limit: int = 0  # peak bytes so far, and those that the rank can have; 0: not known
     has_screen: bool = False
-    """It shows the live view."""
 
     @property
     def trained(self) -> bool:
         """True once a step has been done by this process."""
         return 0 < self.first_step <= self.step
+
+    @property
+    def where(self) -> str:
+        """The step and the phase in which it is."""
+        return f"in step {self.step + 1}, phase {self.phase.label}"
 
     @property
     def amid_training(self) -> bool:
@@ -580,12 +519,18 @@ class HeartbeatFile:
         return self._words[BEAT] / 1e9
 
     def read(self, calls: int = RING_CALLS) -> RankRecord:
-        """Returns the rank's state with its newest `calls` calls."""
-        words = self._words
-        names = _Names(words, self._map[NAMES * 8 : NAMES * 8 + words[NAMES_BYTES]])
-        phase = words[PHASE]
-        number = phase & (1 << PHASE_BITS) - 1
-        started = {(key, receives): words[CALLS + channel] for channel, (key, receives, _) in names.channels.items()}
+        words, names = self._words, defaultdict[str, dict[int, Any]](dict)
+        for line in self._map[NAMES * 8 : NAMES * 8 + words[NAMES_BYTES]].splitlines():
+            kind, number, value = json.loads(line)
+            names[kind][number] = value
+        channels = {
+            number: (ChannelKey(*key), receives, _ranks(ranks))
+            for number, (*key, receives, ranks) in names["channel"].items()
+        }
+        newest = words[CALL_COUNT]
+        recorded = [
+            self._call(n, names, channels) for n in range(max(1, newest - min(calls, RING_CALLS) + 1), newest + 1)
+        ]
         return RankRecord(
             rank=words[RANK],
             world=words[WORLD],
@@ -593,84 +538,55 @@ class HeartbeatFile:
             start_ticks=words[STARTED],
             beat=words[BEAT] / 1e9,
             tick=words[TICK] / 1e9,
-            phase=Phase(number),
-            phase_began=(phase >> PHASE_BITS) / 1e9,
+            phase=Phase(words[PHASE] & (1 << PHASE_BITS) - 1),
+            phase_began=(words[PHASE] >> PHASE_BITS) / 1e9,
             step=words[STEP],
             first_step=words[FIRST_STEP],
             own_s=words[OWN_NS] / 1e9,
             work=words[WORK],
-            started=started,
-            groups={key.group: ranks for key, _, ranks in names.channels.values()},
-            calls=tuple(self._calls(calls, names)),
+            started={(key, receives): words[CALLS + number] for number, (key, receives, _) in channels.items()},
+            groups={key.group: ranks for key, _, ranks in channels.values()},
+            calls=tuple(call for call in recorded if call is not None),
             memory=words[MEMORY],
             memory_limit=words[MEMORY_LIMIT],
             has_screen=words[SCREEN] == 1,
         )
 
-    def _calls(self, count: int, names: _Names) -> list[RecordedCall]:
-        newest = self._words[CALL_COUNT]
-        found = []
-        for number in range(max(1, newest - min(count, RING_CALLS) + 1), newest + 1):
-            call = self._call(number, names)
-            if call is not None:
-                found.append(call)
-        return found
-
-    def _call(self, number: int, names: _Names) -> RecordedCall | None:
+    def _call(
+        self,
+        number: int,
+        names: Mapping[str, Mapping[int, Any]],
+        channels: Mapping[int, tuple[ChannelKey, bool, tuple[int, ...]]],
+    ) -> RecordedCall | None:
+        """Returns a call; None if it was overwritten meanwhile, or left half-written by a process that was killed."""
         base = RING + number % RING_CALLS * CALL_WORDS
         for _ in range(_ATTEMPTS):
             words = self._words[base : base + CALL_WORDS].tolist()
             if words[NUMBER] == words[NUMBER_AGAIN] == number:
-                return names.call(words)
-        return None  # overwritten meanwhile, or left half-written by a process that was killed
-
-
-class _Names:
-    """The names and places that the numbers in a file stand for."""
-
-    def __init__(self, words: memoryview, data: bytes):
-        rank, self.main_thread = words[RANK], words[MAIN_THREAD]
-        self.channels: dict[int, tuple[ChannelKey, bool, tuple[int, ...]]] = {}
-        self.axes: dict[int, str] = {}
-        self.modules: dict[int, str] = {}
-        self.sources: dict[int, str] = {}
-        for line in data.splitlines():
-            entry = json.loads(line)
-            if "channel" in entry:
-                kind, peer = entry["kind"], entry["peer"]
-                ends = {"all": (-1, -1), "send": (rank, peer), "receive": (peer, rank)}[kind]
-                key = ChannelKey(entry["group"], *ends)
-                self.channels[entry["channel"]] = key, kind == "receive", _ranks(entry["ranks"])
-            elif "axis" in entry:
-                self.axes[entry["axis"]] = entry["name"]
-            elif "module" in entry:
-                self.modules[entry["module"]] = entry["name"]
-            else:
-                self.sources[entry["source"]] = entry["line"]
-
-    def call(self, words: list[int]) -> RecordedCall | None:
+                break
+        else:
+            return None
         kind, place = words[KIND], words[PLACE]
-        known = self.channels.get(place & 0xFFFF)
-        if known is None:
+        if place & 0xFFFF not in channels:
             return None
         return RecordedCall(
-            number=words[NUMBER],
-            channel=known[0],
+            number=number,
+            channel=channels[place & 0xFFFF][0],
             sequence=words[SEQUENCE],
             operation=OPERATIONS[kind & 0xFF],
-            axis=self.axes.get(kind >> 32 & MOST, "?"),
+            axis=names["axis"].get(kind >> 32 & MOST, "?"),
             dtype=DTYPES[kind >> 8 & 0xFF],
             shape=tuple(words[SHAPE : SHAPE + (kind >> 16 & 0xFF)]),
             nbytes=words[NBYTES],
-            source=self.sources.get(place >> 32, "?"),
+            source=names["source"].get(place >> 32, "?"),
             step=words[CALL_STEP],
             began=words[BEGAN] / 1e9,
             waits=words[WAITS] / 1e9,
             done=words[DONE] > 0,
             on_device=bool(kind >> 24 & 0xFF),
-            main=words[THREAD] == self.main_thread,
+            main=words[THREAD] == self._words[MAIN_THREAD],
             root=(place >> 16 & MOST) - 1,
-            module=self.modules.get((kind >> 48) - 1, ""),
+            module=names["module"].get((kind >> 48) - 1, ""),
             # The last channel takes the rest of all, in an order of each rank's own.
             digest=words[DIGEST] if place & 0xFFFF < CHANNELS - 1 else 0,
         )

@@ -19,7 +19,7 @@ def detected(env: Mapping[str, str]) -> Ranks | None:
     except LaunchersDisagreeError as error:
         if error.claimed is None or error.claimed.world == 1:
             raise
-        from phalanx.launch.meet.meeting import Meeting  # only here: it imports torch
+        from phalanx.launch.meeting import Meeting  # only here: it imports torch
 
         with Meeting(error.claimed).agreed():
             raise

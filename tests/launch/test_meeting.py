@@ -1,15 +1,15 @@
-"""Ranks that nobody told where to meet: boards, process managers, and their errors."""
+"""Ranks that nobody told where to meet: boards, and their errors."""
 
 from __future__ import annotations
 
 import os
 import platform
 import socket
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx.errors import DataError, JobError, PhalanxError, RunError
-from phalanx.launch.meet import meeting as meetings
-from phalanx.launch.meet import pmi, store
-from phalanx.launch.meet.meeting import Meeting, Problem, Verdict, message_of, placed
-from phalanx.launch.meet.store import Board, Offer, first_host, listening_socket, name_of, own_addresses
+from phalanx.launch import meeting as meetings
+from phalanx.launch.meeting import (
+    Board,
+    Meeting,
+    Offer,
+    Problem,
+    Verdict,
+    hydra_port,
+    listening_socket,
+    message_of,
+    name_of,
+    own_addresses,
+    placed,
+)
 from phalanx.launch.ranks import STORE, Ranks, ToldError
 from phalanx.launch.verdict import LostPeerError
 
@@ -49,9 +59,8 @@ def environment(**variables: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def slurm(job: str, state: Path, host: str = "localhost") -> dict[str, str]:
-    step = {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": host}
-    return {**step, "XDG_STATE_HOME": str(state)}
+def slurm(job: str, state: Path) -> dict[str, str]:
+    return {"SLURM_JOB_ID": job, "SLURM_STEP_ID": "0", "XDG_STATE_HOME": str(state)}
 
 
 def job_number(path: Path) -> str:
@@ -70,16 +79,10 @@ def meet(ranks: Ranks, variables: dict[str, str], local_world: int | None, sourc
         return joined
 
 
-def test_a_slurm_step_meets_on_its_first_host(ranks: Pool, tmp_path: Path) -> None:
+def test_a_slurm_step_meets_by_a_file(ranks: Pool, tmp_path: Path) -> None:
     joined = ranks(meet, 3, slurm(job_number(tmp_path), tmp_path / "a"), 1)
     assert [each.rank for each in joined] == [0, 1, 2]
     assert not any(each.one_node for each in joined)
-
-
-def test_a_host_without_an_address_leaves_the_file(ranks: Pool, tmp_path: Path) -> None:
-    """As on virtual nodes, whose names only Slurm knows."""
-    joined = ranks(meet, 2, slurm(job_number(tmp_path), tmp_path, "no-such-host.invalid"), 1)
-    assert [each.rank for each in joined] == [0, 1]
 
 
 def test_a_file_that_is_left_over_is_not_believed(ranks: Pool, tmp_path: Path) -> None:
@@ -169,15 +172,10 @@ def test_problems_are_told_once_each() -> None:
     assert message_of([on(0, "a"), on(1, "a")], 3) == "ranks 0, 1 of 3 on 2 hosts (host0, host1): a"
 
 
-# What the ranks of one launch can compute or leave for each other.
+# What the ranks of one launch leave for each other.
 
 OFFER = Offer(("10.0.0.1", "fe80::1"), 12345, "token")
-SLURM = {
-    "SLURM_JOB_ID": "7",
-    "SLURM_STEP_ID": "0",
-    "SLURM_STEP_NODELIST": "n[09-10]",
-    "SLURM_LAUNCH_NODE_IPADDR": "login",
-}
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}
 
 
 def ranks(source: str) -> Ranks:
@@ -223,33 +221,19 @@ def test_any_word_is_an_offer_or_a_value_error(text: str) -> None:
 
 
 def test_a_launch_has_a_name_of_its_own() -> None:
-    name = store.name_of(ranks("slurm"), SLURM)
+    name = name_of(ranks("slurm"), SLURM)
     assert name is not None
-    assert name != store.name_of(ranks("slurm"), {**SLURM, "SLURM_STEP_ID": "1"})
-    assert name != store.name_of(ranks("slurm"), {**SLURM, "SLURM_RESTART_COUNT": "1"})
-    assert store.name_of(ranks("slurm"), {"SLURM_JOB_ID": "7"}) is None
-    assert store.name_of(ranks("torchrun"), SLURM) is None
-    ports = store.ports_of(name)
-    assert len(set(ports)) > 1
-    assert all(10_000 <= port < 30_000 for port in ports)
-
-
-def test_the_first_host_of_the_step(tmp_path: Path) -> None:
-    assert first_host(ranks("slurm"), SLURM) == "n09"
-    assert first_host(ranks("slurm"), {"SLURM_STEP_NODELIST": "n["}) is None
-    (tmp_path / "nodes").write_text("x3001\nx3002\n")
-    assert first_host(ranks("pals"), {"PBS_NODEFILE": str(tmp_path / "nodes")}) == "x3001"
-    assert first_host(ranks("pals"), {"PBS_NODEFILE": str(tmp_path / "none")}) is None
+    assert name != name_of(ranks("slurm"), {**SLURM, "SLURM_STEP_ID": "1"})
+    assert name != name_of(ranks("slurm"), {**SLURM, "SLURM_RESTART_COUNT": "1"})
+    assert name_of(ranks("slurm"), {"SLURM_JOB_ID": "7"}) is None
+    assert name_of(ranks("torchrun"), SLURM) is None
 
 
 def test_a_port_is_held_from_the_moment_it_is_chosen() -> None:
-    with listening_socket((0,), one_node=True) as first:
-        taken = first.getsockname()[1]
+    with listening_socket(0, one_node=True) as first:
         assert first.getsockname()[0] == "127.0.0.1"
-        with listening_socket((taken, 0), one_node=True) as second:
-            assert second.getsockname()[1] != taken
         with pytest.raises(OSError, match="in use"):
-            listening_socket((taken,), one_node=True)
+            listening_socket(first.getsockname()[1], one_node=True)
 
 
 def test_own_addresses_begin_with_what_the_user_names() -> None:
@@ -262,99 +246,20 @@ def test_own_addresses_begin_with_what_the_user_names() -> None:
             probe.bind((address, 0))
 
 
-# Rank 0's word through the process manager of MPICH (PMI-1), played here by a thread per rank.
+# No variable of MPICH names a launch: the command line of the proxy above its ranks does.
+
+ASKS = "from phalanx.launch.meeting import hydra_port; print(hydra_port())"
 
 
-class Manager:
-    """The process manager of `world` ranks."""
-
-    def __init__(self, world: int):
-        self.values: dict[str, str] = {}
-        self.finalized = 0
-        self.barrier = threading.Barrier(world)
-        pairs = [socket.socketpair() for _ in range(world)]
-        self.theirs = [theirs for _, theirs in pairs]
-        for mine, _ in pairs:
-            threading.Thread(target=self.serve, args=(mine,), daemon=True).start()
-
-    def serve(self, connection: socket.socket) -> None:
-        end = suppress(threading.BrokenBarrierError, OSError)  # the test is over: nobody waits for an answer
-        with end, connection, connection.makefile("rw", encoding="ascii", newline="\n") as stream:
-            for line in stream:
-                pairs = dict(word.split("=", 1) for word in line.split())
-                stream.write(f"cmd={self.answer(pairs)}\n")
-                stream.flush()
-
-    def answer(self, pairs: dict[str, str]) -> str:
-        match pairs["cmd"]:
-            case "init":
-                return "response_to_init pmi_version=1 pmi_subversion=1 rc=0"
-            case "get_my_kvsname":
-                return "my_kvsname kvsname=kvs_1"
-            case "put":
-                self.values[pairs["key"]] = pairs["value"]
-                return "put_result rc=0 msg=success"
-            case "barrier_in":
-                self.barrier.wait()
-                return "barrier_out"
-            case "get" if pairs["key"] in self.values:
-                return f"get_result rc=0 msg=success value={self.values[pairs['key']]}"
-            case "get":
-                return "get_result rc=-1 msg=key_not_found value=unknown"
-            case _:
-                self.finalized += 1
-                return "finalize_ack"
-
-    def environment(self, rank: int) -> dict[str, str]:
-        return {"PMI_FD": str(self.theirs[rank].fileno()), "PMI_RANK": str(rank)}
-
-
-def exchanged(manager: Manager, text: str | None, seconds: float = 60.0) -> list[str]:
-    """What each rank gets when rank 0 says `text`."""
-    with ThreadPoolExecutor() as threads:
-        calls = [
-            threads.submit(pmi.exchange, manager.environment(rank), None if rank else text, seconds)
-            for rank in range(len(manager.theirs))
-        ]
-        return [call.result() for call in calls]
-
-
-def test_all_ranks_get_what_rank_0_says_and_leave_in_order() -> None:
-    manager = Manager(3)
-    assert exchanged(manager, "abc_-=") == ["abc_-="] * 3
-    assert manager.finalized == 3, "a rank that does not say so counts as crashed"
-
-
-def test_a_rank_0_that_says_nothing() -> None:
-    with pytest.raises(OSError, match="answered get with 'cmd=get_result rc=-1"):
-        exchanged(Manager(2), None)
-
-
-def test_a_rank_that_does_not_come() -> None:
-    manager = Manager(2)
-    with pytest.raises(TimeoutError):
-        pmi.exchange(manager.environment(0), "word", 0.2)
-    manager.barrier.abort()
-
-
-def garbage(connection: socket.socket) -> None:
-    connection.sendall(b"cmd=no\n")
-
-
-@pytest.mark.parametrize("act", [socket.socket.close, garbage])
-def test_a_manager_that_has_gone_or_speaks_something_else(act: Callable[[socket.socket], None]) -> None:
-    mine, theirs = socket.socketpair()
-    act(mine)
-    with theirs, pytest.raises(OSError, match=r"closed|Broken pipe|answered init|reset"):
-        pmi.exchange({"PMI_FD": str(theirs.fileno())}, "word", 1)
-
-
-def test_whether_a_manager_is_there() -> None:
-    mine, theirs = socket.socketpair()
-    with mine, theirs, open("/dev/null") as file:
-        there = {"PMI_FD": str(theirs.fileno())}
-        assert pmi.is_there(there)
-        assert not pmi.is_there({"PMI_FD": str(file.fileno())})
-        assert not pmi.is_there({**there, "PMI_JOBID": "6.0", "SLURM_STEP_ID": "0"}), "srun --mpi=pmi2 speaks PMI-2"
-    assert not pmi.is_there({"PMI_FD": "9" * 30})
-    assert not pmi.is_there({})
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [(["--control-port", "n1:45049", "--rmk", "user"], "n1:45049"), (["--control-port"], ""), ([], "")],
+)
+def test_a_launch_of_mpich_is_named_by_its_proxys_command_line(options: list[str], found: str) -> None:
+    inside = (
+        f"import subprocess, sys; subprocess.run(['sh', '-c', {sys.executable!r} + ' -c ' + {ASKS!r}.join('\"\"')])"
+    )
+    done = subprocess.run([sys.executable, "-c", inside, *options], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == found
+    assert (name_of(ranks("mpich"), {}) is None) == (not hydra_port())
+    assert name_of(ranks("mpich"), {"I_MPI_HYDRA_UUID": "7"}) != name_of(ranks("mpich"), {"I_MPI_HYDRA_UUID": "8"})
