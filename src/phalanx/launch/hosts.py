@@ -85,7 +85,7 @@ _HOST = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,252})"
 @dataclass(frozen=True)
 class HostSlots:
     name: str
-    slots: int | None = None  # none if the list does not say
+    slots: int | None = None  # None if the list does not say
 
 
 def expand(nodelist: str, most: int = MOST_HOSTS) -> list[str]:

@@ -210,7 +210,7 @@ class Supervisor:
         self.exits: dict[int, End] = {}
         self.stop_signal: signal.Signals | None = None  # the signal that was forwarded to the ranks
         self.finding: Finding | None = None  # the reason for which the watchdog had all ranks killed
-        self.watchdog: Watchdog | None = watchdog  # none once it has failed
+        self.watchdog: Watchdog | None = watchdog  # None once it has failed
         self._outcome = outcome
         self._grace_s = grace_s
         self._requests = signals.requests

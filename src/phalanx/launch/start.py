@@ -377,13 +377,13 @@ def run_in_foreground(argv: Sequence[str], env: Mapping[str, str]) -> int:
         except OSError as error:
             raise RunError(f"{argv[0]} cannot be started: {error.strerror}; --dry-run prints the command") from None
         while command.poll() is None:
-            for number in (signal.SIGUSR1, signal.SIGTERM)[passed_on : len(signals.requests)]:
-                command.send_signal(number)
-                passed_on += 1
-                if number == signal.SIGUSR1:
+            for _ in signals.requests[passed_on:]:
+                command.send_signal(signal.SIGTERM if passed_on else signal.SIGUSR1)
+                if not passed_on:
                     with suppress(OSError):  # the terminal is gone
                         line = "the run is asked to stop with a checkpoint; a second signal ends it at once"
                         echo(f"phalanx: {line}", file=sys.stderr, flush=True)
+                passed_on += 1
             with suppress(subprocess.TimeoutExpired):
                 command.wait(_POLL_S)
     return 128 - command.returncode if command.returncode < 0 else command.returncode

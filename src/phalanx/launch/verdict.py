@@ -283,7 +283,7 @@ class End:
     code: int  # exit code as in a shell: 128 + n for a death by signal n
     time: float
     killed: bool  # true if the launcher killed it
-    outcome: Outcome | None = None  # none if the rank had no time to report
+    outcome: Outcome | None = None  # None if the rank had no time to report
     last_words: str = ""  # the end of its standard error, if that went to a file
     left_early: str = ""  # where it was in training if it ended as if done; else empty
 

@@ -25,20 +25,12 @@ RARE_PHASES = frozenset({Phase.SAVE, Phase.VALIDATION})
 """Phases that are no part of a step. The first of its kind may take any time."""
 
 
-@dataclass
-class _Seen:
-    phase: Phase
-    phase_began: float
-    step: int
-    since: float  # when the step count came to this value
-    rare_s: float = 0.0  # seconds of RARE_PHASES since then
-
-
 class Pace:
     """The pace of the ranks of one attempt on this machine."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, _Seen] = {}
+        self._seen: dict[int, tuple[RankRecord, float, float]] = {}
+        """Each rank at the last look, when its step count came to that value, and seconds of RARE_PHASES since then."""
         self.step_s = self.first_step_s = 0.0  # longest step, and longest first step, so far
         self.rare_s: dict[Phase, float] = {}  # longest time in each of RARE_PHASES so far
 
@@ -47,23 +39,19 @@ class Pace:
         for record in records:
             if not record.first_step:
                 continue
-            seen = self._seen.get(record.rank)
-            if seen is None:
-                self._seen[record.rank] = _Seen(record.phase, record.phase_began, record.step, now)
-                continue
-            if record.phase_began != seen.phase_began:
-                if seen.phase in RARE_PHASES:
-                    took = record.phase_began - seen.phase_began
-                    self.rare_s[seen.phase] = max(took, self.rare_s.get(seen.phase, 0.0))
-                    seen.rare_s += took
-                seen.phase, seen.phase_began = record.phase, record.phase_began
-            if record.step > seen.step:
-                took = max(0.0, now - seen.since - seen.rare_s)
-                if seen.step < record.first_step:
+            before, since, rare_s = self._seen.get(record.rank, (record, now, 0.0))
+            if record.phase_began != before.phase_began and before.phase in RARE_PHASES:
+                took = record.phase_began - before.phase_began
+                self.rare_s[before.phase] = max(took, self.rare_s.get(before.phase, 0.0))
+                rare_s += took
+            if record.step > before.step:
+                took = max(0.0, now - since - rare_s)
+                if before.step < record.first_step:
                     self.first_step_s = max(self.first_step_s, took)
                 else:  # at a look each second, many short steps may have been taken
-                    self.step_s = max(self.step_s, took / (record.step - seen.step))
-                seen.step, seen.since, seen.rare_s = record.step, now, 0.0
+                    self.step_s = max(self.step_s, took / (record.step - before.step))
+                since, rare_s = now, 0.0
+            self._seen[record.rank] = record, since, rare_s
 
     def limit_s(self, record: RankRecord, most_s: float, load: float) -> float:
         """Returns the seconds that a rank which has done a step may be silent, at most `most_s`. `load` is the number
@@ -153,7 +141,7 @@ class RankView:
     """All that is known of one rank at one moment."""
 
     rank: int
-    record: RankRecord | None  # none if it has not written a heartbeat yet
+    record: RankRecord | None  # None if it has not written a heartbeat yet
     silent_s: float  # seconds since its last sign of life
     process: ProcessState | None = None
     exit_code: int | None = None
