@@ -101,14 +101,26 @@ def test_a_rank_whose_rendezvous_fails_explains_itself(here):
     assert re.search(r"ERROR  nodes: rendezvous: After \d+ s, rank 0 of 2 did not come: 127\.0\.0\.1:1", done.stderr)
 
 
-def test_hosts_are_asked_through_a_shell(here, capsys):
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("job.yaml --hosts a,b c --json", "job.yaml"),
+        ("--hosts a b c job.yaml tp=2", "job.yaml tp=2"),
+        ("--hosts a b c tp=2 --json", "tp=2"),
+        ("--hosts=a,b,c job.yaml --timeout 3 --tp 2", "job.yaml --tp 2 --timeout=3"),
+    ],
+)
+def test_hosts_are_asked_through_a_shell(here, capsys, argv, words):
     answer = json.dumps({"time": time.time(), "findings": [], "facts": {}})
-    (here / "rsh").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >> asked.$1\necho '{answer}'\n")
+    (here / "rsh").write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" >> asked.$3\necho '{answer}'\n")
     (here / "rsh").chmod(0o755)
-    assert main(["doctor", "job.yaml", "--hosts", "a,b", "c", "--remote-shell", f"{here / 'rsh'}", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["hosts"] == ["a", "b", "c"]
-    command = f"cd {here} && exec {sys.executable} -P -m phalanx doctor job.yaml --json"
-    assert (here / "asked.b").read_text() == f"b\n{command}\n"
+    shell = f"{here / 'rsh'} -o BatchMode=yes"  # whose options are no words of the job
+    assert main(["doctor", "--remote-shell", shell, *argv.split()]) == 0
+    printed = capsys.readouterr().out
+    if "--json" in argv:
+        assert json.loads(printed)["hosts"] == ["a", "b", "c"]
+    command = f"cd {here} && exec {sys.executable} -P -m phalanx doctor {words} --json"
+    assert (here / "asked.b").read_text() == f"-o\nBatchMode=yes\nb\n{command}\n"
 
 
 # `phalanx test-dist`: starts the ranks or is one of them, and says what it found by text, JSON and exit code.

@@ -218,13 +218,15 @@ def on_known_devices(loaded: LoadedJob, measures: bool) -> LoadedJob:
         ) from None
     if wanted.device not in ("auto", machine.device):
         raise JobError(
-            f"cluster.device is {wanted.device}, but {_file()} describes {machine.device}: name a machine, or "
-            f"measure with `phalanx bench compute --device {wanted.device}` and the same for comm"
+            f"cluster.device is {wanted.device}, but {clusters.default_path()} describes {machine.device}: name a "
+            f"machine, or measure with `phalanx bench compute --device {wanted.device}` and the same for comm"
         )
     stated = {path for path in leaves() if path.startswith("cluster.") and loaded.origins[path] != "default"}
     found = {f"cluster.{path}": get(machine, path) for path in leaves(type(machine))}
     return _with_cluster(
-        loaded, {path: value for path, value in found.items() if path not in stated}, f"measured: {_file()}"
+        loaded,
+        {path: value for path, value in found.items() if path not in stated},
+        f"measured: {clusters.default_path()}",
     )
 
 
@@ -237,17 +239,19 @@ def _with_cluster(loaded: LoadedJob, values: dict[str, Any], origin: str) -> Loa
     return LoadedJob(job, origins)
 
 
-def _file() -> str:
-    return str(clusters.default_path())
-
-
 def _measure_what_is_missing(wanted: Cluster, precision: str) -> None:
     """Runs `phalanx bench` quickly for values missing in the machine's file. Raises RunError if that fails."""
     path = clusters.default_path()
     known = clusters.local_fields(path) if path.exists() else {}
     for command, field in MEASUREMENTS.items():
-        if field in known or (command == "comm" and not _has_links(wanted)):
+        if field in known:
             continue
+        if command == "comm":
+            import torch  # only here: an already measured machine does not need torch
+
+            alone = torch.cuda.device_count() == 1 and wanted.device != "cpu"  # a CPU has any number of devices
+            if alone or wanted.devices_per_node == 1:
+                continue
         words = ["bench", command, "--quick"]
         words += ["--device", wanted.device] if wanted.device != "auto" else []
         words += ["--precision", precision] if command == "compute" and precision in HALF else []
@@ -259,14 +263,6 @@ def _measure_what_is_missing(wanted: Cluster, precision: str) -> None:
                 f"this machine could not be measured (exit code {done.returncode}): run {BY_HAND} to see why, or name "
                 "a machine, such as cluster=dgx-h100:8, or a layout"
             )
-
-
-def _has_links(wanted: Cluster) -> bool:
-    """Returns whether there are several devices to measure the links of: a CPU has any number."""
-    import torch  # only here: an already measured machine does not need torch
-
-    alone = torch.cuda.device_count() == 1 and wanted.device != "cpu"
-    return not alone and wanted.devices_per_node != 1
 
 
 def words_for(loaded: LoadedJob, nodes: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import glob
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -31,7 +31,7 @@ from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import JobError
 from phalanx.partition.derived import solve
-from phalanx.units import gib
+from phalanx.units import counted, gib
 
 WIDTH = 110
 """Columns of a line with its comment."""
@@ -305,17 +305,19 @@ VERB = Verb(
     ),
     default=WHOLE,
 )
-QUESTIONS = ("cluster", "model", "data", "batch", "steps")
-"""The options that are asked for where they are not given."""
+QUESTIONS = {
+    "cluster": "Machine: this ({devices}), or one to plan for, such as dgx-h100:4 (`phalanx docs devices`)",
+    "model": "Model: small (0.9 million parameters), a preset (`phalanx models`), hf:FOLDER, or a run",
+    "data": "Data: stdlib (Python's own library), shakespeare_char (downloads), random, or your text or JSONL",
+    "batch": "Global batch: sequences per step over all devices",
+    "steps": "Training: optimizer steps",
+}
+"""What is asked for where no option says it, by option."""
 SCHEMA = "phalanx.schema.json"
 STEPS = 500
 SMALL_BATCH = 32
 TOKENS_PER_STEP = 2**20
 """Tokens per step proposed for a cluster: a million, about that of published runs of 1 to 8 billion parameters."""
-
-
-Question = tuple[str, str, Callable[[str], object]]
-"""Its text, the answer by default, and what raises JobError or ValueError about a wrong one."""
 
 
 @VERB.runs
@@ -351,51 +353,52 @@ def _require_free(path: Path, *, forced: bool, asks: bool) -> None:
 
 def _answers(given: dict[str, str], asks: bool) -> NewJob:
     """Returns what the options say, else the answers, else the defaults. Raises JobError with all wrong options."""
+    gpus, cores = len(glob.glob("/dev/nvidia[0-9]*")), len(os.sched_getaffinity(0))
+    devices = counted(gpus, "GPU") if gpus else f"{counted(cores, 'core')}, no GPU"
     problems, answers = list[str](), dict[str, str]()
-    for name in QUESTIONS:
-        text, default, check = _question(name, answers)
-        try:
-            if name in given:
-                check(given[name])
-                answers[name] = given[name]
-            else:
-                answers[name] = _ask(text, default, check) if asks else default
-        except (JobError, ValueError) as error:
-            problems.append(f"--{name}: {error}")
-            answers[name] = default
+    for number, (name, text) in enumerate(QUESTIONS.items(), 1):
+        answers[name] = default = _default(name, answers)
+        asked = f"{number}/{len(QUESTIONS)}  {text.format(devices=devices)}"
+        while name in given or asks:
+            answer = given[name] if name in given else _asked(asked, default)
+            try:
+                _check(name, answer)
+                answers[name] = answer
+                break
+            except (JobError, ValueError) as error:
+                if name in given:
+                    problems.append(f"--{name}: {error}")
+                    break
+                echo(f"     {error}", file=sys.stderr, wrap=True)
     if problems:
         raise JobError(problems)
     return NewJob(answers["cluster"], answers["model"], answers["data"], int(answers["batch"]), int(answers["steps"]))
 
 
-def _question(name: str, answers: dict[str, str]) -> Question:
-    """Returns a question, whose default depends on earlier answers."""
-    if name == "cluster":
-        gpus, cores = len(glob.glob("/dev/nvidia[0-9]*")), len(os.sched_getaffinity(0))
-        devices = f"{gpus} GPU{'s' * (gpus != 1)}" if gpus else f"{cores} core{'s' * (cores != 1)}, no GPU"
-        text = f"1/5  Machine: this ({devices}), or one to plan for, such as dgx-h100:4 (`phalanx docs devices`)"
-        return (text, HERE, lambda text: text == HERE or machine_of(text))
-    here = answers["cluster"] == HERE
-    if name == "model":
-        text = "2/5  Model: small (0.9 million parameters), a preset (`phalanx models`), hf:FOLDER, or a run"
-        return (text, SMALL if here else "llama3.1-8b", _check_model)
-    if name == "data":
-        text = "3/5  Data: stdlib (Python's own library), shakespeare_char (downloads), random, or your text or JSONL"
-        return (text, "stdlib" if here else "random", _check_data)
+def _default(name: str, answers: dict[str, str]) -> str:
+    """Returns the answer by default, which depends on earlier ones."""
+    here = answers.get("cluster") == HERE
     if name == "batch":
-        batch = SMALL_BATCH if here else _batch_for(answers)
-        return ("4/5  Global batch: sequences per step over all devices", str(batch), _check_count)
-    return ("5/5  Training: optimizer steps", str(STEPS), _check_count)
+        return str(SMALL_BATCH if here else _batch_for(answers))
+    model, data = (SMALL, "stdlib") if here else ("llama3.1-8b", "random")
+    return {"cluster": HERE, "model": model, "data": data, "steps": str(STEPS)}[name]
 
 
-def _ask(text: str, default: str, check: Callable[[str], object]) -> str:
-    while True:
-        answer = _asked(text, default)
-        try:
-            check(answer)
-            return answer
-        except (JobError, ValueError) as error:
-            echo(f"     {error}", file=sys.stderr, wrap=True)
+def _check(name: str, text: str) -> None:
+    """Raises JobError or ValueError about a wrong answer."""
+    if name == "cluster":
+        if text != HERE:
+            machine_of(text)
+    elif name == "model":
+        if text != SMALL and not os.path.isdir(text):
+            preset_of(text if text.startswith(FROM_FILE) else named(text))
+    elif name == "data":
+        if text in FILES:
+            raise ValueError(f"corpus {text} is files of your own: give their path")
+        if text not in CORPORA and not os.path.exists(text):
+            raise ValueError(f"neither a corpus ({', '.join(CORPORA)}) nor a file or folder: {text!r}")
+    elif not text.isdecimal() or not 0 < int(text) < 10**9:
+        raise ValueError(f"expected a whole number of at least 1, found {text!r}")
 
 
 def _asked(text: str, default: str) -> str:
@@ -405,23 +408,6 @@ def _asked(text: str, default: str) -> str:
     if not line:
         raise JobError("the input ended before all questions were answered: nothing was written")
     return line.strip() or default
-
-
-def _check_model(text: str) -> None:
-    if text != SMALL and not os.path.isdir(text):
-        preset_of(text if text.startswith(FROM_FILE) else named(text))
-
-
-def _check_data(text: str) -> None:
-    if text in FILES:
-        raise ValueError(f"corpus {text} is files of your own: give their path")
-    if text not in CORPORA and not os.path.exists(text):
-        raise ValueError(f"neither a corpus ({', '.join(CORPORA)}) nor a file or folder: {text!r}")
-
-
-def _check_count(text: str) -> None:
-    if not text.isdecimal() or not 0 < int(text) < 10**9:
-        raise ValueError(f"expected a whole number of at least 1, found {text!r}")
 
 
 def _batch_for(answers: dict[str, str]) -> int:

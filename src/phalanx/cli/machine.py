@@ -39,7 +39,6 @@ from phalanx.machine.doctor import (
     local_findings,
     merged,
     show,
-    words_for,
 )
 from phalanx.nearest import nearest
 
@@ -101,7 +100,9 @@ def doctor(argv: Sequence[str]) -> int:
     )
     if options["hosts"]:
         hosts = tuple(dict.fromkeys(host for word in options["hosts"] for host in word.split(",") if host))
-        findings = merged(compare(hosts, options["remote_shell"], words_for(argv), options["timeout"]))
+        asked = [word for word in words.subjects if word != "--json"]
+        asked += [f"--timeout={options['timeout']:g}"] if "timeout" in words.stated else []
+        findings = merged(compare(hosts, options["remote_shell"], asked, options["timeout"]))
         report = DoctorReport(findings, hosts, "remote shell", len(hosts), time.monotonic() - began)
     else:
         report = _here(machine, problems, began)

@@ -47,23 +47,6 @@ class HostAnswer:
     """The range in which its clock is ahead of ours, in seconds."""
 
 
-def words_for(argv: Sequence[str]) -> list[str]:
-    """Returns the words of the command line without --hosts and --remote-shell, for the command on each host."""
-    words, left = [], list(argv)
-    while left:
-        word = left.pop(0)
-        if word in ("--remote-shell", "--remote_shell"):  # its value may hold anything: "ssh -o BatchMode=yes"
-            left = left[1:]
-        elif word == "--hosts":
-            while (
-                left and not left[0].startswith("-") and "=" not in left[0] and not left[0].endswith((".yaml", ".yml"))
-            ):
-                left.pop(0)
-        elif not word.startswith(("--hosts=", "--remote-shell=", "--remote_shell=")) and word != "--json":
-            words.append(word)
-    return words
-
-
 def compare(hosts: Sequence[str], shell: str, words: Sequence[str], seconds: float) -> list[CheckResult]:
     """Runs `phalanx doctor WORDS --json` on all hosts at the same time, in this directory and with this Python.
 

@@ -191,7 +191,10 @@ class _Messages:
         latency = statistics.median([self._ping(peer, leads) for _ in range(PINGS + 1)][1:])
         # The first messages may connect the pair.
         probe = [self._both_ways(PROBE_BYTES, peer, leads) for _ in range(2)][-1]
-        nbytes = self._agreed(int(PROBE_BYTES * self.large_s / probe), peer, leads)
+        wanted = int(PROBE_BYTES * self.large_s / probe)
+        self.small.fill_(max(PROBE_BYTES, min(self.large.numel(), wanted)))
+        self._message(self.small, peer, leads)  # the number of bytes of the one that leads
+        nbytes = int(self.small.item())
         spent = statistics.median(self._both_ways(nbytes, peer, leads) for _ in range(REPEATS))
         # The answer is part of the time; where other programs disturb, it may have been quicker than the pings.
         return latency * 1e6, nbytes / max(spent - latency, spent / 2) / 1e9
@@ -202,12 +205,6 @@ class _Messages:
             self._message(self.small, peer, sends)
         synchronize(self.device)
         return (time.perf_counter() - began) / 2
-
-    def _agreed(self, nbytes: int, peer: int, leads: bool) -> int:
-        """Returns the leader's number of bytes on both ranks, within the limits."""
-        self.small.fill_(max(PROBE_BYTES, min(self.large.numel(), nbytes)))
-        self._message(self.small, peer, leads)
-        return int(self.small.item())
 
     def _both_ways(self, nbytes: int, peer: int, leads: bool) -> float:
         """Sends a large message in either direction, one after the other. Returns the seconds of this rank's own, with
