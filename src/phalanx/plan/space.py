@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from math import gcd
@@ -240,10 +240,20 @@ class Space:
     options: list[NDArray[np.int32]]
     """Options by pair, one per row: schedule, state, recomputation."""
 
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Number of layouts, by pair."""
+        return np.array(list(map(len, self.options)))
+
     @property
     def size(self) -> int:
         """Number of layouts."""
-        return sum(map(len, self.options))
+        return int(self.sizes.sum())
+
+    def count(self, keep: Callable[[NDArray[np.int32]], NDArray[np.bool_]]) -> NDArray[np.int64]:
+        """Returns by pair the number of its options to `keep`."""
+        known = {number: int(keep(options).sum()) for number, options in {id(one): one for one in self.options}.items()}
+        return np.array([known[id(options)] for options in self.options])
 
     def rows(self, pairs: NDArray[Any]) -> Rows:
         """Returns every layout of some pairs."""
@@ -342,7 +352,7 @@ def _inner(model: ModelConfig, world: int, most_tp: int, fixed: Mapping[str, Any
 
 def _takes_hpz(base: Layout, mesh: MeshDegrees) -> bool:
     """Returns whether as many ranks of a mesh as `hpz` can keep a second copy of the parameters."""
-    return base.hpz in legal_hpz(replace(base, dp_shard=mesh.dp_shard, cp=mesh.cp, ep=mesh.ep))
+    return base.hpz == 1 or base.hpz in legal_hpz(replace(base, dp_shard=mesh.dp_shard, cp=mesh.cp, ep=mesh.ep))
 
 
 def _batches(request: PlanRequest, mesh: MeshDegrees) -> Iterator[tuple[int, int]]:
