@@ -8,7 +8,7 @@ by event, and ranked by that time; the simplest of equals wins (simplicity.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -45,12 +45,12 @@ SIMULATED = 300
 SIMULATED_ACTIONS, SIMULATED_MESHES = 400_000, 10
 """Most actions in the schedules of all these, about half a second of simulation; meshes that are simulated in any
 case."""
-SEED_PAIRS, SEED_ROWS, SEEDS = 512, 4096, 24
+SEED_PAIRS, SEED_ROWS, SEEDS = 512, 16_384, 24
 """Pairs of each pp degree and layouts that are bounded first to seed the search, and the number of fitting layouts that
 it begins with."""
 MOST_SEED_PAIRS, MOST_SEED_ROWS = 2048, 300_000
 """The same at most, where none of the first fits."""
-PAIR_BLOCK = 2048
+PAIR_BLOCK = 8192
 """Pairs whose layouts are examined at a time."""
 ROW_BLOCK = 1_000_000
 """Layouts that are bounded at a time."""
@@ -139,6 +139,10 @@ TOO_LARGE = "memory: lower bound of state and activations exceeds the device"
 SLOWER = "time: lower bound exceeds the best layout"
 
 
+def _silent(*_: object) -> None:
+    pass
+
+
 class Search:
     """A space, its bounds, and the searches in it."""
 
@@ -160,14 +164,15 @@ class Search:
         """Returns the fastest layouts of the space, or of a part of it, that fit; without simulation the fastest one by
         prediction alone, among others. Only those that may be faster than `below` seconds are of interest."""
         found = Found(simulates=False, least=below, below=below)
-        chosen, keep, sizes = part or (np.ones(len(self.pair_seconds), bool), None, self.space.sizes)
+        part = part or Part(np.ones(len(self.pair_seconds), bool), None, self.space.sizes)
+        chosen, _, sizes = part
         fits = self.pair_bytes <= self.limit
         found.rejected["memory: too large even with everything sharded and recomputed"] += int(
             sizes[chosen & ~fits].sum()
         )
         order = np.flatnonzero(chosen & fits)
         order = order[np.argsort(self.pair_seconds[order], kind="stable")]
-        self._seed(order, found, keep)
+        self._seed(order, found, part)
         if simulates:
             found.restart()
         near = self.pair_seconds[order] <= found.cutoff
@@ -177,8 +182,9 @@ class Search:
         # Layouts with the same pp degree are bounded together.
         rest = order[near]
         rest = rest[np.argsort(self.bounds.pp[rest], kind="stable")]
-        progress = self.progress if simulates else _silent
-        blocks = (rows for rows, _ in self._possible(rest, found, keep, progress))
+        every = range(len(self.space.schedules))
+        possible = self._possible(rest, found, part, every, self.progress if simulates else _silent)
+        blocks = (rows for rows, _ in possible)
         rows, seconds = self._near(_joined(blocks), found)
         self._best_of(rows, seconds, found)
         return found
@@ -240,7 +246,7 @@ class Search:
                 best = (key, spec) if best is None or key < best[0] else best
         return Candidate.of(best[1]) if best else None
 
-    def _seed(self, order: NDArray[np.intp], found: Found, keep: Keep | None) -> None:
+    def _seed(self, order: NDArray[np.intp], found: Found, part: Part) -> None:
         """Predicts good layouts of every pp degree, whose times prune the others, in the order of the bounds of their
         schedule and recomputation; more if none of them fits, as the very fastest seldom do."""
         pp = self.bounds.pp[order]
@@ -248,10 +254,13 @@ class Search:
         for ranks in np.unique(pp):
             here = np.flatnonzero(pp == ranks)
             places[here] = np.arange(len(here))
+        seeding = {name for name, entry in SCHEDULES.items() if entry.seeds}
+        few = [number for number, one in enumerate(self.space.schedules) if one.schedule in seeding]
         for first, end in ((0, SEED_PAIRS), (SEED_PAIRS, MOST_SEED_PAIRS)):
             pairs = order[(places >= first) & (places < end)]
             pairs = pairs[np.argsort(self.bounds.pp[pairs], kind="stable")]
-            possible = list(self._possible(pairs, replace(found, rejected=Counter()), keep, _silent))
+            uncounted = replace(found, rejected=Counter())
+            possible = list(self._possible(pairs, uncounted, part, few or range(len(self.space.schedules))))
             if not possible:
                 return
             rows, seconds = joined([rows for rows, _ in possible]), np.concatenate([times for _, times in possible])
@@ -265,25 +274,28 @@ class Search:
                 return
 
     def _possible(
-        self, pairs: NDArray[np.intp], found: Found, keep: Keep | None, progress: Progress
+        self,
+        pairs: NDArray[np.intp],
+        found: Found,
+        part: Part,
+        schedules: Container[int],
+        progress: Progress = _silent,
     ) -> Iterator[tuple[Rows, NDArray[np.float64]]]:
         """Yields the rows of some pairs whose recomputation and state can fit and can be among the best, with bounds in
         seconds."""
+        available, kind_of = self.space.available, self.space.kinds[1]
         for start in range(0, len(pairs), PAIR_BLOCK):
             progress("layouts", start, len(pairs))
             block = pairs[start : start + PAIR_BLOCK]
-            seconds, memory = self.bounds.options(block)
-            rows = self.space.rows(block)
-            place = np.repeat(np.arange(len(block)), self.space.sizes[block])
-            if keep is not None:
-                chosen = np.flatnonzero(keep(rows))
-                rows, place = rows.select(chosen), place[chosen]
-            fits = memory[place, rows.recompute, rows.scheduled, rows.state] <= self.limit
-            bounds = seconds[place, rows.recompute, rows.scheduled]
-            near = fits & (bounds <= found.cutoff)
-            found.rejected[TOO_LARGE] += int((~fits).sum())
-            found.rejected[SLOWER] += int(fits.sum() - near.sum())
-            yield rows.select(near), bounds[near]
+            seconds, fits = self.bounds.options(block, schedules, self.limit, found.cutoff)
+            near = available[kind_of[block]] & (seconds <= found.cutoff)[..., None]
+            place, mode, scheduled, state = np.nonzero(near)
+            rows = Rows(*(each.astype(np.int32) for each in (block[place], scheduled, state, mode)))
+            chosen = np.arange(len(rows)) if part.keep is None else np.flatnonzero(part.keep(rows))
+            kept = chosen[fits[place, mode, scheduled, state][chosen]]
+            found.rejected[SLOWER] += int(part.sizes[block].sum()) - len(chosen)
+            found.rejected[TOO_LARGE] += len(chosen) - len(kept)
+            yield rows.select(kept), seconds[place, mode, scheduled][kept]
         progress("layouts", len(pairs), len(pairs))
 
     def _near(self, blocks: Iterable[Rows], found: Found, counted: bool = True) -> tuple[Rows, NDArray[np.float64]]:
@@ -339,10 +351,6 @@ class Search:
         found.rejected["memory: predicted not to fit"] += 1
         if len(found.too_large) < MOST_TOO_LARGE:
             found.too_large.append((spec, needed))
-
-
-def _silent(*_: object) -> None:
-    pass
 
 
 def _joined(blocks: Iterable[Rows]) -> Iterator[Rows]:

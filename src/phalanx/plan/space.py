@@ -252,8 +252,24 @@ class Space:
 
     def count(self, keep: Callable[[NDArray[np.int32]], NDArray[np.bool_]]) -> NDArray[np.int64]:
         """Returns by pair the number of its options to `keep`."""
-        known = {number: int(keep(options).sum()) for number, options in {id(one): one for one in self.options}.items()}
-        return np.array([known[id(options)] for options in self.options])
+        kinds, kind_of = self.kinds
+        return np.array([int(keep(options).sum()) for options in kinds])[kind_of]
+
+    @cached_property
+    def kinds(self) -> tuple[list[NDArray[np.int32]], NDArray[np.intp]]:
+        """The different options, and by pair the number of its own."""
+        _, first, which = np.unique(list(map(id, self.options)), return_index=True, return_inverse=True)
+        return [self.options[pair] for pair in first], which
+
+    @cached_property
+    def available(self) -> NDArray[np.bool_]:
+        """Whether a recomputation, a schedule and a state are among the options, by the number of these."""
+        kinds, _ = self.kinds
+        found = np.zeros((len(kinds), len(RECOMPUTE), len(self.schedules), len(STATES)), bool)
+        for number, options in enumerate(kinds):
+            scheduled, state, mode = options.T
+            found[number, mode, scheduled, state] = True
+        return found
 
     def rows(self, pairs: NDArray[Any]) -> Rows:
         """Returns every layout of some pairs."""
