@@ -5,7 +5,7 @@ it is asked for), and with the fewest activations that a schedule can have in fl
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import inf
@@ -321,6 +321,7 @@ class Bounds:
         self.context = self.formulas.context(self.pp, self.data_ranks, *axes)
         self.hop, self.link = self._hops()
         kinds, self._options = space.kinds
+        self._known: dict[Hashable, Floats] = {}
         self._schedules = [np.unique(options[:, 0]).tolist() for options in kinds]
         """By the number of a pair's options, its schedules."""
 
@@ -344,20 +345,15 @@ class Bounds:
         fits = np.zeros((*time.shape, len(STATES)), bool)
         for (pp,), members in grouped(self.pp[pairs]):
             some = pairs[members]
-            uniform = [self._forward(some, mode) for mode in range(len(RECOMPUTE))]
-            passes = dict[Hashable, list[tuple[Floats, Floats]]]()
+            m, inner = self.space.accumulation[some], self.tables.inner_of[some]
+            forward = self._forward[:, inner]
             here = {scheduled for options in np.unique(self._options[some]) for scheduled in self._schedules[options]}
             for scheduled in sorted(here):
                 if scheduled not in schedules:
                     continue
-                cut = tuple(self.tables.cut(pp, scheduled).items())
-                if cut not in passes:
-                    passes[cut] = [self._passes(some, pp, cut, mode) for mode in range(len(RECOMPUTE))]
-                idle = self._idle(some, pp, scheduled, uniform)
-                m = self.space.accumulation[some]
-                seconds = np.array(
-                    [m * slowest + wait * others for (slowest, others), wait in zip(passes[cut], idle, strict=True)]
-                )
+                idle = self._idle(some, pp, scheduled, forward)
+                slowest, others = self._passes(pp, scheduled)[:, :, inner]
+                seconds = m * slowest + idle * others
                 seconds = np.maximum(seconds, self.link[some]) * (1 - ROUNDING)
                 time[members, :, scheduled] = seconds.T
                 near = np.flatnonzero((seconds <= cutoff).any(0))
@@ -440,31 +436,37 @@ class Bounds:
         kinds = [number * self.tables.activations(kind, mode, inner)[:, 0] for kind, number in self.tables.whole.blocks]
         return np.add.reduce(kinds)[which]
 
-    def _forward(self, pairs: NDArray[Any], mode: int) -> Floats:
-        """Returns the share at least of forward passes in the work of ranks that are all alike."""
-        inner, which = np.unique(self.tables.inner_of[pairs], return_inverse=True)
-        forward, backward, host, host_backward, _ = self.tables.work(self.tables.whole, mode, inner).T
-        return (forward / (forward + backward + host + host_backward))[which]
+    @cached_property
+    def _forward(self) -> Floats:
+        """The share at least of forward passes in the work of ranks that are all alike, by recomputation and inner
+        combination."""
+        tables, every = self.tables, slice(None)
+        work = np.array([tables.work(tables.whole, mode, every) for mode in range(len(RECOMPUTE))])
+        return work[..., 0] / work[..., :4].sum(-1)
 
-    def _passes(
-        self, pairs: NDArray[Any], pp: int, cut: Sequence[tuple[RankContents, tuple[int, int]]], mode: int
-    ) -> tuple[Floats, Floats]:
-        """Returns the seconds of a micro-batch on the busiest rank of a pipeline, and on another rank on average."""
-        inner, which = np.unique(self.tables.inner_of[pairs], return_inverse=True)
-        slowest, whole = np.zeros(len(inner)), np.zeros(len(inner))
-        for share, (_, count) in cut:
-            forward, backward, host, host_backward, _ = self.tables.work(share, mode, inner).T * share.part
-            each = pass_seconds(forward, host) + pass_seconds(backward, host_backward)
-            slowest, whole = np.maximum(slowest, each), whole + count * each
-        return slowest[which], ((whole - slowest) / max(1, pp - 1))[which]
+    def _passes(self, pp: int, scheduled: int) -> Floats:
+        """Returns the seconds of a micro-batch on the busiest rank of a pipeline, then on another rank on average, by
+        recomputation and inner combination."""
+        cut = tuple(self.tables.cut(pp, scheduled).items())
+        if (pp, cut) not in self._known:
+            modes, every = range(len(RECOMPUTE)), slice(None)
+            slowest, whole = np.zeros((2, len(modes), len(self.tables.inner)))
+            for share, (_, count) in cut:
+                work = np.array([self.tables.work(share, mode, every) for mode in modes]) * share.part
+                forward, backward, host, host_backward, _ = np.moveaxis(work, -1, 0)
+                each = pass_seconds(forward, host) + pass_seconds(backward, host_backward)
+                slowest, whole = np.maximum(slowest, each), whole + count * each
+            self._known[pp, cut] = np.array([slowest, (whole - slowest) / max(1, pp - 1)])
+        return self._known[pp, cut]
 
-    def _idle(self, pairs: NDArray[Any], pp: int, scheduled: int, forward: Sequence[Floats]) -> list[Floats | float]:
-        """Returns idle time at least, in micro-batches of a rank, for each of some shares of forward passes."""
+    def _idle(self, pairs: NDArray[Any], pp: int, scheduled: int, forward: Floats) -> Floats | float:
+        """Returns idle time at least, in micro-batches of a rank, for some shares of forward passes."""
         schedule, chunks = self.space.schedules[scheduled]
         if pp == 1 or schedule not in SCHEDULES:
-            return [0.0] * len(forward)
-        entry, chunks, m = SCHEDULES[schedule], chunks_of(schedule, chunks), self.space.accumulation[pairs]
-        return [entry.idle(pp, m, chunks, np.maximum(0.0, share - 0.5 / GRID)) for share in forward]
+            return 0.0
+        chunks, least = chunks_of(schedule, chunks), np.maximum(0.0, forward - 0.5 / GRID)
+        m = np.broadcast_to(self.space.accumulation[pairs], least.shape)
+        return SCHEDULES[schedule].idle(pp, m, chunks, least)
 
     def _bytes(self, pairs: NDArray[Any], pp: int, scheduled: int) -> Floats:
         """Returns the bytes at least of some pairs, by recomputation and state sharding, on the rank of a pipeline with
