@@ -5,7 +5,7 @@ it is asked for), and with the fewest activations that a schedule can have in fl
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import inf
@@ -331,7 +331,9 @@ class Bounds:
         every = np.arange(len(self.pp))
         time = np.maximum(self._uniform(every, 0), self.link)
         kept = self._kept(every, RECOMPUTE.index("full"))
-        memory = self._fullest(every, 3, kept / self.pp)
+        tables = self.tables
+        counts = [count(tables.whole)[tables.inner_of].T / self.pp for count in (tables.numbers, tables.trained)]
+        memory = self._needed(every, counts, 3, kept / self.pp)
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
     def options(
@@ -412,10 +414,11 @@ class Bounds:
             hop=self.hop[pairs],
         )
 
-    def _fullest(self, pairs: NDArray[Any], zero: int, activations: Floats, accumulate: str = "sharded") -> Floats:
-        """Returns the mean bytes over the ranks of the pipeline, without unsharded parameters of ZeRO-3."""
-        tables, inner = self.tables, self.tables.inner_of[pairs]
-        counts = (count(tables.whole)[inner].T / self.pp[pairs] for count in (tables.numbers, tables.trained))
+    def _needed(
+        self, pairs: NDArray[Any], counts: Sequence[Floats], zero: int, activations: Floats, accumulate: str = "sharded"
+    ) -> Floats:
+        """Returns the bytes of a rank with so many parameters, dense and of experts, all and those that training
+        changes, without unsharded parameters of ZeRO-3."""
         shards, data_ranks = list(zip(*counts, self.ranks[:, pairs], strict=True)), self.data_ranks[pairs]
         parameters, gradients, optimizer = self.formulas.state(shards, zero, data_ranks)
         early = self.formulas.unsent(shards, self.space.accumulation[pairs], zero, accumulate)
@@ -485,16 +488,9 @@ class Bounds:
         activations = buffer + np.array(
             [rank_activations(tables, which, pp, m, share, rank, one, loss) for one in kept]
         )
-        counts = (tables.numbers(share)[inner].T, tables.trained(share)[inner].T)
-        shards = list(zip(*counts, self.ranks[:, pairs], strict=True))
-        copied = self.formulas.copied(shards, data_ranks)
-        found = np.empty((len(pairs), len(RECOMPUTE), len(STATES)))
-        for number, (zero, _, accumulate) in enumerate(STATES):
-            parameters, gradients, optimizer = self.formulas.state(shards, zero, data_ranks)
-            early = self.formulas.unsent(shards, m, zero, accumulate)
-            stepping = self.formulas.stepping(gradients, zero, self.shard_ranks[pairs] > 1) + copied
-            found[..., number] = fullest(parameters + optimizer, early, activations, 0.0, stepping).T
-        return found * (1 - ROUNDING) + self.context[pairs, None, None]
+        counts = [count(share)[inner].T for count in (tables.numbers, tables.trained)]
+        found = [self._needed(pairs, counts, zero, activations, accumulate).T for zero, _, accumulate in STATES]
+        return np.stack(found, -1) * (1 - ROUNDING) + self.context[pairs, None, None]
 
     def _hops(self) -> tuple[Floats, Floats]:
         """Returns, by pair, the seconds of a message from a stage to the next at least, and those of the micro-batches'

@@ -45,11 +45,9 @@ SIMULATED = 300
 SIMULATED_ACTIONS, SIMULATED_MESHES = 400_000, 10
 """Most actions in the schedules of all these, about half a second of simulation; meshes that are simulated in any
 case."""
-SEED_PAIRS, SEED_ROWS, SEEDS = 512, 16_384, 24
-"""Pairs of each pp degree and layouts that are bounded first to seed the search, and the number of fitting layouts that
-it begins with."""
-MOST_SEED_PAIRS, MOST_SEED_ROWS = 2048, 300_000
-"""The same at most, where none of the first fits."""
+SEED_PAIRS, SEED_ROWS, SEEDS = 1024, 16_384, 24
+"""Pairs of each pp degree that seed the search, the layouts of them that are bounded first, and the number of fitting
+layouts that it begins with."""
 PAIR_BLOCK = 8192
 """Pairs whose layouts are examined at a time."""
 ROW_BLOCK = 1_000_000
@@ -182,11 +180,9 @@ class Search:
         # Layouts with the same pp degree are bounded together.
         rest = order[near]
         rest = rest[np.argsort(self.bounds.pp[rest], kind="stable")]
-        every = range(len(self.space.schedules))
-        possible = self._possible(rest, found, part, every, self.progress if simulates else _silent)
-        blocks = (rows for rows, _ in possible)
-        rows, seconds = self._near(_joined(blocks), found)
-        self._best_of(rows, seconds, found)
+        every, progress = range(len(self.space.schedules)), self.progress if simulates else _silent
+        blocks = (rows for rows, _ in self._possible(rest, found, part, every, progress))
+        self._best_of(*self._near(_joined(blocks), found), found)
         return found
 
     def one(self, part: Part | None = None, below: float = inf) -> Candidate | None:
@@ -248,30 +244,21 @@ class Search:
 
     def _seed(self, order: NDArray[np.intp], found: Found, part: Part) -> None:
         """Predicts good layouts of every pp degree, whose times prune the others, in the order of the bounds of their
-        schedule and recomputation; more if none of them fits, as the very fastest seldom do."""
+        schedule and recomputation. The very fastest seldom fit."""
         pp = self.bounds.pp[order]
-        places = np.empty(len(order), np.intp)
-        for ranks in np.unique(pp):
-            here = np.flatnonzero(pp == ranks)
-            places[here] = np.arange(len(here))
+        pairs = np.concatenate([order[pp == ranks][:SEED_PAIRS] for ranks in np.unique(pp)] or [order])
         seeding = {name for name, entry in SCHEDULES.items() if entry.seeds}
         few = [number for number, one in enumerate(self.space.schedules) if one.schedule in seeding]
-        for first, end in ((0, SEED_PAIRS), (SEED_PAIRS, MOST_SEED_PAIRS)):
-            pairs = order[(places >= first) & (places < end)]
-            pairs = pairs[np.argsort(self.bounds.pp[pairs], kind="stable")]
-            uncounted = replace(found, rejected=Counter())
-            possible = list(self._possible(pairs, uncounted, part, few or range(len(self.space.schedules))))
-            if not possible:
-                return
-            rows, seconds = joined([rows for rows, _ in possible]), np.concatenate([times for _, times in possible])
-            nearest = np.argsort(seconds, kind="stable")[:MOST_SEED_ROWS]
-            start, many = 0, SEED_ROWS
-            while start < len(nearest) and seconds[nearest[start]] <= found.cutoff and len(found.predicted) < SEEDS:
-                block = rows.select(np.sort(nearest[start : start + many]))
-                self._best_of(*self._near([block], found, counted=False), found, enough=SEEDS, counted=False)
-                start, many = start + many, 4 * many
-            if found.predicted:
-                return
+        every, uncounted = few or range(len(self.space.schedules)), replace(found, rejected=Counter())
+        possible = list(self._possible(pairs, uncounted, part, every))
+        if not possible:
+            return
+        rows, seconds = joined([rows for rows, _ in possible]), np.concatenate([times for _, times in possible])
+        nearest, start, many = np.argsort(seconds, kind="stable"), 0, SEED_ROWS
+        while start < len(nearest) and seconds[nearest[start]] <= found.cutoff and len(found.predicted) < SEEDS:
+            block = rows.select(np.sort(nearest[start : start + many]))
+            self._best_of(*self._near([block], found, counted=False), found, enough=SEEDS, counted=False)
+            start, many = start + many, 4 * many
 
     def _possible(
         self,
