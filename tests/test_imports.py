@@ -47,7 +47,7 @@ MOST_LINES = {
     "parallel": 6250,
     "partition": 1050,
     "pictures": 3400,
-    "plan": 4050,
+    "plan": 4110,
     "report": 1700,
     "schedule": 2050,
     "serve": 900,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from math import prod
+from operator import le, sub
 from typing import Any, NamedTuple
 
 from phalanx.blocks.kinds import BlockKind, block_kinds
@@ -23,6 +24,7 @@ from phalanx.partition.derived import (
     even,
     gathers_parameters,
     is_file,
+    is_offloaded,
     modes,
     offloaded_layers,
     schedule_of,
@@ -327,25 +329,31 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
     now, waiting, most_waiting = [0] * len(held), [0] * len(held), [0] * len(held)
     later, deferring, back = set[tuple[int, ...]](), set[tuple[int, ...]](), set[int]()
     logits = most_logits = later_logits = 0
-    before = ""
+    before, last, splits = "", schedule.stages - 1, any(action[0] == "I" for action in schedule.programs[rank])
     for kind, stage, _, _ in schedule.programs[rank]:
-        if kind in ("B", "I"):
+        backward = kind in ("B", "I")
+        if backward:
             if len(back) == len(held):
                 later.add(tuple(now))
                 later_logits = max(later_logits, logits)
             back.add(stage)
-        if kind in ("B", "I") or before == "F":
-            deferring.add((*(n - left for n, left in zip(now, waiting, strict=True)), *waiting))
+        if splits and (backward or before == "F"):
+            deferring.add((*map(sub, now, waiting), *waiting))
         before = kind
-        if stage == schedule.stages - 1:
-            logits += (kind == "F") - (kind in ("B", "I"))
+        if stage == last:
+            logits += (kind == "F") - backward
             most_logits = max(most_logits, logits)
         place = places[stage]
-        now[place] += (kind == "F") - (kind in ("B", "W"))
-        waiting[place] += (kind == "I") - (kind == "W")
-        most_waiting[place] = max(most_waiting[place], waiting[place])
+        if kind == "F":
+            now[place] += 1
+        elif kind == "I":
+            waiting[place] += 1
+            most_waiting[place] = max(most_waiting[place], waiting[place])
+        else:
+            now[place] -= 1
+            waiting[place] -= kind == "W"
     visits = sum(placement.count(rank) for placement in schedule.placements)
-    splits, slices = any(most_waiting), schedule.slices
+    slices = schedule.slices
     return Flight(
         held=tuple(held),
         most=_peaks(schedule, rank, ("B", "W")),
@@ -356,9 +364,7 @@ def _flight(schedule: Schedule, rank: int) -> Flight:
         unread=_peaks(schedule, rank, ("B", "I")) if splits else (),
         later=_front(later, slices),
         later_losses=later_logits / slices,
-        deferring=tuple(
-            Deferring(one[: len(held)], one[len(held) :]) for one in _front(deferring if splits else (), slices)
-        ),
+        deferring=tuple(Deferring(one[: len(held)], one[len(held) :]) for one in _front(deferring, slices)),
     )
 
 
@@ -390,7 +396,7 @@ def _front(counts: Iterable[tuple[int, ...]], slices: int) -> tuple[tuple[float,
 
 
 def _within(one: Sequence[float], other: Sequence[float]) -> bool:
-    return all(n <= m for n, m in zip(one, other, strict=True))
+    return all(map(le, one, other))
 
 
 @dataclass(frozen=True)
@@ -431,6 +437,8 @@ def content_of(spec: StepSpec, stages: Sequence[range], held: Sequence[int]) -> 
 
 def _options(layout: Layout, stages: Sequence[range]) -> tuple[str, tuple[range, ...]]:
     """Returns recomputation as the layout states it, and the layers of each stage whose activations it offloads."""
+    if not is_offloaded(layout, "activations"):
+        return written(layout), (range(0),) * len(stages)
     return written(layout), tuple(offloaded_layers(layout, stage) for stage in stages)
 
 

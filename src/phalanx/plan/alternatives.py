@@ -19,7 +19,7 @@ from phalanx.cost.prediction import Prediction
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.errors import JobError
 from phalanx.partition.derived import named, tier_of
-from phalanx.plan.branch import Keep, Mask, Search
+from phalanx.plan.branch import Part, Search
 from phalanx.plan.plan import Alternative, Candidate
 from phalanx.plan.space import (
     OPEN,
@@ -460,8 +460,7 @@ def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
 
 def _filling(search: Search, best: Candidate) -> Alternative | None:
     """Returns the fastest plain layout that fills the device, if it is faster than the best, which leaves headroom."""
-    pairs, keep = search.plain or (None, None)
-    candidate = search.filling().one(pairs, keep, below=best.seconds)
+    candidate = search.filling().one(search.parts[0] if search.parts else None, below=best.seconds)
     if candidate is None or candidate.seconds >= best.seconds:
         return None
     share = candidate.prediction.fullest.needed / candidate.prediction.memory_limit
@@ -485,17 +484,17 @@ def _rule(search: Search, best: Candidate | None) -> Alternative:
 def _fastest_of(search: Search, family: Family, weighed: Sequence[Candidate], best: Candidate | None) -> Alternative:
     """Returns the fastest layout of a family, from a search or among those weighed before; if none fits, the one that
     needs the least memory."""
-    pairs, keep = masks(search, family)
+    part = part_of(search, family)
     known = [one for one in weighed if one.prediction.fullest.needed <= search.limit and family.has(one.layout)]
-    fastest = [candidate for candidate in (*known, search.one(pairs, keep)) if candidate]
-    candidate = min(fastest, key=lambda candidate: candidate.seconds) if fastest else search.least(pairs, keep)
+    fastest = [candidate for candidate in (*known, search.one(part)) if candidate]
+    candidate = min(fastest, key=lambda candidate: candidate.seconds) if fastest else search.least(part)
     if candidate is None:
         return Alternative(family.name, None, _not_legal(search, family))
     return Alternative(family.name, candidate, _why(search, candidate, best))
 
 
-def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
-    """Returns a family as a mask of a space's pairs and a filter of their rows."""
+def part_of(search: Search, family: Family) -> Part:
+    """Returns the part of a space that is a family."""
     space = search.space
     columns = SimpleNamespace(
         **{name: space.column(name) for name in MeshDegrees._fields}, micro_batch=space.micro_batch.astype(np.int64)
@@ -506,7 +505,7 @@ def masks(search: Search, family: Family) -> tuple[Mask, Keep]:
             for scheduled in space.schedules
         ]
     )
-    return family.meshes(columns), lambda rows: belongs[rows.scheduled, rows.state, rows.recompute]
+    return Part(family.meshes(columns), lambda rows: belongs[rows.scheduled, rows.state, rows.recompute], space.sizes)
 
 
 def _why(search: Search, candidate: Candidate, best: Candidate | None) -> str:

@@ -5,7 +5,7 @@ it is asked for), and with the fewest activations that a schedule can have in fl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import inf
@@ -31,7 +31,7 @@ from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
 from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Scheduled, Space
-from phalanx.plan.tables import Floats, Pipelines, RankContents, Tables, distinct, line
+from phalanx.plan.tables import Floats, Pipelines, RankContents, Tables, line
 from phalanx.schedule import catalogue
 from phalanx.schedule.catalogue import SCHEDULES, chunks_of
 
@@ -41,6 +41,36 @@ def least_in_flight(scheduled: Scheduled, pp: int, m: int, rank: int) -> int:
     if pp == 1 or scheduled.schedule not in SCHEDULES:
         return 1
     return SCHEDULES[scheduled.schedule].in_flight(pp, m, chunks_of(*scheduled), rank)
+
+
+def rank_activations(
+    tables: Tables,
+    scheduled: Scheduled,
+    pp: int,
+    m: NDArray[np.int32],
+    share: RankContents,
+    rank: int,
+    kinds: Mapping[BlockKind, Floats],
+    loss: Floats,
+) -> Floats:
+    """Returns the least bytes of activations at the peak of a pipeline rank, from those of the `kinds` of its blocks
+    (Tables.activations) and of the `loss`."""
+    base = tables.space.base
+    layout = replace(base, pp=pp, schedule=scheduled.schedule)
+    slices = slices_of(layout)
+    several, which = np.unique(m, return_inverse=True)
+    most = [least_in_flight(scheduled, pp, n, rank) for n in several.tolist()]
+    # What one block needs is there whichever comes first: the least of the kinds.
+    least = np.minimum.reduce([kinds[kind] for kind, _ in share.blocks])
+    stays = 0 if is_offloaded(base, "activations") else least[:, 0]
+    if splits_backward(layout):
+        stays = np.minimum(stays, least[:, 3])
+    if slices > 1 and tables.request.model.dropout:
+        stays = stays / 2  # earlier slices see, and save scores of, fewer keys: half of all
+    kept = np.array(most)[which] * share.least * stays
+    moving = least[:, 1] + least[:, 2] if pp > 1 else least[:, 1]
+    moving = np.maximum(moving, loss) if share.head else moving
+    return kept + moving / slices
 
 
 class StepBytes:
@@ -59,25 +89,10 @@ class StepBytes:
         self.whole: dict[bool, Floats] = {}
 
     def _activations(self) -> Floats:
-        group, base = self.group, self.tables.space.base
-        layout = replace(base, pp=self.pp, schedule=group.scheduled.schedule)
-        slices = slices_of(layout)
-        several, which = np.unique(self.m, return_inverse=True)
-        found = []
-        for share, rank in zip(group.shares, group.first, strict=True):
-            most = [least_in_flight(group.scheduled, self.pp, n, rank) for n in several.tolist()]
-            # What one block needs is there whichever comes first: the least of the kinds.
-            least = np.minimum.reduce([self.kinds[kind] for kind, _ in share.blocks])
-            stays = 0 if is_offloaded(base, "activations") else least[:, 0]
-            if splits_backward(layout):
-                stays = np.minimum(stays, least[:, 3])
-            if slices > 1 and self.tables.request.model.dropout:
-                stays = stays / 2  # earlier slices see, and save scores of, fewer keys: half of all
-            kept = np.array(most)[which] * share.least * stays
-            moving = least[:, 1] + least[:, 2] if self.pp > 1 else least[:, 1]
-            moving = np.maximum(moving, self.tables.loss(group.inner)) if share.head else moving
-            found.append(kept + moving / slices)
-        return np.array(found)
+        group, loss = self.group, self.tables.loss(self.group.inner)
+        pipeline = self.tables, group.scheduled, self.pp, self.m
+        ranks = zip(group.shares, group.first, strict=True)
+        return np.array([rank_activations(*pipeline, share, rank, self.kinds, loss) for share, rank in ranks])
 
     def bytes(self, state: int) -> Floats:
         """Returns the bytes of the fullest rank. Of ranks with the same contents the first has the most in flight."""
@@ -305,36 +320,48 @@ class Bounds:
         axes = (space.column(name) for name in ("tp", "cp", "ep"))
         self.context = self.formulas.context(self.pp, self.data_ranks, *axes)
         self.hop, self.link = self._hops()
-        _, first, self._options = np.unique(list(map(id, space.options)), return_index=True, return_inverse=True)
-        self._schedules = [np.unique(space.options[pair][:, 0]).tolist() for pair in first]
+        kinds, self._options = space.kinds
+        self._known: dict[Hashable, Floats] = {}
+        self._schedules = [np.unique(options[:, 0]).tolist() for options in kinds]
         """By the number of a pair's options, its schedules."""
-        self._known: dict[tuple[int, int, int], float] = {}
 
     def pairs(self) -> tuple[Floats, Floats]:
         """Returns lower bounds on the seconds and bytes of every pair of a mesh and a micro-batch: nothing recomputed,
         everything sharded, all ranks of a pipeline alike, no bubble and nothing to reduce."""
         every = np.arange(len(self.pp))
-        time = np.maximum(self._uniform(every, 0)[0], self.link)
-        kept, _ = self._kept(every, RECOMPUTE.index("full"))
-        memory = self._fullest(every, 3, kept / self.pp)
+        time = np.maximum(self._uniform(every, 0), self.link)
+        kept = self._kept(every, RECOMPUTE.index("full"))
+        tables = self.tables
+        counts = [count(tables.whole)[tables.inner_of].T / self.pp for count in (tables.numbers, tables.trained)]
+        memory = self._needed(every, counts, 3, kept / self.pp)
         return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context
 
-    def options(self, pairs: NDArray[Any]) -> tuple[Floats, Floats]:
-        """Returns lower bounds for some pairs: on seconds, by recomputation and schedule, with any state sharding; and
-        on bytes, by recomputation, schedule and state sharding."""
-        shape = len(pairs), len(RECOMPUTE), len(self.space.schedules)
-        time, activations = np.empty(shape), np.empty(shape)
-        uniform = [self._uniform(pairs, mode) for mode in range(len(RECOMPUTE))]
-        flying, idle = self._by_schedule(pairs, [forward for _, forward in uniform])
-        for mode, (seconds, _) in enumerate(uniform):
-            bubble = 1 + idle[mode] / self.space.accumulation[pairs, None]
-            time[:, mode] = np.maximum(seconds[:, None] * bubble, self.link[pairs, None])
-            _, (kept, moving) = self._kept(pairs, mode)
-            activations[:, mode] = kept[:, None] * flying + moving[:, None]
-        memory = np.empty((*shape, len(STATES)))
-        for number, (zero, _, accumulate) in enumerate(STATES):
-            memory[..., number] = self._fullest(pairs, zero, activations.T, accumulate).T
-        return time * (1 - ROUNDING), memory * (1 - ROUNDING) + self.context[pairs, None, None, None]
+    def options(
+        self, pairs: NDArray[Any], schedules: Container[int], limit: float = inf, cutoff: float = inf
+    ) -> tuple[Floats, NDArray[np.bool_]]:
+        """Returns lower bounds on the seconds of some pairs, by recomputation and schedule, with any state sharding:
+        infinite for schedules that a pair does not have, or that are not among the `schedules`. And whether bytes are
+        within the `limit`, by recomputation, schedule and state sharding, at least on the rank with most activations;
+        False where all times exceed the `cutoff`."""
+        time = np.full((len(pairs), len(RECOMPUTE), len(self.space.schedules)), inf)
+        fits = np.zeros((*time.shape, len(STATES)), bool)
+        for (pp,), members in grouped(self.pp[pairs]):
+            some = pairs[members]
+            m, inner = self.space.accumulation[some], self.tables.inner_of[some]
+            forward = self._forward[:, inner]
+            here = {scheduled for options in np.unique(self._options[some]) for scheduled in self._schedules[options]}
+            for scheduled in sorted(here):
+                if scheduled not in schedules:
+                    continue
+                idle = self._idle(some, pp, scheduled, forward)
+                slowest, others = self._passes(pp, scheduled)[:, :, inner]
+                seconds = m * slowest + idle * others
+                seconds = np.maximum(seconds, self.link[some]) * (1 - ROUNDING)
+                time[members, :, scheduled] = seconds.T
+                near = np.flatnonzero((seconds <= cutoff).any(0))
+                if len(near):
+                    fits[members[near], :, scheduled] = self._bytes(some[near], pp, scheduled) <= limit
+        return time, fits
 
     def rows(self, rows: Rows, limit: float = inf, runs: bool = False) -> tuple[Floats, Floats]:
         """Returns lower bounds on the seconds and bytes of every layout. Seconds are infinite if bytes exceed `limit`.
@@ -387,10 +414,11 @@ class Bounds:
             hop=self.hop[pairs],
         )
 
-    def _fullest(self, pairs: NDArray[Any], zero: int, activations: Floats, accumulate: str = "sharded") -> Floats:
-        """Returns the mean bytes over the ranks of the pipeline, without unsharded parameters of ZeRO-3."""
-        tables, inner = self.tables, self.tables.inner_of[pairs]
-        counts = (count(tables.whole)[inner].T / self.pp[pairs] for count in (tables.numbers, tables.trained))
+    def _needed(
+        self, pairs: NDArray[Any], counts: Sequence[Floats], zero: int, activations: Floats, accumulate: str = "sharded"
+    ) -> Floats:
+        """Returns the bytes of a rank with so many parameters, dense and of experts, all and those that training
+        changes, without unsharded parameters of ZeRO-3."""
         shards, data_ranks = list(zip(*counts, self.ranks[:, pairs], strict=True)), self.data_ranks[pairs]
         parameters, gradients, optimizer = self.formulas.state(shards, zero, data_ranks)
         early = self.formulas.unsent(shards, self.space.accumulation[pairs], zero, accumulate)
@@ -398,50 +426,71 @@ class Bounds:
         stepping = left + self.formulas.copied(shards, data_ranks)
         return fullest(parameters + optimizer, early, activations, 0.0, stepping)
 
-    def _uniform(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, Floats]:
-        """Returns the seconds of a step where all ranks of a pipeline are alike and nothing else takes time, and the
-        share at least of forward passes in them."""
-        tables = self.tables
-        inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
-        forward, backward, host, host_backward, _ = tables.work(tables.whole, mode, inner).T
+    def _uniform(self, pairs: NDArray[Any], mode: int) -> Floats:
+        """Returns the seconds of a step where all ranks of a pipeline are alike and nothing else takes time."""
+        inner, which = np.unique(self.tables.inner_of[pairs], return_inverse=True)
+        forward, backward, host, host_backward, _ = self.tables.work(self.tables.whole, mode, inner).T
         work = pass_seconds(forward, host) + pass_seconds(backward, host_backward)
-        share = forward / (forward + backward + host + host_backward)
-        return self.space.accumulation[pairs] * work[which] / self.pp[pairs], share[which]
+        return self.space.accumulation[pairs] * work[which] / self.pp[pairs]
 
-    def _kept(self, pairs: NDArray[Any], mode: int) -> tuple[Floats, tuple[Floats, Floats]]:
-        """Returns the bytes that all blocks together keep of a micro-batch; and the least that one block keeps, and
-        needs besides in its backward pass."""
-        tables = self.tables
-        inner, which = np.unique(tables.inner_of[pairs], return_inverse=True)
-        kinds = [(number, tables.activations(kind, mode, inner)) for kind, number in tables.whole.blocks]
-        kept = np.add.reduce([number * kind[:, 0] for number, kind in kinds])
-        least = np.minimum.reduce([kind for _, kind in kinds])[which]
-        return kept[which], (least[:, 0], least[:, 1] + least[:, 2] * (self.pp[pairs] > 1))
+    def _kept(self, pairs: NDArray[Any], mode: int) -> Floats:
+        """Returns the bytes that all blocks together keep of a micro-batch."""
+        inner, which = np.unique(self.tables.inner_of[pairs], return_inverse=True)
+        kinds = [number * self.tables.activations(kind, mode, inner)[:, 0] for kind, number in self.tables.whole.blocks]
+        return np.add.reduce(kinds)[which]
 
-    def _by_schedule(self, pairs: NDArray[Any], forward: Sequence[Floats]) -> tuple[Floats, list[Floats]]:
-        """Returns, for some pairs and by schedule: the micro-batches of a block that a rank has in flight at least, on
-        average over ranks; and for each of some shares of forward passes, idle time at least, in micro-batches of a
-        rank. Schedules that a pair does not have are left out."""
-        shape = len(pairs), len(self.space.schedules)
-        flying, idle = np.zeros(shape), [np.zeros(shape) for _ in forward]
-        several, which = distinct(self.pp[pairs], self.space.accumulation[pairs], self._options[pairs])
-        for number, (pp, m, options) in enumerate(several.tolist()):
-            members = np.flatnonzero(which == number)
-            for scheduled in self._schedules[options]:
-                flying[members, scheduled] = self._in_flight(pp, m, scheduled)
-                schedule, chunks = self.space.schedules[scheduled]
-                if pp > 1 and schedule in SCHEDULES:
-                    for found, share in zip(idle, forward, strict=True):
-                        least = np.maximum(0.0, share[members] - 0.5 / GRID)
-                        found[members, scheduled] = SCHEDULES[schedule].idle(pp, m, chunks_of(schedule, chunks), least)
-        return flying, idle
+    @cached_property
+    def _forward(self) -> Floats:
+        """The share at least of forward passes in the work of ranks that are all alike, by recomputation and inner
+        combination."""
+        tables, every = self.tables, slice(None)
+        work = np.array([tables.work(tables.whole, mode, every) for mode in range(len(RECOMPUTE))])
+        return work[..., 0] / work[..., :4].sum(-1)
 
-    def _in_flight(self, pp: int, m: int, scheduled: int) -> float:
-        if (pp, m, scheduled) in self._known:
-            return self._known[pp, m, scheduled]
-        least = min(share.least for share in self.tables.cut(pp, scheduled))
-        flying = sum(least_in_flight(self.space.schedules[scheduled], pp, m, rank) for rank in range(pp))
-        return self._known.setdefault((pp, m, scheduled), least * flying / pp)
+    def _passes(self, pp: int, scheduled: int) -> Floats:
+        """Returns the seconds of a micro-batch on the busiest rank of a pipeline, then on another rank on average, by
+        recomputation and inner combination."""
+        cut = tuple(self.tables.cut(pp, scheduled).items())
+        if (pp, cut) not in self._known:
+            modes, every = range(len(RECOMPUTE)), slice(None)
+            slowest, whole = np.zeros((2, len(modes), len(self.tables.inner)))
+            for share, (_, count) in cut:
+                work = np.array([self.tables.work(share, mode, every) for mode in modes]) * share.part
+                forward, backward, host, host_backward, _ = np.moveaxis(work, -1, 0)
+                each = pass_seconds(forward, host) + pass_seconds(backward, host_backward)
+                slowest, whole = np.maximum(slowest, each), whole + count * each
+            self._known[pp, cut] = np.array([slowest, (whole - slowest) / max(1, pp - 1)])
+        return self._known[pp, cut]
+
+    def _idle(self, pairs: NDArray[Any], pp: int, scheduled: int, forward: Floats) -> Floats | float:
+        """Returns idle time at least, in micro-batches of a rank, for some shares of forward passes."""
+        schedule, chunks = self.space.schedules[scheduled]
+        if pp == 1 or schedule not in SCHEDULES:
+            return 0.0
+        chunks, least = chunks_of(schedule, chunks), np.maximum(0.0, forward - 0.5 / GRID)
+        m = np.broadcast_to(self.space.accumulation[pairs], least.shape)
+        return SCHEDULES[schedule].idle(pp, m, chunks, least)
+
+    def _bytes(self, pairs: NDArray[Any], pp: int, scheduled: int) -> Floats:
+        """Returns the bytes at least of some pairs, by recomputation and state sharding, on the rank of a pipeline with
+        the most micro-batches in flight, without unsharded parameters of ZeRO-3."""
+        tables, which = self.tables, self.space.schedules[scheduled]
+        inner, m, data_ranks = tables.inner_of[pairs], self.space.accumulation[pairs], self.data_ranks[pairs]
+        most = int(m.max())
+        share, (rank, _) = max(
+            tables.cut(pp, scheduled).items(),
+            key=lambda item: least_in_flight(which, pp, most, item[1][0]) * item[0].least,
+        )
+        loss, buffer = tables.loss(inner), self.formulas.buffer(data_ranks)
+        kept = [
+            {kind: tables.activations(kind, mode, inner) for kind, _ in share.blocks} for mode in range(len(RECOMPUTE))
+        ]
+        activations = buffer + np.array(
+            [rank_activations(tables, which, pp, m, share, rank, one, loss) for one in kept]
+        )
+        counts = [count(share)[inner].T for count in (tables.numbers, tables.trained)]
+        found = [self._needed(pairs, counts, zero, activations, accumulate).T for zero, _, accumulate in STATES]
+        return np.stack(found, -1) * (1 - ROUNDING) + self.context[pairs, None, None]
 
     def _hops(self) -> tuple[Floats, Floats]:
         """Returns, by pair, the seconds of a message from a stage to the next at least, and those of the micro-batches'

@@ -8,11 +8,12 @@ by event, and ranked by that time; the simplest of equals wins (simplicity.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import inf
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,9 +45,10 @@ SIMULATED = 300
 SIMULATED_ACTIONS, SIMULATED_MESHES = 400_000, 10
 """Most actions in the schedules of all these, about half a second of simulation; meshes that are simulated in any
 case."""
-SEED_PAIRS, SEEDS = 2048, 24
-"""Pairs of each pp degree that seed the search, and the number of fitting layouts that it begins with."""
-PAIR_BLOCK = 2048
+SEED_PAIRS, SEED_ROWS, SEEDS = 1024, 16_384, 24
+"""Pairs of each pp degree that seed the search, the layouts of them that are bounded first, and the number of fitting
+layouts that it begins with."""
+PAIR_BLOCK = 8192
 """Pairs whose layouts are examined at a time."""
 ROW_BLOCK = 1_000_000
 """Layouts that are bounded at a time."""
@@ -58,6 +60,27 @@ GAIN = 0.995
 """Factor on the best time below which a layout is simulated during the search."""
 MOST_TOO_LARGE = 1000
 """Most layouts that do not fit that are kept for the picture."""
+
+
+class Part(NamedTuple):
+    """A part of a space."""
+
+    pairs: Mask
+    """The pairs with layouts of the part."""
+    keep: Keep | None
+    """Selects the rows of the part."""
+    sizes: NDArray[np.int64]
+    """Number of layouts of the part, by pair."""
+
+
+simulated_seconds = lru_cache(10_000)(step_seconds)
+needed_at_least = lru_cache(10_000)(needed_bytes)
+
+
+@lru_cache(10_000)
+def predicted_seconds(spec: StepSpec) -> float:
+    """Returns the seconds of a step by formula."""
+    return step_parts(spec).total
 
 
 @dataclass
@@ -75,42 +98,47 @@ class Found:
     """Seconds of the best layout, the larger of predicted and simulated."""
     below: float = inf
     """Seconds that a layout has to beat."""
-    known: dict[StepSpec, float] = field(default_factory=dict)
-    """Simulated seconds."""
     simulates: bool = True
     """Whether simulated times decide on the best, or predicted ones alone."""
 
     @property
     def cutoff(self) -> float:
         """Predicted seconds above which a layout is pruned."""
-        return min(self.below, self.least * (MARGIN if len(self.predicted) < ENOUGH_FITTING else 1))
+        wide = self.simulates and len(self.predicted) < ENOUGH_FITTING
+        return min(self.below, self.least * (MARGIN if wide else 1))
 
     def add(self, spec: StepSpec, seconds: float) -> None:
         """Adds a layout that fits, with its predicted seconds."""
         self.predicted.append((spec, seconds))
-        if seconds < GAIN * self.least:
-            self.improve(seconds, self.simulated(spec) if self.simulates else 0.0)
+        if not self.simulates:
+            self.least = min(self.least, seconds)
+        elif seconds < GAIN * self.least:
+            self.improve(seconds, simulated_seconds(spec))
 
     def restart(self) -> None:
         """Ranks by simulated times from now on, beginning with that of the best layout so far."""
         self.simulates, self.least = True, self.below
         if self.predicted:
             spec, seconds = min(self.predicted, key=lambda one: (one[1], simplicity(one[0])))
-            self.improve(seconds, self.simulated(spec))
+            self.improve(seconds, simulated_seconds(spec))
 
     def improve(self, predicted: float, simulated: float) -> None:
         """Lowers the best time to that of a layout that fits, if it is better."""
         self.least = min(self.least, max(predicted, simulated))
 
-    def simulated(self, spec: StepSpec) -> float:
-        """Returns the seconds of its step, simulated once."""
-        if spec not in self.known:
-            self.known[spec] = step_seconds(spec)
-        return self.known[spec]
+    def merge(self, other: Found) -> None:
+        """Adds the layouts of a search in another part of the space."""
+        self.predicted += other.predicted
+        self.too_large += other.too_large
+        self.rejected += other.rejected
 
 
 TOO_LARGE = "memory: lower bound of state and activations exceeds the device"
 SLOWER = "time: lower bound exceeds the best layout"
+
+
+def _silent(*_: object) -> None:
+    pass
 
 
 class Search:
@@ -130,51 +158,44 @@ class Search:
         other.limit = other.request.limit
         return other
 
-    def best(
-        self, pairs: Mask | None = None, keep: Keep | None = None, simulates: bool = True, below: float = inf
-    ) -> Found:
-        """Returns the fastest layouts of the space that fit, or of some `pairs` of it and of the rows to `keep`;
-        without simulation by prediction alone. Only those that may be faster than `below` seconds are of interest."""
+    def best(self, part: Part | None = None, simulates: bool = True, below: float = inf) -> Found:
+        """Returns the fastest layouts of the space, or of a part of it, that fit; without simulation the fastest one by
+        prediction alone, among others. Only those that may be faster than `below` seconds are of interest."""
         found = Found(simulates=False, least=below, below=below)
-        chosen = np.ones(len(self.pair_seconds), bool) if pairs is None else pairs
+        part = part or Part(np.ones(len(self.pair_seconds), bool), None, self.space.sizes)
+        chosen, _, sizes = part
         fits = self.pair_bytes <= self.limit
-        for pair in np.flatnonzero(chosen & ~fits):
-            found.rejected["memory: too large even with everything sharded and recomputed"] += len(
-                self.space.options[pair]
-            )
+        found.rejected["memory: too large even with everything sharded and recomputed"] += int(
+            sizes[chosen & ~fits].sum()
+        )
         order = np.flatnonzero(chosen & fits)
         order = order[np.argsort(self.pair_seconds[order], kind="stable")]
-        # The search is seeded with good layouts for each pp degree, whose times prune the others. The very fastest
-        # seldom fit.
-        near = self._near([self._seeds(self._first(order))], found, keep)
-        self._best_of(*near, found, enough=SEEDS)
+        self._seed(order, found, part)
         if simulates:
             found.restart()
-        near_pairs = self.pair_seconds[order] <= found.cutoff
-        for pair in order[~near_pairs]:
-            found.rejected["time: lower bound without bubble and gradient reduction exceeds the best layout"] += len(
-                self.space.options[pair]
-            )
-        # Layouts with the same pp degree are bounded together.
-        rest = order[near_pairs]
-        rest = rest[np.argsort(self.bounds.pp[rest], kind="stable")]
-        rows, seconds = self._near(
-            self._possible(rest, found, keep, self.progress if pairs is None else _silent), found, None, counted=True
+        near = self.pair_seconds[order] <= found.cutoff
+        found.rejected["time: lower bound without bubble and gradient reduction exceeds the best layout"] += int(
+            sizes[order[~near]].sum()
         )
-        self._best_of(rows, seconds, found, counted=True)
+        # Layouts with the same pp degree are bounded together.
+        rest = order[near]
+        rest = rest[np.argsort(self.bounds.pp[rest], kind="stable")]
+        every, progress = range(len(self.space.schedules)), self.progress if simulates else _silent
+        blocks = (rows for rows, _ in self._possible(rest, found, part, every, progress))
+        self._best_of(*self._near(_joined(blocks), found), found)
         return found
 
-    def one(self, pairs: Mask | None = None, keep: Keep | None = None, below: float = inf) -> Candidate | None:
-        """Returns the fastest layout, as predicted, of some pairs and of the rows to `keep`; None if none fits and may
-        be faster than `below` seconds."""
-        found = self.best(pairs, keep, simulates=False, below=below)
+    def one(self, part: Part | None = None, below: float = inf) -> Candidate | None:
+        """Returns the fastest layout, as predicted, of the space or of a part of it; None if none fits and may be
+        faster than `below` seconds."""
+        found = self.best(part, simulates=False, below=below)
         near = min(found.predicted, key=lambda one: (one[1], simplicity(one[0])), default=None)
         return near and Candidate.of(near[0])
 
     @cached_property
-    def plain(self) -> tuple[Mask, Keep] | None:
-        """The plain part of the space, which is searched first: no context parallelism of short sequences, and 1F1B or
-        interleaved 1F1B; None if that is all or nothing of it."""
+    def parts(self) -> tuple[Part, Part] | None:
+        """The plain part of the space, which is searched first, and the rest: no context parallelism of short
+        sequences, and 1F1B or interleaved 1F1B; None if the plain part is all or nothing of it."""
         short = self.request.model.seq_len < LONG_SEQUENCE
         pairs = (self.space.column("cp") == 1) | (not short)
         usual = np.array([one.schedule in SCHEDULES and SCHEDULES[one.schedule].usual for one in self.space.schedules])
@@ -182,24 +203,30 @@ class Search:
         every = pairs.all() and (usual.all() or one_stage.all())
         if every or not pairs.any() or self.request.band == EQUAL:
             return None
-        return pairs, lambda rows: pairs[rows.pair] & (usual[rows.scheduled] | one_stage[rows.pair])
+
+        def is_plain(rows: Rows) -> Mask:
+            return pairs[rows.pair] & (usual[rows.scheduled] | one_stage[rows.pair])
+
+        sizes = self.space.sizes
+        plain = np.where(pairs, np.where(one_stage, sizes, self.space.count(lambda options: usual[options[:, 0]])), 0)
+        return Part(pairs, is_plain, plain), Part(plain < sizes, lambda rows: ~is_plain(rows), sizes - plain)
 
     @cached_property
     def leanest(self) -> Candidate | None:
         """The layout of the whole space that needs the least memory, among those that `least` examines."""
-        return self.least(np.ones(len(self.pair_bytes), bool))
+        return self.least()
 
-    def least(self, pairs: Mask, keep: Keep | None = None) -> Candidate | None:
-        """Returns the layout that needs the least memory, of some pairs and of the rows to `keep`, among those with the
-        lowest bounds; None if there is none."""
-        order = np.flatnonzero(pairs)
+    def least(self, part: Part | None = None) -> Candidate | None:
+        """Returns the layout that needs the least memory, of the space or of a part of it, among those with the lowest
+        bounds; None if there is none."""
+        order = np.arange(len(self.pair_bytes)) if part is None else np.flatnonzero(part.pairs)
         order = order[np.argsort(self.pair_bytes[order], kind="stable")][:LEAN_PAIRS]
         best, tried = None, 0
         for start in range(0, len(order), LEAN_BLOCK):
             if best and self.pair_bytes[order[start]] >= best[0][0]:
                 break
             rows = self.space.rows(order[start : start + LEAN_BLOCK])
-            rows = rows if keep is None else rows.select(keep(rows))
+            rows = rows.select(part.keep(rows)) if part and part.keep else rows
             if not len(rows):
                 continue
             seconds, memory = self.bounds.rows(rows)
@@ -211,51 +238,61 @@ class Search:
                 except (JobError, ValueError):
                     continue
                 tried += 1
-                key = needed_bytes(spec), simplicity(spec)
+                key = needed_at_least(spec), simplicity(spec)
                 best = (key, spec) if best is None or key < best[0] else best
         return Candidate.of(best[1]) if best else None
 
-    def _first(self, order: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Returns for every pp degree some of the pairs with the lowest bounds."""
+    def _seed(self, order: NDArray[np.intp], found: Found, part: Part) -> None:
+        """Predicts good layouts of every pp degree, whose times prune the others, in the order of the bounds of their
+        schedule and recomputation. The very fastest seldom fit."""
         pp = self.bounds.pp[order]
-        return np.concatenate([order[pp == ranks][:SEED_PAIRS] for ranks in np.unique(pp)] or [order])
-
-    def _seeds(self, pairs: NDArray[np.intp]) -> Rows:
-        """Returns the rows of some pairs under the schedules that seed a search, if the space has any, else all."""
-        rows = self.space.rows(pairs)
+        pairs = np.concatenate([order[pp == ranks][:SEED_PAIRS] for ranks in np.unique(pp)] or [order])
         seeding = {name for name, entry in SCHEDULES.items() if entry.seeds}
         few = [number for number, one in enumerate(self.space.schedules) if one.schedule in seeding]
-        return rows.select(np.isin(rows.scheduled, few)) if few else rows
+        every, uncounted = few or range(len(self.space.schedules)), replace(found, rejected=Counter())
+        possible = list(self._possible(pairs, uncounted, part, every))
+        if not possible:
+            return
+        rows, seconds = joined([rows for rows, _ in possible]), np.concatenate([times for _, times in possible])
+        nearest, start, many = np.argsort(seconds, kind="stable"), 0, SEED_ROWS
+        while start < len(nearest) and seconds[nearest[start]] <= found.cutoff and len(found.predicted) < SEEDS:
+            block = rows.select(np.sort(nearest[start : start + many]))
+            self._best_of(*self._near([block], found, counted=False), found, enough=SEEDS, counted=False)
+            start, many = start + many, 4 * many
 
-    def _possible(self, pairs: NDArray[np.intp], found: Found, keep: Keep | None, progress: Progress) -> Iterator[Rows]:
-        """Yields the rows of some pairs whose recomputation and state can fit and can be among the best."""
+    def _possible(
+        self,
+        pairs: NDArray[np.intp],
+        found: Found,
+        part: Part,
+        schedules: Container[int],
+        progress: Progress = _silent,
+    ) -> Iterator[tuple[Rows, NDArray[np.float64]]]:
+        """Yields the rows of some pairs whose recomputation and state can fit and can be among the best, with bounds in
+        seconds."""
+        available, kind_of = self.space.available, self.space.kinds[1]
         for start in range(0, len(pairs), PAIR_BLOCK):
             progress("layouts", start, len(pairs))
             block = pairs[start : start + PAIR_BLOCK]
-            seconds, memory = self.bounds.options(block)
-            rows = self.space.rows(block)
-            place = np.repeat(np.arange(len(block)), [len(self.space.options[pair]) for pair in block])
-            fits = memory[place, rows.recompute, rows.scheduled, rows.state] <= self.limit
-            near = seconds[place, rows.recompute, rows.scheduled] <= found.cutoff
-            if keep is not None:
-                chosen = keep(rows)
-                fits, near, rows = fits[chosen], near[chosen], rows.select(chosen)
-            found.rejected[TOO_LARGE] += int((~fits).sum())
-            found.rejected[SLOWER] += int((fits & ~near).sum())
-            yield rows.select(fits & near)
+            seconds, fits = self.bounds.options(block, schedules, self.limit, found.cutoff)
+            near = available[kind_of[block]] & (seconds <= found.cutoff)[..., None]
+            place, mode, scheduled, state = np.nonzero(near)
+            rows = Rows(*(each.astype(np.int32) for each in (block[place], scheduled, state, mode)))
+            chosen = np.arange(len(rows)) if part.keep is None else np.flatnonzero(part.keep(rows))
+            kept = chosen[fits[place, mode, scheduled, state][chosen]]
+            found.rejected[SLOWER] += int(part.sizes[block].sum()) - len(chosen)
+            found.rejected[TOO_LARGE] += len(chosen) - len(kept)
+            yield rows.select(kept), seconds[place, mode, scheduled][kept]
         progress("layouts", len(pairs), len(pairs))
 
-    def _near(
-        self, blocks: Iterable[Rows], found: Found, keep: Keep | None, counted: bool = False
-    ) -> tuple[Rows, NDArray[np.float64]]:
+    def _near(self, blocks: Iterable[Rows], found: Found, counted: bool = True) -> tuple[Rows, NDArray[np.float64]]:
         """Returns the rows that can fit and can be among the best, with their bounds in seconds."""
         near, times = [Rows(*np.empty((4, 0), np.int32))], [np.empty(0)]
-        for rows in _joined(blocks):
-            some = rows if keep is None else rows.select(keep(rows))
-            seconds, memory = self.bounds.rows(some, self.limit)
+        for rows in blocks:
+            seconds, memory = self.bounds.rows(rows, self.limit)
             fits = memory <= self.limit
             kept = fits & (seconds <= found.cutoff)
-            near.append(some.select(kept))
+            near.append(rows.select(kept))
             times.append(seconds[kept])
             if counted:
                 found.rejected[TOO_LARGE] += int((~fits).sum())
@@ -263,7 +300,7 @@ class Search:
         return joined(near), np.concatenate(times)
 
     def _best_of(
-        self, rows: Rows, seconds: NDArray[np.float64], found: Found, enough: float = inf, counted: bool = False
+        self, rows: Rows, seconds: NDArray[np.float64], found: Found, enough: float = inf, counted: bool = True
     ) -> None:
         """Predicts the rows that can be among the best, in the order of their bounds; with `enough`, only until so many
         fit."""
@@ -294,17 +331,13 @@ class Search:
         except (JobError, ValueError):
             found.rejected["the schedule does not go with the batch or the layers"] += 1
             return
-        needed = needed_bytes(spec, self.limit)
+        needed = needed_at_least(spec, self.limit)
         if needed <= self.limit:
-            found.add(spec, step_parts(spec).total)
+            found.add(spec, predicted_seconds(spec))
             return
         found.rejected["memory: predicted not to fit"] += 1
         if len(found.too_large) < MOST_TOO_LARGE:
             found.too_large.append((spec, needed))
-
-
-def _silent(*_: object) -> None:
-    pass
 
 
 def _joined(blocks: Iterable[Rows]) -> Iterator[Rows]:
@@ -341,7 +374,7 @@ def simulated(found: Found, band: TieBand = EQUAL) -> list[Candidate]:
         if same[passes] < 2:
             same[passes] += 1
             visits += min(spec.batch.accumulation, 5 * max(layout.pp, 24)) * layout.pp * max(1, layout.pp_chunks) * 4
-            done.append(Candidate(spec, predict(spec), found.simulated(spec)))
+            done.append(Candidate(spec, predict(spec), simulated_seconds(spec)))
             found.improve(seconds, done[-1].seconds)
             known = meshes.setdefault(degrees(layout), {})
             known[layout.schedule] = min(known.get(layout.schedule, inf), done[-1].seconds)

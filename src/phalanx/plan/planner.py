@@ -22,7 +22,7 @@ from phalanx.errors import DoesNotFitError, JobError
 from phalanx.gc import gc_paused
 from phalanx.partition.derived import gathers_parameters
 from phalanx.plan.alternatives import AXES, TILES, alternatives, on_host
-from phalanx.plan.branch import SLOWER, Found, Keep, Progress, Search, degrees, simulated
+from phalanx.plan.branch import Found, Keep, Part, Progress, Search, degrees, simulated
 from phalanx.plan.notes import NO_HEADROOM, notes
 from phalanx.plan.page import shortfall
 from phalanx.plan.plan import Alternative, Candidate, Plan, SpacePoint
@@ -122,7 +122,7 @@ def _tried(request: PlanRequest) -> Iterator[tuple[int, Candidate]]:
         except JobError:
             return
         everything = search.pair_bytes <= search.limit
-        least = search.least(everything) if everything.any() else None
+        least = search.least(Part(everything, None, search.space.sizes)) if everything.any() else None
         if least and least.prediction.fits:
             yield more, least
         more *= 2
@@ -241,19 +241,19 @@ def _settled(candidate: Candidate) -> Candidate:
 def _of_space(search: Search) -> tuple[Found, list[Candidate]]:
     """Returns the results of a search and its best layouts: first of the plain part of the space, then of all of it,
     where only what is faster by more than the tie band has to be found."""
-    if (plain := search.plain) is None:
+    if search.parts is None:
         found = search.best()
         return found, _best(search, found) or _leanest(search, found)
-    part = search.best(*plain)
-    candidates = _best(search, part, plain[1])
+    plain, rest = search.parts
+    usual = search.best(plain)
+    candidates = _best(search, usual, plain.keep)
     least = min((one.seconds for one in candidates), default=inf)
-    found = search.best(below=least / (1 + search.request.band.kinds))
+    found = search.best(rest, below=least / (1 + search.request.band.kinds))
+    found.merge(usual)
     more = simulated(found, search.request.band)
     # Refining them is worth the time only if one of them is chosen.
     wins = more and ranked([*candidates, *more], search.request.band)[0] in more
     candidates += _best(search, found) if wins else more
-    found.predicted += part.predicted
-    found.rejected[SLOWER] -= min(found.rejected[SLOWER], len(part.predicted))
     return found, candidates or _leanest(search, found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from math import gcd
@@ -240,10 +240,36 @@ class Space:
     options: list[NDArray[np.int32]]
     """Options by pair, one per row: schedule, state, recomputation."""
 
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Number of layouts, by pair."""
+        return np.array(list(map(len, self.options)))
+
     @property
     def size(self) -> int:
         """Number of layouts."""
-        return sum(map(len, self.options))
+        return int(self.sizes.sum())
+
+    def count(self, keep: Callable[[NDArray[np.int32]], NDArray[np.bool_]]) -> NDArray[np.int64]:
+        """Returns by pair the number of its options to `keep`."""
+        kinds, kind_of = self.kinds
+        return np.array([int(keep(options).sum()) for options in kinds])[kind_of]
+
+    @cached_property
+    def kinds(self) -> tuple[list[NDArray[np.int32]], NDArray[np.intp]]:
+        """The different options, and by pair the number of its own."""
+        _, first, which = np.unique(list(map(id, self.options)), return_index=True, return_inverse=True)
+        return [self.options[pair] for pair in first], which
+
+    @cached_property
+    def available(self) -> NDArray[np.bool_]:
+        """Whether a recomputation, a schedule and a state are among the options, by the number of these."""
+        kinds, _ = self.kinds
+        found = np.zeros((len(kinds), len(RECOMPUTE), len(self.schedules), len(STATES)), bool)
+        for number, options in enumerate(kinds):
+            scheduled, state, mode = options.T
+            found[number, mode, scheduled, state] = True
+        return found
 
     def rows(self, pairs: NDArray[Any]) -> Rows:
         """Returns every layout of some pairs."""
@@ -342,7 +368,7 @@ def _inner(model: ModelConfig, world: int, most_tp: int, fixed: Mapping[str, Any
 
 def _takes_hpz(base: Layout, mesh: MeshDegrees) -> bool:
     """Returns whether as many ranks of a mesh as `hpz` can keep a second copy of the parameters."""
-    return base.hpz in legal_hpz(replace(base, dp_shard=mesh.dp_shard, cp=mesh.cp, ep=mesh.ep))
+    return base.hpz == 1 or base.hpz in legal_hpz(replace(base, dp_shard=mesh.dp_shard, cp=mesh.cp, ep=mesh.ep))
 
 
 def _batches(request: PlanRequest, mesh: MeshDegrees) -> Iterator[tuple[int, int]]:

@@ -156,7 +156,7 @@ class Tables:
         self._parts: dict[tuple[int, ...], tuple[list[StepSpec], NDArray[np.intp]]] = {}
         self._cuts: dict[tuple[int, int], Cut] = {}
 
-    def work(self, share: RankContents, mode: int, inner: NDArray[Any]) -> Floats:
+    def work(self, share: RankContents, mode: int, inner: NDArray[Any] | slice) -> Floats:
         """Returns, for inner combinations, the seconds of a micro-batch that passes all stages of a rank, without
         ZeRO-3: forward and backward on the device, forward and backward of the host, and those of weight gradients.
         `mode` is the number of a recomputation."""

@@ -7,7 +7,7 @@ messages: the closed forms of the papers are exact there (tests/schedule/test_cl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,11 +66,10 @@ def run(
     deadlock some ranks have fewer starts than actions.
     """
     micros, slices, last = schedule.micro_batches, schedule.slices, schedule.stages - 1
-    stage_size, backward = micros * slices, schedule.stages * micros * slices
+    stage_size, backward, sliced = micros * slices, schedule.stages * micros * slices, slices > 1
     ends = [NOT_YET] * (2 * backward)
     arrived = ends if not p2p_seconds else list(ends)
     waiting = [-1] * (2 * backward)
-    clocks = [0.0] * schedule.ranks
     starts: list[list[float]] = [[] for _ in range(schedule.ranks)]
     directions, channels = (
         len(schedule.placements),
@@ -85,44 +84,52 @@ def run(
         )
     )
     ready = list(range(schedule.ranks))
-    while ready:
-        rank = ready.pop()
-        program, clock, started, seconds = schedule.programs[rank], clocks[rank], starts[rank], durations[rank]
-        floor = floors[rank] if floors else None
-        for number in range(len(started), len(program)):
-            kind, stage, micro, part = program[number]
-            place = (stage * micros + micro) * slices + part
-            begins, missing = clock, -1
+
+    def passes(rank: int) -> Iterator[int]:
+        """Runs the program of a rank; yields the input that an action lacks, until it is there."""
+        clock, started, seconds, floor = 0.0, starts[rank], durations[rank], floors[rank] if floors else None
+        forward, whole, inputs, weights = (seconds.get(kind, ()) for kind in "FBIW")
+        for kind, stage, micro, part in schedule.programs[rank]:
+            place = (stage * micros + micro) * slices + part if sliced else stage * micros + micro
             if kind == "F":
+                done, begins = place, clock
                 if floor and floor[stage] > begins:
                     begins = floor[stage]
-                if stage and (end := arrived[place - stage_size]) > begins:
-                    begins, missing = end, place - stage_size
-                if part and (end := ends[place - 1]) > begins:
-                    begins, missing = end, place - 1
+                if stage:
+                    while (end := arrived[place - stage_size]) == NOT_YET:
+                        yield place - stage_size
+                    begins = end if end > begins else begins
+                if part:
+                    while (end := ends[place - 1]) == NOT_YET:
+                        yield place - 1
+                    begins = end if end > begins else begins
+                started.append(begins)
+                clock, channels_of = begins + forward[stage], onward
             elif kind == "W":
-                if (end := ends[backward + place]) > begins:
-                    begins, missing = end, backward + place
-            else:
-                if (end := ends[place]) > begins:
-                    begins, missing = end, place
-                if stage < last and (end := arrived[backward + place + stage_size]) > begins:
-                    begins, missing = end, backward + place + stage_size
-                if part < slices - 1 and (end := ends[backward + place + 1]) > begins:
-                    begins, missing = end, backward + place + 1
-            if begins == NOT_YET:
-                waiting[missing] = rank
-                break
-            started.append(begins)
-            clock = begins + seconds[kind][stage]
-            if kind == "W":
+                while (end := ends[backward + place]) == NOT_YET:
+                    yield backward + place
+                begins = end if end > clock else clock
+                started.append(begins)
+                clock = begins + weights[stage]
                 continue
-            done = place if kind == "F" else backward + place
+            else:
+                done = backward + place
+                while (begins := ends[place]) == NOT_YET:
+                    yield place
+                begins = begins if begins > clock else clock
+                if stage < last:
+                    while (end := arrived[done + stage_size]) == NOT_YET:
+                        yield done + stage_size
+                    begins = end if end > begins else begins
+                if sliced and part < slices - 1:
+                    while (end := ends[done + 1]) == NOT_YET:
+                        yield done + 1
+                    begins = end if end > begins else begins
+                started.append(begins)
+                clock, channels_of = begins + (whole if kind == "B" else inputs)[stage], back
             ends[done] = clock
             if p2p_seconds:
-                channel = (onward if kind == "F" else back)[micro * directions // micros if directions > 1 else 0][
-                    stage
-                ]
+                channel = channels_of[micro * directions // micros if directions > 1 else 0][stage]
                 arrival = clock
                 if channel:
                     arrival = max(clock, channel[1]) + channel[0]
@@ -132,7 +139,13 @@ def run(
                 arrived[done] = arrival
             if (other := waiting[done]) >= 0:
                 ready.append(other)
-        clocks[rank] = clock
+
+    ranks = [passes(rank) for rank in range(schedule.ranks)]
+    while ready:
+        rank = ready.pop()
+        for missing in ranks[rank]:
+            waiting[missing] = rank
+            break
     return Events(schedule, tuple(map(tuple, starts)), arrived)
 
 
@@ -177,7 +190,7 @@ class Timing:
         return max(self.idle_inside(rank) / self.work(rank) for rank in range(self.schedule.ranks))
 
     def work(self, rank: int) -> float:
-        return sum(self.costs[action.kind] for action in self.schedule.programs[rank])
+        return sum([self.costs[action[0]] for action in self.schedule.programs[rank]])
 
     def idle(self, rank: int) -> float:
         """Returns the idle time of a rank between the first action of any rank and the end of the last."""
