@@ -142,6 +142,8 @@ class StepSpec(Hashed):
     """Whether attention must not cross documents (data.document_mask)."""
     more: UpdateCosts = NOTHING_MORE
     """What techniques add to the optimizer's step."""
+    given: bool = True
+    """Whether layout and batch are known; False: parts of them were filled in for a row of a table."""
     pairs: bool = False
     """Whether the loss compares pairs of sequences (DPO), so that the gradients of one follow the other."""
 
