@@ -88,7 +88,7 @@ def residuals(truth: Path) -> Iterator[Residual]:
             if not less:
                 continue
             yield Residual.of(less, left_out(less.spec, less.source), False)
-            if less.spec.framework.fitted and row.get("row_id") not in used:
+            if less.spec.fitted and row.get("row_id") not in used:
                 yield Residual.of(less, predict(less.spec), True)
 
 

@@ -160,7 +160,7 @@ def _outcome(row_id: str, reading: Reading, prediction: Prediction, calibration:
             "experts" if spec.model.moe.n_experts else "dense",
             spec.cluster.accelerator.name.partition("-")[0],
             spec.products,
-            "fitted" if spec.framework.fitted else "not fitted",
+            "fitted" if spec.fitted else "not fitted",
             "given" if spec.given else "filled in",
         ),
     )

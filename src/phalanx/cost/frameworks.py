@@ -249,8 +249,7 @@ def calibrated(program: str, device: Accelerator, without: str = "") -> Framewor
 def recalibrated(framework: Framework, device: Accelerator, without: str = "") -> Framework:
     """Returns the framework with the values that rows of other sources than `without` give it on that device.
 
-    A program without such rows has the median of the others' values: none reaches a device's best rates, and hosts
-    differ less than rows in which they matter."""
+    A program without such rows has the median of the others' values: none reaches a device's best rates."""
     own = [line for line in fits() if line.is_of(framework.name, device.name)]
     values: dict[str, float] = {}
     for field in {line.field for line in own} | {"slowdown", "kernel_us"}:
@@ -262,7 +261,12 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
     values |= fitted
     values["slowdown"] *= FRAMEWORKS[framework.name].slowdown
     values["kernel_us"] *= framework.kernel_us > 0  # nothing is launched where the whole step is one program
-    return replace(framework, **values, fitted=bool(fitted.keys() - {"kernel_us"}))
+    return replace(
+        framework,
+        **values,
+        fitted="slowdown" in fitted,
+        moe_fitted=bool({"moe_slowdown", "moe_host_ms"} & fitted.keys()),
+    )
 
 
 def sustained(device: Accelerator, without: str = "", values: Mapping[FittedValue, float] | None = None) -> float:
@@ -272,15 +276,11 @@ def sustained(device: Accelerator, without: str = "", values: Mapping[FittedValu
     rates = [line for line in fits() if line.field == "sustained"]
     if not any(line.is_on(device.name) for line in rates):
         return device.sustained
-    of_devices: dict[str, list[FittedValue]] = {}
-    for line in rates:
-        if line.source != without:
-            of_devices.setdefault(line.device, []).append(line)
-    means = {
-        devices: fmean([(values or {}).get(line, line.value) for line in own], [len(line.numbers) for line in own])
-        for devices, own in of_devices.items()
-    }
-    return next((mean for devices, mean in means.items() if device.name in devices.split()), median(means.values()))
+    means: dict[str, float] = {}
+    for names in {line.device for line in rates if line.source != without}:
+        own = [line for line in rates if line.device == names and line.source != without]
+        means[names] = fmean(((values or {}).get(line, line.value) for line in own), [len(line.rows) for line in own])
+    return next((mean for names, mean in means.items() if device.name in names.split()), median(means.values()))
 
 
 def calibration_rows() -> frozenset[str]:

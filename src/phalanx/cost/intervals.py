@@ -47,7 +47,7 @@ def _class(spec: StepSpec) -> Class:
     """Returns the class of a step that has an interval: of a program that was fitted, if there are enough rows of its
     kind, and of a layout that was filled in."""
     kind = "experts" if spec.model.moe.n_experts else "dense"
-    fits = ("fitted", "unfitted") if spec.framework.fitted else ("unfitted",)
+    fits = ("fitted", "unfitted") if spec.fitted else ("unfitted",)
     layouts = ("any",) if spec.given else ("filled in", "any")
     return next(one for fit in fits for layout in layouts if (one := (kind, fit, layout)) in _intervals())
 
