@@ -15,6 +15,7 @@ from phalanx.config.cluster import Accelerator
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.job import Job
 from phalanx.cost.frameworks import FRAMEWORKS, calibrated, fits, sustained
+from phalanx.cost.intervals import time_factors
 from phalanx.errors import JobError
 from phalanx.validation.row import key_of, read, remark, shapes
 from phalanx.validation.row_layout import DISTRIBUTED, MODERN, SHARDED, sources
@@ -456,3 +457,15 @@ def test_hybrids_by_their_full_names_are_their_own_shapes_or_said_not_to_be() ->
     assert remark(nano) == ""
     assert not shapes()[super_].mamba.n_heads
     assert "hybrid of Mamba as a transformer" in remark(super_)
+
+
+@pytest.mark.parametrize("blank", ["micro_batch", "seq_len"])
+def test_what_is_filled_in_widens_the_interval(blank: str) -> None:
+    whole = {"seq_len": "8192"}
+    known, filled = read(row(**whole)).spec, read(row(**{**whole, blank: ""})).spec
+    (low, high), (least, most) = time_factors(known), time_factors(filled)
+    assert known.given
+    assert not filled.given
+    assert least <= low
+    assert high <= most
+    assert most / least > high / low
