@@ -28,7 +28,7 @@ from benchmarks.truth import picture as accuracy_picture
 from benchmarks.truth.grades import SPLITS, GradedRow, outcomes, verdicts
 from benchmarks.truth.report import as_dict, confusion, markdown, table
 from benchmarks.truth.report import calibrated as calibration_table
-from phalanx.cost.frameworks import calibration_rows, recalibrated
+from phalanx.cost.frameworks import calibration_rows, recalibrated, sustained
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.validation.row import source_of
@@ -49,11 +49,13 @@ def rows_of(truth: Path) -> Iterator[dict[str, str]]:
                 yield from reader
 
 
-def left_out(spec: StepSpec, source: str, *, launches: bool = False) -> Prediction:
-    """Returns the prediction without what was fitted to rows of this source, but with the time of launches if asked."""
-    framework = recalibrated(spec.framework, spec.cluster.accelerator, without=source)
-    kept = {"kernel_us": spec.framework.kernel_us} if launches else {}
-    return predict(replace(spec, framework=replace(framework, **kept)))
+def left_out(spec: StepSpec, source: str) -> Prediction:
+    """Returns the prediction without what was fitted to rows of this source."""
+    device = spec.cluster.accelerator
+    framework = recalibrated(spec.framework, device, without=source)
+    rate = device.sustained * sustained(device, without=source) / sustained(device)
+    cluster = replace(spec.cluster, accelerator=replace(device, sustained=rate))
+    return predict(replace(spec, cluster=cluster, framework=framework))
 
 
 def leave_one_source_out(rows: Sequence[dict[str, str]]) -> list[GradedRow]:

@@ -20,7 +20,8 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.accuracy import rows_of
-from phalanx.cost.frameworks import CALIBRATION, FRAMEWORKS, FittedValue, fits
+from benchmarks.truth.grades import BLIND
+from phalanx.cost.frameworks import CALIBRATION, FRAMEWORKS, FittedValue, fits, sustained
 from phalanx.cost.prediction import predict
 from phalanx.cost.spec import Framework
 from phalanx.validation.row import Reading, read
@@ -41,7 +42,7 @@ class Fit:
         low, high = line.value / 3, line.value * 3
         for _ in range(HALVINGS):
             self.values[line] = (low * high) ** 0.5
-            if self.ratio(line) < 1:
+            if (self.ratio(line) < 1) != (line.field == "sustained"):  # a rate, not a time
                 low = self.values[line]
             else:
                 high = self.values[line]
@@ -52,7 +53,11 @@ class Fit:
 
     def _ratio(self, row: str, line: FittedValue) -> float:
         reading = self._readings[row]
-        prediction = predict(replace(reading.spec, framework=self._framework(reading, line)))
+        cluster = reading.spec.cluster
+        device = cluster.accelerator
+        rate = self.values[line] if line.field == "sustained" else sustained(device, values=self.values)
+        cluster = replace(cluster, accelerator=replace(device, sustained=rate))
+        prediction = predict(replace(reading.spec, cluster=cluster, framework=self._framework(reading, line)))
         measured = reading.measured_s
         assert measured, f"{row} has no step time"
         return prediction.step_time_s / measured
@@ -60,7 +65,8 @@ class Fit:
     def _framework(self, reading: Reading, fitted: FittedValue) -> Framework:
         program, device = reading.spec.framework.name, reading.spec.cluster.accelerator.name
         values = {line.field: self.values[line] for line in self._lines if line.is_of(program, device)}
-        values[fitted.field] = self.values[fitted]  # also where other rows give a better value
+        if fitted.programs:
+            values[fitted.field] = self.values[fitted]  # also where other rows give a better value
         if "slowdown" in values:
             values["slowdown"] *= FRAMEWORKS[program].slowdown
         return replace(reading.spec.framework, **values)
@@ -70,6 +76,8 @@ def fitted(truth: Path) -> dict[FittedValue, float]:
     """Returns the fitted value of every line of calibration.yaml."""
     rows = {row["row_id"]: row for row in rows_of(truth)}
     lines = fits()
+    if blind := {line.source for line in lines} & set(BLIND):
+        raise ValueError(f"blind sources are never fitted to: {', '.join(sorted(blind))}")
     fit = Fit({name: read(rows[name]) for line in lines for name in line.rows}, lines)
     for line in (*lines, *lines):
         fit.once(line)
@@ -85,7 +93,7 @@ def written(text: str, values: Mapping[FittedValue, float]) -> str:
     """Returns the text of calibration.yaml with other values."""
     for line, value in values.items():
         device, rows = line.device or "''", ", ".join(map(str, line.numbers))
-        programs = f"'{line.programs}'" if " " in line.programs else line.programs
+        programs = line.programs if re.fullmatch(r"\S+", line.programs) else f"'{line.programs}'"
         head, tail = f"  - [{programs}, {device}, ", f", {line.source}, [{rows}]]"
         text = re.sub(re.escape(head) + r"[^,]*" + re.escape(tail), f"{head}{rounded(value):g}{tail}", text)
     return text

@@ -5,7 +5,8 @@
 TRUTH is as in benchmarks.accuracy. A step is of a class: dense or with experts, of a program that was fitted on its
 device or not, its layout and batch given or filled in. Steps of `unfitted` programs are all rows, each predicted
 without what was fitted to its own source; those of `fitted` ones are the rows that were not used in the fit. A class
-with too few sources has the interval of the next more general one. --write replaces
+with too few sources has the interval of the next more general one. What is filled in is judged by rows of which the
+layout or the micro-batch is taken away, too. --write replaces
 src/phalanx/cost/intervals.yaml; else it is printed.
 """
 
@@ -25,7 +26,7 @@ import numpy as np
 from benchmarks.accuracy import left_out, rows_of
 from phalanx.blocks.parameters import count
 from phalanx.cost.frameworks import calibration_rows
-from phalanx.cost.intervals import INTERVALS, is_given
+from phalanx.cost.intervals import INTERVALS
 from phalanx.cost.prediction import Prediction, predict
 from phalanx.errors import JobError
 from phalanx.validation.row import Reading, read
@@ -37,6 +38,10 @@ all but one)."""
 FEWEST_SOURCES, FEWEST_ROWS = 3, 3
 """Sources that an interval needs, and rows that a source needs."""
 GRID = 0.01
+BLANKS = (("dp", "tp", "pp", "vpp", "cp", "ep", "zero_stage", "sequence_parallel", "schedule"), ("micro_batch",))
+"""Columns that are taken away to see what filling them in costs: few published rows lack them."""
+LEAST_FILLED = 0.5
+"""LEAST_INSIDE of steps whose layout or batch was filled in."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,7 @@ class Residual:
             reading.source,
             spec.model.moe.n_experts > 0,
             fitted,
-            is_given(reading.assumptions),
+            spec.given,
             log(seconds / found.step_time_s) if seconds else None,
             log(reading.measured_memory / size) if size and reading.measured_memory else None,
             count(spec.model),
@@ -70,20 +75,34 @@ class Residual:
 
 
 def residuals(truth: Path) -> Iterator[Residual]:
-    """Yields each row without its own source's fit, and with it if the row was not used for it. The time of launches
-    stays: one source has steps that wait for their host, so that without it nothing is known of them."""
+    """Yields each row without its own source's fit, and with it if the row was not used for it; and both ways where
+    its layout, or its micro-batch, is taken away."""
     used = calibration_rows()
     for row in rows_of(truth):
         try:
             reading = read(row)
-            yield Residual.of(reading, left_out(reading.spec, reading.source, launches=True), False)
-            if reading.spec.framework.fitted and row.get("row_id") not in used:
-                yield Residual.of(reading, predict(reading.spec), True)
         except JobError:
             continue
+        for blanks in ((), *BLANKS):
+            less = reading if not blanks else _without(row, reading, blanks)
+            if not less:
+                continue
+            yield Residual.of(less, left_out(less.spec, less.source), False)
+            if less.spec.fitted and row.get("row_id") not in used:
+                yield Residual.of(less, predict(less.spec), True)
 
 
-def narrowest(by_source: dict[str, list[float]]) -> tuple[float, float] | None:
+def _without(row: dict[str, str], whole: Reading, blanks: Sequence[str]) -> Reading | None:
+    """Returns the row as it reads without some of its columns; None if nothing is filled in for them."""
+    try:
+        less = read({**row, **dict.fromkeys(blanks, "")})
+    except JobError:
+        return None
+    same_batch = less.spec.batch.global_batch == whole.spec.batch.global_batch
+    return less if same_batch and less.assumptions != whole.assumptions and not less.spec.given else None
+
+
+def narrowest(by_source: dict[str, list[float]], least: float = LEAST_INSIDE) -> tuple[float, float] | None:
     """Returns the narrowest interval of logarithms, around 0, that holds enough of all and of every source; None for
     too few sources."""
     sources = [np.array(values) for values in by_source.values() if len(values) >= FEWEST_ROWS]
@@ -98,7 +117,7 @@ def narrowest(by_source: dict[str, list[float]]) -> tuple[float, float] | None:
             if best and high - low >= best[1] - best[0] - GRID / 2:
                 break
             inside = [(low <= values) & (values <= high) for values in sources]
-            most = [max(1, int((1 - LEAST_INSIDE) * len(one))) for one in inside]
+            most = [max(1, int((1 - least) * len(one))) for one in inside]
             enough = all(int((~one).sum()) <= outside for one, outside in zip(inside, most, strict=True))
             shares = [float(one.mean()) for one in inside]
             whole = float(np.concatenate(inside).mean())
@@ -113,18 +132,18 @@ def fitted_intervals(found: Sequence[Residual]) -> Iterator[tuple[str, str, str,
     for experts in (False, True):
         for fitted in (False, True):
             least = most = 1.0
-            for given in (None, False):
+            for given in (True, False):
                 rows = defaultdict[str, list[float]](list)
                 for one in found:
-                    same = one.experts == experts and one.fitted == fitted and given in (None, one.given)
+                    same = one.experts == experts and one.fitted == fitted and one.given == given
                     if one.time is not None and same:
                         rows[one.source].append(one.time)
-                if (interval := narrowest(rows)) is None:
+                if (interval := narrowest(rows, LEAST_INSIDE if given else LEAST_FILLED)) is None:
                     continue
                 low, high = (round(exp(end), 2) for end in interval)
                 names = "experts" if experts else "dense", "fitted" if fitted else "unfitted"
                 number = sum(map(len, rows.values()))
-                if given is None:
+                if given:
                     least, most = low, high
                     yield *names, "any", low, high, number, len(rows)
                 elif low < least or high > most:  # what is filled in makes nothing surer
@@ -135,7 +154,7 @@ def written(found: Sequence[Residual]) -> str:
     """Returns the text of intervals.yaml."""
     memory = defaultdict[str, list[float]](list)
     for one in found:
-        if one.memory is not None and not one.fitted:
+        if one.memory is not None and not one.fitted and one.given:
             memory[one.source].append(one.memory)
     low, high = (round(exp(end), 2) for end in narrowest(memory) or (0.0, 0.0))
     parameters, devices = max(one.parameters for one in found), max(one.devices for one in found)

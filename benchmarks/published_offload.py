@@ -19,7 +19,7 @@ from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import gpt_kind
-from phalanx.cost.frameworks import calibrated
+from phalanx.cost.frameworks import PHALANX
 from phalanx.cost.prediction import Prediction, hardware_flops_per_step, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.partition import derived as batch
@@ -160,7 +160,7 @@ def rows() -> Iterator[Published]:
 def spec_of(row: Published, layout: Layout, cluster: Cluster) -> StepSpec:
     """Returns the step of one layout of a row."""
     solved = batch.solve(row.sequences, layout)
-    return StepSpec(row.model, cluster, layout, solved, "fp16", 2, calibrated("phalanx", cluster.accelerator))
+    return StepSpec(row.model, cluster, layout, solved, "fp16", 2, PHALANX)
 
 
 def predicted(row: Published) -> tuple[Prediction, float]:

@@ -6,20 +6,35 @@ to the very rows it is judged on.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
-from phalanx.cost.intervals import is_given
 from phalanx.cost.prediction import Prediction
 from phalanx.errors import JobError
 from phalanx.validation.row import Reading, read
 from phalanx.validation.table import Predict, memory_bytes
 
-SPLITS = ("model", "device", "number format", "program on its device", "layout and batch")
+SPLITS = ("model", "device", "number format", "program on its device", "layout and batch", "year", "kind of source")
 """Properties by which errors are shown apart."""
+
+BLIND = ("internlm_a100", "maxtext_trillium", "nemo_automodel")
+"""Sources that nothing was ever fitted to, nor chosen with: they tell what to expect of a program that nobody has seen.
+benchmarks/fit.py refuses their rows; a source that leaves this list does not come back."""
+
+_YEAR = re.compile(
+    r"\b(20[12][0-9])(?=[-_ )/,;]|[0-9]{2}\b)|\b(2[0-9])\.[01][0-9](?= nemo)|\b(2[0-6])[01][0-9]\.[0-9]{5}\b"
+)
+"""A date, a container's release (25.11 NeMo), or an article's number (2104.04473)."""
+
+
+def year_of(row: Mapping[str, str]) -> str:
+    """Returns the year in which a row was published, as far as its source and notes say it."""
+    found = _YEAR.search(" ".join(row.get(name) or "" for name in ("source", "notes")).lower())
+    return next((f"20{group[-2:]}" for group in found.groups() if group), "") if found else "not said"
 
 
 @dataclass(frozen=True)
@@ -115,7 +130,9 @@ def outcomes(
         row_id = row.get("row_id") or f"line {number}"
         try:
             reading = read(row)
-            found.append(_outcome(row_id, reading, predict(reading.spec), row_id in calibration))
+            graded = _outcome(row_id, reading, predict(reading.spec), row_id in calibration)
+            kind = "blind" if reading.source in BLIND else "others"
+            found.append(replace(graded, kinds=(*graded.kinds, year_of(row), kind)))
         except JobError as error:
             refused.append((row_id, "; ".join(error.problems)))
     return found, refused
@@ -143,8 +160,8 @@ def _outcome(row_id: str, reading: Reading, prediction: Prediction, calibration:
             "experts" if spec.model.moe.n_experts else "dense",
             spec.cluster.accelerator.name.partition("-")[0],
             spec.products,
-            "fitted" if spec.framework.fitted else "not fitted",
-            "given" if is_given(reading.assumptions) else "filled in",
+            "fitted" if spec.fitted else "not fitted",
+            "given" if spec.given else "filled in",
         ),
     )
 

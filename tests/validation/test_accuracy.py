@@ -14,7 +14,18 @@ from benchmarks.fit import Fit, fitted, written
 from benchmarks.intervals import narrowest
 from benchmarks.truth import picture as accuracy_picture
 from benchmarks.truth import report as accuracy_report
-from benchmarks.truth.grades import GradedRow, baseline, by, errors, kendall, outcomes, ranking, verdicts
+from benchmarks.truth.grades import (
+    BLIND,
+    GradedRow,
+    baseline,
+    by,
+    errors,
+    kendall,
+    outcomes,
+    ranking,
+    verdicts,
+    year_of,
+)
 from benchmarks.truth.report import coverage
 from hypothesis import given
 from hypothesis import strategies as st
@@ -238,3 +249,20 @@ def test_the_narrowest_interval_holds_enough_of_every_source() -> None:
     low, high = narrowest({"near": near, "far": far, "third": [0.05] * 10}) or (0.0, 0.0)
     assert (low, high) == (pytest.approx(0.0), pytest.approx(0.1, abs=0.011))
     assert narrowest({"one": near, "two": far}) is None
+
+
+def test_nothing_is_fitted_to_blind_sources() -> None:
+    assert not {line.source for line in fits()} & set(BLIND)
+
+
+@pytest.mark.parametrize(
+    ("cells", "year"),
+    [
+        ({"notes": "README.md (2025-10 to 2026-06)"}, "2025"),
+        ({"notes": "docs, 25.11 NeMo Container"}, "2025"),
+        ({"source": "Narayanan (arXiv 2104.04473)"}, "2021"),
+        ({"source": "a blog", "notes": "2048 GPUs, 20480 wide"}, "not said"),
+    ],
+)
+def test_the_year_of_a_row_is_that_of_its_publication(cells: dict[str, str], year: str) -> None:
+    assert year_of(cells) == year

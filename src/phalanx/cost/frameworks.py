@@ -1,8 +1,7 @@
 """Known training frameworks by name, with the constants of time and memory that depend on them.
 
-Values that stand in a framework's code or paper are taken from there. Three are fitted to published rows, never more
-than eight of them (calibration.yaml): `slowdown`, `kernel_us` and `moe_slowdown`; without rows a family has the general
-values below.
+Values that stand in a framework's code or paper are taken from there. Four are fitted to published rows, never more
+than eight of them (calibration.yaml): `slowdown`, `kernel_us`, `moe_slowdown` and `moe_host_ms`.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import yaml
@@ -57,7 +56,6 @@ MEGATRON_2021 = Framework(
     name="megatron-2021",
     attention="unfused",
     passes=1.5,
-    kernel_us=10,
     reads_sizes=True,
     dp_overlaps=False,
     pp_overlaps=False,
@@ -86,13 +84,12 @@ MEGATRON_DEEPSPEED = replace(
 DEEPSPEED_ZERO3 = replace(MEGATRON_2021, name="deepspeed-zero3", messages=12, memory_profile=profiles.DEEPSPEED_ZERO3)
 """DeepSpeed's ZeRO-3 of 2021 (Narayanan et al. 2021, table 2)."""
 
-ZERO_BUBBLE = replace(MEGATRON_2022, name="zero-bubble", kernel_us=6)
+ZERO_BUBBLE = replace(MEGATRON_2022, name="zero-bubble")
 """Qi et al. 2023's fork of Megatron-LM."""
 
 MEGATRON_CORE = Framework(
     name="megatron-core",
     flash=3,
-    kernel_us=5,
     reads_sizes=True,
     ep_folds=True,
     memory_profile=profiles.MEGATRON_CORE,
@@ -120,14 +117,14 @@ MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
 LLAMA3 = replace(MEGATRON_CORE, name="llama3", memory_profile=profiles.LLAMA3)
 """The framework of Llama 3 (Llama Team 2024, section 3.3)."""
 
-FSDP1 = Framework(name="fsdp1", flash=1, interference=1.6, passes=2.0, kernel_us=8, memory_profile=profiles.FSDP1)
+FSDP1 = Framework(name="fsdp1", flash=1, interference=1.6, passes=2.0, memory_profile=profiles.FSDP1)
 """llm-foundry and Composer on torch's first FSDP, in eager mode; reduces in the width of the computation."""
 
-TORCHTITAN = Framework(name="torchtitan", passes=2.0, kernel_us=8, memory_profile=profiles.TORCHTITAN)
+TORCHTITAN = Framework(name="torchtitan", passes=2.0, memory_profile=profiles.TORCHTITAN)
 """torchtitan on FSDP2 in eager mode."""
 
 TORCHTITAN_COMPILE = replace(
-    TORCHTITAN, name="torchtitan-compile", passes=1.0, kernel_us=4, memory_profile=profiles.TORCHTITAN_COMPILED
+    TORCHTITAN, name="torchtitan-compile", passes=1.0, memory_profile=profiles.TORCHTITAN_COMPILED
 )
 """torchtitan with compiled blocks."""
 
@@ -141,7 +138,6 @@ AUTOMODEL = replace(
     TORCHTITAN_COMPILE,
     name="automodel",
     flash=3,
-    kernel_us=5,
     ep_once=True,
     memory_profile=profiles.TORCHTITAN_COMPILED_LOSS,
 )
@@ -189,13 +185,16 @@ class FittedValue:
     programs: str
     """Names with spaces between them."""
     device: str
-    """'': all devices without a line of their own."""
+    """Names with spaces between them; '': all devices without a line of their own."""
     value: float
     source: str
     numbers: tuple[int, ...]
 
     def is_of(self, program: str, device: str) -> bool:
-        return program in self.programs.split() and self.device in (device, "")
+        return program in self.programs.split() and (not self.device or self.is_on(device))
+
+    def is_on(self, device: str) -> bool:
+        return device in self.device.split()
 
     @property
     def rows(self) -> list[str]:
@@ -253,15 +252,35 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
     A program without such rows has the median of the others' values: none reaches a device's best rates."""
     own = [line for line in fits() if line.is_of(framework.name, device.name)]
     values: dict[str, float] = {}
-    for field in {line.field for line in own} | {"slowdown"}:
+    for field in {line.field for line in own} | {"slowdown", "kernel_us"}:
         others = [line.value for line in fits() if line.field == field and line.source != without]
-        known = field != "kernel_us" and (framework.name in UNFITTED or any(line.field == field for line in own))
+        known = field == "kernel_us" or framework.name in UNFITTED or any(line.field == field for line in own)
         usual = 1.0 if field == "slowdown" else getattr(FRAMEWORKS[framework.name], field)
         values[field] = median(others) if known and others else usual
     fitted = {line.field: line.value for line in own if line.source != without}
     values |= fitted
     values["slowdown"] *= FRAMEWORKS[framework.name].slowdown
-    return replace(framework, **values, fitted=bool(fitted))
+    values["kernel_us"] *= framework.kernel_us > 0  # nothing is launched where the whole step is one program
+    return replace(
+        framework,
+        **values,
+        fitted="slowdown" in fitted,
+        moe_fitted=bool({"moe_slowdown", "moe_host_ms"} & fitted.keys()),
+    )
+
+
+def sustained(device: Accelerator, without: str = "", values: Mapping[FittedValue, float] | None = None) -> float:
+    """Returns Accelerator.sustained by rows of other sources than `without`: the mean of the device's lines, weighted
+    by their rows, or the median of the other devices'. A device that no line names keeps its own. `values` replace
+    those of calibration.yaml."""
+    rates = [line for line in fits() if line.field == "sustained"]
+    if not any(line.is_on(device.name) for line in rates):
+        return device.sustained
+    means: dict[str, float] = {}
+    for names in {line.device for line in rates if line.source != without}:
+        own = [line for line in rates if line.device == names and line.source != without]
+        means[names] = fmean(((values or {}).get(line, line.value) for line in own), [len(line.rows) for line in own])
+    return next((mean for names, mean in means.items() if device.name in names.split()), median(means.values()))
 
 
 def calibration_rows() -> frozenset[str]:

@@ -6,8 +6,6 @@ was fitted to its own source.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -45,23 +43,18 @@ def _intervals() -> dict[Class, FittedInterval]:
     }
 
 
-def is_given(assumptions: Iterable[str]) -> bool:
-    """Returns whether the layout and the batch of a row of a table were given, not filled in."""
-    return not any(re.match("layout blank|global batch blank", each) for each in assumptions)
-
-
-def _class(spec: StepSpec, given: bool) -> Class:
+def _class(spec: StepSpec) -> Class:
     """Returns the class of a step that has an interval: of a program that was fitted, if there are enough rows of its
     kind, and of a layout that was filled in."""
     kind = "experts" if spec.model.moe.n_experts else "dense"
-    fits = ("fitted", "unfitted") if spec.framework.fitted else ("unfitted",)
-    layouts = ("any",) if given else ("filled in", "any")
+    fits = ("fitted", "unfitted") if spec.fitted else ("unfitted",)
+    layouts = ("any",) if spec.given else ("filled in", "any")
     return next(one for fit in fits for layout in layouts if (one := (kind, fit, layout)) in _intervals())
 
 
-def time_factors(spec: StepSpec, *, given: bool = True) -> Factors:
-    """Returns the factors on the seconds of a step; `given`: whether the layout was, not filled in."""
-    low, high = _intervals()[_class(spec, given)].factors
+def time_factors(spec: StepSpec) -> Factors:
+    """Returns the factors on the seconds of a step."""
+    low, high = _intervals()[_class(spec)].factors
     return low / spec.framework.widened, high * spec.framework.widened
 
 
@@ -71,12 +64,13 @@ def memory_factors() -> Factors:
     return low, high
 
 
-def sureness(spec: StepSpec, *, given: bool = True) -> str:
+def sureness(spec: StepSpec) -> str:
     """Says how sure the time of a step is, and why."""
-    (kind, fit, layout), (low, high) = (found := _class(spec, given)), time_factors(spec, given=given)
+    (kind, fit, layout), (low, high) = (found := _class(spec)), time_factors(spec)
     interval, largest = _intervals()[found], _written()["largest"]
     program, device = spec.framework.name, spec.cluster.accelerator.name or "these devices"
-    what = f"{'models with experts' if kind == 'experts' else 'dense models'}{', layout filled in' * (layout != 'any')}"
+    what = "models with experts" if kind == "experts" else "dense models"
+    what += ", layout or batch filled in" * (layout != "any")
     if fit == "fitted":
         why = f"{program} was fitted on {device}; {interval.rows} other published steps of fitted programs, {what}"
     else:

@@ -105,7 +105,9 @@ class Framework(Hashed):
     interference: float = 1.1
     """Factor on the time of a product during a collective (Galvatron measured 1.13)."""
     fitted: bool = False
-    """Whether `slowdown` or `moe_slowdown` was fitted to rows of this framework on this device."""
+    """Whether `slowdown` was fitted to rows of this framework on this device."""
+    moe_fitted: bool = False
+    """Whether `moe_slowdown` or `moe_host_ms` was."""
     widened: float = 1.0
     """Factor on both ends of the interval of a step's time, for machines that nobody measured."""
     memory_profile: MemoryProfile = field(default_factory=MemoryProfile)
@@ -142,8 +144,15 @@ class StepSpec(Hashed):
     """Whether attention must not cross documents (data.document_mask)."""
     more: UpdateCosts = NOTHING_MORE
     """What techniques add to the optimizer's step."""
+    given: bool = True
+    """Whether layout and batch are known; False: parts of them were filled in for a row of a table."""
     pairs: bool = False
     """Whether the loss compares pairs of sequences (DPO), so that the gradients of one follow the other."""
+
+    @property
+    def fitted(self) -> bool:
+        """Whether the framework was fitted to such a model on this device."""
+        return self.framework.fitted or (self.framework.moe_fitted and self.model.moe.n_experts > 0)
 
 
 CROWD = 8

@@ -30,8 +30,8 @@ def refusal(job: Job) -> str:
 
 
 COMPILED_PASSES, COMPILED_KERNEL_US = 0.56, 4
-"""Memory-bound work over that of the eager mode (the same steps; half in torchtitan's rows), and `kernel_us`, as
-torchtitan's."""
+"""Memory-bound work over that of the eager mode (the same steps; half in torchtitan's rows), and `kernel_us`:
+assumed."""
 COMPILED_LOSS_TENSORS = 0, 2
 """The logits and their gradient: torch.compile fuses the loss with its cast to fp32 and saves nothing else. Measured on
 a CPU in benchmarks/results/compiled_loss.md."""

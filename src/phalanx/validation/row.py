@@ -413,6 +413,10 @@ class Reading:
         return self.spec.batch.global_batch * self.spec.model.seq_len / seconds / self.devices
 
 
+_FILLED_IN = re.compile("(layout|global batch|micro_batch|seq_len) blank")
+"""Assumptions on which the time depends most."""
+
+
 def read(row: Mapping[str, str]) -> Reading:
     """Reads a row. Raises JobError with every reason why it cannot be expressed."""
     cells = Cells(row)
@@ -443,7 +447,8 @@ def read(row: Mapping[str, str]) -> Reading:
     reading = _measured(cells, _unmeasured(cells, spec, framework))
     if cells.problems:
         raise JobError(cells.problems)
-    return replace(reading, assumptions=tuple(cells.assumed))
+    spec = replace(reading.spec, given=not any(map(_FILLED_IN.match, cells.assumed)))
+    return replace(reading, spec=spec, assumptions=tuple(cells.assumed))
 
 
 def _check_size(cells: Cells, model: ModelConfig) -> None:

@@ -24,7 +24,6 @@ from typing import Any, BinaryIO, TextIO
 
 from phalanx.bounded import open_regular
 from phalanx.cost import prediction as whole
-from phalanx.cost.intervals import is_given, time_factors
 from phalanx.cost.money import Prices
 from phalanx.cost.prediction import Prediction
 from phalanx.cost.spec import StepSpec
@@ -167,7 +166,6 @@ def predicted_cells(reading: Reading, prediction: Prediction) -> list[str]:
     """Returns the values of ADDED in the conventions of the row's source."""
     seconds = prediction.step_time_s
     memory = memory_bytes(reading, prediction)
-    low, high = time_factors(reading.spec, given=is_given(reading.assumptions))
     sizes = (
         [""] * 3
         if memory is None
@@ -176,7 +174,7 @@ def predicted_cells(reading: Reading, prediction: Prediction) -> list[str]:
     unit = "GiB" if reading.memory_unit == 2**30 else "GB"
     memory_note = () if memory is None else (f"memory: {reading.memory_means}, {unit}",)
     return [
-        *(f"{factor * seconds:.6g}" for factor in (1, low, high)),
+        *(f"{factor * seconds:.6g}" for factor in (1, *prediction.spread)),
         f"{reading.tflops(seconds):.5g}",
         f"{reading.mfu_pct(seconds):.4g}",
         f"{reading.tokens_per_s(seconds):.6g}",
