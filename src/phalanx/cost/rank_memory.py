@@ -191,7 +191,8 @@ def formulas_of(spec: StepSpec, profile: MemoryProfile) -> MemoryFormulas:
 
     def costs(stored: int) -> OptimizerCosts:
         inner = optimizer_costs(spec.optimizer, spec.model, stored, spec.more)
-        return replace(inner, state=inner.state + outer_bytes(layout, stored))
+        state = inner.state if profile.state_bytes is None else profile.state_bytes
+        return replace(inner, state=state + outer_bytes(layout, stored))
 
     return MemoryFormulas(profile, spec.width, costs, tier_of(layout, "optimizer"), tier_of(layout, "parameters"))
 
