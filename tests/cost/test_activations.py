@@ -153,6 +153,15 @@ def test_megatron_cuts_everything_by_the_tensor_ranks():
         )
 
 
+@pytest.mark.parametrize("name", ["llama3-8b", "llama3-70b", "llama3-405b"])
+def test_megatron_core_keeps_what_its_own_estimate_says(name: str):
+    """Megatron-LM, megatron/training/theoretical_memory_usage.py: sbh (18 + 4 ffn/h) / t of a block with sequence
+    parallelism, which does not know that there are fewer key/value heads nor what SwiGLU saves."""
+    model = replace(PRESETS[name], seq_len=8192)
+    estimate = (18 * model.d_model + 4 * model.ff_size) / 8
+    assert sum(parts(model, Layout(tp=8, **SP), MEGATRON_CORE).values()) == pytest.approx(estimate, rel=0.07)
+
+
 def test_selective_means_what_the_program_means_by_it():
     selective = Layout(recompute="selective")
     assert parts(LLAMA, selective) == parts(LLAMA), "flash attention keeps no scores"
@@ -162,6 +171,41 @@ def test_selective_means_what_the_program_means_by_it():
     every_other = activation_bytes(LLAMA, selective, 1, memory_profile=layers)
     both = [activation_bytes(LLAMA, Layout(recompute=what), 1, memory_profile=layers) for what in ("none", "full")]
     assert every_other == pytest.approx(sum(both) / 2)
+
+
+@pytest.mark.parametrize(
+    ("module", "gone"),
+    [
+        ("moe", {"scores", "gates", "places", "experts.up", "experts", "shared"}),
+        ("layernorm", {"wq_a, wkv_a", "router"}),
+        ("mla_up_proj", {"queries", "keys", "values"}),
+        ("mlp", set[str]()),
+        ("core_attn", set[str]()),
+    ],
+)
+def test_recomputed_modules_keep_what_they_read(module: str, gone: set[str]):
+    before = parts(DEEPSEEK, Layout(), MEGATRON_CORE, experts=True)
+    after = parts(DEEPSEEK, Layout(), replace(MEGATRON_CORE, repeats=(module,)), experts=True)
+    assert {name for name, size in after.items() if size < before[name]} == gone
+    assert not any(after[name] for name in gone)
+
+
+def test_recomputed_activations_keep_what_they_read():
+    dense = (
+        parts(DEEPSEEK, Layout(), MEGATRON_CORE),
+        parts(DEEPSEEK, Layout(), replace(MEGATRON_CORE, repeats=("mlp",))),
+    )
+    assert dense[1]["mlp"] == 0 < dense[0]["mlp"]
+    assert dense[1]["up"] == dense[0]["up"]
+    profile = replace(MEGATRON_CORE, repeats=("moe_act",))
+    before, after = (parts(DEEPSEEK, Layout(), each, experts=True)["experts"] for each in (MEGATRON_CORE, profile))
+    assert after == before * 2 / 3  # of gate, up and their product
+
+
+def test_inputs_that_leave_are_not_on_the_device():
+    full = Layout(recompute="full")
+    assert parts(LLAMA, full, XLA) == {"block input": 2 * LLAMA.d_model}
+    assert parts(LLAMA, full, replace(XLA, inputs_leave=True)) == {"block input": 0}
 
 
 def test_unfused_attention_keeps_scores_without_dropout_too():

@@ -35,6 +35,10 @@ def spec(**framework: Any) -> StepSpec:
     return replace(found, framework=replace(found.framework, **framework))
 
 
+def repeating(*modules: str) -> StepSpec:
+    return spec(memory_profile=replace(spec().framework.memory_profile, repeats=modules))
+
+
 def seconds(**framework: Any) -> float:
     return predict(spec(**framework)).step_time_s
 
@@ -60,11 +64,11 @@ def test_only_traffic_beyond_the_computation_is_exposed():
 
 def test_recomputed_modules_take_their_share_of_a_forward_pass():
     kind = next(kind for kind in block_kinds(spec().model) if kind.routed)
-    parts = {module: repeated_seconds(spec(repeats=(module,)), kind) for module in REPEATED}
+    parts = {module: repeated_seconds(repeating(module), kind) for module in REPEATED}
     assert parts["moe"][0] > parts["moe_act"][0] > 0
     assert parts["moe"][1] > 0 == parts["layernorm"][1]
     assert parts["mla_up_proj"] == parts["mlp"] == (0, 0)
-    both = repeated_seconds(spec(repeats=("moe", "layernorm")), kind)
+    both = repeated_seconds(repeating("moe", "layernorm"), kind)
     assert both[0] == pytest.approx(parts["moe"][0] + parts["layernorm"][0])
 
 

@@ -12,7 +12,7 @@ from phalanx.config.job import Optimizer
 from phalanx.config.model import ModelConfig
 from phalanx.cost.held import GatheredParameters
 from phalanx.cost.memory_profiles import FSDP1, MEGATRON_DEEPSPEED, NEMO, PHALANX, TORCHTITAN
-from phalanx.cost.rank_memory import MemoryFormulas, expert_ranks, fullest
+from phalanx.cost.rank_memory import MemoryFormulas, expert_ranks
 from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs
 
 FP32_GRADIENTS = replace(PHALANX, gradient_bytes=4, unbuffered_gradient_bytes=2)
@@ -24,16 +24,15 @@ def results(formulas: MemoryFormulas, zero: int, case: Any) -> list[Any]:
     """Every formula, of five numbers or of five arrays."""
     dense, experts, ranks, micro_batches, ep = case
     shards = (1e6 * dense, 1e3 * ep, ranks), (1e5 * experts, 1e4 * experts, expert_ranks(ranks, ep))
-    parameters, gradients, optimizer = formulas.state(shards, zero, ranks * ep, flushes=False)
-    early = formulas.stays(micro_batches, ep) * gradients
+    state = formulas.state(shards, ranks * ep, zero, "local", micro_batches, flushes=False)
+    early = state.early(formulas.stays(micro_batches, ep), 1e5 * ep)
     blocks = formulas.gathers(micro_batches, 2, 1, reshard=True)
     whole = formulas.gathered(
         1e6 * experts, GatheredParameters(1e6 * dense, 1e6 * ep, 1e5 * ep), blocks, 1e6 * ranks
     ) + formulas.buffer(ranks)
-    unsent, copied = formulas.unsent(shards, micro_batches, 3, "local"), formulas.copied(shards, ranks * ep)
-    most = fullest(parameters + optimizer, early, 1e6 * ep, whole, gradients + copied)
+    most = state.fullest(early, 1e6 * ep, whole)
     context = formulas.context(ranks, micro_batches, ep)
-    return [parameters, gradients, optimizer, early, whole, unsent, copied, most, context]
+    return [*state, early, whole, most, context]
 
 
 def costs(stored: int) -> OptimizerCosts:

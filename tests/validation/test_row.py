@@ -438,8 +438,40 @@ def test_maxtext_recomputes_as_its_configurations_do():
     # scripts of 256 devices a slice: six sequences a device, parameters sharded inside a slice.
     assert (known.dp_replicate, known.dp_shard, known.micro_batch, known.recompute) == (2, 256, 6, "full")
     assert layout(model_name="maxtext-128b", n_gpus="256").tp == 16
+    assert layout(model_name="maxtext-128b", n_gpus="128", gpu="TPU v5p").recompute == "products"
     assert layout(model_name="llama3.1-8b", n_gpus="256").recompute == "full"
     assert layout(model_name="llama3.1-8b", n_gpus="256", recompute="none").recompute == "none"
+
+
+def test_recipes_say_what_leaves_the_device_and_in_what_the_state_is():
+    def spec(**changed: str):
+        return read({"precision": "bf16", "n_gpus": "256", **changed}).spec
+
+    bridge = {"source": "Megatron-Bridge", "model_name": "LLAMA3_70B", "gpu": "GB200", "micro_batch": "2"}
+    layout = {"dp": "256", "tp": "1", "pp": "1", "precision": "FP8", "global_batch_seqs": "512"}
+    sharded = spec(**bridge, **layout, zero_stage="3", notes="26.02 NeMo Container")
+    assert (sharded.layout.offload, sharded.layout.offload_blocks) == ("activations", 40)
+    assert spec(**bridge, **layout, notes="26.02 NeMo Container").layout.offload == "none"
+    mixture = spec(source="maxtext", gpu="TPU v6e", model_name="mixtral-like 754b cf1.5", n_layers="56")
+    profile = mixture.framework.memory_profile
+    assert (profile.inputs_leave, profile.parameter_bytes, profile.state_bytes) == (True, 2, 0)
+    assert (mixture.model.moe.capacity, mixture.layout.ep) == (1.5, 16)
+    assert spec(source="maxtext", gpu="TPU v6e", model_name="gemma3-12b", seq_len="32768").layout.loss_chunk == 2048
+    moments = spec(source="NeMo AutoModel", gpu="H100", model_name="llama3-8b").framework.memory_profile
+    assert (moments.parameter_bytes, moments.unbuffered_gradient_bytes, moments.state_bytes) == (0, 2, 4)
+
+
+def test_the_precision_of_the_optimizers_state_is_a_column():
+    def state(**changed: str):
+        profile = read(row(**changed)).spec.framework.memory_profile
+        return profile.parameter_bytes, profile.unbuffered_gradient_bytes, profile.state_bytes
+
+    assert state() == state(optimizer_state="fp32") == (0, 0, None)
+    assert state(optimizer_state="bf16") == state(source="KempnerForge") == (0, 2, 4)
+    assert state(optimizer_state="bf16 moments") == (0, 0, 8)
+    assert state(source="torchtitan", optimizer_state="8-bit moments")[2] == 2
+    with pytest.raises(JobError, match="optimizer_state: 'int4' is unknown; known: fp32"):
+        state(optimizer_state="int4")
 
 
 def test_chunks_that_nobody_gave_leave_a_small_bubble():

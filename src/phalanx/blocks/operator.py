@@ -302,6 +302,13 @@ class MemoryProfile(Hashed):
     rms_copies: bool = False
     """Whether an RMS norm saves its normalised input for its weight's gradient and, in half precision, its input in
     fp32 in place of the input itself: torch's on CPUs, which has no kernel for it."""
+    state_bytes: float | None = None
+    """Bytes of optimizer state per parameter; None: the optimizer's own, with moments and master weights in fp32."""
+    repeats: tuple[str, ...] = ()
+    """Modules that the backward pass computes again besides `layout.recompute`, by Megatron Core's names."""
+    inputs_leave: bool = False
+    """Whether blocks that are fully recomputed keep their inputs in host memory (MaxText's decoder_layer_input:
+    offload)."""
     swiglu_kept: int = 4
     """Tensors of the MLP's hidden size that SwiGLU saves: both inputs, the SiLU's output and the product. A fused
     kernel recomputes the SiLU (3), a compiler may recompute the product, too (2)."""

@@ -15,8 +15,8 @@ from functools import lru_cache
 from operator import sub
 from typing import NamedTuple
 
-from phalanx.blocks.kinds import FEED_FORWARD, BlockKind, block, half_block
-from phalanx.blocks.operator import MemoryProfile, Operator, Place, place_of
+from phalanx.blocks.kinds import FEED_FORWARD, HALVES, BlockKind, block, half_block
+from phalanx.blocks.operator import MemoryProfile, Operator, Place, SavedTensor, place_of
 from phalanx.blocks.residual import norm_backward, norm_saved, saved_input
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
@@ -27,31 +27,17 @@ from phalanx.partition.derived import Mode, slices_of, splits_backward, uniform_
 
 
 @lru_cache(maxsize=4096)
-def workspace(
-    model: ModelConfig,
-    layout: Layout,
-    width: int,
-    kind: BlockKind,
-    profile: MemoryProfile,
-    narrow: bool = False,
-    documents: bool = False,
-    sequences: int = 1,
-    slices: int = 1,
-    splits: bool = False,
-) -> float:
-    """Returns the bytes that the backward pass of attention needs for a moment, of a micro-batch of so many sequences,
-    or of the last of its slices, less those that the second half of the block has saved and released by then, all or
-    with deferred weight gradients (`splits`) all but what these need; 0 where fused kernels need none."""
-    place = place_of(
-        model, layout, sequences, width=width, narrow=narrow, profile=profile, documents=documents, slices=slices
-    )
+def workspace(place: Place, kind: BlockKind, *, splits: bool = False) -> float:
+    """Returns the bytes that the backward pass of attention needs for a moment, of a micro-batch or of the last of its
+    slices, less those that the second half of the block has saved and released by then, all or with deferred weight
+    gradients (`splits`) all but what these need; 0 where fused kernels need none."""
     needed = sum(operator.workspace for operator in half_block(place, kind, "attention"))
     if not needed:
         return 0.0
-    tensors = (tensor for operator in half_block(place, kind, "feed_forward") for tensor in operator.saved)
-    released = sum(tensor.size / _shares(place)[tensor.cut] for tensor in tensors)
-    released -= _deferred(place, half_block(place, kind, "feed_forward")) if splits else 0.0
-    return max(0.0, needed - place.tokens / slices * released)
+    second = half_block(place, kind, "feed_forward")
+    released = sum(tensor.size / _shares(place)[tensor.cut] for operator in second for tensor in operator.saved)
+    released -= _deferred(place, second) if splits else 0.0
+    return max(0.0, needed - place.tokens / place.slices * released)
 
 
 @lru_cache(maxsize=4096)
@@ -74,7 +60,7 @@ def saved(
     """
     place = place_of(model, layout, width=width, narrow=narrow, profile=profile, slices=slices)
     shares = _shares(place)
-    alone = (("block input", model.d_model * width / place.token_share),)
+    alone = (("block input", 0.0 if profile.inputs_leave else model.d_model * width / place.token_share),)
     if layout.recompute == "full":
         every = (tensor for operator in block(place, kind) for tensor in operator.saved if slices > 1 and tensor.across)
         return alone + tuple((each.operator, each.size / shares[each.cut]) for each in every)
@@ -85,12 +71,39 @@ def saved(
         for tensor in (operator.results if selective == "products" else operator.saved)
     )
     products = layout.recompute == "products"
+    repeated = _repeated(place, kind) if profile.repeats else {}
     found = (
-        (each.operator, (each.size - (each.cheap if products else 0)) / shares[each.cut])
+        (each.operator, (each.size - (each.cheap if products else repeated.get(each, 0))) / shares[each.cut])
         for each in tensors
         if not (selective == "core" and each.inside)
     )
     return tuple((name, size / 2) for name, size in (*alone, *found)) if selective == "layers" else tuple(found)
+
+
+_MODULE_ENDS = "mlp_norm", "router", "up", "mlp dropout"
+"""Tensors of the second half of a block outside of a recomputed MLP or mixture of experts, its input among them."""
+
+
+def _repeated(place: Place, kind: BlockKind) -> dict[SavedTensor, float]:
+    """Returns the bytes of saved tensors that recomputed modules (`profile.repeats`) give up after the forward pass:
+    what they write, or what `moe` and `mlp` save (Megatron Core's transformer_config.py: recompute_modules). A norm
+    before the attention of heads is part of its first matrix there, and stays."""
+    found = {}
+    for half in HALVES:
+        for operator in half_block(place, kind, half):
+            for tensor in operator.saved:
+                whole = {
+                    "core_attn": tensor.inside,
+                    "mla_up_proj": operator.name == "wkv_b" and tensor.operator != "wkv_b",
+                    "layernorm": tensor.operator == "router" or "wkv_a" in tensor.operator,
+                    "moe": half == "feed_forward" and kind.routed and tensor.operator not in _MODULE_ENDS,
+                    "mlp": half == "feed_forward" and not kind.routed and tensor.operator not in _MODULE_ENDS,
+                }
+                if any(whole.get(module) for module in place.profile.repeats):
+                    found[tensor] = tensor.size
+                elif "moe_act" in place.profile.repeats and operator.name == "experts.down":
+                    found[tensor] = tensor.cheap
+    return found
 
 
 @lru_cache(maxsize=4096)
@@ -154,9 +167,10 @@ class BlockBytes:
         narrow = step.spec.products in ("fp8", "fp4")
         alone = replace(layout, recompute="none")
         self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
+        whole_profile = replace(memory_profile, repeats=()) if memory_profile.repeats else memory_profile
         parts, every = (
-            [size for _, size in saved(model, each, width, kind.block, memory_profile, narrow, step.slices)]
-            for each in (layout, alone)
+            [size for _, size in saved(model, each, width, kind.block, profile, narrow, step.slices)]
+            for each, profile in ((layout, memory_profile), (alone, whole_profile))
         )
         self.kept, whole = step.tokens * sum(parts), step.tokens * sum(every)
         if kind.recompute == "products":  # each comes back when it is needed, and goes before the next
@@ -178,18 +192,15 @@ class BlockBytes:
             wide = rows * (wide + (model.moe.latent or model.d_model) / spread)
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
-        attention = workspace(
-            model,
-            alone,
-            width,
-            kind.block,
-            memory_profile,
-            narrow,
-            step.spec.document_mask,
-            step.spec.batch.micro_batch,
-            step.slices,
-            step.splits,
+        place = place_of(
+            *(model, alone, step.spec.batch.micro_batch),
+            width=width,
+            narrow=narrow,
+            profile=memory_profile,
+            documents=step.spec.document_mask,
+            slices=step.slices,
         )
+        attention = workspace(place, kind.block, splits=step.splits)
         self.backward = self.again + max(step.pass_tokens * wide * width, attention), outputs * step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 

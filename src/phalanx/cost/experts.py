@@ -47,7 +47,7 @@ def launch_seconds(framework: Framework) -> tuple[float, float] | None:
 def repeated_seconds(spec: StepSpec, kind: BlockKind) -> tuple[float, float]:
     """Returns the seconds of computation and of messages that recomputed modules repeat in a block's backward pass."""
     framework, layout, here = spec.framework, spec.layout, place(spec)
-    names = {name for module in framework.repeats for name in REPEATED[module]}
+    names = {name for module in framework.memory_profile.repeats for name in REPEATED[module]}
     again = [operator for half in HALVES for operator in half_block(here, kind, half) if operator.name in names]
     if not again:
         return 0.0, 0.0

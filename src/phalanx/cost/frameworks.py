@@ -139,7 +139,7 @@ AUTOMODEL = replace(
     name="automodel",
     flash=3,
     ep_once=True,
-    memory_profile=profiles.TORCHTITAN_COMPILED_LOSS,
+    memory_profile=profiles.AUTOMODEL,
 )
 """NVIDIA NeMo AutoModel: Hugging Face's models with kernels of Transformer Engine and DeepEP's dispatch, on FSDP2."""
 
@@ -222,6 +222,7 @@ def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
     """Returns the framework as a recipe with these facts runs it (validation/recipes.yaml)."""
     once, cores = DISPATCHERS.get(recipe.get("dispatcher", ""), (framework.ep_once, framework.ep_cores))
     graphs = recipe.get("graphs", "none")
+    held = {name: recipe[name] for name in ("inputs_leave", "parameter_bytes", "state_bytes") if name in recipe}
     launched = {"kernel_us": 0.0, "reads_sizes": False} if graphs == "iteration" else {}
     return replace(
         framework,
@@ -229,10 +230,10 @@ def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
         ep_cores=cores,
         ep_overlaps=recipe.get("overlaps", False),
         graphs=graphs,
-        repeats=tuple(recipe.get("recomputes", ())),
         narrow_attention=recipe.get("fp8_attention", False),
         fused_experts=recipe.get("fused_experts", False),
         windows=recipe.get("windows", framework.windows),
+        memory_profile=replace(framework.memory_profile, repeats=tuple(recipe.get("recomputes", ())), **held),
         **launched,
     )
 

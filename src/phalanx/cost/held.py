@@ -176,11 +176,6 @@ def _gathered_outside(model: ModelConfig, layout: Layout, first: bool, last: boo
     return GatheredParameters(outside(model, tp, first, last) - within, gradient, tile if within else 0)
 
 
-def trained_outside(model: ModelConfig, tp: int, first: bool, last: bool) -> int:
-    """Returns those of them that training changes: none beside adapters."""
-    return 0 if model.lora.rank else outside(model, tp, first, last)
-
-
 @dataclass(frozen=True)
 class ParameterCounts:
     """Parameters on a tensor rank, before the data ranks shard them: dense ones, and those of routed experts."""
@@ -208,7 +203,8 @@ def parameter_counts(
 ) -> ParameterCounts:
     """Returns the parameters of a rank with so many `blocks` of each kind, and with the embedding (`first`) and the
     head (`last`)."""
-    dense, trained = outside(model, layout.tp, first, last), trained_outside(model, layout.tp, first, last)
+    dense = outside(model, layout.tp, first, last)
+    trained = 0 if model.lora.rank else dense
     experts = trained_experts = 0
     for kind, many in blocks:
         each = block_parameters(model, layout, kind)

@@ -14,11 +14,10 @@ from functools import cached_property
 from itertools import groupby
 from math import inf
 from operator import mul
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from phalanx.blocks.kinds import BlockKind
 from phalanx.blocks.operator import MemoryProfile
-from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.cost.block_memory import BlockBytes, BlockRun, StepSizes
 from phalanx.cost.exposed import larger, smaller
@@ -40,7 +39,6 @@ from phalanx.optimizers.catalogue import OptimizerCosts, offloaded_bytes, optimi
 from phalanx.partition.derived import (
     BUFFER_BYTES,
     BUFFERS,
-    Format,
     Tier,
     bucket_bytes,
     flushes,
@@ -57,6 +55,40 @@ from phalanx.partition.tensor_slices import head_tiles
 from phalanx.units import MIB, gib
 
 Shards = Sequence[tuple[Any, Any, Any]]
+
+
+class StateBytes(NamedTuple):
+    """Bytes of a rank's state: numbers, or arrays of them."""
+
+    parameters: Any
+    gradients: Any
+    """All gradients, when the optimizer begins."""
+    optimizer: Any
+    unsent: Any
+    """Unsharded gradients that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
+    left: Any
+    """Gradients on the device when the optimizer begins."""
+    copied: Any
+    """Their copies in its precision, and temporary tensors."""
+
+    @property
+    def stepping(self) -> Any:
+        """Gradients on the device in the optimizer's step, and their copies."""
+        return self.left + self.copied
+
+    @property
+    def held(self) -> Any:
+        """Parameters and optimizer state, which are there all the time."""
+        return self.parameters + self.optimizer
+
+    def early(self, stays: Any, bucket: Any = 0.0) -> Any:
+        """Returns the bytes of gradients in the passes: all of them where `stays`, else those of a `bucket`."""
+        return larger(self.unsent, self.gradients * stays + bucket * (1 - stays))
+
+    def fullest(self, early: Any, activations: Any, whole: Any) -> Any:
+        """Returns the bytes at the fullest moment of a step beside the context: in the passes `early` gradients,
+        activations and what is `whole` for a moment are there; in the optimizer's step all gradients and copies."""
+        return self.held + larger(early + activations + whole, self.stepping)
 
 
 class MemoryFormulas:
@@ -97,9 +129,20 @@ class MemoryFormulas:
             return self.gradient
         return self.unbuffered + buffered * (self.gradient - self.unbuffered)
 
-    def state(self, shards: Shards, zero: int, data_ranks: Any, *, flushes: bool = True) -> tuple[Any, Any, Any]:
-        """Returns the bytes of parameters, gradients and optimizer state when the optimizer begins. A pipeline without
-        a flush has two versions of the weights besides the optimizer's own, and gradients that wait for their step."""
+    def state(
+        self,
+        shards: Shards,
+        data_ranks: Any,
+        zero: int,
+        accumulate: str = "sharded",
+        micro_batches: Any = 1,
+        *,
+        shared: Any = True,
+        flushes: bool = True,
+    ) -> StateBytes:
+        """Returns the bytes of a rank's state; `shared`: whether ranks share parameters, or they come from the host. A
+        pipeline without a flush has two versions of the weights besides the optimizer's own, and gradients that wait
+        for their step."""
         versions, waiting = (1, 1) if flushes else (3, 2)
         parameters = gradients = optimizer = 0.0
         for numbers, trained, ranks in shards:
@@ -107,20 +150,16 @@ class MemoryFormulas:
             parameters = parameters + numbers * (each[0] * versions)
             gradients = gradients + trained * (each[1] * waiting + self.profile.passing_gradient_bytes)
             optimizer = optimizer + trained * each[2]
-        return parameters, gradients, optimizer
-
-    def unsent(self, shards: Shards, micro_batches: Any, zero: int, accumulate: str) -> Any:
-        """Returns the bytes of the gradients, whole, that wait for the last micro-batch where ZeRO-2 or 3 reduces them
-        only then: with those of dense parameters, the first of `shards`, also those of experts that no rank shares."""
-        if zero < 2 or accumulate != "local" or self.profile.reduces_each:
-            return 0.0
-        _, trained, ranks = zip(*shards, strict=True)
-        return sum(trained) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
-
-    def stepping(self, gradients: Any, zero: int, shared: Any) -> Any:
-        """Returns the bytes of gradients on the device when the optimizer begins: with an offloaded optimizer they have
-        left, but for ZeRO-3's shards, which leave last, unless parameters are offloaded, too."""
-        return gradients * shared * (zero == 3) * (self.resident > 0) if self.offloads else gradients
+        unsent = 0.0
+        if zero > 1 and accumulate == "local" and not self.profile.reduces_each:
+            # With those of dense parameters, the first of `shards`, also those of experts that no rank shares.
+            _, trained, ranks = zip(*shards, strict=True)
+            unsent = sum(trained) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
+        # With an offloaded optimizer gradients have left, but for ZeRO-3's shards, which leave last, unless parameters
+        # are offloaded, too.
+        stay = shared * (zero == 3) * (self.resident > 0) if self.offloads else 1
+        copied = self.copied(shards, data_ranks)
+        return StateBytes(parameters, gradients, optimizer, unsent, gradients * stay, copied)
 
     def beside(self, shards: Shards) -> tuple[Any, Any]:
         """Returns the bytes in host memory and on disk of an offloaded optimizer: its state with its own parameters,
@@ -172,12 +211,6 @@ class MemoryFormulas:
         gradients = held.trained * (self.width + max(self.width, self.gradient))
         return (outside + held.block * blocks + held.tile) * self.width + larger(0.0, gradients - kept)
 
-    def second_copy(self, shards: Shards, near: Sequence[Any], format: Format) -> Any:
-        """Returns the bytes of the second copy of the parameters, in the format in which they are sent; as many ranks
-        keep it together as `near` has for each of `shards`."""
-        each = wire_width(format, self.width)
-        return sum(numbers / ranks for (numbers, *_), ranks in zip(shards, near, strict=True)) * each
-
     def context(self, *axes: Any) -> Any:
         """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;
         `axes` are their sizes."""
@@ -191,7 +224,8 @@ def formulas_of(spec: StepSpec, profile: MemoryProfile) -> MemoryFormulas:
 
     def costs(stored: int) -> OptimizerCosts:
         inner = optimizer_costs(spec.optimizer, spec.model, stored, spec.more)
-        return replace(inner, state=inner.state + outer_bytes(layout, stored))
+        state = inner.state if profile.state_bytes is None else profile.state_bytes
+        return replace(inner, state=state + outer_bytes(layout, stored))
 
     return MemoryFormulas(profile, spec.width, costs, tier_of(layout, "optimizer"), tier_of(layout, "parameters"))
 
@@ -203,7 +237,7 @@ def state_bytes(spec: StepSpec, layers: range) -> tuple[float, float, float]:
     blocks = [(kind.block, many) for kind, many in kinds_of(model, written(layout), layers)]
     held = parameter_counts(model, layout, blocks, 0 in layers, model.n_layers - 1 in layers)
     formulas, data_ranks = formulas_of(spec, spec.framework.memory_profile), layout.data_ranks * layout.cp
-    return formulas.state(shards_of(held, layout), layout.zero, data_ranks, flushes=flushes(layout))
+    return formulas.state(shards_of(held, layout), data_ranks, layout.zero, flushes=flushes(layout))[:3]
 
 
 def expert_ranks(shard_ranks: Any, ep: Any) -> Any:
@@ -229,13 +263,6 @@ def by_stage(zero: int, ranks: Any, parameter: float, gradient: float, optimizer
     )
 
 
-def fullest(state: Any, early: Any, activations: Any, whole: Any, gradients: Any) -> Any:
-    """Returns the bytes at the fullest moment of a step beside the context. `state`, parameters and optimizer state, is
-    there all the time; in the passes `early` gradients, activations and what is `whole` for a moment; in the
-    optimizer's step all `gradients` and their copies."""
-    return state + larger(early + activations + whole, gradients)
-
-
 TILE_LOSS_TENSORS = 1, 1
 """Tensors as large as a tile's logits, in fp32 and in the width of the computation: its scores become probabilities and
 their gradient in place."""
@@ -258,6 +285,13 @@ class StepParts(StepSizes):
     def kinds_of(self, stage: int) -> tuple[tuple[LayerKind, int], ...]:
         """Returns the kinds of blocks of a stage, with the number of each."""
         return kinds_of(self.spec.model, self.recomputes, self.cut[stage])
+
+    def state(self, shards: Shards, *, flushes: bool = True) -> StateBytes:
+        """Returns the bytes of the state of some parameters."""
+        layout, m, shared = self.spec.layout, self.spec.batch.accumulation, gathers_parameters(self.spec.layout)
+        return self.formulas.state(
+            shards, self.data_ranks, layout.zero, layout.accumulate, m, shared=shared, flushes=flushes
+        )
 
     def context(self) -> int:
         """Returns the bytes outside the allocator."""
@@ -287,15 +321,12 @@ class RankParts:
         """Parameters of the rank's stages, those that are trained, and over how many ranks their state is sharded:
         dense ones, and experts."""
 
-    def state(self) -> tuple[float, float, float]:
-        """Returns the bytes of parameters, gradients and optimizer state at the start of the optimizer step."""
-        layout = self.layout
-        return self.formulas.state(self.shards, layout.zero, self.step.data_ranks, flushes=flushes(layout))
-
-    def unsent(self) -> float:
-        """Returns the bytes of unsharded gradients that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
-        layout, micro_batches = self.layout, self.step.spec.batch.accumulation
-        return self.formulas.unsent(self.shards, micro_batches, layout.zero, layout.accumulate)
+    def state(self) -> StateBytes:
+        """Returns the bytes of the rank's state, with whole matrices among the temporary tensors of its step."""
+        found = self.step.state(self.shards, flushes=flushes(self.layout))
+        whole = matrix_work(self.step.spec, tuple(self.of_kind.items()), (self.first, self.last))
+        temporary = max((each.most_elements for each in whole), default=0) * max(4, self.width)
+        return found._replace(copied=found.copied + temporary)
 
     def bucket(self) -> float:
         """Returns the bytes of the first bucket; without any, gradients arrive one by one as activations are freed."""
@@ -305,13 +336,6 @@ class RankParts:
         whole = sum(trained for _, trained, _ in self.shards) * self.formulas.gradient
         # On their way to the host one bucket is summed while the next is filled.
         return min(whole, (2 if self.formulas.offloads else 1) * bucket_bytes(layout))
-
-    def copied(self) -> float:
-        """Returns the bytes of the gradients that the optimizer copies to its own precision, and of its temporary
-        tensors, among them whole matrices."""
-        whole = matrix_work(self.step.spec, tuple(self.of_kind.items()), (self.first, self.last))
-        temporary = max((each.most_elements for each in whole), default=0) * max(4, self.width)
-        return self.formulas.copied(self.shards, self.step.data_ranks) + temporary
 
     def _runs(self, held: Sequence[tuple[LayerKind, int]], stage: int) -> list[BlockRun]:
         """Returns the blocks of a stage as runs, those first whose activations leave the device."""
@@ -324,18 +348,11 @@ class RankParts:
             found += [BlockRun(self.step.kinds[kind], n, kind.recompute, leaves) for n, leaves in parts if n]
         return found
 
-    def kept(self) -> tuple[float, float]:
-        """Returns the most bytes that blocks keep on the device for all micro-batches in flight, and the number of
-        these."""
-        bytes_of = {counts: self._kept_of(counts) for counts in self.flight.most}
-        most = max(bytes_of, key=bytes_of.__getitem__)
-        return self._deferred if self.flight.deferring else bytes_of[most], sum(most) / len(most)
-
-    def kept_later(self) -> float:
-        """Returns the same bytes when all stages have gradients of an earlier micro-batch."""
-        if self.flight.deferring:
-            return self._deferred
-        return max(self._kept_of(counts) for counts in self.flight.later)
+    def kept(self, peaks: Sequence[tuple[float, ...]]) -> tuple[float, float]:
+        """Returns the most bytes that blocks keep on the device for the micro-batches in flight at some peaks, and the
+        number of these."""
+        most, counts = max(((self._kept_of(counts), counts) for counts in peaks), key=lambda one: one[0])
+        return self._deferred if self.flight.deferring else most, sum(counts) / len(counts)
 
     def _kept_of(self, counts: Sequence[float]) -> float:
         """Returns the bytes that blocks keep for so many micro-batches in flight per stage."""
@@ -390,13 +407,8 @@ class RankParts:
 
     def activations_beside(self) -> float:
         """Returns the most bytes of activations in host memory."""
-        peaks = self.flight.unread or self.flight.most
-        return max(sum(map(mul, peak, self._moved)) for peak in peaks)
-
-    @cached_property
-    def _moved(self) -> list[float]:
-        """Bytes of a micro-batch's activations, by stage, that leave the device."""
-        return [sum(run.many * run.block.kept for run in runs if run.leaves) for runs in self.runs]
+        moved = [sum(run.many * run.block.kept for run in runs if run.leaves) for runs in self.runs]
+        return max(sum(map(mul, peak, moved)) for peak in self.flight.unread or self.flight.most)
 
     def backward(self, gradients: bool) -> tuple[float, float]:
         """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
@@ -523,9 +535,9 @@ class RankParts:
         if not gathers_parameters(layout):
             return found
         if is_copied(layout):
-            found += self.formulas.second_copy(
-                self.shards, (near_ranks(layout), near_ranks(layout, experts=layout.ep > 1)), layout.quantise_weights
-            )
+            near = near_ranks(layout), near_ranks(layout, experts=layout.ep > 1)
+            copied = sum(numbers / ranks for (numbers, *_), ranks in zip(self.shards, near, strict=True))
+            found += copied * wire_width(layout.quantise_weights, self.width)
         if memory_profile.gathers_matrices:
             matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
             return found + matrix * 2 * self.width
@@ -550,10 +562,6 @@ class RankParts:
         """Returns the bytes of the gradient of the head's part here. ZeRO-3's is in `whole`."""
         counted = self.model.lora.rank or gathers_parameters(self.layout)
         return 0 if counted else table(self.model, self.layout.tp) * self.width
-
-    def waiting_head(self) -> int:
-        """Returns these bytes where losses in chunks wait for their backward pass: one gradient of all."""
-        return self.head_gradient() if self.last and self.logits_of and self.flight.losses > 1 else 0
 
 
 Moment = Literal["loss", "backward", "optimizer"]
@@ -629,7 +637,7 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
     fewer micro-batches in flight are skipped. If some need more than `limit`, returns the need of the first of them. If
     offloaded state exceeds the host or the disk, what is missing there counts on top of a full device. Raises as
     `step_memory`."""
-    step, most = StepParts(spec), 0
+    step, most, host, device = StepParts(spec), 0, spec.cluster.host, spec.cluster.accelerator
     keys = [
         (*(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held)
         for flight in step.flights
@@ -638,55 +646,48 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
         if any(keys[other] == key for other in fuller):
             continue
         memory = _fullest(step, flight)
-        most = max(most, memory.needed, _short(spec.cluster, memory))
+        beside = (memory.host, host.memory_gib), (memory.disk, host.disk_gib)
+        short = sum(max(0.0, size - gib * 2**30) for size, gib in beside if gib)
+        most = max(most, memory.needed, round(device.memory_gib * 2**30 + short) if short else 0)
         if most > limit:
             break
     return most
 
 
-def _short(cluster: Cluster, memory: RankMemory) -> int:
-    """Returns the device's memory with what is missing of the other tiers; 0 if they suffice, or are not known."""
-    limits = cluster.host.memory_gib, cluster.host.disk_gib
-    missing = [size - gib * 2**30 for size, gib in zip((memory.host, memory.disk), limits, strict=True) if gib]
-    short = sum(max(0.0, size) for size in missing)
-    return round(cluster.accelerator.memory_gib * 2**30 + short) if short else 0
-
-
 def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     """Returns the memory of a rank at the fullest of its moments."""
-    memory_profile, layout, rank = step.memory_profile, step.spec.layout, RankParts(step, flight)
-    parameters, gradients, optimizer = rank.state()
-    kept, in_flight = rank.kept()
+    memory_profile, rank = step.memory_profile, RankParts(step, flight)
+    state = rank.state()
+    kept, in_flight = rank.kept(flight.most)
     (logits, hidden), waiting = rank.logits(), rank.waiting_logits()
     whole = rank.whole()
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
     stays = step.formulas.stays(passes, max(map(sum, flight.most)))
-    unsent = rank.unsent()
-    early = max(unsent, gradients if stays else rank.bucket())
-    again, moving = rank.backward(stays or unsent > 0)
-    copied, held = rank.copied(), parameters + optimizer
-    stepping = step.formulas.stepping(gradients, layout.zero, gathers_parameters(layout)) + copied
+    early = state.early(stays, rank.bucket())
+    again, moving = rank.backward(stays or state.unsent > 0)
     host, disk = step.formulas.beside(rank.shards)
+    # Losses in chunks that wait for their backward pass have one gradient of the head.
+    head = rank.head_gradient() if rank.last and rank.logits_of and flight.losses > 1 else 0
     moments: list[tuple[Moment, float, float, float, float]] = [
-        ("backward", early, kept + again, waiting + rank.waiting_head(), moving),
+        ("backward", early, kept + again, waiting + head, moving),
         ("loss", early, kept + hidden, logits + waiting, 0),
     ]
     if flight.later and not stays:
         again, moving = rank.backward(True)
         moments.append(
-            ("backward", max(unsent, gradients), rank.kept_later() + again, rank.waiting_logits(later=True), moving)
+            ("backward", state.early(True), rank.kept(flight.later)[0] + again, rank.waiting_logits(later=True), moving)
         )
     moment, early, activations, logits, moving = max(moments, key=lambda each: sum(each[1:]))
-    before = early, activations + logits + moving, whole
-    allocated = fullest(held, *before, stepping)
+    allocated = state.fullest(early, activations + logits + moving, whole)
     # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
-    beside = fullest(held + copied, *before, 0) if memory_profile.step_is_flat else 0
-    reserved, context = max(allocated, beside) * memory_profile.reserve - allocated, step.context()
-    if allocated <= held + stepping:
-        moment, early, activations, logits, whole, moving = "optimizer", stepping, 0, 0, 0, 0
+    passes = state.held + early + activations + logits + moving + whole
+    most = max(allocated, passes + state.copied) if memory_profile.step_is_flat else allocated
+    reserved, context = most * memory_profile.reserve - allocated, step.context()
+    if allocated <= state.held + state.stepping:
+        moment, early, activations, logits, whole, moving = "optimizer", state.stepping, 0, 0, 0, 0
     return RankMemory(
-        *(round(n) for n in (parameters, early, optimizer, activations, logits, whole + moving)),
+        *(round(n) for n in (state.parameters, early, state.optimizer, activations, logits, whole + moving)),
         reserved=round(reserved) + context,
         context=context,
         moment=moment,

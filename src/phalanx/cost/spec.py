@@ -79,8 +79,6 @@ class Framework(Hashed):
     whose sizes it may have to read from the device; 0: as its kernels alone. Calibrated."""
     graphs: Graphs = "none"
     """What CUDA graphs hold of a block with experts."""
-    repeats: tuple[str, ...] = ()
-    """Modules that the backward pass computes again besides `layout.recompute`, by Megatron Core's names."""
     narrow_attention: bool = False
     """fp8: whether attention's products run in 8 bits, too."""
     moe_cast_bytes: float = 10.0

@@ -321,11 +321,16 @@ def _shard(
         )
     # The head is needed at once in the backward pass: it is not resharded in between.
     root = fully_shard(objective, mesh=devices, reshard_after_forward=False, **options)
-    for number, (*_, block) in enumerate(blocks):
+    for number, (*inside, block) in enumerate(blocks):
         after = blocks[number + 1 : number + 1 + layout.prefetch]
         before_it = blocks[max(0, number - layout.prefetch) : number][::-1]
         block.set_modules_to_forward_prefetch([group for of_block in after for group in of_block[::-1]])
-        block.set_modules_to_backward_prefetch([group for of_block in before_it for group in of_block[::-1]])
+        before = [group for of_block in before_it for group in of_block[::-1]]
+        # Without any, FSDP2 takes what has computed before in the forward pass: in a pipeline another stage's block,
+        # which may be through with the step.
+        block.set_modules_to_backward_prefetch(before or [block])
+        for group in inside:
+            group.set_modules_to_backward_prefetch([group])
     return [*groups, *(group for of_block in blocks for group in of_block), root]
 
 

@@ -379,7 +379,7 @@ def _combinations(request: PlanRequest, world: int, most_tp: int = 0) -> Iterato
             shard = world // (tp * cp * pp)
             layout = Layout(tp=tp, cp=cp, pp=pp, dp_shard=shard, zero=1 if shard * cp > 1 else 3)
             for parts in [True, False] if tp > 1 else [False]:
-                chosen = _with_experts(request, replace(layout, sp=parts))
+                chosen = _with_experts(request, replace(layout, sp=parts, sp_regather=parts and request.regathers))
                 if not request.problems(chosen):
                     yield chosen
                     break

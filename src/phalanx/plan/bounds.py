@@ -26,7 +26,7 @@ from phalanx.cost.exposed import (
     pass_seconds,
 )
 from phalanx.cost.held import GatheredParameters
-from phalanx.cost.rank_memory import expert_ranks, fullest
+from phalanx.cost.rank_memory import StateBytes, expert_ranks
 from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
@@ -85,7 +85,7 @@ class StepBytes:
         self.kinds = {kind: self.tables.activations(kind, group.mode, group.inner) for kind in group.kinds}
         self.activations = self._activations() + self.formulas.buffer(group.data_ranks)
         """Least bytes of activations at the peak, and those of the buffer beside them."""
-        self.states: dict[int, tuple[Floats, Floats, Floats]] = {}
+        self.states: dict[tuple[int, str], StateBytes] = {}
         self.whole: dict[bool, Floats] = {}
 
     def _activations(self) -> Floats:
@@ -97,23 +97,18 @@ class StepBytes:
     def bytes(self, state: int) -> Floats:
         """Returns the bytes of the fullest rank. Of ranks with the same contents the first has the most in flight."""
         zero, reshard, accumulate = STATES[state]
-        held, early, stepping = self._state(zero)
-        early = np.maximum(early, self.formulas.unsent(self.shards, self.m, zero, accumulate))
+        found = self._state(zero, accumulate)
         whole = self._whole(reshard) if zero == 3 and not self.formulas.profile.gathers_matrices else 0.0
-        return fullest(held, early, self.activations, whole, stepping).max(0)
+        return found.fullest(found.early(self._stays), self.activations, whole).max(0)
 
-    def _state(self, zero: int) -> tuple[Floats, Floats, Floats]:
-        """Returns the bytes of parameters and optimizer state, of gradients while the most micro-batches are in flight,
-        and of gradients in the optimizer step."""
-        if zero not in self.states:
+    def _state(self, zero: int, accumulate: str) -> StateBytes:
+        key, group = (zero, accumulate if zero > 1 else ""), self.group
+        if key not in self.states:
             flushes = self.entry is None or self.entry.steps == 1
-            parameters, gradients, optimizer = self.formulas.state(
-                self.shards, zero, self.group.data_ranks, flushes=flushes
+            self.states[key] = self.formulas.state(
+                self.shards, group.data_ranks, zero, accumulate, self.m, shared=group.shared, flushes=flushes
             )
-            left = self.formulas.stepping(gradients, zero, self.group.shared)
-            stepping = left + self.formulas.copied(self.shards, self.group.data_ranks)
-            self.states[zero] = parameters + optimizer, gradients * self._stays, stepping
-        return self.states[zero]
+        return self.states[key]
 
     @cached_property
     def _stays(self) -> Floats:
@@ -419,12 +414,10 @@ class Bounds:
     ) -> Floats:
         """Returns the bytes of a rank with so many parameters, dense and of experts, all and those that training
         changes, without unsharded parameters of ZeRO-3."""
-        shards, data_ranks = list(zip(*counts, self.ranks[:, pairs], strict=True)), self.data_ranks[pairs]
-        parameters, gradients, optimizer = self.formulas.state(shards, zero, data_ranks)
-        early = self.formulas.unsent(shards, self.space.accumulation[pairs], zero, accumulate)
-        left = self.formulas.stepping(gradients, zero, self.shard_ranks[pairs] > 1)
-        stepping = left + self.formulas.copied(shards, data_ranks)
-        return fullest(parameters + optimizer, early, activations, 0.0, stepping)
+        shards, m = list(zip(*counts, self.ranks[:, pairs], strict=True)), self.space.accumulation[pairs]
+        shared = self.shard_ranks[pairs] > 1
+        found = self.formulas.state(shards, self.data_ranks[pairs], zero, accumulate, m, shared=shared)
+        return found.fullest(found.unsent, activations, 0.0)
 
     def _uniform(self, pairs: NDArray[Any], mode: int) -> Floats:
         """Returns the seconds of a step where all ranks of a pipeline are alike and nothing else takes time."""

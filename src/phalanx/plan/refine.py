@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby, islice
 from math import inf
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -174,33 +175,23 @@ class PipelineRanks:
         self._known: dict[tuple[int, tuple[Counts, ...]], Filling | None] = {}
 
     def _block(self, step: StepParts, kind: BlockKind) -> BlockCosts:
-        layout, formulas = self.spec.layout, step.formulas
+        layout = self.spec.layout
         kinds = [LayerKind(kind, mode) for mode in self.modes]
         parts = [BlockBytes(step, kind) for kind in kinds]
         shards = shards_of(parameter_counts(self.spec.model, layout, [(kind, 1)], False, False), layout)
-        parameters, gradients, optimizer = formulas.state(shards, layout.zero, step.data_ranks)
-        unsent = formulas.unsent(shards, self.spec.batch.accumulation, layout.zero, layout.accumulate)
-        state = parameters + max(gradients, unsent) + optimizer
+        state = step.state(shards)
         times = [rank_time(self._plain, Content(((kind, 1),), False, False)).total for kind in kinds]
         stays = 0 if is_offloaded(layout, "activations") else 1
-        return BlockCosts(tuple(times), tuple(part.kept * stays for part in parts), state)
+        return BlockCosts(tuple(times), tuple(part.kept * stays for part in parts), state.held + state.early(True))
 
     def calibrated(self, spec: StepSpec) -> bool:
         """Takes the offset of the line from a step with known layers, and returns whether that step fits."""
         counts = self._kinds(spec)
-        for rank, memory in enumerate(step_memory(spec)):
-            flight = self.flights[rank]
-            mine = [counts[stage] for stage in flight.held]
-            line = sum(many * self.blocks[kind].state for stage in mine for (kind, _), many in stage.items())
-            line += max(
-                sum(
-                    flying * many * self.blocks[kind].kept[mode]
-                    for flying, stage in zip(moment, mine, strict=True)
-                    for (kind, mode), many in stage.items()
-                )
-                for moment in flight.most
-            )
-            around = memory.needed - line
+        for rank, (flight, memory) in enumerate(zip(self.flights, step_memory(spec), strict=True)):
+            mine = [[(many, self.blocks[kind], mode) for (kind, mode), many in counts[n].items()] for n in flight.held]
+            kept = [sum(many * block.kept[mode] for many, block, mode in stage) for stage in mine]
+            state = sum(many * block.state for stage in mine for many, block, _ in stage)
+            around = memory.needed - state - max(sum(map(mul, moment, kept)) for moment in flight.most)
             # What was too much once stays so: else two layouts that do not fit could lead to each other.
             full = memory.needed > self.limit
             self.around[rank] = max(self.around[rank], around) if full else around
@@ -263,9 +254,9 @@ class PipelineRanks:
             for (place, block, _), numbers in zip(kinds, found.numbers, strict=True):
                 kept[place] += sum(n * size for n, size in zip(numbers, block.kept, strict=True))
             # At another moment there can be more in flight of just those stages that keep much.
-            worst = max(flight.most, key=lambda moment: sum(n * size for n, size in zip(moment, kept, strict=True)))
+            worst = max(flight.most, key=lambda moment: sum(map(mul, moment, kept)))
             more = tuple(map(max, weights, worst))
-            if more == weights or sum(n * size for n, size in zip(worst, kept, strict=True)) <= room:
+            if more == weights or sum(map(mul, worst, kept)) <= room:
                 return found._replace(seconds=(found.seconds + self._ends(flight)) * flight.share)
             weights = more
 

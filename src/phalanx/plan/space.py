@@ -66,6 +66,12 @@ class PlanRequest:
         return memory if self.headroom is None else memory * (1 - self.headroom) / memory_factors()[1]
 
     @property
+    def regathers(self) -> bool:
+        """Whether sequence parallelism gathers its inputs again in the backward pass, as Megatron does: the gather
+        overlaps with the gradients of weights, and all that it saves is a share of the activations."""
+        return bool(self.fixed.get("sp_regather", self.fixed.get("tiles", 1) == 1))
+
+    @property
     def devices(self) -> tuple[int, ...]:
         """Numbers of devices that may be used."""
         return self.worlds or (self.cluster.devices,)
@@ -229,8 +235,7 @@ class Space:
     base: Layout
     """The layout of the fields that all share."""
     regathers: bool
-    """Whether sequence parallelism gathers its inputs again in the backward pass, as Megatron does: the gather overlaps
-    with the gradients of weights, and all that it saves is a share of the activations."""
+    """PlanRequest.regathers."""
     meshes: list[MeshDegrees]
     schedules: list[Scheduled]
     mesh: NDArray[np.int32]
@@ -300,9 +305,7 @@ class Space:
 
 def space_of(request: PlanRequest) -> Space:
     """Returns the space of a request. Raises JobError if the fixed fields leave no layout."""
-    base = replace(Layout(), **request.fixed)
-    regathers = bool(request.fixed.get("sp_regather", base.tiles == 1))
-    base = replace(base, sp_regather=False)
+    base, regathers = replace(Layout(), **{**request.fixed, "sp_regather": False}), request.regathers
     meshes = [mesh for world in request.devices for mesh in _meshes(request, world) if _takes_hpz(base, mesh)]
     schedules: dict[Scheduled, int] = {}
     known: dict[tuple[int, int, bool], NDArray[np.int32]] = {}

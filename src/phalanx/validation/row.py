@@ -233,6 +233,8 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
     ):
         cells.assume("multi-token prediction as one layer more")
         shape = replace(shape, n_layers=shape.n_layers + 1)
+    if shape.moe.n_experts and (slots := re.search(r"\bcf([0-9]\.[0-9]+)\b", name.lower())):
+        shape = replace(shape, moe=replace(shape.moe, capacity=float(slots[1])))
     shape = _solved(cells, shape, pp, bool(key) and key != "bloom")
     if shape is None:
         return None
@@ -438,10 +440,10 @@ def read(row: Mapping[str, str]) -> Reading:
         cells.assume(f"LoRA: rank {adapters.rank}, {adapters.targets}; memory is not predicted")
         model = replace(model, lora=adapters)
     program = calibrated(framework, cluster.accelerator)
-    if model.moe.n_experts:
-        key = key_of(cells.text("model_name")) or ""
-        recipe = row_layout.recipe_of(cells, framework, key, cluster.accelerator.name)
-        program = as_recipe(program, recipe) if recipe else program
+    key = key_of(cells.text("model_name")) or ""
+    if recipe := row_layout.recipe_of(cells, framework, model, key, cluster.accelerator.name):
+        program, layout = as_recipe(program, recipe), row_layout.as_set_up(layout, recipe, model)
+    program = replace(program, memory_profile=row_layout.with_state(cells, program.memory_profile))
     cluster, program = as_used_by(layout.world, cluster, program)
     spec = StepSpec(model, cluster, layout, batch, products, width, program)
     reading = _measured(cells, _unmeasured(cells, spec, framework))

@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import yaml
 
+from phalanx.blocks.operator import MemoryProfile
 from phalanx.blocks.parameters import count
 from phalanx.check.model import BOUNDS
 from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.config.clusters import ACCELERATORS, CLUSTERS, MACHINES, MEMORY_TOLERANCE
-from phalanx.config.layout import Layout
+from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import Products
 from phalanx.nearest import did_you_mean
@@ -41,7 +42,16 @@ COLUMNS = (
         "micro_batch",
         "global_batch_seqs",
     ),
-    *("precision", "tflops_per_gpu", "mfu_pct", "tokens_per_s_per_gpu", "step_time_s", "peak_mem_gb", "notes"),
+    *(
+        "precision",
+        "optimizer_state",
+        "tflops_per_gpu",
+        "mfu_pct",
+        "tokens_per_s_per_gpu",
+        "step_time_s",
+        "peak_mem_gb",
+        "notes",
+    ),
 )
 """Columns with a meaning; a table may have any subset of them, and others."""
 
@@ -175,23 +185,54 @@ _MODULES = {"norm": "layernorm", "layernorm": "layernorm", "act": "moe_act", "mo
 """Words for recomputed modules, and Megatron Core's names."""
 
 
-def recipe_of(cells: Cells, framework: str, key: str, device: str) -> dict[str, Any]:
-    """Returns the facts of the recipe that a row with experts ran (recipes.yaml), and the modules that the row itself
-    says to be computed again; {} if nothing is known."""
+def recipe_of(cells: Cells, framework: str, model: ModelConfig, key: str, device: str) -> dict[str, Any]:
+    """Returns the facts of the recipe that a row ran (recipes.yaml), and the modules that the row itself says to be
+    computed again; {} if nothing is known."""
     release = _RELEASE.search(cells.description)
-    precision, pp = cells.text("precision").lower(), degree(cells, "pp") or 1
+    lines = recipes().get(framework if framework == "maxtext" else release[0] if release else "", [])
+    lines = lines + recipes()["every release"] if framework.startswith("nemo") else lines
+    precision = cells.text("precision").lower()
+    degrees = {"pp": degree(cells, "pp") or 1, "zero": cells.whole("zero_stage")}
     kind = next((name for pattern, name in _FORMATS if re.search(pattern, precision)), "")
     found: dict[str, Any] = {}
-    for model, devices, kinds, facts in recipes().get(release[0], ()) if release else ():
-        alike = key == model and device.split("-", maxsplit=1)[0] in devices.split() and kind in kinds.split()
-        if alike and facts.get("pp", pp) == pp:
+    for names, devices, kinds, facts in lines:
+        alike = key in names.split() and device.removeprefix("tpu-").split("-")[0] in devices.split()
+        if alike and kind in kinds.split() and all(facts.get(name, n) == n for name, n in degrees.items()):
             found = facts
             break
-    if not found and framework.startswith("nemo"):
+    if not found and framework.startswith("nemo") and model.moe.n_experts:
         cells.assume("recipe unknown: expert traffic exposed, no CUDA graphs of experts")
     written = re.search(r"selective \(([^)]*)\)", cells.text("recompute").lower())
     modules = [_MODULES[word] for word in written[1].split(",") if word in _MODULES] if written else []
     return found | {"recomputes": modules} if modules else found
+
+
+STATES = ("fp32", "bf16 moments", "8-bit moments", "bf16")
+"""Words for the optimizer's state: moments and master weights in fp32; narrower moments beside master weights; and all
+in bf16 with parameters in it, without master weights."""
+
+
+def with_state(cells: Cells, profile: MemoryProfile) -> MemoryProfile:
+    """Returns the memory profile with the optimizer's state in the precision that the row says, or its source."""
+    known = (word for pattern, word in sources()["optimizer states"] if re.search(pattern, cells.description))
+    word = cells.text("optimizer_state").lower() or next(known, "fp32")
+    if word not in STATES:
+        cells.problem(f"optimizer_state: {word!r} is unknown; known: {', '.join(STATES)}{did_you_mean(word, STATES)}")
+    if word == "bf16":
+        return replace(profile, parameter_bytes=0, unbuffered_gradient_bytes=2, state_bytes=4)
+    master = 0 if profile.parameter_bytes == 4 else 4
+    moments = {"bf16 moments": 4, "8-bit moments": 2}
+    return replace(profile, state_bytes=master + moments[word]) if word in moments else profile
+
+
+def as_set_up(layout: Layout, recipe: Mapping[str, Any], model: ModelConfig) -> Layout:
+    """Returns the layout with what a recipe adds to it."""
+    layout = replace(layout, zero=3 if recipe.get("fsdp") else layout.zero, ep=recipe.get("ep", layout.ep))
+    if blocks := recipe.get("offloaded_layers"):
+        layout = replace(layout, offload="activations", offload_blocks=blocks)
+    if parts := recipe.get("loss_parts"):
+        layout = replace(layout, loss_chunk=layout.micro_batch * model.seq_len // parts)
+    return layout
 
 
 SHARDED = (
@@ -426,11 +467,12 @@ _MAXTEXT = {
     ("tpu-v5e", "16b"): (6, 1, "full"),
     ("tpu-v5e", "32b"): (4, 1, "full"),
     ("tpu-v5e", "64b"): (2, 1, "full"),
-    ("tpu-v5e", "128b"): (1, 16, "none"),
-    ("tpu-v5p", "32b"): (7, 4, "none"),
-    ("tpu-v5p", "64b"): (3, 4, "none"),
-    ("tpu-v5p", "128b"): (1, 8, "none"),
-    ("tpu-v5p", "256b"): (1, 8, "none"),
+    ("tpu-v5e", "128b"): (1, 16, "full"),
+    ("tpu-v5p", "32b"): (7, 4, "products"),
+    ("tpu-v5p", "64b"): (3, 4, "products"),
+    ("tpu-v5p", "128b"): (1, 8, "products"),
+    ("tpu-v5p", "256b"): (1, 8, "products"),
+    ("tpu-v6e", "405b"): (1, 4, "full"),
 }
 """MaxText's scripts by device and size (maxtext, MaxText/configs/v5e and v5p): sequences per device, tensor-parallel
 ranks, recomputation."""
@@ -537,7 +579,7 @@ def _state_load(model: ModelConfig, cluster: Cluster, framework: str, devices: i
 
 
 def _maxtext(cells: Cells, cluster: Cluster) -> tuple[int, int, str]:
-    found = re.search(r"maxtext-([0-9]+b)\b", cells.text("model_name").lower())
+    found = re.search(r"(?:maxtext|llama3\.1)-([0-9]+b)\b", cells.text("model_name").lower())
     return _MAXTEXT.get((cluster.accelerator.name, found[1] if found else ""), (0, 1, ""))
 
 
@@ -583,7 +625,7 @@ def _group(cells: Cells, cluster: Cluster, layout: Layout) -> int:
     return 0
 
 
-def _recompute(cells: Cells, cluster: Cluster, framework: str) -> Literal["none", "selective", "full"]:
+def _recompute(cells: Cells, cluster: Cluster, framework: str) -> Recompute:
     text = cells.text("recompute").lower()
     if cells.raw("recompute") in ("no", "none", "false", "0", "off"):
         return "none"
@@ -599,10 +641,11 @@ def _recompute(cells: Cells, cluster: Cluster, framework: str) -> Literal["none"
         cells.problem(f"recompute: {text!r} is unknown; known: {', '.join(known)}{did_you_mean(text, known)}")
         return "none"
     _, _, script = _maxtext(cells, cluster)
-    if framework == "maxtext" and script != "none":
-        cells.assume("recompute blank: full")  # the default of its base.yml
-        return "full"
-    if script == "none" or framework.startswith(("nemo", "mlperf", "zero-bubble", "fsdp1")):
+    if framework == "maxtext":
+        mode: Recompute = "products" if script == "products" else "full"  # the default of its base.yml
+        cells.assume(f"recompute blank: {mode}")
+        return mode
+    if framework.startswith(("nemo", "mlperf", "zero-bubble", "fsdp1")):
         return "none"
     if framework in ("megatron-2021", "vtrain", "megatron-deepspeed"):
         cells.assume("recompute blank: full")
@@ -622,7 +665,7 @@ def _tensor(cells: Cells, model: ModelConfig, framework: str, layout: Layout) ->
         near = min(legal, key=lambda t: abs(t - layout.tp))
         cells.problem(f"tp: n_heads {model.n_heads} / tp {layout.tp} is not an integer; nearest: {near}")
     stated = cells.yes("sequence_parallel")
-    by_default = framework in MODERN or framework.startswith("torchtitan")
+    by_default = framework in MODERN or framework.startswith(("torchtitan", "maxtext"))
     if stated is None and by_default:
         cells.assume("sequence_parallel blank: yes")
     sp = by_default if stated is None else stated
