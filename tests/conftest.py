@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -55,7 +56,10 @@ def _log_level() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Sets one thread per operation: models are tiny here, and threads that wait burn the cores of a busy machine."""
+    """Exempts what is loaded from garbage collection, which would walk through it again and again, and sets one thread
+    per operation: models are tiny here, and threads that wait burn the cores of a busy machine."""
+    gc.collect()
+    gc.freeze()
     if "torch" in sys.modules:  # not for the sake of tests that do without it
         import torch
 

@@ -27,9 +27,10 @@ def covering(
     *,
     size: int = 2,
     elsewhere: Iterable[Any] = (),
+    single: Callable[[Hashable], bool] = lambda part: False,
 ) -> list[Any]:
     """Returns cases in which any `size` parts meet that meet in one of all, taking the one with most that is new first,
-    but for those that meet in a case of `elsewhere`.
+    but for those that meet in a case of `elsewhere`. A `single` part has to be there, whatever it meets.
 
     One part each is enough where the cases are held in pairs at a lower level: whole runs whose steps are compared."""
     rest = [*cases]
@@ -37,7 +38,8 @@ def covering(
         return rest
 
     def groups_of(case: Any) -> set[Hashable]:
-        return {frozenset(group) for length in range(1, size + 1) for group in combinations(parts(case), length)}
+        groups = (group for length in range(1, size + 1) for group in combinations(parts(case), length))
+        return {frozenset(group) for group in groups if len(group) == 1 or not any(map(single, group))}
 
     groups = [groups_of(case) for case in rest]
     missing, kept = set[Hashable]().union(*groups).difference(*map(groups_of, elsewhere)), set[int]()

@@ -9,6 +9,7 @@ for `python -c`, in tests marked `cold`, which are about the start of processes,
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import importlib
@@ -256,6 +257,22 @@ def _run(start: Start) -> None:
     exec(compile(Path(first).read_bytes(), first, "exec"), main.__dict__)
 
 
+def _leave(code: Any) -> None:
+    """Ends the process as the interpreter does, but for taking its modules apart: of a fork that has torch this takes
+    longer than most commands. Returns where a stream cannot be written, for the interpreter to say so."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    try:
+        if code is not None and not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return
+    os._exit((code or 0) & 0xFF)
+
+
 def modules() -> Iterator[str]:
     """Yields the names of Phalanx' modules, but for those that are programs."""
     import phalanx
@@ -294,7 +311,12 @@ def _main() -> None:
             os.dup2(nothing, number)
         start = _serve(theirs)
         _prctl(PR_SET_PDEATHSIG, 0, 0, 0, 0)
-    _run(start)
+    try:
+        _run(start)
+    except SystemExit as left:
+        _leave(left.code)
+        raise
+    _leave(None)
 
 
 if __name__ == "__main__":

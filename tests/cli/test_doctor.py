@@ -234,9 +234,10 @@ def test_a_rank_that_hangs_is_named_and_the_exit_code_is_1(tmp_path):
     assert found["hang"]["culprits"] == [1]
 
 
-@pytest.mark.cold
 def test_ranks_of_another_launcher_say_once_what_is_wrong(tmp_path):
     """Two processes as torchrun would start them; an all-gather of rank 1 gives a wrong element."""
+    program = tmp_path / "faulty.py"
+    program.write_text(f"{FAULT}\nimport sys\nfrom phalanx.cli.main import main\nsys.exit(main(sys.argv[1:]))\n")
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
@@ -244,9 +245,11 @@ def test_ranks_of_another_launcher_say_once_what_is_wrong(tmp_path):
     for rank in range(2):
         variables = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
         variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environ = environment(tmp_path, "wrong") | {name: str(value) for name, value in variables.items()}
+        environ = {**os.environ, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1", "FAULT": "wrong"}
+        environ |= {name: str(value) for name, value in variables.items()}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        processes.append(subprocess.Popen([*PHALANX, "cluster.device=cpu"], cwd=tmp_path, env=environ, **pipes))
+        command = [sys.executable, str(program), "test-dist", "--quick", "cluster.device=cpu"]
+        processes.append(subprocess.Popen(command, cwd=tmp_path, env=environ, **pipes))
     (first, errors), (second, others) = (process.communicate(timeout=120) for process in processes)
     assert [process.returncode for process in processes] == [1, 1], errors
     host = socket.gethostname()

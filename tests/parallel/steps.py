@@ -68,6 +68,8 @@ def counted_steps(
     real = stepper.optimizer.square_norm
 
     def square_norm(loss_scale: float = 1) -> torch.Tensor:
+        if len(shown) < count - 1:
+            return real(loss_scale)
         trained = [f for f in shards if not f.frozen]
         stepper.optimizer.residence.settle()  # gradients may be on their way
         found = {f.name: f.gradient for f in trained if f.gradient is not None}

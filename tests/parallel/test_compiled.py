@@ -77,6 +77,25 @@ def test_a_second_process_finds_every_graph(ranks, tmp_path):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
+def loss_and_gradients(ranks, train):
+    with torch.device("meta"):
+        model = Transformer(SHAPE, 11)
+    replica = apply(model, Job(model=SHAPE, train=train), alone(), torch.device("cpu"))
+    tokens = torch.arange(16).reshape(2, 8) % 11
+    loss = replica.forward_backward(MicroTensors(tokens, tokens, None), 1.0, last=True)
+    return loss, {f.name: f.gradient for f in replica.shards}
+
+
+@pytest.mark.skipif(not ALL, reason="minutes: make compiled")
+def test_compiled_blocks_and_loss_compute_the_same(ranks):
+    (loss, gradients), (expected_loss, expected) = (
+        ranks(loss_and_gradients, 1, Train(compile=on, cpu_linear="mkl"), timeout=200)[0] for on in (True, False)
+    )
+    torch.testing.assert_close(loss, expected_loss)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv(FOLDER, "")
@@ -216,7 +235,7 @@ def run(
 
 CASES: dict[str, tuple[ModelConfig, Layout]] = {
     "plain": (GPT, Layout()),
-    "experts, sequence parallel": (EXPERTS, Layout(tp=2, sp=True)),
+    "sequence parallel": (GPT, Layout(tp=2, sp=True)),
 }
 """What `make test` runs."""
 
@@ -230,6 +249,7 @@ def every_family() -> Iterator[tuple[str, tuple[ModelConfig, Layout]]]:
 
 
 MORE: dict[str, tuple[ModelConfig, Layout]] = {
+    "experts, sequence parallel": (EXPERTS, Layout(tp=2, sp=True)),
     "FSDP, recomputed": (LLAMA, Layout(dp_shard=2, zero=3, recompute="full")),
     **dict(every_family()),
     "dropout, recomputed": (replace(GPT, dropout=0.1), Layout(recompute="full")),

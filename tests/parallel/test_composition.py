@@ -86,11 +86,11 @@ def reference(ranks):
     return {kind: ranks(steps, 1, job_of(model, Layout()), VOCAB)[0] for kind, model in MODELS.items()}
 
 
-def compare_and_check_bytes(ranks, job: Job, expected, count: int = 2) -> None:
+def compare_and_check_bytes(ranks, job: Job, expected, count: int = 2, vocab: int = VOCAB) -> None:
     """Compares steps with those of one process, and every byte that a rank sends with the predicted ones."""
-    found = ranks(counted_steps, job.layout.processes, job, VOCAB, count)
+    found = ranks(counted_steps, job.layout.processes, job, vocab, count)
     compare([results for results, _, _ in found], expected)
-    check_bytes(job, VOCAB, [(traffic, rows) for _, traffic, rows in found])
+    check_bytes(job, vocab, [(traffic, rows) for _, traffic, rows in found])
 
 
 def compare(results, expected) -> None:

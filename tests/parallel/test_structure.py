@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import shutil
 from dataclasses import replace
 from typing import Literal
 
@@ -47,30 +46,26 @@ LAYOUTS = {
     "olmo2": [
         "tp=2,sp=true,sp_regather=true,recompute=full",
         "dp_shard=2,zero=3,recompute=full",
-        "pp=2,accumulation=3",
     ],
     "gemma2": [
         "tp=4,loss_chunk=7",
         "tp=2,sp=true,recompute=full",
-        "dp_shard=2,zero=2,recompute=selective",
-        "pp=2,accumulation=3,schedule=zb_h1",
+        "pp=2,accumulation=3,schedule=zb_h1,recompute=selective",
         "cp=2,tp=2,sp=true,loss_chunk=5",
     ],
     "neox": [
-        "tp=2,recompute=full",
         "tp=4,sp=true,sp_regather=true",
-        "tp=2,sp=true,dp_shard=2,zero=3,recompute=selective",
+        "tp=2,dp_shard=2,zero=3,recompute=full",
         "tp=2,pp=2,accumulation=3,schedule=zb_h1",
         "cp=4,cp_ulysses=2",
-        "dp_shard=2,zero=2,tiles=2,recompute=full",
     ],
     "gpt-oss": [
         "dp_shard=2,ep=2,tp=2,zero=2",
         "cp=2,ep=2,zero=1,recompute=full",
         "pp=2,accumulation=3,schedule=zb_h1",
     ],
-    "neox with experts": ["tp=2,sp=true,recompute=full", "dp_shard=2,ep=2,tp=2,zero=3,recompute=full"],
-    "gemma2 with experts": ["tp=2,sp=true,recompute=full", "dp_shard=2,ep=2,zero=3"],
+    "neox with experts": ["dp_shard=2,ep=2,tp=2,zero=3,recompute=full"],
+    "gemma2 with experts": ["tp=2,sp=true,recompute=full"],
 }
 SENT = {
     "parallel with dropout": (replace(NEOX, dropout=0.1), "tp=2,sp=true,recompute=full"),
@@ -160,19 +155,14 @@ CASES = [
     ("capped", "cp=4,recompute=selective"),
     ("capped", "cp=2,cp_ulysses=2,tp=2,sp=true,sp_regather=true"),
     ("capped", "pp=2,schedule=terapipe,pp_slices=2,cp=2,accumulation=2"),
-    ("capped", "dp_shard=2,tp=2,recompute=selective"),
-    ("sinks", "tp=4,sp=true"),
     ("sinks", "tp=4,recompute=full"),
     ("sinks", "cp=2,tp=2,pp=2,schedule=zb_h1,accumulation=2"),
     ("sinks", "cp=4,cp_ulysses=2,cp_inner=ring,recompute=full"),
-    ("sinks", "dp_shard=2,cp=2,zero=3"),
     ("dropout", "cp=4,cp_ulysses=2,zero=1"),
     ("dropout", "tp=2,sp=true,cp=2"),
     ("layernorm", "tp=4,accumulation=2"),
     ("layernorm", "cp=4,cp_ulysses=2,zero=2"),
-    ("mixed", "tp=2,sp=true,pp=2,accumulation=2"),
-    ("mixed", "tp=2,pp=2,accumulation=2,schedule=zb_h1,recompute=full"),
-    ("mixed", "cp=2,zero=1"),
+    ("mixed", "tp=2,sp=true,pp=2,accumulation=2,schedule=zb_h1"),
     ("mixed", "cp=4,cp_ulysses=2,zero=3"),
     ("mixed", "dp_shard=2,tp=2,zero=1,recompute=full"),
 ]
@@ -214,25 +204,6 @@ def test_head_sizes_belong_to_the_kind_of_a_layer():
 # What apply makes of a model: the techniques that change how it computes, but not what.
 
 SHAPE = ModelConfig(n_layers=1, d_model=16, n_heads=2, seq_len=8)
-
-
-def loss_and_gradients(ranks, train):
-    with torch.device("meta"):
-        model = Transformer(SHAPE, 11)
-    replica = apply(model, Job(model=SHAPE, train=train), build(Layout(), "cpu"), torch.device("cpu"))
-    tokens = torch.arange(16).reshape(2, 8) % 11
-    loss = replica.forward_backward(MicroTensors(tokens, tokens, None), 1.0, last=True)
-    return loss, {f.name: f.gradient for f in replica.shards}
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile builds its CPU kernels with g++, which is not here")
-def test_compiled_blocks_and_loss_compute_the_same(ranks):
-    (loss, gradients), (expected_loss, expected) = (
-        ranks(loss_and_gradients, 1, Train(compile=on, cpu_linear="mkl"), timeout=200)[0] for on in (True, False)
-    )
-    torch.testing.assert_close(loss, expected_loss)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
 
 
 def lines_and_changed_forwards(ranks: Ranks, layout: Layout) -> tuple[list[str], list[str]]:

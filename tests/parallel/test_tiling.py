@@ -13,7 +13,8 @@ from checkpoint.contents import contents
 from parallel import structures, test_predicted_traffic
 from parallel.steps import micro_batches, steps, worst
 from parallel.test_composition import VOCAB as ODD_VOCAB
-from parallel.test_composition import compare, job_of
+from parallel.test_composition import compare, compare_and_check_bytes, job_of
+from parallel.test_pipeline import is_exact
 from phalanx.blocks.kinds import block_kinds
 from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis
@@ -67,12 +68,9 @@ def expected(ranks):
     [
         (Layout(tiles=3), GPT),
         (Layout(tiles=4, recompute="full", accumulation=3), GPT),
-        (Layout(tiles=2, dp_replicate=2), GPT),
         (Layout(tiles=3, dp_shard=3, zero=2, accumulation=2, accumulate="sharded"), LLAMA),
         (Layout(tiles=3, dp_shard=2), LLAMA),
-        (Layout(tiles=4, dp_shard=3, accumulation=2), GPT),
         (Layout(tiles=4, dp_shard=2, accumulation=3, accumulate="sharded", prefetch=0), GPT),
-        (Layout(tiles=4, dp_shard=2, recompute="full", accumulation=2), GPT),
         (Layout(tiles=4, dp_shard=2, recompute="selective", reshard=False), GPT),
         (Layout(tiles=2, dp_shard=2, dp_replicate=2), GPT),
     ],
@@ -116,7 +114,7 @@ def largest_gather(model: ModelConfig, layout: Layout) -> int:
 
 
 def test_only_a_tile_is_whole_at_once(ranks):
-    layouts = [Layout(dp_shard=2, tiles=tiles) for tiles in (1, 2, 4, 8)]
+    layouts = [Layout(dp_shard=2, tiles=tiles) for tiles in (1, 8)]
     layouts += [replace(layouts[-1], tile="all"), replace(layouts[-1], recompute="full")]
     found = [ranks(gathered, 2, layout)[0] for layout in layouts]
     for layout, sizes in zip(layouts, found, strict=True):
@@ -141,11 +139,11 @@ def largest_bucket(ranks, layout: Layout) -> int:
 
 
 def test_with_zero_2_a_tile_is_the_largest_bucket(ranks):
-    layouts = [Layout(dp_shard=2, zero=2, bucket_mb=0.01, tiles=tiles, tile="all") for tiles in (1, 2, 4, 8)]
+    layouts = [Layout(dp_shard=2, zero=2, bucket_mb=0.01, tiles=tiles, tile="all") for tiles in (1, 8)]
     found = [ranks(largest_bucket, 2, layout)[0] for layout in layouts]
     for layout, size in zip(layouts, found, strict=True):
         print(layout.line(), f"largest bucket {size:,}", sep="  ")
-    assert found[0] >= 8 * 64 * 1024 > 7 * found[3]
+    assert found[0] >= 8 * 64 * 1024 > 7 * found[1]
 
 
 def most_whole(ranks, layout: Layout) -> int:
@@ -202,17 +200,15 @@ def save_and_load(ranks, root, first: Layout, second: Layout):
     return found
 
 
-@pytest.mark.parametrize("with_first", [True, False])
 @pytest.mark.parametrize(
-    "layouts",
+    ("first", "second"),
     [
-        [Layout(dp_shard=2, tiles=4), Layout(dp_shard=2)],
-        [Layout(dp_shard=2, tp=2, tiles=4, tile="all"), Layout(dp_shard=4, tiles=2)],
+        (Layout(dp_shard=2, tiles=4), Layout(dp_shard=2)),
+        (Layout(dp_shard=4, tiles=2), Layout(dp_shard=2, tp=2, tiles=4, tile="all")),
     ],
-    ids=lambda layouts: layouts[0].line(),
+    ids=Layout.line,
 )
-def test_a_checkpoint_loads_with_and_without_tiles(ranks, tmp_path, layouts, with_first):
-    first, second = layouts if with_first else layouts[::-1]
+def test_a_checkpoint_loads_with_and_without_tiles(ranks, tmp_path, first, second):
     (*shown, path), (*expected, path_there) = ranks(save_and_load, first.world, tmp_path, first, second)[0]
     assert shown == pytest.approx(expected, rel=1e-9)
     there, here = (contents(p) for p in (path_there, path))
@@ -312,12 +308,11 @@ MORE = [
     ("llama", "tiles=2,tile=embedding+head,pp=2,schedule=terapipe,pp_slices=2,dp_shard=2,accumulation=2"),
     ("llama", "tiles=2,tile=embedding+head,dp_shard=2,offload=optimizer"),
 ]
-FEW_BYTES = [
-    ("GPT", "adamw", "tiles=2,tile=all,dp_shard=2,tp=2,sp=true,recompute=full"),
-    ("DEEPSEEK", "muon", "tiles=2,tile=all,dp_shard=2,tp=2,sp=true"),
-    ("SWITCH", "adamw", "tiles=2,tile=all,dp_shard=4,ep=2,recompute=full"),
-]
+FEW_BYTES = [("DEEPSEEK", "muon", "tiles=2,tile=all,dp_shard=2,tp=2,sp=true")]
+"""Those of AdamW are compared together with the results."""
 MORE_BYTES = [
+    ("GPT", "adamw", "tiles=2,tile=all,dp_shard=2,tp=2,sp=true,recompute=full"),
+    ("SWITCH", "adamw", "tiles=2,tile=all,dp_shard=4,ep=2,recompute=full"),
     ("GPT", "adamw", "tiles=2,tile=all,dp_shard=2,accumulation=2"),
     ("LLAMA", "adamw", "tiles=2,tile=attention,dp_shard=2,recompute=full"),
     ("GPT", "adamw", "tiles=2,tile=all,dp_shard=2,tp=2"),
@@ -350,7 +345,10 @@ def reference(ranks):
 def test_all_layers_in_tiles_equal_one_process(ranks, reference, kind, line):
     job = job_of(MODELS[kind], layout_line.parse(line))
     assert problems_of(job) == []
-    compare(ranks(steps, job.layout.world, job, ODD_VOCAB), reference(kind))
+    if is_exact(job.layout):
+        compare_and_check_bytes(ranks, job, reference(kind))
+    else:
+        compare(ranks(steps, job.layout.world, job, ODD_VOCAB), reference(kind))
 
 
 @pytest.mark.parametrize(("model", "optimizer", "line"), FEW_BYTES + MORE_BYTES if EVERY else FEW_BYTES)
@@ -378,11 +376,9 @@ def test_layers_that_do_not_go_are_refused(kind, line, path, message):
 # few layouts in every run; all of them with PHALANX_TILES=1 (make tiles).
 
 WIDE_LLAMA = replace(structures.LLAMA, dropout=0.2)
-FEW_TABLE_BYTES = [
-    "tiles=3,tile=embedding+head,dp_shard=2,accumulation=3,accumulate=sharded,tp=2,sp=true,loss_chunk=5",
-    "tiles=3,tile=embedding+head,pp=2,dp_shard=2,accumulation=3",
-]
+FEW_TABLE_BYTES = ["tiles=3,tile=embedding+head,pp=2,dp_shard=2,accumulation=3"]
 MORE_TABLE_BYTES = [
+    "tiles=3,tile=embedding+head,dp_shard=2,accumulation=3,accumulate=sharded,tp=2,sp=true,loss_chunk=5",
     "tiles=3,tile=embedding+head,dp_shard=4,hpz=2,accumulation=2",
     "tiles=3,tile=embedding+head,dp_shard=4,hpz=2,quantise_weights=int8,quantise_gradients=int4",
     "tiles=3,tile=embedding,dp_shard=2,reshard=false,accumulation=2",

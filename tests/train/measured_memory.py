@@ -85,21 +85,26 @@ class Made(TorchDispatchMode):
         self.met: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in tensors_in((args, kwargs)):
+        given = tensors_in((args, kwargs))
+        for tensor in given:
             storage = tensor.untyped_storage()
             if storage._cdata not in self.storages and storage._cdata not in self.met:
                 self.met[storage._cdata] = StorageWeakRef(storage)
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.met and storage._cdata not in self.storages:
                 self.add(storage._cdata, StorageWeakRef(storage), storage.nbytes())
+        self.done(func, given)
         return result
 
     def add(self, key: int, ref: StorageWeakRef, size: int) -> None:
         """Records a storage that an operation made, of `size` bytes."""
         self.storages[key] = ref, size
+
+    def done(self, func: Any, given: list[Tensor]) -> None:
+        """Is called after every operation, with its tensors. A `__torch_dispatch__` that calls another one would take
+        twice as long: torch wraps each."""
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +29,19 @@ def train(ranks, job: Job, stop_at: int = 0):
     return trainer.run()
 
 
+def stopped(ranks, job: Job, at: int) -> str:
+    """Trains until a signal comes in step `at`. Returns the message, so that the rank's process lives on."""
+    with pytest.raises(StoppedError) as caught:
+        train(ranks, job, at)
+    return str(caught.value)
+
+
+def stop(ranks, job: Job, at: int, match: str = "stopped by a signal") -> None:
+    """Trains until a signal comes in step `at`, with a message of every rank that has `match`."""
+    for message in ranks(stopped, job.layout.processes, job, at):
+        assert re.search(match, message)
+
+
 def moves_between(ranks, job: Job, layouts: Sequence[Layout]) -> None:
     """A run that stops and goes on under one layout after the other makes the curve and the weights of one process."""
     ranks(train, 1, job)
@@ -35,8 +49,7 @@ def moves_between(ranks, job: Job, layouts: Sequence[Layout]) -> None:
     for number, layout in enumerate(layouts):
         moved = dataclasses.replace(moved, layout=layout)
         if number < len(layouts) - 1:
-            with pytest.raises(StoppedError):
-                ranks(train, layout.processes, moved, 2 * number + 2)
+            stop(ranks, moved, 2 * number + 2)
         else:
             ranks(train, layout.processes, moved)
     assert losses(moved) == pytest.approx(losses(job), rel=1e-9)

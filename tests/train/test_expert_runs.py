@@ -18,7 +18,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.data import prepare as preparation
 from phalanx.data.prepare import prepare
-from phalanx.errors import DataError, JobError, StoppedError
+from phalanx.errors import DataError, JobError
 from phalanx.launch.ranks import SINGLE
 from phalanx.model.moe import Routing
 from phalanx.parallel import mesh as meshes
@@ -27,7 +27,7 @@ from phalanx.train import agreement
 from phalanx.train.callbacks import Done
 from phalanx.train.metrics import ExpertLoads, balance_line
 from phalanx.train.step import Step
-from train.runs import change, losses, moves_between, rows, train, weights
+from train.runs import change, losses, moves_between, rows, stop, train, weights
 
 # Whole runs with experts, with parts of sequences on several ranks, and with documents that attention keeps apart.
 
@@ -75,8 +75,7 @@ def test_stopping_and_resuming_gives_the_same_bits(ranks, job, layout, precision
     job = change(dataclasses.replace(job, model=DEEPSEEK, layout=layout), "train", precision=precision)
     ranks(train, layout.processes, job)
     broken = change(job, "run", name="broken")
-    with pytest.raises(StoppedError):
-        ranks(train, layout.processes, broken, 3)
+    stop(ranks, broken, 3)
     ranks(train, layout.processes, broken)
     straight, resumed = weights(job), weights(broken)
     for name, tensor in straight.items():
@@ -164,8 +163,7 @@ def traffic_of_steps(layout: Layout) -> dict[str, float]:
 def test_a_resumed_run_goes_on_where_it_stopped(ranks, moe_job):
     ranks(train, 1, moe_job)
     broken = change(moe_job, "run", name="broken")
-    with pytest.raises(StoppedError):
-        ranks(train, 1, broken, 3)
+    stop(ranks, broken, 3)
     ranks(train, 1, broken)
     straight, found = rows(moe_job, "experts"), rows(broken, "experts")
     assert [(row["step"], row["steps"]) for row in found] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 1)]
@@ -269,8 +267,7 @@ def test_resuming_gives_the_bits_of_an_unbroken_run(ranks, mixed, layout):
     ranks(train, layout.processes, job)
     broken = change(job, "run", name="broken")
     for stop_at in (2, 5):
-        with pytest.raises(StoppedError):
-            ranks(train, layout.processes, broken, stop_at)
+        stop(ranks, broken, stop_at)
     ranks(train, layout.processes, broken)
     straight, resumed = weights(job), weights(broken)
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
@@ -287,8 +284,7 @@ def test_resuming_with_other_numbers_of_ranks_reads_the_same_samples(ranks, mixe
     for number, layout in enumerate((Layout(dp_shard=2, zero=2), Layout(dp_replicate=3), Layout(tp=2))):
         moved = dataclasses.replace(moved, layout=layout)
         if number < 2:
-            with pytest.raises(StoppedError):
-                ranks(train, layout.processes, moved, 2 * number + 2)
+            stop(ranks, moved, 2 * number + 2)
         else:
             ranks(train, layout.processes, moved)
     assert losses(moved) == pytest.approx(losses(mixed), rel=1e-9)
@@ -321,8 +317,7 @@ def answered(job, tmp_path):
 def test_conversations_are_resumed_by_other_numbers_of_ranks(ranks, answered):
     ranks(train, 1, answered)
     moved = change(answered, "run", name="moved")
-    with pytest.raises(StoppedError):
-        ranks(train, 2, dataclasses.replace(moved, layout=Layout(dp_shard=2, zero=2)), 3)
+    stop(ranks, dataclasses.replace(moved, layout=Layout(dp_shard=2, zero=2)), 3)
     ranks(train, 3, dataclasses.replace(moved, layout=Layout(dp_replicate=3)))
     assert losses(moved) == pytest.approx(losses(answered), rel=1e-9)
     tokens = [row["source_tokens"] for row in rows(answered, "step")]
@@ -342,8 +337,7 @@ def test_pairs_of_several_sources_are_compared_with_one_reference(ranks, answere
     job = dataclasses.replace(answered, data=data)
     ranks(train, 1, job)
     moved = change(job, "run", name="moved")
-    with pytest.raises(StoppedError):
-        ranks(train, 1, moved, 2)
+    stop(ranks, moved, 2)
     ranks(train, 2, dataclasses.replace(moved, layout=Layout(dp_replicate=2)))
     assert losses(moved) == pytest.approx(losses(job), rel=1e-9)
     assert losses(job)[0] == pytest.approx(math.log(2))
@@ -366,8 +360,7 @@ def test_other_weights_and_too_few_epochs_are_refused(ranks, mixed):
     short = change(mixed, "data", mix=(*mixed.data.mix[:2], dataclasses.replace(mixed.data.mix[2], epochs=0.01)))
     with pytest.raises(JobError, match=r"data.mix: item 3 .* passes over its .* epochs is 0.01; nearest legal"):
         ranks(train, 1, short)
-    with pytest.raises(StoppedError):
-        ranks(train, 1, mixed, 2)
+    stop(ranks, mixed, 2)
     other = change(mixed, "data", mix=tuple(dataclasses.replace(source, weight=1.0) for source in mixed.data.mix))
     with pytest.raises(JobError, match="checkpoint of another job .*\n  data.mix"):
         ranks(train, 1, other)

@@ -33,7 +33,7 @@ from phalanx.cost.traffic import step_traffic
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
 from phalanx.data.tokenizer import ByteTokenizer, Tokenizer
-from phalanx.errors import CheckpointError, DataError, JobError, StoppedError
+from phalanx.errors import CheckpointError, DataError, JobError
 from phalanx.exchange.export import export
 from phalanx.exchange.import_run import import_folder
 from phalanx.parallel import mesh as meshes
@@ -45,7 +45,7 @@ from phalanx.train import start
 from phalanx.train.run_directory import REFERENCE, RunDirectory
 from phalanx.train.start import keep_small_files, notices, open_start, vocabulary_of
 from phalanx.train.step import Stepper
-from train.runs import change, losses, rows, train, weights
+from train.runs import change, losses, rows, stop, train, weights
 
 # Fine-tuning on conversations: any layout makes the curve of one process, and a run goes on bit for bit.
 
@@ -144,8 +144,7 @@ def curve(job) -> list[float]:
 
 def test_a_run_goes_on_bit_for_bit_and_not_with_other_packing(ranks, chat):
     resumed = change(chat, "run", name="resumed")
-    with pytest.raises(StoppedError):
-        ranks(train, 1, resumed, 2)
+    stop(ranks, resumed, 2)
     with pytest.raises(JobError, match=r"data.packing: True there, False here"):
         ranks(train, 1, change(resumed, "data", packing=False))
     ranks(train, 1, resumed)
@@ -310,8 +309,7 @@ def predicted(job) -> dict:
 def test_a_run_goes_on_with_the_same_reference(ranks, preferences):
     ranks(train, 1, preferences)
     resumed = change(preferences, "run", name="resumed")
-    with pytest.raises(StoppedError):
-        ranks(train, 1, resumed, 2)
+    stop(ranks, resumed, 2)
     before = reference(resumed)
     (Path(resumed.run.dir) / "resumed" / REFERENCE).unlink()
     ranks(train, 1, resumed)

@@ -20,7 +20,7 @@ from phalanx.cli.train import _text as text_of
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.errors import CheckpointError, JobError, NotFiniteError, StoppedError
+from phalanx.errors import CheckpointError, JobError, NotFiniteError
 from phalanx.launch.ranks import SINGLE
 from phalanx.parallel.mesh import build
 from phalanx.parallel.parameter_shards import wholes
@@ -29,7 +29,7 @@ from phalanx.train.learning_rate import at_step, end_of, peak, resumed_end
 from phalanx.train.metrics import Meter, line
 from phalanx.train.requests import Milestones, StopRequest
 from phalanx.train.step import StepInputs, Stepper
-from train.runs import change, losses, moves_between, rows, train, weights
+from train.runs import change, losses, moves_between, rows, stop, train, weights
 
 # Whole runs on tiny models: the same curve on any layout, exact resuming, clean ends, and single steps.
 
@@ -92,9 +92,8 @@ def test_the_loss_curve_does_not_depend_on_the_layout(ranks, job):
     ("layout", "precision"),
     [
         (Layout(), "fp64"),
-        (Layout(dp_replicate=2, bucket_mb=0.01), "fp32"),
         (Layout(dp_replicate=3, bucket_mb=0.01), "fp32"),
-        *((layout, "fp32") for layout in SHARDED),
+        *((layout, "fp32") for layout in SHARDED[:-1]),
         (SHARDED[-1], "bf16"),
         (Layout(pp=2, schedule="zb_h1", accumulation=3), "fp32"),
         (Layout(dp_shard=2, pp=2, schedule="dualpipe", accumulation=2), "bf16"),
@@ -106,9 +105,8 @@ def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job
     job, world = dataclasses.replace(job, layout=layout), layout.processes
     ranks(train, world, job)
     broken = change(job, "run", name="broken")
-    for stop_at in (2, 3) if layout not in SHARDED else (3,):
-        with pytest.raises(StoppedError, match=f"stopped by a signal at step {stop_at} of 6, with a checkpoint"):
-            ranks(train, world, broken, stop_at)
+    for stop_at in (2, 3) if layout.world == 1 else (3,):
+        stop(ranks, broken, stop_at, f"stopped by a signal at step {stop_at} of 6, with a checkpoint")
     ranks(train, world, broken)
     straight, resumed = weights(job), weights(broken)
     assert straight.keys() == resumed.keys()
@@ -118,13 +116,10 @@ def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job
 
 
 MOVES = [
-    (Layout(), Layout(dp_replicate=2)),
     (Layout(dp_shard=2, zero=3), Layout(tp=2, sp=True), Layout()),
     (Layout(tp=2), Layout(dp_shard=3, zero=2, bucket_mb=0.01), Layout(dp_shard=2, tp=2)),
-    (Layout(dp_replicate=2, dp_shard=2, zero=1), Layout(dp_shard=4), Layout(dp_replicate=2, tp=2)),
     (Layout(dp_replicate=3), Layout(dp_shard=2, tp=2, sp=True, zero=1), Layout(dp_replicate=2, dp_shard=2)),
-    (Layout(pp=2, accumulation=4), Layout(tp=2), Layout(pp=2, dp_shard=2, accumulation=2)),
-    (Layout(pp=2, accumulation=4), Layout(pp=4, schedule="zb_v", accumulation=4), Layout()),
+    (Layout(pp=2, accumulation=4), Layout(pp=4, schedule="zb_v", accumulation=4), Layout(tp=2)),
     (Layout(), Layout(pp=2, dp_shard=2, zero=1, schedule="dualpipe", accumulation=2), Layout(pp=3, accumulation=3)),
 ]
 
@@ -147,12 +142,20 @@ def test_the_loss_falls_on_text(ranks, job, tmp_path):
     assert found[-1] < 1.0
 
 
-@pytest.mark.parametrize(("precision", "gradients"), [("bf16", "same"), ("bf16", "fp32"), ("fp16", "same")])
-def test_half_precision_trains(ranks, job, precision, gradients):
+@pytest.mark.parametrize(
+    ("precision", "gradients", "layouts"),
+    [
+        ("bf16", "same", [Layout(), *SHARDED]),
+        ("bf16", "fp32", [Layout(dp_replicate=2), SHARDED[1], SHARDED[-1]]),
+        ("fp16", "same", [Layout(dp_replicate=2), SHARDED[0], SHARDED[2]]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_half_precision_trains(ranks, job, precision, gradients, layouts):
     full = change(change(job, "train", precision="fp32"), "run", name="full")
     ranks(train, 1, full)
     half = change(change(job, "train", precision=precision, gradients=gradients), "checkpoint", every=3)
-    for number, layout in enumerate([Layout(), Layout(dp_replicate=2), *SHARDED]):
+    for number, layout in enumerate(layouts):
         job = change(dataclasses.replace(half, layout=layout), "run", name=f"half{number}")
         ranks(train, layout.processes, job)
         assert losses(job) == pytest.approx(losses(full), rel=2e-2)
@@ -164,8 +167,7 @@ def test_half_precision_trains(ranks, job, precision, gradients):
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_replicate=2), SHARDED[1], SHARDED[-1]], ids=Layout.line)
 def test_a_loss_that_is_not_finite_stops_before_the_optimizer_writes_it(ranks, job, layout):
     job, world = dataclasses.replace(change(job, "checkpoint", every=2), layout=layout), layout.processes
-    with pytest.raises(StoppedError):
-        ranks(train, world, job, 3)
+    stop(ranks, job, 3)
     before = weights(job)
     messages = ranks(poisoned, world, job)
     assert len(set(messages)) == 1
@@ -222,8 +224,8 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_differences(ranks, jo
 
 def test_a_corrupt_newest_checkpoint_gives_way_to_the_one_before(ranks, job):
     job = change(job, "checkpoint", every=2)
-    with pytest.raises(StoppedError):
-        ranks(train, 2, two := dataclasses.replace(job, layout=Layout(dp_replicate=2)), 4)
+    two = dataclasses.replace(job, layout=Layout(dp_replicate=2))
+    stop(ranks, two, 4)
     root = Path(job.run.dir) / "run" / "checkpoints"
     with (root / "step-000004" / "rank-00001.safetensors").open("r+b") as file:
         file.seek(-1, 2)
@@ -393,8 +395,7 @@ def test_resuming_from_a_checkpoint_gives_the_same_bits_as_an_unbroken_run(ranks
 
 
 def test_a_request_to_stop_lets_what_is_under_way_come_back(ranks, streamed):
-    with pytest.raises(StoppedError, match="at step 4 of 9, with a checkpoint"):
-        ranks(train, 2, change(streamed, "train", eval_every=0), 2)
+    stop(ranks, change(streamed, "train", eval_every=0), 2, "at step 4 of 9, with a checkpoint")
     ranks(train, 2, change(streamed, "train", eval_every=0))
     assert len(losses(streamed)) == 9
 
@@ -550,8 +551,7 @@ def test_a_run_with_quantised_messages_resumes_bit_by_bit(ranks, job):
     job = replace(change(job, "train", precision="fp32"), layout=CODES)
     ranks(train, 4, job)
     moved = change(job, "run", name="moved")
-    with pytest.raises(StoppedError):
-        ranks(train, 4, moved, 3)
+    stop(ranks, moved, 3)
     ranks(train, 4, moved)
     straight, found = weights(job), weights(moved)
     assert straight.keys() == found.keys()
@@ -563,8 +563,7 @@ def test_a_run_goes_on_without_quantised_messages(ranks, job):
     """Its weights are the quantised run's, so that losses stay near those of one process, and are not equal to them."""
     ranks(train, 1, job)
     moved = change(job, "run", name="moved")
-    with pytest.raises(StoppedError):
-        ranks(train, 4, replace(moved, layout=CODES), 3)
+    stop(ranks, replace(moved, layout=CODES), 3)
     ranks(train, 2, replace(moved, layout=Layout(dp_shard=2)))
     assert losses(moved) == pytest.approx(losses(job), rel=1e-2)
     assert losses(moved) != losses(job)

@@ -7,10 +7,10 @@ import gc
 import time
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cost.activation_bytes import activation_bytes
@@ -29,8 +29,7 @@ from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import PARAMETER_BYTES
 from phalanx.train.step import StepInputs, Stepper
-from train import measured_memory
-from train.measured_memory import Made, activation_memory, state_memory, tensors_in
+from train.measured_memory import Made, activation_memory, state_memory
 
 LOOKS, LOOK_S = 6, 0.002
 """How often one looks again whether a collective's tensor is alive, and how long apart, in seconds."""
@@ -68,21 +67,6 @@ BLOCKS = {
 }
 
 
-class Pinned(Made):
-    """Every storage that an operation makes, told from those that operations meet also when these are gone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pins: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tensors_in((args, kwargs)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.storages and storage._cdata not in self.pins:
-                self.pins[storage._cdata] = StorageWeakRef(storage)  # keeps the key from being used again
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-
 def kept(ranks, layout: Layout, model: ModelConfig, precision) -> int:
     """What the one block keeps of a micro-batch of 2 sequences."""
     job = Job(model=model, layout=layout, train=Train(precision=precision, global_batch=2 * layout.data_ranks))
@@ -92,8 +76,7 @@ def kept(ranks, layout: Layout, model: ModelConfig, precision) -> int:
     (block,) = transformer.blocks.values()
     micro = stepper.tensors(micro_batches(job, 0, mesh.data_rank, VOCAB)[0][0], 0)
     x = transformer.embed_tokens(micro.tokens, micro.positions, None).detach().clone().requires_grad_()
-    with mock.patch.object(measured_memory, "Made", Pinned):
-        found, y = activation_memory(block, x, transformer.rotary(micro.positions, x.dtype), None, None)
+    found, y = activation_memory(block, x, transformer.rotary(micro.positions, x.dtype), None, None)
     y.sum().backward()
     return found
 
@@ -146,7 +129,7 @@ def test_norms_over_all_heads_keep_queries_and_keys_on_every_tensor_rank(ranks):
     assert [a - b for a, b in zip(*found, strict=True)] == [more] * 4
 
 
-class Live(Pinned):
+class Live(Made):
     """The most bytes, after any operation, of what operations have made and is still alive, and of what storages that
     were there before have grown by: FSDP2 empties those of whole parameters and fills them again.
 
@@ -170,13 +153,12 @@ class Live(Pinned):
         self.alive[key] = ref
         self.bound += size
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+    def done(self, func: Any, given: list[Tensor]) -> None:
         if func.namespace == "c10d":
-            keys = [tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))]
+            keys = [tensor.untyped_storage()._cdata for tensor in given]
             self.sent |= {key: (self.alive[key], LOOKS) for key in keys if key in self.alive}
         if self.bound + sum(map(_size, self.resized)) <= self.most:
-            return result  # whatever is alive, it has been as much before
+            return  # whatever is alive, it has been as much before
         now = self.bytes_now()
         for _ in range(2):
             if now <= 1.01 * self.most or not self.sent:
@@ -185,7 +167,6 @@ class Live(Pinned):
             self.sent = {key: (ref, left - 1) for key, (ref, left) in self.sent.items() if left > 1}
             now = min(now, self.bytes_now())
         self.most = max(self.most, now)
-        return result
 
     def bytes_now(self) -> int:
         """Returns the bytes that are alive."""
@@ -211,8 +192,10 @@ def stepped(ranks, job: Job, more: int = 1) -> int:
     """The most bytes that this rank has in its second step, or in one of `more`, if they are fewer."""
     mesh, vocab = meshes.build(job.layout, "cpu"), job.model.vocab_size
     stepper = Stepper(job, mesh, torch.device("cpu"), vocab)
-    first, *others = ((step, *micro_batches(job, step, mesh.data_rank, vocab)) for step in range(1 + more))
-    taken(stepper, *first)
+    (step, micros, valid), *others = (
+        (step, *micro_batches(job, step, mesh.data_rank, vocab)) for step in range(1 + more)
+    )
+    stepper.step(StepInputs(micros, step, valid, 1e-3))
     before = state_memory(stepper.replica, stepper.optimizer)
     return before.total + min(taken(stepper, *step) for step in others)
 

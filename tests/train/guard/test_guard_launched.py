@@ -168,8 +168,15 @@ def without_reads(ranks: Any, job: Job) -> list[float]:
     return shown
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", *KINDS])
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp_replicate=2), Layout(dp_shard=2)], ids=lambda lay: lay.line())
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *((layout, "adamw") for layout in (Layout(), Layout(dp_replicate=2), Layout(dp_shard=2))),
+        *((Layout(dp_shard=2), name) for name in ("lion", "muon", "fp16", "experts")),
+        *((Layout(dp_replicate=2), name) for name in ("sgd", "adamw8bit", "fp16")),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.line(),
+)
 def test_a_step_reads_nothing_of_the_device(ranks, job, layout, name):
     job = dataclasses.replace(job, layout=layout)
     job = kept(change(job, "train", precision="bf16", global_batch=4))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from cost.exact_state import checkpoint_bytes, state_bytes
-from parallel.steps import steps, worst
+from parallel.steps import steps
+from parallel.test_composition import VOCAB, compare_and_check_bytes
 from phalanx.check.job import problems_of
 from phalanx.config import layout_line
 from phalanx.config.job import Job, Optimizer, Train
@@ -27,7 +28,6 @@ from train.test_memory import held
 # formula says. Muon has a file of its own.
 
 
-VOCAB = 13
 SGD = Optimizer(name="sgd", lr=1e-2, momentum=0.9, nesterov=True, clip=0.5, weight_decay=0.01)
 LION = Optimizer(name="lion", lr=1e-2, betas=(0.9, 0.99), clip=0.5)
 ADAMW8BIT = Optimizer(name="adamw8bit", lr=1e-2, clip=0.5)
@@ -77,13 +77,7 @@ def job_of(optimizer: Optimizer, model: ModelConfig, layout: Layout) -> Job:
 def test_a_layout_equals_one_process(ranks, alone, optimizer, model, line):
     job = job_of(optimizer, model, layout_line.parse(line))
     assert not problems_of(job)
-    (shown, gradients, found), *others = ranks(steps, job.layout.processes, job, VOCAB)
-    assert all(other[0] == shown for other in others)
-    expected = alone(optimizer, model)
-    for pair, wanted in zip(shown, expected[0], strict=True):
-        assert pair == pytest.approx(wanted, rel=1e-9)
-    assert worst(gradients, expected[1], 1e-6 * max(float(g.abs().max()) for g in expected[1].values())) < 1e-9
-    assert worst(found, expected[2], 1e-2) < 1e-9
+    compare_and_check_bytes(ranks, job, alone(optimizer, model))
 
 
 @pytest.mark.parametrize(
@@ -259,13 +253,7 @@ def muon_job(model: ModelConfig, layout: Layout) -> Job:
 def test_muon_in_a_layout_equals_one_process(ranks, muon_alone, model, line):
     job = muon_job(model, layout_line.parse(line))
     assert not problems_of(job)
-    (shown, gradients, found), *others = ranks(steps, job.layout.processes, job, VOCAB)
-    assert all(other[0] == shown for other in others)
-    expected = muon_alone(model)
-    for pair, wanted in zip(shown, expected[0], strict=True):
-        assert pair == pytest.approx(wanted, rel=1e-9)
-    assert worst(gradients, expected[1], 1e-6 * max(float(g.abs().max()) for g in expected[1].values())) < 1e-9
-    assert worst(found, expected[2], 1e-2) < 1e-9
+    compare_and_check_bytes(ranks, job, muon_alone(model))
 
 
 @pytest.mark.parametrize(
