@@ -44,7 +44,7 @@ MOST_LINES = {
     "machine": 5450,
     "model": 2500,
     "optimizers": 550,
-    "parallel": 6250,
+    "parallel": 6450,
     "partition": 1050,
     "pictures": 3400,
     "plan": 4110,

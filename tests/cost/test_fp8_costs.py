@@ -42,6 +42,14 @@ def test_devices_with_products_in_8_bits_take_it(cluster):
         (["model.lora.rank=4"], "whole weights, not adapters"),
         (["train.precision=bf16", "train.fp8_scaling=tensorwise"], "it is for train.precision=fp8"),
         (["train.fp8_scaling=blockwise"], "rowwise.*tensorwise"),
+        (
+            ["cluster=dgx-h100", "model=llama3-8b", *ONE, "train.fp8_scaling=mxfp8"],
+            "h100-80gb has none .*fp4_tflops is 0.*nearest legal: rowwise",
+        ),
+        (
+            ["cluster=dgx-b200", *ONE, "model.d_model=1040", "model.n_heads=10", "train.fp8_scaling=mxfp8"],
+            "d_model 1040 is not a multiple of 32.* nearest d_model: 960, 1120",
+        ),
     ],
 )
 def test_refusals_say_what_is_legal(words, says):
@@ -66,7 +74,21 @@ def test_a_step_takes_less_time_and_the_same_memory_as_in_bf16():
     assert wide.peak_flops == 989e12
 
 
-def test_each_product_casts_both_factors_and_experts_stay_in_bf16():
+def test_experts_run_in_8_bits_where_torch_has_a_kernel():
+    mixture = ("model=mixtral-8x7b", *ONE, "cluster.accelerator.memory_gib=1000", "train.compile=false")
+    took = {}
+    for cluster in ("dgx-h200", "dgx-b200"):
+        spec = step_spec(job(f"cluster={cluster}", *mixture), 32000)
+        assert spec.framework.narrow_experts == (cluster == "dgx-h200")
+        wide = replace(spec, framework=replace(spec.framework, narrow_experts=False))
+        took[cluster] = predict(spec).step_time_s / predict(wide).step_time_s
+    assert took["dgx-h200"] < 0.95
+    assert took["dgx-b200"] == 1
+    mx = step_spec(job("cluster=dgx-b200", "train.fp8_scaling=mxfp8", *mixture), 32000)
+    assert mx.framework.narrow_unit == 32
+
+
+def test_each_product_casts_both_factors_and_those_of_experts_pad_rows():
     m, n, k = 8192, 14336, 4096
     matrix = Operator("up", (Weight("mlp.up.weight", (n, k)),), m)
     seconds, titan = (operator_seconds(H200, [matrix], each, "fp8") for each in (PHALANX, TORCHTITAN))
@@ -87,3 +109,9 @@ def test_each_product_casts_both_factors_and_experts_stay_in_bf16():
     of_experts = {each: operator_seconds(H200, [experts], PHALANX, each).products for each in ("bf16", "fp8")}
     assert of_experts["bf16"] == of_experts["fp8"]
     assert operator_seconds(H200, [experts], TORCHTITAN, "fp8").products < of_experts["fp8"]
+    own = replace(PHALANX, narrow_experts=True)
+    in_8_bits, in_16 = (operator_seconds(H200, [experts], each, "fp8") for each in (own, PHALANX))
+    assert in_8_bits.products < in_16.products
+    moved = [each.backward + each.forward - each.products for each in (in_8_bits, in_16)]
+    cast = PHALANX.cast_bytes * 8 * (2 * k * (m // 8 + n) + 2 * m // 8 * n) + 4 * m * (k + n)
+    assert moved[0] - moved[1] == pytest.approx(stream_seconds(H200, cast, 0), rel=1e-2)

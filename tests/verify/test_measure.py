@@ -28,8 +28,8 @@ from phalanx.model import moe
 from phalanx.model.seeding import Noise
 from phalanx.parallel import mesh
 from phalanx.parallel.data import Replica
-from phalanx.parallel.linear import Fp8Product
 from phalanx.parallel.mesh import build
+from phalanx.parallel.scaled import ScaledProduct
 from phalanx.train.step import Stepper
 from phalanx.verify import measure
 from phalanx.verify import run as verify
@@ -47,6 +47,7 @@ MASKED = replace(JOB, data=Data(document_mask=True))
 
 
 FP8 = replace(JOB, train=Train(precision="fp8"))
+MIXTURE = replace(FP8.model, dropout=0.0, moe=MoE(n_experts=4, top_k=2))
 
 
 def plan_of(*lines: str, job: Job = JOB) -> Selection:
@@ -148,9 +149,32 @@ def test_products_in_8_bits_are_those_of_one_process_but_for_the_scales_of_parts
     assert rounding > 1e-2
 
 
+@pytest.mark.parametrize(
+    ("line", "moe", "scaling"),
+    [
+        ("dp_shard=2,ep=2,zero=3,recompute=full", MIXTURE.moe, "rowwise"),
+        ("dp_shard=2,tp=2,ep=2,zero=1,recompute=products", MIXTURE.moe, "mxfp8"),
+        ("tp=2,sp=true,accumulation=2", replace(MIXTURE.moe, capacity=1.5), "tensorwise"),
+        ("pp=2,schedule=zb_h1,accumulation=2", MIXTURE.moe, "rowwise"),
+    ],
+)
+def test_products_of_experts_in_8_bits_are_those_of_one_process(ranks, tmp_path, line, moe, scaling):
+    job = replace(FP8, model=replace(MIXTURE, moe=moe), train=Train(precision="fp8", fp8_scaling=scaling))
+    selection, path = plan_of(line, job=job), tmp_path / "record"
+    recorded(ranks, selection, path)
+    assert compared(ranks, selection, path) is None
+    assert compared(ranks, selection, path, with_experts_in_their_own_type) is not None
+
+
+def with_experts_in_their_own_type(ranks, *args):
+    """As if experts' products were not in 8 bits."""
+    with mock.patch.object(ScaledProduct, "groups", return_value=False):
+        return compare(ranks, *args)
+
+
 def with_scales(ranks, *args):
     """As products in 8 bits are trained with."""
-    with mock.patch.object(Fp8Product, "on", lambda _, scaling, __: Fp8Product(scaling, emulated=True)):
+    with mock.patch.object(ScaledProduct, "on", lambda _, scaling, __: ScaledProduct(scaling, emulated=True)):
         return compare(ranks, *args)
 
 

@@ -96,6 +96,8 @@ class Accelerator(Hashed):
     """
     fp8_ceiling: Annotated[float, Interval(above=0, most=1)] = 0.7
     """Share of the peak that the best 8-bit or 4-bit matrix product reaches."""
+    fp8_experts: bool = False
+    """Whether torch multiplies the matrices of experts in 8 bits there."""
     memory_gib: Annotated[float, Interval(0), Example("79.1")] = 0.0
     """Device memory available to a program, in GiB."""
     bandwidth_gbs: Annotated[float, Interval(0), Example("3350")] = 0.0

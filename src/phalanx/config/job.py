@@ -10,7 +10,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.constraints import Example, FolderName, Interval, Matches, Printable, StoreUrl
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.config.precision import Precision
+from phalanx.config.precision import Fp8Scaling, Precision
 
 
 @dataclass(frozen=True)
@@ -333,11 +333,6 @@ class RunOptions:
         return self.hang_s or self.timeout_s / 2
 
 
-Fp8Scaling = Literal["rowwise", "tensorwise"]
-FP8_ALIGNMENT = 16
-"""Elements: torch._scaled_mm takes products whose inner dimension and whose columns are multiples of it."""
-
-
 @dataclass(frozen=True)
 class Train:
     """The training loop."""
@@ -350,7 +345,7 @@ class Train:
     """Precision of parameters, activations and gradients; bf16 and fp16 keep fp32 master weights. fp8: bf16, with the
     matrix products of blocks in 8 bits."""
     fp8_scaling: Fp8Scaling = "rowwise"
-    """precision=fp8: one scale per row of each factor, or one per tensor."""
+    """precision=fp8: one scale per row of each factor, one per tensor, or one per 32 elements of a row (Blackwell)."""
     gradients: Literal["same", "fp32"] = "same"
     """Precision in which gradients are summed over ranks (and, in flat buckets, over micro-batches): that of training,
     or fp32 for twice the memory and traffic of bf16."""

@@ -14,6 +14,10 @@ MeasuredPrecision = Literal["fp32", "bf16", "fp16"]
 """Formats of products that `phalanx bench` measures."""
 Products = Literal["fp32", "bf16", "fp16", "fp8", "fp4"]
 """Formats of matrix products, by which a device has peaks."""
+Fp8Scaling = Literal["rowwise", "tensorwise", "mxfp8"]
+FP8_UNITS: Mapping[Fp8Scaling, int] = {"rowwise": 16, "tensorwise": 16, "mxfp8": 32}
+"""Elements: torch multiplies matrices in 8 bits whose inner dimension and whose columns are multiples of it. Each 32
+elements of a row have a scale with mxfp8."""
 HALF = ("bf16", "fp16")
 SCALED = "fp16"
 """The format whose gradients underflow and overflow: its loss is scaled, and a step that overflows is skipped."""

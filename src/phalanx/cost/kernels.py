@@ -17,7 +17,6 @@ from typing import Any
 
 from phalanx.blocks.operator import AttentionCore, MemoryBound, Operator, Product
 from phalanx.config.cluster import Accelerator
-from phalanx.config.job import FP8_ALIGNMENT
 from phalanx.config.precision import PRODUCT_BYTES, SCALED
 from phalanx.cost.spec import Framework, FusedKernel, blended
 
@@ -82,6 +81,10 @@ def rate(device: Accelerator, products: str) -> float:
     share = FOUR_BITS if products == "fp4" and device.fp4_tflops else 1.0
     eight = products in ("fp8", "fp4") and peak > device.bf16_tflops * 1e12
     return peak * (device.fp8_ceiling if eight else device.ceiling) * device.sustained * share
+
+
+PADDED_BYTES = 4
+"""Moved per element of an expert's rows to pad them in 16 bits: read two, write two."""
 
 
 @lru_cache(100_000)
@@ -201,6 +204,8 @@ def operator_seconds(
         if kind in ("fp8", "fp4") and framework.casts_each:
             narrow += p.number * p.k * (p.m + p.n)
             narrow_back += p.number * (p.k * (p.m + p.n) + 2 * p.m * p.n)
+            if p.grouped:  # what a weight's gradient is summed over is padded before
+                narrow_back += PADDED_BYTES / framework.cast_bytes * p.number * p.m * (p.k + p.n)
         elif kind in ("fp8", "fp4"):
             share = framework.moe_cast_bytes / framework.cast_bytes if p.grouped else 1.0
             narrow += share * p.number * p.m * (p.k + p.n / 2)
@@ -282,7 +287,7 @@ def _streams(operator: Operator, framework: Framework) -> Iterable[MemoryBound]:
 def number_format(product: Product, products: str, framework: Framework) -> str:
     """Returns the number format of one product if the others run in `products`."""
     wide = product.sixteen or (product.grouped and not framework.narrow_experts)
-    wide = wide or product.n % FP8_ALIGNMENT or product.k % FP8_ALIGNMENT
+    wide = wide or product.n % framework.narrow_unit or product.k % framework.narrow_unit
     return "bf16" if wide and products in ("fp8", "fp4") else products
 
 

@@ -59,6 +59,8 @@ class Framework(Hashed):
     gradient are cast once, and weights with the optimizer's step."""
     narrow_experts: bool = True
     """fp8, fp4: whether the products of experts run in that format, too."""
+    narrow_unit: int = 16
+    """fp8, fp4: of which the sizes of a matrix are multiples, if it is multiplied so."""
     tp_hidden: float = 0.0
     """Share of tensor-parallel traffic that overlaps with matrix products (user buffers, AsyncTP)."""
     dp_overlaps: bool = True

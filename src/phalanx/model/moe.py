@@ -63,12 +63,16 @@ class GroupedLinear(nn.Module):
     """Multiplies the bias. If ranks hold parts of the inputs and their outputs are summed, one of them has 1 and the
     others 0."""
 
+    product: Callable[[Ends, int], GroupedProduct]
+    """Makes the product for rows that end so, and a number of experts."""
+
     take: Callable[[Tensor, GroupedProduct, Tensor, Tensor], None] | None = None
     """Takes the factors of the weight's gradient (weight, product, gradient of the output, rows) if autograd does
     not."""
 
     def __init__(self, n: int, inputs: int, outputs: int, *, bias: bool):
         super().__init__()
+        self.product = GroupedProduct
         self.experts = n
         """Experts whose matrices are here."""
         self.weight = nn.Parameter(torch.empty(n, outputs, inputs))
@@ -96,7 +100,7 @@ class GroupedLinear(nn.Module):
     def _without_adapter(self, x: Tensor, ends: Ends) -> Tensor:
         # Where rows of all experts are sharded they have one dimension (parallel/fsdp.py).
         weight = self.weight.view(self.experts, -1, self.weight.shape[-1])
-        product = GroupedProduct(ends, self.experts)
+        product = self.product(ends, self.experts)
         if self.take is None or not self.weight.requires_grad:
             y: Tensor = _Product.apply(x, weight, product)
         else:

@@ -13,7 +13,8 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.comm.axis import Axis
 from phalanx.comm.calls import name_modules
 from phalanx.config.corpora import has_pairs
-from phalanx.config.job import FP8_ALIGNMENT, Job
+from phalanx.config.job import Job
+from phalanx.config.precision import FP8_UNITS
 from phalanx.cost.job_spec import rank_spec
 from phalanx.errors import JobError
 from phalanx.model.layers import prepare_compiler
@@ -26,11 +27,11 @@ from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Rep
 from phalanx.parallel.fsdp import ShardedReplica
 from phalanx.parallel.linear import (
     DeferredWeightGrads,
-    Fp8Product,
+    ScaledProduct,
     defer_weight_grads,
     onednn_is_faster,
-    use_fp8,
     use_onednn,
+    use_scaled,
 )
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import Objective, PairLoss
@@ -244,15 +245,17 @@ def apply_fp8(parts: Construction) -> None:
     train = parts.job.train
     if train.precision != "fp8":
         return
-    product = Fp8Product.on(parts.device, train.fp8_scaling, parts.dtype)
+    product = ScaledProduct.on(parts.device, train.fp8_scaling, parts.dtype)
     if parts.compiled:  # also where products are outside of the blocks' graphs, as between collectives
         prepare_compiler()
-        product = replace(product, rounded=torch.compile(product.rounded, dynamic=True))
-    taken, left = use_fp8(parts.model, product)
+        product = product.compiled()
+    taken, left = use_scaled(parts.model, product)
     how = "emulated, " if product.emulated else ""
     parts.log("fp8: %s, %s%s scales", counted(len(taken), "linear layer"), how, train.fp8_scaling)
-    if left:
-        parts.log("fp8: in bf16, whose sizes are no multiples of %d: %s", FP8_ALIGNMENT, ", ".join(left))
+    unit = FP8_UNITS[train.fp8_scaling]
+    for kernel, reason in ((True, f"whose sizes are no multiples of {unit}"), (False, "which have no kernel here")):
+        if names := [name for name in left if (product.grouped or ".experts." not in name) == kernel]:
+            parts.log("fp8: in bf16, %s: %s", reason, ", ".join(names))
 
 
 def apply_deferred_weight_grads(parts: Construction) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from phalanx.config.job import FP8_ALIGNMENT, Job
-from phalanx.config.precision import SCALED
+from phalanx.config.job import Job
+from phalanx.config.precision import FP8_UNITS, SCALED
 from phalanx.nearest import Misfit, multiples
 from phalanx.partition.derived import PARAMETER_BYTES, overlaps
 from phalanx.techniques.technique import Effect, Problem, Technique, is_one_of
@@ -26,14 +26,21 @@ def _problems(job: Job) -> Iterator[Problem]:
             f"fp8 needs matrix products in 8 bits, and {device.name} has none (cluster.accelerator.fp8_tflops is 0); "
             "nearest legal: bf16",
         )
-    if device.fp8_tflops and job.model.d_model % FP8_ALIGNMENT:
+    unit = FP8_UNITS[train.fp8_scaling]
+    if train.fp8_scaling == "mxfp8" and device.fp8_tflops and not device.fp4_tflops:
+        yield (
+            "train.fp8_scaling",
+            f"mxfp8 needs products whose blocks of {unit} have scales (Blackwell), and {device.name} has none "
+            "(cluster.accelerator.fp4_tflops is 0); nearest legal: rowwise",
+        )
+    if device.fp8_tflops and job.model.d_model % unit:
         yield (
             "model.d_model",
             Misfit(
-                f"d_model {job.model.d_model} is not a multiple of {FP8_ALIGNMENT}, so that train.precision=fp8 would "
+                f"d_model {job.model.d_model} is not a multiple of {unit}, so that train.precision=fp8 would "
                 "leave every matrix in bf16",
                 job.model.d_model,
-                {"model.d_model": multiples(FP8_ALIGNMENT, job.model.d_model)},
+                {"model.d_model": multiples(unit, job.model.d_model)},
             ),
         )
     if job.model.lora.rank:
@@ -60,10 +67,13 @@ def _layout_problems(job: Job) -> Iterator[Problem]:
 
 
 def _effect(job: Job) -> Effect:
-    if job.train.gradients == "same":
-        return Effect()
-    own = PARAMETER_BYTES[job.train.precision]
-    return Effect(profile={"gradient_bytes": 4, "unbuffered_gradient_bytes": own})
+    train, framework, profile = job.train, {}, {}
+    if train.precision == "fp8":
+        experts = job.cluster.accelerator.fp8_experts
+        framework = {"narrow_experts": experts, "narrow_unit": FP8_UNITS[train.fp8_scaling]}
+    if train.gradients != "same":
+        profile = {"gradient_bytes": 4, "unbuffered_gradient_bytes": PARAMETER_BYTES[train.precision]}
+    return Effect(framework=framework, profile=profile)
 
 
 PRECISION = Technique(
