@@ -125,3 +125,18 @@ def test_bounds_do_not_depend_on_what_else_is_asked() -> None:
     again, bytes_again = Bounds(one, space).rows(every.select(some))
     assert (again == seconds[some]).all()
     assert (bytes_again == memory[some]).all()
+
+
+@pytest.mark.parametrize("name", ["llama, this program", "experts", "windows", "adapters"])
+def test_bounds_by_schedule_are_below_those_of_each_layout(name: str) -> None:
+    for one in QUESTIONS[name].each():
+        space = space_of(one)
+        bounds, limit = Bounds(one, space), one.limit / 2
+        pairs = np.array(sorted(random.Random(name).sample(range(len(space.options)), min(PAIRS, len(space.options)))))
+        by_schedule, fits = bounds.options(pairs, range(len(space.schedules)), limit)
+        rows = space.rows(pairs)
+        seconds, memory = bounds.rows(rows)
+        place = np.repeat(np.arange(len(pairs)), space.sizes[pairs])
+        assert (by_schedule[place, rows.recompute, rows.scheduled] <= seconds * EXACT).all()
+        assert (fits[place, rows.recompute, rows.scheduled, rows.state] | (memory > limit)).all()
+        assert not fits.all()
