@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.check.job import out_of_range, problems_of
 from phalanx.check.load import RULES
+from phalanx.cli.main import description_of
 from phalanx.config import foreign_names, overrides, values
 from phalanx.config.clusters import CLUSTERS, DEVICES, MACHINES
 from phalanx.config.constraints import Constraint, Example, FolderName, Interval, Printable
@@ -96,9 +96,7 @@ def test_nothing_far_fetched_is_suggested(name: str) -> None:
 
 # Names and values of other programs: they stand for fields and values that exist, and never shadow one.
 
-VERBS = [
-    importlib.import_module(f"phalanx.cli.{name}").VERB for name in ("train", "verify", "plan", "predict", "simulate")
-]
+VERBS = [*map(description_of, ("train", "verify", "plan", "predict", "simulate"))]
 NAMES = [*ALIASES, *foreign_names.FLAGS, *foreign_names.SWITCHES]
 
 

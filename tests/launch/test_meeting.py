@@ -263,3 +263,12 @@ def test_a_launch_of_mpich_is_named_by_its_proxys_command_line(options: list[str
     assert done.stdout.strip() == found
     assert (name_of(ranks("mpich"), {}) is None) == (not hydra_port())
     assert name_of(ranks("mpich"), {"I_MPI_HYDRA_UUID": "7"}) != name_of(ranks("mpich"), {"I_MPI_HYDRA_UUID": "8"})
+
+
+def test_ranks_without_a_home_leave_word_in_their_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    board = Board.of("slurm 7", {"HOME": str(tmp_path / "not-mounted")}, one_node=False)
+    assert board.path.parent == tmp_path / ".phalanx" / "ranks"
+    board.write(Offer(("127.0.0.1",), 9, "token"))
+    assert board.read()[0].port == 9
+    assert Board.of("slurm 7", {"HOME": str(tmp_path)}, one_node=False).path.is_relative_to(tmp_path / ".local")

@@ -128,8 +128,12 @@ class Board:
     @classmethod
     def of(cls, name: str, env: Mapping[str, str], one_node: bool) -> Board:
         """Returns the board of a launch: in memory if its ranks are on one node, otherwise in the user's directory for
-        state ($XDG_STATE_HOME, by default ~/.local/state), which nodes usually share."""
-        folder = Path(env.get("XDG_STATE_HOME") or Path(env.get("HOME", "/"), ".local", "state"), "phalanx", "ranks")
+        state ($XDG_STATE_HOME, by default ~/.local/state), which nodes usually share. Where compute nodes do not mount
+        the home directory, or only to read (ARCHER2, Frontier), it is in the working directory."""
+        home = Path(env.get("HOME", "/"))
+        folder = Path(env.get("XDG_STATE_HOME") or home / ".local" / "state", "phalanx", "ranks")
+        if not (env.get("XDG_STATE_HOME") or os.access(home, os.W_OK | os.X_OK)):
+            folder = Path(".phalanx", "ranks").absolute()
         if one_node and os.access(_IN_MEMORY, os.W_OK | os.X_OK):
             folder = _IN_MEMORY / f"phalanx-ranks-{os.getuid()}"
         return cls(folder / sha256(name.encode()).hexdigest()[:24])
