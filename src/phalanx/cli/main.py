@@ -76,7 +76,7 @@ _MODULES = {
     for module, verbs in {
         "inference": ("generate", "serve", "evaluate"),
         "installation": ("docs", "examples", "extensions", "completion", "schema"),
-        "machine": ("doctor", "test-dist", "bench"),
+        "machine": ("test-dist", "bench"),
         "predict": ("plan", "simulate"),
         "programs": ("schedule", "collectives"),
         "report": ("watch", "profile"),

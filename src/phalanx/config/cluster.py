@@ -104,7 +104,7 @@ class Accelerator(Hashed):
     """Device memory bandwidth, in GB/s."""
     cores: Annotated[int, Interval(1), Example("132")] = 1
     """Processors that compute one tile of a matrix product each (streaming multiprocessors)."""
-    sustained: Annotated[float, Interval(above=0)] = 0.77
+    sustained: Annotated[float, Interval(above=0)] = 0.75
     """Rate of matrix products in a long run over that of the best single one: power and heat lower clocks, and other
     data occupies the caches. Of a known device it is that of published clusters."""
     alone: Annotated[float, Interval(0)] = 0.0

@@ -19,7 +19,7 @@ from phalanx.cost.prediction import Prediction
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.errors import JobError
 from phalanx.partition.derived import named, tier_of
-from phalanx.plan.branch import Part, Search
+from phalanx.plan.branch import Portion, Search
 from phalanx.plan.plan import Alternative, Candidate
 from phalanx.plan.space import (
     OPEN,
@@ -493,7 +493,7 @@ def _fastest_of(search: Search, family: Family, weighed: Sequence[Candidate], be
     return Alternative(family.name, candidate, _why(search, candidate, best))
 
 
-def part_of(search: Search, family: Family) -> Part:
+def part_of(search: Search, family: Family) -> Portion:
     """Returns the part of a space that is a family."""
     space = search.space
     columns = SimpleNamespace(
@@ -505,7 +505,9 @@ def part_of(search: Search, family: Family) -> Part:
             for scheduled in space.schedules
         ]
     )
-    return Part(family.meshes(columns), lambda rows: belongs[rows.scheduled, rows.state, rows.recompute], space.sizes)
+    return Portion(
+        family.meshes(columns), lambda rows: belongs[rows.scheduled, rows.state, rows.recompute], space.sizes
+    )
 
 
 def _why(search: Search, candidate: Candidate, best: Candidate | None) -> str:

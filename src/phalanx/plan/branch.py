@@ -62,7 +62,7 @@ MOST_TOO_LARGE = 1000
 """Most layouts that do not fit that are kept for the picture."""
 
 
-class Part(NamedTuple):
+class Portion(NamedTuple):
     """A part of a space."""
 
     pairs: Mask
@@ -158,11 +158,11 @@ class Search:
         other.limit = other.request.limit
         return other
 
-    def best(self, part: Part | None = None, simulates: bool = True, below: float = inf) -> Found:
+    def best(self, part: Portion | None = None, simulates: bool = True, below: float = inf) -> Found:
         """Returns the fastest layouts of the space, or of a part of it, that fit; without simulation the fastest one by
         prediction alone, among others. Only those that may be faster than `below` seconds are of interest."""
         found = Found(simulates=False, least=below, below=below)
-        part = part or Part(np.ones(len(self.pair_seconds), bool), None, self.space.sizes)
+        part = part or Portion(np.ones(len(self.pair_seconds), bool), None, self.space.sizes)
         chosen, _, sizes = part
         fits = self.pair_bytes <= self.limit
         found.rejected["memory: too large even with everything sharded and recomputed"] += int(
@@ -185,7 +185,7 @@ class Search:
         self._best_of(*self._near(_joined(blocks), found), found)
         return found
 
-    def one(self, part: Part | None = None, below: float = inf) -> Candidate | None:
+    def one(self, part: Portion | None = None, below: float = inf) -> Candidate | None:
         """Returns the fastest layout, as predicted, of the space or of a part of it; None if none fits and may be
         faster than `below` seconds."""
         found = self.best(part, simulates=False, below=below)
@@ -193,7 +193,7 @@ class Search:
         return near and Candidate.of(near[0])
 
     @cached_property
-    def parts(self) -> tuple[Part, Part] | None:
+    def parts(self) -> tuple[Portion, Portion] | None:
         """The plain part of the space, which is searched first, and the rest: no context parallelism of short
         sequences, and 1F1B or interleaved 1F1B; None if the plain part is all or nothing of it."""
         short = self.request.model.seq_len < LONG_SEQUENCE
@@ -209,14 +209,14 @@ class Search:
 
         sizes = self.space.sizes
         plain = np.where(pairs, np.where(one_stage, sizes, self.space.count(lambda options: usual[options[:, 0]])), 0)
-        return Part(pairs, is_plain, plain), Part(plain < sizes, lambda rows: ~is_plain(rows), sizes - plain)
+        return Portion(pairs, is_plain, plain), Portion(plain < sizes, lambda rows: ~is_plain(rows), sizes - plain)
 
     @cached_property
     def leanest(self) -> Candidate | None:
         """The layout of the whole space that needs the least memory, among those that `least` examines."""
         return self.least()
 
-    def least(self, part: Part | None = None) -> Candidate | None:
+    def least(self, part: Portion | None = None) -> Candidate | None:
         """Returns the layout that needs the least memory, of the space or of a part of it, among those with the lowest
         bounds; None if there is none."""
         order = np.arange(len(self.pair_bytes)) if part is None else np.flatnonzero(part.pairs)
@@ -242,7 +242,7 @@ class Search:
                 best = (key, spec) if best is None or key < best[0] else best
         return Candidate.of(best[1]) if best else None
 
-    def _seed(self, order: NDArray[np.intp], found: Found, part: Part) -> None:
+    def _seed(self, order: NDArray[np.intp], found: Found, part: Portion) -> None:
         """Predicts good layouts of every pp degree, whose times prune the others, in the order of the bounds of their
         schedule and recomputation. The very fastest seldom fit."""
         pp = self.bounds.pp[order]
@@ -264,7 +264,7 @@ class Search:
         self,
         pairs: NDArray[np.intp],
         found: Found,
-        part: Part,
+        part: Portion,
         schedules: Container[int],
         progress: Progress = _silent,
     ) -> Iterator[tuple[Rows, NDArray[np.float64]]]:

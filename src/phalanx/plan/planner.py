@@ -22,7 +22,7 @@ from phalanx.errors import DoesNotFitError, JobError
 from phalanx.gc import gc_paused
 from phalanx.partition.derived import gathers_parameters
 from phalanx.plan.alternatives import AXES, TILES, alternatives, on_host
-from phalanx.plan.branch import Found, Keep, Part, Progress, Search, degrees, simulated
+from phalanx.plan.branch import Found, Keep, Portion, Progress, Search, degrees, simulated
 from phalanx.plan.notes import NO_HEADROOM, notes
 from phalanx.plan.page import shortfall
 from phalanx.plan.plan import Alternative, Candidate, Plan, SpacePoint
@@ -122,7 +122,7 @@ def _tried(request: PlanRequest) -> Iterator[tuple[int, Candidate]]:
         except JobError:
             return
         everything = search.pair_bytes <= search.limit
-        least = search.least(Part(everything, None, search.space.sizes)) if everything.any() else None
+        least = search.least(Portion(everything, None, search.space.sizes)) if everything.any() else None
         if least and least.prediction.fits:
             yield more, least
         more *= 2
