@@ -32,7 +32,7 @@ MOST_LINES = {
     "blocks": 2700,
     "check": 2050,
     "checkpoint": 4050,
-    "cli": 5800,
+    "cli": 5850,
     "comm": 1800,
     "config": 6100,
     "cost": 6210,
