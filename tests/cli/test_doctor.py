@@ -42,6 +42,7 @@ def doctor(*argv, launcher=(), **env):
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env={**os.environ, **env})
 
 
+@pytest.mark.cold  # a warm process has imported every check, whatever doctor imports
 def test_a_machine_with_a_job(here):
     done = doctor("job.yaml", "--json", "--timeout", "40")  # the machine may be busy with other tests
     document = json.loads(done.stdout)

@@ -77,7 +77,7 @@ def amount(text: str) -> float:
     if unit not in _UNITS:
         raise ValueError(f"expected a number of tokens, such as 15T, 300B or 15e12, found {text!r}")
     try:
-        tokens = float(text.removesuffix(text[-1:]) if unit else text) * _UNITS[unit]
+        tokens = float(text[:-1] if unit else text) * _UNITS[unit]
     except ValueError:
         tokens = math.nan
     if not 0 < tokens < math.inf:

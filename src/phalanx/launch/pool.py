@@ -118,7 +118,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class _Answer:
-    """What a rank has answered: nothing if it has died, or lives on in silence."""
+    """The answer of a rank; empty if it died or no longer answers."""
 
     value: bytes | None = None
     """Pickled by value: tensors sent through multiprocessing are handles that die with the process."""

@@ -284,7 +284,7 @@ def train_briefly(
 
 @dataclass
 class _RankSteps:
-    """What one rank tells all others."""
+    """The results that a rank sends to all others."""
 
     work: int
     """Its pipeline rank: ranks with the same one have the same work."""

@@ -334,7 +334,7 @@ _LAST_WORDS_S = 5.0  # for the others to notice that a rank is gone, before its 
 
 @dataclass(frozen=True)
 class NodeWatch:
-    """What the watchdog of a node is to do; a file in the folder of heartbeats."""
+    """The orders of a node's watchdog, which it reads from a file in the folder of heartbeats."""
 
     hosts: tuple[str, ...]  # the host of every rank
     limits: Limits
