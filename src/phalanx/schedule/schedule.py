@@ -7,9 +7,10 @@ they follow from the placement of the stages.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -28,6 +29,10 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro}" + (f".{self.slice}" if self.slice else "")
+
+
+action_of: Callable[[tuple[Any, ...]], Action] = partial(tuple.__new__, Action)
+"""Creates an action from the tuple of all its fields: a planner builds millions of them."""
 
 
 @dataclass(frozen=True)

@@ -238,7 +238,8 @@ def simulate(spec: StepSpec, disturbance: Disturbance | None = None) -> Timeline
     does not match the number of micro-batches."""
     if problems := list(refusals(spec)):
         raise JobError(problems)
-    return _Step(spec, _schedule(spec, spec.batch.accumulation), disturbance or Disturbance()).timeline()
+    disturbance, schedule = disturbance or Disturbance(), _schedule(spec, spec.batch.accumulation)
+    return _Step(spec, schedule, disturbance, _ranks(spec, schedule, disturbance)).timeline()
 
 
 def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> float:
@@ -248,6 +249,7 @@ def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> floa
         raise JobError(problems)
     disturbance = disturbance or Disturbance()
     m, pp, name = spec.batch.accumulation, spec.layout.pp, spec.layout.schedule
+    ranks: list[RankSeconds] = []
     # A schedule from a file states its number of micro-batches.
     period = 0 if is_file(name) else catalogue.SCHEDULES[name].period(pp)
     settled = period * max(SETTLED_PERIODS, ceil(SETTLED_MICRO_BATCHES / pp))
@@ -255,18 +257,24 @@ def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> floa
         fewer = settled + m % period
         if any(catalogue.problems(name, pp, n, spec.layout.pp_chunks) for n in (fewer - period, fewer)):
             break  # a schedule that takes this m, but not every m of its period
-        least, most = _extrapolated(spec, disturbance, period, fewer)
+        # The times of a rank do not depend on the number of micro-batches of the program.
+        ranks = ranks or _ranks(spec, _schedule(spec, fewer), disturbance)
+        least, most = _extrapolated(spec, disturbance, ranks, period, fewer)
         if most <= least * (1 + EXTRAPOLATION_TOLERANCE):
             return (least + most) / 2
         settled *= 2
-    return _Step(spec, _schedule(spec, m), disturbance).seconds()
+    schedule = _schedule(spec, m)
+    return _Step(spec, schedule, disturbance, ranks or _ranks(spec, schedule, disturbance)).seconds()
 
 
-def _extrapolated(spec: StepSpec, disturbance: Disturbance, period: int, micro_batches: int) -> tuple[float, float]:
+def _extrapolated(
+    spec: StepSpec, disturbance: Disturbance, ranks: list[RankSeconds], period: int, micro_batches: int
+) -> tuple[float, float]:
     """Returns a lower and an upper estimate of a step from `micro_batches` of them and a `period` fewer: every rank
     continues at its rate, or at the rate of its own work. They differ while the first micro-batches in flight hide that
     a rank is slower than the one that sets the pace."""
-    shorter, longer = (_Step(spec, _schedule(spec, n), disturbance) for n in (micro_batches - period, micro_batches))
+    numbers = micro_batches - period, micro_batches
+    shorter, longer = (_Step(spec, _schedule(spec, n), disturbance, ranks) for n in numbers)
     more, least, most = (spec.batch.accumulation - micro_batches) / period, 0.0, 0.0
     for rank, (early, late) in enumerate(zip(shorter.ready, longer.ready, strict=True)):
         growth, work_growth = late - early, longer.work(rank) - shorter.work(rank)
@@ -295,14 +303,15 @@ def _schedule(spec: StepSpec, micro_batches: int) -> Schedule:
     return schedule_of(layout, micro_batches)
 
 
+def _ranks(spec: StepSpec, schedule: Schedule, disturbance: Disturbance) -> list[RankSeconds]:
+    return [rank_seconds(spec, schedule, rank, disturbance) for rank in range(schedule.ranks)]
+
+
 class _Step:
     """One simulation: the costs of its ranks, the events, and what follows the last pass."""
 
-    def __init__(self, spec: StepSpec, schedule: Schedule, disturbance: Disturbance):
-        self.spec, self.schedule = spec, schedule
-        self.ranks: list[RankSeconds] = [
-            rank_seconds(spec, schedule, rank, disturbance) for rank in range(schedule.ranks)
-        ]
+    def __init__(self, spec: StepSpec, schedule: Schedule, disturbance: Disturbance, ranks: list[RankSeconds]):
+        self.spec, self.schedule, self.ranks = spec, schedule, ranks
         self.p2p_seconds = disturbance.p2p_seconds(spec, schedule)
         self.directions = list(map(schedule.direction, range(schedule.micro_batches)))
         blocks = not spec.framework.pp_overlaps
