@@ -59,7 +59,7 @@ def test_what_fills_the_device_is_an_alternative_that_says_so() -> None:
 def test_the_choice_with_headroom_is_the_fastest_that_has_it() -> None:
     one = replace(asked("llama2-13b", "dgx-a100:1", 32, sp=True, accumulate="local", cp=1), band=EQUAL)
     space = Search(one).space
-    rows = space.rows(np.arange(len(space.options)))
+    rows = space.rows(np.arange(len(space.mesh)))
     specs = [one.spec(space.layout(rows, number)) for number in range(len(rows))]
     fastest = min(step_parts(spec).total for spec in specs if needed_bytes(spec) <= one.limit)
     assert search(one).best[0].prediction.step_time_s <= fastest * 1.005

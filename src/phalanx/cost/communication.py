@@ -8,7 +8,7 @@ node communicate over `intra`, others over `inter`; a group uses one network car
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf, log2
@@ -165,25 +165,33 @@ def group(layout: Layout, axis: str) -> RankGroup:
     keep a second copy of the parameters together, `hpz_across` and `edp_hpz_across` the ranks at one place of these.
     `summed` are the replicas that sum their gradients in every step: one where each trains by itself; `independent`
     those that do not."""
-    tp, cp, shard = layout.tp, layout.cp, layout.dp_shard
-    ulysses_inside = layout.cp_inner == "ulysses"
-    return {
-        "tp": RankGroup(tp),
-        "ulysses": RankGroup(layout.cp_ulysses, tp if ulysses_inside else tp * layout.ring),
-        "ring": RankGroup(layout.ring, tp * layout.cp_ulysses if ulysses_inside else tp),
-        "cp": RankGroup(cp, tp),
-        "ep": RankGroup(layout.ep, tp),
-        "edp": RankGroup(layout.shard_ranks // layout.ep or 1, tp * layout.ep),
-        "shard": RankGroup(cp * shard, tp),
-        "hpz": RankGroup(near_ranks(layout), tp),
-        "edp_hpz": RankGroup(near_ranks(layout, experts=True), tp * layout.ep),
-        "hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
-        "edp_hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
-        "replicate": RankGroup(layout.dp_replicate, tp * cp * shard),
-        "summed": RankGroup(layout.summed_replicas, tp * cp * shard),
-        "independent": RankGroup(layout.independent_replicas, tp * cp * shard * layout.summed_replicas),
-        "pp": RankGroup(layout.pp, tp * cp * shard * layout.dp_replicate * layout.axes.ranks),
-    }[axis]
+    return _GROUPS[axis](layout, layout.tp, layout.tp * layout.shard_ranks)
+
+
+_GROUPS: dict[str, Callable[[Layout, int, int], RankGroup]] = {
+    "tp": lambda layout, tp, _: RankGroup(tp),
+    "ulysses": lambda layout, tp, _: RankGroup(
+        layout.cp_ulysses, tp if layout.cp_inner == "ulysses" else tp * layout.ring
+    ),
+    "ring": lambda layout, tp, _: RankGroup(
+        layout.ring, tp * layout.cp_ulysses if layout.cp_inner == "ulysses" else tp
+    ),
+    "cp": lambda layout, tp, _: RankGroup(layout.cp, tp),
+    "ep": lambda layout, tp, _: RankGroup(layout.ep, tp),
+    "edp": lambda layout, tp, _: RankGroup(layout.shard_ranks // layout.ep or 1, tp * layout.ep),
+    "shard": lambda layout, tp, _: RankGroup(layout.shard_ranks, tp),
+    "hpz": lambda layout, tp, _: RankGroup(near_ranks(layout), tp),
+    "edp_hpz": lambda layout, tp, _: RankGroup(near_ranks(layout, experts=True), tp * layout.ep),
+    "hpz_across": lambda layout, tp, _: RankGroup(layout.shard_ranks // near_ranks(layout), tp * near_ranks(layout)),
+    "edp_hpz_across": lambda layout, tp, _: RankGroup(
+        layout.shard_ranks // near_ranks(layout), tp * near_ranks(layout)
+    ),
+    "replicate": lambda layout, _, shard: RankGroup(layout.dp_replicate, shard),
+    "summed": lambda layout, _, shard: RankGroup(layout.summed_replicas, shard),
+    "independent": lambda layout, _, shard: RankGroup(layout.independent_replicas, shard * layout.summed_replicas),
+    "pp": lambda layout, _, shard: RankGroup(layout.pp, shard * layout.dp_replicate * layout.axes.ranks),
+}
+"""The ranks of each axis, from a layout, its tensor ranks, and these times its ranks that shard the state."""
 
 
 @dataclass(frozen=True)

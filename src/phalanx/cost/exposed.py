@@ -44,8 +44,8 @@ def quotient(dividend: Any, divisor: Any) -> Any:
     return np.divide(dividend, divisor, out=np.zeros(np.broadcast(dividend, divisor).shape), where=divisor != 0)
 
 
-def _has_array(*numbers: Any) -> bool:
-    return any(isinstance(number, np.ndarray) for number in numbers)
+def _has_array(first: Any, second: Any = None) -> bool:
+    return isinstance(first, np.ndarray) or isinstance(second, np.ndarray)
 
 
 OVERLAP_EXPONENT = 4.0

@@ -414,14 +414,10 @@ class RankParts:
         """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs and of
         messages in transit. `gradients`: those of all weights are counted already."""
-        step, layout = self.step, self.layout
-        # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's
-        # input, of all tokens, while it computes that of attention's.
-        again = layout.sp_regather or self.memory_profile.regathers or self.model.parallel_block
-        gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
-        between = step.under_way if layout.pp > 1 else 0
-        most = max(self._backward(runs, gradients, gathered) for runs in self.runs)
-        return most, gathered + between
+        step = self.step
+        between = step.under_way if self.layout.pp > 1 else 0
+        most = max(self._backward(runs, gradients, step.gathered) for runs in self.runs)
+        return most, step.gathered + between
 
     def _backward(self, held: Sequence[BlockRun], gradients: bool, gathered: float) -> float:
         """Returns the same for one stage. Blocks with the same recomputation count as one run. From block to block it

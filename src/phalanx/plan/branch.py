@@ -26,7 +26,7 @@ from phalanx.errors import JobError
 from phalanx.plan.bounds import Bounds
 from phalanx.plan.plan import Candidate
 from phalanx.plan.simplicity import EQUAL, LONG_SEQUENCE, Simplicity, TieBand, ranked, simplicity
-from phalanx.plan.space import PlanRequest, Rows, Space, joined, space_of
+from phalanx.plan.space import STATES, PlanRequest, Rows, Space, joined, space_of
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.simulate.step import step_seconds
 
@@ -270,20 +270,31 @@ class Search:
     ) -> Iterator[tuple[Rows, NDArray[np.float64]]]:
         """Yields the rows of some pairs whose recomputation and state can fit and can be among the best, with bounds in
         seconds."""
-        available, kind_of = self.space.available, self.space.kinds[1]
+        available, option_of = self.space.available, self.space.option_of
         for start in range(0, len(pairs), PAIR_BLOCK):
             progress("layouts", start, len(pairs))
             block = pairs[start : start + PAIR_BLOCK]
             seconds, fits = self.bounds.options(block, schedules, self.limit, found.cutoff)
-            near = available[kind_of[block]] & (seconds <= found.cutoff)[..., None]
-            place, mode, scheduled, state = np.nonzero(near)
-            rows = Rows(*(each.astype(np.int32) for each in (block[place], scheduled, state, mode)))
-            chosen = np.arange(len(rows)) if part.keep is None else np.flatnonzero(part.keep(rows))
-            kept = chosen[fits[place, mode, scheduled, state][chosen]]
-            found.rejected[SLOWER] += int(part.sizes[block].sum()) - len(chosen)
-            found.rejected[TOO_LARGE] += len(chosen) - len(kept)
-            yield rows.select(kept), seconds[place, mode, scheduled][kept]
+            near = available[option_of[block]] & (seconds <= found.cutoff)[..., None]
+            options, every = np.flatnonzero(near), fits.ravel()
+            if part.keep is None:
+                chosen, options = len(options), options[every[options]]
+                rows = self._options(block, near.shape, options)
+            else:
+                rows = self._options(block, near.shape, options)
+                kept = part.keep(rows)
+                chosen, kept = int(np.count_nonzero(kept)), np.flatnonzero(kept & every[options])
+                rows, options = rows.select(kept), options[kept]
+            found.rejected[SLOWER] += int(part.sizes[block].sum()) - chosen
+            found.rejected[TOO_LARGE] += chosen - len(rows)
+            yield rows, seconds.ravel()[options // len(STATES)]
         progress("layouts", len(pairs), len(pairs))
+
+    def _options(self, pairs: NDArray[np.intp], shape: tuple[int, ...], options: NDArray[np.intp]) -> Rows:
+        """Returns the rows of some options of pairs, by their place in an array of pairs, recomputation, schedule and
+        state."""
+        place, mode, scheduled, state = (each.astype(np.int32) for each in np.unravel_index(options, shape))
+        return Rows(pairs[place].astype(np.int32), scheduled, state, mode)
 
     def _near(self, blocks: Iterable[Rows], found: Found, counted: bool = True) -> tuple[Rows, NDArray[np.float64]]:
         """Returns the rows that can fit and can be among the best, with their bounds in seconds."""
