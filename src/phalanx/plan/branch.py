@@ -26,14 +26,14 @@ from phalanx.errors import JobError
 from phalanx.plan.bounds import Bounds
 from phalanx.plan.plan import Candidate
 from phalanx.plan.simplicity import EQUAL, LONG_SEQUENCE, Simplicity, TieBand, ranked, simplicity
-from phalanx.plan.space import STATES, PlanRequest, Rows, Space, joined, space_of
+from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Space, joined, space_of
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.simulate.step import step_seconds
 
 Mask = NDArray[np.bool_]
 """A mask over the pairs of a space."""
 Keep = Callable[[Rows], Mask]
-"""A function from rows to the mask of those that are allowed."""
+"""A function from rows to the mask of those that are allowed; it takes columns of any shapes that broadcast."""
 Progress = Callable[[str, int, int], None]
 """A function of an activity, its steps done, and all its steps."""
 
@@ -271,30 +271,26 @@ class Search:
         """Yields the rows of some pairs whose recomputation and state can fit and can be among the best, with bounds in
         seconds."""
         available, option_of = self.space.available, self.space.option_of
+        mode, scheduled, state = np.ogrid[: len(RECOMPUTE), : len(self.space.schedules), : len(STATES)]
+        every = scheduled, state, mode
         for start in range(0, len(pairs), PAIR_BLOCK):
             progress("layouts", start, len(pairs))
             block = pairs[start : start + PAIR_BLOCK]
             seconds, fits = self.bounds.options(block, schedules, self.limit, found.cutoff)
             near = available[option_of[block]] & (seconds <= found.cutoff)[..., None]
-            options, every = np.flatnonzero(near), fits.ravel()
-            if part.keep is None:
-                chosen, options = len(options), options[every[options]]
-                rows = self._options(block, near.shape, options)
-            else:
-                rows = self._options(block, near.shape, options)
-                kept = part.keep(rows)
-                chosen, kept = int(np.count_nonzero(kept)), np.flatnonzero(kept & every[options])
-                rows, options = rows.select(kept), options[kept]
+            if part.keep:
+                near &= part.keep(Rows(block[:, None, None, None], *every))
+            chosen = int(np.count_nonzero(near))
+            near &= fits
+            options = np.flatnonzero(near).astype(np.int32)
             found.rejected[SLOWER] += int(part.sizes[block].sum()) - chosen
-            found.rejected[TOO_LARGE] += chosen - len(rows)
-            yield rows, seconds.ravel()[options // len(STATES)]
+            found.rejected[TOO_LARGE] += chosen - len(options)
+            rest, state = np.divmod(options, len(STATES))
+            times = seconds.ravel()[rest]
+            rest, scheduled = np.divmod(rest, len(self.space.schedules))
+            place, mode = np.divmod(rest, len(RECOMPUTE))
+            yield Rows(block[place].astype(np.int32), scheduled, state, mode), times
         progress("layouts", len(pairs), len(pairs))
-
-    def _options(self, pairs: NDArray[np.intp], shape: tuple[int, ...], options: NDArray[np.intp]) -> Rows:
-        """Returns the rows of some options of pairs, by their place in an array of pairs, recomputation, schedule and
-        state."""
-        place, mode, scheduled, state = (each.astype(np.int32) for each in np.unravel_index(options, shape))
-        return Rows(pairs[place].astype(np.int32), scheduled, state, mode)
 
     def _near(self, blocks: Iterable[Rows], found: Found, counted: bool = True) -> tuple[Rows, NDArray[np.float64]]:
         """Returns the rows that can fit and can be among the best, with their bounds in seconds."""
