@@ -61,9 +61,7 @@ def by_force(name: str) -> tuple[list[Candidate], int]:
             if needed_bytes(spec, limit) <= limit:
                 fitting.append((step_seconds(spec), spec))
     least = min(seconds for seconds, _ in fitting)
-    return ranked(
-        Candidate(spec, predict(spec), seconds) for seconds, spec in fitting if seconds <= 1.02 * least
-    ), count
+    return ranked(Candidate(spec, seconds) for seconds, spec in fitting if seconds <= 1.02 * least), count
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -128,7 +126,7 @@ def test_of_equals_the_simpler_wins() -> None:
     plan = found("a laptop").best[0]
     simple = replace(plan, seconds=plan.seconds * (1 + (TIE - 1) / 2))
     spec = replace(plan.spec, layout=replace(plan.layout, recompute="full", reshard=False, zero=3, dp_shard=4))
-    fancy = Candidate(spec, plan.prediction, plan.seconds)
+    fancy = Candidate(spec, plan.seconds)
     assert simplicity(simple.spec) < simplicity(fancy.spec)
     assert ranked([fancy, simple])[0] is simple
     slower = replace(simple, seconds=fancy.seconds * TIE * 1.001)

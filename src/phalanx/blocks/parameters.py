@@ -80,6 +80,7 @@ def block_shapes(model: ModelConfig, layer: int) -> Shapes:
     return {weight.name: weight.shape for weight in block_weights(model, block_kinds(model)[layer])}
 
 
+@lru_cache(maxsize=256)
 def count(model: ModelConfig, vocab_size: int | None = None) -> int:
     """Returns the parameters of the model: a tied head once, learned positions included."""
     return sum(prod(weight.shape) for weight in weights(model, vocab_size))

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.config.layout import Layout
-from phalanx.cost.prediction import predict, step_parts
+from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
@@ -381,7 +381,7 @@ def simulated(found: Found, band: TieBand = EQUAL) -> list[Candidate]:
         if same[passes] < 2:
             same[passes] += 1
             visits += min(spec.batch.accumulation, 5 * max(layout.pp, 24)) * layout.pp * max(1, layout.pp_chunks) * 4
-            done.append(Candidate(spec, predict(spec), simulated_seconds(spec)))
+            done.append(Candidate(spec, simulated_seconds(spec)))
             found.improve(seconds, done[-1].seconds)
             known = meshes.setdefault(degrees(layout), {})
             known[layout.schedule] = min(known.get(layout.schedule, inf), done[-1].seconds)

@@ -20,7 +20,7 @@ from phalanx.config.layout import Layout
 from phalanx.cost.block_memory import BlockBytes
 from phalanx.cost.communication import group
 from phalanx.cost.held import Content, Flight, LayerKind, parameter_counts, stages_of_case
-from phalanx.cost.prediction import predict, step_parts
+from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import StepParts, needed_bytes, shards_of, step_memory
 from phalanx.cost.rank_time import rank_time
 from phalanx.cost.spec import StepSpec
@@ -428,7 +428,7 @@ def refined(request: PlanRequest, candidate: Candidate) -> Candidate:
         return candidate
     seconds = step_seconds(spec)
     better = seconds * WORTH < candidate.seconds or needed_bytes(candidate.spec) > request.limit
-    return Candidate(spec, predict(spec), seconds) if better else candidate
+    return Candidate(spec, seconds) if better else candidate
 
 
 def refinements(
@@ -455,7 +455,7 @@ def refinements(
         seconds = step_seconds(other)
         if seconds * WORTH < best:
             best = seconds
-            better.append(Candidate(other, predict(other), seconds))
+            better.append(Candidate(other, seconds))
     return better
 
 
@@ -567,7 +567,7 @@ def with_second_copies(request: PlanRequest, candidates: Sequence[Candidate]) ->
             continue
         seconds = step_seconds(spec)
         if seconds * WORTH < candidate.seconds:
-            better.append(Candidate(spec, predict(spec), seconds))
+            better.append(Candidate(spec, seconds))
     return better
 
 

@@ -277,7 +277,7 @@ def _extrapolated(
     shorter, longer = (_Step(spec, _schedule(spec, n), disturbance, ranks) for n in numbers)
     more, least, most = (spec.batch.accumulation - micro_batches) / period, 0.0, 0.0
     for rank, (early, late) in enumerate(zip(shorter.ready, longer.ready, strict=True)):
-        growth, work_growth = late - early, longer.work(rank) - shorter.work(rank)
+        growth, work_growth = late - early, longer.work(rank, period)
         least, most = max(least, late + more * growth), max(most, late + more * max(growth, work_growth))
     return (least + longer.after) / longer.schedule.steps, (most + longer.after) / longer.schedule.steps
 
@@ -330,15 +330,16 @@ class _Step:
         """Returns the seconds from the first pass to the end of the last optimizer, per step."""
         return (self.all_ready + self.after) / self.schedule.steps
 
-    def work(self, rank: int) -> float:
-        """Returns the seconds of a rank's passes, and of the messages for which it waits."""
-        durations, program = self.ranks[rank].durations, self.schedule.programs[rank]
-        passes = sum(durations[action.kind][action.stage] for action in program)
-        if self.spec.framework.pp_overlaps:
-            return passes
-        receivers = self._receivers(rank)
-        sent = (receivers.get((kind, stage, self.directions[micro])) for kind, stage, micro, _ in program)
-        return passes + sum(self.p2p_seconds[rank, other] for other in sent if other is not None)
+    def work(self, rank: int, micro_batches: int) -> float:
+        """Returns the seconds of a rank's passes of some micro-batches per step, equal shares of them in each
+        direction, and of the messages for which it waits."""
+        durations, placements = self.ranks[rank].durations, self.schedule.placements
+        held = [stage for placement in placements for stage, at in enumerate(placement) if at == rank]
+        once = sum(durations["F"][stage] + durations["B"][stage] for stage in held)
+        if not self.spec.framework.pp_overlaps:
+            receivers = self._receivers(rank).items()
+            once += sum(self.p2p_seconds[rank, other] for (kind, *_), other in receivers if kind != "I")
+        return once * micro_batches * self.schedule.slices * self.schedule.steps / len(placements)
 
     def timeline(self) -> Timeline:
         ranks = range(self.schedule.ranks)
