@@ -275,7 +275,7 @@ def _run(
 ) -> float:
     layout = Layout(pp=pp, schedule=name, pp_chunks=chunks, pp_slices=slices)
     schedule = schedule_of(layout, micro_batches)
-    each = max([action[0] for action in program].count("F") for program in schedule.programs) / schedule.micro_batches
+    each = max(map(schedule.forward_passes, range(pp))) / schedule.micro_batches
     inputs = 1 - forward - weights
     costs = {"F": forward / each, "B": (1 - forward) / each, "I": inputs / each, "W": weights / each}
     seconds = {pair: hops.between(*pair) / schedule.slices for pair in schedule.pairs} if hops != FREE else None

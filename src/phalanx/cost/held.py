@@ -386,7 +386,10 @@ def _front(counts: Iterable[tuple[int, ...]], slices: int) -> tuple[tuple[float,
     """Returns the counts that no others exceed everywhere, in micro-batches."""
     front = list[tuple[int, ...]]()
     for one in sorted(counts, reverse=True):  # a dominated one comes after the one that dominates it
-        if not any(_within(one, other) for other in front):
+        for other in reversed(front):  # most likely a neighbour
+            if all(map(le, one, other)):
+                break
+        else:
             front.append(one)
     return tuple(tuple(n / slices for n in one) for one in front)
 

@@ -7,6 +7,7 @@ they follow from the placement of the stages.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +79,13 @@ class Schedule:
     def rank_of(self, stage: int, micro: int) -> int:
         """Returns the rank that computes a stage for a micro-batch."""
         return self.placements[self.direction(micro)][stage]
+
+    def forward_passes(self, rank: int) -> int:
+        """Returns the number of a rank's forward passes: each micro-batch passes every stage of its direction, in
+        slices."""
+        passes = Counter(map(self.direction, range(self.micro_batches)))
+        stages = (passes[way] * placement.count(rank) for way, placement in enumerate(self.placements))
+        return self.slices * sum(stages)
 
     def stages_on(self, rank: int) -> list[int]:
         """Returns the stages of a rank, in order."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 from phalanx.schedule.schedule import Action, Schedule
 
@@ -190,7 +191,7 @@ class Timing:
         return max(self.idle_inside(rank) / self.work(rank) for rank in range(self.schedule.ranks))
 
     def work(self, rank: int) -> float:
-        return sum([self.costs[action[0]] for action in self.schedule.programs[rank]])
+        return sum(map(self.costs.__getitem__, map(itemgetter(0), self.schedule.programs[rank])))
 
     def idle(self, rank: int) -> float:
         """Returns the idle time of a rank between the first action of any rank and the end of the last."""
