@@ -9,7 +9,7 @@ from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,24 +43,6 @@ def least_in_flight(scheduled: Scheduled, pp: int, m: int, rank: int) -> int:
     return SCHEDULES[scheduled.schedule].in_flight(pp, m, chunks_of(*scheduled), rank)
 
 
-class MicroBatches(NamedTuple):
-    """The numbers of micro-batches of some pairs."""
-
-    several: tuple[int, ...]
-    """The different numbers."""
-    which: NDArray[np.intp]
-    """By pair, the place of its own."""
-
-    @classmethod
-    def of(cls, m: NDArray[np.int32]) -> MicroBatches:
-        several, which = np.unique(m, return_inverse=True)
-        return cls(tuple(several.tolist()), which)
-
-    def in_flight(self, scheduled: Scheduled, pp: int, rank: int) -> NDArray[np.int64]:
-        """Returns `least_in_flight` by pair."""
-        return _in_flight(scheduled, pp, self.several, rank)[self.which]
-
-
 @lru_cache(4096)
 def _in_flight(scheduled: Scheduled, pp: int, several: tuple[int, ...], rank: int) -> NDArray[np.int64]:
     return np.array([least_in_flight(scheduled, pp, n, rank) for n in several])
@@ -70,7 +52,7 @@ def rank_activations(
     tables: Tables,
     scheduled: Scheduled,
     pp: int,
-    m: MicroBatches,
+    m: NDArray[np.int32],
     share: RankContents,
     rank: int,
     kinds: Mapping[BlockKind, Floats],
@@ -88,7 +70,9 @@ def rank_activations(
         stays = np.minimum(stays, least[..., 3])
     if slices > 1 and tables.request.model.dropout:
         stays = stays / 2  # earlier slices see, and save scores of, fewer keys: half of all
-    kept = m.in_flight(scheduled, pp, rank) * share.least * stays
+    several, which = np.unique(m, return_inverse=True)
+    most = _in_flight(scheduled, pp, tuple(several.tolist()), rank)[which]
+    kept = most * share.least * stays
     moving = least[..., 1] + least[..., 2] if pp > 1 else least[..., 1]
     moving = np.maximum(moving, loss) if share.head else moving
     return kept + moving / slices
@@ -116,7 +100,7 @@ class StepBytes:
 
     def _activations(self) -> Floats:
         group, loss = self.group, self.tables.loss(self.group.inner)
-        pipeline = self.tables, group.scheduled, self.pp, MicroBatches.of(self.m)
+        pipeline = self.tables, group.scheduled, self.pp, self.m
         ranks = zip(group.shares, group.first, strict=True)
         return np.array([rank_activations(*pipeline, share, rank, self.kinds, loss) for share, rank in ranks])
 
@@ -502,7 +486,7 @@ class Bounds:
         )
         loss, buffer = tables.loss(inner), self.formulas.buffer(data_ranks)
         kinds = {kind: tables.activations(kind, slice(None), inner) for kind, _ in share.blocks}
-        activations = buffer + rank_activations(tables, which, pp, MicroBatches.of(m), share, rank, kinds, loss)
+        activations = buffer + rank_activations(tables, which, pp, m, share, rank, kinds, loss)
         counts = [count(share)[inner].T for count in (tables.numbers, tables.trained)]
         found = [self._needed(pairs, counts, zero, activations, accumulate).T for zero, _, accumulate in STATES]
         return np.stack(found, -1) * (1 - ROUNDING) + self.context[pairs, None, None]

@@ -279,7 +279,7 @@ class Search:
             seconds, fits = self.bounds.options(block, schedules, self.limit, found.cutoff)
             near = available[option_of[block]] & (seconds <= found.cutoff)[..., None]
             if part.keep:
-                near &= part.keep(Rows(block[:, None, None, None], *every))
+                near &= part.keep(Rows(block.astype(np.int32)[:, None, None, None], *every))
             chosen = int(np.count_nonzero(near))
             near &= fits
             options = np.flatnonzero(near).astype(np.int32)
