@@ -94,6 +94,25 @@ def test_gathering_in_narrow_links_shows() -> None:
     assert step_parts(slow).exposed["dp_shard"] > 5 * fast.exposed["dp_shard"]
 
 
+def test_owners_that_broadcast_their_tensors_wait_for_every_rank_of_the_ring() -> None:
+    owners = replace(MEGATRON_CORE, broadcasts=True)
+
+    def exposed(shard: int, replicas: int, framework: Framework) -> float:
+        layout = Layout(dp_shard=shard, dp_replicate=replicas, zero=1, micro_batch=1)
+        parts = step_parts(
+            spec(layout, 4 * shard * replicas, cluster=f"dgx-a100:{shard * replicas // 8}", framework=framework)
+        )
+        return sum(parts.exposed.values())
+
+    narrow, wide = exposed(8, 64, owners), exposed(512, 1, owners)
+    assert wide > exposed(512, 1, MEGATRON_CORE), "no broadcast hides beside the forward pass"
+    cluster = cluster_of("dgx-a100:64")
+    one = seconds(cluster, "broadcast", 1.0, RankGroup(512))
+    tensors = 32 * 7 + 3  # wq, wk and wv are one; embedding, norm and head
+    assert wide - narrow > 0.9 * tensors * (one - seconds(cluster, "broadcast", 1.0, RankGroup(8)))
+    assert exposed(64, 1, owners) < wide
+
+
 def test_sharding_inside_groups_and_replicating_between_them_gains_on_many_nodes() -> None:
     """The Solar case: 480 devices as 6 replicas of 80 (ten nodes each) against all 480. Rings of 480 ranks take so long
     to go round that small blocks wait for their parameters."""

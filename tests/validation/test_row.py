@@ -295,6 +295,8 @@ def test_every_program_is_known():
         ("NVIDIA-NeMo/Megatron-Bridge", "26.04 NeMo", "nemo-early-2026"),
         ("NVIDIA-NeMo/Megatron-Bridge", "beside Automodel", "nemo"),
         ("MegaScale, table 3", "baseline", "megatron"),
+        ("InternLM/InternLM doc", "Megatron-like", "internlm"),
+        ("a paper about InternLM", "", "megatron"),
     ],
 )
 def test_a_note_names_options_and_never_another_program(source: str, notes: str, program: str) -> None:
@@ -315,6 +317,18 @@ def test_a_number_of_parameters_that_is_not_the_shapes_is_noted() -> None:
     (said,) = [text for text in read(row(n_params_b="405")).assumptions if "n_params_b" in text]
     assert said == "n_params_b 405 is not counted: the shape has 8.03 B parameters"
     assert not [text for text in read(row(n_params_b="8")).assumptions if "n_params_b" in text]
+
+
+def test_groups_that_share_the_state_are_those_of_the_note() -> None:
+    assert read(row(zero_stage="1", notes="ZeRO-1 in groups of all")).spec.layout.dp_shard == 32
+    layout = read(row(zero_stage="1", notes="ZeRO-1 in groups of 4; other things")).spec.layout
+    assert (layout.dp_replicate, layout.dp_shard) == (8, 4)
+
+
+def test_a_device_of_ampere_runs_the_second_flash_attention() -> None:
+    assert calibrated("megatron-core", ACCELERATORS["a100-80gb"]).flash == 2
+    assert calibrated("megatron-core", ACCELERATORS["h100-80gb"]).flash == 3
+    assert calibrated("internlm", ACCELERATORS["a100-80gb"]).flash == 1
 
 
 def test_a_program_without_rows_is_as_slow_as_the_median_of_those_with_some() -> None:

@@ -117,6 +117,18 @@ MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
 LLAMA3 = replace(MEGATRON_CORE, name="llama3", memory_profile=profiles.LLAMA3)
 """The framework of Llama 3 (Llama Team 2024, section 3.3)."""
 
+INTERNLM = Framework(
+    name="internlm",
+    flash=1,
+    passes=2.0,
+    reads_sizes=True,
+    broadcasts=True,
+    memory_profile=profiles.INTERNLM,
+)
+"""InternLM's framework of 2023: kernels of the first FlashAttention and Apex, other operations in eager mode, tensor
+parallelism without sequence parallelism, timers that wait for the device after each micro-batch, and parameters that
+their owners broadcast after the step (internlm/solver/optimizer/hybrid_zero_optim.py)."""
+
 FSDP1 = Framework(name="fsdp1", flash=1, interference=1.6, passes=2.0, memory_profile=profiles.FSDP1)
 """llm-foundry and Composer on torch's first FSDP, in eager mode; reduces in the width of the computation."""
 
@@ -164,6 +176,7 @@ FRAMEWORKS: dict[str, Framework] = {
         MLPERF,
         MEGASCALE,
         LLAMA3,
+        INTERNLM,
         FSDP1,
         TORCHTITAN,
         TORCHTITAN_COMPILE,
@@ -238,8 +251,13 @@ def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
     )
 
 
-UNFITTED = ("megatron", "automodel")
+UNFITTED = ("megatron", "automodel", "internlm")
 """Programs that no row was fitted to."""
+
+
+AMPERE = ("a100", "a800")
+"""Devices without the instructions of FlashAttention-3 and of cuDNN's kernels in clusters: programs run the second
+there."""
 
 
 def calibrated(program: str, device: Accelerator, without: str = "") -> Framework:
@@ -252,7 +270,7 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
 
     A program without such rows has the median of the others' values: none reaches a device's best rates."""
     own = [line for line in fits() if line.is_of(framework.name, device.name)]
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for field in {line.field for line in own} | {"slowdown", "kernel_us"}:
         others = [line.value for line in fits() if line.field == field and line.source != without]
         known = field == "kernel_us" or framework.name in UNFITTED or any(line.field == field for line in own)
@@ -262,6 +280,8 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
     values |= fitted
     values["slowdown"] *= FRAMEWORKS[framework.name].slowdown
     values["kernel_us"] *= framework.kernel_us > 0  # nothing is launched where the whole step is one program
+    if framework.flash == 3 and device.name.startswith(AMPERE):
+        values["flash"] = 2
     return replace(
         framework,
         **values,

@@ -81,6 +81,16 @@ fit on 8,192 GPUs without recomputation, as it did (Llama Team 2024, section 3.3
 DEEPSPEED_ZERO3 = replace(_MEGATRON_FP16, reduces_each=True, gathers_matrices=True)
 """DeepSpeed's ZeRO-3 of 2021: one module's parameters are gathered at a time."""
 
+INTERNLM = MemoryProfile(
+    step_gradient_bytes=4,
+    scores="never",
+    loss_tensors=(1, 1),
+    split_loss_tensors=(1, 1),
+    saves_slopes=False,
+    bucket_numbers=512 * 2**20,
+)
+"""InternLM's framework of 2023: fp32 copies of logits, and of a rank's gradients in the optimizer step."""
+
 FSDP1 = MemoryProfile(parameter_bytes=4, scores="never", loss_tensors=(0, 1), saves_slopes=False, reduces_each=True)
 """llm-foundry on torch's first FSDP: fp32 shards, bf16 computation and reduction; the loss of flash_attn, which writes
 the gradient over the logits."""

@@ -65,6 +65,9 @@ class Framework(Hashed):
     """Share of tensor-parallel traffic that overlaps with matrix products (user buffers, AsyncTP)."""
     dp_overlaps: bool = True
     """Whether gradients are reduced, and parameters gathered, while other layers compute."""
+    broadcasts: bool = False
+    """zero=1: whether every tensor has an owner, as in the optimizers of Colossal-AI and InternLM: gradients are summed
+    on all data ranks, and after the step each owner broadcasts its tensors while nothing computes."""
     pp_overlaps: bool = True
     """Whether stage boundaries are sent while other micro-batches compute."""
     pp_scatters: bool = False

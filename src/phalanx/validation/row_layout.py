@@ -248,7 +248,7 @@ SHARDED = (
 """Frameworks that shard parameters by default."""
 MODERN = ("nemo", "nemo-2025", "nemo-early-2026", "mlperf", "megatron-core", "llama3", "megascale", "megatron")
 """Megatron's relatives since 2022, whose tensor parallelism includes sequence parallelism by default."""
-DISTRIBUTED = (*MODERN, "megatron-deepspeed")
+DISTRIBUTED = (*MODERN, "megatron-deepspeed", "internlm")
 """Frameworks that shard the optimizer state by default."""
 _NETWORK = re.compile(r"(?:([0-9]{1,2}) ?[x×] ?)?([0-9]{2,4}) ?Gb(?:/s|ps|it)? (?:per node|RoCE|InfiniBand|Ethernet)")
 """What joins a node to others: 4 x 100 Gb per node. A capital B is memory."""
@@ -619,6 +619,8 @@ def _group(cells: Cells, cluster: Cluster, layout: Layout) -> int:
     if "fsdp group" in cells.description:
         # dgxc-benchmarking prints the groups by number of devices: 128, at 256 devices 256.
         return 256 if layout.dp_shard == 256 else min(128, layout.dp_shard)
+    if within := re.search(r"\bzero-?[1-3] in groups of ([0-9]{1,5})\b", cells.description):
+        return int(within[1])
     if "hsdp" in cells.description or "hybrid_shard" in cells.description:
         cells.assume("HSDP: sharded inside a node")
         return cluster.devices_per_node
