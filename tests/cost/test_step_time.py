@@ -113,6 +113,32 @@ def test_owners_that_broadcast_their_tensors_wait_for_every_rank_of_the_ring() -
     assert exposed(64, 1, owners) < wide
 
 
+@pytest.mark.parametrize("sp", [True, False])
+def test_matrices_that_gather_for_themselves_send_more(sp: bool) -> None:
+    each = replace(MEGATRON_CORE, gathers_each=True)
+    layout = Layout(tp=8, dp_shard=8, sp=sp, micro_batch=1)
+    together, apart = (
+        step_parts(spec(layout, 8, framework=program)).exposed["tp"] for program in (MEGATRON_CORE, each)
+    )
+    cluster, hidden = cluster_of("dgx-h100:8"), 2.0 * 8192 * 4096
+    one = seconds(cluster, "all_gather" if sp else "all_reduce", hidden, RankGroup(8))
+    # Of q, k, v and of gate, up three more inputs in each block, and as many gradients; of the latter only, without sp.
+    assert apart - together == pytest.approx(32 * 3 * (2 if sp else 1) * one, rel=0.15)
+
+
+def test_logits_that_every_tensor_rank_has_cost_their_gathering_and_the_whole_loss() -> None:
+    whole = replace(
+        MEGATRON_CORE, whole_logits=True, memory_profile=replace(MEGATRON_CORE.memory_profile, whole_logits=True)
+    )
+    layout = Layout(tp=8, dp_shard=8, sp=True, micro_batch=1)
+    one, other = (predict(spec(layout, 8, framework=program)) for program in (MEGATRON_CORE, whole))
+    assert other.parts.streams > one.parts.streams
+    assert other.parts.exposed["tp"] > one.parts.exposed["tp"]
+    assert other.fullest.peak > one.fullest.peak
+    alone = replace(layout, tp=1, sp=False)
+    assert predict(spec(alone, 8, framework=whole)).step_time_s == predict(spec(alone, 8)).step_time_s
+
+
 def test_sharding_inside_groups_and_replicating_between_them_gains_on_many_nodes() -> None:
     """The Solar case: 480 devices as 6 replicas of 80 (ten nodes each) against all 480. Rings of 480 ranks take so long
     to go round that small blocks wait for their parameters."""

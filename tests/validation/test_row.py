@@ -295,6 +295,7 @@ def test_every_program_is_known():
         ("NVIDIA-NeMo/Megatron-Bridge", "26.04 NeMo", "nemo-early-2026"),
         ("NVIDIA-NeMo/Megatron-Bridge", "beside Automodel", "nemo"),
         ("MegaScale, table 3", "baseline", "megatron"),
+        ("KempnerForge", "beside torchtitan", "kempnerforge"),
         ("InternLM/InternLM doc", "Megatron-like", "internlm"),
         ("a paper about InternLM", "", "megatron"),
     ],
@@ -329,6 +330,11 @@ def test_a_device_of_ampere_runs_the_second_flash_attention() -> None:
     assert calibrated("megatron-core", ACCELERATORS["a100-80gb"]).flash == 2
     assert calibrated("megatron-core", ACCELERATORS["h100-80gb"]).flash == 3
     assert calibrated("internlm", ACCELERATORS["a100-80gb"]).flash == 1
+
+
+def test_a_program_keeps_its_slowdown_on_devices_of_one_chip() -> None:
+    h200, other = ACCELERATORS["h200"], ACCELERATORS["h100-96gb"]
+    assert calibrated("torchtitan", h200).slowdown == calibrated("torchtitan", other).slowdown != 1
 
 
 def test_a_program_without_rows_is_as_slow_as_the_median_of_those_with_some() -> None:

@@ -146,6 +146,12 @@ TORCHTITAN_2025 = replace(TORCHTITAN_COMPILE, name="torchtitan-2025", memory_pro
 TORCHTITAN_ASYNC = replace(TORCHTITAN_COMPILE, name="torchtitan-async", tp_hidden=0.5)
 """torchtitan with compiled blocks and chunked tensor-parallel traffic that overlaps with products (AsyncTP)."""
 
+KEMPNERFORGE = replace(
+    TORCHTITAN_COMPILE, name="kempnerforge", gathers_each=True, whole_logits=True, memory_profile=profiles.KEMPNERFORGE
+)
+"""KempnerForge: FSDP2 and DTensor's tensor parallelism as torch's documents show it, without torchtitan's prepared
+inputs and loss over slices of the vocabulary (kempnerforge/distributed/tensor_parallel.py)."""
+
 AUTOMODEL = replace(
     TORCHTITAN_COMPILE,
     name="automodel",
@@ -182,6 +188,7 @@ FRAMEWORKS: dict[str, Framework] = {
         TORCHTITAN_COMPILE,
         TORCHTITAN_ASYNC,
         TORCHTITAN_2025,
+        KEMPNERFORGE,
         AUTOMODEL,
         MAXTEXT,
         replace(MEGATRON_CORE, name="megatron"),
@@ -251,7 +258,7 @@ def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
     )
 
 
-UNFITTED = ("megatron", "automodel", "internlm")
+UNFITTED = ("megatron", "automodel", "internlm", "kempnerforge")
 """Programs that no row was fitted to."""
 
 

@@ -116,6 +116,9 @@ TORCHTITAN_COMPILED = replace(TORCHTITAN, swiglu_kept=2)
 TORCHTITAN_COMPILED_LOSS = replace(TORCHTITAN_COMPILED, loss_tensors=COMPILED_LOSS_TENSORS)
 """torchtitan with compiled blocks and loss (2025)."""
 
+KEMPNERFORGE = replace(TORCHTITAN_COMPILED, loss_tensors=(0, 3), split_loss_tensors=(0, 3), whole_logits=True)
+"""KempnerForge: torch's loss of logits in bf16, outside of what is compiled: log-probabilities and their gradient."""
+
 AUTOMODEL = replace(TORCHTITAN_COMPILED_LOSS, parameter_bytes=0, unbuffered_gradient_bytes=2, state_bytes=4)
 """NeMo AutoModel: parameters in the type of the checkpoint, bf16, and torch's Adam, whose moments have it too
 (nemo_automodel/_transformers/auto_model.py: from_config; examples/llm_benchmark)."""

@@ -9,7 +9,7 @@ from math import ceil
 from operator import add, attrgetter, sub
 
 from phalanx.blocks.kinds import HALVES, BlockKind, Half, half_block
-from phalanx.blocks.operator import MemoryBound, Operator
+from phalanx.blocks.operator import MemoryBound, Message, Operator
 from phalanx.blocks.parameters import weight_of
 from phalanx.blocks.residual import embedding, head
 from phalanx.config.cluster import Accelerator
@@ -363,6 +363,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
         parts.append((embedding(here, vocab),))
     if content.head:
         norm, *loss = head(here, vocab)
+        loss = [_of_whole_logits(spec, operator) for operator in loss]
         parts += [(norm,), tuple(loss)] if _is_fused(spec) else [(norm, *loss)]
     for operators in parts:
         fused = operators[-1].name == "loss" and _is_fused(spec)
@@ -390,6 +391,16 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
         )
         time += one.settled(ahead=not spec.framework.reads_sizes).scaled(chunks)
     return time
+
+
+def _of_whole_logits(spec: StepSpec, operator: Operator) -> Operator:
+    """Returns the loss of a program whose tensor ranks gather the logits; any other operator as it is."""
+    tp, here = spec.layout.tp, place(spec)
+    if operator.name != "loss" or tp == 1 or not spec.framework.whole_logits:
+        return operator
+    logits = here.tokens * spec.model.vocab_size
+    each = (work._replace(forward=tp * work.forward, backward=tp * work.backward) for work in operator.memory_bound)
+    return replace(operator, memory_bound=tuple(each), messages=(Message("tp", "all_gather", logits, forward=1),))
 
 
 def _is_fused(spec: StepSpec) -> bool:

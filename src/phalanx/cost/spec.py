@@ -63,6 +63,11 @@ class Framework(Hashed):
     """fp8, fp4: of which the sizes of a matrix are multiples, if it is multiplied so."""
     tp_hidden: float = 0.0
     """Share of tensor-parallel traffic that overlaps with matrix products (user buffers, AsyncTP)."""
+    gathers_each: bool = False
+    """Whether every matrix that tensor ranks divide by columns gathers its own input, and reduces its own gradient of
+    it: a plan of DTensor's ColwiseParallel without PrepareModuleInput."""
+    whole_logits: bool = False
+    """Whether tensor ranks gather the logits, of which each computes the whole loss."""
     dp_overlaps: bool = True
     """Whether gradients are reduced, and parameters gathered, while other layers compute."""
     broadcasts: bool = False

@@ -241,6 +241,7 @@ SHARDED = (
     "torchtitan-compile",
     "torchtitan-async",
     "torchtitan-2025",
+    "kempnerforge",
     "automodel",
     "maxtext",
     "deepspeed-zero3",
@@ -667,12 +668,12 @@ def _tensor(cells: Cells, model: ModelConfig, framework: str, layout: Layout) ->
         near = min(legal, key=lambda t: abs(t - layout.tp))
         cells.problem(f"tp: n_heads {model.n_heads} / tp {layout.tp} is not an integer; nearest: {near}")
     stated = cells.yes("sequence_parallel")
-    by_default = framework in MODERN or framework.startswith(("torchtitan", "maxtext"))
+    by_default = framework in MODERN or framework.startswith(("torchtitan", "kempnerforge", "maxtext"))
     if stated is None and by_default:
         cells.assume("sequence_parallel blank: yes")
     sp = by_default if stated is None else stated
     # FSDP2's sequence parallelism keeps what it gathered; Megatron's gathers it again (Korthikanti et al. 2022).
-    return replace(layout, sp=sp, sp_regather=sp and not framework.startswith("torchtitan"))
+    return replace(layout, sp=sp, sp_regather=sp and not framework.startswith(("torchtitan", "kempnerforge")))
 
 
 def _batch(cells: Cells, cluster: Cluster, layout: Layout) -> Batch | None:
