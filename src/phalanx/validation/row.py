@@ -27,6 +27,7 @@ from phalanx.blocks.parameters import (
     train_flops_per_step,
 )
 from phalanx.config.cluster import Accelerator
+from phalanx.config.job import Optimizer
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
 from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
@@ -419,6 +420,10 @@ _FILLED_IN = re.compile("(layout|global batch|micro_batch|seq_len) blank")
 """Assumptions on which the time depends most."""
 
 
+OPTIMIZER_STATES: Mapping[str, Literal["bf16_moments", "bf16"]] = {"bf16 moments": "bf16_moments", "bf16": "bf16"}
+"""The words for the optimizer's state that a job has, too (optimizer.state_dtype)."""
+
+
 def read(row: Mapping[str, str]) -> Reading:
     """Reads a row. Raises JobError with every reason why it cannot be expressed."""
     cells = Cells(row)
@@ -443,9 +448,11 @@ def read(row: Mapping[str, str]) -> Reading:
     key = key_of(cells.text("model_name")) or ""
     if recipe := row_layout.recipe_of(cells, framework, model, key, cluster.accelerator.name):
         program, layout = as_recipe(program, recipe), row_layout.as_set_up(layout, recipe, model)
-    program = replace(program, memory_profile=row_layout.with_state(cells, program.memory_profile))
+    state = row_layout.state_of(cells)
+    program = replace(program, memory_profile=row_layout.with_state(state, program.memory_profile))
+    optimizer = Optimizer(state_dtype=OPTIMIZER_STATES.get(state, "fp32"))
     cluster, program = as_used_by(layout.world, cluster, program)
-    spec = StepSpec(model, cluster, layout, batch, products, width, program)
+    spec = StepSpec(model, cluster, layout, batch, products, width, program, optimizer=optimizer)
     reading = _measured(cells, _unmeasured(cells, spec, framework))
     if cells.problems:
         raise JobError(cells.problems)

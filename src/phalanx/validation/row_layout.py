@@ -212,12 +212,17 @@ STATES = ("fp32", "bf16 moments", "8-bit moments", "bf16")
 in bf16 with parameters in it, without master weights."""
 
 
-def with_state(cells: Cells, profile: MemoryProfile) -> MemoryProfile:
-    """Returns the memory profile with the optimizer's state in the precision that the row says, or its source."""
+def state_of(cells: Cells) -> str:
+    """Returns the precision of the optimizer's state by the row, or its source; records a problem with the row's."""
     known = (word for pattern, word in sources()["optimizer states"] if re.search(pattern, cells.description))
     word = cells.text("optimizer_state").lower() or next(known, "fp32")
     if word not in STATES:
         cells.problem(f"optimizer_state: {word!r} is unknown; known: {', '.join(STATES)}{did_you_mean(word, STATES)}")
+    return word
+
+
+def with_state(word: str, profile: MemoryProfile) -> MemoryProfile:
+    """Returns the memory profile with the optimizer's state in a precision (STATES)."""
     if word == "bf16":
         return replace(profile, parameter_bytes=0, unbuffered_gradient_bytes=2, state_bytes=4)
     master = 0 if profile.parameter_bytes == 4 else 4
