@@ -123,11 +123,13 @@ INTERNLM = Framework(
     passes=2.0,
     reads_sizes=True,
     broadcasts=True,
+    sum_passes=3.0,
     memory_profile=profiles.INTERNLM,
 )
 """InternLM's framework of 2023: kernels of the first FlashAttention and Apex, other operations in eager mode, tensor
-parallelism without sequence parallelism, timers that wait for the device after each micro-batch, and parameters that
-their owners broadcast after the step (internlm/solver/optimizer/hybrid_zero_optim.py)."""
+parallelism without sequence parallelism, timers that wait for the device after each micro-batch, gradients that torch
+adds up in kernels of their own, and parameters that their owners broadcast after the step
+(internlm/solver/optimizer/hybrid_zero_optim.py)."""
 
 FSDP1 = Framework(name="fsdp1", flash=1, interference=1.6, passes=2.0, memory_profile=profiles.FSDP1)
 """llm-foundry and Composer on torch's first FSDP, in eager mode; reduces in the width of the computation."""
