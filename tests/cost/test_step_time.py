@@ -17,6 +17,7 @@ from phalanx.config.presets import PRESETS
 from phalanx.cost.communication import RankGroup, seconds
 from phalanx.cost.frameworks import FRAMEWORKS, MEGATRON_CORE, PHALANX, PHALANX_CPU
 from phalanx.cost.held import ParameterCounts, contents
+from phalanx.cost.kernels import STREAM_EFFICIENCY
 from phalanx.cost.prediction import predict, step_parts
 from phalanx.cost.rank_time import held_by, rank_time
 from phalanx.cost.spec import Framework, StepSpec
@@ -137,6 +138,19 @@ def test_logits_that_every_tensor_rank_has_cost_their_gathering_and_the_whole_lo
     assert other.fullest.peak > one.fullest.peak
     alone = replace(layout, tp=1, sp=False)
     assert predict(spec(alone, 8, framework=whole)).step_time_s == predict(spec(alone, 8)).step_time_s
+
+
+def test_a_loss_in_eager_mode_slows_down_the_last_stage_alone() -> None:
+    eager = replace(MEGATRON_CORE, loss_passes=2.0)
+    here = replace(spec(Layout(pp=4, dp_shard=2, micro_batch=1), 32), framework=eager)
+    first, *_, last = contents(here)
+    more, none = (
+        rank_time(here, content).streams - rank_time(replace(here, framework=MEGATRON_CORE), content).streams
+        for content in (last, first)
+    )
+    logits, bandwidth = 8192 * 128256, here.cluster.accelerator.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY
+    assert none == 0
+    assert more == pytest.approx(28 * logits / bandwidth, rel=0.05)
 
 
 def test_sharding_inside_groups_and_replicating_between_them_gains_on_many_nodes() -> None:

@@ -52,32 +52,37 @@ PHALANX_CPU = replace(
 its tensors (a Python with torch and gloo: 380 MiB). Gloo moves bytes with the cores that compute: half of the time of
 an all-reduce is processor time (40 MB between two processes: 53 ms, of which 21 to 27), which products lose."""
 
+UNFUSED_LOSS = 1.86
+"""`loss_passes` of Megatron-LM's loss before it was fused (megatron/mpu/cross_entropy.py): 52 bytes per logit for its
+copy in fp32 (6), largest (4), difference (8), exponential (8), sum (4), quotient (8), gradient (8) and that in 16 bits
+(6), where fused kernels move 28."""
+
 MEGATRON_2021 = Framework(
     name="megatron-2021",
     attention="unfused",
-    passes=1.5,
+    loss_passes=UNFUSED_LOSS,
     reads_sizes=True,
     dp_overlaps=False,
     pp_overlaps=False,
     pp_scatters=True,
     memory_profile=profiles.MEGATRON_2021,
 )
-"""Megatron-LM of Narayanan et al. 2021: unfused attention, reduction after the last backward pass (section 5)."""
+"""Megatron-LM of Narayanan et al. 2021: unfused attention, fused softmax, GELU and dropout-residual kernels (section
+4.2), reduction after the last backward pass (section 5)."""
 
-MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022", passes=1.0)
-"""Megatron-LM of Korthikanti et al. 2022: fused softmax, GELU and dropout-residual kernels."""
+MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022")
+"""Megatron-LM of Korthikanti et al. 2022."""
 
 VTRAIN = replace(
     MEGATRON_2021,
     name="vtrain",
-    passes=1.75,
     pp_scatters=False,
     memory_profile=profiles.MEGATRON_DEEPSPEED_FP16,
 )
 """Megatron-DeepSpeed as vTrain's authors ran it (Bang et al. 2024, section 5): small models, which are launch-bound."""
 
 MEGATRON_DEEPSPEED = replace(
-    MEGATRON_2021, name="megatron-deepspeed", passes=1.75, pp_scatters=False, memory_profile=profiles.MEGATRON_DEEPSPEED
+    MEGATRON_2021, name="megatron-deepspeed", pp_scatters=False, memory_profile=profiles.MEGATRON_DEEPSPEED
 )
 """BLOOM's framework (bigscience-workshop/Megatron-DeepSpeed): ZeRO-1 in a pipeline."""
 

@@ -358,6 +358,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
     """Returns the time of embedding, head and loss with their communication. A loss in chunks of tokens computes all
     gradients in the forward pass (parallel/vocabulary.py)."""
     time, here, vocab = RankTime(), place(spec), spec.model.vocab_size
+    of_loss = replace(spec.framework, passes=spec.framework.loss_passes or spec.framework.passes)
     parts: list[tuple[Operator, ...]] = []
     if content.embedding:
         parts.append((embedding(here, vocab),))
@@ -372,7 +373,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
         seconds = operator_seconds(
             spec.cluster.accelerator,
             work,
-            spec.framework,
+            spec.framework if operators[0].name == "embedding" else of_loss,
             spec.products,
             spec.layout.tp,
             slowdown=spec.framework.slowdown,

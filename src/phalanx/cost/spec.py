@@ -44,6 +44,8 @@ class Framework(Hashed):
     passes: float = 1.0
     """Memory-bound work (norms, activations, residuals, rotary) in multiples of reading and writing each operand once:
     1 if kernels are fused by hand or by a compiler, more if each operation is a kernel of its own."""
+    loss_passes: float = 0.0
+    """The same of final norm, head and loss; 0: `passes`."""
     kernel_us: float = 6.0
     """Microseconds in which the host launches a kernel; shorter kernels are launch-bound."""
     reads_sizes: bool = False

@@ -218,6 +218,9 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
         cells.assume(remark(key))
     if base is None:
         return None
+    if not (key or columns["vocab"]):
+        sizes = row_layout.sources()["vocabularies"]
+        columns["vocab"] = next((size for pattern, size in sizes if cells.said(pattern)), 0)
     if not columns["n_layers"] and (cut := re.search(r"-l([0-9]{1,3})\b", name.lower())):
         columns["n_layers"] = int(cut[1])
     shape = _overridden(base, columns)
@@ -239,7 +242,7 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
     shape = _solved(cells, shape, pp, bool(key) and key != "bloom")
     if shape is None:
         return None
-    if not (columns["vocab"] or (key and key != "bloom")) and "bloom" not in name.lower():
+    if not (cells.text("vocab") or (key and key != "bloom")) and "bloom" not in name.lower():
         cells.assume(f"vocab blank: {shape.vocab_size}")
     if not columns["seq_len"]:
         cells.assume(f"seq_len blank: {shape.seq_len}")
