@@ -35,7 +35,7 @@ ELSEWHERE = {
         corpus mix document_mask val_fraction dir prefetch on_corruption
     """,
     "optimizer": """
-        name lr betas eps momentum nesterov newton_schulz options weight_decay clip schedule warmup_steps
+        name lr betas eps momentum nesterov newton_schulz state_dtype options weight_decay clip schedule warmup_steps
         batch_scaling
     """,
     "train": """

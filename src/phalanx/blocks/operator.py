@@ -333,6 +333,8 @@ class MemoryProfile(Hashed):
     """
     split_loss_tensors: tuple[int, int] = (1, 1)
     """These if tensor ranks share the vocabulary."""
+    whole_logits: bool = False
+    """Whether each tensor rank has all logits, so that these tensors are as large as the whole vocabulary."""
     saves_slopes: bool = True
     """Whether the loss saves the gradient of the logits, in their place and width, until the backward pass; otherwise
     it saves log-probabilities in fp32, or where it is fused, the logits."""

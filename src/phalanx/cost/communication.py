@@ -237,8 +237,8 @@ def messages_seconds(
     """Returns, for each recomputation mode, the seconds of the operators' messages by axis; messages that overlap
     attention or weight gradients have these as keys instead."""
     by_mode: list[dict[Kind, MessageSeconds]] = [{} for _ in modes]
-    for message in (message for operator in operators for message in operator.messages):
-        once = message_seconds(spec, place, message)
+    for operator, message in ((each, message) for each in operators for message in each.messages):
+        once = message_seconds(spec, place, message) * _repeats(spec, operator, message)
         if not once:
             continue
         kind = message.ledger_axis if message.beside == "nothing" else message.beside
@@ -247,6 +247,15 @@ def messages_seconds(
             more = MessageSeconds(once * message.forward, once * message.again(mode), once * message.back(mode), load)
             so_far[kind] = so_far[kind] + more if kind in so_far else more
     return by_mode
+
+
+def _repeats(spec: StepSpec, operator: Operator, message: Message) -> int:
+    """Returns how many matrices send the message for themselves: the input of matrices that tensor ranks divide by
+    columns is gathered in the forward pass, and its gradient reduced in the backward pass."""
+    of_input = message.axis == "tp" and (message.collective == "all_gather") == (message.forward > 0)
+    if not spec.framework.gathers_each or not of_input:
+        return 1
+    return max(1, sum(len(weight.shape) == 2 for weight in operator.weights))
 
 
 def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:

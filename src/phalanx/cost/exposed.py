@@ -188,7 +188,8 @@ def compose(
     if not np.all(gathers):
         gather, reduce, slowdown = sent(bucket_messages(blocks), False)
         overlaps = framework.dp_overlaps
-        late = step_state(gather, reduce, ahead, slowest - ahead, blocks, slowdown, overlaps=overlaps)
+        beside = 0.0 if framework.broadcasts else gather
+        late = step_state(beside, reduce, ahead, slowest - ahead, blocks, slowdown, overlaps=overlaps) + gather - beside
     chunks, overlaps = catalogue.chunks_of(layout.schedule, layout.pp_chunks), framework.pp_overlaps
     return ComposedStep(
         busiest,

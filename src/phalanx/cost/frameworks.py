@@ -52,32 +52,37 @@ PHALANX_CPU = replace(
 its tensors (a Python with torch and gloo: 380 MiB). Gloo moves bytes with the cores that compute: half of the time of
 an all-reduce is processor time (40 MB between two processes: 53 ms, of which 21 to 27), which products lose."""
 
+UNFUSED_LOSS = 1.86
+"""`loss_passes` of Megatron-LM's loss before it was fused (megatron/mpu/cross_entropy.py): 52 bytes per logit for its
+copy in fp32 (6), largest (4), difference (8), exponential (8), sum (4), quotient (8), gradient (8) and that in 16 bits
+(6), where fused kernels move 28."""
+
 MEGATRON_2021 = Framework(
     name="megatron-2021",
     attention="unfused",
-    passes=1.5,
+    loss_passes=UNFUSED_LOSS,
     reads_sizes=True,
     dp_overlaps=False,
     pp_overlaps=False,
     pp_scatters=True,
     memory_profile=profiles.MEGATRON_2021,
 )
-"""Megatron-LM of Narayanan et al. 2021: unfused attention, reduction after the last backward pass (section 5)."""
+"""Megatron-LM of Narayanan et al. 2021: unfused attention, fused softmax, GELU and dropout-residual kernels (section
+4.2), reduction after the last backward pass (section 5)."""
 
-MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022", passes=1.0)
-"""Megatron-LM of Korthikanti et al. 2022: fused softmax, GELU and dropout-residual kernels."""
+MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022")
+"""Megatron-LM of Korthikanti et al. 2022."""
 
 VTRAIN = replace(
     MEGATRON_2021,
     name="vtrain",
-    passes=1.75,
     pp_scatters=False,
     memory_profile=profiles.MEGATRON_DEEPSPEED_FP16,
 )
 """Megatron-DeepSpeed as vTrain's authors ran it (Bang et al. 2024, section 5): small models, which are launch-bound."""
 
 MEGATRON_DEEPSPEED = replace(
-    MEGATRON_2021, name="megatron-deepspeed", passes=1.75, pp_scatters=False, memory_profile=profiles.MEGATRON_DEEPSPEED
+    MEGATRON_2021, name="megatron-deepspeed", pp_scatters=False, memory_profile=profiles.MEGATRON_DEEPSPEED
 )
 """BLOOM's framework (bigscience-workshop/Megatron-DeepSpeed): ZeRO-1 in a pipeline."""
 
@@ -117,6 +122,20 @@ MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
 LLAMA3 = replace(MEGATRON_CORE, name="llama3", memory_profile=profiles.LLAMA3)
 """The framework of Llama 3 (Llama Team 2024, section 3.3)."""
 
+INTERNLM = Framework(
+    name="internlm",
+    flash=1,
+    passes=2.0,
+    reads_sizes=True,
+    broadcasts=True,
+    sum_passes=3.0,
+    memory_profile=profiles.INTERNLM,
+)
+"""InternLM's framework of 2023: kernels of the first FlashAttention and Apex, other operations in eager mode, tensor
+parallelism without sequence parallelism, timers that wait for the device after each micro-batch, gradients that torch
+adds up in kernels of their own, and parameters that their owners broadcast after the step
+(internlm/solver/optimizer/hybrid_zero_optim.py)."""
+
 FSDP1 = Framework(name="fsdp1", flash=1, interference=1.6, passes=2.0, memory_profile=profiles.FSDP1)
 """llm-foundry and Composer on torch's first FSDP, in eager mode; reduces in the width of the computation."""
 
@@ -133,6 +152,12 @@ TORCHTITAN_2025 = replace(TORCHTITAN_COMPILE, name="torchtitan-2025", memory_pro
 
 TORCHTITAN_ASYNC = replace(TORCHTITAN_COMPILE, name="torchtitan-async", tp_hidden=0.5)
 """torchtitan with compiled blocks and chunked tensor-parallel traffic that overlaps with products (AsyncTP)."""
+
+KEMPNERFORGE = replace(
+    TORCHTITAN_COMPILE, name="kempnerforge", gathers_each=True, whole_logits=True, memory_profile=profiles.KEMPNERFORGE
+)
+"""KempnerForge: FSDP2 and DTensor's tensor parallelism as torch's documents show it, without torchtitan's prepared
+inputs and loss over slices of the vocabulary (kempnerforge/distributed/tensor_parallel.py)."""
 
 AUTOMODEL = replace(
     TORCHTITAN_COMPILE,
@@ -164,11 +189,13 @@ FRAMEWORKS: dict[str, Framework] = {
         MLPERF,
         MEGASCALE,
         LLAMA3,
+        INTERNLM,
         FSDP1,
         TORCHTITAN,
         TORCHTITAN_COMPILE,
         TORCHTITAN_ASYNC,
         TORCHTITAN_2025,
+        KEMPNERFORGE,
         AUTOMODEL,
         MAXTEXT,
         replace(MEGATRON_CORE, name="megatron"),
@@ -238,8 +265,13 @@ def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
     )
 
 
-UNFITTED = ("megatron", "automodel")
+UNFITTED = ("megatron", "automodel", "internlm", "kempnerforge")
 """Programs that no row was fitted to."""
+
+
+AMPERE = ("a100", "a800")
+"""Devices without the instructions of FlashAttention-3 and of cuDNN's kernels in clusters: programs run the second
+there."""
 
 
 def calibrated(program: str, device: Accelerator, without: str = "") -> Framework:
@@ -252,7 +284,7 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
 
     A program without such rows has the median of the others' values: none reaches a device's best rates."""
     own = [line for line in fits() if line.is_of(framework.name, device.name)]
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for field in {line.field for line in own} | {"slowdown", "kernel_us"}:
         others = [line.value for line in fits() if line.field == field and line.source != without]
         known = field == "kernel_us" or framework.name in UNFITTED or any(line.field == field for line in own)
@@ -262,6 +294,8 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
     values |= fitted
     values["slowdown"] *= FRAMEWORKS[framework.name].slowdown
     values["kernel_us"] *= framework.kernel_us > 0  # nothing is launched where the whole step is one program
+    if framework.flash == 3 and device.name.startswith(AMPERE):
+        values["flash"] = 2
     return replace(
         framework,
         **values,

@@ -132,7 +132,8 @@ def attention_seconds(
     work = 2.5 if backward else 1.0
     flops = work * queries * seen * heads * (head + value_head)
     full = rate(device, products) * FLASH[kernel][backward] * (device.older if kernel in (1, 2) else 1.0)
-    small = min(1.0, 0.6 + 0.4 * head / 128)
+    # The first kernel was written for heads of 64, and has no registers left for more of those of 128.
+    small = 1.0 if kernel == 1 else min(1.0, 0.6 + 0.4 * head / 128)
     slow = UNALIGNED_RATE.get(head & -head, 1.0) * (FLASH_NARROW if narrow else 1.0)
     seconds = flops / (full * small * slow * seen / (seen + 2 * FLASH_HALF))
     moved = work * PRODUCT_BYTES[products] * (heads * queries + kv_heads * keys) * (head + value_head)

@@ -512,7 +512,9 @@ class RankParts:
     def _loss_tensors(self) -> tuple[int, int]:
         """Returns the tensors as large as the logits at the peak of the loss: in fp32, and in the width of the
         computation."""
-        return self.memory_profile.split_loss_tensors if self.layout.tp > 1 else self.memory_profile.loss_tensors
+        profile, tp = self.memory_profile, self.layout.tp
+        wide, narrow = profile.split_loss_tensors if tp > 1 else profile.loss_tensors
+        return (wide * tp, narrow * tp) if profile.whole_logits else (wide, narrow)
 
     def _capped(self) -> int:
         """Returns the bytes per logit of a soft cap's result, which needs room where the logits are not in fp32 twice

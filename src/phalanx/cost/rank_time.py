@@ -9,7 +9,7 @@ from math import ceil
 from operator import add, attrgetter, sub
 
 from phalanx.blocks.kinds import HALVES, BlockKind, Half, half_block
-from phalanx.blocks.operator import MemoryBound, Operator
+from phalanx.blocks.operator import MemoryBound, Message, Operator
 from phalanx.blocks.parameters import weight_of
 from phalanx.blocks.residual import embedding, head
 from phalanx.config.cluster import Accelerator
@@ -358,11 +358,13 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
     """Returns the time of embedding, head and loss with their communication. A loss in chunks of tokens computes all
     gradients in the forward pass (parallel/vocabulary.py)."""
     time, here, vocab = RankTime(), place(spec), spec.model.vocab_size
+    of_loss = replace(spec.framework, passes=spec.framework.loss_passes or spec.framework.passes)
     parts: list[tuple[Operator, ...]] = []
     if content.embedding:
         parts.append((embedding(here, vocab),))
     if content.head:
         norm, *loss = head(here, vocab)
+        loss = [_of_whole_logits(spec, operator) for operator in loss]
         parts += [(norm,), tuple(loss)] if _is_fused(spec) else [(norm, *loss)]
     for operators in parts:
         fused = operators[-1].name == "loss" and _is_fused(spec)
@@ -371,7 +373,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
         seconds = operator_seconds(
             spec.cluster.accelerator,
             work,
-            spec.framework,
+            spec.framework if operators[0].name == "embedding" else of_loss,
             spec.products,
             spec.layout.tp,
             slowdown=spec.framework.slowdown,
@@ -390,6 +392,16 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
         )
         time += one.settled(ahead=not spec.framework.reads_sizes).scaled(chunks)
     return time
+
+
+def _of_whole_logits(spec: StepSpec, operator: Operator) -> Operator:
+    """Returns the loss of a program whose tensor ranks gather the logits; any other operator as it is."""
+    tp, here = spec.layout.tp, place(spec)
+    if operator.name != "loss" or tp == 1 or not spec.framework.whole_logits:
+        return operator
+    logits = here.tokens * spec.model.vocab_size
+    each = (work._replace(forward=tp * work.forward, backward=tp * work.backward) for work in operator.memory_bound)
+    return replace(operator, memory_bound=tuple(each), messages=(Message("tp", "all_gather", logits, forward=1),))
 
 
 def _is_fused(spec: StepSpec) -> bool:

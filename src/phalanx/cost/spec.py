@@ -44,6 +44,8 @@ class Framework(Hashed):
     passes: float = 1.0
     """Memory-bound work (norms, activations, residuals, rotary) in multiples of reading and writing each operand once:
     1 if kernels are fused by hand or by a compiler, more if each operation is a kernel of its own."""
+    loss_passes: float = 0.0
+    """The same of final norm, head and loss; 0: `passes`."""
     kernel_us: float = 6.0
     """Microseconds in which the host launches a kernel; shorter kernels are launch-bound."""
     reads_sizes: bool = False
@@ -63,8 +65,16 @@ class Framework(Hashed):
     """fp8, fp4: of which the sizes of a matrix are multiples, if it is multiplied so."""
     tp_hidden: float = 0.0
     """Share of tensor-parallel traffic that overlaps with matrix products (user buffers, AsyncTP)."""
+    gathers_each: bool = False
+    """Whether every matrix that tensor ranks divide by columns gathers its own input, and reduces its own gradient of
+    it: a plan of DTensor's ColwiseParallel without PrepareModuleInput."""
+    whole_logits: bool = False
+    """Whether tensor ranks gather the logits, of which each computes the whole loss."""
     dp_overlaps: bool = True
     """Whether gradients are reduced, and parameters gathered, while other layers compute."""
+    broadcasts: bool = False
+    """zero=1: whether every tensor has an owner, as in the optimizers of Colossal-AI and InternLM: gradients are summed
+    on all data ranks, and after the step each owner broadcasts its tensors while nothing computes."""
     pp_overlaps: bool = True
     """Whether stage boundaries are sent while other micro-batches compute."""
     pp_scatters: bool = False

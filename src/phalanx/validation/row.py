@@ -27,6 +27,7 @@ from phalanx.blocks.parameters import (
     train_flops_per_step,
 )
 from phalanx.config.cluster import Accelerator
+from phalanx.config.job import Optimizer
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
 from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
@@ -52,10 +53,10 @@ class Convention:
     """Peaks that replace the data sheets': 16 bits in TFLOP/s by device name; the narrower formats have twice that."""
 
 
-def convention_of(description: str) -> Convention:
-    """Returns the convention of a source from its name and notes in lower case; unknown ones count full attention."""
+def convention_of(cells: Cells) -> Convention:
+    """Returns the convention of a source from its name and notes; unknown ones count full attention."""
     tables = row_layout.sources()["conventions"]
-    return next((Convention(**fields) for pattern, fields in tables if re.search(pattern, description)), Convention())
+    return next((Convention(**fields) for pattern, fields in tables if cells.said(pattern)), Convention())
 
 
 def flops_per_step(counts: Counts, model: ModelConfig, sequences: int, parameters: float = 0.0) -> float:
@@ -217,6 +218,9 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
         cells.assume(remark(key))
     if base is None:
         return None
+    if not (key or columns["vocab"]):
+        sizes = row_layout.sources()["vocabularies"]
+        columns["vocab"] = next((size for pattern, size in sizes if cells.said(pattern)), 0)
     if not columns["n_layers"] and (cut := re.search(r"-l([0-9]{1,3})\b", name.lower())):
         columns["n_layers"] = int(cut[1])
     shape = _overridden(base, columns)
@@ -228,8 +232,8 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
     if (
         key == "deepseekv3"
         and shape.n_layers == base.n_layers
-        and re.search("nemo|megatron-bridge|dgxc|modelzoo", cells.description)
-        and "w/o mtp" not in cells.description
+        and cells.said("nemo|megatron-bridge|dgxc|modelzoo")
+        and not cells.said("w/o mtp")
     ):
         cells.assume("multi-token prediction as one layer more")
         shape = replace(shape, n_layers=shape.n_layers + 1)
@@ -238,7 +242,7 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
     shape = _solved(cells, shape, pp, bool(key) and key != "bloom")
     if shape is None:
         return None
-    if not (columns["vocab"] or (key and key != "bloom")) and "bloom" not in name.lower():
+    if not (cells.text("vocab") or (key and key != "bloom")) and "bloom" not in name.lower():
         cells.assume(f"vocab blank: {shape.vocab_size}")
     if not columns["seq_len"]:
         cells.assume(f"seq_len blank: {shape.seq_len}")
@@ -390,6 +394,8 @@ class Reading:
     """Number of parameters as printed; 0 if it is not."""
     assumptions: tuple[str, ...]
     """Values that were filled in, and approximations."""
+    ignored: tuple[str, ...] = ()
+    """Parts of the notes in which nothing was understood."""
 
     @property
     def devices(self) -> int:
@@ -419,6 +425,10 @@ _FILLED_IN = re.compile("(layout|global batch|micro_batch|seq_len) blank")
 """Assumptions on which the time depends most."""
 
 
+OPTIMIZER_STATES: Mapping[str, Literal["bf16_moments", "bf16"]] = {"bf16 moments": "bf16_moments", "bf16": "bf16"}
+"""The words for the optimizer's state that a job has, too (optimizer.state_dtype)."""
+
+
 def read(row: Mapping[str, str]) -> Reading:
     """Reads a row. Raises JobError with every reason why it cannot be expressed."""
     cells = Cells(row)
@@ -435,7 +445,7 @@ def read(row: Mapping[str, str]) -> Reading:
     _check_size(cells, model)
     layout, batch = found
     width = 4 if products == "fp32" else 2
-    if re.search("(?<![a-z])lora(?![a-z])", cells.description):
+    if cells.said("(?<![a-z])lora(?![a-z])"):
         adapters = next(adapters for start, adapters in ADAPTERS.items() if framework.startswith(start))
         cells.assume(f"LoRA: rank {adapters.rank}, {adapters.targets}; memory is not predicted")
         model = replace(model, lora=adapters)
@@ -443,14 +453,16 @@ def read(row: Mapping[str, str]) -> Reading:
     key = key_of(cells.text("model_name")) or ""
     if recipe := row_layout.recipe_of(cells, framework, model, key, cluster.accelerator.name):
         program, layout = as_recipe(program, recipe), row_layout.as_set_up(layout, recipe, model)
-    program = replace(program, memory_profile=row_layout.with_state(cells, program.memory_profile))
+    state = row_layout.state_of(cells)
+    program = replace(program, memory_profile=row_layout.with_state(state, program.memory_profile))
+    optimizer = Optimizer(state_dtype=OPTIMIZER_STATES.get(state, "fp32"))
     cluster, program = as_used_by(layout.world, cluster, program)
-    spec = StepSpec(model, cluster, layout, batch, products, width, program)
+    spec = StepSpec(model, cluster, layout, batch, products, width, program, optimizer=optimizer)
     reading = _measured(cells, _unmeasured(cells, spec, framework))
     if cells.problems:
         raise JobError(cells.problems)
     spec = replace(reading.spec, given=not any(map(_FILLED_IN.match, cells.assumed)))
-    return replace(reading, spec=spec, assumptions=tuple(cells.assumed))
+    return replace(reading, spec=spec, assumptions=tuple(cells.assumed), ignored=cells.ignored)
 
 
 def _check_size(cells: Cells, model: ModelConfig) -> None:
@@ -461,7 +473,7 @@ def _check_size(cells: Cells, model: ModelConfig) -> None:
 
 
 def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
-    means, unit = _memory(cells.description)
+    means, unit = _memory(cells)
     return Reading(
         spec=spec,
         measured_s=None,
@@ -472,7 +484,7 @@ def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
         oom=False,
         framework=framework,
         source=source_of(cells),
-        convention=convention_of(cells.description),
+        convention=convention_of(cells),
         parameters=(cells.number("n_params_b") or 0) * 1e9,
         assumptions=(),
     )
@@ -491,8 +503,8 @@ def _measured(cells: Cells, reading: Reading) -> Reading:
             if not 1 / 1.5 < other / seconds[first] < 1.5:
                 cells.assume(f"{first} and {name} do not agree: by a factor of {other / seconds[first]:.2g}")
     gigabytes = cells.number("peak_mem_gb")
-    oom = re.search(r"\boom", f"{cells.description} {cells.text('peak_mem_gb').lower()}")
-    near = re.search(r"(close to|near|almost|before) oom", cells.description)
+    oom = cells.said(r"\boom") or re.search(r"\boom", cells.text("peak_mem_gb").lower())
+    near = cells.said(r"(close to|near|almost|before) oom")
     return replace(
         reading,
         measured_memory=None if gigabytes is None else gigabytes * reading.memory_unit,
@@ -515,15 +527,20 @@ def source_of(cells: Cells) -> str:
     return named or re.split(r"[ @,;]", cells.text("source"))[0] or "unnamed"
 
 
-def _memory(description: str) -> tuple[MemoryKind, float]:
-    """Returns the meaning of a source's memory, and the bytes in its GB: GiB for nvidia-smi and torch's summaries."""
-    if "nvidia-smi" in description or "bigscience" in description:
-        return "device", 2**30
-    if "max allocated" in description or "max_memory_allocated" in description:
-        return "allocated", 2**30
-    if "reserved" in description or "torchtitan" in description:
-        return "reserved", 2**30
-    if "zero bubble" in description or "2401.10241" in description:
-        # State and activations by formula are within 3 % of its table 4 when its GB are 10^9 bytes.
-        return "allocated", 1e9
+_MEMORY: tuple[tuple[str, MemoryKind, float], ...] = (
+    ("nvidia-smi|bigscience", "device", 2**30),
+    ("max allocated|max_memory_allocated", "allocated", 2**30),
+    ("reserved|torchtitan", "reserved", 2**30),
+    # State and activations by formula are within 3 % of its table 4 when its GB are 10^9 bytes.
+    (r"zero bubble|2401\.10241", "allocated", 1e9),
+)
+"""The meaning of a source's memory by its description, and the bytes in its GB: GiB for nvidia-smi and torch's
+summaries."""
+
+
+def _memory(cells: Cells) -> tuple[MemoryKind, float]:
+    """Returns the meaning of a source's memory, and the bytes in its GB."""
+    for pattern, means, unit in _MEMORY:
+        if cells.said(pattern):
+            return means, unit
     return "reserved", 2**30
