@@ -155,6 +155,8 @@ class FusedProducts(NamedTuple):
     backward: float
     causal: bool = False
     """Whether a causal mask leaves half of the forward ones."""
+    chunks: bool = False
+    """Whether they are small products within and between chunks of a sequence."""
 
 
 class MemoryBound(NamedTuple):
@@ -251,11 +253,15 @@ class Operator:
     workspace: float = 0.0
     """Bytes that its backward pass needs for a moment besides what blocks save, on this rank."""
 
-    def product(self, tp: int, ep: int) -> Product | None:
-        """Returns the product with all matrices that read the same input, as one; None if there is none."""
-        matrices = [weight.shape_on(tp, ep) for weight in self.weights if weight.is_matrix]
-        if not matrices or not self.rows:
+    def product(self, tp: int, ep: int, *, folds: bool = False) -> Product | None:
+        """Returns the product with all matrices that read the same input, as one; None if there is none. `folds`:
+        tensor ranks hold whole experts where there are enough, instead of a part of each."""
+        weights = [weight for weight in self.weights if weight.is_matrix]
+        if not weights or not self.rows:
             return None
+        if folds and weights[0].routed and weights[0].shape[0] % (tp * ep) == 0:
+            tp, ep = 1, tp * ep
+        matrices = [weight.shape_on(tp, ep) for weight in weights]
         grouped = len(matrices[0]) == 3
         number = matrices[0][0] if grouped else 1
         outputs = sum(shape[-2] for shape in matrices)
@@ -423,6 +429,11 @@ class Place(NamedTuple):
     def token_share(self) -> int:
         """Number of tensor ranks that share the tokens between the matrices."""
         return self.tp if self.sp else 1
+
+    @property
+    def routed_share(self) -> int:
+        """Number of tensor ranks that share the tokens of a router, of which each sends its own to experts."""
+        return self.token_share if self.profile.routes_shards else 1
 
     @property
     def hidden(self) -> int:

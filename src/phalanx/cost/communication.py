@@ -19,6 +19,7 @@ from phalanx.blocks.residual import boundary
 from phalanx.config.cluster import Cluster, Link
 from phalanx.config.layout import Layout, Recompute
 from phalanx.cost.exposed import quotient, smaller
+from phalanx.cost.kernels import stream_seconds
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.derived import near_ranks
 
@@ -263,15 +264,18 @@ def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
     cluster, framework, layout = spec.cluster, spec.framework, spec.layout
     if message.axis == "pp":
         ranks = RankGroup(2, group(layout, "pp").stride)
-    elif place.ranks_of(message) == 1 or (framework.ep_once and message.axis == "ep" and not message.copies):
-        # Such a dispatch sends the numbers of its rows in its own kernel (DeepEP's notify_dispatch).
+    elif place.ranks_of(message) == 1:
         return 0.0
+    elif framework.ep_once and message.axis == "ep" and not message.copies:
+        # Such a dispatch sends the numbers of its rows in its own kernel (DeepEP's notify_dispatch), or a map.
+        ranks = RankGroup(place.ep * place.routed_share)
+        read = ranks.ranks * place.tokens / place.routed_share * place.model.moe.n_experts * framework.ep_maps
+        return seconds(cluster, "all_gather", read, ranks) + stream_seconds(cluster.accelerator, read) if read else 0.0
     elif message.copies:
-        folds = framework.ep_folds
-        # If tensor ranks share every expert, each of them sends all tokens.
-        sent = place.tokens / (place.tp if folds and place.sp else 1)
-        ranks = RankGroup(place.ep) if folds else group(layout, "ep")
-        row = place.bytes_of(message) / (place.tokens * message.copies)
+        # Expert ranks that fold have tensor ranks among them, of which each sends its own tokens.
+        ranks = RankGroup(place.ep * place.routed_share) if framework.ep_folds else group(layout, "ep")
+        sent = place.tokens / place.routed_share
+        row = place.bytes_of(message) / (sent * message.copies)
         return dispatch_seconds(cluster, sent, row, message.copies, ranks, once=framework.ep_once)
     elif message.collective == "send":
         ranks = RankGroup(2, group(layout, message.axis).stride)

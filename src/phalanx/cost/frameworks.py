@@ -1,7 +1,8 @@
 """Known training frameworks by name, with the constants of time and memory that depend on them.
 
-Values that stand in a framework's code or paper are taken from there. Four are fitted to published rows, never more
-than eight of them (calibration.yaml): `slowdown`, `kernel_us`, `moe_slowdown` and `moe_host_ms`.
+Values that stand in a framework's code or paper are taken from there. Five are fitted to published rows, never
+more than eight of them (calibration.yaml): `slowdown`, `kernel_us`, `moe_slowdown`, `moe_host_ms` and
+`recurrent_slowdown`.
 """
 
 from __future__ import annotations
@@ -107,14 +108,19 @@ NEMO = replace(
 """NVIDIA's own recipes (NeMo, Megatron-Bridge, MLPerf): user buffers overlap tensor-parallel traffic, CUDA graphs and
 fp8 parameters if the recipe has them."""
 
-NEMO_2025 = replace(NEMO, name="nemo-2025")
-"""NeMo containers of 2025 (25.02 to 25.11), whose experts ran in many small kernels."""
+NEMO_2025 = replace(NEMO, name="nemo-2025", ep_once=False)
+"""NeMo containers of 2025 (25.02 to 25.11), whose experts ran in many small kernels. Their recipes use NCCL's
+all-to-all unless they say so: DeepEP and HybridEP came with 25.11."""
 
 NEMO_EARLY_2026 = replace(NEMO, name="nemo-early-2026")
 """NeMo containers 26.02 to 26.04, before fused permutation and graphs of whole MoE blocks (26.06)."""
 
 MLPERF = replace(NEMO, name="mlperf")
 """NVIDIA's recipes, tuned for MLPerf's rounds."""
+
+MLPERF_2023 = replace(MLPERF, name="mlperf-2023", flash=1)
+"""Those of round 3.0, with the first FlashAttention and selective recomputation (mlcommons/training_results_v3.0,
+NVIDIA/benchmarks/gpt3: activations_checkpoint_granularity selective, use_emha False)."""
 
 MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
 """MegaScale (Jiang et al. 2024)."""
@@ -187,6 +193,7 @@ FRAMEWORKS: dict[str, Framework] = {
         NEMO_2025,
         NEMO_EARLY_2026,
         MLPERF,
+        MLPERF_2023,
         MEGASCALE,
         LLAMA3,
         INTERNLM,
@@ -240,25 +247,28 @@ def fits() -> tuple[FittedValue, ...]:
     return tuple(sorted(lines, key=lambda line: bool(line.device)))
 
 
-DISPATCHERS = {"all-to-all": (False, 16), "deepep": (True, 20), "hybridep": (True, 32)}
-"""Whether a dispatcher sends a token once to each node, and its cores (SMs): NCCL's channels, DeepEP's default, and
-Megatron-Bridge's moe_hybridep_num_sms."""
+DISPATCHERS = {"all-to-all": (False, False, 16), "deepep": (True, False, 20), "hybridep": (True, True, 32)}
+"""Whether a dispatcher sends a token once to each node, whether it gathers the map of tokens and experts, and its cores
+(SMs): NCCL's channels, DeepEP's default, and Megatron-Bridge's moe_hybridep_num_sms."""
 
 
 def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
     """Returns the framework as a recipe with these facts runs it (validation/recipes.yaml)."""
-    once, cores = DISPATCHERS.get(recipe.get("dispatcher", ""), (framework.ep_once, framework.ep_cores))
+    usual = framework.ep_once, framework.ep_maps, framework.ep_cores
+    once, maps, cores = DISPATCHERS.get(recipe.get("dispatcher", ""), usual)
     graphs = recipe.get("graphs", "none")
     held = {name: recipe[name] for name in ("inputs_leave", "parameter_bytes", "state_bytes") if name in recipe}
     launched = {"kernel_us": 0.0, "reads_sizes": False} if graphs == "iteration" else {}
     return replace(
         framework,
         ep_once=once,
+        ep_maps=maps,
         ep_cores=cores,
         ep_overlaps=recipe.get("overlaps", False),
         graphs=graphs,
         narrow_attention=recipe.get("fp8_attention", False),
         fused_experts=recipe.get("fused_experts", False),
+        wide_blocks=recipe.get("wide_blocks", 0.0),
         windows=recipe.get("windows", framework.windows),
         memory_profile=replace(framework.memory_profile, repeats=tuple(recipe.get("recomputes", ())), **held),
         **launched,
@@ -285,7 +295,8 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
     A program without such rows has the median of the others' values: none reaches a device's best rates."""
     own = [line for line in fits() if line.is_of(framework.name, device.name)]
     values: dict[str, Any] = {}
-    for field in {line.field for line in own} | {"slowdown", "kernel_us"}:
+    every = {line.field for line in (fits() if framework.name in UNFITTED else own)} - {"sustained"}
+    for field in every | {"slowdown", "kernel_us"}:
         others = [line.value for line in fits() if line.field == field and line.source != without]
         known = field == "kernel_us" or framework.name in UNFITTED or any(line.field == field for line in own)
         usual = 1.0 if field == "slowdown" else getattr(FRAMEWORKS[framework.name], field)

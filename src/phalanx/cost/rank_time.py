@@ -158,7 +158,7 @@ def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
 def _with_experts(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
     """Returns the time of a block with experts as its recipe runs it: with what its host needs, with modules that are
     computed again, and its tokens' traffic beside another micro-batch's computation."""
-    if host := launch_seconds(spec.framework):
+    if host := launch_seconds(spec):
         block = replace(block, host_forward=host[0], host_backward=host[1])
     again, messages = repeated_seconds(spec, kind)
     block = replace(block, recompute=block.recompute + again, ep=block.ep + messages)
@@ -178,7 +178,12 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     here = place(spec)
     work = half_block(here, kind, half)
     slowdown = framework.block_slowdown(kind)
+    if half == "attention" and kind.attention == "mamba":
+        slowdown *= framework.recurrent_slowdown
     seconds = operator_seconds(device, work, framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
+    if framework.wide_blocks:
+        wide = operator_seconds(device, work, framework, "bf16", layout.tp, layout.ep, slowdown=slowdown)
+        seconds = seconds.mixed(wide, framework.wide_blocks)
     handling = {axis: handling_seconds(device, ops) for axis, ops in _host_operations(spec, kind, work).items()}
     starts = framework.kernel_us * 1e-6 * collectives(here, work)
     every = messages_seconds(spec, here, work, modes)

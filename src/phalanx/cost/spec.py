@@ -35,6 +35,9 @@ class Framework(Hashed):
     kernels that are not the best ones. Calibrated (calibration.yaml)."""
     moe_slowdown: float = 1.0
     """Further factor on blocks with experts: routing, permuting and small products in one kernel after another."""
+    recurrent_slowdown: float = 1.0
+    """Further factor on Mamba-2's half of a block: its scan, convolution and norm are no library's best kernels.
+    Calibrated."""
     attention: Literal["flash", "unfused"] = "flash"
     """Whether attention is one kernel that saves no scores, or products with a softmax between them in memory."""
     windows: Literal["flash", "unfused"] = "flash"
@@ -61,6 +64,9 @@ class Framework(Hashed):
     gradient are cast once, and weights with the optimizer's step."""
     narrow_experts: bool = True
     """fp8, fp4: whether the products of experts run in that format, too."""
+    wide_blocks: float = 0.0
+    """fp8, fp4: the share of the blocks whose products stay in 16 bits: a recipe's first and last ones, and modules
+    that predict further tokens."""
     narrow_unit: int = 16
     """fp8, fp4: of which the sizes of a matrix are multiples, if it is multiplied so."""
     tp_hidden: float = 0.0
@@ -82,6 +88,9 @@ class Framework(Hashed):
     section 4.1) without sp, with which they hold parts already."""
     ep_once: bool = False
     """Whether a token is sent once to each node with some of its experts (DeepEP, HybridEP), not once per expert."""
+    ep_maps: bool = False
+    """Whether every rank gathers and reads which experts each token of the others goes to, a byte for each pair
+    (HybridEP's allgather_routing_map)."""
     ep_overlaps: bool = False
     """Whether tokens travel to and from experts while another micro-batch computes."""
     ep_cores: int = 0

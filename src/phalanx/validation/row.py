@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from phalanx.blocks.kinds import untrained
+from phalanx.blocks.kinds import block_kinds, untrained
 from phalanx.blocks.parameters import (
     attention_flops_per_token,
     block_flops_per_token,
@@ -28,7 +28,7 @@ from phalanx.blocks.parameters import (
 )
 from phalanx.config.cluster import Accelerator
 from phalanx.config.job import Optimizer
-from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
+from phalanx.config.model import MLA, LoRA, Mamba, ModelConfig, MoE
 from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
 from phalanx.cost.frameworks import as_recipe, calibrated
@@ -110,6 +110,26 @@ def _squared(layers: int, width: int, heads: int, kv: int, ff: int, vocab: int, 
     return llama(layers, width, heads, kv, ff, vocab, seq, activation="gelu", **more)
 
 
+def _hybrid(letters: str, width: int, heads: int, kv: int, ff: int, *mamba: int) -> ModelConfig:
+    """Returns a Nemotron-H; a block is a layer of Mamba-2 or attention, and an MLP that follows it."""
+    names = {"M": "mamba", "*": "heads", "": "none"}
+    blocks = [(names[first], tail) for first, tail in re.findall(r"([M*]?)(-?)", letters)]
+    blocks = [(attention, "dense" if tail else "none") for attention, tail in blocks if attention != "none" or tail]
+    n_heads, head_dim, state = mamba
+    return replace(
+        PRESETS["nemotron3-nano-30b-a3b"],
+        n_layers=len(blocks),
+        attention=",".join(attention for attention, _ in blocks),
+        feed_forward=",".join(feed_forward for _, feed_forward in blocks),
+        d_model=width,
+        n_heads=heads,
+        n_kv_heads=kv,
+        d_ff=ff,
+        mamba=Mamba(n_heads=n_heads, head_dim=head_dim, state=state),
+        moe=MoE(),
+    )
+
+
 def _maxtext(scale: int) -> ModelConfig:
     """Returns the shape of MaxText's `global_parameter_scale` in billions of parameters: doublings go in turn to heads
     and MLP, to the width, to the layers (maxtext, `get_individual_scales`; base: 16 layers, 2,048 wide, 16 heads, MLP
@@ -125,13 +145,12 @@ def shapes() -> dict[str, ModelConfig]:
     found = {
         re.sub(r"[^a-z0-9]", "", name.replace(".", "p")): shape
         for name, shape in PRESETS.items()
-        # Models without a vocabulary are small ones for tests. What experts in latents cost beside their products is
-        # not priced yet: published steps take 1.7 × as long, and are nearer to the transformers of shapes.yaml.
-        if shape.vocab_size and not shape.moe.latent
+        if shape.vocab_size  # those without one are small ones for tests
     }
     short = {"qwen330b": "qwen3-30b-a3b", "qwen3235b": "qwen3-235b-a22b", "nemotron3nano": "nemotron3-nano-30b-a3b"}
+    short |= {"nemotron3super": "nemotron3-super-120b-a12b", "nemotron3ultra": "nemotron3-ultra-550b-a55b"}
     found |= {name: PRESETS[preset] for name, preset in short.items()}
-    kinds = {"gpt": gpt, "llama": llama, "nemotron": _squared}
+    kinds = {"gpt": gpt, "llama": llama, "nemotron": _squared, "hybrid": _hybrid}
     parts: dict[str, Callable[..., Any]] = {"moe": _moe, "mla": _mla}
     written = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
     for name, (kind, *sizes) in written.items():
@@ -160,9 +179,6 @@ _NAMES_WITHOUT_SIZE = {"gpt2": "gpt2", "gpt3": "gpt3175b", "opt": "opt175b", "pa
 """Names without a size, which must match as a whole: a GPT of 2.5 B is no gpt2."""
 
 REMARKS = {
-    "nemotronh": "hybrid of Mamba as a transformer of the same parameters and FLOPs",
-    "nemotronnano": "hybrid of Mamba as a transformer of the same parameters and FLOPs",
-    "nemotron3": "hybrid of Mamba as a transformer of the same parameters and FLOPs",
     "qwen3next": "linear attention as a transformer of about the same parameters and FLOPs",
     "nemotron4": "squared ReLU as GELU",
     "llama4maverick": "128 experts in every second layer as 64 in every layer",
@@ -223,6 +239,9 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
         columns["vocab"] = next((size for pattern, size in sizes if cells.said(pattern)), 0)
     if not columns["n_layers"] and (cut := re.search(r"-l([0-9]{1,3})\b", name.lower())):
         columns["n_layers"] = int(cut[1])
+    halves = [half for kind in block_kinds(base) for half in kind[:2] if half != "none"] if base.mamba.n_heads else []
+    if columns["n_layers"] == len(halves):
+        columns["n_layers"] = 0  # counted apart, as Megatron counts the layers of a hybrid
     shape = _overridden(base, columns)
     dense = base.moe.n_dense_layers
     if base.n_layers and shape.n_layers < base.n_layers and dense > 1:
@@ -235,8 +254,13 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
         and cells.said("nemo|megatron-bridge|dgxc|modelzoo")
         and not cells.said("w/o mtp")
     ):
-        cells.assume("multi-token prediction as one layer more")
-        shape = replace(shape, n_layers=shape.n_layers + 1)
+        cells.assume("one module that predicts a further token")
+        shape = replace(shape, n_layers=shape.n_layers + 1, mtp=1)
+    if key in ("nemotron3super", "nemotron3ultra") and "megatron-bridge" in cells.program:
+        cells.assume("two modules that predict further tokens")
+        shape = _with_modules(shape, 2)
+    if shape.moe.n_experts and "tokendrop" in name.lower():
+        shape = replace(shape, moe=replace(shape.moe, capacity=1.0))  # moe_expert_capacity_factor of release 25.09
     if shape.moe.n_experts and (slots := re.search(r"\bcf([0-9]\.[0-9]+)\b", name.lower())):
         shape = replace(shape, moe=replace(shape.moe, capacity=float(slots[1])))
     shape = _solved(cells, shape, pp, bool(key) and key != "bloom")
@@ -249,6 +273,16 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
     if shape.activation.startswith("gelu") and shape.positions == "learned" and framework in _DROPOUT:
         shape = replace(shape, dropout=0.1)
     return replace(shape, preset="")
+
+
+def _with_modules(shape: ModelConfig, modules: int) -> ModelConfig:
+    """Returns a hybrid with modules of attention and experts that predict one more token each: Megatron-Bridge's
+    recipes of Nemotron 3 Super and Ultra set mtp_num_layers 2 and the pattern *E."""
+    kinds = block_kinds(shape)
+    attention = ",".join([*(kind.attention for kind in kinds), *["heads"] * modules])
+    feed_forward = ",".join([*(kind.feed_forward for kind in kinds), *["experts"] * modules])
+    layers = shape.n_layers + modules
+    return replace(shape, n_layers=layers, mtp=modules, attention=attention, feed_forward=feed_forward)
 
 
 def _bloom(columns: dict[str, int]) -> ModelConfig:
@@ -365,6 +399,11 @@ SIZE_TOLERANCE = 0.1
 ADAPTERS = {"nemo": LoRA(rank=16, targets="wq,wk,wv"), "": LoRA(rank=16)}
 """Adapters by the beginning of a program's name, if a row says no more than that only they train: those of NVIDIA's
 performance recipes (llama3_llm_finetune.py), else beside all matrices."""
+
+
+UNEVEN = 1.14
+"""Time of a block with experts if a row says that its routing was real, over that of balanced routing: the middle of
+what the MoE ModelZoo states, 8 to 20 %."""
 
 
 @dataclass(frozen=True)

@@ -194,7 +194,7 @@ def recipes() -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
 
 
-_RELEASE = re.compile(r"\b(2[0-9]\.[0-9]{2}(?:\.[0-9]+)?)(?= nemo)|modelzoo")
+_RELEASE = re.compile(r"\b(2[0-9]\.[0-9]{2}(?:\.[0-9]+)?)(?= nemo)|modelzoo|dgxc")
 _FORMATS = (("nvfp4|fp4", "nvfp4"), ("mxfp8|fp8-mx", "mxfp8"), ("fp8", "fp8"), ("bf16", "bf16"))
 _MODULES = {"norm": "layernorm", "layernorm": "layernorm", "act": "moe_act", "moe": "moe"}
 """Words for recomputed modules, and Megatron Core's names."""
@@ -267,7 +267,17 @@ SHARDED = (
     "deepspeed-zero3",
 )
 """Frameworks that shard parameters by default."""
-MODERN = ("nemo", "nemo-2025", "nemo-early-2026", "mlperf", "megatron-core", "llama3", "megascale", "megatron")
+MODERN = (
+    "nemo",
+    "nemo-2025",
+    "nemo-early-2026",
+    "mlperf",
+    "mlperf-2023",
+    "megatron-core",
+    "llama3",
+    "megascale",
+    "megatron",
+)
 """Megatron's relatives since 2022, whose tensor parallelism includes sequence parallelism by default."""
 DISTRIBUTED = (*MODERN, "megatron-deepspeed", "internlm")
 """Frameworks that shard the optimizer state by default."""
@@ -354,6 +364,8 @@ def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
     """Returns the number format of the blocks' matrix products; the narrower one of two."""
     text = cells.text("precision").lower()
     device = cluster.accelerator
+    if "mlperf" in cells.description and device.fp4_tflops and "_fp4.sh" in cells.description:
+        return "fp4"  # the name of the configuration that ran says more than the round
     for pattern, products in (("fp4", "fp4"), ("fp8|int8|e4m3", "fp8"), ("bf16|bfloat", "bf16"), ("fp16|half", "fp16")):
         if re.search(pattern, text):
             if products in ("fp4", "fp8") and not getattr(device, f"{products}_tflops"):
@@ -412,7 +424,10 @@ def scheduled(cells: Cells, model: ModelConfig, framework: str, layout: Layout) 
         name = name if chunks > 1 else entry.interleaves
     if entry.placement != "round robin":
         return replace(layout, schedule=name, pp_chunks=chunks if most > 1 else 0)
-    cut = "+".join(map(str, _cut(totals, chunks)))
+    sizes = _cut(totals, chunks)
+    if "deepseek" in cells.text("model_name").lower() and "megatron-bridge" in cells.program:
+        sizes = _last_rest(model, layout.pp * max(1, chunks)) or sizes
+    cut = "+".join(map(str, sizes))
     return replace(layout, schedule=name, pp_chunks=chunks if chunks > 1 else 0, pp_cut=cut)
 
 
@@ -465,6 +480,14 @@ def _totals(layers: int, pp: int, framework: str) -> list[int]:
     if framework == "megatron-deepspeed" and left > 0:
         return [*[each] * (pp - 1), left]
     return [(layers + pp - 1 - rank) // pp for rank in range(pp)]
+
+
+def _last_rest(model: ModelConfig, stages: int) -> list[int]:
+    """Returns the layers of every stage as Megatron-Bridge cuts DeepSeek-V3 (set_deepseek_v3_pipeline_model_parallel_
+    layout): equal ones, and the rest before the module for one more token and the loss; [] if there is no rest."""
+    each = -(-(model.n_layers - model.mtp) // stages)
+    rest = model.n_layers - each * (stages - 1)
+    return [*[each] * (stages - 1), rest] if rest > 0 else []
 
 
 def _cut(totals: list[int], chunks: int) -> list[int]:
@@ -559,7 +582,7 @@ def _guessed(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str,
     per_device, tp, _ = _maxtext(cells, cluster)
     if per_device:
         return tp, 1, 1
-    if framework == "mlperf" and (recipe := _mlperf(model, cluster, devices, sequences)):
+    if framework.startswith("mlperf") and (recipe := _mlperf(model, cluster, devices, sequences)):
         return recipe
     tp = pp = cp = 1
     if framework not in SHARDED:
@@ -611,11 +634,16 @@ def _sharding(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str
     zero = int(stage[0]) if stage else default
     if model.moe.n_experts and layout.ep > 1:
         zero = max(zero, 1)  # experts are distributed over ranks that shard
+    stated = layout.ep
+    whole = re.search("megatron-bridge|modelzoo", cells.program) or layout.ep > layout.shard_ranks
+    if whole and framework in MODERN and layout.ep % layout.tp == 0:
+        # expert_tensor_parallel_size 1: tensor ranks are expert ranks, too, and cut nothing besides.
+        layout = replace(layout, ep=layout.ep // layout.tp)
     if not model.moe.n_experts:
         layout = replace(layout, ep=1)
     elif layout.shard_ranks % layout.ep or model.moe.n_experts % layout.ep:
         ep = gcd(gcd(layout.shard_ranks, layout.ep), model.moe.n_experts)
-        cells.assume(f"ep {layout.ep} reaches over tp {layout.tp}: ep {ep}, experts cut by tp besides")
+        cells.assume(f"ep {stated} reaches over tp {layout.tp}: ep {ep}, experts cut by tp besides")
         layout = replace(layout, ep=ep)
     if zero == 0:
         return replace(layout, dp_replicate=dp, dp_shard=1, zero=1)
@@ -665,6 +693,9 @@ def _recompute(cells: Cells, cluster: Cluster, framework: str) -> Recompute:
         mode: Recompute = "products" if script == "products" else "full"  # the default of its base.yml
         cells.assume(f"recompute blank: {mode}")
         return mode
+    if framework == "mlperf-2023":
+        cells.assume("recompute blank: selective, as round 3.0's configuration")
+        return "selective"
     if framework.startswith(("nemo", "mlperf", "zero-bubble", "fsdp1")):
         return "none"
     if framework in ("megatron-2021", "vtrain", "megatron-deepspeed"):
