@@ -29,7 +29,7 @@ from phalanx.partition.cut import Floats, Places, cut_by
 from phalanx.partition.derived import MODES, Mode, RecomputeRun, is_offloaded, legal_hpz, modes, ranges, written
 from phalanx.plan.branch import Found, Keep, Search, same_passes
 from phalanx.plan.plan import Candidate
-from phalanx.plan.simplicity import EQUAL
+from phalanx.plan.simplicity import EQUAL, is_scattered
 from phalanx.plan.space import RECOMPUTE, PlanRequest, Rows
 from phalanx.simulate.step import step_seconds
 
@@ -441,6 +441,8 @@ def refinements(
         return []
     fits = needed_bytes(candidates[0].spec) <= search.limit
     best = min(candidate.seconds for candidate in candidates) if fits else inf
+    least = {False: best, True: best}
+    """Seconds of the fastest without a long list of layers' recomputation, and of all."""
     passes = dict[Layout, StepSpec]()
     for candidate in candidates:
         passes.setdefault(same_passes(candidate.layout), candidate.spec)
@@ -448,27 +450,44 @@ def refinements(
     if best < inf:
         specs += islice(mixtures(search, found, best, keep), MIXED)
     better = list[Candidate]()
-    for spec in specs:
-        other = refinement(search.request, spec)
-        if other is None or step_parts(other).total > MARGIN * best:
+    for other in (other for spec in specs for other in _refinements(search.request, spec)):
+        scattered = is_scattered(other.layout)
+        if step_parts(other).total > MARGIN * least[scattered]:
             continue
         seconds = step_seconds(other)
-        if seconds * WORTH < best:
-            best = seconds
+        if seconds * WORTH < least[scattered]:
+            least = {False: least[False] if scattered else seconds, True: min(least[True], seconds)}
             better.append(Candidate(other, predict(other), seconds))
     return better
 
 
-def refinement(request: PlanRequest, spec: StepSpec) -> StepSpec | None:
-    """Returns the spec of a layout that fits, with another cut, another recomputation of its layers or both, whose
-    slowest rank is faster; None if there is none."""
+def _refinements(request: PlanRequest, spec: StepSpec) -> Iterator[StepSpec]:
+    """Yields the refinement of a spec, and where that is a long list of layers' recomputation, the refinement with its
+    two commonest modes alone, of which one stage is two runs of layers."""
+    other = refinement(request, spec)
+    if other is None:
+        return
+    yield other
+    if not is_scattered(other.layout) or spec.layout.pp > 1:
+        return
+    every = Counter(modes(other.layout.recompute_cut, spec.model.n_layers))
+    two = sorted((mode for mode, _ in every.most_common(2)), key=MODES.index)
+    leaner = request.spec(replace(spec.layout, recompute=two[1], recompute_cut=""))
+    shorter = refinement(request, leaner, two)
+    if shorter is not None:
+        yield shorter
+
+
+def refinement(request: PlanRequest, spec: StepSpec, allowed: Sequence[Mode] = MODES) -> StepSpec | None:
+    """Returns the spec of a layout that fits, with another cut, another recomputation of its layers (of the modes that
+    are `allowed`) or both, whose slowest rank is faster; None if there is none."""
     layout = spec.layout
     fixed = request.fixed
     cuts = layout.pp > 1 and not fixed.get("pp_cut")
     mixes = not fixed.get("recompute_cut") and "recompute" not in fixed
     if not (cuts or mixes):
         return None
-    every = MODES if mixes else tuple(dict.fromkeys(modes(written(layout), spec.model.n_layers)))
+    every = allowed if mixes else tuple(dict.fromkeys(modes(written(layout), spec.model.n_layers)))
     ranks = PipelineRanks(spec, every, request.limit)
     start = stages_of_case(spec, ranks.stages)
     fits = ranks.calibrated(spec)
