@@ -173,14 +173,14 @@ def test_a_cut_is_written_for_readers() -> None:
 
 def test_a_long_list_of_layers_is_another_kind_and_two_runs_are_not() -> None:
     uniform = _made(1.0, dp_shard=64, recompute="full")
-    two = _made(0.976, dp_shard=64, recompute_cut="20*full+12*none")
-    long = _made(0.96, dp_shard=64, recompute_cut="20*full+1*products+11*none")
+    two = _made(0.976, dp_shard=64, recompute_cut="20*full+60*none")
+    long = _made(0.96, dp_shard=64, recompute_cut="20*full+1*products+59*none")
     assert ranked([uniform, long], TIED)[0] is uniform
     assert ranked([uniform, two, long], TIED)[0] is two
     assert ranked([uniform, replace(long, seconds=0.94)], TIED)[0].seconds == 0.94
     assert recompute_in_words(two.layout) == "first 20 blocks full, rest none"
-    assert recompute_in_words(long.layout) == "20 blocks full, 11 none, 1 products"
+    assert recompute_in_words(long.layout) == "59 blocks none, 20 full, 1 products"
     assert "; recomputation: first 20 blocks full, rest none" in brief(two.layout)
     assert differences(long.layout, uniform.layout).endswith(
-        "recompute_cut (20 blocks full, 11 none, 1 products) instead of none"
+        "recompute_cut (59 blocks none, 20 full, 1 products) instead of none"
     )

@@ -70,10 +70,9 @@ def saved(
         for operator in block(place, kind)
         for tensor in (operator.results if selective == "products" else operator.saved)
     )
-    products = layout.recompute == "products"
     repeated = _repeated(place, kind) if profile.repeats else {}
     found = (
-        (each.operator, (each.size - (each.cheap if products else repeated.get(each, 0))) / shares[each.cut])
+        (each.operator, (each.size - (each.released(layout.mode) or repeated.get(each, 0))) / shares[each.cut])
         for each in tensors
         if not (selective == "core" and each.inside)
     )
@@ -175,6 +174,13 @@ class BlockBytes:
         self.kept, whole = step.tokens * sum(parts), step.tokens * sum(every)
         if kind.recompute == "products":  # each comes back when it is needed, and goes before the next
             whole = self.kept + step.tokens * max(map(sub, every, parts), default=0.0)
+        elif kind.recompute == "mlp":  # what stands around the activation comes back with it
+            half = half_block(place_of(model, layout), kind.block, "feed_forward")
+            names = [name for name, _ in saved(model, layout, width, kind.block, memory_profile, narrow, step.slices)]
+            mlp = {tensor.operator for operator in half if operator.name != "mlp_norm" for tensor in operator.saved}
+            again = [*map(sub, every, parts)]
+            together = sum(size for name, size in zip(names, again, strict=True) if name in mlp)
+            whole = self.kept + step.tokens * max(together, *again)
         self._of_slices = step, kind, layout, width, memory_profile, narrow
         self.again = max(0.0, whole - self.kept) / step.slices
         self.deferred = step.tokens * deferred(model, layout, width, kind.block)

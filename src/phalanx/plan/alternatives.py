@@ -127,7 +127,7 @@ class Family(NamedTuple):
         """Returns whether a layout belongs to this kind."""
         state = StateSharding(layout.zero, layout.reshard, layout.accumulate)
         scheduled = Scheduled(layout.schedule, layout.pp_chunks)
-        return bool(self.meshes(layout)) and self.options(scheduled, state, layout.recompute)
+        return bool(self.meshes(layout)) and self.options(scheduled, state, layout.mode)
 
 
 def families(space: Space, cluster: Cluster, best: Layout | None) -> Iterator[Family]:
@@ -424,7 +424,7 @@ def _explained(request: PlanRequest, where: str, name: str, layout: Layout) -> t
     rest = f", {accumulation} micro-batches accumulated" if accumulation > 1 and layout.pp == 1 else ""
     again = {mode: f", {mode} recomputation" for mode in RECOMPUTE} | {"none": ""}
     again["products"] = ", recomputation of all but products"
-    return f"{where}: {name}{again[layout.recompute]}{rest}", layout
+    return f"{where}: {name}{again[layout.mode]}{rest}", layout
 
 
 RULE, FILLS, FASTEST = "rule of thumb", "fills the device", "--exotic: the fastest"
