@@ -357,6 +357,7 @@ def test_every_number_has_a_range():
     assert set(constraints()) == {
         *NUMBERS,
         "layout.loss_chunk",
+        "layout.recompute",
         "run.name",
         "run.dir",
         "run.nnodes",

@@ -115,7 +115,9 @@ def test_whole_experts_have_the_products_of_their_ranks_and_the_rows_of_one() ->
 
 
 def test_a_map_of_tokens_and_experts_is_gathered() -> None:
-    assert seconds(ep_once=True, ep_maps=True, graphs="iteration") > seconds(ep_once=True, ep_maps=False, graphs="iteration")
+    assert seconds(ep_once=True, ep_maps=True, graphs="iteration") > seconds(
+        ep_once=True, ep_maps=False, graphs="iteration"
+    )
     assert seconds(ep_once=False, ep_maps=True) == seconds(ep_once=False, ep_maps=False)
 
 

@@ -160,6 +160,8 @@ TENSOR = [
     (ONE_KEY, "tp=2"),
     (ONE_KEY, "tp=2,sp=true,dp_shard=2"),
     (GPT, "tp=2,sp=true,sp_regather=true,recompute=selective"),
+    (GPT, "tp=2,sp=true,sp_regather=true,recompute=mlp"),
+    (GPT, "tp=2,sp=true,recompute_cut=1*mlp+1*products+1*none"),
     (GPT, "tp=2,sp=true,sp_regather=true,recompute=full"),
     (GPT, "tp=2,sp=true,sp_regather=true,recompute_cut=1*full+1*selective+1*none"),
     (GPT, "tp=2,sp=true,recompute_cut=2*none+1*full"),

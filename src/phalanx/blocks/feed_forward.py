@@ -22,7 +22,14 @@ def dense(place: Place) -> Iterator[Operator]:
         up.name,
         up.weights,
         up.rows,
-        saved=(SavedTensor("up", size := place.model.d_model * read, "gathered", cheap=place.repeats_input(size)),),
+        repeated=up.repeated,
+        saved=(
+            SavedTensor(
+                *("up", size := place.model.d_model * read, "gathered"),
+                cheap=place.repeats_input(size),
+                repeated=up.repeated and place.model.norms_inputs,
+            ),
+        ),
         results=gate_result(place, place.model.ff_size),
         messages=tuple(enter(place, regather=bool(read))),
     )
@@ -50,7 +57,7 @@ def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) 
     gated = model.gated
     inner = rows * hidden
     return (
-        Operator(f"{name}.up", up_weights(model, name, width, tiled=tiled), rows),
+        Operator(f"{name}.up", up_weights(model, name, width, tiled=tiled), rows, repeated=repeats_mlp(place)),
         Operator(
             f"{name}.activation",
             memory_bound=(
@@ -93,7 +100,14 @@ def hidden_saved(place: Place, name: str, width: float) -> SavedTensor:
     """Returns what the MLP `name` saves between its matrices, of `width` numbers per token. Only what its first
     matrices write is not computed again."""
     size = hidden_bytes(place, name)
-    return SavedTensor(name, width * size, "width", cheap=width * (size - (1 + place.model.gated) * place.width))
+    cheap = width * (size - (1 + place.model.gated) * place.width)
+    return SavedTensor(name, width * size, "width", cheap=cheap, repeated=repeats_mlp(place))
+
+
+def repeats_mlp(place: Place) -> bool:
+    """Returns whether recompute=mlp repeats an MLP's first matrices: not where what they read is the residual stream
+    itself, of which a tensor rank saves the gathered tokens."""
+    return place.model.norms_inputs or not place.sp
 
 
 def hidden_bytes(place: Place, name: str) -> int:

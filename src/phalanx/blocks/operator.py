@@ -186,8 +186,16 @@ class SavedTensor(NamedTuple):
     """Whether it lies inside the attention core, which selective recomputation repeats."""
     cheap: float = 0.0
     """The part of `size` that recompute=products computes again without a matrix product."""
+    repeated: bool = False
+    """Whether recompute=mlp computes it again, too."""
     across: bool = False
     """Whether later slices of a sequence read it, so that it stays where a block is recomputed in slices."""
+
+    def released(self, recompute: Recompute) -> float:
+        """Returns the part of `size` that recompute=products or mlp computes again."""
+        if recompute == "mlp" and self.repeated:
+            return self.size
+        return self.cheap if recompute in ("products", "mlp") else 0.0
 
 
 class Message(NamedTuple):
@@ -241,6 +249,8 @@ class Operator:
     rows: int = 0
     """Tokens that are multiplied by the weights; for experts, by each of them."""
     sixteen: bool = False
+    repeated: bool = False
+    """Whether recompute=mlp repeats it: the first matrices of an MLP."""
     core: AttentionCore | None = None
     fused: FusedProducts | None = None
     """The products of its kernels: they take the longer of these and of what `memory_bound` moves."""
@@ -267,6 +277,10 @@ class Operator:
         outputs = sum(shape[-2] for shape in matrices)
         frozen = all(weight.frozen for weight in self.weights)
         return Product(self.rows, outputs, matrices[0][-1], number, self.sixteen, frozen, grouped)
+
+    def mode(self, recompute: Recompute) -> Recompute:
+        """Returns the recomputation of this operator where its block has `recompute`."""
+        return "full" if recompute == "mlp" and self.repeated else recompute
 
     def sending(self, *messages: Message) -> Operator:
         """Returns the operator with more messages."""

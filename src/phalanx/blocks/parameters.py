@@ -163,6 +163,12 @@ def matrix_flops_per_token(model: ModelConfig, layer: int) -> int:
     return _flops_of(model, block_weights(model, block_kinds(model)[layer]))
 
 
+def repeated_flops_per_sequence(model: ModelConfig, layer: int, sp: bool) -> int:
+    """Returns the forward FLOPs over a sequence of the products that recompute=mlp repeats in one block."""
+    operators = block(Place(model, sp=sp), block_kinds(model)[layer])
+    return model.seq_len * sum(_flops_of(model, each.weights) for each in operators if each.repeated)
+
+
 def _flops_of(model: ModelConfig, weights: Iterable[Weight]) -> int:
     """Returns the FLOPs per token of one product with each of the matrices among these weights."""
     return 2 * sum(active_size(weight.name, weight.shape, model) for weight in weights if weight.is_matrix)

@@ -57,10 +57,9 @@ def saved(place: Place, kind: LayerKind) -> tuple[tuple[str, float], ...]:
     tensors = (
         tensor for operator in operators for tensor in (operator.results if selective == "products" else operator.saved)
     )
-    products = kind.recompute == "products"
     repeated = _repeated(place, kind.block) if profile.repeats else {}
     found = (
-        (each.operator, (each.size - (each.cheap if products else repeated.get(each, 0))) / shares[each.cut])
+        (each.operator, (each.size - (each.released(kind.recompute) or repeated.get(each, 0))) / shares[each.cut])
         for each in tensors
         if not (selective == "core" and each.inside)
     )
@@ -170,6 +169,12 @@ class BlockBytes:
         self.kept, whole = step.tokens * sum(parts), step.tokens * sum(every)
         if kind.recompute == "products":  # each comes back when it is needed, and goes before the next
             whole = self.kept + step.tokens * max(map(sub, every, parts), default=0.0)
+        elif kind.recompute == "mlp":  # what stands around the activation comes back with it
+            half = half_block(place, kind.block, "feed_forward")
+            mlp = {tensor.operator for operator in half if operator.name != "mlp_norm" for tensor in operator.saved}
+            again = [*map(sub, every, parts)]
+            together = sum(size for (name, _), size in zip(saved(place, kind), again, strict=True) if name in mlp)
+            whole = self.kept + step.tokens * max(together, *again)
         self.step, self.kind, self.place = step, kind, place
         self.again = max(0.0, whole - self.kept) / step.slices
         self.deferred = step.tokens * deferred(place_of(model, layout, width=width), kind.block)

@@ -238,13 +238,14 @@ def messages_seconds(
     """Returns, for each recomputation mode, the seconds of the operators' messages by axis; messages that overlap
     attention or weight gradients have these as keys instead."""
     by_mode: list[dict[Kind, MessageSeconds]] = [{} for _ in modes]
-    for operator, message in ((each, message) for each in operators for message in each.messages):
+    for operator, message in ((one, message) for one in operators for message in one.messages):
         once = message_seconds(spec, place, message) * _repeats(spec, operator, message)
         if not once:
             continue
         kind = message.ledger_axis if message.beside == "nothing" else message.beside
         load = occupancy(spec.cluster, place.bytes_of(message), once) if message.axis == "ring" else 0.0
-        for mode, so_far in zip(modes, by_mode, strict=True):
+        own: list[Recompute] = [operator.mode(mode) for mode in modes]
+        for mode, so_far in zip(own, by_mode, strict=True):
             more = MessageSeconds(once * message.forward, once * message.again(mode), once * message.back(mode), load)
             so_far[kind] = so_far[kind] + more if kind in so_far else more
     return by_mode

@@ -171,7 +171,7 @@ class Seconds:
     attention: float = 0.0
     """The part of `forward` that selective recomputation repeats."""
     cheap: float = 0.0
-    """The part of `forward` that recompute=products repeats: memory-bound work without products."""
+    """The part of `forward` that recompute=products repeats, memory-bound work without products; or recompute=mlp."""
     products: float = 0.0
     """The part of forward and backward in matrix products."""
     host_forward: float = 0.0

@@ -147,7 +147,7 @@ def block_held(spec: StepSpec, kind: BlockKind) -> ParameterCounts:
 @lru_cache(50_000)
 def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
     """Returns the time of one block with its communication, recomputed as `layout.recompute` says."""
-    mode = spec.layout.recompute
+    mode = spec.layout.mode
     halves = [half_times(spec, kind, half, (mode,))[0] for half in HALVES]
     block = halves[0] + halves[1]
     if kind.routed:
@@ -187,11 +187,22 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     handling = {axis: handling_seconds(device, ops) for axis, ops in _host_operations(spec, kind, work).items()}
     starts = framework.kernel_us * 1e-6 * collectives(here, work)
     every = messages_seconds(spec, here, work, modes)
+    by_mode = dict.fromkeys(modes, seconds)
+    if "mlp" in by_mode:
+        by_mode["mlp"] = _with_repeated(seconds, [each for each in work if each.repeated], spec, slowdown)
     if layout.tp > SOCKET_DEVICES:
-        seconds = seconds.launched(ACROSS_SOCKETS)
+        by_mode = {mode: each.launched(ACROSS_SOCKETS) for mode, each in by_mode.items()}
     return [
-        _half_time(spec, seconds, messages, mode, handling, starts) for mode, messages in zip(modes, every, strict=True)
+        _half_time(spec, by_mode[mode], messages, mode, handling, starts)
+        for mode, messages in zip(modes, every, strict=True)
     ]
+
+
+def _with_repeated(seconds: Seconds, repeated: Sequence[Operator], spec: StepSpec, slowdown: float) -> Seconds:
+    """Returns the seconds of half a block of which also the operators `repeated` are cheap enough to run again."""
+    layout, device = spec.layout, spec.cluster.accelerator
+    again = operator_seconds(device, repeated, spec.framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
+    return replace(seconds, cheap=seconds.cheap + again.forward, host_cheap=seconds.host_cheap + again.host_forward)
 
 
 def _half_time(
@@ -229,7 +240,7 @@ def _half_time(
     forward = {axis: spent + handling[axis] for axis, spent in forward.items()}
     backward = {axis: spent + 2 * handling[axis] for axis, spent in backward.items()}
     repeated = seconds.host_forward + starts if starts_again(spec.cluster.accelerator, mode) else 0.0
-    repeated = seconds.host_cheap if mode == "products" else repeated
+    repeated = seconds.host_cheap if mode in ("products", "mlp") else repeated
     return RankTime(
         products=seconds.products,
         streams=seconds.streams,
@@ -277,7 +288,7 @@ def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds) -> float:
     """Returns the seconds of work that the backward pass repeats."""
     if mode == "full":
         return seconds.forward
-    if mode == "products":
+    if mode in ("products", "mlp"):
         return seconds.cheap
     if mode == "selective":
         if spec.framework.memory_profile.selective == "products":
@@ -314,7 +325,7 @@ def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
         forward=block.forward + there + handling + fetched[0],
         forward_communication=block.forward_communication + there + handling + fetched[0],
         host_forward=block.host_forward + starts,
-        host_backward=block.host_backward + starts * (2 if starts_again(device, layout.recompute) else 1),
+        host_backward=block.host_backward + starts * (2 if starts_again(device, layout.mode) else 1),
     )
 
 

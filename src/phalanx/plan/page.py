@@ -13,7 +13,7 @@ from phalanx.cost.job_spec import stages
 from phalanx.cost.prediction import Prediction, Verdict, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.partition.derived import MODES, PARTS, solve, tier_of
+from phalanx.partition.derived import MODES, PARTS, legal_modes, solve, tier_of
 from phalanx.plan.plan import Alternative, Candidate, Plan
 from phalanx.techniques.offload import CHEAPEST_FIRST, can_offload
 from phalanx.units import gib, seconds
@@ -105,8 +105,8 @@ def _tried_changes(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:
 
 def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
     layout, model = spec.layout, spec.model
-    for recompute in MODES[1:]:
-        if MODES.index(layout.recompute) < MODES.index(recompute):
+    for recompute in legal_modes(layout.tiles)[1:]:
+        if MODES.index(layout.mode) < MODES.index(recompute):
             yield f"layout.recompute={recompute}", replace(layout, recompute=recompute)
     if spec.batch.micro_batch > 1:
         half = spec.batch.micro_batch // 2

@@ -23,7 +23,7 @@ from phalanx.cost.job_spec import framework_of, stages, step_spec
 from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.errors import JobError
 from phalanx.optimizers.entry import NOTHING_MORE, UpdateCosts
-from phalanx.partition.derived import DEFAULT_GLOBAL_BATCH, MODES, Batch, legal_hpz, solve
+from phalanx.partition.derived import DEFAULT_GLOBAL_BATCH, MODES, Batch, legal_hpz, legal_modes, solve
 from phalanx.plan.simplicity import EQUAL, TIED, TieBand
 from phalanx.schedule import catalogue
 from phalanx.techniques.catalogue import technique_problems
@@ -129,6 +129,10 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
     if job.layout.axes.sizes:
         raise JobError(
             f"layout.axes: the planner does not choose axes of packages; leave {job.layout.replica_axis} out"
+        )
+    if not isinstance((fixed or {}).get("recompute", ""), str):
+        raise JobError(
+            "layout.recompute: the planner shares out the memory itself; leave the budget out, or fix a mode"
         )
     if not job.cluster.devices:
         raise JobError("cluster: how many devices are there? Set cluster.devices_per_node, or name a machine")
@@ -406,7 +410,8 @@ def _options(request: PlanRequest, pp: int, m: int, shared: bool, known: dict[Sc
         and (fixed.get("hpz", 1) == 1 or (state.zero == 3 and state.reshard))
         and (not shared or all(_allowed(fixed, name, value) for name, value in state._asdict().items()))
     ]
-    modes = [number for number, mode in enumerate(RECOMPUTE) if _allowed(fixed, "recompute", mode)]
+    legal = legal_modes(fixed.get("tiles", 1))
+    modes = [number for number, mode in enumerate(RECOMPUTE) if mode in legal and _allowed(fixed, "recompute", mode)]
     schedules = [known.setdefault(scheduled, len(known)) for scheduled in _schedules(request, pp, m)]
     rows = [(scheduled, state, mode) for scheduled in schedules for state in states for mode in modes]
     return np.array(rows, np.int32).reshape(-1, 3)
