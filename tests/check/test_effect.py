@@ -118,6 +118,10 @@ def test_a_field_without_effect_is_refused_with_its_condition(path: str, value: 
             "model.bias=true qkv_bias=true",
             "qkv_bias=true: model.qkv_bias: has no effect here: it is for model.bias=false",
         ),
+        (
+            "min_lr=1e-5 schedule=constant",
+            "min_lr=1e-5: optimizer.min_lr_ratio: has no effect here: it is for a schedule",
+        ),
         ("eval_samples=0 eval_every=10", "it is for train.eval_samples above 0"),
         ("data=random limit_mb=3", "limit_mb=3: data.limit_mb: has no effect here: it is for a corpus of text"),
         ("train.dpo.beta=0.5", "command line: train.dpo.beta=0.5: is for pairs"),

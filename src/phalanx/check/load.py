@@ -350,7 +350,8 @@ def resolve(
         problems_found = [(path, message) for path, message in problems_found if path != "layout"]
     if presets and job.data.corpus in CORPORA:  # a run's own job was checked when it began
         whole = tuple(f"{name}." for name in vars(job) if name != TECHNIQUES and _states_all(name, settings))
-        given_here = {setting.path for setting in settings if not setting.path.startswith(whole)}
+        by_rule = {ALIASES[one.name].path for one in derived}
+        given_here = {setting.path for setting in settings if not setting.path.startswith(whole)} | by_rule
         named = {path for path, _ in problems_found}
         filed = _fill_rest(filed or before, [], dict(origins))
         idle_before = (
@@ -358,7 +359,7 @@ def resolve(
         )
         problems_found += start_problems(job, given_here) if not problems_found else []
         for path, message in effect_problems(job, given_here):
-            if (given or derived) and path not in given.keys() | idle_before:
+            if (given or derived) and path not in given.keys() | idle_before | by_rule:
                 answers.append(f"{_at(path, message, origins)}; the command line changes that")
             elif path not in named:
                 problems_found.append((path, message))
