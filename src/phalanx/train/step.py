@@ -330,7 +330,7 @@ class Stepper:
         Requests of any rank are seen on all; a void step changes nothing. Raises NotFiniteError, before the optimizer
         writes anything, if loss or gradients are not finite (with fp16, if a smaller loss scale cannot help);
         independent replicas raise it when they synchronize. Raises RunError if memory is short. With sync=asp the
-        parameter server takes the steps (train/asp.py)."""
+        parameter server takes the steps (train/drivers.py)."""
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
         return self.finish(self.compute(inputs))
 

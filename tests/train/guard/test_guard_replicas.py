@@ -17,8 +17,7 @@ from phalanx.config.job import GuardOptions
 from phalanx.config.layout import Layout
 from phalanx.errors import CorruptionError, NotFiniteError, SpikeError
 from phalanx.parallel import mesh as meshes
-from phalanx.train.guard import History
-from phalanx.train.replicas import Difference, Replicas, digests, words
+from phalanx.train.guard import Difference, History, Replicas, digests, words
 from phalanx.train.step import Stepper
 from train.guard.faults import Fault, train_as_on_a_gpu, train_with
 from train.runs import change, losses, rows, weights

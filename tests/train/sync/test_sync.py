@@ -19,7 +19,7 @@ from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.parameter_shards import wholes
 from phalanx.train import loop
-from phalanx.train.asp import Asynchronous, Update
+from phalanx.train.drivers import Asynchronous, Update
 from phalanx.train.requests import NO_REQUESTS, Requests, StopRequest
 from phalanx.train.step import StepInputs, Stepper
 from train.runs import change, rows, weights
