@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.comm.axis import Axis, Pending
+from phalanx.comm.axis import Axis
 from phalanx.data.loader import MicroBatch
 from phalanx.errors import NotFiniteError, RunError
 from phalanx.launch.watchdog import heartbeat
@@ -36,7 +36,7 @@ from phalanx.train.feed import Feed
 from phalanx.train.guard import Guard
 from phalanx.train.optimizer import ShardedOptimizer, square_sum
 from phalanx.train.requests import NO_REQUESTS, Milestones, Requests
-from phalanx.train.step import Step, StepInputs, Stepper
+from phalanx.train.step import Computed, Step, StepInputs, Stepper, not_finite
 from phalanx.train.sync import join, parts, spread, synchronize
 
 
@@ -318,7 +318,7 @@ class Asynchronous:
         push = Push(reply.chunk, reply.version, mean, norm, requests.pauses, broken)
         if broken:
             bad = (n for n, gradient in enumerate(gradients) if not gradient.isfinite().all())
-            problem = f"step {step + 1}: loss {mean:g}, gradient norm {norm:g}{stepper.name_first(next(bad, None))}"
+            problem = not_finite(step + 1, mean, norm) + stepper.name_first(next(bad, None))
             stepper.replica.clear()
             return push, None, problem, requests
         flat = join(gradients)
@@ -360,16 +360,6 @@ class Asynchronous:
         return int(version.item())
 
 
-@dataclass(frozen=True)
-class _UnknownStep:
-    """A step whose gradients this rank has, but whose norm over all ranks it does not know yet."""
-
-    inputs: StepInputs
-    batch: int
-    status: Tensor
-    everywhere: Pending
-
-
 class UnflushedSteps:
     """Takes the steps of a Stepper whose pipeline continues from one step to the next (parallel/pipeline.py).
 
@@ -378,7 +368,8 @@ class UnflushedSteps:
 
     def __init__(self, stepper: Stepper, pipeline: PipeDream):
         self.stepper, self.pipeline = stepper, pipeline
-        self.unknown: _UnknownStep | None = None
+        self.unknown: tuple[int, Computed] | None = None
+        """A batch and its step, whose gradients this rank has, but whose norm over all ranks it does not know yet."""
         self.known: list[tuple[int, Step]] = []
         self.problem = ""
         self.requests = NO_REQUESTS
@@ -407,8 +398,7 @@ class UnflushedSteps:
         for own, shard in zip(stepper.optimizer.shards, stepper.replica.shards, strict=True):
             own.gradient = None if shard.gradient is None else shard.gradient.clone()
         stepper.replica.clear()
-        _, status, everywhere = stepper.status(loss, inputs.requests)
-        self.unknown = _UnknownStep(inputs, batch, status, everywhere)
+        self.unknown = batch, Computed(inputs, loss, inputs.tokens, *stepper.status(loss, inputs.requests))
         if more is None:
             self._settle()
             self._raise()
@@ -423,25 +413,23 @@ class UnflushedSteps:
 
     def _due(self, batch: int) -> None:
         """Takes the step before the last one, since a batch's first forward pass is next."""
-        if self.unknown is not None and self.unknown.batch <= batch - 2:
+        if self.unknown is not None and self.unknown[0] <= batch - 2:
             self._settle()
 
     def _settle(self) -> None:
         """Takes the step whose result is pending; its norm has arrived by now."""
         if self.unknown is None:
             return
-        unknown, stepper, self.unknown = self.unknown, self.stepper, None
-        inputs, number = unknown.inputs, unknown.inputs.step + 1
-        unknown.everywhere.wait()
-        total, square, encoded = unknown.status.tolist()
-        loss, norm = total / (inputs.tokens or 1), math.sqrt(square) if square >= 0 else math.nan
+        (batch, computed), optimizer, self.unknown = self.unknown, self.stepper.optimizer, None
+        computed.settle()
+        number, loss, norm = computed.inputs.step + 1, computed.loss, computed.grad_norm
         if math.isfinite(norm) and math.isfinite(loss):
-            stepper.optimizer.step(inputs.lr, unknown.status[1].sqrt())
-            self.pipeline.write(unknown.batch + 2, [f.value for f in stepper.optimizer.shards])
+            optimizer.step(computed.inputs.lr, computed.square.sqrt())
+            self.pipeline.write(batch + 2, [f.value for f in optimizer.shards])
         else:
             # Not raised here: some ranks are still computing results that others wait for.
-            self.problem = f"step {number}: loss {loss:g}, gradient norm {norm:g}"
-        self.requests |= Requests.decode(encoded)
+            self.problem = not_finite(number, loss, norm)
+        self.requests |= computed.requests
         self.known.append((number, Step(loss, norm)))
 
     def _raise(self) -> None:

@@ -44,7 +44,7 @@ from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.model.moe import Statistics
 from phalanx.parallel.data import Replica
 from phalanx.parallel.parameter_shards import ParameterShard
-from phalanx.train.requests import NO_REQUESTS
+from phalanx.train.requests import NO_REQUESTS, is_due
 from phalanx.train.step import Computed, Step, StepInputs, Stepper
 from phalanx.units import counted, listed
 
@@ -477,8 +477,8 @@ class Guard:
         does."""
         step = inputs.step
         pending, launched, self.pending = self.pending, None, None
-        due = _is_due(self.options.every, step + 1) or _is_due(self.options.repeat_every, step + 1)
-        if self.defers and not settles and not due:
+        looks = is_due(step + 1, self.options.every) or is_due(step + 1, self.options.repeat_every)
+        if self.defers and not settles and not looks:
             launched = self._launch(inputs)
         before, applied = self._conclude(pending, launched) if pending else (None, True)
         asked = NO_REQUESTS
@@ -551,8 +551,8 @@ class Guard:
         last, number = first or attempt(), inputs.step + 1
         if last.computed.requests.void:
             return self.stepper.finish(last.computed)
-        repeats = _is_due(self.options.repeat_every, number)
-        if last.doubt or repeats or _is_due(self.options.every, number):
+        repeats = is_due(number, self.options.repeat_every)
+        if last.doubt or repeats or is_due(number, self.options.every):
             last = self._investigate(attempt, last, number, repeats)
         if last.kind:
             return self._answer(last)
@@ -672,11 +672,9 @@ class Guard:
         if last.kind == "differs":
             self._answer_corruption(last.differences, number)
         policy = self.options.on_nan if last.kind == "not_finite" else self.options.on_spike
-        allowed = policy == "stop" or self.history.intervene(number)
-        action = policy if allowed else "stop"
+        action, limit = self._allowed(policy, number)
         found = {"found": last.kind, "action": action, "samples": [samples.start, samples.stop - 1]}
         text = f"{last.doubt} (samples {samples.start} to {samples.stop - 1})"
-        limit = "" if allowed else f"; guard.limit of {self.options.limit} in {LIMIT_STEPS:,} steps is reached"
         self.report(number, f"{text}: {action}{limit}", found | self._facts(last))
         if action == "stop" and last.kind == "not_finite":
             try:
@@ -698,12 +696,10 @@ class Guard:
         """Heals the replicas that differ, or raises Rewind or CorruptionError."""
         policy = self.options.on_corruption
         heals = all(each.good and each.kind != GRADIENT for each in differences)
-        action = "rewind" if policy == "heal" and not heals else policy
-        allowed = policy == "stop" or self.history.intervene(number)
-        hosts = self._hosts(differences)
-        text, limit = _describe(differences, hosts), ""
-        if not allowed:
-            action, limit = "stop", f"; guard.limit of {self.options.limit} in {LIMIT_STEPS:,} steps is reached"
+        action, limit = self._allowed("rewind" if policy == "heal" and not heals else policy, number)
+        every = self.world.gather_json(platform.node())
+        hosts = {rank: every[rank] for rank in sorted({rank for each in differences for rank in each.digests})}
+        text = _describe(differences, hosts)
         row = {
             "found": "corruption",
             "action": action,
@@ -722,10 +718,11 @@ class Guard:
             "Test the memory of the host first"
         )
 
-    def _hosts(self, differences: Sequence[Difference]) -> dict[int, str]:
-        concerned = {rank for each in differences for rank in each.digests}
-        hosts = self.world.gather_json(platform.node())
-        return {rank: hosts[rank] for rank in sorted(concerned)}
+    def _allowed(self, policy: str, number: int) -> tuple[str, str]:
+        """Returns the policy, or "stop" once interventions have reached their limit, with the words that say so."""
+        if policy == "stop" or self.history.intervene(number):
+            return policy, ""
+        return "stop", f"; guard.limit of {self.options.limit} in {LIMIT_STEPS:,} steps is reached"
 
     @staticmethod
     def _facts(attempt: Attempt) -> dict[str, float]:
@@ -745,10 +742,6 @@ def guard_of(stepper: Stepper, history: History, report: Report) -> Guard | None
             *(counted(job.guard.every, "step"), 100 * guard.replicas.share),
         )
     return guard
-
-
-def _is_due(every: int, number: int) -> bool:
-    return every > 0 and number % every == 0
 
 
 def _describe(differences: Sequence[Difference], hosts: dict[int, str] | None = None) -> str:

@@ -17,7 +17,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial, partialmethod
 from itertools import pairwise
 from pathlib import Path
@@ -387,30 +387,9 @@ def on_one_clock(every: Sequence[Gathered]) -> list[ProfiledRank]:
         record = ProfiledRank.of(each.record)
         if each.host != every[0].host:
             ahead = round(median(own - first for own, first in zip(each.clocks, every[0].clocks, strict=True)))
-            record = _shifted(record, -ahead)
+            record = record.shifted(-ahead)
         found.append(record)
     return found
-
-
-def _shifted(record: ProfiledRank, by: int) -> ProfiledRank:
-    def moved(at: int) -> int:
-        return at + by if at else 0
-
-    return replace(
-        record,
-        steps=[(a + by, b + by) for a, b in record.steps],
-        work={name: [(a + by, b + by) for a, b in spans] for name, spans in record.work.items()},
-        calls=[
-            replace(
-                call,
-                start=moved(call.start),
-                end=moved(call.end),
-                waited=moved(call.waited),
-                launched=moved(call.launched),
-            )
-            for call in record.calls
-        ],
-    )
 
 
 def _compared(
