@@ -27,8 +27,7 @@ from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import schedule_of
 from phalanx.schedule.catalogue import build
-from phalanx.train.asp import Asynchronous
-from phalanx.train.drivers import UnflushedSteps
+from phalanx.train.drivers import Asynchronous, UnflushedSteps
 from phalanx.train.step import StepInputs, Stepper
 
 # What is predicted that ranks send in a step is what they send: every byte, on every axis and by every collective.
