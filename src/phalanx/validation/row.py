@@ -492,6 +492,11 @@ def read(row: Mapping[str, str]) -> Reading:
     key = key_of(cells.text("model_name")) or ""
     if recipe := row_layout.recipe_of(cells, framework, model, key, cluster.accelerator.name):
         program, layout = as_recipe(program, recipe), row_layout.as_set_up(layout, recipe, model)
+    if framework.startswith("nemo") and products == "fp4":
+        program = replace(program, tp_hidden=0.0)  # Megatron-Bridge's recipes: tp_comm_overlap is off with nvfp4
+    if model.moe.n_experts and cells.said("real routing"):
+        cells.assume(f"uneven routing: blocks with experts take {UNEVEN} × as long")
+        program = replace(program, moe_slowdown=UNEVEN * program.moe_slowdown)
     state = row_layout.state_of(cells)
     program = replace(program, memory_profile=row_layout.with_state(state, program.memory_profile))
     optimizer = Optimizer(state_dtype=OPTIMIZER_STATES.get(state, "fp32"))
