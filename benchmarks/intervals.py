@@ -4,9 +4,9 @@
 
 TRUTH is as in benchmarks.accuracy. A step is of a class: dense or with experts, of a program that was fitted on its
 device or not, its layout and batch given or filled in. Steps of `unfitted` programs are all rows, each predicted
-without what was fitted to its own source; those of `fitted` ones are the rows that were not used in the fit. A class
-with too few sources has the interval of the next more general one. What is filled in is judged by rows of which the
-layout or the micro-batch is taken away, too. --write replaces
+without what was fitted to its own source, nor a program that was described because of it; those of `fitted` ones are
+the rows that were not used in the fit. A class with too few sources has the interval of the next more general one. What
+is filled in is judged by rows of which the layout or the micro-batch is taken away, too. --write replaces
 src/phalanx/cost/intervals.yaml; else it is printed.
 """
 
@@ -17,7 +17,7 @@ import os
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 from pathlib import Path
 
@@ -25,9 +25,10 @@ import numpy as np
 
 from benchmarks.accuracy import left_out, rows_of
 from phalanx.blocks.parameters import count
-from phalanx.cost.frameworks import calibration_rows
+from phalanx.cost.frameworks import calibrated, calibration_rows
 from phalanx.cost.intervals import INTERVALS
 from phalanx.cost.prediction import Prediction, predict
+from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.validation.row import Reading, read
 from phalanx.validation.table import memory_bytes
@@ -42,6 +43,9 @@ BLANKS = (("dp", "tp", "pp", "vpp", "cp", "ep", "zero_stage", "sequence_parallel
 """Columns that are taken away to see what filling them in costs: few published rows lack them."""
 LEAST_FILLED = 0.5
 """LEAST_INSIDE of steps whose layout or batch was filled in."""
+
+DESCRIBED = ("internlm",)
+"""Programs that are described by their code because their own rows had erred."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,16 @@ def residuals(truth: Path) -> Iterator[Residual]:
             less = reading if not blanks else _without(row, reading, blanks)
             if not less:
                 continue
-            yield Residual.of(less, left_out(less.spec, less.source), False)
+            yield Residual.of(less, left_out(_undescribed(less.spec), less.source), False)
             if less.spec.fitted and row.get("row_id") not in used:
                 yield Residual.of(less, predict(less.spec), True)
+
+
+def _undescribed(spec: StepSpec) -> StepSpec:
+    """Returns a step of a program that was described with its own rows in view as one of an unknown program."""
+    if spec.framework.name not in DESCRIBED:
+        return spec
+    return replace(spec, framework=calibrated("megatron", spec.cluster.accelerator))
 
 
 def _without(row: dict[str, str], whole: Reading, blanks: Sequence[str]) -> Reading | None:
