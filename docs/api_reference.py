@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +164,9 @@ def _attribute(kind: type, name: str) -> tuple[str, str, str]:
         signature = inspect.signature(value)
         shown = ", ".join(str(each) for each in [*signature.parameters.values()][1:]).replace("'", "")
         found = f"{name}({shown})", str(signature.return_annotation), value.__doc__
-    elif isinstance(value, property):
-        found = name, str(inspect.signature(value.fget).return_annotation), value.fget.__doc__  # pyright: ignore[reportArgumentType, reportOptionalMemberAccess]
+    elif isinstance(value, property | cached_property):
+        getter = value.fget if isinstance(value, property) else value.func
+        found = name, str(inspect.signature(getter).return_annotation), value.__doc__  # pyright: ignore[reportArgumentType]
     else:
         annotation = inspect.get_annotations(kind).get(name, "")  # of a NamedTuple a ForwardRef
         found = name, str(getattr(annotation, "__forward_arg__", annotation)), texts_below(kind).get(name)

@@ -29,14 +29,21 @@ def listed(names: Sequence[object], most: int) -> str:
 
 
 def seconds(value: float) -> str:
-    """Formats a duration: "850ms", "12.3s", "4m05s", "2h07m"."""
+    """Formats a duration: "850ms", "12.3s", "4m05s", "2h07m", from 48 hours on "2.13 days"."""
     if value < 1:
         return f"{value * 1000:.0f}ms"
     if value < 60:
         return f"{value:.1f}s"
     if value < 3600:
         return f"{int(value // 60)}m{int(value % 60):02d}s"
-    return f"{int(value // 3600)}h{int(value % 3600 // 60):02d}m"
+    if value < 48 * 3600:
+        return f"{int(value // 3600)}h{int(value % 3600 // 60):02d}m"
+    return f"{figure(value / 86400)} days"
+
+
+def figure(value: float) -> str:
+    """Formats a number with three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def duration(value: float, digits: int = 3) -> str:

@@ -100,8 +100,12 @@ def test_a_recurrence_takes_the_time_of_what_it_moves(name: str) -> None:
     (scan,) = (operator for operator in block(place, block_kinds(model)[0]) if operator.fused)
     (stream,) = scan.memory_bound
     seconds = operator_seconds(device, [scan], Framework(), "bf16")
-    assert seconds.products == 0
-    assert seconds.forward == pytest.approx(stream_seconds(device, 2 * stream.forward, stream.launches))
+    moved = stream_seconds(device, 2 * stream.forward, stream.launches)
+    if scan.fused.chunks:  # nothing hides the small products of Mamba-2
+        assert 1.2 * moved < seconds.forward < 2.5 * moved
+    else:
+        assert seconds.products == 0
+        assert seconds.forward == pytest.approx(moved)
     # With memory that costs nothing its products are left.
     fast = replace(device, bandwidth_gbs=1e9)
     assert operator_seconds(fast, [scan], Framework(), "bf16").products > 0

@@ -288,7 +288,7 @@ def test_degrees_are_at_least_one(field):
         ),
         (
             {"recompute_cut": "1*full+3*some"},
-            "3*some: 'some' is not a recomputation mode (known: none, products, selective, full)",
+            "3*some: 'some' is not a recomputation mode (known: none, products, mlp, selective, full)",
         ),
     ],
 )

@@ -35,7 +35,7 @@ ELSEWHERE = {
         corpus mix document_mask val_fraction dir prefetch on_corruption
     """,
     "optimizer": """
-        name lr betas eps momentum nesterov newton_schulz options weight_decay clip schedule warmup_steps
+        name lr betas eps momentum nesterov newton_schulz state_dtype options weight_decay clip schedule warmup_steps
         batch_scaling
     """,
     "train": """
@@ -117,6 +117,10 @@ def test_a_field_without_effect_is_refused_with_its_condition(path: str, value: 
         (
             "model.bias=true qkv_bias=true",
             "qkv_bias=true: model.qkv_bias: has no effect here: it is for model.bias=false",
+        ),
+        (
+            "min_lr=1e-5 schedule=constant",
+            "min_lr=1e-5: optimizer.min_lr_ratio: has no effect here: it is for a schedule",
         ),
         ("eval_samples=0 eval_every=10", "it is for train.eval_samples above 0"),
         ("data=random limit_mb=3", "limit_mb=3: data.limit_mb: has no effect here: it is for a corpus of text"),

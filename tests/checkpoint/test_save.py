@@ -346,18 +346,14 @@ def test_any_box_is_read(root):
         assert tensors.read("w", Box((1, 2), (1, 1))).tolist() == [[5]]
 
 
-def test_a_shard_file_with_another_shape_than_the_manifest_says_is_named(root):
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [([3, 2], "F32", r"its shape is not \(3, 2\)"), ([2, 3], "F16", "its type is not F16")],
+)
+def test_a_shard_file_with_other_tensors_than_the_manifest_says_is_named(root, shape, dtype, message):
     path = save_pair(root)
-    boxes = {"shape": [3, 2], "dtype": "F32", "boxes": [[SHARDS, [0, 0], [3, 2]]]}
-    forge(path, tensors={"w": boxes})
-    with Reader(check(path)) as tensors, pytest.raises(DamagedCheckpointError, match=r"its shape is not \(3, 2\)"):
-        tensors.read("w")
-
-
-def test_a_shard_file_with_another_type_than_the_manifest_says_is_named(root):
-    path = save_pair(root)
-    forge(path, tensors={"w": {"shape": [2, 3], "dtype": "F16", "boxes": [[SHARDS, [0, 0], [2, 3]]]}})
-    with Reader(check(path)) as tensors, pytest.raises(DamagedCheckpointError, match="its type is not F16"):
+    forge(path, tensors={"w": {"shape": shape, "dtype": dtype, "boxes": [[SHARDS, [0, 0], shape]]}})
+    with Reader(check(path)) as tensors, pytest.raises(DamagedCheckpointError, match=message):
         tensors.read("w")
 
 
@@ -389,6 +385,10 @@ def test_looking_for_checkpoints_imports_no_torch():
 # Which checkpoints stay.
 
 
+BEST = {10: 3.0, 20: 1.5, 30: float("nan"), 40: 1.5, 50: 2.0, 60: None}
+"""Validation losses by step."""
+
+
 def save_step(root, step, policy, loss=None, measured=None):
     meta = {"val_loss": loss, "val_step": measured or step}
     return save_tensors(root, step, {"w": torch.ones(3)}, meta, policy)
@@ -398,31 +398,21 @@ def left(root):
     return sorted(path.name for path in root.iterdir())
 
 
-def test_the_newest_are_kept(root):
-    for step in (10, 20, 30, 1_000_000):
-        save_step(root, step, Retention(keep=2))
-    assert left(root) == ["step-000030", "step-1000000"]
-
-
-def test_zero_keeps_all(root):
-    for step in (10, 20, 30):
-        save_step(root, step, Retention(keep=0))
-    assert len(left(root)) == 3
-
-
-def test_checkpoints_at_an_interval_are_kept_for_ever(root):
-    for step in range(10, 80, 10):
-        save_step(root, step, Retention(keep=2, keep_every=20))
-    assert left(root) == ["step-000020", "step-000040", "step-000060", "step-000070"]
-
-
-def test_the_best_is_kept(root):
-    losses = {10: 3.0, 20: 1.5, 30: float("nan"), 40: 1.5, 50: 2.0, 60: None}
+@pytest.mark.parametrize(
+    ("policy", "losses", "kept"),
+    [
+        ({"keep": 2}, dict.fromkeys([10, 20, 30, 1_000_000]), [30, 1_000_000]),
+        ({"keep": 0}, dict.fromkeys([10, 20, 30]), [10, 20, 30]),
+        ({"keep": 2, "keep_every": 20}, dict.fromkeys(range(10, 80, 10)), [20, 40, 60, 70]),
+        ({"keep": 1, "keep_best": True}, BEST, [20, 60]),  # of two equal ones the older
+        ({"keep": 1, "keep_best": True}, BEST | {70: 1.0}, [70]),
+    ],
+    ids=["newest", "all", "at an interval", "best", "the newest is the best"],
+)
+def test_what_the_policy_keeps_stays(root, policy, losses, kept):
     for step, loss in losses.items():
-        save_step(root, step, Retention(keep=1, keep_best=True), loss)
-    assert left(root) == ["step-000020", "step-000060"], "of two equal ones the older"
-    save_step(root, 70, Retention(keep=1, keep_best=True), 1.0)
-    assert left(root) == ["step-000070"]
+        save_step(root, step, Retention(**policy), loss)
+    assert left(root) == sorted(f"step-{step:06d}" for step in kept)
 
 
 def test_a_loss_of_an_earlier_step_is_not_a_checkpoints_own(root):

@@ -82,6 +82,7 @@ def test_names_of_other_frameworks_are_answered_and_not_taken(name: str) -> None
         ("tensor_paralel_degree", "layout.tp"),
         ("zero_optimization.stage", "layout.zero"),
         ("fp16.enabled", "train.precision"),
+        ("lr_scheduler.warmup_steps", "optimizer.warmup_steps"),
         ("heads", "model.n_heads"),
     ],
 )
@@ -89,7 +90,9 @@ def test_a_mistyped_name_is_answered_with_what_was_meant(name: str, meant: str) 
     assert suggestion(name) == f"; did you mean {meant}?"
 
 
-@pytest.mark.parametrize("name", ["foo", "train.foo", "optimizer.type", "cluster.gpu", "rank", "wifi"])
+@pytest.mark.parametrize(
+    "name", ["foo", "train.foo", "optimizer.type", "optimizer.kind", "cluster.gpu", "rank", "wifi"]
+)
 def test_nothing_far_fetched_is_suggested(name: str) -> None:
     assert suggestion(name) == ""
 
@@ -357,6 +360,7 @@ def test_every_number_has_a_range():
     assert set(constraints()) == {
         *NUMBERS,
         "layout.loss_chunk",
+        "layout.recompute",
         "run.name",
         "run.dir",
         "run.nnodes",

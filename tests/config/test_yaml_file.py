@@ -132,7 +132,12 @@ def test_no_text_makes_the_parser_raise(text):
 
 # A layout in one line: what `line` prints reads back, and every mistake is found.
 
-KINDS = {int: st.integers(0, 10**6), bool: st.booleans(), str: st.sampled_from(["1f1b", "gpipe", "zb-h1"])}
+KINDS = {
+    int: st.integers(0, 10**6),
+    float: st.floats(0, 1),
+    bool: st.booleans(),
+    str: st.sampled_from(["1f1b", "gpipe", "zb-h1"]),
+}
 
 
 def values_of(kind):

@@ -1,11 +1,12 @@
 """The bytes that a block keeps of a micro-batch, from the list of its operators."""
 
 from phalanx.blocks.kinds import block_kinds
-from phalanx.blocks.operator import PHALANX, MemoryProfile
+from phalanx.blocks.operator import PHALANX, MemoryProfile, place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.block_memory import saved
-from phalanx.partition.derived import recompute_of, uniform_recompute
+from phalanx.cost.held import LayerKind
+from phalanx.partition.derived import recompute_of
 
 
 def activation_bytes(
@@ -20,7 +21,7 @@ def activation_bytes(
     """Returns what block `layer` keeps on a rank of a micro-batch of so many sequences; by default the last block,
     which has experts where any has."""
     layer = model.n_layers - 1 if layer is None else layer
-    layout = uniform_recompute(layout, recompute_of(layout, layer, model.n_layers))
     tokens = micro_batch * model.seq_len / layout.cp
-    every = saved(model, layout, width, block_kinds(model)[layer], memory_profile, narrow)
+    kind = LayerKind(block_kinds(model)[layer], recompute_of(layout, layer, model.n_layers))
+    every = saved(place_of(model, layout, width=width, narrow=narrow, profile=memory_profile), kind)
     return round(tokens * sum(size for _, size in every))

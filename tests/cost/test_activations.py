@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 
 from cost.activation_bytes import activation_bytes
 from phalanx.blocks.kinds import BlockKind
+from phalanx.blocks.operator import place_of
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.config.presets import PRESETS
 from phalanx.cost.block_memory import saved
+from phalanx.cost.held import LayerKind
 from phalanx.cost.memory_profiles import (
     MEGATRON_2021,
     MEGATRON_CORE,
@@ -37,7 +39,7 @@ def parts(
 ) -> dict[str, float]:
     """Bytes of a token that each operator keeps."""
     kind = BlockKind("latent" if model.mla.kv_rank else "heads", "experts" if experts else "dense")
-    return dict(saved(model, layout, 2, kind, memory_profile))
+    return dict(saved(place_of(model, layout, profile=memory_profile), LayerKind(kind, layout.recompute)))
 
 
 @given(

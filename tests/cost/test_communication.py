@@ -33,7 +33,7 @@ def of(model: str, layout: Layout, cluster: Cluster, **more) -> StepSpec:
     return StepSpec(PRESETS[model], cluster, layout, batch.solve(2 * layout.data_ranks, layout), **more)
 
 
-@pytest.mark.parametrize(("framework", "share"), [(PHALANX, 1), (MEGATRON_CORE, 2)])
+@pytest.mark.parametrize(("framework", "share"), [(PHALANX, 1), (MEGATRON_CORE, 2 * (3 / 4) / (7 / 8))])
 def test_each_tensor_rank_dispatches_all_tokens_unless_it_holds_whole_experts(framework, share):
     layout = Layout(tp=2, ep=4, dp_shard=4, sp=True)
     parted, whole = (
@@ -42,6 +42,7 @@ def test_each_tensor_rank_dispatches_all_tokens_unless_it_holds_whole_experts(fr
     )
     assert balanced_rows(place(parted)) == balanced_rows(place(whole))
     kind = block_kinds(parted.model)[-1]
+    # Of eight expert ranks seven are others, of four three.
     parted_s, whole_s = (block_time(each, kind).ep for each in (parted, whole))
     assert parted_s == pytest.approx(whole_s / share, rel=0.1)
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
-from phalanx.blocks.kinds import block_kinds
+from phalanx.blocks.kinds import block, block_kinds
+from phalanx.blocks.operator import Place
+from phalanx.config.presets import PRESETS
 from phalanx.cost.experts import GRAPHED, REPEATED, exposed_share, launch_seconds, repeated_seconds
+from phalanx.cost.frameworks import MEGATRON_CORE
 from phalanx.cost.prediction import predict
 from phalanx.cost.spec import StepSpec
 from phalanx.validation.row import read
@@ -48,7 +51,7 @@ def test_without_graphs_small_micro_batches_wait_for_the_host():
     assert times == sorted(times, reverse=True)
     assert times[0] > 2 * times[-1]
     per_block = times[0] / 64 / 48
-    assert sum(launch_seconds(spec(graphs="none").framework) or ()) == pytest.approx(per_block, rel=0.05)
+    assert sum(launch_seconds(spec(graphs="none")) or ()) == pytest.approx(per_block, rel=0.05)
     assert all(0 <= share <= 1 for share in GRAPHED.values())
 
 
@@ -90,3 +93,40 @@ def test_windows_without_a_fused_kernel_write_their_scores():
     assert found.framework.windows == "unfused"
     fused = replace(found, framework=replace(found.framework, windows="flash"))
     assert predict(fused).step_time_s < predict(found).step_time_s
+
+
+def test_whole_experts_have_the_products_of_their_ranks_and_the_rows_of_one() -> None:
+    model = PRESETS["qwen3-30b-a3b"]
+    place = Place(model, tp=2, sp=True, ep=8, profile=MEGATRON_CORE.memory_profile)
+    whole = Place(model, ep=16, profile=MEGATRON_CORE.memory_profile)
+    for name in ("experts.up", "experts.down"):
+        one, other = (
+            next(operator for operator in block(where, block_kinds(model)[0]) if operator.name == name)
+            for where in (place, whole)
+        )
+        folded, alone = one.product(2, 8, folds=True), other.product(1, 16)
+        assert folded is not None
+        assert alone is not None
+        assert (folded.n, folded.k, folded.number) == (alone.n, alone.k, alone.number)
+        assert 2 * folded.m == alone.m  # as many tokens come from each rank as tensor ranks leave it
+        parted = one.product(2, 8)
+        assert parted is not None
+        assert parted.flops == folded.flops
+
+
+def test_a_map_of_tokens_and_experts_is_gathered() -> None:
+    assert seconds(ep_once=True, ep_maps=True, graphs="iteration") > seconds(
+        ep_once=True, ep_maps=False, graphs="iteration"
+    )
+    assert seconds(ep_once=False, ep_maps=True) == seconds(ep_once=False, ep_maps=False)
+
+
+def test_blocks_in_16_bits_take_longer() -> None:
+    none, some, every = (seconds(wide_blocks=share, graphs="iteration") for share in (0.0, 0.2, 1.0))
+    assert none < some < every
+
+
+def test_a_capacity_leaves_nothing_to_read() -> None:
+    one = spec(ep_once=False, graphs="none")
+    dropping = replace(one, model=replace(one.model, moe=replace(one.model.moe, capacity=1.0)))
+    assert sum(launch_seconds(dropping) or ()) < sum(launch_seconds(one) or ())

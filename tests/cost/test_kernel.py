@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.cost.kernels import STREAM_EFFICIENCY, attention_seconds, peak_flops, product_seconds, rate, stream_seconds
+from phalanx.cost.spec import FusedKernel
 
 sizes = st.integers(1, 20_000)
 devices = st.sampled_from(sorted(ACCELERATORS))
@@ -82,3 +83,17 @@ def test_streams_take_bandwidth_and_launches() -> None:
     device = ACCELERATORS["a100-80gb"]
     assert stream_seconds(device, 0, 3) == pytest.approx(12e-6)
     assert stream_seconds(device, 2.039e12, 0) == pytest.approx(1 / 0.85)
+
+
+def test_the_first_flash_attention_gains_nothing_by_wide_heads() -> None:
+    device = ACCELERATORS["a100-80gb"]
+
+    def wide_over_narrow(kernel: FusedKernel) -> float:
+        wide, narrow = (
+            attention_seconds(device, "bf16", 4096, 4096, heads, heads, head, head, backward=True, kernel=kernel)
+            for heads, head in ((16, 128), (32, 64))
+        )
+        return wide / narrow
+
+    assert wide_over_narrow(1) == 1
+    assert wide_over_narrow(2) == pytest.approx(0.8)

@@ -28,7 +28,7 @@ def test_a_run_by_hand() -> None:
     """3.6e9 tokens at 1e6 per second are an hour, of eight devices."""
     cost = run_cost(PRICED, 8, 3.6e9, 1e6)
     assert (cost.seconds, cost.device_hours, cost.price, cost.kwh, cost.co2_kg) == (3600, 8, 16, 8, 3.2)
-    assert cost.line() == "run of 3.6B tokens: 1 hours, 8 device hours, price 16, 8 kWh, 3.2 kg CO2"
+    assert cost.line() == "run of 3.6B tokens: 1h00m, 8 device hours, price 16, 8 kWh, 3.2 kg CO2"
 
 
 @given(POSITIVE, POSITIVE, POSITIVE, st.integers(1, 100_000), POSITIVE, POSITIVE)

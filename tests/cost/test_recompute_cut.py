@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import cluster_of
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS
 from phalanx.cost.frameworks import PHALANX
+from phalanx.cost.job_spec import with_recompute_budget
 from phalanx.cost.prediction import hardware_flops_per_step, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.cost.traffic import step_traffic
 from phalanx.partition import derived as batch
-from phalanx.partition.derived import MODES, Mode, even
+from phalanx.partition.derived import MODES, Mode, even, written
 
 LLAMA, MIXTRAL = (PRESETS[name] for name in ("llama3-8b", "mixtral-8x7b"))
 
@@ -78,3 +81,36 @@ def test_layers_are_those_of_the_model_wherever_their_stage_is() -> None:
     assert [one.peak for one in first.memory[1:]] == [one.peak for one in none.memory[1:]]
     assert last.memory[3].peak < none.memory[3].peak
     assert first.fullest.peak < last.fullest.peak
+
+
+def budgeted(budget: float, **fields) -> StepSpec:
+    return with_recompute_budget(spec(Layout(recompute=budget, micro_batch=1, **fields)))
+
+
+@pytest.mark.parametrize("fields", [{"dp_shard": 32}, {"dp_shard": 8, "tp": 4, "sp": True}])
+def test_a_budget_buys_time_by_seconds_per_byte(fields) -> None:
+    """More bytes never cost time; none are above the budget; and no mixture of two modes is faster with as few."""
+    none, full = (predict(budgeted(budget, **fields)) for budget in (1.0, 0.0))
+    assert written(budgeted(1.0, **fields).layout) == "none"
+    assert written(budgeted(0.0, **fields).layout) == "full"
+    found = [predict(budgeted(step / 8, **fields)) for step in range(9)]
+    assert [one.step_time_s for one in found] == sorted((one.step_time_s for one in found), reverse=True)
+    kept = [one.fullest.activations for one in found]
+    assert kept == sorted(kept)
+    least, most = full.fullest.activations, none.fullest.activations
+    for step, one in enumerate(kept):
+        assert one <= least + step / 8 * (most - least) + 1
+    half = predict(budgeted(0.5, **fields))
+    for lean, large in combinations(("full", "selective", "mlp", "products", "none"), 2):
+        for many in range(4, LLAMA.n_layers, 4):
+            other = predict(
+                spec(Layout(micro_batch=1, recompute_cut=f"{many}*{lean}+{LLAMA.n_layers - many}*{large}", **fields))
+            )
+            if other.fullest.activations <= half.fullest.activations:
+                assert other.step_time_s >= 0.999 * half.step_time_s, (many, lean, large)
+
+
+def test_a_budget_needs_no_known_device() -> None:
+    known = budgeted(0.4, dp_shard=8)
+    bare = replace(spec(Layout(recompute=0.4, micro_batch=1, dp_shard=8)), cluster=Cluster())
+    assert with_recompute_budget(bare).layout == known.layout

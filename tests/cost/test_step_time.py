@@ -17,6 +17,7 @@ from phalanx.config.presets import PRESETS
 from phalanx.cost.communication import RankGroup, seconds
 from phalanx.cost.frameworks import FRAMEWORKS, MEGATRON_CORE, PHALANX, PHALANX_CPU
 from phalanx.cost.held import ParameterCounts, contents
+from phalanx.cost.kernels import STREAM_EFFICIENCY
 from phalanx.cost.prediction import predict, step_parts
 from phalanx.cost.rank_time import held_by, rank_time
 from phalanx.cost.spec import Framework, StepSpec
@@ -92,6 +93,64 @@ def test_gathering_in_narrow_links_shows() -> None:
     slow = spec(Layout(dp_shard=64, micro_batch=1), 64)
     slow = replace(slow, cluster=replace(slow.cluster, inter=replace(slow.cluster.inter, gbs=3)))
     assert step_parts(slow).exposed["dp_shard"] > 5 * fast.exposed["dp_shard"]
+
+
+def test_owners_that_broadcast_their_tensors_wait_for_every_rank_of_the_ring() -> None:
+    owners = replace(MEGATRON_CORE, broadcasts=True)
+
+    def exposed(shard: int, replicas: int, framework: Framework) -> float:
+        layout = Layout(dp_shard=shard, dp_replicate=replicas, zero=1, micro_batch=1)
+        parts = step_parts(
+            spec(layout, 4 * shard * replicas, cluster=f"dgx-a100:{shard * replicas // 8}", framework=framework)
+        )
+        return sum(parts.exposed.values())
+
+    narrow, wide = exposed(8, 64, owners), exposed(512, 1, owners)
+    assert wide > exposed(512, 1, MEGATRON_CORE), "no broadcast hides beside the forward pass"
+    cluster = cluster_of("dgx-a100:64")
+    one = seconds(cluster, "broadcast", 1.0, RankGroup(512))
+    tensors = 32 * 7 + 3  # wq, wk and wv are one; embedding, norm and head
+    assert wide - narrow > 0.9 * tensors * (one - seconds(cluster, "broadcast", 1.0, RankGroup(8)))
+    assert exposed(64, 1, owners) < wide
+
+
+@pytest.mark.parametrize("sp", [True, False])
+def test_matrices_that_gather_for_themselves_send_more(sp: bool) -> None:
+    each = replace(MEGATRON_CORE, gathers_each=True)
+    layout = Layout(tp=8, dp_shard=8, sp=sp, micro_batch=1)
+    together, apart = (
+        step_parts(spec(layout, 8, framework=program)).exposed["tp"] for program in (MEGATRON_CORE, each)
+    )
+    cluster, hidden = cluster_of("dgx-h100:8"), 2.0 * 8192 * 4096
+    one = seconds(cluster, "all_gather" if sp else "all_reduce", hidden, RankGroup(8))
+    # Of q, k, v and of gate, up three more inputs in each block, and as many gradients; of the latter only, without sp.
+    assert apart - together == pytest.approx(32 * 3 * (2 if sp else 1) * one, rel=0.15)
+
+
+def test_logits_that_every_tensor_rank_has_cost_their_gathering_and_the_whole_loss() -> None:
+    whole = replace(
+        MEGATRON_CORE, whole_logits=True, memory_profile=replace(MEGATRON_CORE.memory_profile, whole_logits=True)
+    )
+    layout = Layout(tp=8, dp_shard=8, sp=True, micro_batch=1)
+    one, other = (predict(spec(layout, 8, framework=program)) for program in (MEGATRON_CORE, whole))
+    assert other.parts.streams > one.parts.streams
+    assert other.parts.exposed["tp"] > one.parts.exposed["tp"]
+    assert other.fullest.peak > one.fullest.peak
+    alone = replace(layout, tp=1, sp=False)
+    assert predict(spec(alone, 8, framework=whole)).step_time_s == predict(spec(alone, 8)).step_time_s
+
+
+def test_a_loss_in_eager_mode_slows_down_the_last_stage_alone() -> None:
+    eager = replace(MEGATRON_CORE, loss_passes=2.0)
+    here = replace(spec(Layout(pp=4, dp_shard=2, micro_batch=1), 32), framework=eager)
+    first, *_, last = contents(here)
+    more, none = (
+        rank_time(here, content).streams - rank_time(replace(here, framework=MEGATRON_CORE), content).streams
+        for content in (last, first)
+    )
+    logits, bandwidth = 8192 * 128256, here.cluster.accelerator.bandwidth_gbs * 1e9 * STREAM_EFFICIENCY
+    assert none == 0
+    assert more == pytest.approx(28 * logits / bandwidth, rel=0.05)
 
 
 def test_sharding_inside_groups_and_replicating_between_them_gains_on_many_nodes() -> None:

@@ -230,7 +230,7 @@ def pairs(row: dict[str, Any]) -> list[tuple[str, str]]:
     [
         {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
         {"conversations": [USER, SAID], "id": "x"},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q"}]}, SAID]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "q", "image": None}]}, SAID]},
         {"messages": [{**USER, "weight": None, "name": None}, SAID], "tools": None, "source": "web"},
         {"instruction": "q", "input": "", "output": "a", "text": "q a", "history": [], "system": ""},
     ],
@@ -271,6 +271,11 @@ def test_no_value_of_another_kind_is_dropped_silently(row: dict[str, Any]) -> No
         ({"messages": [USER, SAID], "tools": [1]}, "tools is not a list of objects, .* found int"),
         ({"messages": [USER, SAID], "tools": '[{"name": "f", "name": "g"}]'}, "tools: the key 'name' is given twice"),
         ({"Question": "q", "Answer": "a"}, r"data.columns .* \[Question:prompt,Answer:completion\]"),
+        ({"dialog": [USER, SAID]}, r"data.columns .* \[dialog:messages\]"),
+        ({"data": [{"messages": [USER, SAID]}]}, r"take the records out of it: jq -c '\.\[.data.\]\[\]'"),
+        ({"prompt": "q", "chosen": "a", "rejected": "b"}, r"pairs, for data.corpus=preferences$"),
+        ({"messages": [{"from": "Human", "value": "q"}, SAID]}, r"unknown role 'Human'; did you mean human\?"),
+        ({"messages": [USER, {"role": "assistant", "content": []}]}, "message 2: no answer: its content is empty"),
     ],
     ids=str,
 )
@@ -499,6 +504,36 @@ def test_rows_of_json_in_a_text_file_are_not_trained_on_as_text(tmp_path: Path) 
         prepare(data)
     (tmp_path / "rows.txt").write_text('{"a": 1} is JSON, and this line is not\nnor is this\n')
     prepare(data)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.bz2", "rows.json.lzma"])
+def test_a_file_beside_the_rows_that_likely_holds_rows_is_not_left_out_silently(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    data = replace(written(folder / "rows.jsonl", {"prompt": "x", "completion": "y"}), path=str(folder))
+    (folder / "README.md").write_text("rows")
+    assert row_files(data) == [folder / "rows.jsonl"]
+    (folder / name).write_bytes((b"BZh91AY&SY" if name.endswith("bz2") else b"\x5d\0\0\x80") + b"x" * 30)
+    with pytest.raises(DataError, match=f"{name} is compressed with"):
+        row_files(data)
+
+
+@pytest.mark.parametrize(
+    ("first", "likely"),
+    [
+        ("{", "an object over several lines: jq"),
+        ('{"prompt": "x", "completion": "y"},', "an element of a JSON array"),
+        ("{'prompt': 'x', 'completion': 'y'}", "an object of Python"),
+        ("<!DOCTYPE html>", "a page of HTML"),
+        ("prompt,completion", "a table: name it .csv"),
+        ("not json", ""),
+    ],
+)
+def test_a_first_line_that_is_no_json_says_what_the_file_likely_is(tmp_path: Path, first: str, likely: str) -> None:
+    data = written(tmp_path / "rows.jsonl", first, first)
+    said = [row.problem for row in chat_rows(row_files(data), data)]
+    assert f"it is likely {likely}" in said[0] if likely else "likely" not in said[0]
+    assert "likely" not in said[1]
 
 
 @pytest.mark.parametrize("corpus", ["text", "chat"])

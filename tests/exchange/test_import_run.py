@@ -136,6 +136,11 @@ def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+def _beside(folder: Path) -> None:
+    (folder / "other.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    _index(folder, {"weight_map": {"a": "other.safetensors"}})
+
+
 def _index(folder: Path, value: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(value))
 
@@ -168,6 +173,12 @@ BAD = {
     "pipe": (_pipe, "there are no safetensors files"),
     "index": (lambda f: _index(f, [1]), "index.json is no index"),
     "index without files": (lambda f: _index(f, {"weight_map": {"a": "b.safetensors"}}), "not there: b.safetensors"),
+    "index beside": (_beside, r"index.json does not name model.safetensors, which stands beside it"),
+    "index with more": (
+        lambda f: _index(f, {"weight_map": {"a.b": "model.safetensors"}}),
+        "index.json names tensors that its files do not have: a.b",
+    ),
+    "gguf": (lambda f: (f / "model.safetensors").rename(f / "m.gguf"), "m.gguf is imported by its own name"),
     "index outside": (lambda f: _index(f, {"weight_map": {"a": "../b.safetensors"}}), "not there: ../b.safetensors"),
     "tokenizer": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json: the tokenizers library cannot"),
     "small file": (lambda f: (f / "tokenizer_config.json").write_text("{"), "tokenizer_config.json cannot be read"),

@@ -17,7 +17,15 @@ from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.errors import ExtensionError, JobError
-from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, kinds, optimizer_costs, state_bytes_of
+from phalanx.optimizers.catalogue import (
+    OPTIMIZERS,
+    entry_of,
+    extra_options,
+    kinds,
+    not_updated,
+    optimizer_costs,
+    state_bytes_of,
+)
 from phalanx.optimizers.entry import (
     BLOCK,
     ROW_PARTS,
@@ -30,6 +38,7 @@ from phalanx.optimizers.entry import (
     problems,
 )
 from phalanx.partition.matrices import granular_cut
+from phalanx.train.optimizer import ShardedOptimizer
 
 # The facts of optimizers: their sums, their refusal where they are wrong, and blocks that no layout cuts.
 
@@ -179,3 +188,33 @@ def test_an_experts_matrix_is_one_of_the_stack():
 @pytest.mark.parametrize("shape", [(4096, 14336), (14336, 4096)])
 def test_flops_are_those_of_three_products_in_five_iterations(shape):
     assert newton_schulz_flops(*shape) == 5 * (4 * 4096**2 * 14336 + 2 * 4096**3)
+
+
+@pytest.mark.parametrize(
+    ("name", "state_dtype", "state", "moved"),
+    [
+        ("adamw", "fp32", 12, 28),
+        ("adamw", "bf16_moments", 8, 20),
+        ("adamw", "bf16", 4, 14),
+        ("sgd", "bf16", 2, 10),
+        ("lion", "bf16_moments", 6, 16),
+    ],
+)
+def test_state_in_bf16_has_and_moves_fewer_bytes(name: str, state_dtype: str, state: int, moved: int) -> None:
+    config = Optimizer(name=name, state_dtype=state_dtype)  # pyright: ignore[reportArgumentType]
+    costs = optimizer_costs(config, ModelConfig(vocab_size=1), 2)
+    assert (costs.state, costs.moved) == (state, moved)
+
+
+def test_state_in_bf16_is_predicted_and_not_trained() -> None:
+    with pytest.raises(JobError, match="state_dtype=bf16: predicted and planned, not trained"):
+        ShardedOptimizer([], Optimizer(state_dtype="bf16"))
+    assert not not_updated(Optimizer())
+
+
+def test_state_in_bf16_is_for_parameters_in_16_bits() -> None:
+    def said(**optimizer: str) -> str:
+        return str([*problems_of(Job(optimizer=Optimizer(**optimizer)))])  # pyright: ignore[reportArgumentType]
+
+    assert "bf16 is for parameters in 16 bits, not fp32" in said(state_dtype="bf16")
+    assert "muon does not read it, adamw and sgd and lion do" in said(name="muon", state_dtype="bf16")

@@ -13,6 +13,7 @@ import torch
 
 from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE, Job
+from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.traffic import Traffic, step_traffic
 from phalanx.data.loader import MicroBatch
 from phalanx.parallel import expert
@@ -112,7 +113,7 @@ def check_bytes(job: Job, vocab: int, found: list[tuple[Traffic, float]], shares
     """Compares the bytes that every rank sent in a step, given the rows that it exchanged, with those predicted.
 
     Of asynchronous replicas `shares` are the parts of a step that each computed."""
-    layout, equation = job.layout, batch.solve(job.train.global_batch, job.layout)
+    layout, equation = rank_spec(job, vocab, "cpu").layout, batch.solve(job.train.global_batch, job.layout)
     stages = None
     if layout.pp > 1:
         stages = stages_of(job.model, layout, schedule_of(layout, equation.accumulation).stages, vocab)

@@ -57,6 +57,11 @@ LAYOUTS = [
     Layout(recompute="products", accumulation=2),
     Layout(tp=2, sp=True, sp_regather=True, recompute="products"),
     Layout(dp_shard=2, tp=2, zero=3, sp=True, recompute="products"),
+    Layout(recompute="mlp", accumulation=2),
+    Layout(tp=2, sp=True, sp_regather=True, recompute="mlp"),
+    Layout(dp_shard=2, tp=2, zero=3, sp=True, recompute="mlp"),
+    Layout(dp_shard=2, tp=2, zero=3, sp=True, recompute=0.4),
+    Layout(pp=2, accumulation=3, schedule="zb_h1", recompute="mlp"),
 ]
 WINDOWED = [
     Layout(recompute="selective", accumulation=2),

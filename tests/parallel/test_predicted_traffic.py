@@ -27,8 +27,7 @@ from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import schedule_of
 from phalanx.schedule.catalogue import build
-from phalanx.train.asp import Asynchronous
-from phalanx.train.drivers import UnflushedSteps
+from phalanx.train.drivers import Asynchronous, UnflushedSteps
 from phalanx.train.step import StepInputs, Stepper
 
 # What is predicted that ranks send in a step is what they send: every byte, on every axis and by every collective.
@@ -160,6 +159,8 @@ TENSOR = [
     (ONE_KEY, "tp=2"),
     (ONE_KEY, "tp=2,sp=true,dp_shard=2"),
     (GPT, "tp=2,sp=true,sp_regather=true,recompute=selective"),
+    (GPT, "tp=2,sp=true,sp_regather=true,recompute=mlp"),
+    (GPT, "tp=2,sp=true,recompute_cut=1*mlp+1*products+1*none"),
     (GPT, "tp=2,sp=true,sp_regather=true,recompute=full"),
     (GPT, "tp=2,sp=true,sp_regather=true,recompute_cut=1*full+1*selective+1*none"),
     (GPT, "tp=2,sp=true,recompute_cut=2*none+1*full"),

@@ -268,7 +268,7 @@ def test_auto_compiles_on_gpus_alone_and_says_why_it_does_not(caplog, monkeypatc
 # Recomputation changes what is kept, not what is computed.
 
 RECOMPUTE_VOCAB, SEQ, SAMPLES, WIDTH, LAYERS = 11, 32, 2, 16, 3
-NONE, PRODUCTS, SELECTIVE, FULL = (Layout(recompute=mode) for mode in MODES)
+NONE, PRODUCTS, MLP, SELECTIVE, FULL = (Layout(recompute=mode) for mode in MODES)
 MIXED_RUNS = Layout(recompute_cut="1*full+1*selective+1*none")
 
 
@@ -297,7 +297,7 @@ def step(layout: Layout, dropout: float) -> tuple[torch.Tensor, dict[str, torch.
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("layout", [PRODUCTS, SELECTIVE, FULL, MIXED_RUNS], ids=Layout.line)
+@pytest.mark.parametrize("layout", [PRODUCTS, MLP, SELECTIVE, FULL, MIXED_RUNS], ids=Layout.line)
 def test_same_bits_with_less_kept(layout, dropout):
     expected_loss, expected, all_kept = step(NONE, dropout)
     loss, gradients, kept = step(layout, dropout)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE, DpoOptions
@@ -93,6 +95,32 @@ def test_half_precision_adds_in_fp32(ranks):
         assert loss.dtype == torch.float32
         assert gradient.dtype == torch.bfloat16
         torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+
+
+class Moved(TorchDispatchMode):
+    """Bytes of tensors as large as the logits that operations read and write: not those that touch a number per
+    token."""
+
+    def __init__(self, logits: int):
+        super().__init__()
+        self.logits, self.bytes = logits, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func._schema.name not in ("aten::gather", "aten::scatter_", "aten::new_full"):
+            large = [each for each in (*args, result) if isinstance(each, torch.Tensor) and each.numel() == self.logits]
+            self.bytes += sum(each.nbytes for each in large)
+        return result
+
+
+@pytest.mark.parametrize(("dtype", "cap", "most"), [("float32", 0, 40), ("bfloat16", 0, 30), ("bfloat16", 30, 72)])
+def test_an_eager_loss_moves_no_more_than_it_needs(dtype, cap, most):
+    """In bf16: scores are widened by the kernel that subtracts the largest, and narrowed by the one that scales."""
+    logits = torch.randn(32, 640).to(getattr(torch, dtype)).requires_grad_()
+    changed, loss = logits.clone(), CrossEntropy(Axis("tp"), 640, cap)
+    with Moved(logits.numel()) as moved:
+        torch.autograd.grad(loss(changed, torch.arange(32)).sum(), changed)
+    assert moved.bytes <= most * logits.numel()
 
 
 def test_without_valid_targets_loss_and_gradient_are_zero(ranks):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from phalanx.check.load import load_words
 from phalanx.config import overrides, values
 from phalanx.config.fields import leaves
@@ -80,3 +82,24 @@ def test_a_smaller_micro_batch_is_advised_first_and_the_largest_that_fits() -> N
     assert size > 1
     twice = replace(job, layout=replace(job.layout, micro_batch=2 * size))
     assert not predict(step_spec(twice, 32000)).fits
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "model=llama3-8b cluster=dgx-a100:1 dp_shard=8 micro_batch=16 accumulation=1",
+        "model=llama3-8b cluster=dgx-a100:1 dp_shard=8 micro_batch=16",
+        "model=llama3-8b cluster=dgx-a100:1 dp_shard=8 train.global_batch=136",
+        "model=mixtral-8x7b cluster=dgx-a100:1 dp_shard=8 ep=8 train.global_batch=64 seq_len=4096",
+        "model=llama3-70b cluster=dgx-h100:4 tp=4 pp=4 dp_shard=2 train.global_batch=64 micro_batch=4",
+    ],
+)
+def test_a_change_that_is_given_as_it_is_printed_has_the_figures_that_stand_beside_it(words: str) -> None:
+    tight = spec(*words.split())
+    found = advice(tight)
+    assert found
+    for one in found:
+        given = [word for word in words.split() if f"layout.{word.partition('=')[0]}=" not in one.change]
+        after = spec(*given, *one.change.split())
+        assert after.batch.global_batch == tight.batch.global_batch
+        assert predict(after).fullest.peak == one.peak

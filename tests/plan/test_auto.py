@@ -7,6 +7,7 @@ import pytest
 from phalanx.check.load import load_words
 from phalanx.config import overrides
 from phalanx.config.layout import Layout
+from phalanx.cost.prediction import predict
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.plan import planner as auto
 from phalanx.plan.plan import Candidate, Plan
@@ -28,18 +29,12 @@ def asked(monkeypatch):
         if request.fixed.get("tp") == 2:  # as if nothing with it were legal
             return plan_of(request, (), None)
         spec = request.spec(Layout(**{"dp_replicate": request.devices[-1], **request.fixed}))
-        prediction = auto_predict(spec)
-        found = Candidate(spec, prediction, prediction.step_time_s)
-        return plan_of(request, (found,) if prediction.fits else (), None if prediction.fits else found)
+        found = Candidate(spec, predict(spec).step_time_s)
+        fits = found.prediction.fits
+        return plan_of(request, (found,) if fits else (), None if fits else found)
 
     monkeypatch.setattr(auto, "search", search)
     return requests
-
-
-def auto_predict(spec):
-    from phalanx.cost.prediction import predict
-
-    return predict(spec)
 
 
 def plan_of(request, best, nearest):

@@ -69,7 +69,7 @@ def test_bounds_hold_over_slow_links(schedule: str, speed: float, latency: float
 def compare(one: PlanRequest, random: random.Random, spread: float = 5) -> int:
     """Holds some layouts of a question against their bounds; how many."""
     space = space_of(one)
-    numbers = sorted(random.sample(range(len(space.options)), min(PAIRS, len(space.options))))
+    numbers = sorted(random.sample(range(len(space.mesh)), min(PAIRS, len(space.mesh))))
     with np.errstate(all="raise"):
         bounds = Bounds(one, space)
         pair_seconds, pair_bytes = bounds.pairs()
@@ -98,7 +98,7 @@ def test_bounds_are_near_where_nothing_is_left_out() -> None:
     """Data parallel alone, zero 3: no bubble, and everything hidden but a block's collectives."""
     one = request("llama3-8b", "dgx-h100:2", 64, tp=1, pp=1, cp=1, dp_replicate=1, zero=3, recompute="full")
     space = space_of(one)
-    rows = space.rows(np.arange(len(space.options)))
+    rows = space.rows(np.arange(len(space.mesh)))
     seconds, memory = Bounds(one, space).rows(rows)
     for number in range(len(rows)):
         spec = one.spec(space.layout(rows, number))
@@ -110,7 +110,7 @@ def test_bytes_without_a_pipeline_are_those_of_the_cost_model() -> None:
     """Nothing is left out but the first bucket: state, ZeRO-3's whole parameters, the loss and the optimizer's copy."""
     one = request("llama3-8b", "dgx-h100:2", 64, pp=1, cp=1)
     space = space_of(one)
-    rows = space.rows(np.arange(len(space.options)))
+    rows = space.rows(np.arange(len(space.mesh)))
     _, memory = Bounds(one, space).rows(rows)
     needed = [needed_bytes(one.spec(space.layout(rows, number))) for number in range(len(rows))]
     assert memory == pytest.approx(needed, rel=1e-3)
@@ -119,7 +119,7 @@ def test_bytes_without_a_pipeline_are_those_of_the_cost_model() -> None:
 def test_bounds_do_not_depend_on_what_else_is_asked() -> None:
     one = on_laptop(16)
     space = space_of(one)
-    every = space.rows(np.arange(len(space.options)))
+    every = space.rows(np.arange(len(space.mesh)))
     seconds, memory = Bounds(one, space).rows(every)
     some = np.arange(0, len(every), 7)
     again, bytes_again = Bounds(one, space).rows(every.select(some))
@@ -132,7 +132,7 @@ def test_bounds_by_schedule_are_below_those_of_each_layout(name: str) -> None:
     for one in QUESTIONS[name].each():
         space = space_of(one)
         bounds, limit = Bounds(one, space), one.limit / 2
-        pairs = np.array(sorted(random.Random(name).sample(range(len(space.options)), min(PAIRS, len(space.options)))))
+        pairs = np.array(sorted(random.Random(name).sample(range(len(space.mesh)), min(PAIRS, len(space.mesh)))))
         by_schedule, fits = bounds.options(pairs, range(len(space.schedules)), limit)
         rows = space.rows(pairs)
         seconds, memory = bounds.rows(rows)

@@ -12,12 +12,21 @@ import pytest
 from phalanx.config.layout import Layout
 from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import needed_bytes
-from phalanx.plan.alternatives import FASTEST, FILLS
+from phalanx.plan.alternatives import FASTEST, FILLS, differences
 from phalanx.plan.branch import Search
 from phalanx.plan.notes import NO_HEADROOM
 from phalanx.plan.plan import Alternative, Candidate, Plan
 from phalanx.plan.planner import search
-from phalanx.plan.simplicity import EQUAL, TIED, ranked, simpler_because, simplicity, stages_in_words
+from phalanx.plan.simplicity import (
+    EQUAL,
+    TIED,
+    brief,
+    ranked,
+    recompute_in_words,
+    simpler_because,
+    simplicity,
+    stages_in_words,
+)
 from phalanx.plan.space import PlanRequest
 from plan.plans import candidate
 from plan.questions import request
@@ -59,7 +68,7 @@ def test_what_fills_the_device_is_an_alternative_that_says_so() -> None:
 def test_the_choice_with_headroom_is_the_fastest_that_has_it() -> None:
     one = replace(asked("llama2-13b", "dgx-a100:1", 32, sp=True, accumulate="local", cp=1), band=EQUAL)
     space = Search(one).space
-    rows = space.rows(np.arange(len(space.options)))
+    rows = space.rows(np.arange(len(space.mesh)))
     specs = [one.spec(space.layout(rows, number)) for number in range(len(rows))]
     fastest = min(step_parts(spec).total for spec in specs if needed_bytes(spec) <= one.limit)
     assert search(one).best[0].prediction.step_time_s <= fastest * 1.005
@@ -160,3 +169,18 @@ def test_a_tie_does_not_give_back_what_another_kind_has_to_win() -> None:
 def test_a_cut_is_written_for_readers() -> None:
     assert stages_in_words(Layout(pp=8, pp_cut="5+5+5+5+5+5+5+4")) == "stages 0-6 of 5 layers, 7 of 4"
     assert stages_in_words(Layout(pp=2, pp_cut="3+5")) == "stages 0 of 3 layers, 1 of 5"
+
+
+def test_a_long_list_of_layers_is_another_kind_and_two_runs_are_not() -> None:
+    uniform = _made(1.0, dp_shard=64, recompute="full")
+    two = _made(0.976, dp_shard=64, recompute_cut="20*full+60*none")
+    long = _made(0.96, dp_shard=64, recompute_cut="20*full+1*products+59*none")
+    assert ranked([uniform, long], TIED)[0] is uniform
+    assert ranked([uniform, two, long], TIED)[0] is two
+    assert ranked([uniform, replace(long, seconds=0.94)], TIED)[0].seconds == 0.94
+    assert recompute_in_words(two.layout) == "first 20 blocks full, rest none"
+    assert recompute_in_words(long.layout) == "59 blocks none, 20 full, 1 products"
+    assert "; recomputation: first 20 blocks full, rest none" in brief(two.layout)
+    assert differences(long.layout, uniform.layout).endswith(
+        "recompute_cut (59 blocks none, 20 full, 1 products) instead of none"
+    )

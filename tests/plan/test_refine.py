@@ -57,7 +57,7 @@ def test_layers_recompute_what_there_is_no_room_for_and_no_more():
     assert needed_bytes(full.spec) < needed_bytes(found.spec) <= limit(asked)
     assert step_seconds(none) < found.seconds < full.seconds
     every = modes(found.layout.recompute_cut, LLAMA.n_layers)
-    assert {"none", "full"} <= set(every)
+    assert {"none", "mlp"} <= set(every), "faster than full recomputation where MLPs are enough"
     stages = found.spec.stages
     # The first rank has the most in flight.
     kept = [sum(every[layer] == "none" for layer in stage) for stage in stages]

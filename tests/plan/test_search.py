@@ -53,7 +53,7 @@ def by_force(name: str) -> tuple[list[Candidate], int]:
     fitting, count = [], 0
     for one in SMALL[name].each():
         space = space_of(one)
-        rows = space.rows(np.arange(len(space.options)))
+        rows = space.rows(np.arange(len(space.mesh)))
         count += len(rows)
         limit = one.cluster.accelerator.memory_gib * 2**30
         for number in range(len(rows)):
@@ -61,9 +61,7 @@ def by_force(name: str) -> tuple[list[Candidate], int]:
             if needed_bytes(spec, limit) <= limit:
                 fitting.append((step_seconds(spec), spec))
     least = min(seconds for seconds, _ in fitting)
-    return ranked(
-        Candidate(spec, predict(spec), seconds) for seconds, spec in fitting if seconds <= 1.02 * least
-    ), count
+    return ranked(Candidate(spec, seconds) for seconds, spec in fitting if seconds <= 1.02 * least), count
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -94,7 +92,7 @@ def test_every_layout_is_legal(name: str) -> None:
     draw = random.Random(name)
     for one in SMALL[name].each():
         space = space_of(one)
-        rows = space.rows(np.arange(len(space.options)))
+        rows = space.rows(np.arange(len(space.mesh)))
         layouts = [space.layout(rows, number) for number in range(len(rows))]
         assert len(set(layouts)) == len(layouts)
         for layout in draw.sample(layouts, min(200, len(layouts))):
@@ -128,7 +126,7 @@ def test_of_equals_the_simpler_wins() -> None:
     plan = found("a laptop").best[0]
     simple = replace(plan, seconds=plan.seconds * (1 + (TIE - 1) / 2))
     spec = replace(plan.spec, layout=replace(plan.layout, recompute="full", reshard=False, zero=3, dp_shard=4))
-    fancy = Candidate(spec, plan.prediction, plan.seconds)
+    fancy = Candidate(spec, plan.seconds)
     assert simplicity(simple.spec) < simplicity(fancy.spec)
     assert ranked([fancy, simple])[0] is simple
     slower = replace(simple, seconds=fancy.seconds * TIE * 1.001)
@@ -157,7 +155,7 @@ def test_where_nothing_fits_the_one_that_needs_least_is_told() -> None:
     assert not plan.nearest.prediction.fits
     space = space_of(one)
     draw = random.Random(0)
-    rows = space.rows(np.array(draw.sample(range(len(space.options)), 20)))
+    rows = space.rows(np.array(draw.sample(range(len(space.mesh)), 20)))
     for number in range(0, len(rows), 10):
         assert needed_bytes(one.spec(space.layout(rows, number))) >= needed_bytes(plan.nearest.spec)
 
@@ -189,7 +187,7 @@ def test_the_leanest_of_layouts_with_the_same_memory_is_the_fastest():
         optimizer=Optimizer(name="muon"),
     )
     search = Search(one)
-    rows = search.space.rows(np.arange(len(search.space.options)))
+    rows = search.space.rows(np.arange(len(search.space.mesh)))
     specs = [one.spec(search.space.layout(rows, number)) for number in range(len(rows))]
     assert len({needed_bytes(spec) for spec in specs}) == 1 < len(specs)
     leanest = search.leanest

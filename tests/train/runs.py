@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.contents import contents
+from checkpoint.contents import contents, require_same_bits
 from phalanx.checkpoint.inventory import newest_valid
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
@@ -40,6 +40,22 @@ def stop(ranks, job: Job, at: int, match: str = "stopped by a signal") -> None:
     """Trains until a signal comes in step `at`, with a message of every rank that has `match`."""
     for message in ranks(stopped, job.layout.processes, job, at):
         assert re.search(match, message)
+
+
+def resumes_bit_by_bit(ranks, job: Job, *steps: int) -> None:
+    """A run that stops in these steps and goes on each time has the losses and the weights of an unbroken one."""
+    ranks(train, job.layout.processes, job)
+    broken = change(job, "run", name="broken")
+    for step in steps:
+        stop(ranks, broken, step, f"stopped by a signal at step {step} of {job.train.steps}, with a checkpoint")
+    ranks(train, job.layout.processes, broken)
+    require_same_weights(broken, job)
+
+
+def require_same_weights(found: Job, expected: Job) -> None:
+    """Fails unless two runs have the same losses, and newest checkpoints with the same bits."""
+    require_same_bits(weights(found), weights(expected))
+    assert losses(found) == losses(expected)
 
 
 def moves_between(ranks, job: Job, layouts: Sequence[Layout]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.contents import contents
+from checkpoint.contents import contents, require_same_bits
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.save import save_tensors
@@ -119,24 +119,18 @@ def test_a_checkpoint_that_holds_nan_is_not_loaded(ranks, saving, root):
         ranks(train, 2, two)
 
 
-def test_a_checkpoint_without_the_progress_of_a_run_is_refused(ranks, job, root):
+def test_a_checkpoint_without_the_progress_of_a_run_is_refused_in_one_message(ranks, job, root):
     ranks(train, 1, job)
     path = root / "step-000006"
     manifest, tensors = check(path), contents(path)
-    shutil.rmtree(path)
-    save_tensors(root, 6, tensors, {"job": manifest.meta["job"]})
-    with pytest.raises(CheckpointError, match="step-000006 is not of a training run: it lacks data, guard, "):
-        ranks(train, 1, job)
-
-
-def test_metadata_of_the_wrong_type_are_one_message(ranks, job, root):
-    ranks(train, 1, job)
-    path = root / "step-000006"
-    manifest, tensors = check(path), contents(path)
-    shutil.rmtree(path)
-    save_tensors(root, 6, tensors, manifest.meta | {"samples": "many", "guard": [1]})
-    with pytest.raises(CheckpointError, match="samples: expected a whole number, found 'many'; guard: "):
-        ranks(train, 1, job)
+    for meta, message in [
+        ({"job": manifest.meta["job"]}, "step-000006 is not of a training run: it lacks data, guard, "),
+        (manifest.meta | {"samples": "many", "guard": [1]}, "samples: expected a whole number, found 'many'; guard: "),
+    ]:
+        shutil.rmtree(path)
+        save_tensors(root, 6, tensors, meta)
+        with pytest.raises(CheckpointError, match=message):
+            ranks(train, 1, job)
 
 
 def test_a_finished_run_whose_last_checkpoint_is_damaged_goes_on_and_writes_it_again(ranks, saving, root, capsys):
@@ -152,7 +146,7 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_goes_on_and_writes_it_a
     ranks(train, 1, saving)
     assert [row["step"] for row in rows(saving, "step")] == [1, 2, 3, 4, 5, 6, 5, 6]
     assert names(root) == [".damaged-step-000006-1", "step-000002", "step-000004", "step-000006"]
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(saving).items())
+    require_same_bits(weights(saving), before)
     assert _is_finished(RunDirectory.of(saving), saving, as_json=False)
 
 
@@ -297,11 +291,10 @@ def test_training_goes_on_while_the_state_before_is_written_and_a_stop_waits_for
     assert saved_names(root) == ["step-000002", "step-000003"]
     straight = change(change(background, "checkpoint", background=False), "run", name="straight")
     ranks(train, 2, straight)
-    expected = contents(RunDirectory.of(straight).checkpoints / "step-000002")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in contents(root / "step-000002").items())
+    expected = RunDirectory.of(straight).checkpoints
+    require_same_bits(contents(root / "step-000002"), contents(expected / "step-000002"))
     ranks(train, 2, background)
-    expected = contents(RunDirectory.of(straight).checkpoints / "step-000006")
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in contents(root / "step-000006").items())
+    require_same_bits(contents(root / "step-000006"), contents(expected / "step-000006"))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from phalanx.train import agreement
 from phalanx.train.callbacks import Done
 from phalanx.train.metrics import ExpertLoads, balance_line
 from phalanx.train.step import Step
-from train.runs import change, losses, moves_between, rows, stop, train, weights
+from train.runs import change, losses, moves_between, resumes_bit_by_bit, rows, stop, train, weights
 
 # Whole runs with experts, with parts of sequences on several ranks, and with documents that attention keeps apart.
 
@@ -73,14 +73,7 @@ def test_a_run_moves_between_layouts_of_experts(ranks, job, layouts):
 )
 def test_stopping_and_resuming_gives_the_same_bits(ranks, job, layout, precision):
     job = change(dataclasses.replace(job, model=DEEPSEEK, layout=layout), "train", precision=precision)
-    ranks(train, layout.processes, job)
-    broken = change(job, "run", name="broken")
-    stop(ranks, broken, 3)
-    ranks(train, layout.processes, broken)
-    straight, resumed = weights(job), weights(broken)
-    for name, tensor in straight.items():
-        assert torch.equal(tensor, resumed[name]), name
-    assert losses(broken) == losses(job)
+    resumes_bit_by_bit(ranks, job, 3)
 
 
 def test_documents_that_attention_keeps_apart_give_a_curve_of_their_own_on_any_layout(ranks, job, tmp_path):
@@ -264,16 +257,9 @@ def mixed(job, tmp_path):
 @pytest.mark.parametrize("layout", [Layout(), Layout(dp_replicate=2, bucket_mb=0.01)], ids=lambda layout: layout.line())
 def test_resuming_gives_the_bits_of_an_unbroken_run(ranks, mixed, layout):
     job = dataclasses.replace(mixed, layout=layout)
-    ranks(train, layout.processes, job)
-    broken = change(job, "run", name="broken")
-    for stop_at in (2, 5):
-        stop(ranks, broken, stop_at)
-    ranks(train, layout.processes, broken)
-    straight, resumed = weights(job), weights(broken)
-    assert all(torch.equal(tensor, resumed[name]) for name, tensor in straight.items())
-    assert losses(broken) == losses(job)
+    resumes_bit_by_bit(ranks, job, 2, 5)
     drawn = [row["source_tokens"] for row in rows(job, "step")]
-    assert [row["source_tokens"] for row in rows(broken, "step")] == drawn
+    assert [row["source_tokens"] for row in rows(change(job, "run", name="broken"), "step")] == drawn
     assert list(drawn[-1].values()) == [36 * 16, 22 * 16, 14 * 16]
 
 

@@ -45,7 +45,7 @@ from phalanx.train import start
 from phalanx.train.run_directory import REFERENCE, RunDirectory
 from phalanx.train.start import keep_small_files, notices, open_start, vocabulary_of
 from phalanx.train.step import Stepper
-from train.runs import change, losses, rows, stop, train, weights
+from train.runs import change, losses, require_same_weights, rows, stop, train, weights
 
 # Fine-tuning on conversations: any layout makes the curve of one process, and a run goes on bit for bit.
 
@@ -149,8 +149,7 @@ def test_a_run_goes_on_bit_for_bit_and_not_with_other_packing(ranks, chat):
         ranks(train, 1, change(resumed, "data", packing=False))
     ranks(train, 1, resumed)
     assert curve(resumed) == curve(chat)
-    straight, found = weights(chat), weights(resumed)
-    assert all(torch.equal(found[name], tensor) for name, tensor in straight.items())
+    require_same_weights(resumed, chat)
 
 
 def test_the_loss_is_the_mean_over_the_answers_of_the_step(ranks, chat):

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoint.contents import require_same_bits
 from covering import covering
 from parallel.steps import micro_batches
 from phalanx.cli.train import _text as text_of
@@ -29,10 +30,7 @@ from phalanx.train.learning_rate import at_step, end_of, peak, resumed_end
 from phalanx.train.metrics import Meter, line
 from phalanx.train.requests import Milestones, StopRequest
 from phalanx.train.step import StepInputs, Stepper
-from train.runs import change, losses, moves_between, rows, stop, train, weights
-
-# Whole runs on tiny models: the same curve on any layout, exact resuming, clean ends, and single steps.
-
+from train.runs import change, losses, moves_between, resumes_bit_by_bit, rows, stop, train, weights
 
 # Whole runs on tiny models: the same curve on any layout, exact resuming, and clean ends.
 
@@ -71,6 +69,8 @@ SHARDED = [
     Layout(dp_shard=2, tp=2, zero=3),
 ]
 """One of every kind of sharding: their runs stop, resume and fail like any other."""
+CODES = Layout(dp_shard=4, hpz=2, quantise_weights="int8", quantise_gradients="int4")
+"""ZeRO++ with quantised messages."""
 
 
 def test_the_loss_curve_does_not_depend_on_the_layout(ranks, job):
@@ -97,22 +97,13 @@ def test_the_loss_curve_does_not_depend_on_the_layout(ranks, job):
         (SHARDED[-1], "bf16"),
         (Layout(pp=2, schedule="zb_h1", accumulation=3), "fp32"),
         (Layout(dp_shard=2, pp=2, schedule="dualpipe", accumulation=2), "bf16"),
+        (CODES, "fp32"),  # they carry nothing from one step to the next
     ],
     ids=lambda value: value if isinstance(value, str) else value.line(),
 )
 def test_stopping_and_resuming_gives_the_same_bits_as_an_unbroken_run(ranks, job, layout, precision):
     job = change(change(job, "train", precision=precision), "model", dropout=0.1)
-    job, world = dataclasses.replace(job, layout=layout), layout.processes
-    ranks(train, world, job)
-    broken = change(job, "run", name="broken")
-    for stop_at in (2, 3) if layout.world == 1 else (3,):
-        stop(ranks, broken, stop_at, f"stopped by a signal at step {stop_at} of 6, with a checkpoint")
-    ranks(train, world, broken)
-    straight, resumed = weights(job), weights(broken)
-    assert straight.keys() == resumed.keys()
-    for name, tensor in straight.items():
-        assert torch.equal(tensor, resumed[name]), name
-    assert losses(broken) == losses(job)
+    resumes_bit_by_bit(ranks, replace(job, layout=layout), *((2, 3) if layout.world == 1 else (3,)))
 
 
 MOVES = [
@@ -121,6 +112,7 @@ MOVES = [
     (Layout(dp_replicate=3), Layout(dp_shard=2, tp=2, sp=True, zero=1), Layout(dp_replicate=2, dp_shard=2)),
     (Layout(pp=2, accumulation=4), Layout(pp=4, schedule="zb_v", accumulation=4), Layout(tp=2)),
     (Layout(), Layout(pp=2, dp_shard=2, zero=1, schedule="dualpipe", accumulation=2), Layout(pp=3, accumulation=3)),
+    (Layout(dp_shard=4, hpz=2), Layout(dp_shard=2, tp=2), Layout(dp_shard=4, hpz=4)),  # other second copies
 ]
 
 
@@ -389,7 +381,7 @@ def test_resuming_from_a_checkpoint_gives_the_same_bits_as_an_unbroken_run(ranks
     shutil.rmtree(checkpoints / "step-000009")
     (tmp_path / "runs" / "run" / "latest").unlink(missing_ok=True)
     ranks(train, 2, streamed)
-    assert all(torch.equal(tensor, straight[name]) for name, tensor in weights(streamed).items())
+    require_same_bits(weights(streamed), straight)
     assert losses(streamed) == [*curve, *curve[5:]], "the steps after the checkpoint were made twice"
     assert len(curve) == 9
 
@@ -456,7 +448,7 @@ def rates(optimizer: Optimizer) -> list[float]:
 def test_rises_through_the_warm_up_then_never_rises(schedule, warmup, decay, floor, fraction):
     found = rates(
         Optimizer(
-            1e-3,
+            lr=1e-3,
             schedule=schedule,
             warmup_steps=warmup,
             decay_steps=decay,
@@ -512,51 +504,30 @@ def test_a_longer_run_keeps_the_end_and_says_how_to_move_it(schedule):
     assert "not at train.steps=1000; optimizer.decay_steps=1000 moves the end, and the rate jumps to " in end.message
 
 
-def test_the_kept_end_outlives_the_checkpoints_after_it():
-    assert resumed_end(job(1000), job(1000), 700, 500).step == 500
-    assert resumed_end(job(300), job(500), 200, None).step == 500
+LONG, SHORT = job(1000), job(500)
+OWN_END = job(1000, decay_steps=1000)
+DOUBLE = replace(SHORT, optimizer=replace(SHORT.optimizer, lr=8e-3))
+JUMP = "learning rate: jumps at step "
 
 
-def test_the_job_s_own_end_holds_and_the_jump_is_said():
-    end = resumed_end(job(1000, decay_steps=1000), job(500), 500, 500)
-    assert (end.step, end.message) == (1000, "learning rate: jumps at step 501 from 4.00e-04 to 2.26e-03")
-    assert resumed_end(job(1000, decay_steps=1000), job(1000, decay_steps=1000), 500, 1000).message == ""
-
-
-def test_the_end_moves_where_the_rate_stays():
-    assert resumed_end(job(1000), job(500), 10, None).step == 1000  # in the warm-up
-    held = resumed_end(job(1000, schedule="wsd"), job(500, schedule="wsd"), 300, None)
-    assert (held.step, held.message) == (1000, "")
-    assert resumed_end(job(500), job(500), 200, 500).message == ""
-
-
-def test_another_peak_is_a_jump():
-    end = resumed_end(replace(job(500), optimizer=replace(job(500).optimizer, lr=8e-3)), job(500), 100, 500)
-    assert end.step == end_of(job(500))
-    assert end.message == "learning rate: jumps at step 101 from 3.76e-03 to 7.52e-03"
-
-
-# Whole runs with ZeRO++: they go on with another second copy of the parameters, and with quantised messages or not.
-
-COPY = Layout(dp_shard=4, hpz=2)
-CODES = Layout(dp_shard=4, hpz=2, quantise_weights="int8", quantise_gradients="int4")
-
-
-def test_a_run_goes_on_with_another_copy_and_without(ranks, job):
-    moves_between(ranks, job, [COPY, Layout(dp_shard=2, tp=2), Layout(dp_shard=4, hpz=4)])
-
-
-def test_a_run_with_quantised_messages_resumes_bit_by_bit(ranks, job):
-    """Codes carry nothing from one step to the next, so that checkpoints need nothing of them."""
-    job = replace(change(job, "train", precision="fp32"), layout=CODES)
-    ranks(train, 4, job)
-    moved = change(job, "run", name="moved")
-    stop(ranks, moved, 3)
-    ranks(train, 4, moved)
-    straight, found = weights(job), weights(moved)
-    assert straight.keys() == found.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in straight.items())
-    assert losses(moved) == losses(job)
+@pytest.mark.parametrize(
+    ("now", "then", "step", "saved", "end", "message"),
+    [
+        (LONG, LONG, 700, 500, 500, None),
+        (job(300), SHORT, 200, None, 500, None),
+        (OWN_END, SHORT, 500, 500, 1000, f"{JUMP}501 from 4.00e-04 to 2.26e-03"),
+        (OWN_END, OWN_END, 500, 1000, 1000, ""),
+        (LONG, SHORT, 10, None, 1000, None),
+        (job(1000, schedule="wsd"), job(500, schedule="wsd"), 300, None, 1000, ""),
+        (SHORT, SHORT, 200, 500, 500, ""),
+        (DOUBLE, SHORT, 100, 500, end_of(SHORT), f"{JUMP}101 from 3.76e-03 to 7.52e-03"),
+    ],
+    ids=["kept", "kept, shorter", "own", "own as before", "in the warm-up", "held", "the same", "another peak"],
+)
+def test_where_the_schedule_of_a_resumed_run_ends_and_what_is_said(now, then, step, saved, end, message):
+    found = resumed_end(now, then, step, saved)
+    assert found.step == end
+    assert message is None or found.message == message
 
 
 def test_a_run_goes_on_without_quantised_messages(ranks, job):

@@ -24,7 +24,7 @@ from phalanx.train.profile import tracing
 from phalanx.train.requests import StopRequest
 from phalanx.train.step import StepInputs, Stepper
 from rehearsed_cuda import CUDA, rehearsal
-from train.runs import change, losses, rows, train, weights
+from train.runs import change, require_same_weights, rows, train
 
 VOCAB = 13
 LLAMA = ModelConfig(
@@ -160,11 +160,8 @@ def test_a_whole_run_on_a_gpu_makes_the_curve_of_a_cpu(ranks, job, monkeypatch):
     profiled = replace(job.train, profile=ProfileOptions(steps=(2, 3), memory=True))
     ranks(train, 1, change(job, "run", name="cpu"))
     ranks(train_rehearsed, 1, replace(job, train=profiled))
-    assert losses(job) == losses(change(job, "run", name="cpu"))
+    require_same_weights(job, change(job, "run", name="cpu"))
     assert [row["step"] for row in rows(job, "validation")] == [4, 6]
-    assert weights(job).keys() == weights(change(job, "run", name="cpu")).keys()
-    for name, tensor in weights(job).items():
-        assert torch.equal(tensor, weights(change(job, "run", name="cpu"))[name])
     assert (Path(job.run.dir) / "run" / "traces" / "memory-rank_0.pickle").exists()
 
 

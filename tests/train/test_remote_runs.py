@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.contents import contents
+from checkpoint.contents import contents, require_same_bits
 from checkpoint.s3 import serving
 from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.remote import ObjectStore, RemoteCheckpoints
@@ -37,14 +37,12 @@ def root(job):
     return RunDirectory.of(job).checkpoints
 
 
+def final(root):
+    return contents(root / "step-000006")
+
+
 def remote(job):
     return RemoteCheckpoints.of(job.checkpoint.remote, job.run.name)
-
-
-def same(one, other):
-    expected = contents(other)
-    found = contents(one)
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def train(ranks, job, stop_at=0):
@@ -96,12 +94,12 @@ def test_a_run_moves_to_an_empty_machine_and_into_another_layout_bit_for_bit(ran
     there = moved(copied, "there")
     ranks(train, 2, there)
     assert [row["step"] for row in rows(there, "step")] == [5, 6]
-    assert same(root(there) / "step-000006", root(straight) / "step-000006")
+    require_same_bits(final(root(there)), final(root(straight)))
     assert remote(copied).steps() == [6, 4, 2]
     # Another number of ranks fetches the files of two; the run that is finished takes no step.
     [summary] = ranks(train, 1, change(moved(copied, "one"), "layout", dp_shard=1, zero=0))
     assert (summary["step"], summary["loss"]) == (6, None)
-    assert same(root(moved(copied, "one")) / "step-000006", root(straight) / "step-000006")
+    require_same_bits(final(root(moved(copied, "one"))), final(root(straight)))
     with pytest.raises(JobError, match="/store/run holds 3 checkpoints, the newest of step 6; choose another run.name"):
         _require_no_copies(copied)
     with pytest.raises(JobError, match="/store/run holds a checkpoint of another job"):
@@ -123,7 +121,7 @@ def test_damaged_copies_give_way_to_older_ones_and_are_replaced(ranks, copied, t
     assert "step-000006.json has 3 objects" in warnings[0]
     assert "rank-00001.safetensors is missing, or does not match its digest" in warnings[1]
     assert [row["step"] for row in rows(there, "step")] == [3, 4, 5, 6]
-    assert same(root(there) / "step-000006", root(copied) / "step-000006")
+    require_same_bits(final(root(there)), final(root(copied)))
     assert remote(copied).find(6), "it was damaged, and is whole"
     # A local checkpoint that proves damaged is fetched again.
     with (root(there) / "step-000006" / "rank-00000.safetensors").open("r+b") as file:
@@ -186,6 +184,6 @@ def test_a_run_moves_over_an_s3_server_and_tells_no_secret(ranks, copied, tmp_pa
     assert [row["step"] for row in rows(there, "step")] == [5, 6]
     straight = change(change(copied, "run", name="straight"), "checkpoint", remote="")
     ranks(train, 2, straight)
-    assert same(root(there) / "step-000006", root(straight) / "step-000006")
+    require_same_bits(final(root(there)), final(root(straight)))
     for file in filter(Path.is_file, tmp_path.rglob("*")):
         assert b"a-secret-of-a-test" not in file.read_bytes()

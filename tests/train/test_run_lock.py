@@ -414,25 +414,18 @@ def file(tmp_path, monkeypatch):
     return tmp_path / "cluster.yaml"
 
 
-def test_the_job_s_figure_comes_first(file):
+def test_what_is_stated_comes_before_what_is_stored(file):
     file.write_text(FILE)
-    found = peak_flops(Cluster(peak_tflops=2.0), CPU, torch.float32, 2)
-    assert (found.flops, found.source) == (2e12, "the job's cluster.peak_tflops")
-
-
-def test_the_stored_measurement_is_used(file):
+    stated = peak_flops(Cluster(peak_tflops=2.0), CPU, torch.float32, 2)
+    assert (stated.flops, stated.source) == (2e12, "the job's cluster.peak_tflops")
+    old = peak_flops(Cluster(), CPU, torch.float32, 2)
+    assert (old.flops, old.source) == (pytest.approx(0.1e12), f"phalanx bench compute, {file}: spread unknown")
     file.write_text(FILE + QUALITY.replace("SPREAD", "0.02"))
     found = peak_flops(Cluster(), CPU, torch.float32, 2)
     assert (found.flops, found.spread) == (pytest.approx(0.1e12), 0.02)
     assert found.source == f"phalanx bench compute, {file}: spread 2.0%"
     assert peak_flops(Cluster(), CPU, torch.float32, 1).flops == pytest.approx(0.18e12), "one process has both cores"
     assert peak_flops(Cluster(), CPU, torch.float32, 4).flops == pytest.approx(0.05e12)
-
-
-def test_an_old_file_s_peak_is_used_and_its_spread_is_unknown(file):
-    file.write_text(FILE)
-    found = peak_flops(Cluster(), CPU, torch.float32, 2)
-    assert (found.flops, found.source) == (pytest.approx(0.1e12), f"phalanx bench compute, {file}: spread unknown")
 
 
 def test_the_job_s_own_cluster_comes_before_the_file(file):

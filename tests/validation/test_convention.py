@@ -4,6 +4,7 @@ import pytest
 
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.validation.row import convention_of, flops_per_step, gpt, peak_tflops, shapes
+from phalanx.validation.row_layout import Cells
 
 B, S, L, H, V = 32, 2048, 24, 2304, 51200
 GPT = gpt(L, H, 24, V, S)
@@ -55,14 +56,14 @@ def test_eight_takes_the_parameters_as_printed():
     ],
 )
 def test_sources_have_their_own(told, counts):
-    assert convention_of(told).counts == counts
+    assert convention_of(Cells({"source": told})).counts == counts
 
 
 def test_mfu_of_eight_bits_is_against_what_the_source_takes():
     h100, gb200, v100 = (ACCELERATORS[name] for name in ("h100-80gb", "gb200", "v100-32gb"))
-    dgxc = convention_of("nvidia/dgxc-benchmarking")
+    dgxc = convention_of(Cells({"source": "nvidia/dgxc-benchmarking"}))
     assert peak_tflops(dgxc, h100, "fp8") == pytest.approx(1979, rel=1e-3)
     assert peak_tflops(dgxc, h100, "bf16") == 989
     assert peak_tflops(dgxc, gb200, "fp8") == 4900
-    assert peak_tflops(convention_of("megatron-bridge"), h100, "fp8") == 989
-    assert peak_tflops(convention_of(""), v100, "fp16") == 125
+    assert peak_tflops(convention_of(Cells({"source": "megatron-bridge"})), h100, "fp8") == 989
+    assert peak_tflops(convention_of(Cells({})), v100, "fp16") == 125

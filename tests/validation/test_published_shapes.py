@@ -92,8 +92,17 @@ def test_a_point_between_digits_is_not_lost():
 
 
 def test_what_stands_for_something_else_says_so():
-    assert "Mamba" in remark("nemotron3super")
+    assert "linear attention" in remark("qwen3next")
+    assert not remark("nemotron3super")
     assert not remark("llama38b")
+
+
+@pytest.mark.parametrize(
+    ("key", "billions"),
+    [("nemotronh8b", 8.1), ("nemotronh47b", 46.8), ("nemotronh56b", 56.3), ("nemotronnano9b", 8.9)],
+)
+def test_hybrids_have_the_parameters_in_their_names(key, billions):
+    assert count(shapes()[key]) / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 def test_maxtext_scales_as_its_own_rule_does():

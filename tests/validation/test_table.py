@@ -222,6 +222,19 @@ def test_a_large_table_is_fast():
     assert time.process_time() - began < 8
 
 
+def test_what_of_notes_and_columns_is_not_read_is_said_once(tmp_path: Path, capsys):
+    path = tmp_path / "t.csv"
+    rows = "".join(GOOD.replace("\n", f',"{said}",x\n') for said in ("4 x 100 Gb per node; tuned", "tuned, LoRA", ""))
+    path.write_text(HEAD.replace("\n", ",notes,colour\n") + rows)
+    assert table.run(str(path), str(tmp_path / "out.csv")) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert "columns that are not read: our_note, colour" in said
+    assert "notes: parts of 2 rows are not understood and ignored: 'tuned' (2)" in said
+    assert table.run(str(path), str(tmp_path / "out.csv"), as_json=True) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert (figures["unread"], figures["noted"], figures["ignored"]) == (["our_note", "colour"], 2, {"tuned": 2})
+
+
 def test_summary_says_what_became_of_the_rows():
     summary = table.Summary(rows=3, predicted=1, missing=("tp",), seconds=0.25)
     summary.refused.update({"gpu": 2})

@@ -95,6 +95,7 @@ TENSOR = AxisEntry(
         "tp=4,accumulation=2,loss_chunk=24",
         "tp=2,sp=true,recompute=selective",
         "tp=2,sp=true,sp_regather=true,recompute=products",
+        "tp=2,sp=true,sp_regather=true,recompute=mlp",
         "tp=2,sp=true,sp_regather=true,loss_chunk=24",
         "tp=4,sp=true,recompute=full",
         "tp=2,pp=2,accumulation=4,sp=true,sp_regather=true,recompute_cut=1*full+2*selective+1*none",

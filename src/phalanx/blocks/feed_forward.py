@@ -22,7 +22,14 @@ def dense(place: Place) -> Iterator[Operator]:
         up.name,
         up.weights,
         up.rows,
-        saved=(SavedTensor("up", size := place.model.d_model * read, "gathered", cheap=place.repeats_input(size)),),
+        repeated=up.repeated,
+        saved=(
+            SavedTensor(
+                *("up", size := place.model.d_model * read, "gathered"),
+                cheap=place.repeats_input(size),
+                repeated=up.repeated and place.model.norms_inputs,
+            ),
+        ),
         results=gate_result(place, place.model.ff_size),
         messages=tuple(enter(place, regather=bool(read))),
     )
@@ -50,7 +57,7 @@ def mlp(place: Place, name: str, width: int, rows: int, *, tiled: bool = False) 
     gated = model.gated
     inner = rows * hidden
     return (
-        Operator(f"{name}.up", up_weights(model, name, width, tiled=tiled), rows),
+        Operator(f"{name}.up", up_weights(model, name, width, tiled=tiled), rows, repeated=repeats_mlp(place)),
         Operator(
             f"{name}.activation",
             memory_bound=(
@@ -93,7 +100,14 @@ def hidden_saved(place: Place, name: str, width: float) -> SavedTensor:
     """Returns what the MLP `name` saves between its matrices, of `width` numbers per token. Only what its first
     matrices write is not computed again."""
     size = hidden_bytes(place, name)
-    return SavedTensor(name, width * size, "width", cheap=width * (size - (1 + place.model.gated) * place.width))
+    cheap = width * (size - (1 + place.model.gated) * place.width)
+    return SavedTensor(name, width * size, "width", cheap=cheap, repeated=repeats_mlp(place))
+
+
+def repeats_mlp(place: Place) -> bool:
+    """Returns whether recompute=mlp repeats an MLP's first matrices: not where what they read is the residual stream
+    itself, of which a tensor rank saves the gathered tokens."""
+    return place.model.norms_inputs or not place.sp
 
 
 def hidden_bytes(place: Place, name: str) -> int:
@@ -123,7 +137,7 @@ def experts(place: Place) -> Iterator[Operator]:
     size = inside.model.d_model
     if moe.latent:
         yield _latent(place, "latent_down", moe.latent, model.d_model, spread)
-    token, row = inside.hidden, routed_rows(place) * size
+    token, row = inside.hidden / place.routed_share, routed_rows(place) * size / place.routed_share
     work = MemoryBound("dispatch", 2 * row, row + token, cheap=True)
     yield _moving(place, work, rows, SavedTensor("places", places, spread))
     up, activation, down = mlp(
@@ -163,7 +177,8 @@ def _in_latents(place: Place) -> Place:
 def _latent(place: Place, name: str, outputs: int, inputs: int, spread: Spread) -> Operator:
     """Returns the matrix into the experts' latents or out of them, which every tensor rank holds whole."""
     weight = Weight(f"moe.{name}.weight", (outputs, inputs), gradient="partial")
-    return Operator(name, (weight,), place.tokens, saved=(SavedTensor(name, inputs * place.read, spread),))
+    rows = place.tokens // place.routed_share
+    return Operator(name, (weight,), rows, saved=(SavedTensor(name, inputs * place.read, spread),))
 
 
 def _shared_gate(place: Place, spread: Spread) -> Operator:
@@ -197,7 +212,8 @@ def _router(place: Place, spread: Spread) -> Operator:
         weights.append(Weight("moe.router.bias", (moe.n_experts,), gradient="whole"))
     if moe.router_bias:
         weights.append(Weight("moe.router.logit_bias", (moe.n_experts,), gradient="partial"))
-    routed = 8 * place.tokens * moe.n_experts
+    tokens = place.tokens // place.routed_share
+    routed = 8 * tokens * moe.n_experts
     # Shared experts read the same input.
     reads = not model.lora.rank or (
         moe.n_shared and saved_input(place, "feed_forward", "moe.shared.up", "moe.shared.gate")
@@ -208,7 +224,7 @@ def _router(place: Place, spread: Spread) -> Operator:
     return Operator(
         "router",
         tuple(weights),
-        place.tokens,
+        tokens,
         sixteen=True,
         memory_bound=(MemoryBound("route", routed, routed, ROUTE_KERNELS),),
         saved=(
@@ -237,7 +253,7 @@ def _routing_messages(place: Place) -> Iterator[Message]:
 def _moving(place: Place, work: MemoryBound, rows: float, *saved: SavedTensor) -> Operator:
     """Returns the dispatch to experts or the combine with gates, a gather each way, and the all-to-all, on whose other
     side rows are permuted again."""
-    moved = routed_rows(place) * _in_latents(place).model.d_model
+    moved = routed_rows(place) * _in_latents(place).model.d_model / place.routed_share
     message = Message("ep", "all_to_all", moved, forward=1, full=1, backward=1, copies=rows)
     again = 2 * moved * (place.ep > 1)
     work = work._replace(

@@ -155,6 +155,8 @@ class FusedProducts(NamedTuple):
     backward: float
     causal: bool = False
     """Whether a causal mask leaves half of the forward ones."""
+    chunks: bool = False
+    """Whether they are small products within and between chunks of a sequence."""
 
 
 class MemoryBound(NamedTuple):
@@ -184,8 +186,16 @@ class SavedTensor(NamedTuple):
     """Whether it lies inside the attention core, which selective recomputation repeats."""
     cheap: float = 0.0
     """The part of `size` that recompute=products computes again without a matrix product."""
+    repeated: bool = False
+    """Whether recompute=mlp computes it again, too."""
     across: bool = False
     """Whether later slices of a sequence read it, so that it stays where a block is recomputed in slices."""
+
+    def released(self, recompute: Recompute) -> float:
+        """Returns the part of `size` that recompute=products or mlp computes again."""
+        if recompute == "mlp" and self.repeated:
+            return self.size
+        return self.cheap if recompute in ("products", "mlp") else 0.0
 
 
 class Message(NamedTuple):
@@ -239,6 +249,8 @@ class Operator:
     rows: int = 0
     """Tokens that are multiplied by the weights; for experts, by each of them."""
     sixteen: bool = False
+    repeated: bool = False
+    """Whether recompute=mlp repeats it: the first matrices of an MLP."""
     core: AttentionCore | None = None
     fused: FusedProducts | None = None
     """The products of its kernels: they take the longer of these and of what `memory_bound` moves."""
@@ -251,16 +263,24 @@ class Operator:
     workspace: float = 0.0
     """Bytes that its backward pass needs for a moment besides what blocks save, on this rank."""
 
-    def product(self, tp: int, ep: int) -> Product | None:
-        """Returns the product with all matrices that read the same input, as one; None if there is none."""
-        matrices = [weight.shape_on(tp, ep) for weight in self.weights if weight.is_matrix]
-        if not matrices or not self.rows:
+    def product(self, tp: int, ep: int, *, folds: bool = False) -> Product | None:
+        """Returns the product with all matrices that read the same input, as one; None if there is none. `folds`:
+        tensor ranks hold whole experts where there are enough, instead of a part of each."""
+        weights = [weight for weight in self.weights if weight.is_matrix]
+        if not weights or not self.rows:
             return None
+        if folds and weights[0].routed and weights[0].shape[0] % (tp * ep) == 0:
+            tp, ep = 1, tp * ep
+        matrices = [weight.shape_on(tp, ep) for weight in weights]
         grouped = len(matrices[0]) == 3
         number = matrices[0][0] if grouped else 1
         outputs = sum(shape[-2] for shape in matrices)
         frozen = all(weight.frozen for weight in self.weights)
         return Product(self.rows, outputs, matrices[0][-1], number, self.sixteen, frozen, grouped)
+
+    def mode(self, recompute: Recompute) -> Recompute:
+        """Returns the recomputation of this operator where its block has `recompute`."""
+        return "full" if recompute == "mlp" and self.repeated else recompute
 
     def sending(self, *messages: Message) -> Operator:
         """Returns the operator with more messages."""
@@ -333,6 +353,8 @@ class MemoryProfile(Hashed):
     """
     split_loss_tensors: tuple[int, int] = (1, 1)
     """These if tensor ranks share the vocabulary."""
+    whole_logits: bool = False
+    """Whether each tensor rank has all logits, so that these tensors are as large as the whole vocabulary."""
     saves_slopes: bool = True
     """Whether the loss saves the gradient of the logits, in their place and width, until the backward pass; otherwise
     it saves log-probabilities in fp32, or where it is fused, the logits."""
@@ -421,6 +443,11 @@ class Place(NamedTuple):
     def token_share(self) -> int:
         """Number of tensor ranks that share the tokens between the matrices."""
         return self.tp if self.sp else 1
+
+    @property
+    def routed_share(self) -> int:
+        """Number of tensor ranks that share the tokens of a router, of which each sends its own to experts."""
+        return self.token_share if self.profile.routes_shards else 1
 
     @property
     def hidden(self) -> int:

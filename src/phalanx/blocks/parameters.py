@@ -95,6 +95,7 @@ def block_shapes(model: ModelConfig, layer: int) -> Shapes:
     return {weight.name: weight.shape for weight in block_weights(model, block_kinds(model)[layer])}
 
 
+@lru_cache(maxsize=256)
 def count(model: ModelConfig, vocab_size: int | None = None) -> int:
     """Returns the parameters of the model: a tied head once, learned positions included."""
     return sum(prod(weight.shape) for weight in weights(model, vocab_size))
@@ -175,6 +176,12 @@ def block_flops_per_sequence(model: ModelConfig, layer: int, attention: Attentio
 def matrix_flops_per_token(model: ModelConfig, layer: int) -> int:
     """Returns the forward FLOPs per token of the weight matrices of one block."""
     return _flops_of(model, block_weights(model, block_kinds(model)[layer]))
+
+
+def repeated_flops_per_sequence(model: ModelConfig, layer: int, sp: bool) -> int:
+    """Returns the forward FLOPs over a sequence of the products that recompute=mlp repeats in one block."""
+    operators = block(Place(model, sp=sp), block_kinds(model)[layer])
+    return model.seq_len * sum(_flops_of(model, each.weights) for each in operators if each.repeated)
 
 
 def _flops_of(model: ModelConfig, weights: Iterable[Weight]) -> int:

@@ -3,9 +3,9 @@
 
 Sequences pass in chunks: within one tokens meet in small matrix products, between chunks the states pass. The kernels
 of flash-linear-attention (fla/ops/gated_delta_rule) and of mamba_ssm (ops/triton/ssd_combined.py) write what they pass
-on to memory, which takes about five times as long as their products on an H100, so that their seconds are those of the
-elements that they move. Their FLOPs count in a model's (`FusedProducts`). Tensor ranks hold whole heads, and copies of
-what heads share if there are fewer.
+on to memory. The seconds of Mamba-2's are those of the elements that they move and those of their products, which are
+far from a device's rate (kernels.SCAN); a delta net's are the longer of the two. Their FLOPs count in a model's
+(`FusedProducts`). Tensor ranks hold whole heads, and copies of what heads share if there are fewer.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def mamba(place: Place) -> Iterator[Operator]:
     yield Operator(
         "scan",
         tuple(ROWS._replace(name=f"attn.{name}", shape=(mixer.n_heads,)) for name in ("decay", "dt_bias", "skip")),
-        fused=FusedProducts(flops, 2 * flops),
+        fused=FusedProducts(flops, 2 * flops, chunks=True),
         memory_bound=(
             MemoryBound(
                 "scan",

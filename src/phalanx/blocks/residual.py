@@ -97,9 +97,14 @@ def _adapters(place: Place, operator: Operator, matrices: list[Weight]) -> Itera
         tuple(a for a, _ in pairs),
         operator.rows,
         sixteen=True,
+        repeated=operator.repeated,
         # The factor, and the sum of the gradients of the input.
         memory_bound=(MemoryBound(A, 2 * rows * compressed, rows * (2 * compressed + 3 * inputs), number),),
-        saved=(SavedTensor(A, uneven * rows / place.tokens * compressed * place.width, "whole"),),
+        saved=(
+            SavedTensor(
+                A, uneven * rows / place.tokens * compressed * place.width, "whole", repeated=operator.repeated
+            ),
+        ),
     )
     for _, b in pairs:
         outputs = rows * b.shape_on(place.tp, place.ep)[-2]
@@ -108,6 +113,7 @@ def _adapters(place: Place, operator: Operator, matrices: list[Weight]) -> Itera
             (b,),
             operator.rows,
             sixteen=True,
+            repeated=operator.repeated,
             memory_bound=(MemoryBound(B, 3 * outputs, 0),),
         )
 

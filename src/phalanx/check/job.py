@@ -113,6 +113,11 @@ def optimizer_problems(job: Job) -> Iterator[tuple[str, str]]:
         yield "optimizer.options", str(error)
     if "nesterov" in entry.options and config.nesterov and not config.momentum:
         yield "optimizer.nesterov", "Nesterov's momentum needs a momentum above 0; nearest legal: nesterov=false"
+    if config.state_dtype != "fp32" and job.train.precision in ("fp32", "fp64"):
+        yield (
+            "optimizer.state_dtype",
+            f"{config.state_dtype} is for parameters in 16 bits, not {job.train.precision}; nearest legal: fp32",
+        )
     layout = job.layout
     if entry.needs_whole_matrices and layout.sync == "asp" and layout.tp * layout.shard_ranks > 1:
         yield (

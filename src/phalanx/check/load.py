@@ -32,7 +32,7 @@ from phalanx.config.presets import FROM_FILE, preset_of, states_no_rows
 from phalanx.config.values import row_of
 from phalanx.config.yaml_file import SET_FIELDS, Setting
 from phalanx.errors import JobError
-from phalanx.optimizers.catalogue import OPTIMIZERS
+from phalanx.optimizers.catalogue import OPTIMIZERS, not_updated
 from phalanx.partition.derived import solve
 from phalanx.schedule import catalogue
 
@@ -350,7 +350,8 @@ def resolve(
         problems_found = [(path, message) for path, message in problems_found if path != "layout"]
     if presets and job.data.corpus in CORPORA:  # a run's own job was checked when it began
         whole = tuple(f"{name}." for name in vars(job) if name != TECHNIQUES and _states_all(name, settings))
-        given_here = {setting.path for setting in settings if not setting.path.startswith(whole)}
+        by_rule = {ALIASES[one.name].path for one in derived}
+        given_here = {setting.path for setting in settings if not setting.path.startswith(whole)} | by_rule
         named = {path for path, _ in problems_found}
         filed = _fill_rest(filed or before, [], dict(origins))
         idle_before = (
@@ -358,15 +359,14 @@ def resolve(
         )
         problems_found += start_problems(job, given_here) if not problems_found else []
         for path, message in effect_problems(job, given_here):
-            if (given or derived) and path not in given.keys() | idle_before:
+            if (given or derived) and path not in given.keys() | idle_before | by_rule:
                 answers.append(f"{_at(path, message, origins)}; the command line changes that")
             elif path not in named:
                 problems_found.append((path, message))
     found += [_at(path, message, origins) for path, message in problems_found]
     if found:
         raise JobError(found)
-    if reason := not_trained(job.model):
-        answers.append(reason)
+    answers += filter(None, (not_trained(job.model), not_updated(job.optimizer)))
     if presets and not _states_all("model", settings) and (rows := _rows_that_give_way(job)):
         answers.append(rows)
     if batch := equation(job, derived):

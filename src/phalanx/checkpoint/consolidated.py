@@ -47,15 +47,8 @@ class PlannedFile:
 def plan(tensors: Mapping[str, StoredTensor], most_bytes: float, name: Callable[[int, int], str]) -> list[PlannedFile]:
     """Divides tensors into files of at most `most_bytes`, or of one larger tensor, in their order. `name` returns a
     file's name from its number, from 1, and their count."""
-    groups: list[dict[str, StoredTensor]] = []
-    size = 0
-    for key, tensor in tensors.items():
-        if not groups or size + tensor.nbytes > most_bytes:
-            groups.append({})
-            size = 0
-        groups[-1][key] = tensor
-        size += tensor.nbytes
-    return [PlannedFile(name(number, len(groups)), group) for number, group in enumerate(groups, 1)]
+    groups = shard_file.grouped(tensors.items(), lambda item: item[1].nbytes, most_bytes)
+    return [PlannedFile(name(number, len(groups)), dict(group)) for number, group in enumerate(groups, 1)]
 
 
 def numbered(stem: str) -> Callable[[int, int], str]:

@@ -12,7 +12,7 @@ import json
 import logging
 import pickle
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ from torch.futures import Future
 
 from phalanx.bounded import open_regular, parse_json, read_bytes
 from phalanx.checkpoint.manifest import Box, Manifest, ShardFile, StoredTensor
-from phalanx.checkpoint.shard_file import DTYPES, TORCH_DTYPES, Reader
+from phalanx.checkpoint.shard_file import DTYPES, TORCH_DTYPES, Reader, grouped
 from phalanx.echo import shortened
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError
 
@@ -287,7 +287,7 @@ class _BoundedWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
-        for number, items in enumerate(_grouped(plan.items)):
+        for number, items in enumerate(grouped(plan.items, _bytes_of, FILE_BYTES)):
             prefix = type(plan.storage_data)(f"__{number}_")
             part = dataclasses.replace(plan, items=items, storage_data=prefix)
             results += super().write_data(part, planner).wait()
@@ -296,19 +296,9 @@ class _BoundedWriter(FileSystemWriter):
         return written
 
 
-def _grouped(items: Sequence[WriteItem]) -> list[list[WriteItem]]:
-    """Returns the items in groups of FILE_BYTES, or of one larger tensor, in their order."""
-    groups: list[list[WriteItem]] = []
-    size = 0
-    for item in items:
-        data = item.tensor_data
-        nbytes = prod(data.size) * data.properties.dtype.itemsize if data else 0
-        if not groups or size + nbytes > FILE_BYTES:
-            groups.append([])
-            size = 0
-        groups[-1].append(item)
-        size += nbytes
-    return groups
+def _bytes_of(item: WriteItem) -> int:
+    data = item.tensor_data
+    return prod(data.size) * data.properties.dtype.itemsize if data else 0
 
 
 def write(

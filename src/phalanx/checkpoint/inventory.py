@@ -27,21 +27,13 @@ import xxhash
 from phalanx.bounded import open_regular, read_bytes
 from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.manifest import MANIFEST, Manifest, job_of, problems
+from phalanx.data.files import sync
 from phalanx.echo import echo
 from phalanx.errors import CheckpointError, DamagedCheckpointError, NotFoundError
 from phalanx.nearest import no_run
 
 REMOVED = ".removed-"
 """Prefix of directories that are being deleted."""
-
-
-def sync(path: Path) -> None:
-    """Waits until a file or directory is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def rename(path: Path, target: Path) -> None:

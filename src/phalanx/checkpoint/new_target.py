@@ -22,12 +22,12 @@ from torch import Tensor
 from phalanx.check.load import LoadedJob, as_yaml, origins_of
 from phalanx.checkpoint import consolidated
 from phalanx.checkpoint.consolidated import PlannedFile, plan
-from phalanx.checkpoint.inventory import directory_of, sync
+from phalanx.checkpoint.inventory import directory_of
 from phalanx.checkpoint.manifest import MANIFEST, Box, Manifest, ShardFile, StoredTensor
 from phalanx.checkpoint.parts import is_finite
 from phalanx.checkpoint.save import LATEST
 from phalanx.config.job import Job
-from phalanx.data.files import write_atomic
+from phalanx.data.files import sync, write_atomic
 from phalanx.errors import CheckpointError, RunError
 from phalanx.units import gib
 

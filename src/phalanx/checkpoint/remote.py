@@ -18,14 +18,15 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx.bounded import field, parse_json
-from phalanx.checkpoint.inventory import Retention, WholeCheckpoint, name_of, sync, val_loss_of
+from phalanx.checkpoint.inventory import Retention, WholeCheckpoint, name_of, val_loss_of
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
-from phalanx.data.files import open_regular
+from phalanx.data.files import open_regular, sync
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, PhalanxError, RunError
 from phalanx.launch.watchdog import heartbeat
 
@@ -160,29 +161,25 @@ class ObjectStore:
 def with_patience(timeout_s: float, store: str, work: Callable[[Callable[[], None]], T]) -> T:
     """Calls `work(progress)` in a thread and returns its result, or raises its error. The process is shown to be alive
     meanwhile. Raises RunError if `progress` is not called for `timeout_s`; the thread is left alone."""
-    result: list[T] = []
-    errors: list[BaseException] = []
-    last = [time.monotonic()]
+    outcome: Future[T] = Future()
+    last = time.monotonic()
 
     def progress() -> None:
-        last[0] = time.monotonic()
+        nonlocal last
+        last = time.monotonic()
 
     def run() -> None:
         try:
-            result.append(work(progress))
+            outcome.set_result(work(progress))
         except BaseException as error:  # raised again in the thread that waits
-            errors.append(error)
+            outcome.set_exception(error)
 
-    thread = threading.Thread(target=run, name=f"store {store}", daemon=True)
-    thread.start()
-    while thread.is_alive():
+    threading.Thread(target=run, name=f"store {store}", daemon=True).start()
+    while not wait([outcome], _POLL_S).done:
         heartbeat.beat()
-        thread.join(_POLL_S)
-        if time.monotonic() - last[0] > timeout_s and thread.is_alive():
+        if time.monotonic() - last > timeout_s:
             raise RunError(f"{store}: hangs: no progress for {timeout_s:g} s (checkpoint.timeout_s)")
-    if errors:
-        raise errors[0]
-    return result[0]
+    return outcome.result()
 
 
 def _is_mounted(fs: Any) -> bool:
@@ -315,11 +312,10 @@ class RemoteCheckpoints:
             record = _parse(self.store.read(f"{name_of(step)}.json", _MOST_BYTES), step)
         except (FileNotFoundError, ValueError) as error:
             raise DamagedCheckpointError(f"{where} is damaged: {error}") from None
-        found = [size for name, size in sizes.items() if name.startswith(f"{record.folder}/")]
-        if (len(found), sum(found)) != (record.objects, record.bytes):
+        if (found := _contents(record.folder, sizes)) != (record.objects, record.bytes):
             raise DamagedCheckpointError(
-                f"{where} has {record.objects} objects with {record.bytes} bytes; in {record.folder}/ are {len(found)} "
-                f"with {sum(found)}"
+                f"{where} has {record.objects} objects with {record.bytes} bytes; in {record.folder}/ are {found[0]} "
+                f"with {found[1]}"
             )
         return record
 
@@ -328,8 +324,7 @@ class RemoteCheckpoints:
         the objects. A damaged one of this step gives way: should two writers find it, one of their checkpoints stays
         visible, which is whole. Raises DamagedCheckpointError if an object is not there."""
         sizes = self.store.sizes()
-        found = [size for name, size in sizes.items() if name.startswith(f"{record.folder}/")]
-        if (len(found), sum(found)) != (record.objects, record.bytes):
+        if _contents(record.folder, sizes) != (record.objects, record.bytes):
             raise DamagedCheckpointError(f"{self.store.url}/{record.folder}/ does not hold what was written to it")
         if record.name in sizes:
             try:
@@ -364,7 +359,7 @@ class RemoteCheckpoints:
                 damaged.append((step, [name]))  # its objects follow as a folder without a record
             else:
                 whole.append(WholeCheckpoint([name, *folders.pop(record.folder)], step, record.val_loss))
-        damaged += [(_step(_FOLDER, folder), names) for folder, names in folders.items()]
+        damaged += [(int(folder.split("-")[1]), names) for folder, names in folders.items()]
         for names in policy.expired(whole, damaged):
             for name in names:
                 self.store.remove([name])
@@ -381,16 +376,16 @@ def folder_of(step: int, token: str) -> str:
     return f"{name_of(step)}-{token}"
 
 
+def _contents(folder: str, sizes: Mapping[str, int]) -> tuple[int, int]:
+    """Returns the number of objects in a folder, and their bytes."""
+    found = [size for name, size in sizes.items() if name.startswith(f"{folder}/")]
+    return len(found), sum(found)
+
+
 def _records(sizes: Mapping[str, int]) -> Iterator[tuple[int, str]]:
     """Yields step and name of the commit records, the newest first."""
     named = ((int(match[1]), name) for name in sizes if (match := _RECORD.fullmatch(name)))
     yield from sorted(((step, name) for step, name in named if name == f"{name_of(step)}.json"), reverse=True)
-
-
-def _step(pattern: re.Pattern[str], name: str) -> int:
-    match = pattern.fullmatch(name)
-    assert match
-    return int(match[1])
 
 
 def _parse(content: bytes, step: int) -> CommitRecord:

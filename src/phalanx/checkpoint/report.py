@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from phalanx.checkpoint.inventory import Listed, Listing, Retention, age_of, layout_of, precision_of
 from phalanx.checkpoint.manifest import Box, Manifest, StoredTensor, kind_of
-from phalanx.units import counted, gib, seconds
+from phalanx.units import aligned, counted, gib, seconds
 
 if TYPE_CHECKING:
     from phalanx.checkpoint.convert import Converted
@@ -32,7 +33,7 @@ def listing(found: Listing) -> str:
     whole = sum(each.found.manifest is not None for each in found.checkpoints)
     total = gib(sum(each.bytes for each in found.checkpoints))
     lines = [f"{found.root}: {counted(len(found.checkpoints), 'checkpoint')}, {whole} whole, {total}"]
-    lines += ["", *_table(rows, "rrrlrll")]
+    lines += ["", *aligned(rows, "rrrlrll")]
     if wrong := [f"  {each.found.error}" for each in found.checkpoints if each.found.error]:
         lines += ["", *wrong]
     return "\n".join([*lines, "", _retention(found), *_unfinished(found)])
@@ -106,7 +107,7 @@ def manifest(found: Manifest, damage: str, pattern: str, limit: int, boxes: bool
     size = gib(sum(file.bytes for file in found.files.values()))
     lines += [f"files: {len(found.files)}, {size}", ""]
     kinds = [(kind, str(count), f"{elements:,}", gib(size)) for kind, count, elements, size in _kinds(found)]
-    lines += [*_table([("kind", "tensors", "elements", "size"), *kinds], "lrrr"), ""]
+    lines += [*aligned([("kind", "tensors", "elements", "size"), *kinds], "lrrr"), ""]
     chosen = _chosen(found, pattern)
     shown = chosen[: limit or None]
     rows = [("tensor", "type", "shape", "boxes")]
@@ -114,7 +115,7 @@ def manifest(found: Manifest, damage: str, pattern: str, limit: int, boxes: bool
         rows.append((name, tensor.dtype, _shape(tensor.shape), str(len(tensor.boxes))))
         if boxes:
             rows += [(f"  {_indices(box)}", "", "", file) for file, box in tensor.boxes]
-    lines += _table(rows, "llll" if boxes else "lllr")
+    lines += aligned(rows, "llll" if boxes else "lllr")
     if len(shown) < len(chosen):
         lines.append(f"and {len(chosen) - len(shown)} more tensors; --tensors PATTERN or --limit 0 shows them")
     return "\n".join(lines)
@@ -181,7 +182,7 @@ def verified(path: Path, problems: Sequence[str]) -> str:
 def converted(done: Converted) -> str:
     """Returns the text of `convert`."""
     lines = [f"{done.target}: {counted(done.tensors, 'tensor')}, {gib(done.bytes)}"]
-    lines += _table([(f"  {name}", gib(size)) for name, size in done.files.items()], "lr")
+    lines += aligned([(f"  {name}", gib(size)) for name, size in done.files.items()], "lr")
     if done.form == "phalanx":
         lines.append(f"  resume:  phalanx train {done.target / 'config.yaml'}")
     return "\n".join(lines)
@@ -210,11 +211,11 @@ def difference(found: StateDifference, limit: int) -> str:
     if found.tensors:
         rows = [("tensor", "a", "b", "elements", "max abs", "max rel", "at", "a there", "b there")]
         rows += [_row(each) for each in found.tensors[: limit or None]]
-        lines += ["", *_table(rows, "lllrrrlrr"), *_more(len(found.tensors), limit, "tensors")]
+        lines += ["", *aligned(rows, "lllrrrlrr"), *_more(len(found.tensors), limit, "tensors")]
     if found.fields:
         rows = [("field", "a", "b")]
         rows += [(each.name, _short(each.a), _short(each.b)) for each in found.fields[: limit or None]]
-        lines += ["", *_table(rows, "lll"), *_more(len(found.fields), limit, "fields")]
+        lines += ["", *aligned(rows, "lll"), *_more(len(found.fields), limit, "fields")]
     return "\n".join(lines)
 
 
@@ -230,20 +231,11 @@ def difference_document(found: StateDifference) -> dict[str, Any]:
                     side: {"dtype": tensor.dtype, "shape": tensor.shape} if tensor else None
                     for side, tensor in (("a", each.a), ("b", each.b))
                 },
-                "values": {
-                    "elements": each.values.elements,
-                    "max_abs": each.values.max_abs,
-                    "max_rel": each.values.max_rel,
-                    "at": each.values.at,
-                    "a": each.values.a,
-                    "b": each.values.b,
-                }
-                if each.values
-                else None,
+                "values": asdict(each.values) if each.values else None,
             }
             for each in found.tensors
         ],
-        "fields": [{"name": each.name, "a": each.a, "b": each.b} for each in found.fields],
+        "fields": [asdict(each) for each in found.fields],
     }
 
 
@@ -273,17 +265,3 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _indices(box: Box) -> str:
     return box.key("", ()) if box.sizes else "[]"
-
-
-def _table(rows: Iterable[Sequence[str]], sides: str) -> list[str]:
-    """Returns the lines of a table; `sides` has "l" or "r" by column."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.ljust(width) if side == "l" else cell.rjust(width)
-            for cell, width, side in zip(row, widths, sides, strict=True)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return lines

@@ -7,13 +7,12 @@ without gaps (https://github.com/huggingface/safetensors#format). The library re
 
 from __future__ import annotations
 
-import io
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import xxhash
@@ -23,6 +22,8 @@ from torch import Tensor
 from phalanx.checkpoint.manifest import ITEM_BYTES, Box, Manifest, ShardFile, StoredTensor
 from phalanx.data.files import open_regular
 from phalanx.errors import CheckpointError, DamagedCheckpointError
+
+T = TypeVar("T")
 
 DTYPES = {
     torch.float64: "F64",
@@ -88,7 +89,9 @@ def _write(path: Path, buffers: Iterable[memoryview], progress: Callable[[int], 
     with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb", buffering=0) as file:
         for chunk in _chunks(buffers):
             digest.update(chunk)
-            _write_whole(file, chunk)
+            rest = chunk
+            while len(rest):  # a single call may write less
+                rest = rest[file.write(rest) :]
             # Linux begins to write such pages to the disk: the rest is hashed and copied meanwhile.
             os.posix_fadvise(file.fileno(), size, len(chunk), os.POSIX_FADV_DONTNEED)
             if (size + len(chunk)) // SYNC_BYTES > size // SYNC_BYTES:
@@ -99,15 +102,24 @@ def _write(path: Path, buffers: Iterable[memoryview], progress: Callable[[int], 
     return ShardFile(size, digest.hexdigest())
 
 
-def _write_whole(file: io.FileIO, chunk: memoryview) -> None:
-    while len(chunk):
-        chunk = chunk[file.write(chunk) :]
-
-
 def _chunks(buffers: Iterable[memoryview]) -> Iterator[memoryview]:
     for buffer in buffers:
         for start in range(0, len(buffer), CHUNK_BYTES):
             yield buffer[start : start + CHUNK_BYTES]
+
+
+def grouped(items: Iterable[T], size: Callable[[T], int], most_bytes: float) -> list[list[T]]:
+    """Divides items into groups of at most `most_bytes`, or of one larger item, in their order: one group a file."""
+    groups: list[list[T]] = []
+    used = 0
+    for item in items:
+        nbytes = size(item)
+        if not groups or used + nbytes > most_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append(item)
+        used += nbytes
+    return groups
 
 
 def _bytes(tensor: Tensor) -> memoryview:

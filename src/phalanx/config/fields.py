@@ -183,8 +183,10 @@ def suggestion(name: str) -> str:
         return f"; {advice}"
     if within_it := [leaf for leaf in leaves() if f".{last}." in f".{leaf}"]:
         return f"; that is a section: {', '.join(within_it[:4])}{', ...' * (len(within_it) > 4)}"
-    foreign = next((_foreign_fields()[part] for part in parts if part in _foreign_fields()), None)
-    target = foreign or _mistyped(section, last)
+    known = [_foreign_fields()[part] for part in parts if part in _foreign_fields()]
+    if section not in sections() and last not in _foreign_fields() and len(ours := _namesakes(last)) == 1:
+        known = ours  # lr_scheduler.warmup_steps is no schedule
+    target = next(iter(known), None) or _mistyped(section, last)
     return f"; did you mean {target}?" if target else ""
 
 
@@ -204,7 +206,8 @@ def _mistyped(section: str, name: str) -> str | None:
     home = section if section in sections() else nearest(section, sections())
     if home and (found := _alike(name, [path for path in leaves() if path.startswith(f"{home}.")])):
         return found
-    exact = _namesakes(name)
+    # `kind` in a section that has none is hardly that of another section's part.
+    exact = [path for path in _namesakes(name) if section not in sections() or path.count(".") == 1]
     if section in sections() or exact:
         return exact[0] if len(exact) == 1 else None
     shallow = [path for path in leaves() if path.count(".") == 1]

@@ -84,7 +84,9 @@ def plain(text: str) -> str:
 def value(path: str, text: str, kind: Any) -> str:
     """Returns the value of the field `path` with type `kind` that a text names, or the text itself. Upper case and
     separators do not matter, if the field takes one of several words."""
-    choices = [str(choice) for choice in typing.get_args(kind)] if typing.get_origin(kind) is typing.Literal else []
+    kinds = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
+    words = (typing.get_args(each) for each in kinds if typing.get_origin(each) is typing.Literal)
+    choices = [str(choice) for every in words for choice in every]
     if path == "model.preset":
         text = presets.named(text)
     table = CORPORA if path == "data.corpus" else choices

@@ -228,6 +228,9 @@ class Optimizer:
     """sgd, muon: Nesterov's momentum."""
     newton_schulz: Literal["master", "bf16"] = "master"
     """muon: precision in which matrices are orthogonalised: that of the optimizer's weights, or bf16."""
+    state_dtype: Literal["fp32", "bf16_moments", "bf16"] = "fp32"
+    """Precision of the state: fp32; moments in bf16 beside fp32 master weights (bf16_moments); or bf16 without master
+    weights, as torch's AdamW over a bf16 model keeps it. Other than fp32 is predicted and planned, not trained."""
     options: Annotated[str, Example("rho=0.04")] = ""
     """Numbers for an optimizer that a package adds, such as rho=0.04,period=10."""
     weight_decay: Annotated[float, Interval(0)] = 0.1

@@ -10,7 +10,7 @@ from phalanx.config.added import Axes
 from phalanx.config.constraints import Example, Interval
 from phalanx.hashed import Hashed, hashed_once
 
-Recompute = Literal["none", "products", "selective", "full"]
+Recompute = Literal["none", "products", "mlp", "selective", "full"]
 """Activations of a block that the backward pass recomputes."""
 TILED = ("mlp", "attention", "experts", "embedding", "head")
 """Layers that may run in tiles: dense MLPs with the shared experts, the projections of attention, routed experts, and
@@ -82,8 +82,9 @@ class Layout(Hashed):
     """Sequences in one forward pass of one data rank; 0: follows from the batch equation."""
     accumulation: Annotated[int, Interval(0), Example("8")] = 0
     """Micro-batches per step on each data rank; 0: follows from the batch equation."""
-    recompute: Recompute = "none"
-    """Activations that the backward pass recomputes instead of keeping them."""
+    recompute: Annotated[float | Recompute, Interval(0, 1), Example("0.5")] = "none"
+    """Activations that the backward pass recomputes instead of keeping them; or a budget, the share of the bytes
+    between full (0) and none (1) that blocks may keep: what costs the most seconds per byte is kept first."""
     recompute_cut: Annotated[str, Example("2+1+0+0")] = ""
     """Recomputation per layer as runs of layers, 8*full+4*selective+20*none; empty: `recompute` for all layers."""
     loss_chunk: Annotated[int | Literal["auto"], Interval(0), Example("1024")] = 0
@@ -118,6 +119,12 @@ class Layout(Hashed):
             return self.loss_chunk
         chunk = max(256, min(1024, 2 ** ((tokens // 8).bit_length() - 1)))
         return chunk if chunk < tokens and tokens >= 8 else 0
+
+    @property
+    def mode(self) -> Recompute:
+        """The recomputation of all layers, where a budget has become one (cost/job_spec.py)."""
+        assert isinstance(self.recompute, str), "a budget is shared out before"
+        return self.recompute
 
     @property
     def world(self) -> int:

@@ -16,14 +16,12 @@ from operator import sub
 from typing import NamedTuple
 
 from phalanx.blocks.kinds import FEED_FORWARD, HALVES, BlockKind, block, half_block
-from phalanx.blocks.operator import MemoryProfile, Operator, Place, SavedTensor, place_of
+from phalanx.blocks.operator import Operator, Place, SavedTensor, place_of
 from phalanx.blocks.residual import norm_backward, norm_saved, saved_input
-from phalanx.config.layout import Layout
-from phalanx.config.model import ModelConfig
 from phalanx.config.precision import SCALED
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.derived import Mode, slices_of, splits_backward, uniform_recompute
+from phalanx.partition.derived import Mode, slices_of, splits_backward
 
 
 @lru_cache(maxsize=4096)
@@ -41,39 +39,27 @@ def workspace(place: Place, kind: BlockKind, *, splits: bool = False) -> float:
 
 
 @lru_cache(maxsize=4096)
-def saved(
-    model: ModelConfig,
-    layout: Layout,
-    width: int,
-    kind: BlockKind,
-    profile: MemoryProfile,
-    narrow: bool = False,
-    slices: int = 1,
-) -> tuple[tuple[str, float], ...]:
-    """Returns the operators of a block and the bytes per token that each saves on a rank, in elements of `width` bytes.
-    The block recomputes as `layout.recompute` says; sequences pass in `slices`.
+def saved(place: Place, kind: LayerKind) -> tuple[tuple[str, float], ...]:
+    """Returns the operators of a block and the bytes per token that each saves on a rank.
 
-    Without `layout.sp_regather` the inputs of the matrices are saved whole; without dropout there are no masks, and
+    Without `sp_regather` the inputs of the matrices are saved whole; without dropout there are no masks, and
     torch's fused attention saves no scores. Of RMS norms see `profile.rms_copies`. Tokens are balanced over experts,
-    times `profile.imbalance`. `narrow`: products are in 8 bits, which matters to frameworks that save their operands
-    so.
+    times `profile.imbalance`.
     """
-    place = place_of(model, layout, width=width, narrow=narrow, profile=profile, slices=slices)
-    shares = _shares(place)
-    alone = (("block input", 0.0 if profile.inputs_leave else model.d_model * width / place.token_share),)
-    if layout.recompute == "full":
-        every = (tensor for operator in block(place, kind) for tensor in operator.saved if slices > 1 and tensor.across)
+    profile, shares, operators = place.profile, _shares(place), block(place, kind.block)
+    size = 0.0 if profile.inputs_leave else place.model.d_model * place.width / place.token_share
+    alone = (("block input", size),)
+    if kind.recompute == "full":
+        several = place.slices > 1
+        every = (tensor for operator in operators for tensor in operator.saved if several and tensor.across)
         return alone + tuple((each.operator, each.size / shares[each.cut]) for each in every)
-    selective = profile.selective if layout.recompute == "selective" else ""
+    selective = profile.selective if kind.recompute == "selective" else ""
     tensors = (
-        tensor
-        for operator in block(place, kind)
-        for tensor in (operator.results if selective == "products" else operator.saved)
+        tensor for operator in operators for tensor in (operator.results if selective == "products" else operator.saved)
     )
-    products = layout.recompute == "products"
-    repeated = _repeated(place, kind) if profile.repeats else {}
+    repeated = _repeated(place, kind.block) if profile.repeats else {}
     found = (
-        (each.operator, (each.size - (each.cheap if products else repeated.get(each, 0))) / shares[each.cut])
+        (each.operator, (each.size - (each.released(kind.recompute) or repeated.get(each, 0))) / shares[each.cut])
         for each in tensors
         if not (selective == "core" and each.inside)
     )
@@ -107,11 +93,10 @@ def _repeated(place: Place, kind: BlockKind) -> dict[SavedTensor, float]:
 
 
 @lru_cache(maxsize=4096)
-def deferred(model: ModelConfig, layout: Layout, width: int, kind: BlockKind) -> float:
+def deferred(place: Place, kind: BlockKind) -> float:
     """Returns the bytes per token that a block keeps on a rank after the gradients of its inputs, until those of its
     weights are computed: the input of every trained matrix and the gradient of its output. All else is released then,
     scores and what norms and activations have saved among it. Inputs that tensor ranks gather are whole here."""
-    place = place_of(model, layout, width=width)
     return _deferred(place, block(place, kind))
 
 
@@ -156,6 +141,11 @@ class StepSizes:
         """Bytes in the backward pass of the final norm, with its input."""
         self.under_way = TRANSIT * self.stream / self.share
         """Bytes of messages between stages."""
+        # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's
+        # input, of all tokens, while it computes that of attention's.
+        again = layout.sp_regather or self.memory_profile.regathers or spec.model.parallel_block
+        self.gathered = (2 if again else 1) * self.stream if layout.sp and layout.tp > 1 else 0
+        """Bytes of inputs of matrices that a backward pass gathers."""
 
 
 class BlockBytes:
@@ -163,26 +153,36 @@ class BlockBytes:
 
     def __init__(self, step: StepSizes, kind: LayerKind):
         model, memory_profile, width = step.spec.model, step.memory_profile, step.spec.width
-        layout = uniform_recompute(step.spec.layout, kind.recompute)
-        narrow = step.spec.products in ("fp8", "fp4")
-        alone = replace(layout, recompute="none")
+        layout = step.spec.layout
+        place = place_of(
+            *(model, layout),
+            width=width,
+            narrow=step.spec.products in ("fp8", "fp4"),
+            profile=memory_profile,
+            slices=step.slices,
+        )
         self.parameters: BlockParameters = block_parameters(model, layout, kind.block)
-        whole_profile = replace(memory_profile, repeats=()) if memory_profile.repeats else memory_profile
+        whole_place = place._replace(profile=replace(memory_profile, repeats=())) if memory_profile.repeats else place
         parts, every = (
-            [size for _, size in saved(model, each, width, kind.block, profile, narrow, step.slices)]
-            for each, profile in ((layout, memory_profile), (alone, whole_profile))
+            [size for _, size in saved(*one)] for one in ((place, kind), (whole_place, kind._replace(recompute="none")))
         )
         self.kept, whole = step.tokens * sum(parts), step.tokens * sum(every)
         if kind.recompute == "products":  # each comes back when it is needed, and goes before the next
             whole = self.kept + step.tokens * max(map(sub, every, parts), default=0.0)
-        self._of_slices = step, kind, layout, width, memory_profile, narrow
+        elif kind.recompute == "mlp":  # what stands around the activation comes back with it
+            half = half_block(place, kind.block, "feed_forward")
+            mlp = {tensor.operator for operator in half if operator.name != "mlp_norm" for tensor in operator.saved}
+            again = [*map(sub, every, parts)]
+            together = sum(size for (name, _), size in zip(saved(place, kind), again, strict=True) if name in mlp)
+            whole = self.kept + step.tokens * max(together, *again)
+        self.step, self.kind, self.place = step, kind, place
         self.again = max(0.0, whole - self.kept) / step.slices
-        self.deferred = step.tokens * deferred(model, layout, width, kind.block)
+        self.deferred = step.tokens * deferred(place_of(model, layout, width=width), kind.block)
         """Bytes that wait for the weights' gradients where these are put off."""
         # Gradients as wide as the MLP, of what its activation reads: that of what it wrote takes the place of what it
         # wrote, which the last matrix does not need any longer, if it has saved it. Of experts also those of rows.
         last = "moe.experts.down" if kind.block.routed else "mlp.down"
-        reads = saved_input(place_of(model, layout), "feed_forward", last) > 0
+        reads = saved_input(place, "feed_forward", last) > 0
         # With deferred weight gradients it needs it still.
         tensors = (2 if model.gated else 1) + (0 if reads and not step.splits else 1)
         wide = FEED_FORWARD[kind.block.feed_forward].width(model) * tensors / layout.tp
@@ -192,15 +192,8 @@ class BlockBytes:
             wide = rows * (wide + (model.moe.latent or model.d_model) / spread)
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
-        place = place_of(
-            *(model, alone, step.spec.batch.micro_batch),
-            width=width,
-            narrow=narrow,
-            profile=memory_profile,
-            documents=step.spec.document_mask,
-            slices=step.slices,
-        )
-        attention = workspace(place, kind.block, splits=step.splits)
+        batch = place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.document_mask)
+        attention = workspace(batch, kind.block, splits=step.splits)
         self.backward = self.again + max(step.pass_tokens * wide * width, attention), outputs * step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
 
@@ -208,19 +201,18 @@ class BlockBytes:
         """Returns the bytes that the block keeps of the first slices of a micro-batch, as many as of sequences of these
         alone, since later slices see more keys; and once the backward pass of a later slice has been, of the gradients
         of their keys and values. What is fully recomputed counts as the average slice."""
-        step, kind, layout, width, profile, narrow = self._of_slices
+        step, kind = self.step, self.kind
         share, tokens = slices / step.slices, slices * step.pass_tokens
         if not slices or slices == step.slices or kind.recompute == "full":
             return share * self.kept
         model = replace(step.spec.model, seq_len=int(step.spec.model.seq_len * share))
-        return tokens * sum(size for _, size in saved(model, layout, width, kind.block, profile, narrow, slices))
+        return tokens * sum(size for _, size in saved(self.place._replace(model=model, slices=slices), kind))
 
     def seen_gradients(self, slices: int) -> float:
         """Returns the bytes of the gradients of the keys and values of the first slices, which later ones have seen."""
-        step, kind, layout, width, profile, narrow = self._of_slices
-        whole = replace(layout, recompute="full")  # keeps these beside the block's input
-        _, *seen = saved(step.spec.model, whole, width, kind.block, profile, narrow, step.slices)
-        return slices * step.pass_tokens * sum(size for _, size in seen)
+        # Full recomputation keeps these beside the block's input.
+        _, *seen = saved(self.place, self.kind._replace(recompute="full"))
+        return slices * self.step.pass_tokens * sum(size for _, size in seen)
 
 
 class BlockRun(NamedTuple):

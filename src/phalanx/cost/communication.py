@@ -8,7 +8,7 @@ node communicate over `intra`, others over `inter`; a group uses one network car
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import ceil, inf, log2
@@ -19,6 +19,7 @@ from phalanx.blocks.residual import boundary
 from phalanx.config.cluster import Cluster, Link
 from phalanx.config.layout import Layout, Recompute
 from phalanx.cost.exposed import quotient, smaller
+from phalanx.cost.kernels import stream_seconds
 from phalanx.cost.spec import StepSpec
 from phalanx.partition.derived import near_ranks
 
@@ -165,25 +166,33 @@ def group(layout: Layout, axis: str) -> RankGroup:
     keep a second copy of the parameters together, `hpz_across` and `edp_hpz_across` the ranks at one place of these.
     `summed` are the replicas that sum their gradients in every step: one where each trains by itself; `independent`
     those that do not."""
-    tp, cp, shard = layout.tp, layout.cp, layout.dp_shard
-    ulysses_inside = layout.cp_inner == "ulysses"
-    return {
-        "tp": RankGroup(tp),
-        "ulysses": RankGroup(layout.cp_ulysses, tp if ulysses_inside else tp * layout.ring),
-        "ring": RankGroup(layout.ring, tp * layout.cp_ulysses if ulysses_inside else tp),
-        "cp": RankGroup(cp, tp),
-        "ep": RankGroup(layout.ep, tp),
-        "edp": RankGroup(layout.shard_ranks // layout.ep or 1, tp * layout.ep),
-        "shard": RankGroup(cp * shard, tp),
-        "hpz": RankGroup(near_ranks(layout), tp),
-        "edp_hpz": RankGroup(near_ranks(layout, experts=True), tp * layout.ep),
-        "hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
-        "edp_hpz_across": RankGroup(cp * shard // near_ranks(layout), tp * near_ranks(layout)),
-        "replicate": RankGroup(layout.dp_replicate, tp * cp * shard),
-        "summed": RankGroup(layout.summed_replicas, tp * cp * shard),
-        "independent": RankGroup(layout.independent_replicas, tp * cp * shard * layout.summed_replicas),
-        "pp": RankGroup(layout.pp, tp * cp * shard * layout.dp_replicate * layout.axes.ranks),
-    }[axis]
+    return _GROUPS[axis](layout, layout.tp, layout.tp * layout.shard_ranks)
+
+
+_GROUPS: dict[str, Callable[[Layout, int, int], RankGroup]] = {
+    "tp": lambda layout, tp, _: RankGroup(tp),
+    "ulysses": lambda layout, tp, _: RankGroup(
+        layout.cp_ulysses, tp if layout.cp_inner == "ulysses" else tp * layout.ring
+    ),
+    "ring": lambda layout, tp, _: RankGroup(
+        layout.ring, tp * layout.cp_ulysses if layout.cp_inner == "ulysses" else tp
+    ),
+    "cp": lambda layout, tp, _: RankGroup(layout.cp, tp),
+    "ep": lambda layout, tp, _: RankGroup(layout.ep, tp),
+    "edp": lambda layout, tp, _: RankGroup(layout.shard_ranks // layout.ep or 1, tp * layout.ep),
+    "shard": lambda layout, tp, _: RankGroup(layout.shard_ranks, tp),
+    "hpz": lambda layout, tp, _: RankGroup(near_ranks(layout), tp),
+    "edp_hpz": lambda layout, tp, _: RankGroup(near_ranks(layout, experts=True), tp * layout.ep),
+    "hpz_across": lambda layout, tp, _: RankGroup(layout.shard_ranks // near_ranks(layout), tp * near_ranks(layout)),
+    "edp_hpz_across": lambda layout, tp, _: RankGroup(
+        layout.shard_ranks // near_ranks(layout), tp * near_ranks(layout)
+    ),
+    "replicate": lambda layout, _, shard: RankGroup(layout.dp_replicate, shard),
+    "summed": lambda layout, _, shard: RankGroup(layout.summed_replicas, shard),
+    "independent": lambda layout, _, shard: RankGroup(layout.independent_replicas, shard * layout.summed_replicas),
+    "pp": lambda layout, _, shard: RankGroup(layout.pp, shard * layout.dp_replicate * layout.axes.ranks),
+}
+"""The ranks of each axis, from a layout, its tensor ranks, and these times its ranks that shard the state."""
 
 
 @dataclass(frozen=True)
@@ -229,16 +238,26 @@ def messages_seconds(
     """Returns, for each recomputation mode, the seconds of the operators' messages by axis; messages that overlap
     attention or weight gradients have these as keys instead."""
     by_mode: list[dict[Kind, MessageSeconds]] = [{} for _ in modes]
-    for message in (message for operator in operators for message in operator.messages):
-        once = message_seconds(spec, place, message)
+    for operator, message in ((one, message) for one in operators for message in one.messages):
+        once = message_seconds(spec, place, message) * _repeats(spec, operator, message)
         if not once:
             continue
         kind = message.ledger_axis if message.beside == "nothing" else message.beside
         load = occupancy(spec.cluster, place.bytes_of(message), once) if message.axis == "ring" else 0.0
-        for mode, so_far in zip(modes, by_mode, strict=True):
+        own: list[Recompute] = [operator.mode(mode) for mode in modes]
+        for mode, so_far in zip(own, by_mode, strict=True):
             more = MessageSeconds(once * message.forward, once * message.again(mode), once * message.back(mode), load)
             so_far[kind] = so_far[kind] + more if kind in so_far else more
     return by_mode
+
+
+def _repeats(spec: StepSpec, operator: Operator, message: Message) -> int:
+    """Returns how many matrices send the message for themselves: the input of matrices that tensor ranks divide by
+    columns is gathered in the forward pass, and its gradient reduced in the backward pass."""
+    of_input = message.axis == "tp" and (message.collective == "all_gather") == (message.forward > 0)
+    if not spec.framework.gathers_each or not of_input:
+        return 1
+    return max(1, sum(len(weight.shape) == 2 for weight in operator.weights))
 
 
 def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
@@ -246,15 +265,18 @@ def message_seconds(spec: StepSpec, place: Place, message: Message) -> float:
     cluster, framework, layout = spec.cluster, spec.framework, spec.layout
     if message.axis == "pp":
         ranks = RankGroup(2, group(layout, "pp").stride)
-    elif place.ranks_of(message) == 1 or (framework.ep_once and message.axis == "ep" and not message.copies):
-        # Such a dispatch sends the numbers of its rows in its own kernel (DeepEP's notify_dispatch).
+    elif place.ranks_of(message) == 1:
         return 0.0
+    elif framework.ep_once and message.axis == "ep" and not message.copies:
+        # Such a dispatch sends the numbers of its rows in its own kernel (DeepEP's notify_dispatch), or a map.
+        ranks = RankGroup(place.ep * place.routed_share)
+        read = ranks.ranks * place.tokens / place.routed_share * place.model.moe.n_experts * framework.ep_maps
+        return seconds(cluster, "all_gather", read, ranks) + stream_seconds(cluster.accelerator, read) if read else 0.0
     elif message.copies:
-        folds = framework.ep_folds
-        # If tensor ranks share every expert, each of them sends all tokens.
-        sent = place.tokens / (place.tp if folds and place.sp else 1)
-        ranks = RankGroup(place.ep) if folds else group(layout, "ep")
-        row = place.bytes_of(message) / (place.tokens * message.copies)
+        # Expert ranks that fold have tensor ranks among them, of which each sends its own tokens.
+        ranks = RankGroup(place.ep * place.routed_share) if framework.ep_folds else group(layout, "ep")
+        sent = place.tokens / place.routed_share
+        row = place.bytes_of(message) / (sent * message.copies)
         return dispatch_seconds(cluster, sent, row, message.copies, ranks, once=framework.ep_once)
     elif message.collective == "send":
         ranks = RankGroup(2, group(layout, message.axis).stride)

@@ -7,7 +7,7 @@ from phalanx.blocks.kinds import HALVES, BlockKind, half_block
 from phalanx.cost.communication import NO_MESSAGES, messages_seconds, place
 from phalanx.cost.exposed import added
 from phalanx.cost.kernels import HOST_BACKWARD, operator_seconds
-from phalanx.cost.spec import Framework, Graphs, StepSpec
+from phalanx.cost.spec import Graphs, StepSpec
 
 GRAPHED: dict[Graphs, float] = {
     "none": 0.0,
@@ -34,12 +34,14 @@ REPEATED: dict[str, tuple[str, ...]] = {
 mlp are the dense blocks' own."""
 
 
-def launch_seconds(framework: Framework) -> tuple[float, float] | None:
-    """Returns the seconds in which the host launches both passes of a block with experts; None: as its kernels."""
+def launch_seconds(spec: StepSpec) -> tuple[float, float] | None:
+    """Returns the seconds in which the host launches both passes of a block with experts; None: as its kernels. With a
+    capacity there are no sizes to read."""
+    framework, reads = spec.framework, not (spec.framework.ep_once or spec.model.moe.capacity)
     if not framework.moe_host_ms:
         return None
     host = framework.moe_host_ms * 1e-3 * (1 - GRAPHED[framework.graphs])
-    host *= (1 if framework.ep_once else PLAIN_DISPATCH) * (TWO_STREAMS if framework.ep_overlaps else 1)
+    host *= (PLAIN_DISPATCH if reads else 1) * (TWO_STREAMS if framework.ep_overlaps else 1)
     forward = host / (1 + HOST_BACKWARD)
     return forward, host - forward
 

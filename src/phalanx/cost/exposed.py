@@ -44,8 +44,8 @@ def quotient(dividend: Any, divisor: Any) -> Any:
     return np.divide(dividend, divisor, out=np.zeros(np.broadcast(dividend, divisor).shape), where=divisor != 0)
 
 
-def _has_array(*numbers: Any) -> bool:
-    return any(isinstance(number, np.ndarray) for number in numbers)
+def _has_array(first: Any, second: Any = None) -> bool:
+    return isinstance(first, np.ndarray) or isinstance(second, np.ndarray)
 
 
 OVERLAP_EXPONENT = 4.0
@@ -188,7 +188,8 @@ def compose(
     if not np.all(gathers):
         gather, reduce, slowdown = sent(bucket_messages(blocks), False)
         overlaps = framework.dp_overlaps
-        late = step_state(gather, reduce, ahead, slowest - ahead, blocks, slowdown, overlaps=overlaps)
+        beside = 0.0 if framework.broadcasts else gather
+        late = step_state(beside, reduce, ahead, slowest - ahead, blocks, slowdown, overlaps=overlaps) + gather - beside
     chunks, overlaps = catalogue.chunks_of(layout.schedule, layout.pp_chunks), framework.pp_overlaps
     return ComposedStep(
         busiest,
@@ -275,7 +276,7 @@ def _run(
 ) -> float:
     layout = Layout(pp=pp, schedule=name, pp_chunks=chunks, pp_slices=slices)
     schedule = schedule_of(layout, micro_batches)
-    each = max([action[0] for action in program].count("F") for program in schedule.programs) / schedule.micro_batches
+    each = max(map(schedule.forward_passes, range(pp))) / schedule.micro_batches
     inputs = 1 - forward - weights
     costs = {"F": forward / each, "B": (1 - forward) / each, "I": inputs / each, "W": weights / each}
     seconds = {pair: hops.between(*pair) / schedule.slices for pair in schedule.pairs} if hops != FREE else None

@@ -1,7 +1,8 @@
 """Known training frameworks by name, with the constants of time and memory that depend on them.
 
-Values that stand in a framework's code or paper are taken from there. Four are fitted to published rows, never more
-than eight of them (calibration.yaml): `slowdown`, `kernel_us`, `moe_slowdown` and `moe_host_ms`.
+Values that stand in a framework's code or paper are taken from there. Five are fitted to published rows, never
+more than eight of them (calibration.yaml): `slowdown`, `kernel_us`, `moe_slowdown`, `moe_host_ms` and
+`recurrent_slowdown`.
 """
 
 from __future__ import annotations
@@ -52,32 +53,37 @@ PHALANX_CPU = replace(
 its tensors (a Python with torch and gloo: 380 MiB). Gloo moves bytes with the cores that compute: half of the time of
 an all-reduce is processor time (40 MB between two processes: 53 ms, of which 21 to 27), which products lose."""
 
+UNFUSED_LOSS = 1.86
+"""`loss_passes` of Megatron-LM's loss before it was fused (megatron/mpu/cross_entropy.py): 52 bytes per logit for its
+copy in fp32 (6), largest (4), difference (8), exponential (8), sum (4), quotient (8), gradient (8) and that in 16 bits
+(6), where fused kernels move 28."""
+
 MEGATRON_2021 = Framework(
     name="megatron-2021",
     attention="unfused",
-    passes=1.5,
+    loss_passes=UNFUSED_LOSS,
     reads_sizes=True,
     dp_overlaps=False,
     pp_overlaps=False,
     pp_scatters=True,
     memory_profile=profiles.MEGATRON_2021,
 )
-"""Megatron-LM of Narayanan et al. 2021: unfused attention, reduction after the last backward pass (section 5)."""
+"""Megatron-LM of Narayanan et al. 2021: unfused attention, fused softmax, GELU and dropout-residual kernels (section
+4.2), reduction after the last backward pass (section 5)."""
 
-MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022", passes=1.0)
-"""Megatron-LM of Korthikanti et al. 2022: fused softmax, GELU and dropout-residual kernels."""
+MEGATRON_2022 = replace(MEGATRON_2021, name="megatron-2022")
+"""Megatron-LM of Korthikanti et al. 2022."""
 
 VTRAIN = replace(
     MEGATRON_2021,
     name="vtrain",
-    passes=1.75,
     pp_scatters=False,
     memory_profile=profiles.MEGATRON_DEEPSPEED_FP16,
 )
 """Megatron-DeepSpeed as vTrain's authors ran it (Bang et al. 2024, section 5): small models, which are launch-bound."""
 
 MEGATRON_DEEPSPEED = replace(
-    MEGATRON_2021, name="megatron-deepspeed", passes=1.75, pp_scatters=False, memory_profile=profiles.MEGATRON_DEEPSPEED
+    MEGATRON_2021, name="megatron-deepspeed", pp_scatters=False, memory_profile=profiles.MEGATRON_DEEPSPEED
 )
 """BLOOM's framework (bigscience-workshop/Megatron-DeepSpeed): ZeRO-1 in a pipeline."""
 
@@ -102,8 +108,9 @@ NEMO = replace(
 """NVIDIA's own recipes (NeMo, Megatron-Bridge, MLPerf): user buffers overlap tensor-parallel traffic, CUDA graphs and
 fp8 parameters if the recipe has them."""
 
-NEMO_2025 = replace(NEMO, name="nemo-2025")
-"""NeMo containers of 2025 (25.02 to 25.11), whose experts ran in many small kernels."""
+NEMO_2025 = replace(NEMO, name="nemo-2025", ep_once=False)
+"""NeMo containers of 2025 (25.02 to 25.11), whose experts ran in many small kernels. Their recipes use NCCL's
+all-to-all unless they say so: DeepEP and HybridEP came with 25.11."""
 
 NEMO_EARLY_2026 = replace(NEMO, name="nemo-early-2026")
 """NeMo containers 26.02 to 26.04, before fused permutation and graphs of whole MoE blocks (26.06)."""
@@ -111,11 +118,29 @@ NEMO_EARLY_2026 = replace(NEMO, name="nemo-early-2026")
 MLPERF = replace(NEMO, name="mlperf")
 """NVIDIA's recipes, tuned for MLPerf's rounds."""
 
+MLPERF_2023 = replace(MLPERF, name="mlperf-2023", flash=1)
+"""Those of round 3.0, with the first FlashAttention and selective recomputation (mlcommons/training_results_v3.0,
+NVIDIA/benchmarks/gpt3: activations_checkpoint_granularity selective, use_emha False)."""
+
 MEGASCALE = replace(MEGATRON_CORE, name="megascale", tp_hidden=0.5)
 """MegaScale (Jiang et al. 2024)."""
 
 LLAMA3 = replace(MEGATRON_CORE, name="llama3", memory_profile=profiles.LLAMA3)
 """The framework of Llama 3 (Llama Team 2024, section 3.3)."""
+
+INTERNLM = Framework(
+    name="internlm",
+    flash=1,
+    passes=2.0,
+    reads_sizes=True,
+    broadcasts=True,
+    sum_passes=3.0,
+    memory_profile=profiles.INTERNLM,
+)
+"""InternLM's framework of 2023: kernels of the first FlashAttention and Apex, other operations in eager mode, tensor
+parallelism without sequence parallelism, timers that wait for the device after each micro-batch, gradients that torch
+adds up in kernels of their own, and parameters that their owners broadcast after the step
+(internlm/solver/optimizer/hybrid_zero_optim.py)."""
 
 FSDP1 = Framework(name="fsdp1", flash=1, interference=1.6, passes=2.0, memory_profile=profiles.FSDP1)
 """llm-foundry and Composer on torch's first FSDP, in eager mode; reduces in the width of the computation."""
@@ -133,6 +158,12 @@ TORCHTITAN_2025 = replace(TORCHTITAN_COMPILE, name="torchtitan-2025", memory_pro
 
 TORCHTITAN_ASYNC = replace(TORCHTITAN_COMPILE, name="torchtitan-async", tp_hidden=0.5)
 """torchtitan with compiled blocks and chunked tensor-parallel traffic that overlaps with products (AsyncTP)."""
+
+KEMPNERFORGE = replace(
+    TORCHTITAN_COMPILE, name="kempnerforge", gathers_each=True, whole_logits=True, memory_profile=profiles.KEMPNERFORGE
+)
+"""KempnerForge: FSDP2 and DTensor's tensor parallelism as torch's documents show it, without torchtitan's prepared
+inputs and loss over slices of the vocabulary (kempnerforge/distributed/tensor_parallel.py)."""
 
 AUTOMODEL = replace(
     TORCHTITAN_COMPILE,
@@ -162,13 +193,16 @@ FRAMEWORKS: dict[str, Framework] = {
         NEMO_2025,
         NEMO_EARLY_2026,
         MLPERF,
+        MLPERF_2023,
         MEGASCALE,
         LLAMA3,
+        INTERNLM,
         FSDP1,
         TORCHTITAN,
         TORCHTITAN_COMPILE,
         TORCHTITAN_ASYNC,
         TORCHTITAN_2025,
+        KEMPNERFORGE,
         AUTOMODEL,
         MAXTEXT,
         replace(MEGATRON_CORE, name="megatron"),
@@ -213,33 +247,41 @@ def fits() -> tuple[FittedValue, ...]:
     return tuple(sorted(lines, key=lambda line: bool(line.device)))
 
 
-DISPATCHERS = {"all-to-all": (False, 16), "deepep": (True, 20), "hybridep": (True, 32)}
-"""Whether a dispatcher sends a token once to each node, and its cores (SMs): NCCL's channels, DeepEP's default, and
-Megatron-Bridge's moe_hybridep_num_sms."""
+DISPATCHERS = {"all-to-all": (False, False, 16), "deepep": (True, False, 20), "hybridep": (True, True, 32)}
+"""Whether a dispatcher sends a token once to each node, whether it gathers the map of tokens and experts, and its cores
+(SMs): NCCL's channels, DeepEP's default, and Megatron-Bridge's moe_hybridep_num_sms."""
 
 
 def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
     """Returns the framework as a recipe with these facts runs it (validation/recipes.yaml)."""
-    once, cores = DISPATCHERS.get(recipe.get("dispatcher", ""), (framework.ep_once, framework.ep_cores))
+    usual = framework.ep_once, framework.ep_maps, framework.ep_cores
+    once, maps, cores = DISPATCHERS.get(recipe.get("dispatcher", ""), usual)
     graphs = recipe.get("graphs", "none")
     held = {name: recipe[name] for name in ("inputs_leave", "parameter_bytes", "state_bytes") if name in recipe}
     launched = {"kernel_us": 0.0, "reads_sizes": False} if graphs == "iteration" else {}
     return replace(
         framework,
         ep_once=once,
+        ep_maps=maps,
         ep_cores=cores,
         ep_overlaps=recipe.get("overlaps", False),
         graphs=graphs,
         narrow_attention=recipe.get("fp8_attention", False),
         fused_experts=recipe.get("fused_experts", False),
+        wide_blocks=recipe.get("wide_blocks", 0.0),
         windows=recipe.get("windows", framework.windows),
         memory_profile=replace(framework.memory_profile, repeats=tuple(recipe.get("recomputes", ())), **held),
         **launched,
     )
 
 
-UNFITTED = ("megatron", "automodel")
+UNFITTED = ("megatron", "automodel", "internlm", "kempnerforge")
 """Programs that no row was fitted to."""
+
+
+AMPERE = ("a100", "a800")
+"""Devices without the instructions of FlashAttention-3 and of cuDNN's kernels in clusters: programs run the second
+there."""
 
 
 def calibrated(program: str, device: Accelerator, without: str = "") -> Framework:
@@ -252,8 +294,9 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
 
     A program without such rows has the median of the others' values: none reaches a device's best rates."""
     own = [line for line in fits() if line.is_of(framework.name, device.name)]
-    values: dict[str, float] = {}
-    for field in {line.field for line in own} | {"slowdown", "kernel_us"}:
+    values: dict[str, Any] = {}
+    every = {line.field for line in (fits() if framework.name in UNFITTED else own)} - {"sustained"}
+    for field in every | {"slowdown", "kernel_us"}:
         others = [line.value for line in fits() if line.field == field and line.source != without]
         known = field == "kernel_us" or framework.name in UNFITTED or any(line.field == field for line in own)
         usual = 1.0 if field == "slowdown" else getattr(FRAMEWORKS[framework.name], field)
@@ -262,6 +305,8 @@ def recalibrated(framework: Framework, device: Accelerator, without: str = "") -
     values |= fitted
     values["slowdown"] *= FRAMEWORKS[framework.name].slowdown
     values["kernel_us"] *= framework.kernel_us > 0  # nothing is launched where the whole step is one program
+    if framework.flash == 3 and device.name.startswith(AMPERE):
+        values["flash"] = 2
     return replace(
         framework,
         **values,

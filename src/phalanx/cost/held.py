@@ -85,12 +85,12 @@ class GatheredParameters(NamedTuple):
 
 def block_parameters(model: ModelConfig, layout: Layout, kind: BlockKind) -> BlockParameters:
     """Returns the parameters of a block of one kind on one rank of the layout's tp × ep."""
-    return _block_parameters(model, Layout(tp=layout.tp, ep=layout.ep, tiles=layout.tiles, tile=layout.tile), kind)
+    return _block_parameters(model, layout.tp, layout.ep, layout.tiles, layout.tile, kind)
 
 
 @lru_cache(maxsize=4096)
-def _block_parameters(model: ModelConfig, layout: Layout, kind: BlockKind) -> BlockParameters:
-    tp, ep = layout.tp, layout.ep
+def _block_parameters(model: ModelConfig, tp: int, ep: int, tiles: int, tile: str, kind: BlockKind) -> BlockParameters:
+    layout = Layout(tiles=tiles, tile=tile)
     dense = routed = matrices = largest = trained_dense = trained_routed = 0
     tiled = Counter[str]()
     for weight in block_weights(model, kind):
@@ -117,9 +117,9 @@ def _block_parameters(model: ModelConfig, layout: Layout, kind: BlockKind) -> Bl
         trained_routed,
         sum(of_dense),
         sum(of_experts),
-        max(of_dense, default=0) // layout.tiles,
-        max(of_experts, default=0) // layout.tiles,
-        len(tiled) * layout.tiles,
+        max(of_dense, default=0) // tiles,
+        max(of_experts, default=0) // tiles,
+        len(tiled) * tiles,
     )
 
 
@@ -386,7 +386,10 @@ def _front(counts: Iterable[tuple[int, ...]], slices: int) -> tuple[tuple[float,
     """Returns the counts that no others exceed everywhere, in micro-batches."""
     front = list[tuple[int, ...]]()
     for one in sorted(counts, reverse=True):  # a dominated one comes after the one that dominates it
-        if not any(_within(one, other) for other in front):
+        for other in reversed(front):  # most likely a neighbour
+            if all(map(le, one, other)):
+                break
+        else:
             front.append(one)
     return tuple(tuple(n / slices for n in one) for one in front)
 

@@ -2,26 +2,78 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
+from phalanx.blocks.kinds import block_kinds
 from phalanx.config.cluster import with_processes
 from phalanx.config.clusters import CLUSTERS, cluster_of
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.cost.block_memory import BlockBytes
 from phalanx.cost.frameworks import PHALANX, PHALANX_CPU
+from phalanx.cost.held import Content, LayerKind
 from phalanx.cost.rank_memory import RankParts, StepParts, step_memory
+from phalanx.cost.rank_time import rank_time
 from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.cost.step_state import require_host
 from phalanx.errors import JobError
-from phalanx.partition.derived import PARAMETER_BYTES, is_file, schedule_of, solve
+from phalanx.partition.derived import MODES, PARAMETER_BYTES, Mode, is_file, legal_modes, schedule_of, solve, with_modes
 from phalanx.schedule import catalogue
 from phalanx.techniques.catalogue import techniques_of, update_costs
 
+NOMINAL = "dgx-h100:1"
+"""The machine by whose times a budget of recomputation is shared out where the devices are not known."""
 SHARE = 0.1
 """The least share of logits in the memory at the peak for which the loss computes them in chunks."""
+
+
+def with_recompute_budget(spec: StepSpec) -> StepSpec:
+    """Returns the spec with a mode, or modes by layer, in place of a budget (`recompute=0.4`): of each kind of block in
+    each stage the first layers have a leaner mode than the last, so that all save at most that share of the bytes
+    between full recomputation and none. Of the modes those are taken that save the most seconds per byte."""
+    if isinstance(spec.layout.recompute, str):
+        return spec
+    budget, layers = spec.layout.recompute, spec.model.n_layers
+    plain = replace(spec, layout=replace(spec.layout, recompute="none", recompute_cut=f"{layers}*none"))
+    if not spec.cluster.accelerator.name:  # any device orders its modes much alike
+        known = cluster_of(NOMINAL).accelerator
+        plain = replace(plain, cluster=replace(plain.cluster, accelerator=known))
+    step = StepParts(plain)
+    every, kinds = list[Mode](MODES[:1] * layers), block_kinds(spec.model)
+    for kind in dict.fromkeys(kinds):
+        costs = []
+        for mode in legal_modes(spec.layout.tiles):
+            layer = LayerKind(kind, mode)
+            seconds = rank_time(plain, Content(((layer, 1),), False, False)).total
+            costs.append((BlockBytes(step, layer).kept, seconds, mode))
+        for stage in spec.stages or (range(layers),):
+            mine = [layer for layer in stage if kinds[layer] == kind]
+            for layer, mode in zip(mine, _modes_within(costs, budget, len(mine)), strict=True):
+                every[layer] = mode
+    return replace(spec, layout=with_modes(spec.layout, every))
+
+
+def _modes_within(costs: Sequence[tuple[float, float, Mode]], budget: float, count: int) -> list[Mode]:
+    """Returns the modes of `count` equal blocks, the leanest first, from the bytes and seconds of each mode."""
+    hull = list[tuple[float, float, Mode]]()
+    for size, seconds, mode in sorted(costs):
+        if hull and seconds >= hull[-1][1]:
+            continue  # takes more of both
+        while len(hull) > 1:
+            (before, slow, _), (middle, slower, _) = hull[-2:]
+            if (slow - slower) * (size - middle) > (slower - seconds) * (middle - before):
+                break
+            hull.pop()  # a mixture of its neighbours is faster
+        hull.append((size, seconds, mode))
+    room = hull[0][0] + budget * (max(size for size, _, _ in costs) - hull[0][0])
+    place = max(n for n, (size, _, _) in enumerate(hull) if size <= room or not n)
+    lean, large = hull[place], hull[min(place + 1, len(hull) - 1)]
+    many = int(count * (room - lean[0]) / (large[0] - lean[0]) + 1e-9) if lean is not large else 0
+    return [(lean if number < count - many else large)[2] for number in range(count)]
 
 
 def with_loss_chunk(spec: StepSpec) -> StepSpec:
@@ -104,7 +156,7 @@ def rank_spec(job: Job, vocab: int, device: str = "") -> StepSpec:
         more=update_costs(job),
         pairs=has_pairs(job.data),
     )
-    return with_loss_chunk(spec)
+    return with_loss_chunk(with_recompute_budget(spec))
 
 
 def framework_of(job: Job) -> Framework:

@@ -10,7 +10,7 @@ measured on it (`Accelerator.ceiling`).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import lru_cache
 from math import ceil
 from typing import Any
@@ -57,6 +57,13 @@ and 550 TFLOP/s of an H100), and cuDNN 9 as torch 2.11 calls it on one device: b
 FLASH_NARROW = 1.4
 """Rate of fused attention with 8-bit products over that in 16 bits: the softmax between them stays (Shah et al. 2024,
 figure 7: heads of 128, causal)."""
+SCAN = (0.32, 0.21)
+"""Share of the best product of the device that the kernels were written for (`older`) that the products of a scan in
+chunks reach, forward and backward, added to what the scan moves. Triton's kernels of Mamba-2 multiply small tiles whose
+decays they compute besides. tilelang's chunk scan, which is faster, reaches 134 TFLOP/s on an H800, 0.27 of `older`, of
+the FLOPs that the mask leaves (its benchmark/mamba2). Nemotron 3 Nano's scan takes 369 us forward on Blackwell
+(Megatron-LM's pull request 5829), 330 here with 8,192 tokens: how many it had is assumed. Backward, the kernels compute
+states and scores again, 1.3 times the FLOPs that count."""
 FLASH_HALF = 192
 """Mean keys per query at which a fused attention kernel reaches half of that rate."""
 
@@ -83,6 +90,9 @@ def rate(device: Accelerator, products: str) -> float:
     return peak * (device.fp8_ceiling if eight else device.ceiling) * device.sustained * share
 
 
+FOUR_BITS_CAST = 2
+"""Bytes moved per element more than in 8 bits to cast an operand to four: its largest number is searched before, and
+its columns are transformed by themselves (a read of two bytes more for each, and half of the writing)."""
 PADDED_BYTES = 4
 """Moved per element of an expert's rows to pad them in 16 bits: read two, write two."""
 
@@ -132,7 +142,8 @@ def attention_seconds(
     work = 2.5 if backward else 1.0
     flops = work * queries * seen * heads * (head + value_head)
     full = rate(device, products) * FLASH[kernel][backward] * (device.older if kernel in (1, 2) else 1.0)
-    small = min(1.0, 0.6 + 0.4 * head / 128)
+    # The first kernel was written for heads of 64, and has no registers left for more of those of 128.
+    small = 1.0 if kernel == 1 else min(1.0, 0.6 + 0.4 * head / 128)
     slow = UNALIGNED_RATE.get(head & -head, 1.0) * (FLASH_NARROW if narrow else 1.0)
     seconds = flops / (full * small * slow * seen / (seen + 2 * FLASH_HALF))
     moved = work * PRODUCT_BYTES[products] * (heads * queries + kv_heads * keys) * (head + value_head)
@@ -160,7 +171,7 @@ class Seconds:
     attention: float = 0.0
     """The part of `forward` that selective recomputation repeats."""
     cheap: float = 0.0
-    """The part of `forward` that recompute=products repeats: memory-bound work without products."""
+    """The part of `forward` that recompute=products repeats, memory-bound work without products; or recompute=mlp."""
     products: float = 0.0
     """The part of forward and backward in matrix products."""
     host_forward: float = 0.0
@@ -173,6 +184,12 @@ class Seconds:
     def streams(self) -> float:
         """Seconds of the rest of forward and backward: memory-bound work, and launches on CPUs."""
         return self.forward + self.backward - self.products
+
+    def mixed(self, other: Seconds, share: float) -> Seconds:
+        """Returns the same work, a `share` of which takes the seconds of `other`."""
+        return Seconds(
+            *((1 - share) * one + share * two for one, two in zip(astuple(self), astuple(other), strict=True))
+        )
 
     def launched(self, factor: float) -> Seconds:
         """Returns the same work, launched in `factor` times the time."""
@@ -193,7 +210,7 @@ def operator_seconds(
     """Returns the seconds of operators on one of tp × ep ranks, their products in the number format `products`; on the
     device they take `slowdown` times as long as their kernels alone."""
     operators = tuple(operators)
-    every = [product for operator in operators if (product := operator.product(tp, ep))]
+    every = [product for operator in operators if (product := operator.product(tp, ep, folds=framework.ep_folds))]
     streams = [stream for operator in operators for stream in _streams(operator, framework)]
     forward = inputs = weights = narrow = narrow_back = 0.0
     for p in every:
@@ -207,7 +224,8 @@ def operator_seconds(
             if p.grouped:  # what a weight's gradient is summed over is padded before
                 narrow_back += PADDED_BYTES / framework.cast_bytes * p.number * p.m * (p.k + p.n)
         elif kind in ("fp8", "fp4"):
-            share = framework.moe_cast_bytes / framework.cast_bytes if p.grouped else 1.0
+            each = framework.moe_cast_bytes if p.grouped else framework.cast_bytes
+            share = (each + FOUR_BITS_CAST * (kind == "fp4")) / framework.cast_bytes
             narrow += share * p.number * p.m * (p.k + p.n / 2)
             narrow_back += share * p.number * p.m * (p.k + p.n / 2)
     scores = scores_back = 0.0
@@ -253,11 +271,14 @@ def operator_seconds(
 
 
 def _scan_beyond(device: Accelerator, operator: Operator, framework: Framework, products: str) -> tuple[float, float]:
-    """Returns the seconds, forward and backward, by which the products of a scan take longer than what it moves, which
-    counts with other memory-bound work. They reach the rate of the framework's attention kernel: assumed."""
+    """Returns the seconds, forward and backward, that products of kernels beside attention's add to what they move,
+    which counts with other memory-bound work: an indexer's, at the rate of the framework's attention kernel (assumed),
+    those by which they take longer; a scan's, all of them."""
     assert operator.fused is not None, "chosen for having one"
     scan, width = operator.fused, max(2, PRODUCT_BYTES[products])
     full = rate(device, "fp32" if products == "fp32" else "bf16")
+    if scan.chunks:
+        return scan.forward / (full * device.older * SCAN[0]), scan.backward / (full * device.older * SCAN[1])
     moved = [
         sum(stream_seconds(device, width * each, 0) for each in numbers)
         for numbers in zip(*((stream.forward, stream.backward) for stream in operator.memory_bound), strict=True)

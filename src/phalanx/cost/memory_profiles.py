@@ -81,6 +81,16 @@ fit on 8,192 GPUs without recomputation, as it did (Llama Team 2024, section 3.3
 DEEPSPEED_ZERO3 = replace(_MEGATRON_FP16, reduces_each=True, gathers_matrices=True)
 """DeepSpeed's ZeRO-3 of 2021: one module's parameters are gathered at a time."""
 
+INTERNLM = MemoryProfile(
+    step_gradient_bytes=4,
+    scores="never",
+    loss_tensors=(1, 1),
+    split_loss_tensors=(1, 1),
+    saves_slopes=False,
+    bucket_numbers=512 * 2**20,
+)
+"""InternLM's framework of 2023: fp32 copies of logits, and of a rank's gradients in the optimizer step."""
+
 FSDP1 = MemoryProfile(parameter_bytes=4, scores="never", loss_tensors=(0, 1), saves_slopes=False, reduces_each=True)
 """llm-foundry on torch's first FSDP: fp32 shards, bf16 computation and reduction; the loss of flash_attn, which writes
 the gradient over the logits."""
@@ -105,6 +115,9 @@ TORCHTITAN_COMPILED = replace(TORCHTITAN, swiglu_kept=2)
 
 TORCHTITAN_COMPILED_LOSS = replace(TORCHTITAN_COMPILED, loss_tensors=COMPILED_LOSS_TENSORS)
 """torchtitan with compiled blocks and loss (2025)."""
+
+KEMPNERFORGE = replace(TORCHTITAN_COMPILED, loss_tensors=(0, 3), split_loss_tensors=(0, 3), whole_logits=True)
+"""KempnerForge: torch's loss of logits in bf16, outside of what is compiled: log-probabilities and their gradient."""
 
 AUTOMODEL = replace(TORCHTITAN_COMPILED_LOSS, parameter_bytes=0, unbuffered_gradient_bytes=2, state_bytes=4)
 """NeMo AutoModel: parameters in the type of the checkpoint, bf16, and torch's Adam, whose moments have it too

@@ -12,6 +12,7 @@ from typing import Any
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import CLUSTERS
 from phalanx.config.job import Job
+from phalanx.units import figure, seconds
 
 FIGURES = ("price_per_device_hour", "power_w", "carbon_g_per_kwh")
 """The fields of a cluster from which costs follow."""
@@ -41,24 +42,18 @@ class RunCost:
         return f"run of {_amount(self.tokens)} tokens: {', '.join(self._figures())}"
 
     def _figures(self) -> Iterator[str]:
-        hours = self.seconds / SECONDS_PER_HOUR
-        yield f"{_figure(hours / 24)} days" if hours >= 48 else f"{_figure(hours)} hours"
+        yield seconds(self.seconds)
         texts = {
             "{} device hours": self.device_hours,
             "price {}": self.price,
             "{} kWh": self.kwh,
             "{} kg CO2": self.co2_kg,
         }
-        yield from (text.format(_figure(value)) for text, value in texts.items() if value is not None)
+        yield from (text.format(figure(value)) for text, value in texts.items() if value is not None)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the entry `run` of `--json`; null is what is not known."""
         return vars(self).copy()
-
-
-def _figure(value: float) -> str:
-    """Returns a figure with three digits, or all before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 _UNITS = {"T": 1e12, "B": 1e9, "M": 1e6, "K": 1e3, "": 1.0}

@@ -9,7 +9,12 @@ from typing import Literal
 
 import numpy as np
 
-from phalanx.blocks.parameters import attention_flops_per_sequence, block_flops_per_sequence, train_flops_per_step
+from phalanx.blocks.parameters import (
+    attention_flops_per_sequence,
+    block_flops_per_sequence,
+    repeated_flops_per_sequence,
+    train_flops_per_step,
+)
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.communication import boundary_seconds, group
@@ -192,20 +197,22 @@ class Prediction:
 
 def hardware_flops_per_step(model: ModelConfig, layout: Layout, sequences: int) -> int:
     """Returns the FLOPs of one optimizer step with what the layout computes twice: of each block the forward pass
-    (full), or its attention (selective); with products no product. Raises JobError where `layout.recompute_cut` does
-    not fit the model."""
-    repeated = _repeated_flops_per_sequence(model, written(layout))
+    (full), its attention (selective), or the first matrices of its MLP (mlp); with products no product. Raises JobError
+    where `layout.recompute_cut` does not fit the model."""
+    repeated = _repeated_flops_per_sequence(model, written(layout), layout.sp)
     return train_flops_per_step(model, sequences) + sequences * repeated
 
 
 @lru_cache(4096)
-def _repeated_flops_per_sequence(model: ModelConfig, recomputes: str) -> int:
+def _repeated_flops_per_sequence(model: ModelConfig, recomputes: str, sp: bool) -> int:
     flops = 0
     for layer, mode in enumerate(modes(recomputes, model.n_layers)):
         if mode == "full":
             flops += block_flops_per_sequence(model, layer)
         elif mode == "selective":
             flops += attention_flops_per_sequence(model, layer)
+        elif mode == "mlp":
+            flops += repeated_flops_per_sequence(model, layer, sp)
     return flops
 
 

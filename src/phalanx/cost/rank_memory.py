@@ -415,14 +415,10 @@ class RankParts:
         """Returns the most bytes that the backward pass of a block needs besides what all blocks keep, less what later
         blocks have released: recomputed tensors and gradients of activations; and the bytes of gathered inputs and of
         messages in transit. `gradients`: those of all weights are counted already."""
-        step, layout = self.step, self.layout
-        # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's
-        # input, of all tokens, while it computes that of attention's.
-        again = layout.sp_regather or self.memory_profile.regathers or self.model.parallel_block
-        gathered = (2 if again else 1) * step.stream if layout.sp and layout.tp > 1 else 0
-        between = step.under_way if layout.pp > 1 else 0
-        most = max(self._backward(runs, gradients, gathered) for runs in self.runs)
-        return most, gathered + between
+        step = self.step
+        between = step.under_way if self.layout.pp > 1 else 0
+        most = max(self._backward(runs, gradients, step.gathered) for runs in self.runs)
+        return most, step.gathered + between
 
     def _backward(self, held: Sequence[BlockRun], gradients: bool, gathered: float) -> float:
         """Returns the same for one stage. Blocks with the same recomputation count as one run. From block to block it
@@ -517,7 +513,9 @@ class RankParts:
     def _loss_tensors(self) -> tuple[int, int]:
         """Returns the tensors as large as the logits at the peak of the loss: in fp32, and in the width of the
         computation."""
-        return self.memory_profile.split_loss_tensors if self.layout.tp > 1 else self.memory_profile.loss_tensors
+        profile, tp = self.memory_profile, self.layout.tp
+        wide, narrow = profile.split_loss_tensors if tp > 1 else profile.loss_tensors
+        return (wide * tp, narrow * tp) if profile.whole_logits else (wide, narrow)
 
     def _capped(self) -> int:
         """Returns the bytes per logit of a soft cap's result, which needs room where the logits are not in fp32 twice

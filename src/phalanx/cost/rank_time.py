@@ -9,7 +9,7 @@ from math import ceil
 from operator import add, attrgetter, sub
 
 from phalanx.blocks.kinds import HALVES, BlockKind, Half, half_block
-from phalanx.blocks.operator import MemoryBound, Operator
+from phalanx.blocks.operator import MemoryBound, Message, Operator
 from phalanx.blocks.parameters import weight_of
 from phalanx.blocks.residual import embedding, head
 from phalanx.config.cluster import Accelerator
@@ -147,7 +147,7 @@ def block_held(spec: StepSpec, kind: BlockKind) -> ParameterCounts:
 @lru_cache(50_000)
 def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
     """Returns the time of one block with its communication, recomputed as `layout.recompute` says."""
-    mode = spec.layout.recompute
+    mode = spec.layout.mode
     halves = [half_times(spec, kind, half, (mode,))[0] for half in HALVES]
     block = halves[0] + halves[1]
     if kind.routed:
@@ -158,7 +158,7 @@ def block_time(spec: StepSpec, kind: BlockKind) -> RankTime:
 def _with_experts(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
     """Returns the time of a block with experts as its recipe runs it: with what its host needs, with modules that are
     computed again, and its tokens' traffic beside another micro-batch's computation."""
-    if host := launch_seconds(spec.framework):
+    if host := launch_seconds(spec):
         block = replace(block, host_forward=host[0], host_backward=host[1])
     again, messages = repeated_seconds(spec, kind)
     block = replace(block, recompute=block.recompute + again, ep=block.ep + messages)
@@ -178,15 +178,31 @@ def half_times(spec: StepSpec, kind: BlockKind, half: Half, modes: Sequence[Mode
     here = place(spec)
     work = half_block(here, kind, half)
     slowdown = framework.block_slowdown(kind)
+    if half == "attention" and kind.attention == "mamba":
+        slowdown *= framework.recurrent_slowdown
     seconds = operator_seconds(device, work, framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
+    if framework.wide_blocks:
+        wide = operator_seconds(device, work, framework, "bf16", layout.tp, layout.ep, slowdown=slowdown)
+        seconds = seconds.mixed(wide, framework.wide_blocks)
     handling = {axis: handling_seconds(device, ops) for axis, ops in _host_operations(spec, kind, work).items()}
     starts = framework.kernel_us * 1e-6 * collectives(here, work)
     every = messages_seconds(spec, here, work, modes)
+    by_mode = dict.fromkeys(modes, seconds)
+    if "mlp" in by_mode:
+        by_mode["mlp"] = _with_repeated(seconds, [each for each in work if each.repeated], spec, slowdown)
     if layout.tp > SOCKET_DEVICES:
-        seconds = seconds.launched(ACROSS_SOCKETS)
+        by_mode = {mode: each.launched(ACROSS_SOCKETS) for mode, each in by_mode.items()}
     return [
-        _half_time(spec, seconds, messages, mode, handling, starts) for mode, messages in zip(modes, every, strict=True)
+        _half_time(spec, by_mode[mode], messages, mode, handling, starts)
+        for mode, messages in zip(modes, every, strict=True)
     ]
+
+
+def _with_repeated(seconds: Seconds, repeated: Sequence[Operator], spec: StepSpec, slowdown: float) -> Seconds:
+    """Returns the seconds of half a block of which also the operators `repeated` are cheap enough to run again."""
+    layout, device = spec.layout, spec.cluster.accelerator
+    again = operator_seconds(device, repeated, spec.framework, spec.products, layout.tp, layout.ep, slowdown=slowdown)
+    return replace(seconds, cheap=seconds.cheap + again.forward, host_cheap=seconds.host_cheap + again.host_forward)
 
 
 def _half_time(
@@ -224,7 +240,7 @@ def _half_time(
     forward = {axis: spent + handling[axis] for axis, spent in forward.items()}
     backward = {axis: spent + 2 * handling[axis] for axis, spent in backward.items()}
     repeated = seconds.host_forward + starts if starts_again(spec.cluster.accelerator, mode) else 0.0
-    repeated = seconds.host_cheap if mode == "products" else repeated
+    repeated = seconds.host_cheap if mode in ("products", "mlp") else repeated
     return RankTime(
         products=seconds.products,
         streams=seconds.streams,
@@ -272,7 +288,7 @@ def _recomputed(spec: StepSpec, mode: Mode, seconds: Seconds) -> float:
     """Returns the seconds of work that the backward pass repeats."""
     if mode == "full":
         return seconds.forward
-    if mode == "products":
+    if mode in ("products", "mlp"):
         return seconds.cheap
     if mode == "selective":
         if spec.framework.memory_profile.selective == "products":
@@ -309,7 +325,7 @@ def _sharded(spec: StepSpec, kind: BlockKind, block: RankTime) -> RankTime:
         forward=block.forward + there + handling + fetched[0],
         forward_communication=block.forward_communication + there + handling + fetched[0],
         host_forward=block.host_forward + starts,
-        host_backward=block.host_backward + starts * (2 if starts_again(device, layout.recompute) else 1),
+        host_backward=block.host_backward + starts * (2 if starts_again(device, layout.mode) else 1),
     )
 
 
@@ -358,11 +374,13 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
     """Returns the time of embedding, head and loss with their communication. A loss in chunks of tokens computes all
     gradients in the forward pass (parallel/vocabulary.py)."""
     time, here, vocab = RankTime(), place(spec), spec.model.vocab_size
+    of_loss = replace(spec.framework, passes=spec.framework.loss_passes or spec.framework.passes)
     parts: list[tuple[Operator, ...]] = []
     if content.embedding:
         parts.append((embedding(here, vocab),))
     if content.head:
         norm, *loss = head(here, vocab)
+        loss = [_of_whole_logits(spec, operator) for operator in loss]
         parts += [(norm,), tuple(loss)] if _is_fused(spec) else [(norm, *loss)]
     for operators in parts:
         fused = operators[-1].name == "loss" and _is_fused(spec)
@@ -371,7 +389,7 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
         seconds = operator_seconds(
             spec.cluster.accelerator,
             work,
-            spec.framework,
+            spec.framework if operators[0].name == "embedding" else of_loss,
             spec.products,
             spec.layout.tp,
             slowdown=spec.framework.slowdown,
@@ -390,6 +408,16 @@ def around_time(spec: StepSpec, content: Content) -> RankTime:
         )
         time += one.settled(ahead=not spec.framework.reads_sizes).scaled(chunks)
     return time
+
+
+def _of_whole_logits(spec: StepSpec, operator: Operator) -> Operator:
+    """Returns the loss of a program whose tensor ranks gather the logits; any other operator as it is."""
+    tp, here = spec.layout.tp, place(spec)
+    if operator.name != "loss" or tp == 1 or not spec.framework.whole_logits:
+        return operator
+    logits = here.tokens * spec.model.vocab_size
+    each = (work._replace(forward=tp * work.forward, backward=tp * work.backward) for work in operator.memory_bound)
+    return replace(operator, memory_bound=tuple(each), messages=(Message("tp", "all_gather", logits, forward=1),))
 
 
 def _is_fused(spec: StepSpec) -> bool:

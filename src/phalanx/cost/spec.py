@@ -35,6 +35,9 @@ class Framework(Hashed):
     kernels that are not the best ones. Calibrated (calibration.yaml)."""
     moe_slowdown: float = 1.0
     """Further factor on blocks with experts: routing, permuting and small products in one kernel after another."""
+    recurrent_slowdown: float = 1.0
+    """Further factor on Mamba-2's half of a block: its scan, convolution and norm are no library's best kernels.
+    Calibrated."""
     attention: Literal["flash", "unfused"] = "flash"
     """Whether attention is one kernel that saves no scores, or products with a softmax between them in memory."""
     windows: Literal["flash", "unfused"] = "flash"
@@ -44,6 +47,8 @@ class Framework(Hashed):
     passes: float = 1.0
     """Memory-bound work (norms, activations, residuals, rotary) in multiples of reading and writing each operand once:
     1 if kernels are fused by hand or by a compiler, more if each operation is a kernel of its own."""
+    loss_passes: float = 0.0
+    """The same of final norm, head and loss; 0: `passes`."""
     kernel_us: float = 6.0
     """Microseconds in which the host launches a kernel; shorter kernels are launch-bound."""
     reads_sizes: bool = False
@@ -59,12 +64,23 @@ class Framework(Hashed):
     gradient are cast once, and weights with the optimizer's step."""
     narrow_experts: bool = True
     """fp8, fp4: whether the products of experts run in that format, too."""
+    wide_blocks: float = 0.0
+    """fp8, fp4: the share of the blocks whose products stay in 16 bits: a recipe's first and last ones, and modules
+    that predict further tokens."""
     narrow_unit: int = 16
     """fp8, fp4: of which the sizes of a matrix are multiples, if it is multiplied so."""
     tp_hidden: float = 0.0
     """Share of tensor-parallel traffic that overlaps with matrix products (user buffers, AsyncTP)."""
+    gathers_each: bool = False
+    """Whether every matrix that tensor ranks divide by columns gathers its own input, and reduces its own gradient of
+    it: a plan of DTensor's ColwiseParallel without PrepareModuleInput."""
+    whole_logits: bool = False
+    """Whether tensor ranks gather the logits, of which each computes the whole loss."""
     dp_overlaps: bool = True
     """Whether gradients are reduced, and parameters gathered, while other layers compute."""
+    broadcasts: bool = False
+    """zero=1: whether every tensor has an owner, as in the optimizers of Colossal-AI and InternLM: gradients are summed
+    on all data ranks, and after the step each owner broadcasts its tensors while nothing computes."""
     pp_overlaps: bool = True
     """Whether stage boundaries are sent while other micro-batches compute."""
     pp_scatters: bool = False
@@ -72,6 +88,9 @@ class Framework(Hashed):
     section 4.1) without sp, with which they hold parts already."""
     ep_once: bool = False
     """Whether a token is sent once to each node with some of its experts (DeepEP, HybridEP), not once per expert."""
+    ep_maps: bool = False
+    """Whether every rank gathers and reads which experts each token of the others goes to, a byte for each pair
+    (HybridEP's allgather_routing_map)."""
     ep_overlaps: bool = False
     """Whether tokens travel to and from experts while another micro-batch computes."""
     ep_cores: int = 0

@@ -10,6 +10,8 @@ from math import ceil
 from typing import Any
 
 from phalanx.axes.catalogue import agreement
+from phalanx.blocks.kinds import block_kinds
+from phalanx.blocks.parameters import block_weights
 from phalanx.config.cluster import Accelerator, Cluster, HostShare
 from phalanx.config.layout import Layout
 from phalanx.cost.communication import PURPOSES, RankGroup, group, load, seconds, state_messages
@@ -24,6 +26,7 @@ from phalanx.optimizers.catalogue import OptimizerCosts, entry_of, offloaded_byt
 from phalanx.partition.derived import (
     BUFFER_BYTES,
     figures,
+    gathers_parameters,
     is_copied,
     is_offloaded,
     tier_of,
@@ -145,6 +148,8 @@ def _excess(copies: float, work: float, parts: int) -> float:
     return larger(copies - work * (1 - 1 / parts), copies / parts)
 
 
+ENDS = 3
+"""Tensors outside the blocks: embedding, last norm, head."""
 GATHERS = ("gather", "regather")
 """The purposes of messages of parameters."""
 ENCODED_BYTES, DECODED_BYTES = 37, 21
@@ -172,6 +177,8 @@ class StateSeconds:
 def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> StateSeconds:
     """Returns the seconds of gathering and reducing the state of the parameters, in `parts` messages."""
     layout = spec.layout
+    if spec.framework.broadcasts and not gathers_parameters(layout):
+        return _owned_seconds(spec, held, parts)
     widths, device = wire_widths(layout, spec.framework, spec.products, spec.width), spec.cluster.accelerator
     codes = conversion_seconds(device, layout)
     totals = {"gather": 0.0, "regather": 0.0, "reduce": 0.0, "sum": 0.0}
@@ -192,6 +199,26 @@ def state_seconds(spec: StepSpec, held: ParameterCounts, parts: int = 1) -> Stat
                     totals[message.purpose] += parts * once + numbers * codes[message.purpose]
     fetch = fetch_seconds(spec, *held.sent(layout, "parameter"))
     return StateSeconds(totals["gather"], totals["regather"], totals["reduce"] + totals["sum"], fetch)
+
+
+def _owned_seconds(spec: StepSpec, held: ParameterCounts, parts: int) -> StateSeconds:
+    """Returns the seconds of gradients that all data ranks sum, and of broadcasts by the owners of whole tensors: a
+    broadcast passes all ranks one after the other, so that many owners cost more than their bytes."""
+    layout, ranks = spec.layout, group(spec.layout, "shard")
+    widths = state_widths(spec.framework, spec.products, spec.width)
+    tensors = sum(
+        not weight.name.endswith(("wk.weight", "wv.weight"))  # those programs have one matrix for all three
+        for kind in block_kinds(spec.model)
+        for weight in block_weights(spec.model, kind)
+    )
+    owners = min(ranks.ranks, ceil(tensors / layout.pp) + ENDS)
+    own = sum(held.sent(layout, "parameter")) * widths["parameter"] / owners
+    summed = sum(held.sent(layout, "gradient")) * widths["gradient"] / parts
+    everyone = RankGroup(ranks.ranks * layout.summed_replicas, ranks.stride)
+    return StateSeconds(
+        gather=owners * seconds(spec.cluster, "broadcast", own, ranks),
+        reduce=parts * seconds(spec.cluster, "all_reduce", summed, everyone),
+    )
 
 
 def fetch_seconds(spec: StepSpec, dense: float, experts: float) -> float:

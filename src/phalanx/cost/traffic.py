@@ -114,9 +114,8 @@ def _traffic(place: Place, operators: Iterable[Operator], recompute: Recompute) 
         for message in operator.messages:
             ranks = place.ranks_of(message)
             if not message.copies and ranks > 1:
-                table.add(
-                    message.ledger_axis, message.collective, place.bytes_of(message), ranks, message.times(recompute)
-                )
+                times = message.times(operator.mode(recompute))
+                table.add(message.ledger_axis, message.collective, place.bytes_of(message), ranks, times)
     return table
 
 

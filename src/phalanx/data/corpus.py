@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -29,22 +29,22 @@ from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Data
 from phalanx.data.files import SPLITS, TOKEN_SHARD_TOKENS, write_atomic
 from phalanx.data.formats import (
-    LINE_BYTES,
     ROW_SUFFIXES,
     compression_of,
     form_of,
     missing,
     not_utf8,
+    numbered_lines,
     open_data,
     pair_of,
     read_some,
     records,
+    records_inside,
     refuse_one_object,
     rows_in_text,
     suffix_of,
 )
 from phalanx.errors import DataError, ExtensionError, NotFoundError
-from phalanx.units import gib
 
 URL = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
@@ -277,17 +277,27 @@ def text_files(data: Data) -> list[Path]:
         return [path]
     if not os.path.isdir(path):
         raise missing(path, "text")
-    found = walk(path, lambda name: name.startswith("."))
     chosen = TEXT_SUFFIXES | (ROW_SUFFIXES - {".json"})  # beside a text, .json is usually a setting
-    files = [file for file in found if suffix_of(file) in chosen]
+    return in_order(chosen_files(path, chosen, "is text"), path)
+
+
+def chosen_files(folder: Path, suffixes: Collection[str], what: str, left_out: Collection[str] = ()) -> list[Path]:
+    """Returns the files of a folder with one of these endings. Raises DataError if there are none (none "is text"), and
+    for files that are left out and likely data, such as rows.jsonl.bz2, whose compression is not read."""
+    found = [file for file in walk(folder, lambda name: name.startswith(".")) if file.name not in left_out]
+    if not found:
+        known = " ".join(sorted(suffixes))
+        raise NotFoundError(f"data.path={folder}: the folder has no files; it needs files that end in {known}")
+    files = [file for file in found if suffix_of(file) in suffixes]
+    for file in found:
+        if suffix_of(file) not in suffixes and {each.lower() for each in file.suffixes} & {*suffixes}:
+            form_of(file)  # says what it is, and how it is read
     if not files:
-        known = " ".join(sorted(chosen))
-        if not found:
-            raise NotFoundError(f"data.path={path}: the folder has no files; it needs files that end in {known}")
         sets = [file for file in found if file.suffix == ".idx"]
         hint = f"; a Megatron data set is named by itself, such as {sets[0]}, several in data.mix" if sets else ""
-        raise DataError(f"data.path={path}: none of its {len(found)} files is text; files are chosen by {known}{hint}")
-    return in_order(files, path)
+        known = " ".join(sorted(suffixes))
+        raise DataError(f"data.path={folder}: none of its {len(found)} files {what}; files are chosen by {known}{hint}")
+    return files
 
 
 def in_order(files: list[Path], folder: Path) -> list[Path]:
@@ -339,14 +349,8 @@ def _documents(file: Path, field: str) -> Iterator[Iterable[str]]:
         return
     if form == "lines":  # of a line only one field is used, so the rest of it is read leniently
         refuse_one_object(file)
-        with open_data(file) as lines:
-            for number, line in enumerate(
-                iter(lambda: read_some(file, lines, LINE_BYTES + 1, line=True), b""), start=1
-            ):
-                if len(line) > LINE_BYTES:
-                    raise DataError(f"{file}:{number}: the line is longer than {gib(LINE_BYTES)}, the most for JSON")
-                if line.strip():
-                    yield [_json_text(line, field, f"{file}:{number}")]
+        for number, line in numbered_lines(file):
+            yield [_json_text(line, field, f"{file}:{number}")]
         return
     for where, record in records(file, form):
         if isinstance(record, ValueError):
@@ -391,7 +395,7 @@ def _field_text(record: dict[str, Any], field: str, where: str) -> str:
         found = f"{where}: no field {field!r} (its fields: {names})"
         if corpus := next((name for name, keys in _OTHER_ROWS.items() if keys & record.keys()), ""):
             raise DataError(f"{found}; such rows are read by data.corpus={corpus}, also with data.mix")
-        raise DataError(f"{found}; set data.text_field")
+        raise DataError(f"{found}; set data.text_field{records_inside(record)}")
     text = record[field]
     if not isinstance(text, str):
         raise DataError(f"{where}: the field {field!r} holds {type(text).__name__}, not text")

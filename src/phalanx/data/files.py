@@ -51,6 +51,15 @@ def _not_regular(path: Path) -> str:
     return f"{path} is {kind}, and nothing is written through it; remove it"
 
 
+def sync(path: Path) -> None:
+    """Waits until a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_atomic(path: Path, content: bytes) -> None:
     """Writes `content` so that `path` holds either its old content or all of the new one, even after a crash. The file
     is a new one, as readable as the umask lets it be; a link at `path` is replaced, not followed."""
@@ -65,11 +74,7 @@ def write_atomic(path: Path, content: bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)  # the rename itself must survive a power cut
-    finally:
-        os.close(folder)
+    sync(path.parent)  # the rename itself must survive a power cut
 
 
 @contextmanager

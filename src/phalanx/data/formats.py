@@ -10,10 +10,11 @@ import io
 import json
 import lzma
 import os
+import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal, cast
@@ -30,7 +31,8 @@ ROW_SUFFIXES = JSONL_SUFFIXES | {".json", ".csv", ".tsv", ".parquet", ".arrow"}
 """Endings of files that hold records, before that of a compression."""
 COMPRESSED = {".gz", ".xz", ".zst"}
 _MAGIC = {b"\x1f\x8b": "gzip", b"\xfd7zXZ\x00": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
-_TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow"}
+_TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
+"""Beginnings of tables; the last is that of a stream, as datasets saves it."""
 _NO_TEXT = {
     b"PK\x03\x04": "a ZIP archive (also .docx, .xlsx, .npz and .pt are): unpack it",
     b"PK\x05\x06": "an empty ZIP archive",
@@ -47,6 +49,11 @@ _NO_TEXT = {
     b"\x89PNG": "a picture",
     b"\xff\xd8\xff": "a picture",
     b"\x7fELF": "a program",
+    b"version https://git-lfs.github.com/spec/": "a pointer of Git LFS, not the file: git lfs pull",
+    b"\x5d\0\0": "compressed with lzma: xz -d --format=lzma it, or compress it with gzip, xz or zstd",
+    b"\xff\x06\0\0sNaPpY": "compressed with snappy: unpack it, or compress it with gzip, xz or zstd",
+    b"\xd0\xcf\x11\xe0": "an old Office file (.xls, .doc): save it as CSV or text",
+    **{b"\x80%c" % version: "a pickle of Python: save its rows as JSON lines" for version in (2, 3, 4, 5)},
 }
 """Beginnings of files that hold no text or no rows, with what they are. Some of them could be read as text."""
 _ENCODINGS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
@@ -67,6 +74,12 @@ def suffix_of(file: Path) -> str:
     """Returns the ending of a file's name in lower case, without that of a compression: .jsonl of rows.jsonl.gz."""
     name = Path(file.name.lower())
     return (Path(name.stem) if name.suffix in COMPRESSED else name).suffix
+
+
+def _lines_of(file: Path) -> str:
+    """Returns a name for a file's records as JSON lines, which is not the file's own."""
+    stem = file.name.removesuffix(file.suffix)
+    return f"{stem}.jsonl" if file.suffix.lower() != ".jsonl" else f"{stem}.rows.jsonl"
 
 
 def missing(path: Path, corpus: str, item: int = 0) -> NotFoundError:
@@ -111,7 +124,8 @@ def open_data(file: Path) -> IO[bytes]:
             zstandard = importlib.import_module("zstandard")
         except ImportError:
             raise JobError(
-                f"{file} is compressed with zstd: pip install 'phalanx[formats]' for its reader, or zstd -d {file}"
+                f"{file} is compressed with zstd: pip install 'phalanx[formats]' for its reader, or unpack it: "
+                f"zstd -dc {file} > NAME"
             ) from None
         return io.BufferedReader(
             zstandard.ZstdDecompressor().stream_reader(open_regular(file), read_across_frames=True)
@@ -127,7 +141,7 @@ def form_of(file: Path) -> Form:
     for magic, name in _TABLES.items():
         if head.startswith(magic):
             return name  # pyright: ignore[reportReturnType]
-    if suffix_of(file) == ".arrow":  # a stream, as datasets saves
+    if suffix_of(file) == ".arrow":
         return "arrow"
     if what := _no_text(head):
         raise DataError(f"{file} {what}")
@@ -165,13 +179,12 @@ def records(file: Path, form: Form | None = None) -> Iterator[tuple[str, dict[st
         yield from _table(file, form)
     else:
         refuse_one_object(file)
-        yield from _lines(file)
+        for number, line in numbered_lines(file):
+            yield f"{file}:{number}", record_of(line, first=number == 1)
 
 
 def refuse_one_object(file: Path) -> None:
-    """Raises DataError if a .json file holds one object over several lines, which is no list of records."""
-    if suffix_of(file) != ".json":
-        return
+    """Raises DataError if a file holds one object over several lines, which is no list of records."""
     with _readable(file) as stream:
         first = read_some(file, stream, LINE_BYTES, line=True)
         if isinstance(record_of(first), dict):
@@ -180,10 +193,15 @@ def refuse_one_object(file: Path) -> None:
     found = record_of(content)
     if not isinstance(found, dict):
         return
-    lists = [name for name, value in found.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     names = ", ".join(map(repr, [*found][:20])) or "none"
-    advice = f"; take the records out of it: jq -c '.[\"{lists[0]}\"][]' {file} > {file.stem}.jsonl" if lists else ""
-    raise DataError(f"{file}: is one JSON object (its fields: {names}), not a list of records{advice}")
+    raise DataError(f"{file}: is one JSON object (its fields: {names}), not a list of records{records_inside(found)}")
+
+
+def records_inside(record: Mapping[str, Any]) -> str:
+    """Returns how to take the records out of an object that holds a list of them, or nothing."""
+    lists = (name for name, value in record.items() if isinstance(value, list) and value and isinstance(value[0], dict))
+    name = next(lists, "")
+    return f"; take the records out of it: jq -c '.[\"{name}\"][]' FILE > ROWS.jsonl" if name else ""
 
 
 def rows_in_text(file: Path) -> list[str]:
@@ -195,23 +213,37 @@ def rows_in_text(file: Path) -> list[str]:
     return [*objects[0]] if objects and len(objects) == len(found) else []
 
 
-def _lines(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
+def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines of a file of JSON that are not blank, each with its number. Raises DataError for one that is too
+    long."""
     with _readable(file) as stream:
         for number, line in enumerate(iter(lambda: read_some(file, stream, LINE_BYTES + 1, line=True), b""), start=1):
             if len(line) > LINE_BYTES:
                 raise DataError(f"{file}:{number}: the line is longer than {gib(LINE_BYTES)}, the most for JSON")
             if line.strip():
-                yield f"{file}:{number}", record_of(line)
+                yield number, line
 
 
-def record_of(line: bytes) -> dict[str, Any] | ValueError:
-    """Returns the object of a line of JSON, or what is wrong with it."""
+_FIRST_LINES = {
+    r"\s*\{\s*'": "an object of Python: write it with json.dumps",
+    r".*\},\s*$": "an element of a JSON array, without its [ and ]",
+    r"\s*\{(.*[\[{,])?\s*$": "an object over several lines: jq -c . FILE > ROWS.jsonl",
+    r"\s*<": "a page of HTML or XML, as a download that failed leaves one",
+    r"[\w\s\"-]+([,\t;][\w\s\"-]+)+\s*$": "a table: name it .csv or .tsv",
+}
+"""What files begin with that are taken for lines of JSON, and what they are."""
+
+
+def record_of(line: bytes, *, first: bool = False) -> dict[str, Any] | ValueError:
+    """Returns the object of a line of JSON, or what is wrong with it: of a file's `first` line, what it likely is."""
     try:
         record = parse_json(line.rstrip())
     except UnicodeDecodeError as error:
         return ValueError(not_utf8(error))
     except json.JSONDecodeError as error:
-        return ValueError(f"not a line of JSON: {error}")
+        text = line.decode(errors="replace")
+        likely = next((what for form, what in _FIRST_LINES.items() if first and re.match(form, text)), "")
+        return ValueError(f"not a line of JSON: {error}{likely and f'; it is likely {likely}'}")
     except ValueError as error:
         return error
     return record if isinstance(record, dict) else ValueError(f"expected a JSON object, found {type(record).__name__}")
@@ -223,7 +255,7 @@ def _array(file: Path) -> Iterator[tuple[str, dict[str, Any] | ValueError]]:
     if len(content) > LINE_BYTES:
         raise DataError(
             f"{file}: a JSON array of more than {gib(LINE_BYTES)}, which is read whole; make lines of it: "
-            f"jq -c '.[]' {file} > {file.stem}.jsonl"
+            f"jq -c '.[]' {file} > {_lines_of(file)}"
         )
     try:
         found = parse_json(content)
@@ -278,7 +310,7 @@ def _table(file: Path, form: Form) -> Iterator[tuple[str, dict[str, Any] | Value
         kind, reader = ("a Parquet", "parquet") if form == "parquet" else ("an Arrow", "feather")
         raise JobError(
             f"{file} is {kind} file: pip install 'phalanx[formats]' for its reader, or make JSON lines of it: python "
-            f"-c \"import pandas; pandas.read_{reader}('{file}').to_json('{file.stem}.jsonl', orient='records', "
+            f"-c \"import pandas; pandas.read_{reader}('{file}').to_json('{_lines_of(file)}', orient='records', "
             'lines=True)"'
         ) from None
     number = 0

@@ -21,12 +21,12 @@ from phalanx.bounded import parse_json
 from phalanx.config.corpora import CORPORA
 from phalanx.config.job import Data
 from phalanx.data.answers import ANSWERS, Part, replaced, texts_of
-from phalanx.data.corpus import SAVED_FACTS, Scan, code_points, describe, in_order, walk
-from phalanx.data.formats import ROW_SUFFIXES, missing, records, suffix_of
+from phalanx.data.corpus import SAVED_FACTS, Scan, chosen_files, code_points, describe, in_order
+from phalanx.data.formats import ROW_SUFFIXES, missing, records, records_inside
 from phalanx.data.index import ANSWER, EncodedRows
 from phalanx.data.template import Renderer, find_template
 from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
-from phalanx.errors import DataError, NotFoundError
+from phalanx.errors import DataError
 from phalanx.nearest import did_you_mean
 
 
@@ -267,9 +267,13 @@ def conversation_of(record: Mapping[str, Any]) -> list[Message]:
             raise ValueError("text stands beside instruction and output, and is not them: data.ignore_keys=[text]")
         messages = [{"role": "user", "content": "\n\n".join(asked)}, {"role": ANSWERS, "content": record["output"]}]
     else:
+        way = records_inside(record) if _columns(record) == _COLUMNS else ""
+        way = way or f"; data.columns names others, such as {_columns(record)}"
+        if {"chosen", "rejected"} <= record.keys():
+            way = "; chosen and rejected are pairs, for data.corpus=preferences"
         raise ValueError(
             "no messages, no prompt with completion, and no instruction with output (its fields: "
-            f"{', '.join(map(repr, [*record][:20])) or 'none'}); data.columns names others, such as {_columns(record)}"
+            f"{', '.join(map(repr, [*record][:20])) or 'none'}){way}"
         )
     return checked(with_context(messages, record), answered=True)
 
@@ -280,16 +284,22 @@ def _form(names: Collection[str]) -> str:
     return next((name for name, others in forms.items() if name in names and all(map(names.__contains__, others))), "")
 
 
+_COLUMNS = "[question:prompt,answer:completion]"
+
+
 def _columns(record: Mapping[str, Any]) -> str:
     """Returns the data.columns that a row most likely needs, or an example."""
     theirs = {name.lower(): name for name in record}
+    spoken = (name for name, value in record.items() if isinstance(value, list) and value and role_of(value[0]))
+    if name := next(spoken, ""):
+        return f"[{name}:messages]"
     question = next((theirs[name] for name in _QUESTIONS if name in theirs), "")
     reply = next((theirs[name] for name in _REPLIES if name in theirs), "")
     pairs = {question: "prompt", reply: "completion"}
     if "instruction" in record:
         pairs = {reply: "output"} | ({"context": "input"} if "context" in record and "input" not in record else {})
     if not reply or "" in pairs:
-        return "[question:prompt,answer:completion]"
+        return _COLUMNS
     return f"[{','.join(f'{theirs}:{ours}' for theirs, ours in pairs.items() if theirs != ours)}]"
 
 
@@ -386,14 +396,14 @@ def plain(message: Any) -> Any:
     if isinstance(role := found.get("role"), str):
         found["role"] = _ALSO_CALLED.get(role, role)
     parts = found.get("content")
-    if isinstance(parts, list) and parts and all(map(_is_text_part, parts)):
+    if isinstance(parts, list) and all(map(_is_text_part, parts)):
         found["content"] = "".join(part["text"] for part in parts)
     return found
 
 
 def _is_text_part(part: Any) -> bool:
-    whole = isinstance(part, dict) and part.keys() == {"type", "text"}
-    return whole and part["type"] == "text" and isinstance(part["text"], str)
+    told = {name for name, value in part.items() if value is not None} if isinstance(part, dict) else ()
+    return told == {"type", "text"} and part["type"] == "text" and isinstance(part["text"], str)
 
 
 def _message_problems(message: Any) -> Iterator[str]:
@@ -404,7 +414,8 @@ def _message_problems(message: Any) -> Iterator[str]:
     if not isinstance(role, str):
         yield "no role" if role is None else f"its role is {type(role).__name__}, not text"
     elif role not in ROLES:
-        yield f"unknown role {role[:40]!r}{did_you_mean(role[:40], ROLES)} (known: {', '.join(ROLES)})"
+        hint = did_you_mean(role[:40], (*ROLES, *_ALSO_CALLED))
+        yield f"unknown role {role[:40]!r}{hint} (known: {', '.join(ROLES)})"
     known = ("role", "content", *_FOR_TEMPLATES, *_TRAINED)
     for name in (name for name in message if name not in known and name not in METADATA):
         if message[name] in _SAYS_NOTHING:
@@ -418,7 +429,8 @@ def _message_problems(message: Any) -> Iterator[str]:
     if content is None:
         yield "no content"
     elif isinstance(content, list):
-        more = {name for p in content if isinstance(p, dict) and p.get("type") == "text" for name in p}
+        texts = [p for p in content if isinstance(p, dict) and p.get("type") == "text"]
+        more = {name for part in texts for name, value in part.items() if value is not None}
         more -= {"type", "text"}
         kinds = sorted({str(p.get("type")) if isinstance(p, dict) else type(p).__name__ for p in content})
         if kinds == ["text"] and more:
@@ -541,14 +553,7 @@ def row_files(data: Data) -> list[Path]:
         return [path]
     if not os.path.isdir(path):
         raise missing(path, data.corpus)
-    found = walk(path, lambda name: name.startswith("."))
-    files = [file for file in found if suffix_of(file) in ROW_SUFFIXES and file.name not in SAVED_FACTS]
-    if not files:
-        known = " ".join(sorted(ROW_SUFFIXES))
-        if not found:
-            raise NotFoundError(f"data.path={path}: the folder has no files; it needs files that end in {known}")
-        raise DataError(f"data.path={path}: none of its {len(found)} files holds rows; files are chosen by {known}")
-    return in_order(files, path)
+    return in_order(chosen_files(path, ROW_SUFFIXES, "holds rows", SAVED_FACTS), path)
 
 
 def chat_rows(files: Iterable[Path], data: Data) -> Iterator[Row]:

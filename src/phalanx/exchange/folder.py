@@ -109,10 +109,10 @@ def open_folder(paths: Sequence[Path], ignored: Sequence[str] = (), base: Path |
             f"{config}: quantization_config says that the weights are quantised, which are not read: import those in "
             "bf16, fp16 or fp32"
         )
-    folder, names = _weights(files, paths)
+    weights = _weights(files, paths)
     by_name = {file.name: file for file in files}
     beside = tuple(by_name[name] for name in BESIDE if name in by_name)
-    return HuggingFaceFolder(config, described, describe(folder, names), _tokenizer(files), beside, adapter)
+    return HuggingFaceFolder(config, described, weights, _tokenizer(files), beside, adapter)
 
 
 def _with_base(
@@ -158,13 +158,14 @@ def _files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _weights(files: Sequence[Path], paths: Sequence[Path]) -> tuple[Path, list[str]]:
-    """Returns the folder of the weights and the names of their files: those of the index, or model.safetensors, or all
-    safetensors files."""
+def _weights(files: Sequence[Path], paths: Sequence[Path]) -> Manifest:
+    """Returns the weights: those of the index's files, or of model.safetensors, or of all safetensors files."""
     found = [file for file in files if file.name.endswith(SUFFIX) and file.name != ADAPTER_WEIGHTS]
     where = ", ".join(map(str, paths))
     if not found:
         pickles = [file.name for file in files if file.suffix in _PICKLES]
+        if gguf := next((file for file in files if file.suffix == ".gguf"), None):
+            raise CheckpointError(f"{where}: there are no safetensors files; {gguf} is imported by its own name")
         hint = f"; {pickles[0]} is pickle, which can execute code: convert it to safetensors first" if pickles else ""
         raise CheckpointError(f"{where}: there are no safetensors files{hint}")
     if len({file.parent for file in found}) > 1:
@@ -172,26 +173,31 @@ def _weights(files: Sequence[Path], paths: Sequence[Path]) -> tuple[Path, list[s
     folder, names = found[0].parent, [file.name for file in found]
     index = next((file for file in files if file.name == f"model{INDEX}"), None)
     if index is not None:
-        wanted = _indexed(index)
+        places = _indexed(index)
+        wanted = set(places.values())
         if missing := sorted(wanted - set(names)):
             rest = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             raise CheckpointError(f"{index} names files that are not there: {', '.join(missing[:3])}{rest}")
-        names = sorted(wanted)
-    elif f"model{SUFFIX}" in names and len(paths) == 1:
+        if f"model{SUFFIX}" in set(names) - wanted:
+            raise CheckpointError(f"{index} does not name model{SUFFIX}, which stands beside it: remove one of the two")
+        weights = describe(folder, sorted(wanted))
+        if absent := [name for name in places if name not in weights.tensors]:
+            raise CheckpointError(f"{index} names tensors that its files do not have: {', '.join(absent[:3])}")
+        return weights
+    if f"model{SUFFIX}" in names and len(paths) == 1:
         names = [f"model{SUFFIX}"]
-    return folder, names
+    return describe(folder, names)
 
 
-def _indexed(index: Path) -> set[str]:
-    """Returns the files that an index names."""
+def _indexed(index: Path) -> dict[str, str]:
+    """Returns the file of every tensor, as an index names them."""
     try:
         places = read_json(index)["weight_map"]
-        names = set(places.values())
-        if not names or not all(isinstance(name, str) and name.endswith(SUFFIX) for name in names):
+        if not places or not all(isinstance(name, str) and name.endswith(SUFFIX) for name in places.values()):
             raise ValueError("weight_map must name safetensors files")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{index} is no index of safetensors files: {error}") from None
-    return names
+    return places
 
 
 def tensor_problems(

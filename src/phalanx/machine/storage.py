@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from phalanx.checkpoint.inventory import REMOVED, space_for, sync
+from phalanx.checkpoint.inventory import REMOVED, space_for
 from phalanx.config.corpora import CORPORA, TOKENIZERS
 from phalanx.config.fields import replace
 from phalanx.config.job import Job
@@ -23,7 +23,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.trackers import missing
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import state_bytes, step_memory
-from phalanx.data.files import TEMPORARY, open_regular, write_atomic
+from phalanx.data.files import TEMPORARY, open_regular, sync, write_atomic
 from phalanx.data.settings import vocabulary_size
 from phalanx.errors import CheckpointError, DataError, JobError, RunError
 from phalanx.machine.checks import CheckedMachine, CheckResult, Problems, check, error, ok, warn

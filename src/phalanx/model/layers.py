@@ -162,8 +162,7 @@ Run = Callable[..., Tensor]
 
 
 RunCheap = Callable[..., Any]
-"""Calls a computation of a tensor or a tuple of tensors, without products, with its inputs: recompute=products repeats
-it."""
+"""Calls a computation of a tensor or a tuple of tensors with its inputs: recompute=products repeats it."""
 
 
 def run(compute: Callable[..., Any], *inputs: Any) -> Any:
@@ -243,11 +242,12 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 
 class MLP(nn.Module):
     """Two matrices around a GELU, or three with a gate (SwiGLU and others, Shazeer 2020), of hidden size `width`: by
-    default the model's. A layout may replace `project`, which applies the matrices that read the input, and
-    `run_cheap`, which calls the activation."""
+    default the model's. A layout may replace `project`, which applies the matrices that read the input,
+    `run_cheap`, which calls the activation, and `run_hidden`, which calls `hidden`."""
 
     project: Project = staticmethod(project)
     run_cheap: RunCheap = staticmethod(run)
+    run_hidden: Run = staticmethod(run)
 
     def __init__(self, model: ModelConfig, width: int | None = None):
         super().__init__()
@@ -260,7 +260,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the MLP, (..., d_model) to the same shape."""
-        return self.down(self.run_cheap(self.activate, *self.widen(x)))
+        return self.down(self.run_hidden(self.hidden, x))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Returns what the last matrix reads, (..., width)."""
+        return self.run_cheap(self.activate, *self.widen(x))
 
     def widen(self, x: Tensor) -> tuple[Tensor, ...]:
         """Returns the hidden activations, and the gate's if there is one, each (..., width)."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.model.documents import Conversations
-from phalanx.model.layers import MLP, Activation, Linear, RunCheap, run, uncompiled
+from phalanx.model.layers import MLP, Activation, Linear, Run, RunCheap, run, uncompiled
 
 Ends = Tensor | None
 """The end of each expert's rows, (experts,) of int32, on the device; None if all have equally many. Rows after the last
@@ -36,9 +36,10 @@ class Experts(nn.Module):
     """The routed experts: `up`, `down` and perhaps `gate`, as in an MLP, stacked along a leading dimension.
 
     The weights' shapes give the number of experts, so that a rank that holds only some of them runs the same code. A
-    layout may replace `run_cheap`, which calls the activation."""
+    layout may replace `run_cheap`, which calls the activation, and `run_hidden`, which calls `hidden`."""
 
     run_cheap: RunCheap = staticmethod(run)
+    run_hidden: Run = staticmethod(run)
 
     def __init__(self, model: ModelConfig):
         super().__init__()
@@ -51,9 +52,13 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, ends: Ends) -> Tensor:
         """Applies the experts to rows (rows, d_model), sorted by expert; the output has the same shape."""
+        return self.down(self.run_hidden(self.hidden, rows, ends), ends)
+
+    def hidden(self, rows: Tensor, ends: Ends) -> Tensor:
+        """Returns what the last matrices read, (rows, width)."""
         wide = self.up(rows, ends)
         gate = None if self.gate is None else self.gate(rows, ends)
-        return self.down(self.run_cheap(self.activate, wide, gate), ends)
+        return self.run_cheap(self.activate, wide, gate)
 
 
 class GroupedLinear(nn.Module):

@@ -121,7 +121,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             rule="phalanx.train.optimizers.rule:adamw",
             state=_adamw_state,
             moved=_adamw_moved,
-            options=("betas", "eps"),
+            options=("betas", "eps", "state_dtype"),
         ),
         "sgd": OptimizerEntry(
             "stochastic gradient descent with momentum, also Nesterov's",
@@ -129,7 +129,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             rule="phalanx.train.optimizers.rule:sgd",
             state=_sgd_state,
             moved=_sgd_moved,
-            options=("momentum", "nesterov"),
+            options=("momentum", "nesterov", "state_dtype"),
             defaults={"weight_decay": 1e-4},
         ),
         "lion": OptimizerEntry(
@@ -139,7 +139,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             state=_lion_state,
             moved=_lion_moved,
             moved_on_cpu=_lion_moved_on_cpu,
-            options=("betas", "eps"),
+            options=("betas", "eps", "state_dtype"),
             defaults={"betas": (0.9, 0.99), "lr": 1e-4, "weight_decay": 1.0},
         ),
         "muon": OptimizerEntry(
@@ -196,8 +196,9 @@ def state_bytes_of(config: Optimizer, name: str, whole: Shape, elements: int, wi
     """Returns the bytes of the state of `elements` elements of a parameter, whose numbers have `width` bytes: of whole
     blocks, as the optimizer's granularity cuts shards."""
     tensors, own = state_tensors(config, name, whole), own_width(width)
+    own = own if config.state_dtype == "fp32" else min(2, width)
     kept = sum((tensor.bytes or own) * (elements // tensor.block) for tensor in tensors)
-    return kept + elements * _master_width(width)
+    return kept + elements * _master_width(width) * (config.state_dtype != "bf16")
 
 
 def outer_bytes(layout: Layout, width: int) -> int:
@@ -268,7 +269,22 @@ def _costs_of_one(config: Optimizer, name: str, whole: Shape, width: int) -> Opt
     state = state_bytes_of(config, name, whole, size, width)
     moved = entry.moved, entry.moved_on_cpu or entry.moved
     facts = (fact(config, name, whole) for fact in (*moved, entry.flops, entry.transient, entry.widened))
-    return OptimizerCosts(state if size == 1 else state / size, *facts)
+    costs = OptimizerCosts(state if size == 1 else state / size, *facts)
+    if config.state_dtype == "fp32":
+        return costs
+    # Two bytes less for each moment, and for the weight, read and written; and for the gradient, read.
+    spared = 4 * len(entry.state(config, name, whole)) + (6 if config.state_dtype == "bf16" else 0)
+    return replace(costs, moved=costs.moved - spared, moved_on_cpu=costs.moved_on_cpu - spared)
+
+
+def not_updated(config: Optimizer) -> str:
+    """Returns why an optimizer is predicted and planned but not trained, or nothing."""
+    if config.state_dtype == "fp32":
+        return ""
+    return (
+        f"optimizer.state_dtype={config.state_dtype}: predicted and planned, not trained or verified: updates here "
+        "keep moments and weights in fp32, as bf16 loses every change below 1/256 of a number"
+    )
 
 
 def extra_options(config: Optimizer) -> dict[str, float]:

@@ -44,7 +44,15 @@ from phalanx.parallel.vocabulary import CrossEntropy, HeadTile, TiledHead
 from phalanx.parallel.zero import BucketReplica
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import describe, layer_costs, stages_of
-from phalanx.partition.derived import gathers_parameters, is_copied, is_offloaded, recompute_of, schedule_of, written
+from phalanx.partition.derived import (
+    Mode,
+    gathers_parameters,
+    is_copied,
+    is_offloaded,
+    recompute_of,
+    schedule_of,
+    written,
+)
 from phalanx.partition.tensor_slices import padded_vocabulary
 from phalanx.registry import package_code
 from phalanx.techniques.catalogue import OWN, TECHNIQUES, techniques_of
@@ -114,7 +122,7 @@ class Construction:
     def __post_init__(self) -> None:
         self.vocab, self.dtype = self.model.embed.num_embeddings, self.model.embed.weight.dtype
         self.compiled = compiles(self.job, self.device.type) and not missing(self.device)
-        if self.job.layout.loss_chunk == "auto":
+        if self.job.layout.loss_chunk == "auto" or not isinstance(self.job.layout.recompute, str):
             self.job = replace(self.job, layout=rank_spec(self.job, self.vocab, self.device.type).layout)
 
     def log(self, line: str, *values: object) -> None:
@@ -159,10 +167,9 @@ def apply_tensor_parallel(parts: Construction) -> None:
     if tp.size == 1:
         return
     n_layers = parts.job.model.n_layers
-    # A recomputed block gathers its inputs at that time.
-    keeps = [layer for layer in model.blocks if recompute_of(layout, int(layer), n_layers) == "full"]
+    recomputes: dict[str, Mode] = {layer: recompute_of(layout, int(layer), n_layers) for layer in model.blocks}
     parallel = tensor.TensorParallel(tp, layout.sp, layout.sp_regather, parts.deferred)
-    parts.deferring |= tensor.connect(model, parallel, keeps)
+    parts.deferring |= tensor.connect(model, parallel, recomputes)
     line = [f"tensor parallel: {tp.size} ranks"]
     if padding := padded_vocabulary(parts.vocab, tp.size) - parts.vocab:
         line.append(f"vocabulary {parts.vocab} + {padding} padding")

@@ -3,7 +3,9 @@
 Each block has a mode of its own (partition/derived.py). `full` saves only the block's input (Chen et al. 2016);
 `selective` saves everything but the inside of the attention core, which is large and cheap to repeat (Korthikanti et
 al. 2022, section 5); `products` saves the results of matrix products, of attention and of collectives, and repeats
-norms and activations (as the selective checkpointing by operator of torchtitan, Liang et al. 2024, section 2.1.3).
+norms and activations (as the selective checkpointing by operator of torchtitan, Liang et al. 2024, section 2.1.3);
+`mlp` repeats the first matrices of MLPs and experts, too, whose results are the widest of a block: the products that
+take the fewest seconds per byte.
 Dropout masks are functions of seed, step and sample (model/seeding.py), so the second pass gets the same ones without
 saved generator state.
 """
@@ -24,9 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
-from phalanx.model.layers import uncompiled
+from phalanx.model.layers import MLP, uncompiled
+from phalanx.model.moe import Experts
 from phalanx.model.transformer import Block, Transformer
-from phalanx.partition.derived import recompute_of
+from phalanx.partition.derived import recompute_of, splits_backward
 
 NORMS = nn.RMSNorm, nn.LayerNorm
 
@@ -44,10 +47,14 @@ def recompute(model: Transformer, layout: Layout, *, compiled: bool = False) -> 
             modules.append(block)
         elif mode == "selective":
             modules += [module for module in block.modules() if isinstance(module, CoreAttention)]
-        elif mode == "products":
+        elif mode in ("products", "mlp"):
             kept += 1
             if not compiled:
                 _keep_products(block)
+            if mode == "mlp" and (model.config.norms_inputs or not layout.sp):
+                # A graph that ends within, at a collective or a gradient that is put off, cannot be traced as repeated.
+                whole = layout.tp == 1 and not splits_backward(layout)
+                _repeat_hidden(block, run_cheap if not compiled else run_traced if whole else run_again)
     for module in modules:
         module.run = run_again
     return len(modules) + kept
@@ -57,6 +64,18 @@ def recompute(model: Transformer, layout: Layout, *, compiled: bool = False) -> 
 def run_again(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Returns `compute(*inputs)` and saves only `inputs`: the backward pass recomputes the rest."""
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def run_traced(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """As `run_again`, inside of what is compiled."""
+    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def _repeat_hidden(block: Block, run: Callable[..., Tensor]) -> None:
+    """Makes a block repeat by `run` what stands before the last matrices of its MLP and experts."""
+    for module in block.modules():
+        if isinstance(module, (MLP, Experts)):
+            vars(module)["run_hidden"] = run
 
 
 def _keep_products(block: Block) -> None:

@@ -12,7 +12,7 @@ copy-free all-gather for any batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from phalanx.blocks.kinds import Connection
 from phalanx.blocks.residual import A
 from phalanx.comm.axis import Axis
-from phalanx.model.layers import Linear, Multiply, uncompiled
+from phalanx.model.layers import MLP, Linear, Multiply, uncompiled
 from phalanx.model.moe import GroupedLinear
 from phalanx.model.transformer import Block, PositionEmbedding, Transformer
 from phalanx.parallel.linear import DeferredWeightGrads, gradient_of_input, gradient_of_weight, linear_of
+from phalanx.partition.derived import Mode
 from phalanx.partition.tensor_slices import TensorSlice, slice_of
 
 
@@ -181,13 +182,14 @@ def cut_parameters(model: Transformer, tp: Axis) -> dict[str, tuple[TensorSlice,
     return tensor_slices
 
 
-def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str] = ()) -> set[nn.Module]:
-    """Replaces the layers of `model`, whose parameters are cut, by layers that communicate. The blocks in `keeps` save
-    their gathered inputs in any case. Returns the linear layers whose weight gradients are computed here."""
+def connect(model: Transformer, parallel: TensorParallel, recomputes: Mapping[str, Mode] = {}) -> set[nn.Module]:
+    """Replaces the layers of `model`, whose parameters are cut, by layers that communicate. What a block repeats by its
+    mode of `recomputes` gathers its inputs then, and saves them in any case. Returns the linear layers whose weight
+    gradients are computed here."""
     made: set[nn.Module] = set()
     for layer, block in model.blocks.items():
         assert isinstance(block, Block), "nothing wraps blocks before this"
-        made |= _connect_block(block, replace(parallel, regather=False) if layer in keeps else parallel)
+        made |= _connect_block(block, parallel, recomputes.get(layer, "none"))
     if isinstance(model.embed, nn.Embedding):  # a pipeline stage may have none
         model.embed = ParallelEmbedding(model.embed, parallel)
     if isinstance(model.positions, PositionEmbedding):
@@ -197,13 +199,22 @@ def connect(model: Transformer, parallel: TensorParallel, keeps: Collection[str]
     return made
 
 
-def _connect_block(block: Block, parallel: TensorParallel) -> set[nn.Module]:
+def _connect_block(block: Block, parallel: TensorParallel, recompute: Mode) -> set[nn.Module]:
     """Replaces one block's layers, as their kinds say. A parallel block communicates around both halves."""
+    keeping = replace(parallel, regather=False)
     for _, half in block.sublayers():
         if hasattr(half, "norm_all_heads"):
             half.norm_all_heads = NormAllHeads(parallel.tp)  # pyright: ignore[reportArgumentType]
     if not block.parallel:
-        return set().union(*(_connect_half(half, kind.connection, parallel) for kind, half in block.sublayers()))
+        return set().union(
+            *(
+                _connect_half(
+                    *(half, kind.connection),
+                    keeping if recompute == "full" or (recompute == "mlp" and isinstance(half, MLP)) else parallel,
+                )
+                for kind, half in block.sublayers()
+            )
+        )
     block.run_halves = parallel.run_halves
     for kind, half in block.sublayers():
         _add_biases_once(half, kind.connection, parallel)

@@ -45,13 +45,14 @@ def losses_and_slopes(
     wide = torch.promote_types(logits.dtype, torch.float32)
     rows = logits.shape[1]
     first = tp.rank * rows
-    scores = logits.div_(cap).tanh_().to(wide, copy=True).mul_(cap) if cap else logits.to(wide)
+    # What widens in the kernel that computes needs no cast before it: a factor of some shape, the largest score.
+    scores = logits.div_(cap).tanh_() * logits.new_full((1, 1), cap, dtype=wide) if cap else logits
     if vocab < first + rows:
         scores[:, max(0, vocab - first) :] = float("-inf")
-    top = scores.amax(dim=-1, keepdim=True)
+    top = scores.amax(dim=-1, keepdim=True).to(wide)
     if tp.size > 1:
         _reduce(top, tp, dist.ReduceOp.MAX)
-    scores.sub_(top)
+    scores = scores.sub_(top) if scores.dtype == wide else scores - top
     mine = ((targets >= first) & (targets < first + rows)).unsqueeze(-1)
     local = (targets.unsqueeze(-1) - first).where(mine, 0)
     chosen = scores.gather(-1, local).where(mine, 0)

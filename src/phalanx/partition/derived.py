@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, NamedTuple, cast, get_args
 
 from phalanx.blocks.parameters import Shapes, parameter_shapes
@@ -188,8 +188,22 @@ def modes(text: str, n_layers: int) -> tuple[Mode, ...]:
 
 
 def written(layout: Layout) -> str:
-    """Returns the recomputation as the layout states it: the cut if it is set, else the mode."""
-    return layout.recompute_cut or layout.recompute
+    """Returns the recomputation as the layout states it: the cut if it is set, else the mode, or the budget in
+    digits."""
+    return layout.recompute_cut or str(layout.recompute)
+
+
+def legal_modes(tiles: int) -> tuple[Mode, ...]:
+    """Returns the modes of blocks that may run in tiles: tiles of an MLP are not gathered once more."""
+    return tuple(mode for mode in MODES if tiles == 1 or mode != "mlp")
+
+
+def with_modes(layout: Layout, every: Sequence[Mode]) -> Layout:
+    """Returns the layout with these modes of its layers: one for all, or a cut."""
+    runs = [RecomputeRun(len(list(run)), mode) for mode, run in groupby(every)]
+    if len(runs) == 1:
+        return replace(layout, recompute=runs[0].mode, recompute_cut="")
+    return replace(layout, recompute="none", recompute_cut="+".join(map(str, runs)))
 
 
 def recompute_of(layout: Layout, layer: int, n_layers: int) -> Mode:

@@ -370,7 +370,8 @@ def _bounds(found: Sequence[OperatorPoint], top: float) -> Iterator[str]:
 _MIXED: tuple[tuple[Mode, Mode], ...] = (
     ("none", "products"),
     ("none", "full"),
-    ("products", "full"),
+    ("products", "mlp"),
+    ("mlp", "full"),
     ("none", "selective"),
 )
 """The modes of a line of the picture of recomputation: of the last layers, and of the first."""

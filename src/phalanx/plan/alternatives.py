@@ -21,6 +21,7 @@ from phalanx.errors import JobError
 from phalanx.partition.derived import named, tier_of
 from phalanx.plan.branch import Portion, Search
 from phalanx.plan.plan import Alternative, Candidate
+from phalanx.plan.simplicity import recompute_in_words
 from phalanx.plan.space import (
     OPEN,
     RECOMPUTE,
@@ -91,16 +92,17 @@ def differences(one: Layout, other: Layout) -> str:
     fields = [name for name in vars(one) if name not in OMITTED_FIELDS and getattr(one, name) != getattr(other, name)]
     if one.micro_batch != other.micro_batch:
         fields.append("micro_batch")
-    return ", ".join(
-        f"{name} {_value(getattr(one, name))} instead of {_value(getattr(other, name))}" for name in fields
-    )
+    return ", ".join(f"{name} {_value(one, name)} instead of {_value(other, name)}" for name in fields)
 
 
 def _short(seconds: float) -> str:
     return f"{seconds:.2g}" if seconds < 10 else f"{seconds:.0f}"
 
 
-def _value(value: object) -> str:
+def _value(layout: Layout, name: str) -> str:
+    value = getattr(layout, name)
+    if name == "recompute_cut":
+        return f"({recompute_in_words(layout)})" if value else "none"
     return ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
@@ -125,7 +127,7 @@ class Family(NamedTuple):
         """Returns whether a layout belongs to this kind."""
         state = StateSharding(layout.zero, layout.reshard, layout.accumulate)
         scheduled = Scheduled(layout.schedule, layout.pp_chunks)
-        return bool(self.meshes(layout)) and self.options(scheduled, state, layout.recompute)
+        return bool(self.meshes(layout)) and self.options(scheduled, state, layout.mode)
 
 
 def families(space: Space, cluster: Cluster, best: Layout | None) -> Iterator[Family]:
@@ -422,7 +424,7 @@ def _explained(request: PlanRequest, where: str, name: str, layout: Layout) -> t
     rest = f", {accumulation} micro-batches accumulated" if accumulation > 1 and layout.pp == 1 else ""
     again = {mode: f", {mode} recomputation" for mode in RECOMPUTE} | {"none": ""}
     again["products"] = ", recomputation of all but products"
-    return f"{where}: {name}{again[layout.recompute]}{rest}", layout
+    return f"{where}: {name}{again[layout.mode]}{rest}", layout
 
 
 RULE, FILLS, FASTEST = "rule of thumb", "fills the device", "--exotic: the fastest"

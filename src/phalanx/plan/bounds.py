@@ -43,6 +43,11 @@ def least_in_flight(scheduled: Scheduled, pp: int, m: int, rank: int) -> int:
     return SCHEDULES[scheduled.schedule].in_flight(pp, m, chunks_of(*scheduled), rank)
 
 
+@lru_cache(4096)
+def _in_flight(scheduled: Scheduled, pp: int, several: tuple[int, ...], rank: int) -> NDArray[np.int64]:
+    return np.array([least_in_flight(scheduled, pp, n, rank) for n in several])
+
+
 def rank_activations(
     tables: Tables,
     scheduled: Scheduled,
@@ -54,23 +59,28 @@ def rank_activations(
     loss: Floats,
 ) -> Floats:
     """Returns the least bytes of activations at the peak of a pipeline rank, from those of the `kinds` of its blocks
-    (Tables.activations) and of the `loss`."""
-    base = tables.space.base
-    layout = replace(base, pp=pp, schedule=scheduled.schedule)
+    (Tables.activations, which may have an axis of recomputations first) and of the `loss`."""
+    layout = _pipeline(tables.space.base, pp, scheduled.schedule)
     slices = slices_of(layout)
-    several, which = np.unique(m, return_inverse=True)
-    most = [least_in_flight(scheduled, pp, n, rank) for n in several.tolist()]
     # What one block needs is there whichever comes first: the least of the kinds.
-    least = np.minimum.reduce([kinds[kind] for kind, _ in share.blocks])
-    stays = 0 if is_offloaded(base, "activations") else least[:, 0]
+    first, *others = (kinds[kind] for kind, _ in share.blocks)
+    least = np.minimum.reduce([first, *others]) if others else first
+    stays = 0 if is_offloaded(layout, "activations") else least[..., 0]
     if splits_backward(layout):
-        stays = np.minimum(stays, least[:, 3])
+        stays = np.minimum(stays, least[..., 3])
     if slices > 1 and tables.request.model.dropout:
         stays = stays / 2  # earlier slices see, and save scores of, fewer keys: half of all
-    kept = np.array(most)[which] * share.least * stays
-    moving = least[:, 1] + least[:, 2] if pp > 1 else least[:, 1]
+    several, which = np.unique(m, return_inverse=True)
+    most = _in_flight(scheduled, pp, tuple(several.tolist()), rank)[which]
+    kept = most * share.least * stays
+    moving = least[..., 1] + least[..., 2] if pp > 1 else least[..., 1]
     moving = np.maximum(moving, loss) if share.head else moving
     return kept + moving / slices
+
+
+@lru_cache(1024)
+def _pipeline(base: Layout, pp: int, schedule: str) -> Layout:
+    return replace(base, pp=pp, schedule=schedule)
 
 
 class StepBytes:
@@ -315,9 +325,8 @@ class Bounds:
         axes = (space.column(name) for name in ("tp", "cp", "ep"))
         self.context = self.formulas.context(self.pp, self.data_ranks, *axes)
         self.hop, self.link = self._hops()
-        kinds, self._options = space.kinds
         self._known: dict[Hashable, Floats] = {}
-        self._schedules = [np.unique(options[:, 0]).tolist() for options in kinds]
+        self._schedules = [np.unique(options[:, 0]).tolist() for options in space.options]
         """By the number of a pair's options, its schedules."""
 
     def pairs(self) -> tuple[Floats, Floats]:
@@ -344,7 +353,8 @@ class Bounds:
             some = pairs[members]
             m, inner = self.space.accumulation[some], self.tables.inner_of[some]
             forward = self._forward[:, inner]
-            here = {scheduled for options in np.unique(self._options[some]) for scheduled in self._schedules[options]}
+            options = np.unique(self.space.option_of[some]).tolist()
+            here = {scheduled for number in options for scheduled in self._schedules[number]}
             for scheduled in sorted(here):
                 if scheduled not in schedules:
                     continue
@@ -475,12 +485,8 @@ class Bounds:
             key=lambda item: least_in_flight(which, pp, most, item[1][0]) * item[0].least,
         )
         loss, buffer = tables.loss(inner), self.formulas.buffer(data_ranks)
-        kept = [
-            {kind: tables.activations(kind, mode, inner) for kind, _ in share.blocks} for mode in range(len(RECOMPUTE))
-        ]
-        activations = buffer + np.array(
-            [rank_activations(tables, which, pp, m, share, rank, one, loss) for one in kept]
-        )
+        kinds = {kind: tables.activations(kind, slice(None), inner) for kind, _ in share.blocks}
+        activations = buffer + rank_activations(tables, which, pp, m, share, rank, kinds, loss)
         counts = [count(share)[inner].T for count in (tables.numbers, tables.trained)]
         found = [self._needed(pairs, counts, zero, activations, accumulate).T for zero, _, accumulate in STATES]
         return np.stack(found, -1) * (1 - ROUNDING) + self.context[pairs, None, None]

@@ -19,21 +19,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.config.layout import Layout
-from phalanx.cost.prediction import predict, step_parts
+from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.plan.bounds import Bounds
 from phalanx.plan.plan import Candidate
 from phalanx.plan.simplicity import EQUAL, LONG_SEQUENCE, Simplicity, TieBand, ranked, simplicity
-from phalanx.plan.space import PlanRequest, Rows, Space, joined, space_of
+from phalanx.plan.space import RECOMPUTE, STATES, PlanRequest, Rows, Space, joined, space_of
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.simulate.step import step_seconds
 
 Mask = NDArray[np.bool_]
 """A mask over the pairs of a space."""
 Keep = Callable[[Rows], Mask]
-"""A function from rows to the mask of those that are allowed."""
+"""A function from rows to the mask of those that are allowed; it takes columns of any shapes that broadcast."""
 Progress = Callable[[str, int, int], None]
 """A function of an activity, its steps done, and all its steps."""
 
@@ -270,19 +270,26 @@ class Search:
     ) -> Iterator[tuple[Rows, NDArray[np.float64]]]:
         """Yields the rows of some pairs whose recomputation and state can fit and can be among the best, with bounds in
         seconds."""
-        available, kind_of = self.space.available, self.space.kinds[1]
+        available, option_of = self.space.available, self.space.option_of
+        mode, scheduled, state = np.ogrid[: len(RECOMPUTE), : len(self.space.schedules), : len(STATES)]
+        every = scheduled, state, mode
         for start in range(0, len(pairs), PAIR_BLOCK):
             progress("layouts", start, len(pairs))
             block = pairs[start : start + PAIR_BLOCK]
             seconds, fits = self.bounds.options(block, schedules, self.limit, found.cutoff)
-            near = available[kind_of[block]] & (seconds <= found.cutoff)[..., None]
-            place, mode, scheduled, state = np.nonzero(near)
-            rows = Rows(*(each.astype(np.int32) for each in (block[place], scheduled, state, mode)))
-            chosen = np.arange(len(rows)) if part.keep is None else np.flatnonzero(part.keep(rows))
-            kept = chosen[fits[place, mode, scheduled, state][chosen]]
-            found.rejected[SLOWER] += int(part.sizes[block].sum()) - len(chosen)
-            found.rejected[TOO_LARGE] += len(chosen) - len(kept)
-            yield rows.select(kept), seconds[place, mode, scheduled][kept]
+            near = available[option_of[block]] & (seconds <= found.cutoff)[..., None]
+            if part.keep:
+                near &= part.keep(Rows(block.astype(np.int32)[:, None, None, None], *every))
+            chosen = int(np.count_nonzero(near))
+            near &= fits
+            options = np.flatnonzero(near).astype(np.int32)
+            found.rejected[SLOWER] += int(part.sizes[block].sum()) - chosen
+            found.rejected[TOO_LARGE] += chosen - len(options)
+            rest, state = np.divmod(options, len(STATES))
+            times = seconds.ravel()[rest]
+            rest, scheduled = np.divmod(rest, len(self.space.schedules))
+            place, mode = np.divmod(rest, len(RECOMPUTE))
+            yield Rows(block[place].astype(np.int32), scheduled, state, mode), times
         progress("layouts", len(pairs), len(pairs))
 
     def _near(self, blocks: Iterable[Rows], found: Found, counted: bool = True) -> tuple[Rows, NDArray[np.float64]]:
@@ -374,7 +381,7 @@ def simulated(found: Found, band: TieBand = EQUAL) -> list[Candidate]:
         if same[passes] < 2:
             same[passes] += 1
             visits += min(spec.batch.accumulation, 5 * max(layout.pp, 24)) * layout.pp * max(1, layout.pp_chunks) * 4
-            done.append(Candidate(spec, predict(spec), simulated_seconds(spec)))
+            done.append(Candidate(spec, simulated_seconds(spec)))
             found.improve(seconds, done[-1].seconds)
             known = meshes.setdefault(degrees(layout), {})
             known[layout.schedule] = min(known.get(layout.schedule, inf), done[-1].seconds)

@@ -15,7 +15,7 @@ from phalanx.cost.prediction import Prediction, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.plan.alternatives import AXES, explain, without
 from phalanx.plan.plan import Alternative, Candidate
-from phalanx.plan.simplicity import TieBand, simpler_because, simplicity, stages_in_words
+from phalanx.plan.simplicity import TieBand, brief, recompute_in_words, simpler_because, simplicity, stages_in_words
 from phalanx.units import gib
 
 MENTIONED = 0.005
@@ -189,9 +189,11 @@ def _memory(first: Candidate) -> str:
             f"{text}. recompute=selective saves nothing here: attention is fused and keeps no scores; "
             "recompute=products does."
         )
+    how = f"{layout.recompute} recomputation"
+    if layout.recompute_cut:
+        how = f"recomputation in some layers ({recompute_in_words(layout)})"
     if stored.fits:
-        return f"{text}."
-    how = f"{layout.recompute} recomputation" if not layout.recompute_cut else "recomputation in some layers"
+        return f"{text} with {how}." if layout.recompute_cut else f"{text}."
     return f"{text} with {how}; without recomputation it would be {gib(stored.fullest.needed)}."
 
 
@@ -200,11 +202,11 @@ def _tie(first: Candidate, fastest: Candidate, band: TieBand) -> str:
     reason = simpler_because(first.spec, fastest.spec)
     if fastest.seconds >= first.seconds or not reason:
         return ""
-    line = replace(fastest.layout, micro_batch=0, accumulation=0, pp_cut="").line().replace(",", " ")
     steps = simplicity(fastest.spec).steps - simplicity(first.spec).steps
     least = (1 + band.kinds) ** steps - 1 if steps > 0 else band.alike
+    named = brief(fastest.layout)
     return (
-        f"The fastest layout found ({line}) is {1 - fastest.seconds / first.seconds:.1%} faster, less than the "
+        f"The fastest layout found ({named}) is {1 - fastest.seconds / first.seconds:.1%} faster, less than the "
         f"{least:.0%} by which predictions of such layouts err against each other: the simpler one was taken, {reason} "
         "(--exotic takes the fastest)."
     )
@@ -218,10 +220,9 @@ def _next(best: Sequence[Candidate], band: TieBand) -> str:
     near = [candidate for candidate in others if candidate.seconds <= first.seconds * (1 + band.alike)]
     low, high = first.prediction.spread
     second = min(others, key=lambda candidate: candidate.seconds)
-    line = replace(second.layout, micro_batch=0, accumulation=0, pp_cut="").line().replace(",", " ")
     behind = second.seconds / first.seconds - 1
     beside = "as fast" if abs(behind) < 5e-4 else f"{abs(behind):.1%} {'slower' if behind > 0 else 'faster'}"
-    text = f"The next mesh ({line}) is {beside}"
+    text = f"The next mesh ({brief(second.layout)}) is {beside}"
     if near:
         text += (
             f"; {len(near)} {'is' if len(near) == 1 else 'are'} within {band.alike:.1%}, well inside the prediction's "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from math import gcd
 from typing import Any
 
 from phalanx.config.layout import Layout
@@ -13,7 +14,7 @@ from phalanx.cost.job_spec import stages
 from phalanx.cost.prediction import Prediction, Verdict, predict
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
-from phalanx.partition.derived import MODES, PARTS, solve, tier_of
+from phalanx.partition.derived import MODES, PARTS, legal_modes, solve, tier_of
 from phalanx.plan.plan import Alternative, Candidate, Plan
 from phalanx.techniques.offload import CHEAPEST_FIRST, can_offload
 from phalanx.units import gib, seconds
@@ -78,24 +79,23 @@ def _smaller_micro_batch(spec: StepSpec) -> Advice | None:
     while (size := size // 2) >= 1:
         layout = replace(spec.layout, micro_batch=size, accumulation=0)
         try:
-            changed = replace(spec, layout=layout, batch=solve(spec.batch.global_batch, layout))
+            change, changed = _changed(spec, f"{MICRO_BATCH}{size}", layout)
             after = predict(changed)
         except (JobError, ValueError):
             continue
         if after.verdict == "fits":
-            return Advice.of(f"{MICRO_BATCH}{size}", after)
+            return Advice.of(change, after)
         if after.fits and tight is None:
-            tight = Advice.of(f"{MICRO_BATCH}{size}", after)
+            tight = Advice.of(change, after)
     return tight
 
 
 def _tried_changes(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:
     """Yields every single change that reduces memory."""
     now = predict(spec).fullest.needed
-    for change, layout in _changes(spec):
+    for words, layout in _changes(spec):
         try:
-            solved = solve(spec.batch.global_batch, layout)
-            changed = replace(spec, layout=layout, batch=solved, stages=stages(spec.model, layout))
+            change, changed = _changed(spec, words, layout)
             after = predict(changed)
         except (JobError, ValueError):
             continue
@@ -103,10 +103,28 @@ def _tried_changes(spec: StepSpec) -> Iterator[tuple[Advice, StepSpec]]:
             yield Advice.of(change, after), changed
 
 
+def _changed(spec: StepSpec, words: str, layout: Layout) -> tuple[str, StepSpec]:
+    """Returns the spec with another layout, and the words that make it of the job: `words`, and whatever else differs,
+    so that the job's own micro-batch or accumulation does not make it another batch."""
+    batch = solve(spec.batch.global_batch, layout)
+    if spec.layout.accumulation or (spec.layout.micro_batch and spec.batch.accumulation == 1):
+        layout = replace(layout, accumulation=batch.accumulation)
+    said = {word.partition("=")[0] for word in words.split()}
+    rest = [
+        f"layout.{field.name}={value}"
+        for field in fields(layout)
+        if (value := getattr(layout, field.name)) != getattr(spec.layout, field.name)
+        and f"layout.{field.name}" not in said
+        and (field.name, value) != ("accumulation", spec.batch.accumulation)
+    ]
+    changed = replace(spec, layout=layout, batch=batch, stages=stages(spec.model, layout))
+    return " ".join([words, *rest]), changed
+
+
 def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
     layout, model = spec.layout, spec.model
-    for recompute in MODES[1:]:
-        if MODES.index(layout.recompute) < MODES.index(recompute):
+    for recompute in legal_modes(layout.tiles)[1:]:
+        if MODES.index(layout.mode) < MODES.index(recompute):
             yield f"layout.recompute={recompute}", replace(layout, recompute=recompute)
     if spec.batch.micro_batch > 1:
         half = spec.batch.micro_batch // 2
@@ -140,8 +158,9 @@ def _changes(spec: StepSpec) -> Iterator[tuple[str, Layout]]:
             if legal and ranks % 2 == 0:
                 wider, fewer = 2 * getattr(layout, axis), ranks // 2
                 moved = replace(layout, **{axis: wider, data: fewer}, **open_micro)
-                zero = replace(moved, zero=min(moved.zero, 2)) if axis == "pp" else moved
-                yield f"layout.{axis}={wider} layout.{data}={fewer}", zero
+                zero = min(moved.zero, 2) if axis == "pp" else moved.zero
+                moved = replace(moved, zero=zero, ep=gcd(moved.ep, moved.shard_ranks))
+                yield f"layout.{axis}={wider} layout.{data}={fewer}", moved
                 break
 
 

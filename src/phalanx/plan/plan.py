@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from phalanx.config.layout import Layout
@@ -17,15 +18,18 @@ class Candidate:
 
     spec: StepSpec
     """The step with a complete layout: micro-batch, accumulation and every axis."""
-    prediction: Prediction
-    """Time, memory and FLOPs by formula."""
     seconds: float
     """Seconds of a step, simulated event by event; the ranking goes by them."""
 
     @classmethod
     def of(cls, spec: StepSpec) -> Candidate:
-        """Predicts and simulates a step. Raises JobError for a step that cannot be simulated."""
-        return cls(spec, predict(spec), step_seconds(spec))
+        """Simulates a step. Raises JobError for a step that cannot be simulated."""
+        return cls(spec, step_seconds(spec))
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """Time, memory and FLOPs by formula."""
+        return predict(self.spec)
 
     @property
     def layout(self) -> Layout:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, groupby, islice
+from itertools import accumulate, islice
 from math import inf
 from operator import mul
 from typing import NamedTuple
@@ -20,16 +20,26 @@ from phalanx.config.layout import Layout
 from phalanx.cost.block_memory import BlockBytes
 from phalanx.cost.communication import group
 from phalanx.cost.held import Content, Flight, LayerKind, parameter_counts, stages_of_case
-from phalanx.cost.prediction import predict, step_parts
+from phalanx.cost.prediction import step_parts
 from phalanx.cost.rank_memory import StepParts, needed_bytes, shards_of, step_memory
 from phalanx.cost.rank_time import rank_time
 from phalanx.cost.spec import StepSpec
 from phalanx.errors import JobError
 from phalanx.partition.cut import Floats, Places, cut_by
-from phalanx.partition.derived import MODES, Mode, RecomputeRun, is_offloaded, legal_hpz, modes, ranges, written
+from phalanx.partition.derived import (
+    MODES,
+    Mode,
+    is_offloaded,
+    legal_hpz,
+    legal_modes,
+    modes,
+    ranges,
+    with_modes,
+    written,
+)
 from phalanx.plan.branch import Found, Keep, Search, same_passes
 from phalanx.plan.plan import Candidate
-from phalanx.plan.simplicity import EQUAL
+from phalanx.plan.simplicity import EQUAL, is_scattered
 from phalanx.plan.space import RECOMPUTE, PlanRequest, Rows
 from phalanx.simulate.step import step_seconds
 
@@ -92,7 +102,7 @@ def fill(groups: Sequence[EqualBlocks], room: float) -> Filling | None:
         rows.append(last)
     rows.append(place)
     chosen = zip(groups, frontiers, reversed(rows), strict=True)
-    numbers = (_choices(group.blocks, len(group.bytes))[int(frontier.rows[row])] for group, frontier, row in chosen)
+    numbers = (_ways(group)[int(frontier.rows[row])] for group, frontier, row in chosen)
     return Filling(seconds, tuple(tuple(map(int, number)) for number in numbers))
 
 
@@ -106,9 +116,33 @@ def _choices(count: int, things: int) -> NDArray[np.intp]:
     )
 
 
+DISTINCT = 4
+"""Most different choices of equal blocks that are combined: 341,000 ways for 126 blocks."""
+
+
+@lru_cache(64)
+def _ways(group: EqualBlocks) -> NDArray[np.intp]:
+    """Returns ways in which a group's blocks make their choices, one per row: every way of the best choices. A choice
+    is left out if another takes neither more bytes nor more seconds, and of more than DISTINCT those that gain least
+    over a mixture of the next leaner and the next faster one."""
+    costs = sorted(zip(group.bytes, group.seconds, range(len(group.bytes)), strict=True))
+    best = [cost for n, cost in enumerate(costs) if all(cost[1] < other[1] for other in costs[:n])]
+
+    def gain(n: int) -> float:
+        (lean, slow, _), (size, seconds, _), (large, fast, _) = best[n - 1 : n + 2]
+        return slow + (fast - slow) * (size - lean) / (large - lean) - seconds
+
+    while len(best) > DISTINCT:
+        del best[min(range(1, len(best) - 1), key=gain)]
+    few = _choices(group.blocks, len(best))
+    ways = np.zeros((len(few), len(group.bytes)), few.dtype)
+    ways[:, [number for _, _, number in best]] = few
+    return ways
+
+
 @lru_cache(4096)
 def _frontier(group: EqualBlocks) -> _Frontier:
-    choices = _choices(group.blocks, len(group.bytes)).astype(np.float64)
+    choices = _ways(group).astype(np.float64)
     return _unbeaten(choices @ np.array(group.bytes), choices @ np.array(group.seconds))
 
 
@@ -423,12 +457,12 @@ TRIED, MIXED = 3, 2
 
 def refined(request: PlanRequest, candidate: Candidate) -> Candidate:
     """Returns the candidate with the best cut and the least recomputation that fit, if that is faster."""
-    spec = refinement(request, candidate.spec)
-    if spec is None:
+    found = [(step_seconds(spec), spec) for spec in _refinements(request, candidate.spec)]
+    if not found:
         return candidate
-    seconds = step_seconds(spec)
+    seconds, spec = min(found, key=lambda one: one[0])
     better = seconds * WORTH < candidate.seconds or needed_bytes(candidate.spec) > request.limit
-    return Candidate(spec, predict(spec), seconds) if better else candidate
+    return Candidate(spec, seconds) if better else candidate
 
 
 def refinements(
@@ -441,6 +475,8 @@ def refinements(
         return []
     fits = needed_bytes(candidates[0].spec) <= search.limit
     best = min(candidate.seconds for candidate in candidates) if fits else inf
+    least = {False: best, True: best}
+    """Seconds of the fastest without a long list of layers' recomputation, and of all."""
     passes = dict[Layout, StepSpec]()
     for candidate in candidates:
         passes.setdefault(same_passes(candidate.layout), candidate.spec)
@@ -448,27 +484,55 @@ def refinements(
     if best < inf:
         specs += islice(mixtures(search, found, best, keep), MIXED)
     better = list[Candidate]()
-    for spec in specs:
-        other = refinement(search.request, spec)
-        if other is None or step_parts(other).total > MARGIN * best:
+    for other in (other for spec in specs for other in _refinements(search.request, spec)):
+        scattered = is_scattered(other.layout)
+        if step_parts(other).total > MARGIN * least[scattered]:
             continue
         seconds = step_seconds(other)
-        if seconds * WORTH < best:
-            best = seconds
-            better.append(Candidate(other, predict(other), seconds))
+        if seconds * WORTH < least[scattered]:
+            least = {False: least[False] if scattered else seconds, True: min(least[True], seconds)}
+            better.append(Candidate(other, seconds))
     return better
 
 
-def refinement(request: PlanRequest, spec: StepSpec) -> StepSpec | None:
-    """Returns the spec of a layout that fits, with another cut, another recomputation of its layers or both, whose
-    slowest rank is faster; None if there is none."""
+def _refinements(request: PlanRequest, spec: StepSpec) -> Iterator[StepSpec]:
+    """Yields the refinement of a spec; where ranks with several stages got uneven ones, for which other ranks may have
+    to wait, that with the stages as they are; and where it is a long list of layers' recomputation, the refinement with
+    its two commonest modes alone, of which one stage is two runs of layers."""
+    other = refinement(request, spec)
+    if other is None:
+        return
+    yield other
+    if spec.layout.pp > 1 and other.layout.pp_cut != spec.layout.pp_cut and len(other.stages) > spec.layout.pp:
+        same = refinement(request, spec, cuts=False)
+        if same is not None:
+            yield same
+    if not is_scattered(other.layout) or spec.layout.pp > 1:
+        return
+    every = Counter[Mode](modes(other.layout.recompute_cut, spec.model.n_layers))
+    two: list[Mode] = sorted((mode for mode, _ in every.most_common(2)), key=MODES.index)
+    leaner = request.spec(replace(spec.layout, recompute=two[1], recompute_cut=""))
+    shorter = refinement(request, leaner, two)
+    if shorter is not None:
+        yield shorter
+
+
+def refinement(
+    request: PlanRequest, spec: StepSpec, allowed: Sequence[Mode] = (), *, cuts: bool = True
+) -> StepSpec | None:
+    """Returns the spec of a layout that fits, with another cut, another recomputation of its layers (of `allowed`, by
+    default all modes) or both, whose slowest rank is faster; None if there is none. Without `cuts` the stages stay."""
     layout = spec.layout
     fixed = request.fixed
-    cuts = layout.pp > 1 and not fixed.get("pp_cut")
+    cuts = cuts and layout.pp > 1 and not fixed.get("pp_cut")
     mixes = not fixed.get("recompute_cut") and "recompute" not in fixed
     if not (cuts or mixes):
         return None
-    every = MODES if mixes else tuple(dict.fromkeys(modes(written(layout), spec.model.n_layers)))
+    every = (
+        tuple(allowed or legal_modes(spec.layout.tiles))
+        if mixes
+        else tuple(dict.fromkeys(modes(written(layout), spec.model.n_layers)))
+    )
     ranks = PipelineRanks(spec, every, request.limit)
     start = stages_of_case(spec, ranks.stages)
     fits = ranks.calibrated(spec)
@@ -531,17 +595,14 @@ def _written(
                 if many:
                     layers = [layer for layer in stages[stage] if ranks.of_layer[layer] == kind]
                     _assign(every, layers, dict(zip(ranks.modes, next(numbers), strict=True)))
-    runs = [RecomputeRun(len(list(run)), mode) for mode, run in groupby(every)]
-    if len(runs) == 1:
-        return replace(layout, recompute=runs[0].mode, recompute_cut="")
-    return replace(layout, recompute="none", recompute_cut="+".join(map(str, runs)))
+    return with_modes(layout, every)
 
 
 def _assign(every: list[Mode], layers: Sequence[int], numbers: dict[Mode, int]) -> None:
     """Sets the modes of some layers. Those that recompute come first: the backward pass begins with the last, which
     free their activations before others need room to recompute."""
     place = 0
-    for mode in ("full", "selective", "products", "none"):
+    for mode in ("full", "mlp", "selective", "products", "none"):
         for layer in layers[place : place + numbers.get(mode, 0)]:
             every[layer] = mode
         place += numbers.get(mode, 0)
@@ -587,7 +648,7 @@ def _faster(request: PlanRequest, candidates: Sequence[Candidate], changed: Sequ
             continue
         seconds = step_seconds(spec)
         if seconds * WORTH < candidate.seconds:
-            better.append(Candidate(spec, predict(spec), seconds))
+            better.append(Candidate(spec, seconds))
     return better
 
 

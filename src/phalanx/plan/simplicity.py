@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.config.layout import Layout
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.derived import parse_cut
+from phalanx.partition.derived import parse, parse_cut
 from phalanx.schedule.catalogue import SCHEDULES
+from phalanx.units import counted
 
 if TYPE_CHECKING:
     from phalanx.plan.plan import Candidate
@@ -43,6 +46,8 @@ class Simplicity(NamedTuple):
     schedule: int
     """0 without a pipeline and for 1F1B and interleaved 1F1B, 1 for schedules that split backward passes, 2 for those
     that place stages in another order besides (zb_v, dualpipe)."""
+    scattered: bool
+    """Whether recomputation by layer has more runs of layers than a person writes (`is_scattered`)."""
     uneven: int
     """1 if not all stages have as many layers, 2 if their cut is written, and one more for recomputation by layer."""
     axes: int
@@ -56,8 +61,9 @@ class Simplicity(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Steps away from common practice: context parallelism of short sequences, another schedule."""
-        return self.context + (self.schedule > 0)
+        """Steps away from common practice: context parallelism of short sequences, another schedule, a list of layers'
+        recomputation."""
+        return self.context + (self.schedule > 0) + self.scattered
 
 
 def simplicity(spec: StepSpec) -> Simplicity:
@@ -70,6 +76,7 @@ def simplicity(spec: StepSpec) -> Simplicity:
     return Simplicity(
         context=layout.cp > 1 and spec.model.seq_len < LONG_SEQUENCE,
         schedule=0 if plain else 1 + elsewhere,
+        scattered=is_scattered(layout),
         uneven=(2 if layout.pp_cut else layers % stages > 0) + bool(layout.recompute_cut),
         axes=sum(getattr(layout, axis) > 1 for axis in AXES),
         settings=(layout.pp > 1) * (layout.schedule != Layout.schedule)
@@ -82,6 +89,15 @@ def simplicity(spec: StepSpec) -> Simplicity:
         chunks=layout.pp_chunks,
         zero=layout.zero,
     )
+
+
+RUNS = 2
+"""Runs of layers up to which a recompute_cut is one decision: the first layers recompute, the rest do not."""
+
+
+def is_scattered(layout: Layout) -> bool:
+    """Returns whether a layout's recomputation by layer has more runs than `RUNS`."""
+    return bool(layout.recompute_cut) and len(parse(layout.recompute_cut)) > RUNS
 
 
 def ranked(candidates: Iterable[Candidate], band: TieBand = EQUAL) -> list[Candidate]:
@@ -111,6 +127,7 @@ def simpler_because(simple: StepSpec, other: StepSpec) -> str:
     words = {
         "context": f"no context parallelism for sequences of {simple.model.seq_len:,} tokens",
         "schedule": f"{layout.schedule if layout.pp > 1 else 'no pipeline'} instead of {instead.schedule}",
+        "scattered": "recomputation without a list of layers",
         "uneven": "equal stages" if mine.uneven == 0 else "fewer stages or layers that differ",
         "axes": f"{mine.axes} instead of {theirs.axes} axes",
         "settings": "fewer settings that differ from the default",
@@ -119,6 +136,29 @@ def simpler_because(simple: StepSpec, other: StepSpec) -> str:
         "zero": f"zero {mine.zero} instead of {theirs.zero}",
     }
     return next(words[name] for name in Simplicity._fields if getattr(mine, name) != getattr(theirs, name))
+
+
+def recompute_in_words(layout: Layout) -> str:
+    """Describes recomputation by layer: "first 49 blocks full, rest none", or of more than `RUNS` runs their sums, "34
+    blocks full, 14 none"."""
+    runs = parse(layout.recompute_cut)
+    if len(runs) == RUNS:
+        return f"first {counted(runs[0].layers, 'block')} {runs[0].mode}, rest {runs[1].mode}"
+    many = Counter[str]()
+    for run in runs:
+        many[run.mode] += run.layers
+    (mode, first), *others = many.most_common()
+    return ", ".join([f"{counted(first, 'block')} {mode}", *(f"{layers} {mode}" for mode, layers in others)])
+
+
+def brief(layout: Layout) -> str:
+    """Formats a layout in one line of a sentence, without the batch equation and lists of stages; a list of layers'
+    recomputation is described."""
+    short = replace(layout, micro_batch=0, accumulation=0, pp_cut="")
+    if not layout.recompute_cut:
+        return short.line().replace(",", " ")
+    named = replace(short, recompute_cut="").line().replace(",", " ")
+    return f"{named}; recomputation: {recompute_in_words(layout)}"
 
 
 def stages_in_words(layout: Layout) -> str:

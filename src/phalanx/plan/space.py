@@ -23,7 +23,7 @@ from phalanx.cost.job_spec import framework_of, stages, step_spec
 from phalanx.cost.spec import Framework, StepSpec, as_used_by
 from phalanx.errors import JobError
 from phalanx.optimizers.entry import NOTHING_MORE, UpdateCosts
-from phalanx.partition.derived import DEFAULT_GLOBAL_BATCH, MODES, Batch, legal_hpz, solve
+from phalanx.partition.derived import DEFAULT_GLOBAL_BATCH, MODES, Batch, legal_hpz, legal_modes, solve
 from phalanx.plan.simplicity import EQUAL, TIED, TieBand
 from phalanx.schedule import catalogue
 from phalanx.techniques.catalogue import technique_problems
@@ -129,6 +129,10 @@ def plan_request(job: Job, vocab: int, fixed: Mapping[str, Any] | None = None) -
     if job.layout.axes.sizes:
         raise JobError(
             f"layout.axes: the planner does not choose axes of packages; leave {job.layout.replica_axis} out"
+        )
+    if not isinstance((fixed or {}).get("recompute", ""), str):
+        raise JobError(
+            "layout.recompute: the planner shares out the memory itself; leave the budget out, or fix a mode"
         )
     if not job.cluster.devices:
         raise JobError("cluster: how many devices are there? Set cluster.devices_per_node, or name a machine")
@@ -243,12 +247,14 @@ class Space:
     micro_batch: NDArray[np.int32]
     accumulation: NDArray[np.int32]
     options: list[NDArray[np.int32]]
-    """Options by pair, one per row: schedule, state, recomputation."""
+    """The different options of pairs, one per row: schedule, state, recomputation."""
+    option_of: NDArray[np.int32]
+    """By pair, the number of its own options."""
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Number of layouts, by pair."""
-        return np.array(list(map(len, self.options)))
+        return np.array(list(map(len, self.options)))[self.option_of]
 
     @property
     def size(self) -> int:
@@ -257,28 +263,20 @@ class Space:
 
     def count(self, keep: Callable[[NDArray[np.int32]], NDArray[np.bool_]]) -> NDArray[np.int64]:
         """Returns by pair the number of its options to `keep`."""
-        kinds, kind_of = self.kinds
-        return np.array([int(keep(options).sum()) for options in kinds])[kind_of]
-
-    @cached_property
-    def kinds(self) -> tuple[list[NDArray[np.int32]], NDArray[np.intp]]:
-        """The different options, and by pair the number of its own."""
-        _, first, which = np.unique(list(map(id, self.options)), return_index=True, return_inverse=True)
-        return [self.options[pair] for pair in first], which
+        return np.array([int(keep(options).sum()) for options in self.options])[self.option_of]
 
     @cached_property
     def available(self) -> NDArray[np.bool_]:
         """Whether a recomputation, a schedule and a state are among the options, by the number of these."""
-        kinds, _ = self.kinds
-        found = np.zeros((len(kinds), len(RECOMPUTE), len(self.schedules), len(STATES)), bool)
-        for number, options in enumerate(kinds):
+        found = np.zeros((len(self.options), len(RECOMPUTE), len(self.schedules), len(STATES)), bool)
+        for number, options in enumerate(self.options):
             scheduled, state, mode = options.T
             found[number, mode, scheduled, state] = True
         return found
 
     def rows(self, pairs: NDArray[Any]) -> Rows:
         """Returns every layout of some pairs."""
-        found = [self.options[pair] for pair in pairs]
+        found = [self.options[number] for number in self.option_of[pairs].tolist()]
         table = np.concatenate(found) if found else np.empty((0, 3), np.int32)
         return Rows(np.repeat(pairs, list(map(len, found))).astype(np.int32), table[:, 0], table[:, 1], table[:, 2])
 
@@ -308,21 +306,32 @@ def space_of(request: PlanRequest) -> Space:
     base, regathers = replace(Layout(), **{**request.fixed, "sp_regather": False}), request.regathers
     meshes = [mesh for world in request.devices for mesh in _meshes(request, world) if _takes_hpz(base, mesh)]
     schedules: dict[Scheduled, int] = {}
-    known: dict[tuple[int, int, bool], NDArray[np.int32]] = {}
-    pairs, options = [], []
-    for number, mesh in enumerate(meshes):
-        shared = mesh.dp_shard * mesh.cp > 1
-        for micro, m in _batches(request, mesh):
-            key = mesh.pp, m, shared
-            if key not in known:
-                known[key] = _options(request, mesh.pp, m, shared, schedules)
-            if len(known[key]):
-                pairs.append((number, micro, m))
-                options.append(known[key])
-    if not pairs:
+    options: list[NDArray[np.int32]] = []
+    numbers: dict[tuple[int, int, bool], int] = {}
+    """The number of the options, by pipeline ranks, micro-batches and whether ranks share state; -1 for none."""
+    batches: dict[tuple[int, int, int, bool], NDArray[np.int32]] = {}
+    """Micro-batch, accumulation and number of the options, a row each, of meshes that have the same."""
+    found = []
+    for mesh in meshes:
+        shared, share = mesh.dp_shard * mesh.cp > 1, request.global_batch // (mesh.dp_shard * mesh.dp_replicate)
+        same = mesh.pp, share, mesh.cp, shared
+        if same not in batches:
+            rows = []
+            for micro, m in _batches(request, share, mesh.cp):
+                key = mesh.pp, m, shared
+                if key not in numbers:
+                    some = _options(request, *key, schedules)
+                    numbers[key] = len(options) if len(some) else -1
+                    options += [some] * bool(len(some))
+                rows.append((micro, m, numbers[key]))
+            table = np.array(rows, np.int32).reshape(-1, 3)
+            batches[same] = table[table[:, 2] >= 0]
+        found.append(batches[same])
+    mesh_of = np.repeat(np.arange(len(meshes), dtype=np.int32), list(map(len, found)))
+    if not len(mesh_of):
         raise JobError(_nothing(request))
-    table = np.array(pairs, np.int32)
-    return Space(base, regathers, meshes, list(schedules), table[:, 0], table[:, 1], table[:, 2], options)
+    micro_batch, accumulation, option_of = np.concatenate(found).T.copy()
+    return Space(base, regathers, meshes, list(schedules), mesh_of, micro_batch, accumulation, options, option_of)
 
 
 def _nothing(request: PlanRequest) -> str:
@@ -374,10 +383,9 @@ def _takes_hpz(base: Layout, mesh: MeshDegrees) -> bool:
     return base.hpz == 1 or base.hpz in legal_hpz(replace(base, dp_shard=mesh.dp_shard, cp=mesh.cp, ep=mesh.ep))
 
 
-def _batches(request: PlanRequest, mesh: MeshDegrees) -> Iterator[tuple[int, int]]:
-    """Yields micro-batch sizes with their accumulation."""
-    share = request.global_batch // (mesh.dp_shard * mesh.dp_replicate)
-    most = max(1, MOST_TOKENS * mesh.cp // request.model.seq_len)
+def _batches(request: PlanRequest, share: int, cp: int) -> Iterator[tuple[int, int]]:
+    """Yields micro-batch sizes with their accumulation, from the sequences of a data rank."""
+    most = max(1, MOST_TOKENS * cp // request.model.seq_len)
     sizes = [n for n in divisors(share, most) if n == share or _few_factors(n)]
     for micro in _kept(
         sizes if "micro_batch" not in request.fixed else divisors(share), request.fixed, "micro_batch", 0
@@ -402,7 +410,8 @@ def _options(request: PlanRequest, pp: int, m: int, shared: bool, known: dict[Sc
         and (fixed.get("hpz", 1) == 1 or (state.zero == 3 and state.reshard))
         and (not shared or all(_allowed(fixed, name, value) for name, value in state._asdict().items()))
     ]
-    modes = [number for number, mode in enumerate(RECOMPUTE) if _allowed(fixed, "recompute", mode)]
+    legal = legal_modes(fixed.get("tiles", 1))
+    modes = [number for number, mode in enumerate(RECOMPUTE) if mode in legal and _allowed(fixed, "recompute", mode)]
     schedules = [known.setdefault(scheduled, len(known)) for scheduled in _schedules(request, pp, m)]
     rows = [(scheduled, state, mode) for scheduled in schedules for state in states for mode in modes]
     return np.array(rows, np.int32).reshape(-1, 3)

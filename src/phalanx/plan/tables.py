@@ -21,6 +21,7 @@ from phalanx.blocks.kinds import BlockKind, Half, block_kinds
 from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
+from phalanx.cost.block_memory import BlockBytes, StepSizes
 from phalanx.cost.communication import PURPOSES, Collective, RankGroup, boundary_bytes, group, seconds, state_messages
 from phalanx.cost.held import (
     Content,
@@ -152,6 +153,7 @@ class Tables:
         and per byte, and the share of the bytes that a rank sends."""
         self._asked: dict[tuple[str, Hashable], Floats] = {}
         self._blocks: dict[BlockKind, Floats] = {}
+        self._activations: dict[BlockKind, Floats] = {}
         self._work: dict[Hashable, Floats] = {}
         self._parts: dict[tuple[int, ...], tuple[list[StepSpec], NDArray[np.intp]]] = {}
         self._cuts: dict[tuple[int, int], Cut] = {}
@@ -190,20 +192,21 @@ class Tables:
 
         return self._figures((half, kind), on, ask)
 
-    def activations(self, block: BlockKind, mode: int, inner: NDArray[Any]) -> Floats:
-        """Returns bytes for inner combinations: those that a block saves per micro-batch, those that its backward pass
-        needs besides, messages in flight between stages, and what a block saves for its weight gradients alone. All
-        are of whole sequences."""
-        kind = LayerKind(block, RECOMPUTE[mode])
+    def activations(self, block: BlockKind, modes: int | slice, inner: NDArray[Any]) -> Floats:
+        """Returns bytes for recomputations, given by number, and inner combinations: those that a block saves per
+        micro-batch, those that its backward pass needs besides, messages in flight between stages, and what a block
+        saves for its weight gradients alone. All are of whole sequences."""
 
-        def ask(spec: StepSpec) -> tuple[float, float, float, float]:
-            step = StepParts(replace(spec, layout=replace(spec.layout, recompute=RECOMPUTE[mode])))
-            found = step.kinds[kind]
-            gathered = RankParts(step, step.flights[0]).backward(True)[1]
-            return found.kept, sum(found.backward) + gathered, step.under_way, found.deferred
+        def ask(spec: StepSpec) -> list[tuple[float, float, float, float]]:
+            step = StepSizes(spec)
+            found = [BlockBytes(step, LayerKind(block, mode)) for mode in RECOMPUTE]
+            return [(one.kept, sum(one.backward) + step.gathered, step.under_way, one.deferred) for one in found]
 
-        on = (TP, SP, CP, ULYSSES, EP) if block.routed else (TP, SP, CP, ULYSSES)
-        return self._figures(("activations", kind), on, ask)[inner] * self.inner[inner, MICRO, None]
+        if block not in self._activations:
+            on = (TP, SP, CP, ULYSSES, EP) if block.routed else (TP, SP, CP, ULYSSES)
+            of_sequence = self._figures(("activations", block), on, ask)
+            self._activations[block] = np.moveaxis(of_sequence * self.inner[:, MICRO, None, None], 1, 0).copy()
+        return self._activations[block][modes, inner]
 
     def loss(self, inner: NDArray[Any]) -> Floats:
         """Returns, for inner combinations, the bytes of the logits and of the head's input."""

@@ -9,11 +9,11 @@ them equal the peak of 1F1B on rank 0.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from phalanx.schedule.schedule import Action, Kind, Schedule
+from phalanx.schedule.schedule import Action, Kind, Schedule, action_of
 
 
 def round_robin(ranks: int, chunks: int = 1) -> tuple[int, ...]:
@@ -62,12 +62,13 @@ def _interleaved(rank: int, ranks: int, micro_batches: int, chunks: int) -> tupl
     # deadlock has none.
     groups = [range(first, first + ranks) for first in range(0, micro_batches, ranks)]
     stages = range(rank, ranks * chunks, ranks)
-    forward = [Action("F", stage, micro) for group in groups for stage in stages for micro in group]
-    backward = [Action("B", stage, micro) for group in groups for stage in reversed(stages) for micro in group]
+    forward = [action_of(("F", stage, micro, 0)) for group in groups for stage in stages for micro in group]
+    backward = [action_of(("B", stage, micro, 0)) for group in groups for stage in reversed(stages) for micro in group]
     # The first group goes through all stages but the last; a rank further from the end has two more passes to do for
     # each rank in between: there and back.
     before = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
-    return tuple(action for action in take_turns(forward, backward, before) if action.micro < micro_batches)
+    turns = take_turns(forward, backward, before)
+    return turns if micro_batches % ranks == 0 else tuple(action for action in turns if action[2] < micro_batches)
 
 
 def terapipe(ranks: int, micro_batches: int, slices: int = 4) -> Schedule:
@@ -127,7 +128,7 @@ def program(passes: Iterable[Pass], lanes: Sequence[Lane]) -> tuple[Action, ...]
                 halves[lane].append(number)
         stage, micros = lanes[lane]
         if number < len(micros):
-            actions.append(Action(kind, stage, micros[number]))
+            actions.append(action_of((kind, stage, micros[number], 0)))
     return tuple(actions)
 
 
@@ -162,36 +163,36 @@ def with_weight_passes(orders: Sequence[Sequence[Action]], stages: int, most: in
     for another rank or because it has `most` live activations: an F adds one, a W frees one. All passes take the same
     time; those of a stage are in the order of their micro-batches, from 0 on."""
     programs = [list[Action]() for _ in orders]
-    ahead = [deque(order) for order in orders]
+    ahead = [[*reversed(order)] for order in orders]
     late = [deque[Action]() for _ in orders]
     live = [0] * len(orders)
-    done = {kind: [0] * stages for kind in ("F", "I")}
-    while any(ahead) or any(late):
-        now = list[Action]()
+    # By stage, the micro-batches whose input is there: all of them at the ends, where none comes from a neighbour.
+    endless = sum(map(len, orders))
+    ready = {"F": [endless, *[0] * stages], "I": [*[0] * (stages - 1), endless, 0]}
+    unfinished = True
+    while unfinished:
+        now, unfinished = list[tuple[str, int]](), False
         for rank, program in enumerate(programs):
-            if ahead[rank] and live[rank] + _HOLDS[ahead[rank][0].kind] <= most and _input_ready(ahead[rank][0], done):
-                action = ahead[rank].popleft()
-            elif late[rank]:
-                action = late[rank].popleft()
-            else:
-                continue
-            live[rank] += _HOLDS[action.kind]
-            if action.kind == "I":
-                late[rank].append(Action("W", action.stage, action.micro))
-            program.append(action)
-            now.append(action)
-        assert now, f"the orders need more than {most} activations"
-        for kind, stage, _, _ in now:
-            if kind != "W":
-                done[kind][stage] += 1
+            if ahead[rank] and live[rank] + _HOLDS[ahead[rank][-1][0]] <= most:
+                action = ahead[rank][-1]
+                kind, stage, micro, _ = action
+                if micro < ready[kind][stage]:
+                    ahead[rank].pop()
+                    live[rank] += _HOLDS[kind]
+                    if kind == "I":
+                        late[rank].append(action_of(("W", stage, micro, 0)))
+                    program.append(action)
+                    now.append((kind, stage))
+                    continue
+            if late[rank]:
+                live[rank] += _HOLDS["W"]
+                program.append(late[rank].popleft())
+                unfinished = True
+        for kind, stage in now:
+            ready[kind][stage + 1 if kind == "F" else stage - 1] += 1
+        unfinished = unfinished or bool(now)
+    assert not any(ahead), f"the orders need more than {most} activations"
     return tuple(map(tuple, programs))
-
-
-def _input_ready(action: Action, done: Mapping[str, Sequence[int]]) -> bool:
-    """Returns whether the neighbouring stage's input of an F or I pass exists; `done` counts micro-batches by stage."""
-    kind, stage, micro, _ = action
-    other, through = (stage - 1 if kind == "F" else stage + 1), done[kind]
-    return not 0 <= other < len(through) or micro < through[other]
 
 
 def pipedream(ranks: int, micro_batches: int, steps: int = 2) -> Schedule:
@@ -326,7 +327,7 @@ def _v_half(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     timed: list[tuple[int, Kind, int, int]] = sorted(
         (start + 6 * micro, kind, stage, micro) for start, kind, stage in block for micro in range(micro_batches)
     )
-    return [Action(kind, stage, micro) for _, kind, stage, micro in timed]
+    return [action_of((kind, stage, micro, 0)) for _, kind, stage, micro in timed]
 
 
 def dualpipe(ranks: int, micro_batches: int) -> Schedule:
@@ -391,8 +392,8 @@ def one_f_one_b(ranks: int, micro_batches: int) -> Schedule:
 def alternating(stage: int, micro_batches: int, before: int) -> tuple[Action, ...]:
     """Returns the program of one stage: `before` forward passes, alternating forward and backward passes, the remaining
     backward passes. A stage then has at most `before` + 1 micro-batches in flight."""
-    forward = [Action("F", stage, micro) for micro in range(micro_batches)]
-    backward = [Action("B", stage, micro) for micro in range(micro_batches)]
+    forward = [action_of(("F", stage, micro, 0)) for micro in range(micro_batches)]
+    backward = [action_of(("B", stage, micro, 0)) for micro in range(micro_batches)]
     return take_turns(forward, backward, before)
 
 

@@ -7,9 +7,11 @@ they follow from the placement of the stages.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W"]
 
@@ -28,6 +30,10 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.micro}" + (f".{self.slice}" if self.slice else "")
+
+
+action_of: Callable[[tuple[Any, ...]], Action] = partial(tuple.__new__, Action)
+"""Creates an action from the tuple of all its fields: a planner builds millions of them."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,13 @@ class Schedule:
     def rank_of(self, stage: int, micro: int) -> int:
         """Returns the rank that computes a stage for a micro-batch."""
         return self.placements[self.direction(micro)][stage]
+
+    def forward_passes(self, rank: int) -> int:
+        """Returns the number of a rank's forward passes: each micro-batch passes every stage of its direction, in
+        slices."""
+        passes = Counter(map(self.direction, range(self.micro_batches)))
+        stages = (passes[way] * placement.count(rank) for way, placement in enumerate(self.placements))
+        return self.slices * sum(stages)
 
     def stages_on(self, rank: int) -> list[int]:
         """Returns the stages of a rank, in order."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 from phalanx.schedule.schedule import Action, Schedule
 
@@ -87,7 +88,7 @@ def run(
 
     def passes(rank: int) -> Iterator[int]:
         """Runs the program of a rank; yields the input that an action lacks, until it is there."""
-        clock, started, seconds, floor = 0.0, starts[rank], durations[rank], floors[rank] if floors else None
+        clock, started, seconds, floor = 0.0, starts[rank].append, durations[rank], floors[rank] if floors else None
         forward, whole, inputs, weights = (seconds.get(kind, ()) for kind in "FBIW")
         for kind, stage, micro, part in schedule.programs[rank]:
             place = (stage * micros + micro) * slices + part if sliced else stage * micros + micro
@@ -103,13 +104,13 @@ def run(
                     while (end := ends[place - 1]) == NOT_YET:
                         yield place - 1
                     begins = end if end > begins else begins
-                started.append(begins)
+                started(begins)
                 clock, channels_of = begins + forward[stage], onward
             elif kind == "W":
                 while (end := ends[backward + place]) == NOT_YET:
                     yield backward + place
                 begins = end if end > clock else clock
-                started.append(begins)
+                started(begins)
                 clock = begins + weights[stage]
                 continue
             else:
@@ -125,15 +126,15 @@ def run(
                     while (end := ends[done + 1]) == NOT_YET:
                         yield done + 1
                     begins = end if end > begins else begins
-                started.append(begins)
+                started(begins)
                 clock, channels_of = begins + (whole if kind == "B" else inputs)[stage], back
             ends[done] = clock
             if p2p_seconds:
                 channel = channels_of[micro * directions // micros if directions > 1 else 0][stage]
                 arrival = clock
                 if channel:
-                    arrival = max(clock, channel[1]) + channel[0]
-                    channel[1] = arrival
+                    each, free = channel
+                    channel[1] = arrival = (clock if clock > free else free) + each
                     if blocking:
                         clock = arrival
                 arrived[done] = arrival
@@ -190,7 +191,7 @@ class Timing:
         return max(self.idle_inside(rank) / self.work(rank) for rank in range(self.schedule.ranks))
 
     def work(self, rank: int) -> float:
-        return sum([self.costs[action[0]] for action in self.schedule.programs[rank]])
+        return sum(map(self.costs.__getitem__, map(itemgetter(0), self.schedule.programs[rank])))
 
     def idle(self, rank: int) -> float:
         """Returns the idle time of a rank between the first action of any rank and the end of the last."""

@@ -238,7 +238,8 @@ def simulate(spec: StepSpec, disturbance: Disturbance | None = None) -> Timeline
     does not match the number of micro-batches."""
     if problems := list(refusals(spec)):
         raise JobError(problems)
-    return _Step(spec, _schedule(spec, spec.batch.accumulation), disturbance or Disturbance()).timeline()
+    disturbance, schedule = disturbance or Disturbance(), _schedule(spec, spec.batch.accumulation)
+    return _Step(spec, schedule, disturbance, _ranks(spec, schedule, disturbance)).timeline()
 
 
 def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> float:
@@ -248,6 +249,7 @@ def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> floa
         raise JobError(problems)
     disturbance = disturbance or Disturbance()
     m, pp, name = spec.batch.accumulation, spec.layout.pp, spec.layout.schedule
+    ranks: list[RankSeconds] = []
     # A schedule from a file states its number of micro-batches.
     period = 0 if is_file(name) else catalogue.SCHEDULES[name].period(pp)
     settled = period * max(SETTLED_PERIODS, ceil(SETTLED_MICRO_BATCHES / pp))
@@ -255,21 +257,27 @@ def step_seconds(spec: StepSpec, disturbance: Disturbance | None = None) -> floa
         fewer = settled + m % period
         if any(catalogue.problems(name, pp, n, spec.layout.pp_chunks) for n in (fewer - period, fewer)):
             break  # a schedule that takes this m, but not every m of its period
-        least, most = _extrapolated(spec, disturbance, period, fewer)
+        # The times of a rank do not depend on the number of micro-batches of the program.
+        ranks = ranks or _ranks(spec, _schedule(spec, fewer), disturbance)
+        least, most = _extrapolated(spec, disturbance, ranks, period, fewer)
         if most <= least * (1 + EXTRAPOLATION_TOLERANCE):
             return (least + most) / 2
         settled *= 2
-    return _Step(spec, _schedule(spec, m), disturbance).seconds()
+    schedule = _schedule(spec, m)
+    return _Step(spec, schedule, disturbance, ranks or _ranks(spec, schedule, disturbance)).seconds()
 
 
-def _extrapolated(spec: StepSpec, disturbance: Disturbance, period: int, micro_batches: int) -> tuple[float, float]:
+def _extrapolated(
+    spec: StepSpec, disturbance: Disturbance, ranks: list[RankSeconds], period: int, micro_batches: int
+) -> tuple[float, float]:
     """Returns a lower and an upper estimate of a step from `micro_batches` of them and a `period` fewer: every rank
     continues at its rate, or at the rate of its own work. They differ while the first micro-batches in flight hide that
     a rank is slower than the one that sets the pace."""
-    shorter, longer = (_Step(spec, _schedule(spec, n), disturbance) for n in (micro_batches - period, micro_batches))
+    numbers = micro_batches - period, micro_batches
+    shorter, longer = (_Step(spec, _schedule(spec, n), disturbance, ranks) for n in numbers)
     more, least, most = (spec.batch.accumulation - micro_batches) / period, 0.0, 0.0
     for rank, (early, late) in enumerate(zip(shorter.ready, longer.ready, strict=True)):
-        growth, work_growth = late - early, longer.work(rank) - shorter.work(rank)
+        growth, work_growth = late - early, longer.work(rank, period)
         least, most = max(least, late + more * growth), max(most, late + more * max(growth, work_growth))
     return (least + longer.after) / longer.schedule.steps, (most + longer.after) / longer.schedule.steps
 
@@ -295,14 +303,15 @@ def _schedule(spec: StepSpec, micro_batches: int) -> Schedule:
     return schedule_of(layout, micro_batches)
 
 
+def _ranks(spec: StepSpec, schedule: Schedule, disturbance: Disturbance) -> list[RankSeconds]:
+    return [rank_seconds(spec, schedule, rank, disturbance) for rank in range(schedule.ranks)]
+
+
 class _Step:
     """One simulation: the costs of its ranks, the events, and what follows the last pass."""
 
-    def __init__(self, spec: StepSpec, schedule: Schedule, disturbance: Disturbance):
-        self.spec, self.schedule = spec, schedule
-        self.ranks: list[RankSeconds] = [
-            rank_seconds(spec, schedule, rank, disturbance) for rank in range(schedule.ranks)
-        ]
+    def __init__(self, spec: StepSpec, schedule: Schedule, disturbance: Disturbance, ranks: list[RankSeconds]):
+        self.spec, self.schedule, self.ranks = spec, schedule, ranks
         self.p2p_seconds = disturbance.p2p_seconds(spec, schedule)
         self.directions = list(map(schedule.direction, range(schedule.micro_batches)))
         blocks = not spec.framework.pp_overlaps
@@ -321,15 +330,16 @@ class _Step:
         """Returns the seconds from the first pass to the end of the last optimizer, per step."""
         return (self.all_ready + self.after) / self.schedule.steps
 
-    def work(self, rank: int) -> float:
-        """Returns the seconds of a rank's passes, and of the messages for which it waits."""
-        durations, program = self.ranks[rank].durations, self.schedule.programs[rank]
-        passes = sum(durations[action.kind][action.stage] for action in program)
-        if self.spec.framework.pp_overlaps:
-            return passes
-        receivers = self._receivers(rank)
-        sent = (receivers.get((kind, stage, self.directions[micro])) for kind, stage, micro, _ in program)
-        return passes + sum(self.p2p_seconds[rank, other] for other in sent if other is not None)
+    def work(self, rank: int, micro_batches: int) -> float:
+        """Returns the seconds of a rank's passes of some micro-batches per step, equal shares of them in each
+        direction, and of the messages for which it waits."""
+        durations, placements = self.ranks[rank].durations, self.schedule.placements
+        held = [stage for placement in placements for stage, at in enumerate(placement) if at == rank]
+        once = sum(durations["F"][stage] + durations["B"][stage] for stage in held)
+        if not self.spec.framework.pp_overlaps:
+            receivers = self._receivers(rank).items()
+            once += sum(self.p2p_seconds[rank, other] for (kind, *_), other in receivers if kind != "I")
+        return once * micro_batches * self.schedule.slices * self.schedule.steps / len(placements)
 
     def timeline(self) -> Timeline:
         ranks = range(self.schedule.ranks)

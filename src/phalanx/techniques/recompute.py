@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from phalanx.config.job import Job
@@ -13,6 +14,12 @@ from phalanx.techniques.technique import Problem, Technique
 def _problems(job: Job) -> Iterator[Problem]:
     """Yields the problems of recomputation that is stated per layer."""
     layout = job.layout
+    if layout.tiles > 1 and "mlp" in (layout.recompute, *re.findall(r"[a-z]+", layout.recompute_cut)):
+        yield (
+            "layout.recompute_cut" if layout.recompute_cut else "layout.recompute",
+            f"mlp would gather the {layout.tiles} tiles of MLPs again and keep them whole; nearest legal: "
+            "recompute=products, recompute=full, or tiles=1",
+        )
     if not layout.recompute_cut:
         return
     if layout.recompute != "none":
@@ -37,6 +44,7 @@ RECOMPUTE = Technique(
     layouts=(
         "accumulation=2,recompute=full,loss_chunk=24",
         "recompute_cut=1*full+1*selective+1*products+1*none",
+        "recompute=0.4,tp=2,sp=true",
     ),
-    combined=("recompute=products", "recompute=selective", "recompute=full"),
+    combined=("recompute=products", "recompute=mlp", "recompute=selective", "recompute=full"),
 )

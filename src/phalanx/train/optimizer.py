@@ -13,7 +13,8 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Optimizer
-from phalanx.optimizers.catalogue import OPTIMIZERS, state_tensors
+from phalanx.errors import JobError
+from phalanx.optimizers.catalogue import OPTIMIZERS, not_updated, state_tensors
 from phalanx.optimizers.entry import MASTER, StateKind
 from phalanx.parallel.parameter_shards import MatrixUpdates, ParameterShard, counted
 from phalanx.parallel.precision import needs_master_weights
@@ -40,6 +41,8 @@ class ShardedOptimizer:
         """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step, `tp`
         the axis of the ranks that hold the other slices, if there are any; `residence` is where the state lives, and
         `after_update` what techniques do to a shard's new values."""
+        if reason := not_updated(config):
+            raise JobError(reason)
         self.shards, self.residence, self.after_update = shards, residence or OnDevice(), after_update
         self.before_write: Callable[[], None] = lambda: None
         """Called before parameters or state change in a step."""

@@ -186,13 +186,13 @@ class Milestones:
         return cls(job.train.steps, job.train.log_every, job.train.eval_every, job.checkpoint.every)
 
     def shows(self, step: int) -> bool:
-        return step == 1 or _due(step, self.log_every)
+        return step == 1 or is_due(step, self.log_every)
 
     def validates(self, step: int) -> bool:
-        return step == self.last or _due(step, self.eval_every)
+        return step == self.last or is_due(step, self.eval_every)
 
     def saves(self, step: int) -> bool:
-        return step == self.last or _due(step, self.save_every)
+        return step == self.last or is_due(step, self.save_every)
 
     def needs_weights(self, step: int) -> bool:
         """Returns whether the weights after step `step` are needed on all ranks, for a validation or a checkpoint."""
@@ -204,5 +204,6 @@ class Milestones:
         return min([self.last, *(done + every - done % every for every in intervals)])
 
 
-def _due(step: int, every: int) -> bool:
+def is_due(step: int, every: int) -> bool:
+    """Returns whether step `step` is one of every `every`; 0: none is."""
     return every > 0 and step % every == 0

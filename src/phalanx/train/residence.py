@@ -12,7 +12,7 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -393,7 +393,7 @@ class InFiles(OnHost):
             master.grad = None
         updated = [part for part in self.parts if any(piece.shard.name in gradients for piece in part.pieces)]
         with ThreadPoolExecutor(1, "read ahead") as reader, ThreadPoolExecutor(1, "write behind") as writer:
-            reads = deque(reader.submit(self._read_after, *each) for each in zip(updated, self.buffers, strict=False))
+            reads = deque(reader.submit(self.read, *each) for each in zip(updated, self.buffers, strict=False))
             writes: deque[Future[None]] = deque()
             for number, part in enumerate(updated):
                 heartbeat.beat()
@@ -403,7 +403,7 @@ class InFiles(OnHost):
                 self.host.settle()  # copies to the device have left the buffer
                 writes.append(writer.submit(self.write_back, part, buffer))
                 if number + BUFFERS < len(updated):
-                    reads.append(reader.submit(self._read_after, updated[number + BUFFERS], buffer, writes.popleft()))
+                    reads.append(reader.submit(self.read, updated[number + BUFFERS], buffer, writes.popleft()))
             for written in writes:
                 self._wait(written)
         self.write([pair for pair in pairs if pair[0].name not in self.places])
@@ -456,26 +456,15 @@ class InFiles(OnHost):
             copy = self._copy(piece, master)
             self.host.up(master.detach() if copy is None else copy, piece.of(piece.shard.value.detach()))
 
-    def _read_after(self, part: FilePart, buffer: Tensor, write: Future[None] | None = None) -> None:
-        if write is not None:
-            write.result()
-        self.read(part, buffer)
-
-    def read(self, part: FilePart, buffer: Tensor) -> None:
-        """Reads a part of the file into a buffer. Raises OffloadError."""
-        place = 0
-        for start, stop in part.runs:
-            self.file.read(buffer[place : place + stop - start], start)
-            place += stop - start
-        self._moved["read"] += place
+    def read(self, part: FilePart, buffer: Tensor, after: Future[None] | None = None) -> None:
+        """Reads a part of the file into a buffer, once a write out of the buffer is done. Raises OffloadError."""
+        if after is not None:
+            after.result()
+        self._moved["read"] += _transfer(self.file.read, part, buffer)
 
     def write_back(self, part: FilePart, buffer: Tensor) -> None:
         """Writes a buffer to its part of the file. Raises OffloadError."""
-        place = 0
-        for start, stop in part.runs:
-            self.file.write(buffer[place : place + stop - start], start)
-            place += stop - start
-        self._moved["written"] += place
+        self._moved["written"] += _transfer(self.file.write, part, buffer)
 
     def _wait(self, transfer: Future[None]) -> None:
         began = time.perf_counter()
@@ -516,6 +505,15 @@ class InFiles(OnHost):
                 *(as_time(now - before), as_time(self.waited), self.file.folder, gib(moved)),
                 *(moved / (now - began) / 1e9, moved / computed / 1e9),
             )
+
+
+def _transfer(move: Callable[[Tensor, int], None], part: FilePart, buffer: Tensor) -> int:
+    """Moves the runs of a part between its file and a buffer, in which they follow each other. Returns their bytes."""
+    place = 0
+    for start, stop in part.runs:
+        move(buffer[place : place + stop - start], start)
+        place += stop - start
+    return place
 
 
 def file_parts(shards: Sequence[ParameterShard], places: Mapping[str, Mapping[str, Region]]) -> Iterator[FilePart]:

@@ -44,9 +44,9 @@ _LAST_PATIENCE_S = 3.0
 class Saving(Callback):
     """One rank's part in saving a run's checkpoints. A context manager: leaving it waits for a save that goes on."""
 
-    def __init__(self, state: TrainState, root: Path, stop: StopRequest, newest: Path | None = None):
+    def __init__(self, state: TrainState, root: Path, stop: StopRequest):
         self.state, self.root, self.stop = state, root, stop
-        self.newest = newest
+        self.newest: Path | None = None
         """The newest whole checkpoint of the run, known on rank 0."""
         self.world, self.device = state.stepper.mesh.axis("world"), state.stepper.device
         self.options = state.stepper.job.checkpoint

@@ -330,7 +330,7 @@ class Stepper:
         Requests of any rank are seen on all; a void step changes nothing. Raises NotFiniteError, before the optimizer
         writes anything, if loss or gradients are not finite (with fp16, if a smaller loss scale cannot help);
         independent replicas raise it when they synchronize. Raises RunError if memory is short. With sync=asp the
-        parameter server takes the steps (train/asp.py)."""
+        parameter server takes the steps (train/drivers.py)."""
         assert self.job.layout.sync != "asp", "the parameter server takes the steps"
         return self.finish(self.compute(inputs))
 
@@ -361,7 +361,7 @@ class Stepper:
         problem = ""
         if not math.isfinite(grad_norm) and not requests.void and not self.loss_scale.overflow():
             bad = self.name_first(self.optimizer.first_bad_gradient())
-            problem = f"step {inputs.step + 1}: loss {mean:g}, gradient norm {grad_norm:g}{bad}"
+            problem = not_finite(inputs.step + 1, mean, grad_norm) + bad
         if self.sync:
             requests = self.sync.after_update(inputs.step, requests, problem)
         elif problem:
@@ -493,6 +493,11 @@ class Stepper:
             if self.independent_replicas > 1
             else self.mesh.axis("world").all_reduce(x, op)
         )
+
+
+def not_finite(number: int, loss: float, grad_norm: float) -> str:
+    """Returns the problem of a step, from 1, whose loss or gradient norm is not finite."""
+    return f"step {number}: loss {loss:g}, gradient norm {grad_norm:g}"
 
 
 def _copy(shard: ParameterShard) -> ParameterShard:

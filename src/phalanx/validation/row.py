@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import yaml
 
-from phalanx.blocks.kinds import untrained
+from phalanx.blocks.kinds import block_kinds, untrained
 from phalanx.blocks.parameters import (
     attention_flops_per_token,
     block_flops_per_token,
@@ -27,7 +27,8 @@ from phalanx.blocks.parameters import (
     train_flops_per_step,
 )
 from phalanx.config.cluster import Accelerator
-from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
+from phalanx.config.job import Optimizer
+from phalanx.config.model import MLA, LoRA, Mamba, ModelConfig, MoE
 from phalanx.config.precision import Products
 from phalanx.config.presets import PRESETS, gpt_kind, llama_kind
 from phalanx.cost.frameworks import as_recipe, calibrated
@@ -52,10 +53,10 @@ class Convention:
     """Peaks that replace the data sheets': 16 bits in TFLOP/s by device name; the narrower formats have twice that."""
 
 
-def convention_of(description: str) -> Convention:
-    """Returns the convention of a source from its name and notes in lower case; unknown ones count full attention."""
+def convention_of(cells: Cells) -> Convention:
+    """Returns the convention of a source from its name and notes; unknown ones count full attention."""
     tables = row_layout.sources()["conventions"]
-    return next((Convention(**fields) for pattern, fields in tables if re.search(pattern, description)), Convention())
+    return next((Convention(**fields) for pattern, fields in tables if cells.said(pattern)), Convention())
 
 
 def flops_per_step(counts: Counts, model: ModelConfig, sequences: int, parameters: float = 0.0) -> float:
@@ -109,6 +110,26 @@ def _squared(layers: int, width: int, heads: int, kv: int, ff: int, vocab: int, 
     return llama(layers, width, heads, kv, ff, vocab, seq, activation="gelu", **more)
 
 
+def _hybrid(letters: str, width: int, heads: int, kv: int, ff: int, *mamba: int) -> ModelConfig:
+    """Returns a Nemotron-H; a block is a layer of Mamba-2 or attention, and an MLP that follows it."""
+    names = {"M": "mamba", "*": "heads", "": "none"}
+    blocks = [(names[first], tail) for first, tail in re.findall(r"([M*]?)(-?)", letters)]
+    blocks = [(attention, "dense" if tail else "none") for attention, tail in blocks if attention != "none" or tail]
+    n_heads, head_dim, state = mamba
+    return replace(
+        PRESETS["nemotron3-nano-30b-a3b"],
+        n_layers=len(blocks),
+        attention=",".join(attention for attention, _ in blocks),
+        feed_forward=",".join(feed_forward for _, feed_forward in blocks),
+        d_model=width,
+        n_heads=heads,
+        n_kv_heads=kv,
+        d_ff=ff,
+        mamba=Mamba(n_heads=n_heads, head_dim=head_dim, state=state),
+        moe=MoE(),
+    )
+
+
 def _maxtext(scale: int) -> ModelConfig:
     """Returns the shape of MaxText's `global_parameter_scale` in billions of parameters: doublings go in turn to heads
     and MLP, to the width, to the layers (maxtext, `get_individual_scales`; base: 16 layers, 2,048 wide, 16 heads, MLP
@@ -124,13 +145,12 @@ def shapes() -> dict[str, ModelConfig]:
     found = {
         re.sub(r"[^a-z0-9]", "", name.replace(".", "p")): shape
         for name, shape in PRESETS.items()
-        # Models without a vocabulary are small ones for tests. What experts in latents cost beside their products is
-        # not priced yet: published steps take 1.7 × as long, and are nearer to the transformers of shapes.yaml.
-        if shape.vocab_size and not shape.moe.latent
+        if shape.vocab_size  # those without one are small ones for tests
     }
     short = {"qwen330b": "qwen3-30b-a3b", "qwen3235b": "qwen3-235b-a22b", "nemotron3nano": "nemotron3-nano-30b-a3b"}
+    short |= {"nemotron3super": "nemotron3-super-120b-a12b", "nemotron3ultra": "nemotron3-ultra-550b-a55b"}
     found |= {name: PRESETS[preset] for name, preset in short.items()}
-    kinds = {"gpt": gpt, "llama": llama, "nemotron": _squared}
+    kinds = {"gpt": gpt, "llama": llama, "nemotron": _squared, "hybrid": _hybrid}
     parts: dict[str, Callable[..., Any]] = {"moe": _moe, "mla": _mla}
     written = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
     for name, (kind, *sizes) in written.items():
@@ -159,9 +179,6 @@ _NAMES_WITHOUT_SIZE = {"gpt2": "gpt2", "gpt3": "gpt3175b", "opt": "opt175b", "pa
 """Names without a size, which must match as a whole: a GPT of 2.5 B is no gpt2."""
 
 REMARKS = {
-    "nemotronh": "hybrid of Mamba as a transformer of the same parameters and FLOPs",
-    "nemotronnano": "hybrid of Mamba as a transformer of the same parameters and FLOPs",
-    "nemotron3": "hybrid of Mamba as a transformer of the same parameters and FLOPs",
     "qwen3next": "linear attention as a transformer of about the same parameters and FLOPs",
     "nemotron4": "squared ReLU as GELU",
     "llama4maverick": "128 experts in every second layer as 64 in every layer",
@@ -217,8 +234,14 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
         cells.assume(remark(key))
     if base is None:
         return None
+    if not (key or columns["vocab"]):
+        sizes = row_layout.sources()["vocabularies"]
+        columns["vocab"] = next((size for pattern, size in sizes if cells.said(pattern)), 0)
     if not columns["n_layers"] and (cut := re.search(r"-l([0-9]{1,3})\b", name.lower())):
         columns["n_layers"] = int(cut[1])
+    halves = [half for kind in block_kinds(base) for half in kind[:2] if half != "none"] if base.mamba.n_heads else []
+    if columns["n_layers"] == len(halves):
+        columns["n_layers"] = 0  # counted apart, as Megatron counts the layers of a hybrid
     shape = _overridden(base, columns)
     dense = base.moe.n_dense_layers
     if base.n_layers and shape.n_layers < base.n_layers and dense > 1:
@@ -228,23 +251,38 @@ def model_of(cells: Cells, framework: str, pp: int) -> ModelConfig | None:
     if (
         key == "deepseekv3"
         and shape.n_layers == base.n_layers
-        and re.search("nemo|megatron-bridge|dgxc|modelzoo", cells.description)
-        and "w/o mtp" not in cells.description
+        and cells.said("nemo|megatron-bridge|dgxc|modelzoo")
+        and not cells.said("w/o mtp")
     ):
-        cells.assume("multi-token prediction as one layer more")
-        shape = replace(shape, n_layers=shape.n_layers + 1)
+        cells.assume("one module that predicts a further token")
+        shape = replace(shape, n_layers=shape.n_layers + 1, mtp=1)
+    if key in ("nemotron3super", "nemotron3ultra") and "megatron-bridge" in cells.program:
+        cells.assume("two modules that predict further tokens")
+        shape = _with_modules(shape, 2)
+    if shape.moe.n_experts and "tokendrop" in name.lower():
+        shape = replace(shape, moe=replace(shape.moe, capacity=1.0))  # moe_expert_capacity_factor of release 25.09
     if shape.moe.n_experts and (slots := re.search(r"\bcf([0-9]\.[0-9]+)\b", name.lower())):
         shape = replace(shape, moe=replace(shape.moe, capacity=float(slots[1])))
     shape = _solved(cells, shape, pp, bool(key) and key != "bloom")
     if shape is None:
         return None
-    if not (columns["vocab"] or (key and key != "bloom")) and "bloom" not in name.lower():
+    if not (cells.text("vocab") or (key and key != "bloom")) and "bloom" not in name.lower():
         cells.assume(f"vocab blank: {shape.vocab_size}")
     if not columns["seq_len"]:
         cells.assume(f"seq_len blank: {shape.seq_len}")
     if shape.activation.startswith("gelu") and shape.positions == "learned" and framework in _DROPOUT:
         shape = replace(shape, dropout=0.1)
     return replace(shape, preset="")
+
+
+def _with_modules(shape: ModelConfig, modules: int) -> ModelConfig:
+    """Returns a hybrid with modules of attention and experts that predict one more token each: Megatron-Bridge's
+    recipes of Nemotron 3 Super and Ultra set mtp_num_layers 2 and the pattern *E."""
+    kinds = block_kinds(shape)
+    attention = ",".join([*(kind.attention for kind in kinds), *["heads"] * modules])
+    feed_forward = ",".join([*(kind.feed_forward for kind in kinds), *["experts"] * modules])
+    layers = shape.n_layers + modules
+    return replace(shape, n_layers=layers, mtp=modules, attention=attention, feed_forward=feed_forward)
 
 
 def _bloom(columns: dict[str, int]) -> ModelConfig:
@@ -363,6 +401,11 @@ ADAPTERS = {"nemo": LoRA(rank=16, targets="wq,wk,wv"), "": LoRA(rank=16)}
 performance recipes (llama3_llm_finetune.py), else beside all matrices."""
 
 
+UNEVEN = 1.14
+"""Time of a block with experts if a row says that its routing was real, over that of balanced routing: the middle of
+what the MoE ModelZoo states, 8 to 20 %."""
+
+
 @dataclass(frozen=True)
 class Reading:
     """The contents of a row."""
@@ -390,6 +433,8 @@ class Reading:
     """Number of parameters as printed; 0 if it is not."""
     assumptions: tuple[str, ...]
     """Values that were filled in, and approximations."""
+    ignored: tuple[str, ...] = ()
+    """Parts of the notes in which nothing was understood."""
 
     @property
     def devices(self) -> int:
@@ -419,6 +464,10 @@ _FILLED_IN = re.compile("(layout|global batch|micro_batch|seq_len) blank")
 """Assumptions on which the time depends most."""
 
 
+OPTIMIZER_STATES: Mapping[str, Literal["bf16_moments", "bf16"]] = {"bf16 moments": "bf16_moments", "bf16": "bf16"}
+"""The words for the optimizer's state that a job has, too (optimizer.state_dtype)."""
+
+
 def read(row: Mapping[str, str]) -> Reading:
     """Reads a row. Raises JobError with every reason why it cannot be expressed."""
     cells = Cells(row)
@@ -435,7 +484,7 @@ def read(row: Mapping[str, str]) -> Reading:
     _check_size(cells, model)
     layout, batch = found
     width = 4 if products == "fp32" else 2
-    if re.search("(?<![a-z])lora(?![a-z])", cells.description):
+    if cells.said("(?<![a-z])lora(?![a-z])"):
         adapters = next(adapters for start, adapters in ADAPTERS.items() if framework.startswith(start))
         cells.assume(f"LoRA: rank {adapters.rank}, {adapters.targets}; memory is not predicted")
         model = replace(model, lora=adapters)
@@ -443,14 +492,21 @@ def read(row: Mapping[str, str]) -> Reading:
     key = key_of(cells.text("model_name")) or ""
     if recipe := row_layout.recipe_of(cells, framework, model, key, cluster.accelerator.name):
         program, layout = as_recipe(program, recipe), row_layout.as_set_up(layout, recipe, model)
-    program = replace(program, memory_profile=row_layout.with_state(cells, program.memory_profile))
+    if framework.startswith("nemo") and products == "fp4":
+        program = replace(program, tp_hidden=0.0)  # Megatron-Bridge's recipes: tp_comm_overlap is off with nvfp4
+    if model.moe.n_experts and cells.said("real routing"):
+        cells.assume(f"uneven routing: blocks with experts take {UNEVEN} × as long")
+        program = replace(program, moe_slowdown=UNEVEN * program.moe_slowdown)
+    state = row_layout.state_of(cells)
+    program = replace(program, memory_profile=row_layout.with_state(state, program.memory_profile))
+    optimizer = Optimizer(state_dtype=OPTIMIZER_STATES.get(state, "fp32"))
     cluster, program = as_used_by(layout.world, cluster, program)
-    spec = StepSpec(model, cluster, layout, batch, products, width, program)
+    spec = StepSpec(model, cluster, layout, batch, products, width, program, optimizer=optimizer)
     reading = _measured(cells, _unmeasured(cells, spec, framework))
     if cells.problems:
         raise JobError(cells.problems)
     spec = replace(reading.spec, given=not any(map(_FILLED_IN.match, cells.assumed)))
-    return replace(reading, spec=spec, assumptions=tuple(cells.assumed))
+    return replace(reading, spec=spec, assumptions=tuple(cells.assumed), ignored=cells.ignored)
 
 
 def _check_size(cells: Cells, model: ModelConfig) -> None:
@@ -461,7 +517,7 @@ def _check_size(cells: Cells, model: ModelConfig) -> None:
 
 
 def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
-    means, unit = _memory(cells.description)
+    means, unit = _memory(cells)
     return Reading(
         spec=spec,
         measured_s=None,
@@ -472,7 +528,7 @@ def _unmeasured(cells: Cells, spec: StepSpec, framework: str) -> Reading:
         oom=False,
         framework=framework,
         source=source_of(cells),
-        convention=convention_of(cells.description),
+        convention=convention_of(cells),
         parameters=(cells.number("n_params_b") or 0) * 1e9,
         assumptions=(),
     )
@@ -491,8 +547,8 @@ def _measured(cells: Cells, reading: Reading) -> Reading:
             if not 1 / 1.5 < other / seconds[first] < 1.5:
                 cells.assume(f"{first} and {name} do not agree: by a factor of {other / seconds[first]:.2g}")
     gigabytes = cells.number("peak_mem_gb")
-    oom = re.search(r"\boom", f"{cells.description} {cells.text('peak_mem_gb').lower()}")
-    near = re.search(r"(close to|near|almost|before) oom", cells.description)
+    oom = cells.said(r"\boom") or re.search(r"\boom", cells.text("peak_mem_gb").lower())
+    near = cells.said(r"(close to|near|almost|before) oom")
     return replace(
         reading,
         measured_memory=None if gigabytes is None else gigabytes * reading.memory_unit,
@@ -515,15 +571,20 @@ def source_of(cells: Cells) -> str:
     return named or re.split(r"[ @,;]", cells.text("source"))[0] or "unnamed"
 
 
-def _memory(description: str) -> tuple[MemoryKind, float]:
-    """Returns the meaning of a source's memory, and the bytes in its GB: GiB for nvidia-smi and torch's summaries."""
-    if "nvidia-smi" in description or "bigscience" in description:
-        return "device", 2**30
-    if "max allocated" in description or "max_memory_allocated" in description:
-        return "allocated", 2**30
-    if "reserved" in description or "torchtitan" in description:
-        return "reserved", 2**30
-    if "zero bubble" in description or "2401.10241" in description:
-        # State and activations by formula are within 3 % of its table 4 when its GB are 10^9 bytes.
-        return "allocated", 1e9
+_MEMORY: tuple[tuple[str, MemoryKind, float], ...] = (
+    ("nvidia-smi|bigscience", "device", 2**30),
+    ("max allocated|max_memory_allocated", "allocated", 2**30),
+    ("reserved|torchtitan", "reserved", 2**30),
+    # State and activations by formula are within 3 % of its table 4 when its GB are 10^9 bytes.
+    (r"zero bubble|2401\.10241", "allocated", 1e9),
+)
+"""The meaning of a source's memory by its description, and the bytes in its GB: GiB for nvidia-smi and torch's
+summaries."""
+
+
+def _memory(cells: Cells) -> tuple[MemoryKind, float]:
+    """Returns the meaning of a source's memory, and the bytes in its GB."""
+    for pattern, means, unit in _MEMORY:
+        if cells.said(pattern):
+            return means, unit
     return "reserved", 2**30

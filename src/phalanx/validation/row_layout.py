@@ -97,10 +97,25 @@ class Cells:
             if len(known[name]) > LONGEST
         ]
         self.assumed: list[str] = []
+        self._understood: set[str] = set()
         self.description = " ".join(self.text(name) for name in ("source", "row_id", "model_name", "notes")).lower()
         """All that says where the row is from, in small letters."""
         self.program = " ".join(self.text(name) for name in ("source", "model_name")).lower()
         """What says which program ran."""
+
+    def said(self, pattern: str | re.Pattern[str]) -> re.Match[str] | None:
+        """Returns where the description first matches, in small letters; all such words count as understood."""
+        every = [*re.finditer(pattern, self.description)]
+        self._understood.update(found[0].strip(" ,;") for found in every)
+        return next(iter(every), None)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The parts of the notes in which no word was understood."""
+        parts = (part.strip(" .") for part in re.split(r"[;,()]", self.text("notes")))
+        return tuple(
+            part for part in parts if part and not any(word and word in part.lower() for word in self._understood)
+        )
 
     def text(self, name: str) -> str:
         """Returns the cell's text; empty for a blank or unknown value."""
@@ -179,7 +194,7 @@ def recipes() -> dict[str, Any]:
     return yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
 
 
-_RELEASE = re.compile(r"\b(2[0-9]\.[0-9]{2}(?:\.[0-9]+)?)(?= nemo)|modelzoo")
+_RELEASE = re.compile(r"\b(2[0-9]\.[0-9]{2}(?:\.[0-9]+)?)(?= nemo)|modelzoo|dgxc")
 _FORMATS = (("nvfp4|fp4", "nvfp4"), ("mxfp8|fp8-mx", "mxfp8"), ("fp8", "fp8"), ("bf16", "bf16"))
 _MODULES = {"norm": "layernorm", "layernorm": "layernorm", "act": "moe_act", "moe": "moe"}
 """Words for recomputed modules, and Megatron Core's names."""
@@ -188,7 +203,7 @@ _MODULES = {"norm": "layernorm", "layernorm": "layernorm", "act": "moe_act", "mo
 def recipe_of(cells: Cells, framework: str, model: ModelConfig, key: str, device: str) -> dict[str, Any]:
     """Returns the facts of the recipe that a row ran (recipes.yaml), and the modules that the row itself says to be
     computed again; {} if nothing is known."""
-    release = _RELEASE.search(cells.description)
+    release = cells.said(_RELEASE)
     lines = recipes().get(framework if framework == "maxtext" else release[0] if release else "", [])
     lines = lines + recipes()["every release"] if framework.startswith("nemo") else lines
     precision = cells.text("precision").lower()
@@ -212,12 +227,17 @@ STATES = ("fp32", "bf16 moments", "8-bit moments", "bf16")
 in bf16 with parameters in it, without master weights."""
 
 
-def with_state(cells: Cells, profile: MemoryProfile) -> MemoryProfile:
-    """Returns the memory profile with the optimizer's state in the precision that the row says, or its source."""
-    known = (word for pattern, word in sources()["optimizer states"] if re.search(pattern, cells.description))
+def state_of(cells: Cells) -> str:
+    """Returns the precision of the optimizer's state by the row, or its source; records a problem with the row's."""
+    known = (word for pattern, word in sources()["optimizer states"] if cells.said(pattern))
     word = cells.text("optimizer_state").lower() or next(known, "fp32")
     if word not in STATES:
         cells.problem(f"optimizer_state: {word!r} is unknown; known: {', '.join(STATES)}{did_you_mean(word, STATES)}")
+    return word
+
+
+def with_state(word: str, profile: MemoryProfile) -> MemoryProfile:
+    """Returns the memory profile with the optimizer's state in a precision (STATES)."""
     if word == "bf16":
         return replace(profile, parameter_bytes=0, unbuffered_gradient_bytes=2, state_bytes=4)
     master = 0 if profile.parameter_bytes == 4 else 4
@@ -241,14 +261,25 @@ SHARDED = (
     "torchtitan-compile",
     "torchtitan-async",
     "torchtitan-2025",
+    "kempnerforge",
     "automodel",
     "maxtext",
     "deepspeed-zero3",
 )
 """Frameworks that shard parameters by default."""
-MODERN = ("nemo", "nemo-2025", "nemo-early-2026", "mlperf", "megatron-core", "llama3", "megascale", "megatron")
+MODERN = (
+    "nemo",
+    "nemo-2025",
+    "nemo-early-2026",
+    "mlperf",
+    "mlperf-2023",
+    "megatron-core",
+    "llama3",
+    "megascale",
+    "megatron",
+)
 """Megatron's relatives since 2022, whose tensor parallelism includes sequence parallelism by default."""
-DISTRIBUTED = (*MODERN, "megatron-deepspeed")
+DISTRIBUTED = (*MODERN, "megatron-deepspeed", "internlm")
 """Frameworks that shard the optimizer state by default."""
 _NETWORK = re.compile(r"(?:([0-9]{1,2}) ?[x×] ?)?([0-9]{2,4}) ?Gb(?:/s|ps|it)? (?:per node|RoCE|InfiniBand|Ethernet)")
 """What joins a node to others: 4 x 100 Gb per node. A capital B is memory."""
@@ -262,7 +293,7 @@ def framework_of(cells: Cells) -> str:
     if not found:
         cells.assume("framework unknown: as Megatron")
     releases = sources()["releases"].get(found, ())
-    return next((family for pattern, family in releases if re.search(pattern, cells.description)), found or "megatron")
+    return next((family for pattern, family in releases if cells.said(pattern)), found or "megatron")
 
 
 def cluster_of_row(cells: Cells) -> Cluster | None:
@@ -308,6 +339,7 @@ def _with_network(cells: Cells, link: Link, per_node: int) -> Link:
     stated = _NETWORK.search(cells.text("network")) or _NETWORK.search(cells.text("notes"))
     if not stated:
         return link
+    cells.said(re.escape(stated[0].lower()))
     gbs = int(stated[1] or 1) * float(stated[2]) / 8 / per_node
     if abs(gbs / link.gbs - 1) > 0.01:
         cells.assume(f"{gbs:g} GB/s per device between nodes")
@@ -317,18 +349,14 @@ def _with_network(cells: Cells, link: Link, per_node: int) -> Link:
 def _sited(cells: Cells, machine: str) -> Cluster:
     """Returns the machine of the source if it is known, else the device's usual one."""
     site = next(
-        (
-            own
-            for pattern, of, own in sources()["sites"]
-            if re.fullmatch(of, machine) and re.search(pattern, cells.description)
-        ),
+        (own for pattern, of, own in sources()["sites"] if re.fullmatch(of, machine) and cells.said(pattern)),
         machine,
     )
     if site == "v100-16gb":  # the one device without a machine of its own in the catalogue
         cells.assume("V100 with 16 GB in a DGX-1")
         return replace(CLUSTERS["dgx-v100"], accelerator=ACCELERATORS["v100-16gb"])
     cluster = CLUSTERS[site]
-    stated = next((gbs for pattern, gbs in sources()["networks"] if re.search(pattern, cells.description)), 0.0)
+    stated = next((gbs for pattern, gbs in sources()["networks"] if cells.said(pattern)), 0.0)
     return replace(cluster, inter=replace(cluster.inter, gbs=stated)) if stated else cluster
 
 
@@ -336,6 +364,8 @@ def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
     """Returns the number format of the blocks' matrix products; the narrower one of two."""
     text = cells.text("precision").lower()
     device = cluster.accelerator
+    if "mlperf" in cells.description and device.fp4_tflops and "_fp4.sh" in cells.description:
+        return "fp4"  # the name of the configuration that ran says more than the round
     for pattern, products in (("fp4", "fp4"), ("fp8|int8|e4m3", "fp8"), ("bf16|bfloat", "bf16"), ("fp16|half", "fp16")):
         if re.search(pattern, text):
             if products in ("fp4", "fp8") and not getattr(device, f"{products}_tflops"):
@@ -354,12 +384,12 @@ def products_of(cells: Cells, cluster: Cluster, framework: str) -> Products:
     if (
         device.fp4_tflops
         and cells.whole("n_gpus") <= 8
-        and re.search("mlperf.*v5\\.1.*8b.*(fp4|2 candidate|not matched)", cells.description)
+        and cells.said("mlperf.*v5\\.1.*8b.*(fp4|2 candidate|not matched)")
     ):
         # There are two recipes for one node: submitters that do not use the 8-bit one use the 4-bit one.
         cells.assume("precision blank: fp4, the faster of the round's two recipes")
         return "fp4"
-    if "mlperf" in cells.description and device.fp8_tflops and not device.name.startswith("tpu"):
+    if cells.said("mlperf") and device.fp8_tflops and not device.name.startswith("tpu"):
         cells.assume("precision blank: fp8, as MLPerf submissions train")
         return "fp8"
     if framework in ("megatron-2021", "megatron-2022", "zero-bubble", "vtrain"):
@@ -383,7 +413,7 @@ def scheduled(cells: Cells, model: ModelConfig, framework: str, layout: Layout) 
     entry = catalogue.SCHEDULES[name]
     least, most = entry.chunks
     if entry.interleaves and chunks < least:
-        chunks = min(4 if "2407.21783" in cells.description else 2, model.n_layers // layout.pp)
+        chunks = min(4 if cells.said(r"2407\.21783") else 2, model.n_layers // layout.pp)
         cells.assume(f"vpp blank: {chunks}")
     chunks = min(max(chunks, least), most)
     totals = _totals(model.n_layers, layout.pp, framework)
@@ -394,7 +424,10 @@ def scheduled(cells: Cells, model: ModelConfig, framework: str, layout: Layout) 
         name = name if chunks > 1 else entry.interleaves
     if entry.placement != "round robin":
         return replace(layout, schedule=name, pp_chunks=chunks if most > 1 else 0)
-    cut = "+".join(map(str, _cut(totals, chunks)))
+    sizes = _cut(totals, chunks)
+    if "deepseek" in cells.text("model_name").lower() and "megatron-bridge" in cells.program:
+        sizes = _last_rest(model, layout.pp * max(1, chunks)) or sizes
+    cut = "+".join(map(str, sizes))
     return replace(layout, schedule=name, pp_chunks=chunks if chunks > 1 else 0, pp_cut=cut)
 
 
@@ -418,10 +451,10 @@ def _chunks(cells: Cells, model: ModelConfig, layout: Layout) -> int:
     text = cells.text("vpp").lower()
     if text.startswith("max"):
         return max(1, -(-model.n_layers // layout.pp))
-    if not text and re.search("(vpp|layouts?) not given", cells.description) and (fits := _fitting(model, layout)):
+    if not text and cells.said("(vpp|layouts?) not given") and (fits := _fitting(model, layout)):
         cells.assume(f"vpp blank: {fits}, for a bubble of at most 5 %")
         return fits
-    if not text and "mlperf" in cells.description and (chunks := MLPERF_CHUNKS.get(model.n_layers, 0)):
+    if not text and cells.said("mlperf") and (chunks := MLPERF_CHUNKS.get(model.n_layers, 0)):
         cells.assume(f"vpp blank: {chunks}")
         return chunks
     return cells.whole("vpp", 1)
@@ -447,6 +480,14 @@ def _totals(layers: int, pp: int, framework: str) -> list[int]:
     if framework == "megatron-deepspeed" and left > 0:
         return [*[each] * (pp - 1), left]
     return [(layers + pp - 1 - rank) // pp for rank in range(pp)]
+
+
+def _last_rest(model: ModelConfig, stages: int) -> list[int]:
+    """Returns the layers of every stage as Megatron-Bridge cuts DeepSeek-V3 (set_deepseek_v3_pipeline_model_parallel_
+    layout): equal ones, and the rest before the module for one more token and the loss; [] if there is no rest."""
+    each = -(-(model.n_layers - model.mtp) // stages)
+    rest = model.n_layers - each * (stages - 1)
+    return [*[each] * (stages - 1), rest] if rest > 0 else []
 
 
 def _cut(totals: list[int], chunks: int) -> list[int]:
@@ -482,7 +523,7 @@ def degree(cells: Cells, name: str) -> int:
     """Returns tp, pp, cp, ep or dp of the row, from its column or MLPerf's configuration name; 0 if it is not given."""
     if found := cells.whole(name):
         return found
-    if written := re.search(r"xtp([0-9]{1,4})pp([0-9]{1,4})cp([0-9]{1,4})", cells.description):
+    if written := cells.said(r"xtp([0-9]{1,4})pp([0-9]{1,4})cp([0-9]{1,4})"):
         return int({"tp": written[1], "pp": written[2], "cp": written[3]}.get(name, 0))
     return 0
 
@@ -541,7 +582,7 @@ def _guessed(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str,
     per_device, tp, _ = _maxtext(cells, cluster)
     if per_device:
         return tp, 1, 1
-    if framework == "mlperf" and (recipe := _mlperf(model, cluster, devices, sequences)):
+    if framework.startswith("mlperf") and (recipe := _mlperf(model, cluster, devices, sequences)):
         return recipe
     tp = pp = cp = 1
     if framework not in SHARDED:
@@ -593,17 +634,22 @@ def _sharding(cells: Cells, model: ModelConfig, cluster: Cluster, framework: str
     zero = int(stage[0]) if stage else default
     if model.moe.n_experts and layout.ep > 1:
         zero = max(zero, 1)  # experts are distributed over ranks that shard
+    stated = layout.ep
+    whole = re.search("megatron-bridge|modelzoo", cells.program) or layout.ep > layout.shard_ranks
+    if whole and framework in MODERN and layout.ep % layout.tp == 0:
+        # expert_tensor_parallel_size 1: tensor ranks are expert ranks, too, and cut nothing besides.
+        layout = replace(layout, ep=layout.ep // layout.tp)
     if not model.moe.n_experts:
         layout = replace(layout, ep=1)
     elif layout.shard_ranks % layout.ep or model.moe.n_experts % layout.ep:
         ep = gcd(gcd(layout.shard_ranks, layout.ep), model.moe.n_experts)
-        cells.assume(f"ep {layout.ep} reaches over tp {layout.tp}: ep {ep}, experts cut by tp besides")
+        cells.assume(f"ep {stated} reaches over tp {layout.tp}: ep {ep}, experts cut by tp besides")
         layout = replace(layout, ep=ep)
     if zero == 0:
         return replace(layout, dp_replicate=dp, dp_shard=1, zero=1)
     degrees: tuple[Literal[1], Literal[2], Literal[3]] = (1, 2, 3)
     layout = replace(layout, zero=degrees[zero - 1])
-    if "shard_grad_op" in cells.description:
+    if cells.said("shard_grad_op"):
         layout = replace(layout, zero=3, reshard=False)
     group = _group(cells, cluster, layout)
     if group and dp % group == 0 and group % layout.ep == 0:
@@ -616,10 +662,12 @@ def _group(cells: Cells, cluster: Cluster, layout: Layout) -> int:
     if cluster.accelerator.name.startswith("tpu") and cluster.domain and layout.dp_shard * layout.tp > cluster.domain:
         cells.assume("one replica per slice")
         return max(1, cluster.domain // layout.tp)
-    if "fsdp group" in cells.description:
+    if cells.said("fsdp group"):
         # dgxc-benchmarking prints the groups by number of devices: 128, at 256 devices 256.
         return 256 if layout.dp_shard == 256 else min(128, layout.dp_shard)
-    if "hsdp" in cells.description or "hybrid_shard" in cells.description:
+    if within := cells.said(r"\bzero-?[1-3] in groups of ([0-9]{1,5})\b"):
+        return int(within[1])
+    if cells.said("hsdp|hybrid_shard"):
         cells.assume("HSDP: sharded inside a node")
         return cluster.devices_per_node
     return 0
@@ -645,6 +693,9 @@ def _recompute(cells: Cells, cluster: Cluster, framework: str) -> Recompute:
         mode: Recompute = "products" if script == "products" else "full"  # the default of its base.yml
         cells.assume(f"recompute blank: {mode}")
         return mode
+    if framework == "mlperf-2023":
+        cells.assume("recompute blank: selective, as round 3.0's configuration")
+        return "selective"
     if framework.startswith(("nemo", "mlperf", "zero-bubble", "fsdp1")):
         return "none"
     if framework in ("megatron-2021", "vtrain", "megatron-deepspeed"):
@@ -665,12 +716,12 @@ def _tensor(cells: Cells, model: ModelConfig, framework: str, layout: Layout) ->
         near = min(legal, key=lambda t: abs(t - layout.tp))
         cells.problem(f"tp: n_heads {model.n_heads} / tp {layout.tp} is not an integer; nearest: {near}")
     stated = cells.yes("sequence_parallel")
-    by_default = framework in MODERN or framework.startswith(("torchtitan", "maxtext"))
+    by_default = framework in MODERN or framework.startswith(("torchtitan", "kempnerforge", "maxtext"))
     if stated is None and by_default:
         cells.assume("sequence_parallel blank: yes")
     sp = by_default if stated is None else stated
     # FSDP2's sequence parallelism keeps what it gathered; Megatron's gathers it again (Korthikanti et al. 2022).
-    return replace(layout, sp=sp, sp_regather=sp and not framework.startswith("torchtitan"))
+    return replace(layout, sp=sp, sp_regather=sp and not framework.startswith(("torchtitan", "kempnerforge")))
 
 
 def _batch(cells: Cells, cluster: Cluster, layout: Layout) -> Batch | None:
@@ -688,7 +739,7 @@ def _batch(cells: Cells, cluster: Cluster, layout: Layout) -> Batch | None:
         cells.problem(f"global_batch_seqs: {sequences} sequences do not divide by {dp} data ranks; nearest: {near}")
         return None
     each = sequences // dp
-    if not micro and (local := re.search(r"local batch ([0-9]{1,6})", cells.description)):
+    if not micro and (local := cells.said(r"local batch ([0-9]{1,6})")):
         micro = 1 if layout.pp > 1 else int(local[1])
     if not micro:
         micro = 1 if layout.pp > 1 or each > 8 else each

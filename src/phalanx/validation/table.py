@@ -48,6 +48,8 @@ MOST_ROWS = 100_000
 MOST_COLUMNS = 1000
 LONGEST_LINE = 2**20
 """Most characters of a line, and of a cell, which may hold several lines."""
+MOST_PARTS, MOST_SHOWN, LONGEST_PART = 1000, 4, 60
+"""Parts of notes that are counted, those that are shown, and the characters of each."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
 
@@ -61,17 +63,35 @@ class Summary:
     """Rows without a prediction, by the field at fault."""
     missing: tuple[str, ...] = ()
     """Known columns that the table does not have."""
+    unread: tuple[str, ...] = ()
+    """Columns that the table has and nothing reads."""
+    noted: int = 0
+    """Predicted rows with notes of which a part was not understood."""
+    ignored: Counter[str] = field(default_factory=Counter)
+    """Such parts, at most MOST_PARTS different ones."""
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the figures of --json."""
-        return {**vars(self), "refused": dict(self.refused), "missing": list(self.missing)}
+        tables = {"refused": dict(self.refused), "ignored": dict(self.ignored.most_common(MOST_SHOWN))}
+        return {**vars(self), **tables, "missing": list(self.missing), "unread": list(self.unread)}
+
+    def note(self, parts: Iterable[str]) -> None:
+        """Counts the parts of a row's notes that were not understood."""
+        found = {*parts}
+        self.noted += bool(found)
+        self.ignored.update(part for part in found if part in self.ignored or len(self.ignored) < MOST_PARTS)
 
     def __str__(self) -> str:
         lines = [f"{self.predicted} of {self.rows} rows predicted in {self.seconds:.1f} s"]
         lines += [f"  {count} refused for {reason}" for reason, count in self.refused.most_common()]
         if self.missing:
             lines.append(f"columns that are not there: {', '.join(self.missing)}")
+        if self.unread:
+            lines.append(f"columns that are not read: {', '.join(self.unread)}")
+        if self.noted:
+            often = ", ".join(f"{part[:LONGEST_PART]!r} ({n})" for part, n in self.ignored.most_common(MOST_SHOWN))
+            lines.append(f"notes: parts of {self.noted} rows are not understood and ignored: {often}")
         return "\n".join(lines)
 
 
@@ -121,11 +141,14 @@ def write(
     header = next(rows, [])
     if len(header) > MOST_COLUMNS:
         raise JobError(f"the table has {len(header):,} columns; at most {MOST_COLUMNS:,}")
-    names = [name.strip().lower() for name in header]
+    names, known = [name.strip().lower() for name in header], {*COLUMNS, *ADDED, *COSTS}
     copied = [place for place, name in enumerate(names) if name not in added_names]
     if not set(names) & set(COLUMNS):
         raise JobError(f"the table's first line names no column that is known (known: {', '.join(COLUMNS)})")
-    summary = Summary(missing=tuple(name for name in COLUMNS if name not in names))
+    missing, unread = (
+        [name for name in some if name not in others] for some, others in ((COLUMNS, names), (names, known))
+    )
+    summary = Summary(missing=tuple(missing), unread=tuple(name for name in unread if name))
     writer = csv.writer(target, lineterminator="\n")
     writer.writerow([*(header[place] for place in copied), *added_names])
     reported = -1
@@ -159,6 +182,7 @@ def _predicted(
         summary.refused[error.problems[0].split(":")[0]] += 1
         return [*[""] * (len(ADDED) - 1), _harmless("; ".join(error.problems)), *([""] * len(COSTS) if costs else ())]
     summary.predicted += 1
+    summary.note(reading.ignored)
     return added
 
 

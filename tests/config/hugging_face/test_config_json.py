@@ -234,6 +234,13 @@ def test_the_language_model_of_gemma_3_with_images():
         ({"attention_sinks": True}, "attention_sinks is not understood for model_type llama (what changes no number"),
         ({"attention_bias": True}, "mlp_bias"),
         ({"architectures": ["LlamaForCausalLMEagle3"]}, "whose head is not that of a language model"),
+        ({"architectures": ["MedusaLlamaForCausalLM"]}, "architectures names 'MedusaLlamaForCausalLM', and model_type"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "and model_type llama is LlamaForCausalLM"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}}, "type is 'linear', rope_type is"),
+        (
+            {"rope_theta": 1e4, "rope_parameters": {"rope_theta": 5e5}},
+            "rope_theta is 10000, rope_parameters.rope_theta",
+        ),
         ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor is 2, and no rope_type says how it stretches"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling.low_freq_factor is missing"),

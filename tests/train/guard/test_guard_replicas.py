@@ -11,14 +11,14 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from checkpoint.contents import require_same_bits
 from phalanx.checkpoint.inventory import check
 from phalanx.checkpoint.manifest import Manifest
 from phalanx.config.job import GuardOptions
 from phalanx.config.layout import Layout
 from phalanx.errors import CorruptionError, NotFiniteError, SpikeError
 from phalanx.parallel import mesh as meshes
-from phalanx.train.guard import History
-from phalanx.train.replicas import Difference, Replicas, digests, words
+from phalanx.train.guard import Difference, History, Replicas, digests, words
 from phalanx.train.step import Stepper
 from train.guard.faults import Fault, train_as_on_a_gpu, train_with
 from train.runs import change, losses, rows, weights
@@ -40,8 +40,7 @@ def same_as_without(ranks, job, *faults: Fault, run=train_with) -> list[dict]:
     ranks(train_with, world, sound := change(job, "run", name="sound"))
     ranks(run, world, job, *faults)
     assert not rows(sound, "guard")
-    expected, found = weights(sound), weights(job)
-    assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
+    require_same_bits(weights(job), weights(sound))
     assert losses(job)[-1] == losses(sound)[-1]
     return rows(job, "guard")
 
@@ -199,8 +198,7 @@ def test_a_spike_is_skipped_and_the_samples_are_named_also_after_a_resume(ranks,
     resumed = change(job, "run", name="resumed")
     ranks(train_with, 2, change(resumed, "train", steps=3))
     ranks(train_with, 2, resumed, SPIKE)
-    found = weights(resumed)
-    assert all(torch.equal(tensor, found[name]) for name, tensor in weights(job).items())
+    require_same_bits(weights(resumed), weights(job))
 
 
 def test_a_rewind_continues_with_the_samples_after_the_spike(ranks, job):

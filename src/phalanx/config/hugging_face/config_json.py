@@ -195,6 +195,12 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     for name in classes if isinstance(classes, list) else ():
         if isinstance(name, str) and re.search("For(?!(CausalLM|ConditionalGeneration)$)[A-Z]|RewardModel", name):
             source.problem("architectures", f"names {shown(name)}, whose head is not that of a language model")
+        elif isinstance(name, str) and _stem(name) != _stem(family.architecture):
+            source.problem(
+                "architectures",
+                f"names {shown(name)}, and model_type {values['model_type']} is {family.architecture}: programs differ "
+                f"in which of the two they take; {FIELD}=[architectures] takes the model_type",
+            )
     outer, harmless = None, HARMLESS | family.harmless
     quantised = source.holds(_QUANTISED)
     source.seen.add(_QUANTISED)
@@ -219,6 +225,11 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
     if outer:
         notes += ("the language model, without the encoder of images",)
     return HuggingFaceModel(family, model, notes, outer is not None, quantised)
+
+
+def _stem(architecture: str) -> str:
+    """Returns the part of a class's name that says the kind: llama of LlamaForCausalLM and LlamaModel."""
+    return re.split("For[A-Z]|LMHead|Model$", architecture)[0].casefold()
 
 
 def _not_taken(source: ConfigReader) -> Iterator[str]:

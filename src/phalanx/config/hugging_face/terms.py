@@ -278,6 +278,9 @@ class Rope:
         else:
             _refuse_second(source, rope)
         fields["rope_theta"] = rope.take("rope_theta", float, theta)
+        given = source.holds(self.theta_name) or source.holds("rope_theta")
+        if given and fields["rope_theta"] != theta:
+            source.problem("rope_theta", f"is {theta:g}, {rope.prefix}rope_theta is {fields['rope_theta']:g}")
         fraction = rope.take("partial_rotary_factor", float, fraction)
         if not named and self.stretched:
             fields["rope_scaling"] = self.stretched
@@ -370,6 +373,8 @@ def scaling(rope: ConfigReader, context: int) -> RopeScaling:
     """Returns the stretching of an object of rope parameters; `context` is the released one in tokens."""
     old = rope.take("type", str, "default")
     kind = rope.take("rope_type", str, old)
+    if rope.holds("type") and old != kind:
+        rope.problem("type", f"is {shown(old)}, rope_type is {shown(kind)}: they are the same")
     if kind not in _ROPE_KINDS:
         rope.problem(
             "rope_type", f"is {shown(kind)}{did_you_mean(kind, _ROPE_KINDS)} (supported: {', '.join(_ROPE_KINDS)})"

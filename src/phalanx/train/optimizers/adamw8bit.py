@@ -23,15 +23,12 @@ BITS = {torch.float32: (torch.int32, 16), torch.float64: (torch.int64, 45)}
 
 
 class CodeTable:
-    (
-        """The values of codes, and the codes of values, on a device and in a type.
+    """The values of codes, and the codes of values, on a device and in a type.
 
     A cell is the set of numbers with the same sign, exponent and first seven bits of the fraction. No cell has two
     bounds between codes. So a code takes one look-up: `lookup[cell]` is added to a number's bits as an integer. The
     sum's high bits are the code; a carry out of the low bits adds one where the number is above the bound inside the
     cell. This takes a thirtieth of the time of `torch.bucketize` on a CPU."""
-        ""
-    )
 
     def __init__(self, values: Tensor, *, signed: bool):
         """`values` (n,) are the values of codes 0 to n - 1: zero, then ascending ones up to 1."""

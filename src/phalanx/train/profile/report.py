@@ -36,6 +36,11 @@ class Communication:
     sends: bool = False
     receives: bool = False
 
+    def shifted(self, by: int) -> Communication:
+        """Returns the call by a clock that is `by` ns ahead; a moment of 0 stands for none."""
+        times = {name: getattr(self, name) for name in ("start", "end", "waited", "launched")}
+        return replace(self, **{name: at + by for name, at in times.items() if at})
+
 
 @dataclass
 class ProfiledRank:
@@ -62,6 +67,12 @@ class ProfiledRank:
         values["steps"] = [(start, end) for start, end in values["steps"]]
         values["work"] = {name: [(a, b) for a, b in spans] for name, spans in values["work"].items()}
         return cls(**values)
+
+    def shifted(self, by: int) -> ProfiledRank:
+        """Returns the record by a clock that is `by` ns ahead."""
+        steps = [(a + by, b + by) for a, b in self.steps]
+        work = {name: [(a + by, b + by) for a, b in spans] for name, spans in self.work.items()}
+        return replace(self, steps=steps, work=work, calls=[call.shifted(by) for call in self.calls])
 
 
 @dataclass
@@ -232,18 +243,14 @@ def of_step(
 
 def mean(shares: Sequence[Shares]) -> Shares:
     """Returns the mean of several shares; its parts add up to the mean step."""
-    whole, factor = Shares(), 1 / max(1, len(shares))
-    for each in shares:
-        for name in ("step", "forward", "backward", "recompute", "optimizer", "data", "other"):
-            setattr(whole, name, getattr(whole, name) + factor * getattr(each, name))
-        for axis, seconds in each.waiting.items():
-            whole.waiting[axis] = whole.waiting.get(axis, 0.0) + factor * seconds
-        for mine, theirs in ((whole.exposed, each.exposed), (whole.overlapped, each.overlapped)):
-            for axis, by in theirs.items():
-                of_axis = mine.setdefault(axis, {})
-                for collective, seconds in by.items():
-                    of_axis[collective] = of_axis.get(collective, 0.0) + factor * seconds
-    return whole
+
+    def of(values: list[Any]) -> Any:
+        if not isinstance(values[0], dict):
+            return sum(values) / len(shares)
+        names = dict.fromkeys(name for each in values for name in each)
+        return {name: of([each[name] for each in values if name in each]) for name in names}
+
+    return Shares(**of([asdict(each) for each in shares])) if shares else Shares()
 
 
 def typical(ranks: Sequence[Shares]) -> int:
