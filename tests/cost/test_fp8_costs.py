@@ -42,6 +42,11 @@ def test_devices_with_products_in_8_bits_take_it(cluster):
         (["model.lora.rank=4"], "whole weights, not adapters"),
         (["train.precision=bf16", "train.fp8_scaling=tensorwise"], "it is for train.precision=fp8"),
         (["train.fp8_scaling=blockwise"], "rowwise.*tensorwise"),
+        (["train.precision=bf16", "quantise_weights=fp8", "dp_shard=2"], "multiplies in 8 bits, and precision is bf16"),
+        (
+            ["cluster=dgx-b200", "model=mixtral-8x7b", "dp_shard=8", "quantise_weights=fp8", "train.global_batch=8"],
+            "b200 multiplies experts in bf16",
+        ),
         (
             ["cluster=dgx-h100", "model=llama3-8b", *ONE, "train.fp8_scaling=mxfp8"],
             "h100-80gb has none .*fp4_tflops is 0.*nearest legal: rowwise",

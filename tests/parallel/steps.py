@@ -125,6 +125,7 @@ def check_bytes(job: Job, vocab: int, found: list[tuple[Traffic, float]], shares
             equation,
             precision=job.train.precision,
             gradients=job.train.gradients,
+            fp8_scaling=job.train.fp8_scaling,
             vocab=vocab,
             stages=stages,
             rank=rank,

@@ -33,7 +33,7 @@ from phalanx.train.step import StepInputs, Stepper
 # What is predicted that ranks send in a step is what they send: every byte, on every axis and by every collective.
 
 
-Precision = Literal["fp64", "fp32", "bf16"]
+Precision = Literal["fp64", "fp32", "bf16", "fp8"]
 Gradients = Literal["same", "fp32"]
 VOCAB = 29
 """A prime: nothing divides by the ranks, so that padding is at work everywhere."""

@@ -28,6 +28,7 @@ from phalanx.parallel import fsdp
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.codec import Codec, CodedShare, CodedSum, quantise
 from phalanx.parallel.fsdp import ShardedReplica
+from phalanx.parallel.scaled import ScaledProduct
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import BLOCK, LARGEST, SCALE_BYTES, Format, schedule_of
@@ -149,6 +150,67 @@ def test_every_byte_of_gradients(ranks, model, line):
     check(ranks, job_of(model, layout_line.parse(line)))
 
 
+# Gathers in fp8: what is multiplied so travels so, and the products are those of numbers that were never sent.
+
+FITTING = dataclasses.replace(LLAMA, d_model=32, n_heads=4, head_dim=8, d_ff=64)
+ROUTED = dataclasses.replace(
+    SWITCH, d_model=32, n_heads=4, head_dim=8, d_ff=64, moe=dataclasses.replace(SWITCH.moe, d_ff=32)
+)
+FP8 = [
+    (FITTING, "dp_shard=3,accumulation=2,quantise_weights=fp8"),
+    (dataclasses.replace(FITTING, d_ff=72), "dp_shard=2,tp=2,sp=true,recompute=full,quantise_weights=fp8"),
+    (ROUTED, "dp_shard=4,ep=2,hpz=2,quantise_weights=fp8"),
+    (dataclasses.replace(FITTING, n_layers=4), "dp_shard=2,pp=2,schedule=zb_v,accumulation=4,quantise_weights=fp8"),
+    (FITTING, "dp_shard=4,hpz=2,tiles=2,recompute=full,quantise_weights=fp8,quantise_gradients=int8"),
+    (ROUTED, "dp_shard=2,cp=2,quantise_weights=fp8"),
+    (FITTING, "dp_replicate=2,dp_shard=2,accumulation=2,accumulate=sharded,reshard=false,quantise_weights=fp8"),
+]
+
+
+@some(FP8, 1, 2, 3)
+def test_every_byte_in_fp8(ranks, model, line):
+    check(ranks, job_of(model, layout_line.parse(line), "fp8"))
+
+
+def test_matrices_travel_in_half_the_bytes_with_a_scale_per_row(ranks):
+    coded, plain = (
+        ranks(counted, 2, job_of(FITTING, layout_line.parse(line), "fp8"))[0][0]["dp_shard"]
+        for line in ("dp_shard=2,quantise_weights=fp8", "dp_shard=2")
+    )
+    matrices, rows = 2 * 32 * (2 * 32 + 2 * 16) + 6 * 32 * 64, 2 * (32 + 2 * 16 + 32) + 2 * (2 * 64 + 32)
+    # Each is gathered twice, and half of it sent.
+    rest = plain["all_gather"] - 2 * matrices
+    assert coded["all_gather"] == rest + matrices + 4 * rows
+    assert coded["reduce_scatter"] == plain["reduce_scatter"]
+
+
+@pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "mxfp8"])
+def test_what_was_rounded_for_the_way_is_rounded_to_itself(scaling):
+    """With the scales of training, forward to the bit; backward but for elements far smaller than their row."""
+    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    codec, sent = Codec([CodedShare(weight.numel(), "fp8", 96)]), torch.empty(1, weight.numel(), dtype=weight.dtype)
+    codec.decode(codec.encode(weight.view(1, -1)), sent)
+    product, arrived = ScaledProduct(scaling, emulated=True), sent.view_as(weight)
+    assert codec.row_bytes(weight.dtype) == weight.numel() + 48 * 4
+    assert (arrived - weight).abs().max() > 0
+    for x, of_sent, of_own in (
+        (torch.randn(8, 96).bfloat16(), arrived, weight),
+        (torch.randn(8, 48).bfloat16(), arrived.t(), weight.t()),
+    ):
+        assert torch.equal(product(x, of_sent), product(x, of_own))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_stays_so_in_fp8(bad):
+    x = torch.ones(1, 96)
+    x[0, 40] = bad
+    codec, found = Codec([CodedShare(96, "fp8", 32)]), torch.empty_like(x)
+    codec.decode(codec.encode(x), found)
+    assert not found[0, 32:64].isfinite().all()
+    assert found[0, :32].eq(1).all()
+    assert found[0, 64:].eq(1).all()
+
+
 WIDE = dataclasses.replace(LLAMA, d_model=64, head_dim=16, d_ff=512, n_layers=3)
 """Every rank's share of a matrix consists of whole blocks of codes."""
 
@@ -169,6 +231,20 @@ def test_a_quarter_of_the_bytes_cross_between_nodes(ranks):
     # Blocks are gathered twice, what is outside of them once.
     outside = 2 * 32 * WIDE.d_model * 2 + WIDE.d_model * 2
     assert plain["dp_shard"]["all_gather"] == ring * (2 * whole - outside)
+
+
+def test_memory_of_gathers_in_fp8(ranks):
+    """A second copy in fewer bytes, and the codes of a block on their way."""
+    coded, plain = (
+        job_of(WIDE, Layout(dp_shard=4, hpz=2, accumulation=2, quantise_weights=each), "fp8")
+        for each in ("fp8", "none")
+    )
+    (most, left, _), (whole, _, _) = (ranks(copied_bytes, 4, each)[0] for each in (coded, plain))
+    expected, without = (step_memory(rank_spec(each, VOCAB, "cpu"))[0].allocated for each in (coded, plain))
+    block = 64 * (2 * 64 + 2 * 32) + 3 * 64 * 512
+    scales = WIDE.n_layers * (3 * 64 + 2 * 32 + 2 * 512) * SCALE_BYTES / 2  # of long rows they are nothing
+    assert left == 0
+    assert expected - without == pytest.approx(most - scales - whole + block, rel=0.01)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])

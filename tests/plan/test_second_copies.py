@@ -1,13 +1,17 @@
-"""The planner gives layouts whose gathers cross slow links a second copy of the parameters."""
+"""The planner gives layouts whose gathers cross slow links a second copy of the parameters, and gathers in fp8."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
+from phalanx.check.load import load_words
 from phalanx.config.cluster import Link
 from phalanx.config.clusters import cluster_of
+from phalanx.config.overrides import parse
 from phalanx.cost.prediction import predict
-from phalanx.plan.planner import search
+from phalanx.plan.plan import Candidate
+from phalanx.plan.planner import choose, search
 from phalanx.plan.space import PlanRequest
 from plan.questions import request
 
@@ -38,3 +42,17 @@ def test_no_copy_where_it_does_not_fit():
     device = replace(one.cluster.accelerator, memory_gib=memory)
     best = search(replace(one, cluster=replace(one.cluster, accelerator=device))).best[0]
     assert best.layout.hpz == 1
+
+
+def test_gathers_in_fp8_where_products_are_and_links_are_slow():
+    words = ["model=llama3-8b", "cluster=dgx-h200:4", "cluster.inter.gbs=3", "train.global_batch=64", "dp_shard=32"]
+
+    def chosen(*more: str, fixed: Collection[str] = ()) -> Candidate:
+        return choose(load_words(parse([*words, *more])).job, fixed, 128256).best[0]
+
+    best = chosen("train.precision=fp8")
+    assert (best.layout.zero, best.layout.quantise_weights) == (3, "fp8")
+    without = predict(replace(best.spec, layout=replace(best.layout, quantise_weights="none")))
+    assert best.prediction.step_time_s < without.step_time_s
+    assert chosen("train.precision=fp8", fixed=["quantise_weights"]).layout.quantise_weights == "none"
+    assert chosen("train.precision=bf16").layout.quantise_weights == "none"

@@ -26,7 +26,7 @@ from phalanx.config.presets import PRESETS
 from phalanx.errors import RunError
 from phalanx.model import moe
 from phalanx.model.seeding import Noise
-from phalanx.parallel import mesh
+from phalanx.parallel import codec, mesh, scaled
 from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import build
 from phalanx.parallel.scaled import ScaledProduct
@@ -164,6 +164,33 @@ def test_products_of_experts_in_8_bits_are_those_of_one_process(ranks, tmp_path,
     recorded(ranks, selection, path)
     assert compared(ranks, selection, path) is None
     assert compared(ranks, selection, path, with_experts_in_their_own_type) is not None
+
+
+@pytest.mark.parametrize(
+    ("line", "moe"),
+    [
+        ("dp_shard=2,tp=2,sp=true,recompute=products,accumulation=2", MoE()),
+        ("dp_shard=2,pp=2,schedule=zb_h1,accumulation=4,hpz=1,recompute=full", MoE()),
+        ("dp_shard=4,ep=2,hpz=2,accumulation=2,accumulate=sharded", MIXTURE.moe),
+    ],
+)
+def test_gathers_in_fp8_are_those_of_one_process(ranks, tmp_path, line, moe):
+    job = replace(FP8, model=replace(JOB.model, d_model=32, dropout=0.0, moe=moe))
+    selection, path = plan_of(f"{line},quantise_weights=fp8", job=job), tmp_path / "record"
+    recorded(ranks, selection, path)
+    assert compared(ranks, selection, path) is None
+    assert compared(ranks, selection, path, with_fewer_bits_on_the_way) is not None
+
+
+def with_fewer_bits_on_the_way(ranks, *args):
+    """As if gathers in fp8 had two bits of mantissa."""
+
+    def rounded(factor, _, scales):
+        narrow, scale = scaled.rounded(factor, torch.float8_e5m2, scales)
+        return narrow.to(torch.float8_e4m3fn), scale
+
+    with mock.patch.object(codec, "rounded", rounded):
+        return compare(ranks, *args)
 
 
 def with_experts_in_their_own_type(ranks, *args):

@@ -63,6 +63,21 @@ def _by_name(model: ModelConfig) -> Mapping[str, Weight]:
     return MappingProxyType({weight.name: weight for weight in every})
 
 
+@lru_cache(maxsize=1024)
+def is_narrow(model: ModelConfig, name: str) -> bool:
+    """Returns whether the parameter `name` is a matrix that train.precision=fp8 multiplies in 8 bits, if its sizes
+    allow it: those of linear layers in blocks, without routers."""
+    part, *rest = name.split(".", 2)
+    return part == "blocks" and rest[1] in _narrow(model)
+
+
+@lru_cache(maxsize=256)
+def _narrow(model: ModelConfig) -> frozenset[str]:
+    operators = (operator for kind in dict.fromkeys(block_kinds(model)) for operator in block(Place(model), kind))
+    every = (weight for operator in operators if not operator.sixteen for weight in operator.weights)
+    return frozenset(weight.name for weight in every if weight.is_matrix)
+
+
 def weight_of(model: ModelConfig, name: str) -> Weight:
     """Returns how ranks divide the parameter `name`, such as "blocks.3.attn.wq.weight". Raises KeyError for a name that
     the model does not have."""

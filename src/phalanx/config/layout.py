@@ -51,9 +51,9 @@ class Layout(Hashed):
     hpz: Annotated[int, Interval(1)] = 1
     """zero=3: neighbouring ranks of dp_shard × cp, those of a node, that keep a second copy of the parameters together
     (ZeRO++'s hpZ), so that only the first gather of a step crosses nodes. 1: no copy."""
-    quantise_weights: Literal["none", "int8"] = "none"
-    """zero=3: send gathered parameters as 8-bit codes, with a scale per block (ZeRO++'s qwZ): fewer bytes, rounded
-    parameters in the passes, exact ones in the optimizer."""
+    quantise_weights: Literal["none", "int8", "fp8"] = "none"
+    """zero=3: all-gather parameters in 8 bits: int8, codes with a scale per block (ZeRO++'s qwZ), which rounds the
+    parameters of the passes; fp8, with train.precision=fp8, the matrices that it multiplies, with a scale per row."""
     quantise_gradients: Literal["none", "int8", "int4"] = "none"
     """zero=3: send gradients as codes of 8 or 4 bits, with hpz above 1 first inside the node, so that only sums cross
     to other nodes (ZeRO++'s qgZ)."""

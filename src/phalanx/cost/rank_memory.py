@@ -29,6 +29,7 @@ from phalanx.cost.held import (
     covering,
     gathered_outside,
     kinds_of,
+    outside,
     parameter_counts,
     placed,
     table,
@@ -536,6 +537,8 @@ class RankParts:
             near = near_ranks(layout), near_ranks(layout, experts=layout.ep > 1)
             copied = sum(numbers / ranks for (numbers, *_), ranks in zip(self.shards, near, strict=True))
             found += copied * wire_width(layout.quantise_weights, self.width)
+            if layout.quantise_weights == "fp8":
+                found += outside(self.model, layout.tp, self.first, self.last) / near[0] * (self.width - 1)
         if memory_profile.gathers_matrices:
             matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
             return found + matrix * 2 * self.width
@@ -550,7 +553,8 @@ class RankParts:
         blocks = self.formulas.gathers(self.of_kind.total(), layout.pp, ahead, reshard=layout.reshard)
         if layout.quantise_weights != "none":
             # The codes of a block that arrives, beside its numbers.
-            found += max(held.block, held.tile, ends.block) * wire_width(layout.quantise_weights, self.width)
+            coded = max(held.block, held.tile, 0 if layout.quantise_weights == "fp8" else ends.block)
+            found += coded * wire_width(layout.quantise_weights, self.width)
         if layout.quantise_gradients != "none":
             # The codes of a group's gradients that a rank sends, and as many that it gets.
             found += 2 * max(held.trained, ends.block, ends.tile) * wire_width(layout.quantise_gradients, self.width)

@@ -469,6 +469,8 @@ def _gathered_ends(spec: StepSpec, content: Content) -> RankTime:
         for name, here in (("embed.weight", content.embedding), ("head.weight", content.head and not spec.model.tied)):
             if here and is_tiled(weight_of(spec.model, name), layout):
                 rows = table(spec.model, layout.tp)
+                if layout.quantise_weights == "fp8":  # which is for matrices of blocks
+                    spec = replace(spec, layout=replace(layout, quantise_weights="none"))
                 tiles = state_seconds(spec, ParameterCounts(rows, 0, rows, 0), layout.tiles)
                 there += tiles.gather
                 back += tiles.regather if name == "head.weight" else 0.0

@@ -115,6 +115,8 @@ class Framework(Hashed):
     folding, Liu et al. 2025); otherwise tensor ranks share every expert."""
     gathers_narrow: bool = False
     """Whether parameters in fp8 are gathered in 8 bits."""
+    offers_fp8_gathers: bool = False
+    """Whether `layout.quantise_weights` may be fp8."""
     sum_passes: float = 0.0
     """Passes over memory to add a micro-batch's gradients to those before: 3 reads two and writes one; 0 if `slowdown`
     includes it."""

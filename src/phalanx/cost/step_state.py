@@ -155,6 +155,8 @@ GATHERS = ("gather", "regather")
 ENCODED_BYTES, DECODED_BYTES = 37, 21
 """Bytes that move in memory per element: for its code (magnitudes, their maximum, division, rounding, each a pass over
 fp32, and the code), and for its number (the code, a product in fp32, the copy)."""
+FP8_ENCODED_BYTES, FP8_DECODED_BYTES = 9, 7
+"""Those in fp8: its row's maximum, the product with the scale, the cast; and the cast back, the product."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +264,9 @@ def conversion_seconds(device: Accelerator, layout: Layout) -> dict[str, float]:
     """Returns the seconds per element of making codes and numbers of each other, by the messages' purpose."""
     found: dict[str, float] = dict.fromkeys(PURPOSES, 0.0)
     if layout.quantise_weights != "none":
-        found["gather"] = stream_seconds(device, ENCODED_BYTES / layout.shard_ranks + DECODED_BYTES, 0)
+        narrow = layout.quantise_weights == "fp8"
+        there, back = (FP8_ENCODED_BYTES, FP8_DECODED_BYTES) if narrow else (ENCODED_BYTES, DECODED_BYTES)
+        found["gather"] = stream_seconds(device, there / layout.shard_ranks + back, 0)
         found["regather"] = found["gather"]
     if layout.quantise_gradients != "none":
         # Half of it with each of two messages inside and across nodes, the second of which is short.

@@ -22,6 +22,7 @@ from phalanx.blocks.residual import boundary, embedding, head
 from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout, Recompute
 from phalanx.config.model import ModelConfig
+from phalanx.config.precision import FP8_UNITS, Fp8Scaling
 from phalanx.cost.communication import Collective, sent_bytes, state_messages
 from phalanx.cost.held import LayerKind, kinds_of
 from phalanx.cost.traffic_parameters import HeldParameter, LayerRun, RankPasses, held_parameters, pipeline_work
@@ -190,10 +191,20 @@ class Spread:
     """Whether the rank is of the first replica, which serves parameters with sync=asp."""
     share: float
     """How many parts of a step its replica computes."""
+    unit: int = 16
+    """Of which the sizes of a matrix are multiples, if it is gathered in fp8."""
 
     @classmethod
     def of(
-        cls, layout: Layout, precision: str, gradients: str, rank: int, *, optimizer: Optimizer, share: float = 1
+        cls,
+        layout: Layout,
+        precision: str,
+        gradients: str,
+        rank: int,
+        *,
+        optimizer: Optimizer,
+        share: float = 1,
+        unit: int = 16,
     ) -> Spread:
         """Returns the spread of a rank of all of the layout's; `precision` and `gradients` are `train`'s."""
         width = PARAMETER_BYTES[precision]
@@ -201,7 +212,7 @@ class Spread:
         widths = width, 4 if gradients == "fp32" else width, max(width, 4)
         place = rank // layout.tp % layout.shard_ranks, rank % layout.tp
         serves = rank // (layout.tp * layout.shard_ranks) % layout.dp_replicate == 0
-        return cls(layout, *widths, *place, entry_of(optimizer.name).granularity, serves, share)
+        return cls(layout, *widths, *place, entry_of(optimizer.name).granularity, serves, share, unit)
 
     @property
     def shard(self) -> tuple[str, int]:
@@ -229,7 +240,7 @@ def state_traffic(runs: Sequence[LayerRun], spread: Spread, work: RankPasses, mo
     table, layout = Table(), spread.layout
     instances: list[Instance] = []
     if shards_parameters(layout):
-        updated, width = _fsdp(table, runs, spread, work), spread.width
+        updated, width = _fsdp(table, runs, spread, work, model), spread.width
         if spread.granularity == "matrix":
             instances = [_by_rows(layer, parameter, spread) for layer, parameter in instances_of(runs)]
     elif layout.shard_ranks * spread.replicas > 1:
@@ -271,7 +282,9 @@ def _by_rows(layer: int, parameter: HeldParameter, spread: Spread) -> Instance:
     return Instance(layer, parameter, axis, ranks, rank, parameter.ranges(ranks))
 
 
-def _fsdp(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses) -> Counter[HeldParameter]:
+def _fsdp(
+    table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPasses, model: ModelConfig
+) -> Counter[HeldParameter]:
     """Adds FSDP's and HSDP's traffic. Returns, for each parameter, the elements that this rank updates, summed over
     equal layers and tiles."""
     updated, layout = Counter[HeldParameter](), spread.layout
@@ -286,9 +299,10 @@ def _fsdp(table: Table, runs: Sequence[LayerRun], spread: Spread, work: RankPass
             often = {"gather": run.times, "regather": gathers - run.times}
             if not parameter.frozen:
                 often |= {"reduce": run.times * _reductions(parameter, layout, work), "sum": run.times}
-            weights, gradients = layout.quantise_weights, layout.quantise_gradients
-            formats = sent_as(parameter.shape, weights), sent_as(parameter.shape, gradients)
-            _send(table, spread, axis, ranges.each, ranks, formats, **often)
+            gathered = parameter.sent_as(model, layout.quantise_weights, spread.unit)
+            columns = parameter.shape[-1] if gathered == "fp8" else 0
+            formats = gathered, sent_as(parameter.shape, layout.quantise_gradients)
+            _send(table, spread, axis, ranges.each, ranks, formats, columns, **often)
             if parameter.frozen:
                 continue
             updated[parameter] += run.times * ranges.held(rank)
@@ -368,10 +382,12 @@ def _send(
     share: int,
     ranks: int,
     formats: tuple[Format, Format] = ("none", "none"),
+    columns: int = 0,
     **often: int,
 ) -> None:
     """Counts the messages of parameters of which each of `ranks` ranks has `share` elements, gathered and reduced in
-    these `formats`, each message as `often` as its purpose (phalanx.cost.communication) says, 0 if it is not named."""
+    these `formats`, fp8 of rows of so many `columns`, each message as `often` as its purpose
+    (phalanx.cost.communication) says, 0 if it is not named."""
     near, inside = spread.near(axis), "edp_hpz" if axis == "edp" else "hpz"
     where = {
         "shard": (axis, ranks),
@@ -381,7 +397,7 @@ def _send(
     }
     for message in state_messages(
         ranks,
-        gathered=wire_bytes(share, formats[0], spread.width),
+        gathered=wire_bytes(share, formats[0], spread.width, columns),
         reduced=wire_bytes(share, formats[1], spread.gradient_width),
         summed=share * spread.gradient_width,
         near=near,
@@ -431,13 +447,14 @@ def step_traffic(
     pairs: bool = False,
     conversations: int = 1,
     share: float = 1,
+    fp8_scaling: Fp8Scaling = "rowwise",
 ) -> Traffic:
     """Returns the bytes that `rank` (of all of `layout.world`) sends in one optimizer step, by mesh axis and
     collective, named as in the ledger. By default it is rank 0, whose ledger `phalanx train` reports.
 
     Pipeline ranks differ; so do positions of a ring in layers with a window, and ranks of the shard axis, if tp or pp
-    sums gradients of parameters that they shard unevenly. `precision` and `gradients` are `train`'s, `vocab` the
-    tokenizer's vocabulary size if the model leaves it open. `stages` are the layers of each pipeline stage
+    sums gradients of parameters that they shard unevenly. `precision`, `gradients` and `fp8_scaling` are `train`'s,
+    `vocab` the tokenizer's vocabulary size if the model leaves it open. `stages` are the layers of each pipeline stage
     (phalanx.partition.cut.stages_of); None: those of `layout.pp_cut`. `rows` are those that this rank sent to other
     ranks' experts, or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, if
     known: each layer counts an equal share of them, which matters if layers recompute differently. An `optimizer` that
@@ -455,7 +472,8 @@ def step_traffic(
     pp = rank // (layout.world // layout.pp)
     work = plan.work[pp]
     runs = held_parameters(model, layout, vocab, plan, pp)
-    spread = Spread.of(layout, precision, gradients, rank, optimizer=optimizer, share=share)
+    unit = FP8_UNITS[fp8_scaling]
+    spread = Spread.of(layout, precision, gradients, rank, optimizer=optimizer, share=share, unit=unit)
     table = state_traffic(runs, spread, work, model)
     ring_rank, _ = cp_coordinates(layout, rank // layout.tp % layout.cp)
     place = place_of(

@@ -10,13 +10,13 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from phalanx.blocks.operator import is_expert
-from phalanx.blocks.parameters import Shapes, weight_of
+from phalanx.blocks.parameters import Shapes, is_narrow, weight_of
 from phalanx.blocks.residual import is_target, needs_sum
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.cost.held import LayerKind, layer_kinds
 from phalanx.errors import JobError
-from phalanx.partition.derived import is_file, schedule_of, stage_shapes, written, written_stages
+from phalanx.partition.derived import Format, is_file, schedule_of, sent_as, stage_shapes, written, written_stages
 from phalanx.partition.matrices import ShardRanges, row_ranges
 from phalanx.partition.tensor_slices import first_rank_tiles
 from phalanx.schedule.generators import naive
@@ -147,6 +147,12 @@ class HeldParameter(NamedTuple):
     @property
     def expert(self) -> bool:
         return is_expert(self.name)
+
+    def sent_as(self, model: ModelConfig, format: Format, unit: int) -> Format:
+        """Returns the format in which it is gathered; in fp8 matrices whose sizes are multiples of `unit`."""
+        if format == "fp8" and not (is_narrow(model, self.name) and not any(size % unit for size in self.shape[-2:])):
+            return "none"
+        return sent_as(self.shape, format)
 
     def ranges(self, ranks: int) -> ShardRanges:
         """Returns the elements of FSDP2's shard on each of `ranks`: it shards rows, those of all experts' matrices

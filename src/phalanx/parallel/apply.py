@@ -339,7 +339,8 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
         hybrid = f" × {replicas} replicas (HSDP)" if replicas > 1 else ""
         hybrid += ", shards in host memory" if is_offloaded(layout, "parameters") else ""
         copied = f", a second copy on every {layout.hpz} ranks (hpZ)" if is_copied(layout) else ""
-        copied += f", gathered as {layout.quantise_weights} (qwZ)" if layout.quantise_weights != "none" else ""
+        how = {"none": "", "int8": ", gathered as int8 (qwZ)", "fp8": ", matrices of blocks gathered in fp8"}
+        copied += how[layout.quantise_weights]
         copied += f", reduced as {layout.quantise_gradients} (qgZ)" if layout.quantise_gradients != "none" else ""
         parts.log("data parallel: ZeRO-3 (FSDP2) over %d ranks%s, reshard %s%s", shards, hybrid, layout.reshard, copied)
         return replica

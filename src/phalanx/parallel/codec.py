@@ -9,6 +9,11 @@ A reduce-scatter cannot add codes, so ranks exchange them by all-to-all and add 
 the shares of the ranks at its own place in every node, and adds what its neighbours have; only these sums cross to
 other nodes, again as codes. So gradients are rounded twice: with s the scale of an element's block, its sum is off by
 at most s/2 of every rank's gradient and s/2 of every node's sum, all added up.
+
+Matrices that are multiplied in fp8 are sent in e4m3 as their product rounds them (scaled.py), with a scale per row.
+FSDP2 shards rows, so that no row's largest element has to be agreed, and all scales are powers of two, so that what has
+been rounded is rounded to itself: the product is that of numbers that were never sent, but for elements smaller than
+2^-14 of their row where another scale, of a column or a block, is finer.
 """
 
 from __future__ import annotations
@@ -21,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from phalanx.comm.axis import Axis, Pending
+from phalanx.parallel.scaled import rounded
 from phalanx.partition.derived import BLOCK, LARGEST, SCALE_BYTES, Format, wire_bytes
 
 TINY = torch.finfo(torch.float32).tiny
@@ -32,6 +38,12 @@ class CodedShare(NamedTuple):
 
     elements: int
     format: Format
+    columns: int = 0
+    """In fp8: elements that share a scale, a row of the matrix."""
+
+    def wire_bytes(self, dtype: torch.dtype) -> int:
+        """Returns the bytes in which it is sent, of numbers of a type."""
+        return wire_bytes(self.elements, self.format, dtype.itemsize, self.columns)
 
 
 class Codec:
@@ -43,7 +55,7 @@ class Codec:
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Returns the bytes of a row of numbers of a type."""
-        return sum(wire_bytes(*part, dtype.itemsize) for part in self.parts)
+        return sum(part.wire_bytes(dtype) for part in self.parts)
 
     def encode(self, rows: Tensor) -> Tensor:
         """Returns bytes (rows, row_bytes) for numbers (rows, elements)."""
@@ -52,20 +64,29 @@ class Codec:
             if part.format == "none":
                 wires.append(numbers.contiguous().view(torch.uint8))
                 continue
+            if part.format == "fp8":
+                narrow, scales = rounded(numbers.unflatten(1, (-1, part.columns)), torch.float8_e4m3fn, "rowwise")
+                wires += [each.flatten(1).view(torch.uint8) for each in (narrow, scales)]
+                continue
             codes, scales = quantise(numbers, part.format)
             wires += [_packed(codes, part.format), scales.view(torch.uint8)]
         return torch.cat(wires, dim=1)
 
     def decode(self, wire: Tensor, rows: Tensor) -> None:
         """Writes the numbers (rows, elements) of bytes (rows, row_bytes)."""
-        sizes = [wire_bytes(*part, rows.element_size()) for part in self.parts]
+        sizes = [part.wire_bytes(rows.dtype) for part in self.parts]
         targets = rows.split([part.elements for part in self.parts], dim=1)
         for part, numbers, sent in zip(self.parts, targets, wire.split(sizes, dim=1), strict=True):
             if part.format == "none":
                 numbers.copy_(_aligned(sent).view(rows.dtype))
                 continue
-            scale_bytes = -(-part.elements // BLOCK) * SCALE_BYTES
+            scale_bytes = -(-part.elements // (part.columns or BLOCK)) * SCALE_BYTES
             packed, scales = sent.split([sent.shape[1] - scale_bytes, scale_bytes], dim=1)
+            if part.format == "fp8":
+                narrow = packed.view(torch.float8_e4m3fn).unflatten(1, (-1, part.columns)).to(rows.dtype)
+                scale = _aligned(scales).view(torch.float32).unsqueeze(2).to(rows.dtype)
+                torch.mul(narrow, scale, out=numbers.unflatten(1, (-1, part.columns)))
+                continue
             codes = _unpacked(packed, part.elements, part.format)
             numbers.copy_(dequantise(codes, _aligned(scales).view(torch.float32), rows.dtype))
 

@@ -37,7 +37,7 @@ from phalanx.model.moe import Experts, GroupedLinear
 from phalanx.parallel import fsdp_private
 from phalanx.parallel.codec import Codec, CodedShare, CodedSum
 from phalanx.parallel.data import GradientSum, LocalModel, Replica, call_when_complete
-from phalanx.parallel.linear import Tile
+from phalanx.parallel.linear import Tile, scaled_product
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import MicroTensors, Objective
 from phalanx.parallel.offload import Host, on_host
@@ -344,7 +344,25 @@ def _codec(group: FSDPModule, format: Format, *, gradients: bool) -> Codec | Non
     if format == "none":
         return None
     shares = [each for each in fsdp_private.sent_shares(group) if each.trained or not gradients]
-    return Codec([CodedShare(each.elements, sent_as(each.shape, format)) for each in shares])
+    parts = [
+        _in_fp8(each) if format == "fp8" else CodedShare(each.elements, sent_as(each.shape, format)) for each in shares
+    ]
+    return None if format == "fp8" and all(part.format == "none" for part in parts) else Codec(parts)
+
+
+def _in_fp8(share: fsdp_private.SentShare) -> CodedShare:
+    """Returns a share of a matrix that is multiplied in 8 bits in fp8, another as it is. Elementwise products, of which
+    layouts are compared, have a scale per element here, too."""
+    product, (*outputs, columns) = scaled_product(share.owner), share.shape
+    if product is None or not outputs:
+        return CodedShare(share.elements, "none")
+    experts = share.owner.experts if isinstance(share.owner, GroupedLinear) else 1
+    fits = product.fits(outputs[0] // experts, columns) and (product.emulated or experts == 1 or product.grouped)
+    return (
+        CodedShare(share.elements, "fp8", 1 if product.elementwise else columns)
+        if fits
+        else CodedShare(share.elements, "none")
+    )
 
 
 def _give_up(module: nn.Module, *_: Any) -> None:

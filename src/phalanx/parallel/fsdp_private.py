@@ -80,13 +80,20 @@ class SentShare(NamedTuple):
     """Elements, padding included."""
     shape: torch.Size
     """Shape of the whole parameter."""
+    owner: torch.nn.Module
+    """The module whose parameter it is."""
     trained: bool
 
 
 def sent_shares(module: FSDPModule) -> list[SentShare]:
     """Returns what `module`'s group sends of each of its parameters. Gradients are sent of those that are trained."""
     return [
-        SentShare(each.padded_sharded_param_size.numel(), each._orig_size, each.sharded_param.requires_grad)
+        SentShare(
+            each.padded_sharded_param_size.numel(),
+            each._orig_size,
+            each._module_info.module,
+            each.sharded_param.requires_grad,
+        )
         for group in _groups(module)
         for each in group.fsdp_params
     ]

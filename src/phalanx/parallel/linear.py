@@ -86,6 +86,17 @@ def use_scaled(model: Transformer, product: ScaledProduct) -> tuple[list[str], l
     return taken, left
 
 
+def scaled_product(layer: nn.Module) -> ScaledProduct | None:
+    """Returns the product in 8 bits of a linear layer, also of experts; None if it has another."""
+    if isinstance(layer, GroupedLinear):
+        return layer.product.keywords["scaled"] if isinstance(layer.product, partial) else None
+    multiply = getattr(layer, "multiply", None)
+    if isinstance(multiply, DeferringProduct):
+        multiply = multiply.multiply
+    product = multiply.product if isinstance(multiply, OwnProduct) else None
+    return product if isinstance(product, ScaledProduct) else None
+
+
 @dataclass(frozen=True)
 class OwnProduct:
     """A linear layer's product by kernels that autograd does not know."""

@@ -171,8 +171,12 @@ class ScaledProduct:
 
     def accepts(self, outputs: int, inputs: int) -> bool:
         """Returns whether a weight (outputs, inputs) is multiplied in 8 bits; others are in their own type."""
+        return self.emulated or self.fits(outputs, inputs)
+
+    def fits(self, outputs: int, inputs: int) -> bool:
+        """Returns whether kernels have such sizes, also where they are emulated."""
         unit = FP8_UNITS[self.scaling]
-        return self.emulated or not (outputs % unit or inputs % unit)
+        return not (outputs % unit or inputs % unit)
 
     def groups(self, outputs: int, inputs: int) -> bool:
         """Returns whether experts' weights (experts, outputs, inputs) are multiplied in 8 bits."""

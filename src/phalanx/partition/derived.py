@@ -377,9 +377,9 @@ BLOCK = 256
 """Elements that share a scale."""
 SCALE_BYTES = 4
 """Bytes of a scale, in fp32."""
-Format = Literal["none", "int8", "int4"]
-"""Codes of 8 bits, -127 to 127; of 4 bits, -7 to 7; none: numbers as they are."""
-BITS = {"int8": 8, "int4": 4}
+Format = Literal["none", "int8", "int4", "fp8"]
+"""Codes of 8 bits, -127 to 127; of 4 bits, -7 to 7; numbers in e4m3 with a scale per row; none: numbers as they are."""
+BITS = {"int8": 8, "int4": 4, "fp8": 8}
 LARGEST = {"int8": 127, "int4": 7}
 """The largest code: a block's scale is its largest magnitude over this, so an element's error is at most half a scale.
 """
@@ -390,13 +390,16 @@ def sent_as(shape: Sequence[int], format: Format) -> Format:
     return format if len(shape) > 1 else "none"
 
 
-def wire_bytes(elements: int, format: Format, width: int) -> int:
-    """Returns the bytes in which a rank's share of a parameter is sent, `width` per element if it is not quantised."""
+def wire_bytes(elements: int, format: Format, width: int, columns: int = 0) -> int:
+    """Returns the bytes in which a rank's share of a parameter is sent, `width` per element if it is not quantised; in
+    fp8 of rows of so many `columns`."""
     if format == "none":
         return elements * width
-    return -(-elements * BITS[format] // 8) + -(-elements // BLOCK) * SCALE_BYTES
+    return -(-elements * BITS[format] // 8) + -(-elements // (columns or BLOCK)) * SCALE_BYTES
 
 
 def wire_width(format: Format, width: Any) -> Any:
     """Returns the bytes per element of large matrices."""
+    if format == "fp8":
+        return 1.0  # rows are long
     return width if format == "none" else BITS[format] / 8 + SCALE_BYTES / BLOCK

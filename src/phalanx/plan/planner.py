@@ -26,7 +26,7 @@ from phalanx.plan.branch import Found, Keep, Portion, Progress, Search, degrees,
 from phalanx.plan.notes import NO_HEADROOM, notes
 from phalanx.plan.page import shortfall
 from phalanx.plan.plan import Alternative, Candidate, Plan, SpacePoint
-from phalanx.plan.refine import refinements, with_second_copies
+from phalanx.plan.refine import refinements, with_fp8_gathers, with_second_copies
 from phalanx.plan.simplicity import ranked, simplicity
 from phalanx.plan.space import PlanRequest, plan_request
 from phalanx.techniques.offload import offloads
@@ -261,6 +261,8 @@ def _best(search: Search, found: Found, keep: Keep | None = None) -> list[Candid
     """Returns the best layouts of a search, and their refinements: uneven stages and layers, second copies."""
     uniform = simulated(found, search.request.band)
     candidates = sorted([*refinements(search, found, uniform, keep), *uniform], key=lambda one: one.seconds)
+    candidates = [*with_fp8_gathers(search.request, candidates), *candidates]
+    candidates.sort(key=lambda one: one.seconds)
     return [*with_second_copies(search.request, candidates), *candidates]
 
 

@@ -617,13 +617,33 @@ def with_second_copies(request: PlanRequest, candidates: Sequence[Candidate]) ->
     are faster than without."""
     if "hpz" in request.fixed:
         return []
-    limit, better = request.limit, list[Candidate]()
+    copied = list[StepSpec]()
     crossing = [candidate for candidate in candidates if crosses_nodes(candidate.spec)][:COPIES_TRIED]
     for candidate in crossing:
         # The most ranks of a node that can keep a copy together: fewer would need more memory.
         near = group(candidate.layout, "shard").near(candidate.spec.cluster.joined)
         most = max(ranks for ranks in legal_hpz(candidate.layout) if ranks <= near)
-        spec = replace(candidate.spec, layout=replace(candidate.layout, hpz=most))
+        copied.append(replace(candidate.spec, layout=replace(candidate.layout, hpz=most)))
+    return _faster(request, crossing, copied)
+
+
+def with_fp8_gathers(request: PlanRequest, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the best of the candidates, which are sorted, with gathers in fp8: those that fit and are faster."""
+    if "quantise_weights" in request.fixed or not request.framework.offers_fp8_gathers:
+        return []
+    gathering = [
+        candidate for candidate in candidates if candidate.layout.zero == 3 and candidate.layout.shard_ranks > 1
+    ][:COPIES_TRIED]
+    layouts = (replace(candidate.layout, quantise_weights="fp8") for candidate in gathering)
+    return _faster(
+        request, gathering, [replace(one.spec, layout=to) for one, to in zip(gathering, layouts, strict=True)]
+    )
+
+
+def _faster(request: PlanRequest, candidates: Sequence[Candidate], changed: Sequence[StepSpec]) -> list[Candidate]:
+    """Returns those of the `changed` specs of candidates that fit and are faster by as much as a setting is worth."""
+    limit, better = request.limit, list[Candidate]()
+    for candidate, spec in zip(candidates, changed, strict=True):
         if needed_bytes(spec, limit) > limit or step_parts(spec).total * WORTH > step_parts(candidate.spec).total:
             continue
         seconds = step_seconds(spec)

@@ -70,7 +70,11 @@ def _effect(job: Job) -> Effect:
     train, framework, profile = job.train, {}, {}
     if train.precision == "fp8":
         experts = job.cluster.accelerator.fp8_experts
-        framework = {"narrow_experts": experts, "narrow_unit": FP8_UNITS[train.fp8_scaling]}
+        framework = {
+            "narrow_experts": experts,
+            "narrow_unit": FP8_UNITS[train.fp8_scaling],
+            "offers_fp8_gathers": experts or not job.model.moe.n_experts,
+        }
     if train.gradients != "same":
         profile = {"gradient_bytes": 4, "unbuffered_gradient_bytes": PARAMETER_BYTES[train.precision]}
     return Effect(framework=framework, profile=profile)

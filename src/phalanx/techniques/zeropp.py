@@ -1,4 +1,5 @@
-"""ZeRO++ (Wang et al. 2023): a second copy of the parameters inside a node, and messages as codes of 8 or 4 bits."""
+"""ZeRO++ (Wang et al. 2023): a second copy of the parameters inside a node, and messages as codes of 8 or 4 bits; and
+gathers in fp8."""
 
 from __future__ import annotations
 
@@ -57,10 +58,34 @@ def _quantised(job: Job) -> Iterator[Problem]:
             )
 
 
+def _in_fp8(job: Job) -> Iterator[Problem]:
+    """Yields what is not multiplied in 8 bits and so cannot be gathered in them."""
+    device = job.cluster.accelerator
+    if job.layout.quantise_weights != "fp8":
+        return
+    if job.train.precision != "fp8":
+        yield (
+            "layout.quantise_weights",
+            f"fp8 gathers the matrices that train.precision=fp8 multiplies in 8 bits, and precision is "
+            f"{job.train.precision}; nearest legal: quantise_weights=none, or precision=fp8",
+        )
+    elif job.model.moe.n_experts and device.fp8_tflops and not device.fp8_experts:
+        yield (
+            "layout.quantise_weights",
+            f"fp8 gathers what is multiplied in 8 bits, and {device.name or 'this device'} multiplies experts in bf16 "
+            "(cluster.accelerator.fp8_experts is false); nearest legal: quantise_weights=none",
+        )
+
+
+def _layout_problems(job: Job) -> Iterator[Problem]:
+    yield from _quantised(job)
+    yield from _in_fp8(job)
+
+
 def _rounds(job: Job) -> Iterator[Problem]:
     """Yields why a layout that sends codes does not equal one process, with the bound of the error."""
     for name, messages in _ROUNDED.items():
-        if (format := getattr(job.layout, name)) != "none":
+        if (format := getattr(job.layout, name)) not in ("none", "fp8"):  # fp8 rounds what its product rounds anyway
             yield (
                 f"layout.{name}",
                 f"{format} rounds {messages} by at most 1/{2 * LARGEST[format]} of the largest of {BLOCK}, so it "
@@ -77,11 +102,11 @@ SECOND_COPY = Technique(
     layouts=("dp_shard=4,zero=3,hpz=2,accumulation=2",),
 )
 QUANTISATION = Technique(
-    "parameters and gradients sent as codes (qwZ, qgZ)",
+    "parameters and gradients sent as codes (qwZ, qgZ) or in fp8",
     "Wang et al. 2023, sections 3.1 and 3.3",
     is_on=lambda job: any(getattr(job.layout, name) != "none" for name in _ROUNDED),
     fields=("layout.quantise_weights", "layout.quantise_gradients"),
-    layout_problems=_quantised,
+    layout_problems=_layout_problems,
     differs=_rounds,
     compared_without=True,
 )
