@@ -20,6 +20,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace as with_fields
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ from phalanx.errors import JobError
 from phalanx.launch.pool import Pool
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
-from phalanx.train.step import Stepper
+from phalanx.train.step import StepInputs, Stepper
 
 JOB = "examples/fsdp_tp.yaml"
 RANKS = 4
@@ -72,13 +73,13 @@ def measure(ranks: Ranks, rounds: int, seconds: float, words: Sequence[str]) -> 
         job = load(tp, words)
         with Alive() as alive:
             stepper = Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), job.model.vocab_size)
-            step = partial(stepper.step, [batch(job, stepper.mesh.data_rank)], 0, tokens(job))
-            first = step(0.0)  # a learning rate of 0 changes nothing
+            inputs = StepInputs([batch(job, stepper.mesh.data_rank)], 0, tokens(job), lr=0.0)  # which changes nothing
+            first = stepper.step(inputs)
             alive.peak = 0
-            step(0.0)
+            stepper.step(inputs)
         shown[name_of(tp)] = first.loss, first.grad_norm
         peaks[name_of(tp)] = alive.peak
-        steps[name_of(tp)] = partial(step, job.optimizer.lr)
+        steps[name_of(tp)] = partial(stepper.step, with_fields(inputs, lr=job.optimizer.lr))
     agree(shown, TOLERANCE)
     return take_turns(steps, rounds, seconds), peaks
 

@@ -215,6 +215,33 @@ if __name__ == "__main__":
 """
 
 
+PROGRAM = """
+from dataclasses import dataclass
+from phalanx.launch.pool import Pool
+
+@dataclass
+class Place:
+    rank: int
+
+def place(ranks, shift):
+    return Place(ranks.rank + shift.rank)
+
+if __name__ == "__main__":
+    with Pool(2) as pool:
+        print(pool.run(place, 2, Place(3)))
+"""
+
+
+@pytest.mark.cold  # in a warm process the program is not the main module
+def test_functions_of_the_program_itself_run_on_ranks(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    for how in (["-m", "program"], ["program.py"]):
+        done = subprocess.run(
+            [sys.executable, *how], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert done.stdout == "[Place(rank=3), Place(rank=4)]\n", done.stderr
+
+
 @pytest.mark.parametrize(("end", "code"), [("pass", 0), ("os.kill(os.getpid(), 9)", -9)])
 def test_nothing_outlives_the_caller(tmp_path: Path, end: str, code: int) -> None:
     program = tmp_path / "program.py"

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,8 @@ class Pool:
 
     def run(self, fn: Callable[..., Any], world: int, *args: Any, timeout: float = 60.0, **kwargs: Any) -> list[Any]:
         """Returns the results of `fn(ranks, *args, **kwargs)` on `world` ranks, by rank, within so many seconds. `fn`
-        is at the top of a module that can be imported; arguments and results are copied, tensors included.
+        is at the top of a module that can be imported, or of the program itself; arguments and results are copied,
+        tensors included.
 
         Raises:
             Exception: what the first failing rank raised, with that rank's traceback as a note.
@@ -78,7 +80,7 @@ class Pool:
         try:
             for rank, process in enumerate(processes):
                 ranks = Ranks(rank, world, rank, world, 0, "pool")
-                where = sys.path, str(Path.cwd())
+                where = sys.path, str(Path.cwd()), _main()
                 process.connection.send((*where, ranks, self.device_type, store, timeout + _TIMEOUT_MARGIN_S, call))
             answers = _collect(processes, deadline)
             results = {rank: answer.value for rank, answer in answers.items() if answer.value is not None}
@@ -114,6 +116,11 @@ class Pool:
                 raise RuntimeError("the fork server has not imported what ranks need")
             process = self._ranks[rank] = _PoolProcess(self._server, self._environment, Path(self._directory.name))
         return process
+
+
+def _main() -> dict[str, Any]:
+    """Returns what multiprocessing imports the program's own module by, whose functions a call may name."""
+    return {key: value for key, value in spawn.get_preparation_data("rank").items() if key.startswith("init_main")}
 
 
 @dataclass(frozen=True)
@@ -214,9 +221,10 @@ def serve(stacks: str, descriptor: str) -> None:
         faulthandler.enable(file)
         faulthandler.register(_STACKS_SIGNAL, file)
         while True:
-            path, directory, *call = connection.recv()
+            path, directory, main, *call = connection.recv()
             sys.path[:] = path  # the function's module has to be importable here as it is there
             os.chdir(directory)
+            spawn.prepare(main)
             environment = dict(os.environ)
             connection.send(_answer(*call))
             connection.recv()
