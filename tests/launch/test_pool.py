@@ -215,7 +215,7 @@ if __name__ == "__main__":
 """
 
 
-PROGRAM = """
+OWN_PROGRAM = """
 from dataclasses import dataclass
 from phalanx.launch.pool import Pool
 
@@ -234,7 +234,7 @@ if __name__ == "__main__":
 
 @pytest.mark.cold  # in a warm process the program is not the main module
 def test_functions_of_the_program_itself_run_on_ranks(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "program.py").write_text(OWN_PROGRAM)
     for how in (["-m", "program"], ["program.py"]):
         done = subprocess.run(
             [sys.executable, *how], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120
