@@ -40,7 +40,7 @@ from phalanx.parallel import mesh as meshes
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import schedule_of
-from phalanx.plan.space import MeshDegrees, _batches, plan_request
+from phalanx.plan.space import _batches, plan_request
 from phalanx.train import start
 from phalanx.train.run_directory import REFERENCE, RunDirectory
 from phalanx.train.start import keep_small_files, notices, open_start, vocabulary_of
@@ -340,8 +340,7 @@ def test_options_of_pairs_are_refused_for_other_data(job):
 def test_the_planner_keeps_pairs_together(preferences):
     job = dataclasses.replace(preferences, cluster=cluster_of("dgx-h100"))
     request = plan_request(change(job, "train", precision="bf16"), 64)
-    degrees = MeshDegrees(tp=1, sp=False, cp=1, cp_ulysses=1, pp=1, dp_shard=1, dp_replicate=1, ep=1)
-    assert [micro for micro, _ in _batches(request, degrees)] == [2, 4, 8]
+    assert [micro for micro, _ in _batches(request, request.global_batch, cp=1)] == [2, 4, 8]
 
 
 # Runs that start from the weights of others, in any layout: parameters only, from step 0, once.

@@ -222,8 +222,7 @@ def _keys() -> Iterator[str]:
 def _values() -> dict[str, list[str]]:
     known, found = known_names(), {SECTION: [AUTO]}
     for field in reference.fields().values():
-        choices = known.get(field.path) or [*map(str, field.choices)]
-        choices = choices or (["true", "false"] if field.kind is bool else [])
+        choices = known.get(field.path) or field.named
         if choices and not field.path.startswith(reference.MEASURED):
             found.update(dict.fromkeys((field.path, field.short), choices))
             if field.name not in short_names():  # the value decides: schedule=zb_v, schedule=cosine

@@ -85,7 +85,7 @@ class Layout(Hashed):
     recompute: Annotated[float | Recompute, Interval(0, 1), Example("0.5")] = "none"
     """Activations that the backward pass recomputes instead of keeping them; or a budget, the share of the bytes
     between full (0) and none (1) that blocks may keep: what costs the most seconds per byte is kept first."""
-    recompute_cut: Annotated[str, Example("2+1+0+0")] = ""
+    recompute_cut: Annotated[str, Example("8*full+24*none")] = ""
     """Recomputation per layer as runs of layers, 8*full+4*selective+20*none; empty: `recompute` for all layers."""
     loss_chunk: Annotated[int | Literal["auto"], Interval(0), Example("1024")] = 0
     """Tokens whose logits exist at once while the loss is computed; 0: all of a micro-batch; auto: some, where logits

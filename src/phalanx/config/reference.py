@@ -60,6 +60,13 @@ class FieldReference:
         return typing.get_args(self.kind) if typing.get_origin(self.kind) is typing.Literal else ()
 
     @property
+    def named(self) -> list[str]:
+        """The values that have names: those that the type lists, perhaps beside numbers, true and false."""
+        kinds = (self.kind,) if self.choices else (self.kind, *typing.get_args(self.kind))
+        listed = [typing.get_args(kind) for kind in kinds if typing.get_origin(kind) is typing.Literal]
+        return [*map(str, itertools.chain.from_iterable(listed)), *(["true", "false"] if bool in kinds else [])]
+
+    @property
     def type_words(self) -> str:
         """The type with its range: "integer, ≥ 1"."""
         limits = [words for each in self.ranges if (words := each.words)]
