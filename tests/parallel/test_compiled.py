@@ -24,7 +24,7 @@ from phalanx.check.job import problems_of
 from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
-from phalanx.config.precision import Precision
+from phalanx.config.precision import Fp8Scaling, Precision
 from phalanx.launch.ranks import Ranks
 from phalanx.model.documents import Documents
 from phalanx.model.seeding import Noise
@@ -194,6 +194,7 @@ def run(
     lengths: list[int],
     documents: bool = False,
     precision: Precision = "fp64",
+    fp8_scaling: Fp8Scaling = "rowwise",
 ) -> tuple[Tensor, dict[str, Tensor], list[int]]:
     """Computes a step of each length. Returns the last loss and gradients, and the number of graphs after each."""
     import torch._dynamo
@@ -207,7 +208,13 @@ def run(
     try:
         with torch.device("meta"):
             made = Transformer(model, VOCABULARY)
-        train = Train(compile=compiled, cpu_linear="mkl", precision=precision, global_batch=micros * layout.dp_shard)
+        train = Train(
+            compile=compiled,
+            cpu_linear="mkl",
+            precision=precision,
+            fp8_scaling=fp8_scaling,
+            global_batch=micros * layout.dp_shard,
+        )
         job = Job(model=model, layout=layout, train=train)
         mesh = build(layout, "cpu")
         replica = apply(made.double(), job, mesh, torch.device("cpu"))
@@ -274,6 +281,10 @@ MORE: dict[str, tuple[ModelConfig, Layout]] = {
     "1f1b": (LLAMA, Layout(pp=2, schedule="1f1b")),
     "fp8": (LLAMA, Layout()),
     "fp8, sequence parallel, recomputed": (LLAMA, Layout(tp=2, sp=True, recompute="full")),
+    "fp8, experts": (EXPERTS, Layout()),
+    "fp8, expert parallel": (EXPERTS, Layout(dp_shard=2, ep=2)),
+    "mxfp8": (LLAMA, Layout()),
+    "mxfp8, experts": (EXPERTS, Layout()),
     "slices": (LLAMA, Layout(pp=2, schedule="terapipe", pp_slices=2)),
     "no flush": (LLAMA, Layout(pp=2, schedule="pipedream")),
     "split backward pass": (LLAMA, Layout(pp=2, schedule="zb_h1")),
@@ -292,7 +303,8 @@ def test_layers_of_a_kind_share_their_graphs_and_compute_the_same(ranks, name):
     def runs(layers, compiled):
         world = layout.tp * layout.cp * layout.dp_shard * layout.pp
         call = partial(run, compiled=compiled, lengths=lengths, documents="documents" in name)
-        call.keywords["precision"] = "fp8" if name.startswith("fp8") else "fp64"
+        if name.startswith(("fp8", "mxfp8")):
+            call.keywords.update(precision="fp8", fp8_scaling="rowwise" if name.startswith("fp8") else "mxfp8")
         return ranks(call, world, replace(model, n_layers=layers * at_least), layout, timeout=300)
 
     at_least = len(kinds(model)) * layout.pp
