@@ -329,7 +329,10 @@ def _reductions(parameter: HeldParameter, layout: Layout, work: RankPasses) -> i
     """Returns how often its gradients are reduced. Outside a pipeline's blocks they wait for several stages."""
     if layout.accumulate == "local" or (parameter.group == "around" and layout.pp > 1):
         return 1
-    return work.passes[parameter.users[0]].ends
+    passes = work.passes[parameter.users[0]]
+    # Tiles of embedding and head have their gradients at once, also where the backward pass is split.
+    early = parameter.group in ("tile", "rows") and not parameter.name.startswith("blocks.")
+    return passes.renewed if early else passes.ends
 
 
 def _mistargeted(runs: Sequence[LayerRun], layout: Layout, work: RankPasses) -> frozenset[int]:

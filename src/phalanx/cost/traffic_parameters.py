@@ -32,6 +32,8 @@ class Passes:
     """Number of B, or of I if the backward pass is split."""
     ends: int = 0
     """Number of B, or of W: each completes the weight gradients of a micro-batch."""
+    renewed: int = 0
+    """Those of them that follow a B or I which no other has followed: the others find no gradient that did not wait."""
     last_forward: int = -1
     """Index of the last forward pass in the program."""
     last_backward: int = -1
@@ -93,7 +95,7 @@ _cached_work = cache(_work_of)
 def _work(schedule: Schedule, rank: int) -> RankPasses:
     passes = {stage: Passes() for stage in schedule.stages_on(rank)}
     sends = renewals = 0
-    renews = True
+    renews, fresh = True, set[int]()
     for place, action in enumerate(schedule.programs[rank]):
         kind, stage, micro, _ = action
         here = passes[stage]
@@ -106,7 +108,11 @@ def _work(schedule: Schedule, rank: int) -> RankPasses:
         if kind in ("B", "I"):
             here.backward += 1
             here.last_backward = place
-        here.ends += kind in ("B", "W")
+            fresh.add(stage)
+        if kind in ("B", "W"):
+            here.ends += 1
+            here.renewed += stage in fresh
+            fresh.discard(stage)
         if kind != "W":
             renewals += renews
             renews = kind != "F"
