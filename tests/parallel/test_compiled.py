@@ -322,7 +322,7 @@ def test_layers_of_a_kind_share_their_graphs_and_compute_the_same(ranks, name):
             assert graphs[0] == len(kinds(model)) + OUTSIDE
 
 
-WHOLE = ("plain", "Llama, recompute=full", "Llama, LoRA", "ZeRO-1", "Llama, FSDP", "FSDP, recomputed", "fp8")
+WHOLE = ("plain", "Llama, recompute=full", "Llama, LoRA", "ZeRO-1", "Llama, FSDP", "FSDP, recomputed", "fp8", "mxfp8")
 """Those whose blocks are one graph each: nothing in them is left out of compilation."""
 
 
