@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from parallel.test_compiled import FAMILIES
+from phalanx.blocks.parameters import is_narrow
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.precision import Fp8Scaling
@@ -207,6 +209,15 @@ def test_matrices_whose_sizes_the_kernel_does_not_take_stay_in_their_own_type(ou
     x, weight, gradient = torch.randn(32, inputs), torch.randn(outputs, inputs), torch.randn(32, outputs)
     plain = three_products(OwnProduct(torch.nn.functional.linear), x, weight, gradient)
     torch.testing.assert_close(three_products(OwnProduct(ScaledProduct("rowwise")), x, weight, gradient), plain)
+
+
+@pytest.mark.parametrize("model", FAMILIES.values(), ids=FAMILIES)
+def test_what_is_gathered_in_fp8_is_what_is_multiplied_in_it(model):
+    with torch.device("meta"):
+        made = Transformer(model, 48)
+    taken, left = use_scaled(made, ScaledProduct("rowwise", emulated=True))
+    multiplied = {f"{name}.weight" for name in [*taken, *left]}
+    assert multiplied == {name for name, _ in made.named_parameters() if is_narrow(model, name)}
 
 
 def test_only_linear_layers_of_blocks_take_it_and_experts_where_they_have_a_kernel_but_not_routers():
