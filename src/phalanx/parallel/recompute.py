@@ -24,6 +24,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.blocks.feed_forward import repeats_mlp
+from phalanx.blocks.operator import Place
 from phalanx.config.layout import Layout
 from phalanx.model.attention import CoreAttention
 from phalanx.model.layers import MLP, uncompiled
@@ -51,7 +53,7 @@ def recompute(model: Transformer, layout: Layout, *, compiled: bool = False) -> 
             kept += 1
             if not compiled:
                 _keep_products(block)
-            if mode == "mlp" and (model.config.norms_inputs or not layout.sp):
+            if mode == "mlp" and repeats_mlp(Place(model.config, sp=layout.sp)):
                 # A graph that ends within, at a collective or a gradient that is put off, cannot be traced as repeated.
                 whole = layout.tp == 1 and not splits_backward(layout)
                 _repeat_hidden(block, run_cheap if not compiled else run_traced if whole else run_again)
@@ -60,15 +62,15 @@ def recompute(model: Transformer, layout: Layout, *, compiled: bool = False) -> 
     return len(modules) + kept
 
 
-@uncompiled
-def run_again(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def run_traced(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """Returns `compute(*inputs)` and saves only `inputs`: the backward pass recomputes the rest."""
     return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
-def run_traced(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """As `run_again`, inside of what is compiled."""
-    return checkpoint(compute, *inputs, use_reentrant=False, preserve_rng_state=False)
+@uncompiled
+def run_again(compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """As `run_traced`, outside of what is compiled."""
+    return run_traced(compute, *inputs)
 
 
 def _repeat_hidden(block: Block, run: Callable[..., Tensor]) -> None:
