@@ -183,20 +183,24 @@ def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
 
 
 def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[list[MicroBatch], int]:
-    """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch; their number differs
-    from row to row. With `data.document_mask` every row is cut into documents at different places, and where only
-    answers count, parts of every row do. Rows of conversations have padding behind the last target, and with
-    `data.packing` several conversations. Of preference pairs the answers are random, too, and it returns the number
-    of pairs."""
-    equation = batch.solve(job.train.global_batch, job.layout)
-    rows, seq_len = equation.global_batch, job.model.seq_len
+    """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch."""
+    rows = batch.solve(job.train.global_batch, job.layout).global_batch
+    share = rows // mesh.data_ranks
+    return drawn(job, vocab_size, rows, range(mesh.data_rank * share, (mesh.data_rank + 1) * share), step)
+
+
+def drawn(job: Job, vocab_size: int, rows: int, mine: range, step: int) -> tuple[list[MicroBatch], int]:
+    """Returns the random micro-batches of some of a step's `rows` sequences, and the valid tokens of all rows; their
+    number differs from row to row. With `data.document_mask` every row is cut into documents at different places, and
+    where only answers count, parts of every row do. Rows of conversations have padding behind the last target, and
+    with `data.packing` several conversations. Of preference pairs the answers are random, too, and it returns the
+    number of pairs."""
+    seq_len, size = job.model.seq_len, batch.solve(job.train.global_batch, job.layout).micro_batch
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
     tokens = generator.integers(vocab_size, size=(rows, seq_len + 1))
     targets = tokens[:, 1:].copy()
     behind = np.arange(seq_len) >= generator.integers(1, seq_len + 1, size=(rows, 1))
     targets[behind] = IGNORE
-    share = rows // mesh.data_ranks
-    first, size = mesh.data_rank * share, equation.micro_batch
     ends = generator.random((rows, seq_len)) < DOCUMENT_ENDS
     documents = (ends.cumsum(axis=1) - ends).astype(np.int64) if job.data.document_mask else None
     if has_answers(job.data) and not has_pairs(job.data):
@@ -210,7 +214,7 @@ def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[lis
     reference = generator.normal(-valid.sum(axis=1) * math.log(vocab_size)) if has_pairs(job.data) else None
     counted = int(valid.sum()) if reference is None else rows // PAIR
     batches = []
-    for a in range(first, first + share, size):
+    for a in range(mine.start, mine.stop, size):
         part = slice(a, a + size)
         mask = None if documents is None else documents[part].copy()
         ids = step * rows + np.arange(a, a + size)
