@@ -72,9 +72,14 @@ class NamedDevices(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        flat = [x for each in (*args, *kwargs.values()) for x in (each if isinstance(each, (list, tuple)) else (each,))]
-        named = any(_is_cpu(x) for x in flat)
-        self.calls.append((named, any(isinstance(x, FakeTensor) and x.fake_device == CUDA for x in flat)))
+        named = on_gpu = False
+        for each in (*args, *kwargs.values()):
+            for x in each if isinstance(each, (list, tuple)) else (each,):
+                if isinstance(x, FakeTensor):
+                    on_gpu = on_gpu or x.fake_device == CUDA
+                elif _is_cpu(x):
+                    named = True
+        self.calls.append((named, on_gpu))
         try:
             if func is torch.nn.functional.rms_norm and self.calls[-1][1]:  # torch's own code asks where its input is
                 return _rms_norm(*args, **kwargs)

@@ -18,7 +18,7 @@ from phalanx.comm.calls import Recording, TimedCall, recorded
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.job import Job
 from phalanx.data.loader import MicroBatch
-from phalanx.dryrun.world import Allocation, DryWorld, pretended
+from phalanx.dryrun.world import KNOWN_BYTES, Allocation, DryWorld, pretended
 from phalanx.errors import JobError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
@@ -143,6 +143,7 @@ def rehearse(job: Job, rank: int, vocab_size: int, device_type: str, steps: int 
         found = RankRehearsal(rank, places, offloads=bool(named(job.layout)))
         with FakeTensorMode(allow_non_fake_inputs=True), dry.counting():
             stepper = _MarkingStepper(job, mesh, device, vocab_size, dry)
+            dry.known_bytes = KNOWN_BYTES
             state = TrainState(stepper, "", vocab_size)
             dry.mark("parameters", parameters_of(stepper))
             mesh.ledger.clear()

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from phalanx.comm import calls
@@ -38,8 +38,9 @@ from phalanx.launch.watchdog import heartbeat
 from phalanx.parallel.offload import is_on_host
 
 aten = torch.ops.aten
-KNOWN_BYTES = 2**20
-"""Size of the largest storage whose values are kept."""
+KNOWN_BYTES, KNOWN_AT_START = 2**26, 2**14
+"""Size of the largest storage whose values are kept: the guard's table of what other ranks hold is one. Less while the
+model is built, whose elements are drawn from integers."""
 _UNWRITTEN = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
 """Operations whose result has no elements yet; integers are written before they are read."""
 _DEPENDS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
@@ -75,6 +76,17 @@ class MemoryChange:
     """Nanoseconds of the clock of calls."""
 
 
+@contextmanager
+def _really() -> Iterator[None]:
+    """Runs operations of the `with` block, inside of one of a DryWorld, on real tensors."""
+    mode = torch._C._unset_dispatch_mode(_FAKE)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            torch._C._set_dispatch_mode(mode)
+
+
 class DryWorld(TorchDispatchMode):
     """Runs operations on fake tensors in its `with` block, and records storages, FLOPs and small values."""
 
@@ -91,8 +103,7 @@ class DryWorld(TorchDispatchMode):
         """Every change of memory, in order."""
         self.flops: defaultdict[str, float] = defaultdict(float)
         """By operation."""
-        self.counts = False
-        """Whether FLOPs are counted."""
+        self.known_bytes = KNOWN_AT_START
         self.values: dict[int, torch.UntypedStorage] = {}
         """By storage, its elements."""
         self.reduction: Any = dist.ReduceOp.SUM
@@ -140,7 +151,6 @@ class DryWorld(TorchDispatchMode):
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Runs operations here in the `with` block, and counts."""
-        self.counts = True
         with self.named.noting() if self.named else nullcontext(), self:
             yield
 
@@ -151,33 +161,32 @@ class DryWorld(TorchDispatchMode):
         kept = self.values.get(x.untyped_storage()._cdata)
         if kept is None:
             return None
-        with _disable_current_modes():
+        with _really():
             return torch.empty(0, dtype=x.dtype).set_(kept, x.storage_offset(), x.shape, x.stride())
 
     def know(self, x: Tensor, elements: Tensor | None) -> None:
         """Keeps the elements of a tensor, or forgets those of its storage."""
         storage = x.untyped_storage()
-        if elements is None or storage.nbytes() > KNOWN_BYTES:
+        if elements is None or storage.nbytes() > self.known_bytes:
             self.values.pop(storage._cdata, None)
             return
-        with _disable_current_modes():
-            kept = self.values.setdefault(
-                storage._cdata, torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
-            )
+        with _really():
+            if (kept := self.values.get(storage._cdata)) is None:
+                kept = self.values[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
             torch.empty(0, dtype=x.dtype).set_(kept, x.storage_offset(), x.shape, x.stride()).copy_(elements)
 
     def _computed(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
         """Returns the result of an operation on known elements; None if it has others, or is random, or large."""
-        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
-            return None
         if any(x.untyped_storage()._cdata not in self.values for x in given):
             return None
-        if not given and _largest(args) > KNOWN_BYTES // 8:
+        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+            return None
+        if not given and _largest(args) > self.known_bytes // 8:
             return None
         plain, options = tree_map(lambda x: self.elements(x) if isinstance(x, Tensor) else x, (args, kwargs))
         if "device" in options:
             options["device"] = torch.device("cpu")
-        with _disable_current_modes():
+        with _really():
             out = func(*plain, **options)
             if func in _UNWRITTEN:
                 return None if out.dtype.is_floating_point else out.zero_()
@@ -194,7 +203,7 @@ class DryWorld(TorchDispatchMode):
     def _read(self, x: Tensor) -> Any:
         """Returns the element that the host reads. Raises JobError if it is not known."""
         if (known := self.elements(x)) is not None:
-            with _disable_current_modes():
+            with _really():
                 return known.item()
         if x.dtype.is_floating_point:
             return 0.0  # a finite loss, and no request of another rank
@@ -213,7 +222,7 @@ class DryWorld(TorchDispatchMode):
         if all(type(x) in (Tensor, Parameter) and x.is_meta for x in given) and (
             device.type == "meta" if device is not None else given
         ):
-            with _disable_current_modes():  # a model without memory is on no device
+            with _really():  # a model without memory is on no device
                 return func(*args, **kwargs)
         if torch._C._get_dispatch_mode(_FAKE) is None:  # torch computes something of its own
             return func(*args, **kwargs)
@@ -247,7 +256,7 @@ class DryWorld(TorchDispatchMode):
             for x, known in zip(made, _tensors(elements), strict=True):
                 if x.untyped_storage()._cdata not in self.values:
                     self.know(x, known)
-        if self.counts and (count := flops_of(func, args, kwargs, out)):
+        if count := flops_of(func, args, kwargs, out):
             self.flops[operator] += count
         return out
 
@@ -257,7 +266,7 @@ class DryWorld(TorchDispatchMode):
             return x
         fake = torch._C._get_dispatch_mode(_FAKE).from_tensor(x)
         self._meet(fake, "numpy")
-        if x.untyped_storage().nbytes() <= KNOWN_BYTES:
+        if x.untyped_storage().nbytes() <= self.known_bytes:
             self.values.setdefault(fake.untyped_storage()._cdata, x.untyped_storage())
         return fake
 
@@ -272,7 +281,7 @@ class DryWorld(TorchDispatchMode):
         for x in tensors[0]:
             if name != "send" and (made := self.allocation(x)) and not made.part:
                 made.part = "communication"
-        with _disable_current_modes():
+        with _really():
             self._exchange(name, args, tensors, size, rank)
         work = FakeWork().boxed()
         returns = func._schema.returns
