@@ -462,7 +462,7 @@ def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
 
 def _filling(search: Search, best: Candidate) -> Alternative | None:
     """Returns the fastest plain layout that fills the device, if it is faster than the best, which leaves headroom."""
-    candidate = search.filling().one(search.parts[0] if search.parts else None, below=best.seconds)
+    candidate = search.leaving(None).one(search.parts[0] if search.parts else None, below=best.seconds)
     if candidate is None or candidate.seconds >= best.seconds:
         return None
     share = candidate.prediction.fullest.needed / candidate.prediction.memory_limit
