@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.plan.alternatives import alternatives
-from phalanx.plan.branch import Search
+from phalanx.plan.branch import Found, Search
 from phalanx.plan.plan import Alternative
 from phalanx.plan.planner import search
 from plan.answers import planned, request, slow_network
@@ -58,7 +58,7 @@ def test_those_that_fit_come_first_the_fastest_before_the_others() -> None:
 
 
 def test_what_is_not_legal_says_the_equation() -> None:
-    found = alternatives(Search(request("gpt2", "dgx-h100:4", 16)), None, None)
+    found = alternatives(Search(request("gpt2", "dgx-h100:4", 16)), Found(), None, None)
     ddp = named(found, "DDP")
     assert ddp.candidate is None
     assert "16" in ddp.why

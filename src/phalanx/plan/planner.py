@@ -217,7 +217,7 @@ def _plan(searches: list[Search], found: list[Found], candidates: list[Candidate
     request = searches[0].request
     best = [_settled(candidate) for candidate in distinct(ranked(candidates, request.band))]
     fastest = min(candidates, key=lambda one: (one.seconds, simplicity(one.spec)), default=None)
-    weighed = alternatives(_search_of(searches, best), best[0] if best else None, fastest)
+    weighed = alternatives(*_search_of(searches, found, best), best[0] if best else None, fastest)
     rejected = sum((one.rejected for one in found), Counter[str]())
     return Plan(
         request=request.spec(searches[0].space.layout(searches[0].space.rows(np.array([0])), 0)),
@@ -271,9 +271,10 @@ def _leanest(search: Search, found: Found) -> list[Candidate]:
     return refinements(search, found, [search.leanest]) if search.leanest else []
 
 
-def _search_of(searches: Sequence[Search], best: Sequence[Candidate]) -> Search:
-    """Returns the search over as many devices as the best layout has, or over the most."""
-    return next((one for one in searches if best and best[0].layout.world in one.request.devices), searches[-1])
+def _search_of(searches: Sequence[Search], found: Sequence[Found], best: Sequence[Candidate]) -> tuple[Search, Found]:
+    """Returns the search over as many devices as the best layout has, or over the most, and what it found."""
+    every = [*zip(searches, found, strict=True)]
+    return next((one for one in every if best and best[0].layout.world in one[0].request.devices), every[-1])
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
