@@ -40,6 +40,13 @@ def test_none_is_faster_than_the_best() -> None:
                 assert one.candidate.seconds >= plan.best[0].seconds * 0.99, one.name
 
 
+def test_each_is_the_same_without_the_bound_of_what_was_predicted() -> None:
+    one = Search(request("llama3-8b", "dgx-h100:1", 64))
+    found = one.best()
+    assert alternatives(one, found, None, None) == alternatives(one, Found(), None, None)
+    assert len(found.predicted) > 10
+
+
 def test_each_says_why_with_figures() -> None:
     for one in planned("llama3-70b", "dgx-h100:8", 256).alternatives:
         if one.candidate and one.candidate.prediction.fits:
