@@ -34,10 +34,13 @@ verify: setup ## compare every layout with one process: ARGS='--max-ranks 4'
 
 test: setup ## run the tests: ARGS='-k checkpoint'
 ifeq ($(ARGS),)
-	@share=$$(mktemp -d); trap 'rm -r $$share' EXIT; \
-	nice -n 10 $(BIN)/python -m pytest -q --share=$$share --backwards > .beside.log 2>&1 & beside=$$!; \
+	@share=$$(mktemp -d); trap 'rm -r $$share' EXIT; beside=; \
+	for turn in 1 2; do \
+		nice -n 10 $(BIN)/python -m pytest -q --share=$$share --backwards > .beside.$$turn.log 2>&1 & beside="$$beside $$!"; \
+	done; \
 	$(BIN)/python -m pytest --share=$$share; code=$$?; \
-	echo "Beside it:"; wait $$beside || code=1; cat .beside.log; exit $$code
+	for each in $$beside; do wait $$each || code=1; done; \
+	echo "Beside it:"; cat .beside.?.log; exit $$code
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
