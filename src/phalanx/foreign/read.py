@@ -1,0 +1,100 @@
+"""Reads a file of another framework as a job, and says which lines of it another layout changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from phalanx.bounded import read_text
+from phalanx.config.layout import Layout
+from phalanx.errors import JobError
+from phalanx.foreign.frame import ChangedLine, Fields, ForeignFormat, ForeignJob, Source, table_of
+from phalanx.nearest import near_file
+
+FORMATS: tuple[ForeignFormat, ...] = ()
+"""The known formats. The first that recognises a file reads it."""
+MOST_BYTES = 2**20
+"""Most bytes of a file."""
+
+
+def read(path: Path) -> ForeignJob:
+    """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem."""
+    source = _source(path)
+    found = format_of(source)
+    if found is None:
+        kinds = "; ".join(f"{each.kind} ({each.marks})" for each in FORMATS)
+        raise JobError(f"{path}: not a configuration of a known kind; known: {kinds}")
+    try:
+        parts = Fields(source, table_of(found.table), found.parse(source))
+    except RecursionError:
+        raise JobError(f"{path}: nested too deeply") from None
+    parts.plain()
+    found.finish(parts)
+    return parts.job(found.kind)
+
+
+def format_of(source: Source) -> ForeignFormat | None:
+    """Returns the format of a file, by its content."""
+    return next((each for each in FORMATS if each.recognises(source)), None)
+
+
+def _source(path: Path) -> Source:
+    try:
+        return Source(path, read_text(path, MOST_BYTES))
+    except FileNotFoundError:
+        raise JobError(f"{path}: there is no such file{near_file(path)}") from None
+    except OSError as error:
+        raise JobError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+
+
+NOT_WRITTEN = ("auto", "bucket_mb", "axes", "accumulation")
+"""Fields of a layout that no format states, or that follow from its others."""
+
+
+def write_back(theirs: ForeignJob, before: Layout, layout: Layout) -> Sequence[ChangedLine]:
+    """Returns the lines of the file that change if its layout, `before`, becomes `layout`, in its own format, and a
+    note on every field of the layout that the format has no name for."""
+    found = next(each for each in FORMATS if each.kind == theirs.kind)
+    table = table_of(found.table)
+    names = {path.removeprefix("layout."): name for path, name in table.by_path().items() if path.startswith("layout.")}
+    changed = [each.name for each in fields(Layout) if getattr(layout, each.name) != getattr(before, each.name)]
+    changed = [name for name in changed if name not in NOT_WRITTEN]
+    wanted: dict[str, Any] = {}
+    for name in changed:
+        if name in names and name not in found.covers:
+            meaning = table.names[names[name]]
+            inverse = {ours: word for word, ours in meaning.values.items()}
+            value = getattr(layout, name)
+            wanted[names[name]] = inverse.get(value, value) if inverse else value
+    lines = list[ChangedLine]()
+    if found.covers & {*changed} or wanted:
+        now = found.written(theirs, before)
+        wanted |= {name: value for name, value in found.written(theirs, layout).items() if value != now.get(name)}
+    for name, value in wanted.items():
+        lines += _changed(theirs, found, name, value)
+    lines += [
+        ChangedLine(0, "", "", f"{name}={getattr(layout, name)}: {theirs.kind} has no name for it")
+        for name in changed
+        if name not in names and name not in found.covers
+    ]
+    return sorted(lines, key=lambda line: (not line.line, line.line))
+
+
+def _changed(theirs: ForeignJob, found: ForeignFormat, name: str, value: Any) -> list[ChangedLine]:
+    """Returns the change that gives a name a value."""
+    stated = theirs.stated.get(name)
+    if stated is None or not stated.line or stated.path not in (None, theirs.path):
+        return [] if value is None else [ChangedLine(0, "", found.new_line(name, value))]
+    line = theirs.source.lines[stated.line - 1]
+    if value is None or (value is False and not stated.text):
+        return [ChangedLine(stated.line, line, "")]
+    spelled = found.spelled(value)
+    if not stated.text:
+        return []
+    place = line.rfind(stated.text)
+    after = f"{line[:place]}{spelled}{line[place + len(stated.text) :]}" if place >= 0 else found.new_line(name, value)
+    return [ChangedLine(stated.line, line, after)] if after != line else []
