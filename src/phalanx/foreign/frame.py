@@ -73,6 +73,12 @@ class Stated:
     """The value as that line has it; empty for a switch."""
     path: Path | None = None
     """Another file that states it."""
+    label: str = ""
+    """The name as the file writes it, if not as the table has it."""
+
+    @property
+    def shown(self) -> str:
+        return self.label or self.name
 
 
 @dataclass(frozen=True)
@@ -95,6 +101,8 @@ class Leftover:
     why: str
     affects: bool = True
     """Whether it would change a predicted figure."""
+    path: str = ""
+    """The field of a job that it would have become."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +129,8 @@ class ForeignJob:
     source: Source
     model: str = ""
     """The name of the model in words, if the file has one."""
+    needed: Mapping[str, str] = field(default_factory=dict)
+    """Fields of a job that the user must give, since they do not follow from the file, with what is missing."""
 
     def value(self, name: str, default: Any = None) -> Any:
         """Returns the value of a name, or the default if it is absent or unresolved."""
@@ -143,6 +153,8 @@ class NameMeaning:
     """Why there is no counterpart."""
     affects: bool = False
     """Whether a name without a counterpart would change a predicted figure."""
+    assumed: bool = False
+    """Whether the prediction assumes that it is on."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +164,12 @@ class NameTable:
     source: tuple[str, ...]
     """Pages that document them."""
     names: Mapping[str, NameMeaning]
+
+    def meaning_of(self, name: str) -> NameMeaning | None:
+        """Returns what the table says of a name, or of names that begin like it: `log_*`."""
+        if name in self.names:
+            return self.names[name]
+        return next((each for key, each in self.names.items() if key[-1] == "*" and name.startswith(key[:-1])), None)
 
     def by_path(self) -> dict[str, str]:
         """Returns the plain name of every field that has one."""
@@ -172,6 +190,7 @@ def table_of(name: str) -> NameTable:
     for section, affects in (("nothing", False), ("cost", True)):
         for why, several in (written.get(section) or {}).items():
             names |= {key: NameMeaning(why=why, affects=affects) for key in several}
+    names |= {key: NameMeaning(why=ASSUMED, assumed=True) for key in written.get("assumed") or ()}
     pages = written["source"]
     return NameTable((*base.source, *([pages] if isinstance(pages, str) else pages)), names)
 
@@ -179,6 +198,15 @@ def table_of(name: str) -> NameTable:
 def _word(value: Any) -> str:
     """Returns a value as tables have it: true, null, and other values in lower case."""
     return "null" if value is None else str(value).lower()
+
+
+ASSUMED = "it is what the prediction assumes"
+NO_EFFECT = "it has no effect beside the other values, or is what is predicted"
+NOT_ASSUMED = "the prediction assumes that it is on"
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value in ("", "none", "null")
 
 
 class Fields:
@@ -197,14 +225,16 @@ class Fields:
         self.framework = ""
         self.version = ""
         self.model = ""
-        self._taken: set[str] = set()
+        self.taken: set[str] = set()
+        self._told: set[str] = set()
+        self.needed: dict[str, str] = {}
 
     def origin(self, name: str) -> str:
         """Returns where a value stands, and its name: "train.sh:12 --tp"."""
         found = self.stated.get(name)
         if found is None:
             return f"{self.source.path}"
-        return f"{found.path or self.source.path}{f':{found.line}' if found.line else ''} {name}"
+        return f"{found.path or self.source.path}{f':{found.line}' if found.line else ''} {found.shown}"
 
     def has(self, name: str) -> bool:
         """Returns whether the file states a name, with a value that follows from it."""
@@ -214,10 +244,12 @@ class Fields:
     def take(self, name: str, kind: type[T], default: T) -> T:
         """Returns the value of a name as a type, or the default. A value of another type is a problem; one that is
         unresolved is listed as not understood."""
-        self._taken.add(name)
+        self.taken.add(name)
         found = self.stated.get(name)
-        if found is None or found.value is None:
-            return default
+        if found is None or found.value is None or kind is object:
+            return (
+                default if found is None or found.value is None or isinstance(found.value, Unresolved) else found.value
+            )
         if isinstance(found.value, Unresolved):
             return default  # `plain` lists it
         try:
@@ -230,32 +262,41 @@ class Fields:
         """Sets a field of the job to what one or several names say."""
         several = [names] if isinstance(names, str) else [*names]
         stated = [name for name in several if name in self.stated]
-        self._taken.update(several)
+        self.taken.update(several)
+        self._told.update(several)
         origin = self.origin(stated[0]) if stated else f"{self.source.path}"
         text = [str(each) for each in value] if isinstance(value, list | tuple) else _text(value)
         self.settings[path] = Setting(path, text, origin, foreign=True)
-        shown = ", ".join(stated) or "(by default)"
+        shown = ", ".join(self.stated[name].shown for name in stated) or "(by default)"
         theirs = [self.stated[name].value for name in stated]
         self.became = [each for each in self.became if each.path != path]
         self.became.append(Became(shown, theirs[0] if len(theirs) == 1 else theirs or None, path, value, how))
 
-    def leave(self, name: str, why: str, *, affects: bool) -> None:
-        """Lists a stated name as one without a counterpart."""
-        self._taken.add(name)
-        if name in self.stated:
-            self.leftovers.append(Leftover(name, self.stated[name].value, why, affects))
+    def leave(self, name: str, why: str, *, affects: bool = True) -> None:
+        """Lists a stated name as one without a counterpart. One that is read, and neither set nor left, is listed as
+        one without an effect."""
+        self.taken.add(name)
+        if name in self.stated and name not in self._told:
+            self._told.add(name)
+            self.leftovers.append(Leftover(self.stated[name].shown, self.stated[name].value, why, affects))
+
+    def need(self, path: str, what: str) -> None:
+        """Says that a field of the job does not follow from the file: the user gives it."""
+        self.needed[path] = what
 
     def plain(self) -> None:
         """Applies the table to every name that it says something plain about."""
         for name, found in self.stated.items():
-            meaning = self.table.names.get(name)
+            meaning = self.table.meaning_of(name)
             if meaning is None:
-                self.unknown.append(Leftover(name, found.value, "this name is not known"))
+                self.unknown.append(Leftover(found.shown, found.value, "this name is not known"))
             elif meaning.why:
-                self.leftovers.append(Leftover(name, found.value, meaning.why, meaning.affects))
+                is_off = _is_off(found.value)
+                affects = is_off and found.value is not None if meaning.assumed else meaning.affects and not is_off
+                why = NOT_ASSUMED if meaning.assumed and affects else meaning.why
+                self.leftovers.append(Leftover(found.shown, found.value, why, affects))
             elif isinstance(found.value, Unresolved):
-                where = f" (here {meaning.path})" if meaning.path else ""
-                self.unknown.append(Leftover(name, found.value, f"{found.value.why}{where}"))
+                self.unknown.append(Leftover(found.shown, found.value, found.value.why, path=meaning.path))
             elif meaning.path and found.value is not None:
                 self._plain(name, found.value, meaning)
 
@@ -266,10 +307,12 @@ class Fields:
                 if meaning.values[word] is not None:
                     self.set(meaning.path, meaning.values[word], name, meaning.how)
                 else:
-                    self.became.append(Became(name, value, meaning.path, "(its default)", meaning.how))
+                    shown = self.stated[name].shown
+                    self._told.add(name)
+                    self.became.append(Became(shown, value, meaning.path, "(its default)", meaning.how))
             else:
-                known = ", ".join(meaning.values)
-                self.unknown.append(Leftover(name, value, f"no counterpart of this value is known (known: {known})"))
+                known, shown = ", ".join(meaning.values), self.stated[name].shown
+                self.unknown.append(Leftover(shown, value, f"no counterpart of this value is known (known: {known})"))
             return
         if isinstance(value, Mapping):
             self.problems.append(f"{self.origin(name)}: expected a value, found an object")
@@ -278,10 +321,12 @@ class Fields:
 
     def job(self, kind: str) -> ForeignJob:
         """Returns the job. Raises JobError with every problem."""
-        for name in self.stated:
-            meaning = self.table.names.get(name)
-            if meaning and meaning.rule and name not in self._taken:
-                self.unknown.append(Leftover(name, self.stated[name].value, "not read beside the file's other values"))
+        for name, found in self.stated.items():
+            meaning = self.table.meaning_of(name)
+            if meaning and meaning.rule and name not in self._told and not isinstance(found.value, Unresolved):
+                why = NO_EFFECT if name in self.taken else "it is not read beside the other values of this file"
+                where = self.leftovers if name in self.taken else self.unknown
+                where.append(Leftover(found.shown, found.value, why, affects=False))
         if self.problems:
             raise JobError(self.problems)
         return ForeignJob(
@@ -297,6 +342,7 @@ class Fields:
             self.stated,
             self.source,
             self.model,
+            dict(self.needed),
         )
 
 
@@ -351,6 +397,8 @@ class ForeignFormat:
     """Returns a value as a line of its format has it."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a layout that the framework cannot choose, which the planner keeps."""
+    chooses: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Fields of which it offers only these values; the planner searches once per combination."""
     marks: str = ""
     """What its files have, for the message about a file of no known kind."""
 

@@ -10,10 +10,11 @@ from typing import Any
 from phalanx.bounded import read_text
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
+from phalanx.foreign import megatron
 from phalanx.foreign.frame import ChangedLine, Fields, ForeignFormat, ForeignJob, Source, table_of
 from phalanx.nearest import near_file
 
-FORMATS: tuple[ForeignFormat, ...] = ()
+FORMATS: tuple[ForeignFormat, ...] = (megatron.YAML, megatron.SCRIPT)
 """The known formats. The first that recognises a file reads it."""
 MOST_BYTES = 2**20
 """Most bytes of a file."""
@@ -33,6 +34,11 @@ def read(path: Path) -> ForeignJob:
     parts.plain()
     found.finish(parts)
     return parts.job(found.kind)
+
+
+def format_named(kind: str) -> ForeignFormat:
+    """Returns the format of a kind."""
+    return next(each for each in FORMATS if each.kind == kind)
 
 
 def format_of(source: Source) -> ForeignFormat | None:
@@ -58,7 +64,7 @@ NOT_WRITTEN = ("auto", "bucket_mb", "axes", "accumulation")
 def write_back(theirs: ForeignJob, before: Layout, layout: Layout) -> Sequence[ChangedLine]:
     """Returns the lines of the file that change if its layout, `before`, becomes `layout`, in its own format, and a
     note on every field of the layout that the format has no name for."""
-    found = next(each for each in FORMATS if each.kind == theirs.kind)
+    found = format_named(theirs.kind)
     table = table_of(found.table)
     names = {path.removeprefix("layout."): name for path, name in table.by_path().items() if path.startswith("layout.")}
     changed = [each.name for each in fields(Layout) if getattr(layout, each.name) != getattr(before, each.name)]
