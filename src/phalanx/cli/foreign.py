@@ -123,7 +123,7 @@ def changes(about: Any, theirs: ForeignJob) -> dict[str, Any]:
 def choices(theirs: ForeignJob, before: LoadedJob, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the fixed fields of every search for a better layout that the framework can run."""
     found = format_named(theirs.kind)
-    kept = {"zero": before.job.layout.zero, **found.fixed}
+    kept = {name: getattr(before.job.layout, name) for name in ("zero", *found.keeps)} | found.fixed
     if before.job.layout.zero == 3:
         kept["zero"] = 3
     several = {name: values for name, values in found.chooses.items() if name not in fixed}

@@ -18,6 +18,7 @@ from phalanx.config.typed import read_as
 from phalanx.config.values import LOADER, too_deep
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
+from phalanx.nearest import did_you_mean
 
 T = TypeVar("T")
 
@@ -36,8 +37,9 @@ class Source:
     @functools.cached_property
     def root(self) -> yaml.Node | None:
         """The content as YAML or JSON; None if it is neither."""
+        text = self.text.replace("\t", " ") if self.text.lstrip().startswith("{") else self.text  # JSON may have tabs
         try:
-            return None if too_deep(self.text) else yaml.compose(self.text, Loader=LOADER)
+            return None if too_deep(text) else yaml.compose(text, Loader=LOADER)
         except (yaml.YAMLError, ValueError):
             return None
 
@@ -289,7 +291,8 @@ class Fields:
         for name, found in self.stated.items():
             meaning = self.table.meaning_of(name)
             if meaning is None:
-                self.unknown.append(Leftover(found.shown, found.value, "this name is not known"))
+                why = f"this name is not known{did_you_mean(name, self.table.names)}"
+                self.unknown.append(Leftover(found.shown, found.value, why))
             elif meaning.why:
                 is_off = _is_off(found.value)
                 affects = is_off and found.value is not None if meaning.assumed else meaning.affects and not is_off
@@ -397,6 +400,8 @@ class ForeignFormat:
     """Returns a value as a line of its format has it."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a layout that the framework cannot choose, which the planner keeps."""
+    keeps: Sequence[str] = ()
+    """Fields of a layout that the planner keeps as the file has them."""
     chooses: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of which it offers only these values; the planner searches once per combination."""
     marks: str = ""

@@ -10,11 +10,19 @@ from typing import Any
 from phalanx.bounded import read_text
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.foreign import megatron
+from phalanx.foreign import accelerate, automodel, axolotl, deepspeed, megatron, torchtitan
 from phalanx.foreign.frame import ChangedLine, Fields, ForeignFormat, ForeignJob, Source, table_of
 from phalanx.nearest import near_file
 
-FORMATS: tuple[ForeignFormat, ...] = (megatron.YAML, megatron.SCRIPT)
+FORMATS: tuple[ForeignFormat, ...] = (
+    torchtitan.FORMAT,
+    deepspeed.FORMAT,
+    axolotl.FORMAT,
+    accelerate.FORMAT,
+    automodel.FORMAT,
+    megatron.YAML,
+    megatron.SCRIPT,
+)
 """The known formats. The first that recognises a file reads it."""
 MOST_BYTES = 2**20
 """Most bytes of a file."""
@@ -91,7 +99,9 @@ def write_back(theirs: ForeignJob, before: Layout, layout: Layout) -> Sequence[C
 
 
 def _changed(theirs: ForeignJob, found: ForeignFormat, name: str, value: Any) -> list[ChangedLine]:
-    """Returns the change that gives a name a value."""
+    """Returns the change that gives a name a value; what begins with a question mark has no name there."""
+    if name.startswith("?"):
+        return [ChangedLine(0, "", "", f"{name[1:]}: {value}")] if value else []
     stated = theirs.stated.get(name)
     if stated is None or not stated.line or stated.path not in (None, theirs.path):
         return [] if value is None else [ChangedLine(0, "", found.new_line(name, value))]
