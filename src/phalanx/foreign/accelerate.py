@@ -11,7 +11,7 @@ from phalanx.foreign.shared import KEPT, WHOLE, included, no_model, set_fsdp, un
 
 _DS, _P, _M, _F = "deepspeed_config.", "parallelism_config.parallelism_config_", "megatron_lm_config.", "fsdp_config."
 _KEYS = {"mixed_precision", "fp8_config", "fsdp_config", "deepspeed_config", "parallelism_config", "num_processes"}
-_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+_KINDS = ("NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
 
 
 def recognises(source: Source) -> bool:
@@ -38,9 +38,9 @@ def finish(fields: Fields) -> None:
         fields.set("train.fp8_scaling", scaling.get(backend.lower(), "tensorwise"), "fp8_config.backend")
     dynamo = fields.take("dynamo_config.dynamo_backend", str, "NO")
     fields.set("train.compile", dynamo.upper() != "NO", "dynamo_config.dynamo_backend")
-    kind = fields.take("distributed_type", str, "NO").upper()
+    kind = str(fields.take("distributed_type", object, "NO")).upper().replace("FALSE", "NO")  # NO is false in YAML
     version = fields.take(f"{_F}fsdp_version", int, 1)
-    _parallelism(fields, replicas=kind in ("NO", "MULTI_GPU", "MULTI_CPU"))
+    _parallelism(fields, replicas=kind == "NO" or kind.startswith("MULTI_"))
     if kind == "FSDP":
         set_fsdp(fields, _F, version)
     elif kind == "DEEPSPEED":
@@ -56,7 +56,7 @@ def finish(fields: Fields) -> None:
         if "layout.dp_shard" not in fields.settings and "layout.dp_replicate" not in fields.settings:
             fields.set("layout.dp_replicate", -1, "distributed_type", "DDP")
         fields.framework = "fsdp1"
-        if kind not in _KINDS:
+        if kind not in _KINDS and not kind.startswith("MULTI_"):
             unknown_value(fields, "distributed_type", _KINDS, "layout.dp_shard")
     for name in [name for name in fields.stated if name.startswith((_F, _DS, _M))]:
         meaning = fields.table.meaning_of(name)
@@ -123,7 +123,9 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
         found[f"{_DS}gradient_accumulation_steps"] = layout.accumulation
     elif kind == "MEGATRON_LM":
         found[f"{_M}megatron_lm_num_micro_batches"] = layout.accumulation
+        found["?micro-batch"] = f"{layout.micro_batch}, which the training program sets"
     else:
+        found["?micro-batch"] = f"{layout.micro_batch}, which the training program sets"
         found["gradient_accumulation_steps"] = layout.accumulation
         found["distributed_type"] = "FSDP" if layout.dp_shard * layout.cp > 1 else "MULTI_GPU"
         found[f"{_P}dp_replicate_size"] = layout.dp_replicate if layout.dp_replicate > 1 else None
@@ -142,7 +144,9 @@ FORMAT = ForeignFormat(
     parse=parse,
     finish=finish,
     written=written,
-    covers=frozenset(("zero", "dp_shard", "dp_replicate", "offload", "accumulation", "reshard", "recompute")),
+    covers=frozenset(
+        ("zero", "dp_shard", "dp_replicate", "offload", "accumulation", "reshard", "recompute", "micro_batch")
+    ),
     keeps=(*KEPT, "pp", "ep"),
     chooses=WHOLE,
     marks="YAML with distributed_type",

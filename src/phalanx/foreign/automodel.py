@@ -203,7 +203,7 @@ def _pipeline(fields: Fields) -> None:
         )
     how = f"{local // micro} of them pass the pipeline before it is empty" if local > micro else ""
     fields.set("layout.micro_batch", micro, [names[1], local_name], how)
-    word, layers = schedule_of(fields, names[0], "1f1b"), layers_of(fields)
+    word, layers = schedule_of(fields, names[0], "1f1b"), layers_of(fields.settings.values())
     chunks = 1 if word in (*ONE_STAGE, "") else 2
     if each and layers and chunks > 1:
         stages = -(-layers // each)
@@ -254,13 +254,10 @@ def _precision(fields: Fields) -> None:
     ]
     moments = fields.take("optimizer.exp_avg_dtype", str, "").lower().removeprefix("torch.")
     wide = dtype in ("float32", "fp32") or any(masters)
-    names = ["model.torch_dtype", "optimizer.master_weights", "optimizer.master_weight_bits", "optimizer.exp_avg_dtype"]
     if wide:
         fields.recipe |= {"parameter_bytes": 4, "state_bytes": 4 if moments.startswith("bf") else 8}
-        if moments in ("bfloat16", "bf16"):
-            fields.set("optimizer.state_dtype", "bf16_moments", names)
-    else:
-        fields.set("optimizer.state_dtype", "bf16", names, "parameters and moments have the type of the checkpoint")
+    else:  # the framework's memory has parameters and moments in the type of the checkpoint
+        fields.recipe |= {"parameter_bytes": 2, "state_bytes": 4}
     fields.framework = "automodel"
     loss = fields.take("loss_fn._target_", str, "")
     if "FusedLinear" in loss:
@@ -289,6 +286,7 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     found: dict[str, Any] = {
         f"{_D}dp_replicate_size": layout.dp_replicate if layout.dp_replicate > 1 else None,
         f"{_D}ep_size": layout.ep,
+        f"{_D}reshard_after_forward": layout.reshard,
         f"{_D}sequence_parallel": layout.sp,
         f"{_D}activation_checkpointing": layout.recompute
         if layout.recompute == "selective"
@@ -297,6 +295,8 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
         f"{section}pp_microbatch_size": layout.micro_batch if piped else None,
         f"{section}pp_schedule": (torch_schedule(layout.schedule) or "").lower() or None if piped else None,
     }
+    if piped and (layers := layers_of(theirs.settings)):
+        found[f"{section}layers_per_stage"] = -(-layers // (layout.pp * max(1, layout.pp_chunks)))
     if isinstance(theirs.value(f"{_D}dp_size"), int):
         found[f"{_D}dp_size"] = layout.dp_replicate * layout.dp_shard
     return found
@@ -310,8 +310,12 @@ FORMAT = ForeignFormat(
     finish=finish,
     written=written,
     covers=frozenset(
-        ("dp_replicate", "dp_shard", "ep", "sp", "recompute", "micro_batch", "accumulation", "schedule", "pp_chunks")
+        (
+            *("dp_replicate", "dp_shard", "ep", "sp", "recompute", "micro_batch", "accumulation", "schedule"),
+            *("pp_chunks", "pp_cut", "reshard"),
+        )
     ),
+    fixed={"pp_cut": ""},
     keeps=KEPT,
     chooses=RECOMPUTES | PIPELINES,
     marks="YAML with model, step_scheduler and distributed",

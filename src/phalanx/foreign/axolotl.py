@@ -56,6 +56,10 @@ def finish(fields: Fields) -> None:
     _recompute(fields)
     _adapter(fields)
     _loss(fields)
+    if (
+        "layout.zero" not in fields.settings or "model.lora.rank" in fields.settings
+    ):  # the weights are loaded in 16 bits
+        _stored(fields)
     if fields.take("sample_packing", bool, False):
         why = "samples fill a sequence; attention within them is priced as attention to the whole sequence"
         fields.leave("sample_packing", why, affects=True)
@@ -108,6 +112,14 @@ def _precision(fields: Fields) -> None:
 def _switch(fields: Fields, name: str) -> str:
     """Returns a value that is a switch or a word, as a word in lower case."""
     return str(fields.take(name, object, "")).lower()
+
+
+def _stored(fields: Fields) -> None:
+    """Sets the bytes of weights and optimizer state to those without FSDP's fp32 shards."""
+    if fields.settings["train.precision"].text != "fp32":
+        fields.recipe["parameter_bytes"] = 2
+        if "model.lora.rank" not in fields.settings:
+            fields.recipe["state_bytes"] = 2 if _switch(fields, "optimizer") in _EIGHT else 4
 
 
 def _optimizer(fields: Fields) -> None:

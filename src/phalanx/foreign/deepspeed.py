@@ -96,11 +96,13 @@ def _zero(fields: Fields) -> None:
             fields.set("layout.dp_shard", -1, stage)
         if level > 1:
             fields.set("layout.accumulate", "sharded", stage, "gradients are sent after every micro-batch")
-    fields.framework = "deepspeed-zero3" if level == 3 else "megatron-deepspeed"
+    fields.framework = "fsdp1"  # Hugging Face's models in eager mode, with fused attention
+    narrow = "train.precision" in fields.settings and fields.settings["train.precision"].text != "fp32"
+    fields.recipe["parameter_bytes"] = 2 if narrow else 4
     if (hpz := fields.take(f"{_Z}zero_hpz_partition_size", int, 1)) > 1:
         fields.set("layout.hpz", hpz, f"{_Z}zero_hpz_partition_size")
     if (size := fields.take(f"{_Z}reduce_bucket_size", float, 0.0)) > 0 and level < 3:
-        wide = 4 if "train.precision" in fields.settings and fields.settings["train.precision"].text == "fp32" else 2
+        wide = 2 if narrow else 4
         fields.set("layout.bucket_mb", size * wide / 2**20, f"{_Z}reduce_bucket_size", f"{wide} bytes per element")
     elif f"{_Z}reduce_bucket_size" in fields.stated and size > 0:
         fields.leave(f"{_Z}reduce_bucket_size", "gradients are reduced per block with ZeRO-3", affects=False)

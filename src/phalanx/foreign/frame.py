@@ -183,7 +183,7 @@ def table_of(name: str) -> NameTable:
     """Returns the table of NAME.yaml in this folder."""
     written = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
     base = table_of(written["extends"]) if "extends" in written else NameTable((), {})
-    names = dict(base.names)
+    names = dict[str, NameMeaning]()
     for key, meaning in (written.get("fields") or {}).items():
         stored: dict[str, Any] = {"path": meaning} if isinstance(meaning, str) else dict(meaning)
         if "values" in stored:
@@ -194,6 +194,7 @@ def table_of(name: str) -> NameTable:
             names |= {key: NameMeaning(why=why, affects=affects) for key in several}
     names |= {key: NameMeaning(why=ASSUMED, assumed=True) for key in written.get("assumed") or ()}
     pages = written["source"]
+    names |= {key: meaning for key, meaning in base.names.items() if key not in names}
     return NameTable((*base.source, *([pages] if isinstance(pages, str) else pages)), names)
 
 

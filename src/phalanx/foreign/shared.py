@@ -4,11 +4,12 @@ FSDP as accelerate names its options, DeepSpeed's files, and degrees of parallel
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from phalanx.bounded import read_text
 from phalanx.config import presets
+from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
 from phalanx.foreign.frame import Fields, Leftover, Source, Stated, Unresolved, yaml_values
 
@@ -67,6 +68,11 @@ def unknown_model(fields: Fields, name: str, why: str) -> None:
 def no_model(fields: Fields) -> None:
     """Asks for the model and its samples, which the file does not have."""
     fields.need("model.preset", "the model (PRESET, or hf:FOLDER with its config.json)")
+    absent = {"model.seq_len": "the model's sequence length", "layout.micro_batch": "a micro-batch that fits the batch"}
+    for path, what in absent.items():
+        if path not in fields.settings:
+            why = f"it is not in the file; {what} is taken unless it is set"
+            fields.leftovers.append(Leftover(path, None, why, affects=True))
 
 
 def whole(fields: Fields, path: str, default: int = 1) -> int:
@@ -74,13 +80,12 @@ def whole(fields: Fields, path: str, default: int = 1) -> int:
     return int(str(fields.settings[path].text)) if path in fields.settings else default
 
 
-def layers_of(fields: Fields) -> int:
+def layers_of(settings: Iterable[Setting]) -> int:
     """Returns the layers of the model; 0 if they are not known."""
-    if "model.n_layers" in fields.settings:
-        return whole(fields, "model.n_layers")
-    setting = fields.settings.get("model.preset")
-    name = str(setting.text) if setting else ""
-    return presets.PRESETS[name].n_layers if name in presets.PRESETS else 0
+    found = {each.path: str(each.text) for each in settings}
+    name = found.get("model.preset", "")
+    known = presets.PRESETS[name].n_layers if name in presets.PRESETS else 0
+    return int(found.get("model.n_layers", known))
 
 
 def unknown_value(fields: Fields, name: str, known: Sequence[str], path: str = "") -> None:

@@ -265,7 +265,7 @@ def _pipeline(fields: Fields) -> None:
         fields.take(name, str, "")
         return
     word = schedule_of(fields, name)
-    layers = layers_of(fields)
+    layers = layers_of(fields.settings.values())
     chunks = 1 if word in (*ONE_STAGE, "") else 2
     if each and layers:
         chunks = max(1, -(-(layers + first + last) // each) // pp)
@@ -294,7 +294,7 @@ def _recompute(fields: Fields) -> None:
     for name in (*mms, f"{_AC}preserve_rng_state", "activation_checkpoint"):
         fields.take(name, object, None)
     names = [mode, option] if not saved else [mms[0], "activation_checkpoint"]
-    layers = layers_of(fields)
+    layers = layers_of(fields.settings.values())
     if word == "memory_budget":
         fields.set("layout.recompute", share, [mode, budget])
     elif word in ("none", "full"):
@@ -361,7 +361,7 @@ def _precision(fields: Fields) -> None:
             if name:
                 fields.leave(name, "it has no effect without float8 in model.converters", affects=False)
     if stored == "bfloat16":
-        fields.set("optimizer.state_dtype", "bf16", dtype, "no fp32 weights beside them")
+        fields.recipe |= {"parameter_bytes": 2, "state_bytes": 4, "gradient_bytes": 2}
     if "loss.num_chunks" in fields.stated:
         chunks = max(1, fields.take("loss.num_chunks", int, 8))
         tokens = whole(fields, "layout.micro_batch") * whole(fields, "model.seq_len", 0)
@@ -381,6 +381,9 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     found[f"{_P}fsdp_reshard_after_forward"] = "always" if layout.reshard else "never"
     if layout.pp > 1:
         found[f"{_P}pipeline_parallel_schedule"] = torch_schedule(layout.schedule)
+        layers, stages = layers_of(theirs.settings), layout.pp * max(1, layout.pp_chunks)
+        if layout.pp_chunks > 2 and layers:
+            found[f"{_P}pipeline_parallel_layers_per_stage"] = -(-(layers + 2) // stages)
     if saved:
         length = theirs.value(f"{_T}max_context_length", 2048)
         found[f"{_T}num_tokens_per_microbatch_per_dp_rank"] = micro * length
@@ -412,11 +415,23 @@ FORMAT = ForeignFormat(
     finish=finish,
     written=written,
     covers=frozenset(
-        ("tp", "sp", "ep", "reshard", "schedule", "pp_chunks", "micro_batch", "accumulation", "recompute")
+        (
+            "tp",
+            "sp",
+            "ep",
+            "reshard",
+            "schedule",
+            "pp_chunks",
+            "micro_batch",
+            "accumulation",
+            "recompute",
+            "pp_cut",
+            "recompute_cut",
+        )
     ),
     new_line=_new_line,
     spelled=json.dumps,
-    fixed={"zero": 3},
+    fixed={"zero": 3, "pp_cut": ""},
     keeps=KEPT,
     chooses=RECOMPUTES | PIPELINES,
     marks="TOML with [model], [training] and [parallelism], or JSON with model_spec",
