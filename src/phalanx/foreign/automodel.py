@@ -312,7 +312,7 @@ FORMAT = ForeignFormat(
     covers=frozenset(
         (
             *("dp_replicate", "dp_shard", "ep", "sp", "recompute", "micro_batch", "accumulation", "schedule"),
-            *("pp_chunks", "pp_cut", "reshard"),
+            *("pp_chunks", "pp_cut", "reshard", "loss_chunk"),
         )
     ),
     fixed={"pp_cut": ""},

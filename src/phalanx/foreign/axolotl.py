@@ -56,9 +56,7 @@ def finish(fields: Fields) -> None:
     _recompute(fields)
     _adapter(fields)
     _loss(fields)
-    if (
-        "layout.zero" not in fields.settings or "model.lora.rank" in fields.settings
-    ):  # the weights are loaded in 16 bits
+    if "layout.zero" not in fields.settings or "model.lora.rank" in fields.settings:
         _stored(fields)
     if fields.take("sample_packing", bool, False):
         why = "samples fill a sequence; attention within them is priced as attention to the whole sequence"
@@ -115,7 +113,7 @@ def _switch(fields: Fields, name: str) -> str:
 
 
 def _stored(fields: Fields) -> None:
-    """Sets the bytes of weights and optimizer state to those without FSDP's fp32 shards."""
+    """Sets the bytes of weights and optimizer state to those of weights loaded in 16 bits, without FSDP's shards."""
     if fields.settings["train.precision"].text != "fp32":
         fields.recipe["parameter_bytes"] = 2
         if "model.lora.rank" not in fields.settings:
@@ -215,7 +213,9 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     sharded = layout.dp_shard * layout.cp > 1
     found["dp_shard_size"] = layout.dp_shard if sharded else None
     found["dp_replicate_size"] = layout.dp_replicate if sharded and layout.dp_replicate > 1 else None
-    if sharded:
+    if not sharded:
+        found |= {name: None for name in theirs.stated if name.startswith("fsdp")}
+    else:
         key = next(
             (n for n in (f"{_F}fsdp_offload_params", f"{_F}offload_params") if n in theirs.stated),
             f"{_F}offload_params",
@@ -240,9 +240,9 @@ FORMAT = ForeignFormat(
     parse=parse,
     finish=finish,
     written=written,
-    covers=frozenset(("recompute", "offload", "dp_shard", "dp_replicate", "reshard", "zero")),
+    covers=frozenset(("loss_chunk", "recompute", "offload", "dp_shard", "dp_replicate", "reshard", "zero")),
     fixed={"pp": 1},
-    keeps=(*KEPT, "zero", "ep"),
+    keeps=(*KEPT, "ep", "accumulate"),
     chooses=WHOLE,
     marks="YAML with base_model and sequence_len or micro_batch_size",
 )

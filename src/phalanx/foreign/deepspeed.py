@@ -139,8 +139,8 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     sharded = layout.dp_shard > 1
     found: dict[str, Any] = {
         f"{_Z}stage": layout.zero if sharded else 0,
-        f"{_Z}offload_optimizer.device": "cpu" if "optimizer" in parts else None,
-        f"{_Z}offload_param.device": "cpu" if "parameters" in parts else None,
+        f"{_Z}offload_optimizer.device": "cpu" if "optimizer" in parts else "none",
+        f"{_Z}offload_param.device": "cpu" if "parameters" in parts else "none",
         f"{_Z}mics_shard_size": layout.dp_shard if sharded and layout.dp_replicate > 1 else None,
         f"{_Z}zero_hpz_partition_size": layout.hpz if layout.hpz > 1 else None,
         "train_micro_batch_size_per_gpu": layout.micro_batch,
@@ -168,6 +168,6 @@ FORMAT = ForeignFormat(
     new_line=json_line,
     spelled=json.dumps,
     fixed={"pp": 1},
-    keeps=(*KEPT, "recompute", "recompute_cut", "tp", "cp", "ep"),
+    keeps=(*KEPT, "recompute", "recompute_cut", "tp", "cp", "ep", "accumulate"),
     marks="JSON with zero_optimization or train_micro_batch_size_per_gpu",
 )

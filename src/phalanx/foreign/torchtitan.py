@@ -416,17 +416,8 @@ FORMAT = ForeignFormat(
     written=written,
     covers=frozenset(
         (
-            "tp",
-            "sp",
-            "ep",
-            "reshard",
-            "schedule",
-            "pp_chunks",
-            "micro_batch",
-            "accumulation",
-            "recompute",
-            "pp_cut",
-            "recompute_cut",
+            *("tp", "sp", "ep", "reshard", "schedule", "pp_chunks", "pp_cut", "micro_batch", "accumulation"),
+            *("recompute", "recompute_cut", "loss_chunk"),
         )
     ),
     new_line=_new_line,
