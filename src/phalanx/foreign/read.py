@@ -10,11 +10,14 @@ from typing import Any
 from phalanx.bounded import read_text
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.foreign import megatron
-from phalanx.foreign.frame import ChangedLine, Fields, ForeignFormat, ForeignJob, Source, table_of
+from phalanx.foreign import bridge, megatron, primus
+from phalanx.foreign.frame import ChangedLine, Fields, ForeignFormat, ForeignJob, Source, table_of, with_defaults
 from phalanx.nearest import near_file
 
-FORMATS: tuple[ForeignFormat, ...] = (megatron.YAML, megatron.SCRIPT)
+FORMATS: tuple[ForeignFormat, ...] = (
+    *(primus.FORMAT, bridge.RECIPE, bridge.YAML, bridge.NEMO, bridge.NEMO_YAML),
+    *(megatron.YAML, megatron.SCRIPT),
+)
 """The known formats. The first that recognises a file reads it."""
 MOST_BYTES = 2**20
 """Most bytes of a file."""
@@ -28,7 +31,8 @@ def read(path: Path) -> ForeignJob:
         kinds = "; ".join(f"{each.kind} ({each.marks})" for each in FORMATS)
         raise JobError(f"{path}: not a configuration of a known kind; known: {kinds}")
     try:
-        parts = Fields(source, table_of(found.table), found.parse(source))
+        table = table_of(found.table)
+        parts = Fields(source, table, with_defaults(table, found.parse(source)))
     except RecursionError:
         raise JobError(f"{path}: nested too deeply") from None
     parts.plain()
@@ -47,8 +51,12 @@ def format_of(source: Source) -> ForeignFormat | None:
 
 
 def _source(path: Path) -> Source:
+    part = ""
+    if ":" in path.name and not path.exists():
+        name, _, part = path.name.rpartition(":")
+        path = path.with_name(name)
     try:
-        return Source(path, read_text(path, MOST_BYTES))
+        return Source(path, read_text(path, MOST_BYTES), part)
     except FileNotFoundError:
         raise JobError(f"{path}: there is no such file{near_file(path)}") from None
     except OSError as error:
@@ -96,9 +104,9 @@ def _changed(theirs: ForeignJob, found: ForeignFormat, name: str, value: Any) ->
     if stated is None or not stated.line or stated.path not in (None, theirs.path):
         return [] if value is None else [ChangedLine(0, "", found.new_line(name, value))]
     line = theirs.source.lines[stated.line - 1]
-    if value is None or (value is False and not stated.text):
+    if (value is None and not found.absent) or (value is False and not stated.text):
         return [ChangedLine(stated.line, line, "")]
-    spelled = found.spelled(value)
+    spelled = found.absent if value is None else found.spelled(value)
     if not stated.text:
         return []
     place = line.rfind(stated.text)
