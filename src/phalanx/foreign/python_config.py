@@ -90,8 +90,7 @@ def beside(path: Path, package: str) -> Path | None:
 
 
 _PLAIN_CALLS: dict[str, Callable[..., Any]] = {
-    **{"int": int, "float": float, "str": str, "bool": bool, "len": len, "list": list},
-    **{"max": max, "min": min, "tuple": list},
+    each.__name__: each for each in (int, float, str, bool, len, list, max, min)
 }
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -216,13 +215,17 @@ class _Frame:
         elif isinstance(target, ast.Attribute):
             owner = self._owner(target.value)
             if owner is not None:
-                text = (
-                    ast.get_source_segment("\n".join(self.module.lines), source)
-                    if source.lineno == source.end_lineno
-                    else ""
-                )
+                text = self._source(source)
                 owner.fields[target.attr] = value
-                owner.places[target.attr] = self.module.path, source.lineno, text or ""
+                owner.places[target.attr] = self.module.path, source.lineno, text
+
+    def _source(self, node: ast.expr) -> str:
+        """Returns the text of an expression of one line."""
+        if node.lineno != node.end_lineno or node.lineno > len(self.module.lines):
+            return ""
+        return (
+            self.module.lines[node.lineno - 1].encode()[node.col_offset : node.end_col_offset].decode(errors="replace")
+        )
 
     def _owner(self, node: ast.expr) -> Built | None:
         """Returns the object whose attribute is set; one that is not known is made."""
@@ -351,9 +354,7 @@ class _Frame:
         for each in node.keywords:
             if each.arg:
                 built.fields[each.arg] = named[each.arg]
-                source = ast.unparse(each.value) if each.value.lineno == each.value.end_lineno else ""
-                line = self.module.lines[each.value.lineno - 1] if each.value.lineno <= len(self.module.lines) else ""
-                built.places[each.arg] = self.module.path, each.value.lineno, source if source in line else ""
+                built.places[each.arg] = self.module.path, each.value.lineno, self._source(each.value)
         return built
 
     def _asked(self, node: ast.Call, text: str, name: str) -> Any:
