@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,9 +109,11 @@ def _sized(machine: str, devices: int, stated: Sequence[Setting]) -> list[Settin
         nodes, each = next((n, devices // n) for n in range(nodes + 1, devices + 1) if devices % n == 0)
     elif not nodes:
         nodes, each = 1, devices
-    origin = stated[0].origin
-    found = {"nodes": nodes, "devices_per_node": each}
-    return [Setting(f"cluster.{name}", str(value), origin, foreign=True) for name, value in found.items()]
+    origins = {setting.path: setting.origin for setting in stated}
+    found = {"cluster.nodes": nodes, "cluster.devices_per_node": each}
+    return [
+        Setting(path, str(value), origins.get(path, stated[0].origin), foreign=True) for path, value in found.items()
+    ]
 
 
 def changes(about: Any, theirs: ForeignJob) -> dict[str, Any]:
@@ -123,7 +125,7 @@ def changes(about: Any, theirs: ForeignJob) -> dict[str, Any]:
 def choices(theirs: ForeignJob, before: LoadedJob, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the fixed fields of every search for a better layout that the framework can run."""
     found = format_named(theirs.kind)
-    kept = {"zero": before.job.layout.zero, **found.fixed}
+    kept = {**{name: getattr(before.job.layout, name) for name in ("zero", *found.keeps)}, **found.fixed}
     if before.job.layout.zero == 3:
         kept["zero"] = 3
     several = {name: values for name, values in found.chooses.items() if name not in fixed}
@@ -142,7 +144,9 @@ class Beside:
 
     @classmethod
     def of(cls, theirs: ForeignJob, before: Candidate, best: Candidate) -> Beside:
-        return cls(theirs, before, best, write_back(theirs, before.layout, best.layout))
+        batch = before.spec.batch
+        layout = replace(before.layout, micro_batch=batch.micro_batch, accumulation=batch.accumulation)
+        return cls(theirs, before, best, write_back(theirs, layout, best.layout))
 
     def lines(self) -> Iterator[str]:
         predicted, seconds = self.before.prediction, self.before.seconds

@@ -12,6 +12,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
+from phalanx.check.load import LoadedJob
 from phalanx.cli import foreign
 from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
 from phalanx.cli.files import DARK, OutputFiles
@@ -30,6 +31,7 @@ from phalanx.echo import echo, terminal_columns
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.gc import gc_paused
 from phalanx.nearest import did_you_mean
+from phalanx.partition.derived import solve
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
@@ -234,7 +236,7 @@ def run_plan(words: Words) -> int:
     cluster = loaded.job.cluster
     check_calibration(cluster, cluster.devices)
     fixed = {name: getattr(loaded.job.layout, name) for name in fixed_of(loaded)}
-    request = plan_request(loaded.job, vocabulary_size(loaded.job), fixed)
+    request = plan_request(_with_batch(loaded.job, words.before), vocabulary_size(loaded.job), fixed)
     request = asked(replace(request, worlds=worlds_of(loaded.job)), words)
     if "exotic" in words.switches:
         request = replace(request, band=EQUAL)
@@ -262,6 +264,14 @@ def run_plan(words: Words) -> int:
         text = "\n".join([text, "", *said, "", *foreign.lines(words.theirs, before.framework.name, words.before)])
     _show(words, files, document, text, loaded.job, cluster.devices, costs)
     return 0 if plan.best else DoesNotFitError.exit_code
+
+
+def _with_batch(job: Job, before: LoadedJob | None) -> Job:
+    """Returns a job with the global batch that the layout of another framework's file gives it."""
+    if before is None or job.train.global_batch:
+        return job
+    batch = solve(0, before.job.layout).global_batch
+    return replace(job, train=replace(job.train, global_batch=batch))
 
 
 def _searched(words: Words, request: PlanRequest, progress: Progress, sample: int) -> Plan:

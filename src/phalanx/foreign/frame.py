@@ -18,6 +18,7 @@ from phalanx.config.typed import read_as
 from phalanx.config.values import LOADER, too_deep
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
+from phalanx.nearest import did_you_mean
 
 T = TypeVar("T")
 
@@ -38,8 +39,9 @@ class Source:
     @functools.cached_property
     def root(self) -> yaml.Node | None:
         """The content as YAML or JSON; None if it is neither."""
+        text = self.text.replace("\t", " ") if self.text.lstrip().startswith("{") else self.text  # JSON may have tabs
         try:
-            return None if too_deep(self.text) else yaml.compose(self.text, Loader=LOADER)
+            return None if too_deep(text) else yaml.compose(text, Loader=LOADER)
         except (yaml.YAMLError, ValueError):
             return None
 
@@ -194,7 +196,7 @@ def table_of(name: str) -> NameTable:
     """Returns the table of NAME.yaml in this folder."""
     written = yaml.safe_load(Path(__file__).with_name(f"{name}.yaml").read_text(encoding="utf-8"))
     base = table_of(written["extends"]) if "extends" in written else NameTable((), {})
-    names = dict(base.names)
+    names = dict[str, NameMeaning]()
     for key, meaning in (written.get("fields") or {}).items():
         stored: dict[str, Any] = {"path": meaning} if isinstance(meaning, str) else dict(meaning)
         if "values" in stored:
@@ -206,6 +208,7 @@ def table_of(name: str) -> NameTable:
     names |= {key: NameMeaning(why=ASSUMED, assumed=True) for key in written.get("assumed") or ()}
     pages = written["source"]
     pages = [pages] if isinstance(pages, str) else pages
+    names |= {key: meaning for key, meaning in base.names.items() if key not in names}
     return NameTable((*base.source, *pages), names, {**base.defaults, **(written.get("defaults") or {})})
 
 
@@ -303,7 +306,8 @@ class Fields:
         for name, found in self.stated.items():
             meaning = self.table.meaning_of(name)
             if meaning is None:
-                self.unknown.append(Leftover(found.shown, found.value, "this name is not known"))
+                why = f"this name is not known{did_you_mean(name, self.table.names)}"
+                self.unknown.append(Leftover(found.shown, found.value, why))
             elif meaning.why:
                 is_off = _is_off(found.value)
                 affects = is_off and found.value is not None if meaning.assumed else meaning.affects and not is_off
@@ -415,6 +419,8 @@ class ForeignFormat:
     """The value that switches a name off; empty: its line goes."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a layout that the framework cannot choose, which the planner keeps."""
+    keeps: Sequence[str] = ()
+    """Fields of a layout that the planner keeps as the file has them."""
     chooses: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of which it offers only these values; the planner searches once per combination."""
     marks: str = ""

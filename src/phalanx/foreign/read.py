@@ -10,13 +10,23 @@ from typing import Any
 from phalanx.bounded import read_text
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.foreign import bridge, megatron, primus
+from phalanx.foreign import accelerate, automodel, axolotl, bridge, deepspeed, megatron, primus, torchtitan
 from phalanx.foreign.frame import ChangedLine, Fields, ForeignFormat, ForeignJob, Source, table_of, with_defaults
 from phalanx.nearest import near_file
 
 FORMATS: tuple[ForeignFormat, ...] = (
-    *(primus.FORMAT, bridge.RECIPE, bridge.YAML, bridge.NEMO, bridge.NEMO_YAML),
-    *(megatron.YAML, megatron.SCRIPT),
+    torchtitan.FORMAT,
+    deepspeed.FORMAT,
+    axolotl.FORMAT,
+    accelerate.FORMAT,
+    automodel.FORMAT,
+    primus.FORMAT,
+    bridge.RECIPE,
+    bridge.YAML,
+    bridge.NEMO,
+    bridge.NEMO_YAML,
+    megatron.YAML,
+    megatron.SCRIPT,
 )
 """The known formats. The first that recognises a file reads it."""
 MOST_BYTES = 2**20
@@ -99,7 +109,9 @@ def write_back(theirs: ForeignJob, before: Layout, layout: Layout) -> Sequence[C
 
 
 def _changed(theirs: ForeignJob, found: ForeignFormat, name: str, value: Any) -> list[ChangedLine]:
-    """Returns the change that gives a name a value."""
+    """Returns the change that gives a name a value; what begins with a question mark has no name there."""
+    if name.startswith("?"):
+        return [ChangedLine(0, "", "", f"{name[1:]}: {value}")] if value else []
     stated = theirs.stated.get(name)
     if stated is None or not stated.line or stated.path not in (None, theirs.path):
         return [] if value is None else [ChangedLine(0, "", found.new_line(name, value))]
