@@ -243,7 +243,7 @@ FORMAT = ForeignFormat(
     written=written,
     covers=frozenset(("loss_chunk", "recompute", "offload", "dp_shard", "dp_replicate", "reshard", "zero")),
     fixed={"pp": 1},
-    keeps=(*KEPT, "ep", "accumulate"),
+    keeps=(*KEPT, "ep", "accumulate", "sp", "sp_regather"),
     chooses=WHOLE,
     marks="YAML with base_model and sequence_len or micro_batch_size",
 )

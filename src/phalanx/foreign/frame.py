@@ -29,6 +29,8 @@ class Source:
 
     path: Path
     text: str
+    part: str = ""
+    """The name of one of several configurations in it: FILE:NAME."""
 
     @functools.cached_property
     def lines(self) -> list[str]:
@@ -151,6 +153,8 @@ class NameMeaning:
     how: str = ""
     rule: bool = False
     """Whether the format's module reads it."""
+    optional: bool = False
+    """Whether the job does not need it, so that one that is unresolved is listed and no problem."""
     why: str = ""
     """Why there is no counterpart."""
     affects: bool = False
@@ -166,12 +170,21 @@ class NameTable:
     source: tuple[str, ...]
     """Pages that document them."""
     names: Mapping[str, NameMeaning]
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """The framework's values of names that a file does not state."""
 
     def meaning_of(self, name: str) -> NameMeaning | None:
         """Returns what the table says of a name, or of names that begin like it: `log_*`."""
         if name in self.names:
             return self.names[name]
-        return next((each for key, each in self.names.items() if key[-1] == "*" and name.startswith(key[:-1])), None)
+        return next((each for key, each in self._patterns if name.startswith(key[0]) and name.endswith(key[1])), None)
+
+    @functools.cached_property
+    def _patterns(self) -> list[tuple[tuple[str, str], NameMeaning]]:
+        """The names with a star, as what stands before and after it."""
+        return [
+            ((key.partition("*")[0], key.partition("*")[2]), each) for key, each in self.names.items() if "*" in key
+        ]
 
     def by_path(self) -> dict[str, str]:
         """Returns the plain name of every field that has one."""
@@ -194,8 +207,9 @@ def table_of(name: str) -> NameTable:
             names |= {key: NameMeaning(why=why, affects=affects) for key in several}
     names |= {key: NameMeaning(why=ASSUMED, assumed=True) for key in written.get("assumed") or ()}
     pages = written["source"]
+    pages = [pages] if isinstance(pages, str) else pages
     names |= {key: meaning for key, meaning in base.names.items() if key not in names}
-    return NameTable((*base.source, *([pages] if isinstance(pages, str) else pages)), names)
+    return NameTable((*base.source, *pages), names, {**base.defaults, **(written.get("defaults") or {})})
 
 
 def _word(value: Any) -> str:
@@ -299,6 +313,8 @@ class Fields:
                 affects = is_off and found.value is not None if meaning.assumed else meaning.affects and not is_off
                 why = NOT_ASSUMED if meaning.assumed and affects else meaning.why
                 self.leftovers.append(Leftover(found.shown, found.value, why, affects))
+            elif isinstance(found.value, Unresolved) and meaning.optional:
+                self.leave(name, found.value.why, affects=False)
             elif isinstance(found.value, Unresolved):
                 self.unknown.append(Leftover(found.shown, found.value, found.value.why, path=meaning.path))
             elif meaning.path and found.value is not None:
@@ -399,6 +415,8 @@ class ForeignFormat:
     """Returns a line that states a value, in its format."""
     spelled: Callable[[Any], str] = _text
     """Returns a value as a line of its format has it."""
+    absent: str = ""
+    """The value that switches a name off; empty: its line goes."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Fields of a layout that the framework cannot choose, which the planner keeps."""
     keeps: Sequence[str] = ()
@@ -422,6 +440,12 @@ class ChangedLine:
     """Without a line: what their format has no name for."""
 
 
+def with_defaults(table: NameTable, stated: Sequence[Stated]) -> list[Stated]:
+    """Returns values with the framework's own for names that are not stated."""
+    known = {each.name for each in stated}
+    return [*(Stated(name, value) for name, value in table.defaults.items() if name not in known), *stated]
+
+
 MOST_VALUES = 20_000
 """Most values of a file; aliases of YAML multiply."""
 
@@ -442,8 +466,9 @@ def _walk(source: Source, node: yaml.Node, name: str, found: list[Stated]) -> No
         raise JobError(f"{source.path}: more than {MOST_VALUES:,} values")
     line = node.start_mark.line + 1
     if isinstance(node, yaml.MappingNode) and node.value:
-        for key, value in node.value:
-            _walk(source, value, f"{name}.{key.value}" if name else str(key.value), found)
+        for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):  # what is merged comes first
+            inner = f"{name}.{key.value}" if name else str(key.value)
+            _walk(source, value, name if key.value == "<<" else inner, found)
     elif isinstance(node, yaml.SequenceNode) and not all(isinstance(each, yaml.ScalarNode) for each in node.value):
         for place, each in enumerate(node.value):
             _walk(source, each, f"{name}.{place}", found)

@@ -7,12 +7,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from phalanx.config.fields import get
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS, named
 from phalanx.foreign.frame import Fields, ForeignJob
 
-VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
-"""Tokens of tokenizers that belong to one vocabulary."""
+VOCABULARIES = {
+    "GPT2BPETokenizer": 50257,
+    "Llama2Tokenizer": 32000,
+    "deepseek-ai/DeepSeek-V2": 102400,
+    "deepseek-ai/DeepSeek-V2-Lite": 102400,
+    "mistralai/Mixtral-8x22B-v0.1": 32000,
+    "meta-llama/Llama-4-Scout-17B-16E": 202048,
+    "meta-llama/Llama-4-Maverick-17B-128E": 202048,
+}
+"""Tokens of tokenizers that belong to one vocabulary, and of models on the hub that are no presets (config.json)."""
 ETP = "expert_tensor_parallel_size"
 _FP32 = ("fp32", "torch.float32", "float32")
 
@@ -74,8 +83,8 @@ def _precision(fields: Fields) -> None:
     if any(fields.take(name, bool, False) for name in ("fp8_dot_product_attention", "fp8_multi_head_attention")):
         fields.recipe["fp8_attention"] = True
     sums = fields.take("grad_reduce_in_bf16", bool, False) or not fields.take("grad_reduce_in_fp32", bool, True)
-    if sums or fp16 or fields.take("main_grads_dtype", str, "fp32") not in _FP32:
-        fields.recipe |= {"gradient_bytes": 0, "step_gradient_bytes": 4}
+    sums = sums or fp16 or fields.take("main_grads_dtype", str, "fp32") not in _FP32
+    fields.recipe |= {"gradient_bytes": 0 if sums else 4, "step_gradient_bytes": 4 if sums else 0}
 
 
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon", "lion": "lion"}
@@ -121,7 +130,7 @@ def _shape(fields: Fields) -> None:
         fields.set("model.activation", "relu2", names)
     elif gated:
         fields.set("model.activation", "geglu" if tanh or function == "gelu" else "swiglu", names)
-    elif "model.activation" not in fields.settings or any(name in fields.stated for name in names):
+    elif "model.preset" not in fields.settings:
         fields.set("model.activation", "gelu_tanh" if tanh else "gelu", names)
     ff = fields.take("ffn_hidden_size", int, 0)
     if ff:
@@ -161,14 +170,37 @@ _MLA = {
 """Arguments of latent attention with their fields and Megatron Core's defaults."""
 
 
+def preset_of(name: str) -> str:
+    """Returns the preset that a framework's name of a model means: "llama31_405b", "Llama3Config8B",
+    "meta-llama/Llama-3.2-1B"; "" for an unknown one."""
+    plain = re.sub(r"(Config|ModelProvider|Provider)", "", name.rpartition(".")[2] if "/" not in name else name)
+    plain = re.sub(r"_(pretrain|sft|peft|finetune)_.*|\.yaml$|\.py$", "", plain)
+    plain = re.sub(r"(?i)llama(3)([123])(?![0-9]*b\b(?<!1b))(?=[-_0-9])", r"llama\1.\2-", plain)
+    found = named(plain)
+    return found if found in PRESETS else ""
+
+
+def start_from(fields: Fields, name: str, model: str) -> bool:
+    """Sets the shape of a known model, which what the file states overrides; returns whether it is known."""
+    fields.model = model
+    if preset := preset_of(model):
+        fields.set("model.preset", preset, name, "the shape of this model")
+    return bool(preset)
+
+
 def _number(fields: Fields, path: str) -> int:
-    """Returns the whole number that a field of the job has, or 0."""
-    text = fields.settings[path].text if path in fields.settings else ""
-    return int(text) if isinstance(text, str) and text.isdigit() else 0
+    """Returns the whole number that a field of the job has, by itself or by its preset, or 0."""
+    if path in fields.settings:
+        text = fields.settings[path].text
+        return int(text) if isinstance(text, str) and text.isdigit() else 0
+    preset = fields.settings.get("model.preset")
+    return int(get(PRESETS[str(preset.text)], path.removeprefix("model."))) if preset else 0
 
 
 def _experts(fields: Fields) -> None:
     count, moe = fields.take("num_experts", int, 0) or fields.take("num_moe_experts", int, 0), "model.moe."
+    if count or _number(fields, f"{moe}n_experts"):
+        _dispatcher(fields)
     if not count:
         return
     fields.set(f"{moe}n_experts", count, ("num_experts", "num_moe_experts"))
@@ -212,6 +244,9 @@ def _experts(fields: Fields) -> None:
     share = fields.take("moe_aux_loss_coeff", float, 0.0)
     if share and "aux_loss" in str(fields.take("moe_router_load_balancing_type", object, "aux_loss")):
         fields.set(f"{moe}aux_loss", share, ("moe_aux_loss_coeff", "moe_router_load_balancing_type"))
+
+
+def _dispatcher(fields: Fields) -> None:
     kind = fields.take("moe_token_dispatcher_type", str, "allgather")
     backend = fields.take("moe_flex_dispatcher_backend", str, "deepep")
     deep = fields.take("moe_enable_deepep", bool, False) or fields.take("use_turbo_deepep", bool, False)
@@ -269,6 +304,7 @@ def _layers(fields: Fields) -> int:
     if more:
         fields.set("model.mtp", more, "mtp_num_layers")
     found = fields.take("moe_layer_freq", object, None)
+    count = count or _number(fields, "model.n_layers") - _number(fields, "model.mtp")
     if "model.moe.n_experts" not in fields.settings or found is None:
         return count
     text = str(found)
@@ -324,8 +360,8 @@ def _vocabulary(fields: Fields, tp: int) -> None:
         kind = "GPT2BPETokenizer"
     if not tokens and model and (preset := named(model)) in PRESETS:
         tokens, how = PRESETS[preset].vocab_size, f"those of {model}"
-    elif not tokens and kind in VOCABULARIES:
-        tokens, how = VOCABULARIES[kind], f"those of {kind}"
+    elif not tokens and (whose := next((each for each in (model, kind) if each in VOCABULARIES), "")):
+        tokens, how = VOCABULARIES[whose], f"those of {whose}"
     names = ("vocab_size", "padded_vocab_size", "make_vocab_size_divisible_by", "tokenizer_type", "tokenizer_model")
     if multiple < 1 or tp < 1:
         fields.problems.append(f"{fields.origin('make_vocab_size_divisible_by')}: expected a positive number")
@@ -351,7 +387,7 @@ def _ranks(fields: Fields, tp: int) -> None:
         fields.set("layout.cp_ulysses", inner, ("cp_comm_type", "hierarchical_context_parallel_sizes"))
     elif cp > 1 and "p2p" not in kind:
         fields.leave("cp_comm_type", "a ring is predicted")
-    experts = "model.moe.n_experts" in fields.settings
+    experts = _number(fields, "model.moe.n_experts") > 0
     ep, etp = fields.take("expert_model_parallel_size", int, 1), fields.take(ETP, int, 0) or tp
     _data(fields, experts and ep > 1)
     if not experts:

@@ -10,8 +10,8 @@ from typing import Any
 from phalanx.bounded import read_text
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
-from phalanx.foreign import accelerate, automodel, axolotl, deepspeed, megatron, torchtitan
-from phalanx.foreign.frame import ChangedLine, Fields, ForeignFormat, ForeignJob, Source, table_of
+from phalanx.foreign import accelerate, automodel, axolotl, bridge, deepspeed, megatron, primus, torchtitan
+from phalanx.foreign.frame import ChangedLine, Fields, ForeignFormat, ForeignJob, Source, table_of, with_defaults
 from phalanx.nearest import near_file
 
 FORMATS: tuple[ForeignFormat, ...] = (
@@ -20,6 +20,11 @@ FORMATS: tuple[ForeignFormat, ...] = (
     axolotl.FORMAT,
     accelerate.FORMAT,
     automodel.FORMAT,
+    primus.FORMAT,
+    bridge.RECIPE,
+    bridge.YAML,
+    bridge.NEMO,
+    bridge.NEMO_YAML,
     megatron.YAML,
     megatron.SCRIPT,
 )
@@ -36,7 +41,8 @@ def read(path: Path) -> ForeignJob:
         kinds = "; ".join(f"{each.kind} ({each.marks})" for each in FORMATS)
         raise JobError(f"{path}: not a configuration of a known kind; known: {kinds}")
     try:
-        parts = Fields(source, table_of(found.table), found.parse(source))
+        table = table_of(found.table)
+        parts = Fields(source, table, with_defaults(table, found.parse(source)))
     except RecursionError:
         raise JobError(f"{path}: nested too deeply") from None
     parts.plain()
@@ -55,8 +61,12 @@ def format_of(source: Source) -> ForeignFormat | None:
 
 
 def _source(path: Path) -> Source:
+    part = ""
+    if ":" in path.name and not path.exists():
+        name, _, part = path.name.rpartition(":")
+        path = path.with_name(name)
     try:
-        return Source(path, read_text(path, MOST_BYTES))
+        return Source(path, read_text(path, MOST_BYTES), part)
     except FileNotFoundError:
         raise JobError(f"{path}: there is no such file{near_file(path)}") from None
     except OSError as error:
@@ -110,13 +120,14 @@ def _changed(theirs: ForeignJob, found: ForeignFormat, now: dict[int, str], name
         return [] if value is None else [ChangedLine(0, "", found.new_line(name, value))]
     before = theirs.source.lines[stated.line - 1]
     line = now.get(stated.line, before)
-    if value is None or (value is False and not stated.text):
+    if (value is None and not found.absent) or (value is False and not stated.text):
         beside = [each for each in theirs.stated.values() if each.line == stated.line and each is not stated]
         if beside and stated.text:
             return [ChangedLine(0, "", "", f"{name}: goes from line {stated.line}")]
         now[stated.line] = ""
     elif stated.text:
-        spelled, key = found.spelled(value), line.find(name.rpartition(".")[2])
+        spelled = found.absent if value is None else found.spelled(value)
+        key = line.find(name.rpartition(".")[2])
         place = line.find(stated.text, key) if key >= 0 else line.rfind(stated.text)
         end = place + len(stated.text)
         after = f"{line[:place]}{spelled}{line[end:]}" if place >= 0 else found.new_line(name, value)

@@ -618,7 +618,10 @@ class _Interpreter:
             else:
                 words = [Word([each._replace(quoted=True) for each in self._segments(value)])]  # type: ignore[arg-type]
             if why:
-                words = [Word([each._replace(why=each.why or why) for each in word.segments]) for word in words]
+                empty = [Segment(name, statement.line, "", True)]
+                words = [
+                    Word([each._replace(why=each.why or why) for each in word.segments or empty]) for word in words
+                ]
             before = self.variables.get(name, []) if appends else []
             if appends and not is_array and before:
                 self.variables[name] = [*before[:-1], Word([*before[-1].segments, *words[0].segments])]
