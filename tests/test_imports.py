@@ -39,7 +39,7 @@ MOST_LINES = {
     "data": 6400,
     "evaluate": 700,
     "exchange": 2300,
-    "foreign": 4500,
+    "foreign": 4750,
     "generate": 1250,
     "launch": 6850,
     "machine": 5400,

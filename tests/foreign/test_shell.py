@@ -41,8 +41,8 @@ def test_what_does_not_follow_is_unresolved():
     script = "A=$(nproc)\nB=`cat x`\nif [ -f file ]; then C=1; else C=2; fi\nfor i in 1 2; do D=$i; done\n"
     whys = {word.text: word.why for word in run_through(f"{script}run $A $B $C $D $1 $E\n").commands[-1][1:]}
     assert all(whys.values())
-    assert "condition on line 3" in whys["12"]
-    assert "loop" in whys["D"]
+    assert "condition on line 3" in whys["$C"]
+    assert "loop" in whys["$D"]
     assert "argument" in whys["$1"]
     assert whys["$E"] == "E is not set in the file"
 

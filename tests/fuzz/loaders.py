@@ -37,6 +37,7 @@ from phalanx.data.token_table import definition_of
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import JobError
 from phalanx.exchange.gguf import GgufModel
+from phalanx.foreign import read as foreign
 from phalanx.generate.load import vocabulary_of
 from phalanx.launch.verdict import End, Outcome, verdict
 from phalanx.pictures import experts
@@ -95,6 +96,29 @@ row_id,source,model_name,gpu,n_gpus,tp,pp,dp,cp,ep,zero_stage,schedule,recompute
 peak_mem_gb,step_time_s,precision,notes
 a-1,torchtitan,llama3-8b,H100,8,2,1,4,1,1,3,1f1b,full,16,1,8192,60,1.5,bf16,"max allocated, close to oom"
 a-2,narayanan 2021,gpt 175b,A100,1536,8,12,16,1,1,1,interleaved,selective,1536,1,2048,,,fp16,local batch 2
+"""
+MEGATRON = b"""\
+TP=${TP:-4}
+ARGS=(--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --micro-batch-size 1)
+ARGS+=(--global-batch-size 64 --bf16 --vocab-size 1000 --tensor-model-parallel-size $TP)
+if [ "$TP" = 4 ]; then ARGS+=(--sequence-parallel --num-experts 8 --moe-layer-freq "[0]*2+[1]*6"); fi
+torchrun --nproc_per_node $((4 * 2)) --nnodes 2 pretrain_gpt.py ${ARGS[@]} --use-distributed-optimizer
+"""
+PRIMUS = b"""\
+modules:
+  pre_trainer:
+    framework: megatron
+    model: llama3.1_8B.yaml
+    overrides: {global_batch_size: 64, micro_batch_size: 1, tensor_model_parallel_size: "${TP:2}", seq_length: 512}
+"""
+BRIDGE = b"""\
+from megatron.bridge.training.config import ConfigContainer
+def llama3_8b_pretrain_config():
+    cfg = ConfigContainer(mixed_precision="bf16_mixed")
+    cfg.train.global_batch_size = 32 * 2
+    cfg.train.micro_batch_size = 1
+    cfg.model.tensor_model_parallel_size = 2 if cfg.train.micro_batch_size == 1 else 4
+    return cfg
 """
 JSONL = b'{"text": "one\\n", "meta": {"id": 1}}\n{"text": "two \\u20ac", "n": [1, 2.5]}\n\n{"text": ""}\n'
 
@@ -352,6 +376,30 @@ def _gguf(path: Path, vocabulary: dict[str, object]) -> Loader:
     return Loader(path, content[:header], load, lambda head: head + content[header:])
 
 
+def megatron_script(folder: Path) -> Loader:
+    """A script of Megatron-LM, as `--from` reads it."""
+    path = folder / "train.sh"
+    return Loader(path, MEGATRON, lambda: load_foreign(path))
+
+
+def primus_yaml(folder: Path) -> Loader:
+    path = folder / "exp.yaml"
+    return Loader(path, PRIMUS, lambda: load_foreign(path))
+
+
+def bridge_recipe(folder: Path) -> Loader:
+    path = folder / "recipe.py"
+    return Loader(path, BRIDGE, lambda: load_foreign(path))
+
+
+def load_foreign(path: Path) -> object:
+    """Reads a file of another framework, and loads the job that it means."""
+    line = overrides.parse(["cluster=dgx-h100:2"])
+    theirs = foreign.read(path)
+    line.base = [each for each in theirs.settings if not each.path.startswith("cluster.")]
+    return load_words(line)
+
+
 def commit_record(folder: Path) -> Loader:
     record = CommitRecord(10, folder_of(10, "0" * 16), 1, 1, 2.5)
     remote = RemoteCheckpoints.of(f"file://{folder}", "run")
@@ -365,6 +413,9 @@ MAKERS = {
         *(job, json_job, words, cluster, schedule, rows, outcome, metrics, progress, index, shard, jsonl, text),
         *(
             hugging_face,
+            megatron_script,
+            primus_yaml,
+            bridge_recipe,
             number,
             char,
             library,

@@ -22,6 +22,8 @@ SECTIONS = (
 """Sections whose names are those of Megatron Core's arguments."""
 KEPT = ("data.seq_length", "dataset.seq_length", "dataset.sequence_length", "tokenizer.vocab_size")
 """Names that keep their section."""
+INNER = ("config", "plugins", "strategy", "ddp", "tp_comm_overlap_cfg", "logger")
+"""Values of sections that are sections themselves."""
 PRECISIONS = ("get_mixed_precision_config", "_lookup_or_none")
 """Functions that stay calls: what they return follows from their names and arguments."""
 KNOWN = {
@@ -83,11 +85,19 @@ _HARMLESS = re.compile(r"callbacks\.|\.append\(|\.extend\(|determinism|env_vars|
 
 def _named(values: Any) -> list[Stated]:
     """Returns values under the names of Megatron Core, without their sections."""
-    found = list[Stated]()
+    found, unread = list[Stated](), list[str]()
     for each in values:
         name = each.name
+        if name.startswith(tuple(unread)) and unread:
+            continue
         section = next((prefix for prefix in SECTIONS if name.startswith(f"{prefix}.")), "")
         last = name.removeprefix(f"{section}.")
+        owner = last.removesuffix(f".{TARGET}")
+        if section and owner != last and "." not in owner and owner not in INNER and str(each.value)[:1].islower():
+            what = Unresolved(f"{each.value}(…)", "this function is not read")
+            unread.append(f"{section}.{owner}.")
+            found.append(replace(each, name=owner, value=what, label=f"{section}.{owner}"))
+            continue
         plain = section and "." not in last and not last.endswith(TARGET) and not last.isdigit()
         if name in KEPT or not plain:
             found.append(each)

@@ -173,8 +173,10 @@ _MLA = {
 def preset_of(name: str) -> str:
     """Returns the preset that a framework's name of a model means: "llama31_405b", "Llama3Config8B",
     "meta-llama/Llama-3.2-1B"; "" for an unknown one."""
-    plain = re.sub(r"(Config|ModelProvider|Provider)", "", name.rpartition(".")[2] if "/" not in name else name)
-    plain = re.sub(r"_(pretrain|sft|peft|finetune)_.*|\.yaml$|\.py$", "", plain)
+    name = re.sub(r"\.(yaml|py)$", "", name)
+    name = re.sub(r"^([A-Za-z_]\w*\.)+(?=[A-Z]\w*$)", "", name)  # the modules of a class
+    plain = re.sub(r"(Config|ModelProvider|Provider)", "", name)
+    plain = re.sub(r"_(pretrain|sft|peft|finetune)_.*", "", plain)
     plain = re.sub(r"(?i)llama(3)([123])(?![0-9]*b\b(?<!1b))(?=[-_0-9])", r"llama\1.\2-", plain)
     found = named(plain)
     return found if found in PRESETS else ""

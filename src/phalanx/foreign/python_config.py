@@ -162,6 +162,8 @@ class _Frame:
     module: Module
     env: dict[str, Any]
     depth: int
+    discards: bool = False
+    """Whether the next call is a statement, which is made for what it changes."""
 
     def block(self, statements: Sequence[ast.stmt]) -> None:
         for each in statements:
@@ -182,10 +184,11 @@ class _Frame:
         elif isinstance(each, ast.AugAssign):
             self._store(each.target, _unknown(ast.unparse(each), "it is changed in place"), each.value)
         elif isinstance(each, ast.Expr):
+            self.discards = isinstance(each.value, ast.Call)
             self.value(each.value)
         elif isinstance(each, ast.If):
             held = self.value(each.test)
-            if isinstance(held, Unresolved | Symbol | Built) and not isinstance(held, Built):
+            if _is_unsure(held):
                 self._lose(
                     [*each.body, *each.orelse], f"the condition on line {each.lineno} does not follow from the file"
                 )
@@ -286,17 +289,19 @@ class _Frame:
             value: Any = None
             for each in node.values:
                 value = self.value(each)
-                if isinstance(value, Unresolved) or bool(value) == is_or:
+                if _is_unsure(value) or bool(value) == is_or:
                     return value
             return value
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             one, other = self.value(node.left), self.value(node.comparators[0])
-            if isinstance(one, Unresolved) or isinstance(other, Unresolved):
+            if _is_unsure(one) or _is_unsure(other):
                 return _unknown(text, "it does not follow from literals")
             return _COMPARED[type(node.ops[0])](one, other)
         if isinstance(node, ast.IfExp):
             held = self.value(node.test)
-            return held if isinstance(held, Unresolved) else self.value(node.body if held else node.orelse)
+            if _is_unsure(held):
+                return _unknown(text, "the condition does not follow from literals")
+            return self.value(node.body if held else node.orelse)
         if isinstance(node, ast.Subscript):
             owner, key = self.value(node.value), self.value(node.slice)
             if isinstance(owner, Built):
@@ -323,6 +328,7 @@ class _Frame:
         return _module(found) if found else None
 
     def _call(self, node: ast.Call, text: str) -> Any:
+        least, self.discards = (0 if self.discards else 5), False
         name = ast.unparse(node.func)
         last = name.rpartition(".")[2]
         positional = [self.value(each) for each in node.args if not isinstance(each, ast.Starred)]
@@ -345,7 +351,7 @@ class _Frame:
         target = last
         if last in ("Config", "Partial") and positional:  # nemo_run's
             target, positional = str(positional[0]).rpartition(".")[2], positional[1:]
-        whole = [each for each in positional if isinstance(each, Built) and len(each.fields) > 5]
+        whole = [each for each in positional if isinstance(each, Built) and len(each.fields) > least]
         if last[:1].islower() and last not in opaque and whole:
             return self._not_followed(node, text, whole)
         built = Built(target, {}, {}, (self.module.path, node.lineno))
@@ -386,6 +392,11 @@ class _Frame:
             other = _module(found) if found else None
             return self._function(inner, other, depth + 1) if other else None
         return None
+
+
+def _is_unsure(value: Any) -> bool:
+    """Returns whether a value is unknown, or what a function that is not read returns."""
+    return isinstance(value, Unresolved) or (isinstance(value, Built) and value.target[:1].islower())
 
 
 def _is_small(value: Any) -> bool:

@@ -617,7 +617,9 @@ class _Interpreter:
                 words = self._expanded(value)  # type: ignore[arg-type]
             else:
                 words = [Word([each._replace(quoted=True) for each in self._segments(value)])]  # type: ignore[arg-type]
-            if why:
+            if why and not is_array:
+                words = [Word([Segment(f"${name}", statement.line, "", True, why)])]
+            elif why:
                 empty = [Segment(name, statement.line, "", True)]
                 words = [
                     Word([each._replace(why=each.why or why) for each in word.segments or empty]) for word in words
@@ -625,8 +627,6 @@ class _Interpreter:
             before = self.variables.get(name, []) if appends else []
             if appends and not is_array and before:
                 self.variables[name] = [*before[:-1], Word([*before[-1].segments, *words[0].segments])]
-            elif why and before:
-                self.variables[name] = [*before, *words]
             else:
                 self.variables[name] = words
             self.words += len(self.variables[name]) if not appends else len(words)
