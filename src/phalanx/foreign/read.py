@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bounded import read_text
+from phalanx.config import yaml_file
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.foreign import accelerate, automodel, axolotl, bridge, deepspeed, megatron, primus, torchtitan
@@ -37,6 +38,8 @@ def read(path: Path) -> ForeignJob:
     """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem."""
     source = _source(path)
     found = format_of(source)
+    if found is None and path.suffix in (".yaml", ".yml", ".json") and source.root is None:
+        raise JobError(yaml_file.parse(source.text, str(path))[1] or f"{path}: is empty")
     if found is None:
         kinds = "; ".join(f"{each.kind} ({each.marks})" for each in FORMATS)
         raise JobError(f"{path}: not a configuration of a known kind; known: {kinds}")
