@@ -158,6 +158,9 @@ def _optimizer(fields: Fields) -> None:
     _default(fields, "optimizer.warmup_steps", 200)
     _default(fields, "optimizer.min_lr_ratio", 0.0)
     _default(fields, "train.steps", 10_000)
+    steps = whole(fields, "optimizer.decay_steps", whole(fields, "train.steps"))
+    if whole(fields, "optimizer.warmup_steps") > steps:
+        fields.set("optimizer.warmup_steps", steps, f"{_LR}warmup_steps", "no more than there are steps")
 
 
 def _default(fields: Fields, path: str, value: Any) -> None:
