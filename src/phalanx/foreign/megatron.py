@@ -17,6 +17,7 @@ from phalanx.foreign.shell import Script, Word
 TORCHRUN = {"nproc-per-node": "nproc_per_node", "nnodes": "nnodes", "ntasks-per-node": "nproc_per_node"}
 """Options of torchrun and Slurm that say how many processes there are."""
 _OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+_OTHER_MODELS = re.compile("t5|bert|ict|vision|retro|vlm|multimodal|mimo|dino|rl|classif", re.IGNORECASE)
 _MARKS = {"num_layers", "hidden_size", "tensor_model_parallel_size", "micro_batch_size", "num_attention_heads"}
 
 
@@ -42,6 +43,11 @@ def parse_script(source: Source) -> Sequence[Stated]:
         raise JobError(f"{source.path}: not a script that can be read: {error}") from None
     words = _command(script)
     stated = _options(words)
+    program = next((word for word in words if re.search(r"\.py$", word.text)), None)
+    if program and _OTHER_MODELS.search(program.text.rpartition("/")[2]):
+        line, text = program.place
+        why = "this program trains another kind of model than a GPT"
+        stated.append(Stated("program", Unresolved(program.text, why), line, text))
     known = {each.name for each in stated}
     for number, row in script.comments:
         for name, value in re.findall(r"--?([\w-]+)[= ]([0-9]+)\b", row):

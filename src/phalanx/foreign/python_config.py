@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -48,7 +49,9 @@ class Module:
 
     def __init__(self, path: Path, text: str):
         self.path, self.lines = path, text.splitlines()
-        self.tree = ast.parse(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            self.tree = ast.parse(text)
         self.functions = {each.name: each for each in self.tree.body if isinstance(each, ast.FunctionDef)}
         self.classes = {each.name for each in self.tree.body if isinstance(each, ast.ClassDef)}
         self.constants: dict[str, ast.expr] = {}
