@@ -111,6 +111,37 @@ modules:
     model: llama3.1_8B.yaml
     overrides: {global_batch_size: 64, micro_batch_size: 1, tensor_model_parallel_size: "${TP:2}", seq_length: 512}
 """
+TITAN = b"""\
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 8 # sequences
+seq_len = 2048
+[parallelism]
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "Interleaved1F1B"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+"""
+AXOLOTL = b"""\
+base_model: NousResearch/Llama-3.2-1B
+sequence_len: 2048
+micro_batch_size: 2
+optimizer: adamw_bnb_8bit
+warmup_ratio: 0.1
+bf16: auto
+adapter: lora
+lora_r: 16
+lora_target_modules: [q_proj, v_proj]
+fsdp_config: {fsdp_version: 2, reshard_after_forward: true}
+"""
+DEEPSPEED = b"""\
+{"bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto",
+ "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 5e8}}
+"""
 BRIDGE = b"""\
 from megatron.bridge.training.config import ConfigContainer
 def llama3_8b_pretrain_config():
@@ -387,6 +418,21 @@ def primus_yaml(folder: Path) -> Loader:
     return Loader(path, PRIMUS, lambda: load_foreign(path))
 
 
+def titan_toml(folder: Path) -> Loader:
+    path = folder / "job.toml"
+    return Loader(path, TITAN, lambda: load_foreign(path))
+
+
+def axolotl_yaml(folder: Path) -> Loader:
+    path = folder / "tune.yaml"
+    return Loader(path, AXOLOTL, lambda: load_foreign(path))
+
+
+def deepspeed_json(folder: Path) -> Loader:
+    path = folder / "ds.json"
+    return Loader(path, DEEPSPEED, lambda: load_foreign(path))
+
+
 def bridge_recipe(folder: Path) -> Loader:
     path = folder / "recipe.py"
     return Loader(path, BRIDGE, lambda: load_foreign(path))
@@ -415,6 +461,9 @@ MAKERS = {
             hugging_face,
             megatron_script,
             primus_yaml,
+            titan_toml,
+            axolotl_yaml,
+            deepspeed_json,
             bridge_recipe,
             number,
             char,

@@ -17,7 +17,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.typed import read_as
 from phalanx.config.values import LOADER, too_deep
 from phalanx.config.yaml_file import Setting
-from phalanx.errors import JobError
+from phalanx.errors import MOST_PROBLEMS, JobError
 from phalanx.nearest import did_you_mean
 
 T = TypeVar("T")
@@ -306,7 +306,8 @@ class Fields:
         for name, found in self.stated.items():
             meaning = self.table.meaning_of(name)
             if meaning is None:
-                why = f"this name is not known{did_you_mean(name, self.table.names)}"
+                meant = did_you_mean(name, self.table.names) if len(self.unknown) < MOST_PROBLEMS else ""
+                why = f"this name is not known{meant}"
                 self.unknown.append(Leftover(found.shown, found.value, why))
             elif meaning.why:
                 is_off = _is_off(found.value)

@@ -22,6 +22,8 @@ RECOMPUTES = {"recompute": ("none", "selective", "full")}
 WHOLE = {"recompute": ("none", "full")}
 PIPELINES = {"schedule": ("1f1b", "interleaved_1f1b")}
 """The values of fields of which they have only some."""
+MOST_STAGES = 10_000
+"""Most stages of a cut."""
 MOST_BYTES = 2**20
 """Most bytes of a file that another one names."""
 AUTO = "auto"
@@ -115,6 +117,8 @@ def cut_of(layers: int, stages: int, first: int, last: int) -> str:
     """Returns the layers of each stage, as torchtitan and AutoModel cut them: stages share layers evenly, early ones
     take what is left over, with the embedding as `first` layers of the first one, and the head as `last` of the last
     (torchtitan/distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part)."""
+    if not 0 < stages <= layers + first + last or stages > MOST_STAGES:
+        return ""
     each, more = divmod(layers + first + last, stages)
     sizes = [each + (stage < more) for stage in range(stages)]
     sizes[0] -= first
