@@ -64,7 +64,10 @@ def run(words: Words) -> int:
         raise JobError(
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
-    selection = select(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
+    alone = words.theirs is not None and not (full or schedules)
+    selection = select(
+        words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is, alone=alone
+    )
     # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.verify import run as verify
     from phalanx.verify.run import introduction, table
