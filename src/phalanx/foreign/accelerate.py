@@ -147,7 +147,7 @@ FORMAT = ForeignFormat(
     covers=frozenset(
         ("zero", "dp_shard", "dp_replicate", "offload", "accumulation", "reshard", "recompute", "micro_batch")
     ),
-    keeps=(*KEPT, "pp", "ep"),
+    keeps=(*KEPT, "pp", "ep", "sp", "sp_regather"),
     chooses=WHOLE,
     marks="YAML with distributed_type",
 )

@@ -315,7 +315,7 @@ FORMAT = ForeignFormat(
             *("pp_chunks", "pp_cut", "reshard", "loss_chunk"),
         )
     ),
-    fixed={"pp_cut": ""},
+    fixed={"pp_cut": "", "sp_regather": False},
     keeps=KEPT,
     chooses=RECOMPUTES | PIPELINES,
     marks="YAML with model, step_scheduler and distributed",

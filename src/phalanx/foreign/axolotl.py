@@ -213,6 +213,7 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     sharded = layout.dp_shard * layout.cp > 1
     found["dp_shard_size"] = layout.dp_shard if sharded else None
     found["dp_replicate_size"] = layout.dp_replicate if sharded and layout.dp_replicate > 1 else None
+    found |= {name: theirs.value(name) for name in theirs.stated if name.startswith("fsdp")}
     if not sharded:
         found |= {name: None for name in theirs.stated if name.startswith("fsdp")}
     else:
@@ -242,7 +243,7 @@ FORMAT = ForeignFormat(
     written=written,
     covers=frozenset(("loss_chunk", "recompute", "offload", "dp_shard", "dp_replicate", "reshard", "zero")),
     fixed={"pp": 1},
-    keeps=(*KEPT, "ep", "accumulate"),
+    keeps=(*KEPT, "ep", "accumulate", "sp", "sp_regather"),
     chooses=WHOLE,
     marks="YAML with base_model and sequence_len or micro_batch_size",
 )

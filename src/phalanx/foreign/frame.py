@@ -473,7 +473,7 @@ def _walk(source: Source, node: yaml.Node, name: str, found: list[Stated]) -> No
         for place, each in enumerate(node.value):
             _walk(source, each, f"{name}.{place}", found)
     elif isinstance(node, yaml.ScalarNode):
-        found.append(Stated(name, plain_value(node), line, str(node.value)))
+        found.append(Stated(name, plain_value(node), line, source.text[node.start_mark.index : node.end_mark.index]))
     else:
         several = [plain_value(each) for each in node.value] if isinstance(node, yaml.SequenceNode) else {}
         found.append(Stated(name, several, line, source.text[node.start_mark.index : node.end_mark.index]))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bounded import read_text
+from phalanx.config import yaml_file
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.foreign import accelerate, automodel, axolotl, bridge, deepspeed, megatron, primus, torchtitan
@@ -37,6 +38,8 @@ def read(path: Path) -> ForeignJob:
     """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem."""
     source = _source(path)
     found = format_of(source)
+    if found is None and path.suffix in (".yaml", ".yml", ".json") and source.root is None:
+        raise JobError(yaml_file.parse(source.text, str(path))[1] or f"{path}: is empty")
     if found is None:
         kinds = "; ".join(f"{each.kind} ({each.marks})" for each in FORMATS)
         raise JobError(f"{path}: not a configuration of a known kind; known: {kinds}")
@@ -98,8 +101,10 @@ def write_back(theirs: ForeignJob, before: Layout, layout: Layout) -> Sequence[C
     if found.covers & {*changed} or wanted:
         now = found.written(theirs, before)
         wanted |= {name: value for name, value in found.written(theirs, layout).items() if value != now.get(name)}
+    now = dict[int, str]()
     for name, value in wanted.items():
-        lines += _changed(theirs, found, name, value)
+        lines += _changed(theirs, found, now, name, value)
+    lines += [ChangedLine(at, theirs.source.lines[at - 1], after) for at, after in now.items()]
     lines += [
         ChangedLine(0, "", "", f"{name}={getattr(layout, name)}: {theirs.kind} has no name for it")
         for name in changed
@@ -108,19 +113,27 @@ def write_back(theirs: ForeignJob, before: Layout, layout: Layout) -> Sequence[C
     return sorted(lines, key=lambda line: (not line.line, line.line))
 
 
-def _changed(theirs: ForeignJob, found: ForeignFormat, name: str, value: Any) -> list[ChangedLine]:
-    """Returns the change that gives a name a value; what begins with a question mark has no name there."""
+def _changed(theirs: ForeignJob, found: ForeignFormat, now: dict[int, str], name: str, value: Any) -> list[ChangedLine]:
+    """Returns the change that gives a name a value, or puts it into `now`, the changed lines by their number; what
+    begins with a question mark has no name there."""
     if name.startswith("?"):
         return [ChangedLine(0, "", "", f"{name[1:]}: {value}")] if value else []
     stated = theirs.stated.get(name)
     if stated is None or not stated.line or stated.path not in (None, theirs.path):
         return [] if value is None else [ChangedLine(0, "", found.new_line(name, value))]
-    line = theirs.source.lines[stated.line - 1]
+    before = theirs.source.lines[stated.line - 1]
+    line = now.get(stated.line, before)
     if (value is None and not found.absent) or (value is False and not stated.text):
-        return [ChangedLine(stated.line, line, "")]
-    spelled = found.absent if value is None else found.spelled(value)
-    if not stated.text:
-        return []
-    place = line.rfind(stated.text)
-    after = f"{line[:place]}{spelled}{line[place + len(stated.text) :]}" if place >= 0 else found.new_line(name, value)
-    return [ChangedLine(stated.line, line, after)] if after != line else []
+        beside = [each for each in theirs.stated.values() if each.line == stated.line and each is not stated]
+        if beside and stated.text:
+            return [ChangedLine(0, "", "", f"{name}: goes from line {stated.line}")]
+        now[stated.line] = ""
+    elif stated.text:
+        spelled = found.absent if value is None else found.spelled(value)
+        key = line.find(name.rpartition(".")[2])
+        place = line.find(stated.text, key) if key >= 0 else line.rfind(stated.text)
+        end = place + len(stated.text)
+        after = f"{line[:place]}{spelled}{line[end:]}" if place >= 0 else found.new_line(name, value)
+        if after != before:
+            now[stated.line] = after
+    return []

@@ -35,7 +35,6 @@ _SECTIONS = {"job", "model", "training", "parallelism", "optimizer", "lr_schedul
 _LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False, "tied": False}
 """Fields of every shape in `flavors` that does not say otherwise."""
 _P, _T, _AC, _LR = "parallelism.", "training.", "activation_checkpoint.", "lr_scheduler."
-_GROUP = "optimizer.param_groups.0.optimizer_"
 _QUANTIZE = ("quantize.linear.float8.", "float8.")
 
 
@@ -139,25 +138,11 @@ def _model(fields: Fields, section: str) -> None:
 
 
 def _optimizer(fields: Fields) -> None:
-    if f"{_GROUP}name" in fields.stated:
-        word = fields.take(f"{_GROUP}name", str, "AdamW")
-        known = {"adamw": "adamw", "adam": "adamw", "muon": "muon"}
-        if word.lower() in known:
-            fields.set("optimizer.name", known[word.lower()], f"{_GROUP}name")
-        else:
-            unknown_value(fields, f"{_GROUP}name", [*known], "optimizer.name")
-        for key in ("lr", "eps", "weight_decay"):
-            if fields.has(f"{_GROUP}kwargs.{key}"):
-                value = fields.take(f"{_GROUP}kwargs.{key}", float, 0.0)
-                fields.set(f"optimizer.{key}", value, f"{_GROUP}kwargs.{key}")
-        fields.set("optimizer.betas", fields.take(f"{_GROUP}kwargs.betas", list, [0.9, 0.95]), f"{_GROUP}kwargs.betas")
-    else:
-        names = ["optimizer.beta1", "optimizer.beta2"]
-        if any(name in fields.stated for name in names):
-            fields.set(
-                "optimizer.betas", [fields.take(n, float, d) for n, d in zip(names, (0.9, 0.95), strict=True)], names
-            )
-        _default(fields, "optimizer.lr", 8e-4)
+    names, usual = ["optimizer.beta1", "optimizer.beta2"], (0.9, 0.95)
+    betas = [fields.take(name, float, default) for name, default in zip(names, usual, strict=True)]
+    if any(name in fields.stated for name in names):
+        fields.set("optimizer.betas", betas, names)
+    _default(fields, "optimizer.lr", 8e-4)
     ratio, kind = f"{_LR}decay_ratio", f"{_LR}decay_type"
     word = fields.take(kind, str, "linear")
     if ratio in fields.stated and fields.stated[ratio].value is not None:
@@ -173,6 +158,9 @@ def _optimizer(fields: Fields) -> None:
     _default(fields, "optimizer.warmup_steps", 200)
     _default(fields, "optimizer.min_lr_ratio", 0.0)
     _default(fields, "train.steps", 10_000)
+    steps = whole(fields, "optimizer.decay_steps", whole(fields, "train.steps"))
+    if whole(fields, "optimizer.warmup_steps") > steps:
+        fields.set("optimizer.warmup_steps", steps, f"{_LR}warmup_steps", "no more than there are steps")
 
 
 def _default(fields: Fields, path: str, value: Any) -> None:
@@ -373,6 +361,7 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     """Returns the values that give a layout."""
     saved = "model_spec.name" in theirs.stated
     micro, several = layout.micro_batch, layout.accumulation
+    accumulates = layout.pp == 1 and several > 1
     found: dict[str, Any] = {f"{_P}tensor_parallel_degree": layout.tp, f"{_P}expert_parallel_degree": layout.ep}
     if not saved and layout.ep > 1 and layout.tp > 1:
         found[f"{_P}expert_tensor_parallel_degree"] = layout.tp
@@ -387,14 +376,17 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     if saved:
         length = theirs.value(f"{_T}max_context_length", 2048)
         found[f"{_T}num_tokens_per_microbatch_per_dp_rank"] = micro * length
-        found[f"{_P}num_pp_microbatches"] = several if layout.pp > 1 else None
-        found[f"{_T}num_tokens_per_train_step"] = micro * several * layout.data_ranks * length
+        found[f"{_P}num_pp_microbatches"] = several if layout.pp > 1 else 1
+        tokens = micro * several * layout.data_ranks * length
+        found[f"{_T}num_tokens_per_train_step"] = tokens if accumulates else None
     else:
         found[f"{_T}local_batch_size"] = micro * several if layout.pp > 1 else micro
         found[f"{_P}pipeline_parallel_microbatch_size"] = micro if layout.pp > 1 else None
-        accumulates = layout.pp == 1 and several > 1
         found[f"{_T}global_batch_size"] = micro * several * layout.data_ranks if accumulates else None
-    if isinstance(layout.recompute, str) and not layout.recompute_cut:
+    if saved:
+        classes = {"none": "None", "full": "FullAC.Config()", "selective": "SelectiveAC.Config()"}
+        found["?activation_checkpoint"] = classes.get(str(layout.recompute), "")
+    elif isinstance(layout.recompute, str) and not layout.recompute_cut:
         found[f"{_AC}mode"] = layout.recompute if layout.recompute in ("none", "full") else "selective"
         found[f"{_AC}selective_ac_option"] = "op" if found[f"{_AC}mode"] == "selective" else None
     elif not layout.recompute_cut:
@@ -422,7 +414,7 @@ FORMAT = ForeignFormat(
     ),
     new_line=_new_line,
     spelled=json.dumps,
-    fixed={"zero": 3, "pp_cut": ""},
+    fixed={"zero": 3, "pp_cut": "", "sp_regather": False},
     keeps=KEPT,
     chooses=RECOMPUTES | PIPELINES,
     marks="TOML with [model], [training] and [parallelism], or JSON with model_spec",
