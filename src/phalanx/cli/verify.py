@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phalanx.cli import foreign
-from phalanx.cli.verb import Option, Words, job_verb
+from phalanx.cli.verb import FROM, Option, Words, job_verb
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
 from phalanx.verify.select import select
@@ -45,7 +44,7 @@ VERB = job_verb(
             many=True,
         ),
         "steps": Option("Optimizer steps to compare.", 2, at_least=1),
-        **foreign.OPTIONS,
+        **FROM,
         "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1),
     },
     exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
