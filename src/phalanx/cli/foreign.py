@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from phalanx.cli.verb import Option
 from phalanx.config.clusters import CLUSTERS
 from phalanx.config.fields import get
 from phalanx.config.overrides import CommandLine
@@ -24,22 +23,6 @@ if TYPE_CHECKING:
     from phalanx.check.load import LoadedJob
     from phalanx.plan.plan import Candidate
 
-OPTIONS = {
-    "from": Option(
-        "take the job from a configuration of another framework, which is read and never executed; fields of a job "
-        "override it (docs/guides/from.md)",
-        None,
-        Path,
-        value="FILE",
-    ),
-    "ignore": Option(
-        "with --from: names in that file to read as if they were absent, or all that are not understood",
-        (),
-        str,
-        many=True,
-        value="NAME",
-    ),
-}
 ALL = "all"
 
 

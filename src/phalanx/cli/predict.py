@@ -16,7 +16,7 @@ from phalanx.check.load import LoadedJob
 from phalanx.cli import foreign
 from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
 from phalanx.cli.files import DARK, OutputFiles
-from phalanx.cli.verb import MOST_COLUMNS, Option, Words, job_verb
+from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, job_verb
 from phalanx.config import values
 from phalanx.config.job import Job
 from phalanx.cost.breakdown import document, duration, memory_lines, slow_format, subject, time_lines
@@ -125,7 +125,7 @@ VERB = job_verb(
         ),
         **OPTIONS,
         "tokens": TOKENS,
-        **foreign.OPTIONS,
+        **FROM,
         "table": Option("predict every row of a CSV file of configurations instead of one job", value="FILE"),
         "out": Option("with --table: the CSV file to write (default: standard output)", value="FILE"),
     },
@@ -220,7 +220,7 @@ PLAN = job_verb(
         "html": Option("write the plan as an HTML page with pictures", value="FILE"),
         "svg": Option("write a map of the search space, one dot per layout", value="FILE"),
         "top": Option("number of layouts to show", 10, at_least=1),
-        **foreign.OPTIONS,
+        **FROM,
         **OPTIONS,
         "tokens": TOKENS,
     },

@@ -133,6 +133,23 @@ JSON = {"json": "print one JSON document on standard output and nothing else"}
 """The switch of every command."""
 JOB_SWITCHES = {**JSON, "print_config": "print the resolved job with the origin of each value, and exit"}
 """The switches of every verb that takes a job."""
+FROM = {
+    "from": Option(
+        "take the job from a configuration of another framework, which is read and never executed; fields of a job "
+        "override it (docs/guides/from.md)",
+        None,
+        Path,
+        value="FILE",
+    ),
+    "ignore": Option(
+        "with --from: names in that file to read as if they were absent, or all that are not understood",
+        (),
+        str,
+        many=True,
+        value="NAME",
+    ),
+}
+"""The options of the verbs that take a file of another framework (cli/foreign.py)."""
 PREDICTING = ("predict", "plan", "simulate")
 """The verbs that take a model which can be predicted and not trained."""
 WHOLE = ""

@@ -12,7 +12,7 @@ from phalanx.foreign import python_config
 from phalanx.foreign.frame import Fields, ForeignFormat, Leftover, Source, Stated, Unresolved, yaml_values
 from phalanx.foreign.megatron import launched
 from phalanx.foreign.megatron_core import CHOOSES, COVERS, FIXED, core, start_from, written
-from phalanx.foreign.python_config import TARGET, Built, Reader
+from phalanx.foreign.python_config import TARGET, Built, RecipeReader
 
 SECTIONS = (
     *("model.config", "model.language_transformer_config", "model", "train", "optimizer.config", "optimizer", "ddp"),
@@ -65,7 +65,7 @@ def parse(source: Source) -> Sequence[Stated]:
         known = ", ".join(names[:30]) + (f" and {len(names) - 30} more" if len(names) > 30 else "")
         what = f"has no function {name}" if name else f"has {len(names)} configurations"
         raise JobError(f"{source.path}: {what}; name one, --from {source.path}:NAME: {known or 'there is none'}")
-    reader = Reader(PRECISIONS, KNOWN)
+    reader = RecipeReader(PRECISIONS, KNOWN)
     built = reader.call(module, name)
     if not isinstance(built, Built):
         raise JobError(f"{source.path}: {name} returns no configuration that follows from the file")

@@ -12,7 +12,7 @@ from phalanx.errors import JobError
 from phalanx.foreign import shell
 from phalanx.foreign.frame import Fields, ForeignFormat, Source, Stated, Unresolved, yaml_values
 from phalanx.foreign.megatron_core import CHOOSES, COVERS, FIXED, core, written
-from phalanx.foreign.shell import Script, Word
+from phalanx.foreign.shell import Script, ScriptWord
 
 TORCHRUN = {"nproc-per-node": "nproc_per_node", "nnodes": "nnodes", "ntasks-per-node": "nproc_per_node"}
 """Options of torchrun and Slurm that say how many processes there are."""
@@ -60,7 +60,7 @@ def parse_script(source: Source) -> Sequence[Stated]:
     return stated
 
 
-def _command(script: Script) -> list[Word]:
+def _command(script: Script) -> list[ScriptWord]:
     """Returns the words of the command that trains: of all that run, those with the most options of a model; if none
     does, those of all variables."""
     several = [_flat(words) for words in script.commands]
@@ -72,26 +72,26 @@ def _command(script: Script) -> list[Word]:
     return [word for words in (with_options or several) for word in words]
 
 
-def _flat(words: Sequence[Word]) -> list[Word]:
+def _flat(words: Sequence[ScriptWord]) -> list[ScriptWord]:
     """Returns words, and those inside of words that are command lines in quotes."""
-    found = list[Word]()
+    found = list[ScriptWord]()
     for word in words:
         has_options = " --" in word.text or word.text.lstrip().startswith("--")
         found += shell.words_of(word) if has_options and re.search(r"\s", word.text.strip()) else [word]
     return found
 
 
-def _rank(words: Sequence[Word]) -> tuple[bool, int]:
+def _rank(words: Sequence[ScriptWord]) -> tuple[bool, int]:
     """Returns whether words start a program with the options of a model, and the number of their options."""
     names = {each[1].replace("-", "_") for word in words if (each := _OPTION.fullmatch(word.text))}
     return len(names & _MARKS) >= 2 and any(".py" in word.text for word in words), len(names)
 
 
-def _is_option(word: Word) -> bool:
+def _is_option(word: ScriptWord) -> bool:
     return _OPTION.fullmatch(word.text) is not None and not (word.why and not word.segments[0].text)
 
 
-def _options(words: Sequence[Word]) -> list[Stated]:
+def _options(words: Sequence[ScriptWord]) -> list[Stated]:
     """Returns the options among words, with the words after each as its values. Those before the program are the
     launcher's."""
     script = next((n for n, word in enumerate(words) if re.search(r"\.py$", word.text)), -1)
@@ -101,7 +101,7 @@ def _options(words: Sequence[Word]) -> list[Stated]:
         at, place = place, place + 1
         if not option:
             continue
-        values = list[Word]()
+        values = list[ScriptWord]()
         while place < len(words) and not _OPTION.fullmatch(words[place].text) and place != script:
             if not words[place].segments or words[place].text in ("", "\\"):
                 place += 1
@@ -115,7 +115,7 @@ def _options(words: Sequence[Word]) -> list[Stated]:
     return found
 
 
-def _stated(name: str, label: str, joined: str | None, option: Word, values: Sequence[Word]) -> Stated:
+def _stated(name: str, label: str, joined: str | None, option: ScriptWord, values: Sequence[ScriptWord]) -> Stated:
     line, _ = option.place
     if joined is not None:
         value: Any = Unresolved(joined, option.why) if option.why else joined

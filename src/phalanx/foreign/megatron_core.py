@@ -175,9 +175,9 @@ def preset_of(name: str) -> str:
     "meta-llama/Llama-3.2-1B"; "" for an unknown one."""
     name = re.sub(r"\.(yaml|py)$", "", name)
     name = re.sub(r"^([A-Za-z_]\w*\.)+(?=[A-Z]\w*$)", "", name)  # the modules of a class
-    plain = re.sub(r"(Config|ModelProvider|Provider)", "", name)
-    plain = re.sub(r"_(pretrain|sft|peft|finetune)_.*", "", plain)
-    plain = re.sub(r"(?i)llama(3)([123])(?![0-9]*b\b(?<!1b))(?=[-_0-9])", r"llama\1.\2-", plain)
+    plain = re.sub(r"_(pretrain|sft|peft|finetune)_.*|(Config|ModelProvider|Provider)", "", name)
+    plain = re.sub(r"(?i)^llama3([123])(?=_|[0-9]+b|$)", r"llama3.\1-", plain)  # llama31_405b, Llama31Config405B
+    plain = re.sub(r"^GPT(?=175B)", "gpt3-", plain)
     found = named(plain)
     return found if found in PRESETS else ""
 

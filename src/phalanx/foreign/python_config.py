@@ -35,7 +35,7 @@ class Built:
 
 
 @dataclass(frozen=True)
-class Symbol:
+class ImportedName:
     """A dotted name of something that is imported, such as torch.bfloat16."""
 
     name: str
@@ -44,7 +44,7 @@ class Symbol:
         return self.name
 
 
-class Module:
+class RecipeModule:
     """A parsed file: its functions, constants and imports."""
 
     def __init__(self, path: Path, text: str):
@@ -70,9 +70,9 @@ class Module:
 
 
 @cache
-def _module(path: Path) -> Module | None:
+def _module(path: Path) -> RecipeModule | None:
     try:
-        return Module(path, read_text(path, MOST_BYTES))
+        return RecipeModule(path, read_text(path, MOST_BYTES))
     except (OSError, ValueError, SyntaxError, RecursionError, MemoryError):
         return None
 
@@ -122,7 +122,7 @@ class _Returned(Exception):  # noqa: N818 (it is no error)
         self.value = value
 
 
-class Reader:
+class RecipeReader:
     """Follows functions. `opaque` are names of functions that stay calls, whatever they do."""
 
     def __init__(self, opaque: Sequence[str] = (), known: Mapping[str, Callable[..., None]] = {}):
@@ -132,7 +132,12 @@ class Reader:
         """Calls that were not followed, though they may change what is built."""
 
     def call(
-        self, module: Module, name: str, positional: Sequence[Any] = (), named: Mapping[str, Any] = {}, depth: int = 0
+        self,
+        module: RecipeModule,
+        name: str,
+        positional: Sequence[Any] = (),
+        named: Mapping[str, Any] = {},
+        depth: int = 0,
     ) -> Any:
         """Returns what a function of a module returns."""
         function = module.functions[name]
@@ -140,7 +145,7 @@ class Reader:
         names = [each.arg for each in (*arguments.posonlyargs, *arguments.args)]
         env: dict[str, Any] = {each.arg: _unknown(each.arg, f"an argument of {name}") for each in arguments.kwonlyargs}
         env |= {each: _unknown(each, f"an argument of {name}") for each in names}
-        frame = _Frame(self, module, env, depth)
+        frame = _Evaluation(self, module, env, depth)
         for each, default in zip(names[len(names) - len(arguments.defaults) :], arguments.defaults, strict=True):
             env[each] = frame.value(default)
         for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
@@ -160,9 +165,9 @@ def _unknown(text: str, why: str) -> Unresolved:
 
 
 @dataclass
-class _Frame:
-    reader: Reader
-    module: Module
+class _Evaluation:
+    reader: RecipeReader
+    module: RecipeModule
     env: dict[str, Any]
     depth: int
     discards: bool = False
@@ -273,13 +278,15 @@ class _Frame:
                 default = _unknown(text, "it is not set in the file")
                 return owner.fields.get(node.attr, default)
             return (
-                Symbol(f"{owner}.{node.attr}") if isinstance(owner, Symbol) else _unknown(text, "it is not known here")
+                ImportedName(f"{owner}.{node.attr}")
+                if isinstance(owner, ImportedName)
+                else _unknown(text, "it is not known here")
             )
         if isinstance(node, ast.Call):
             return self._call(node, text)
         if isinstance(node, ast.UnaryOp):
             value = self.value(node.operand)
-            if isinstance(value, Unresolved | Built | Symbol):
+            if isinstance(value, Unresolved | Built | ImportedName):
                 return value
             return not value if isinstance(node.op, ast.Not) else -value if isinstance(node.op, ast.USub) else value
         if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
@@ -316,17 +323,17 @@ class _Frame:
         if name in self.env:
             return self.env[name]
         if name in self.module.constants and self.depth < MOST_DEPTH:
-            return _Frame(self.reader, self.module, {}, self.depth + 1).value(self.module.constants[name])
+            return _Evaluation(self.reader, self.module, {}, self.depth + 1).value(self.module.constants[name])
         if name in self.module.imports:
             package, inner = self.module.imports[name]
             if inner and (other := self._imported(package)) and inner in other.constants and self.depth < MOST_DEPTH:
-                return _Frame(self.reader, other, {}, self.depth + 1).value(other.constants[inner])
-            return Symbol(inner or package)
+                return _Evaluation(self.reader, other, {}, self.depth + 1).value(other.constants[inner])
+            return ImportedName(inner or package)
         if name in self.module.functions or name in self.module.classes:
-            return Symbol(name)
+            return ImportedName(name)
         return _unknown(name, "it is not defined in the file")
 
-    def _imported(self, package: str) -> Module | None:
+    def _imported(self, package: str) -> RecipeModule | None:
         found = beside(self.module.path, package)
         return _module(found) if found else None
 
@@ -384,7 +391,9 @@ class _Frame:
         self.reader.calls.append((self.module.path, node.lineno, text[:120]))
         return next((each for each in changed if isinstance(each, Built)), _unknown(text, "this function is not read"))
 
-    def _function(self, name: str, module: Module | None = None, depth: int = 0) -> tuple[Module, str] | None:
+    def _function(
+        self, name: str, module: RecipeModule | None = None, depth: int = 0
+    ) -> tuple[RecipeModule, str] | None:
         """Returns the function of a name, in this file or in one that it is imported from."""
         module = module or self.module
         if name in module.functions:
@@ -423,15 +432,15 @@ def stated(built: Built, path: Path, prefix: str = "", depth: int = 0) -> Iterat
                 if isinstance(each, Built):
                     yield from stated(each, path, f"{prefix}{name}.{number}.", depth + 1)
         else:
-            plain = str(value) if isinstance(value, Symbol) else value
+            plain = str(value) if isinstance(value, ImportedName) else value
             plain = (
-                [str(each) if isinstance(each, Symbol) else each for each in plain]
+                [str(each) if isinstance(each, ImportedName) else each for each in plain]
                 if isinstance(plain, list)
                 else plain
             )
             yield Stated(f"{prefix}{name}", plain, line, text, other)
 
 
-def module_of(source: Source) -> Module:
+def module_of(source: Source) -> RecipeModule:
     """Returns the parsed file. Raises SyntaxError."""
-    return Module(source.path, source.text)
+    return RecipeModule(source.path, source.text)

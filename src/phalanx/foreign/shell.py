@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 
-class Segment(NamedTuple):
+class ScriptText(NamedTuple):
     """Text within one line of the script."""
 
     text: str
@@ -31,11 +31,11 @@ class Segment(NamedTuple):
     """Why it does not follow from the script; empty if it does."""
 
 
-Value = list[Segment]
+Value = list[ScriptText]
 
 
 @dataclass
-class Word:
+class ScriptWord:
     """A word of a command, expanded."""
 
     segments: Value
@@ -58,21 +58,21 @@ class Word:
 
 
 @dataclass
-class _Part:
+class _WordPart:
     kind: str
     """literal, variable, arithmetic, or command."""
     text: str
     line: int
     quoted: bool
     operation: str = ""
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_WordPart] = field(default_factory=list)
 
 
-Parts = list[_Part]
+Parts = list[_WordPart]
 
 
 @dataclass
-class _Statement:
+class _ScriptStatement:
     kind: str
     """simple, if, case, loop, function, or group."""
     joint: str = ""
@@ -81,7 +81,7 @@ class _Statement:
     """Name, whether it appends, value, and whether it is an array."""
     words: list[Parts] = field(default_factory=list)
     heredoc: list[Parts] = field(default_factory=list)
-    branches: list[tuple[Any, list[_Statement]]] = field(default_factory=list)
+    branches: list[tuple[Any, list[_ScriptStatement]]] = field(default_factory=list)
     line: int = 0
 
 
@@ -93,13 +93,13 @@ _ENDS = {"then", "elif", "else", "fi", "do", "done", "esac", "}", ";;"}
 _DECLARES = {"export", "local", "declare", "readonly", "typeset"}
 
 
-class _Parser:
+class _ScriptParser:
     """Parses a script into statements."""
 
     def __init__(self, text: str):
         self.text, self.place = text, 0
         self.starts = [0, *(found.end() for found in re.finditer("\n", text))]
-        self.waiting: list[tuple[str, bool, _Statement]] = []
+        self.waiting: list[tuple[str, bool, _ScriptStatement]] = []
         """Here documents whose text begins after this line."""
 
     def line(self, place: int | None = None) -> int:
@@ -131,7 +131,7 @@ class _Parser:
                 if (row.lstrip("\t") if strips else row) == end:
                     self.place = stop + 1
                     break
-                inner = _Parser(row.replace("\\$", "$"))
+                inner = _ScriptParser(row.replace("\\$", "$"))
                 inner.starts = [0]
                 first = self.line()
                 for parts in inner.all_words():
@@ -149,8 +149,8 @@ class _Parser:
             if self.place == before:
                 self.place += 1
 
-    def statements(self, ends: Sequence[str] = ()) -> list[_Statement]:
-        found = list[_Statement]()
+    def statements(self, ends: Sequence[str] = ()) -> list[_ScriptStatement]:
+        found = list[_ScriptStatement]()
         joint = ";"
         while self.place < len(self.text):
             self.blanks()
@@ -193,7 +193,7 @@ class _Parser:
             return ""
         return found[0]
 
-    def _statement(self, word: str) -> _Statement:
+    def _statement(self, word: str) -> _ScriptStatement:
         line = self.line()
         if word == "if":
             return self._if(line)
@@ -203,7 +203,7 @@ class _Parser:
             self._pass("do")
             body = self.statements(("done",))
             self._pass("done")
-            return _Statement("loop", branches=[(head, body)], line=line)
+            return _ScriptStatement("loop", branches=[(head, body)], line=line)
         if word == "case":
             return self._case(line)
         if word in ("{", "!") or self.peek("("):
@@ -211,32 +211,32 @@ class _Parser:
             body = self.statements(("}",) if word == "{" else (")",)) if word != "!" else []
             if word != "!":
                 self.place += 1
-            return _Statement("group", branches=[(None, body)], line=line)
+            return _ScriptStatement("group", branches=[(None, body)], line=line)
         if found := re.compile(r"(?:function\s+)?([A-Za-z_][\w-]*)\s*\(\s*\)\s*\{|function\s+([\w-]+)\s*\{").match(
             self.text, self.place
         ):
             self.place = found.end()
             body = self.statements(("}",))
             self._pass("}")
-            return _Statement("function", branches=[(None, body)], line=line)
+            return _ScriptStatement("function", branches=[(None, body)], line=line)
         if word in _ENDS:
             self.place += len(word)
-            return _Statement("simple", line=line)
+            return _ScriptStatement("simple", line=line)
         return self._simple(line)
 
-    def _skipped_head(self) -> list[_Statement]:
+    def _skipped_head(self) -> list[_ScriptStatement]:
         end = re.compile(r"\bdo\b|\{").search(self.text, self.place)
         head = self.text[self.place : end.start() if end else len(self.text)]
         name = _NAME.match(head.strip())
         self.place += len(head)
-        return [_Statement("simple", assignments=[(name[0], False, [], False)])] if name else []
+        return [_ScriptStatement("simple", assignments=[(name[0], False, [], False)])] if name else []
 
     def _pass(self, word: str) -> None:
         if self.peek(word):
             self.place += len(word)
 
-    def _if(self, line: int) -> _Statement:
-        found = _Statement("if", line=line)
+    def _if(self, line: int) -> _ScriptStatement:
+        found = _ScriptStatement("if", line=line)
         word = "if"
         while word in ("if", "elif"):
             self.place += len(word)
@@ -250,10 +250,10 @@ class _Parser:
         self._pass("fi")
         return found
 
-    def _case(self, line: int) -> _Statement:
+    def _case(self, line: int) -> _ScriptStatement:
         self.place += 4
         self.blanks()
-        found = _Statement("case", words=[self.word()], line=line)
+        found = _ScriptStatement("case", words=[self.word()], line=line)
         self.blanks()
         self._pass("in")
         while self.place < len(self.text):
@@ -279,8 +279,8 @@ class _Parser:
         self._pass("esac")
         return found
 
-    def _simple(self, line: int) -> _Statement:
-        found = _Statement("simple", line=line)
+    def _simple(self, line: int) -> _ScriptStatement:
+        found = _ScriptStatement("simple", line=line)
         declares = True
         while self.place < len(self.text):
             self.blanks()
@@ -318,7 +318,7 @@ class _Parser:
             if operator_ := re.compile(r"&&|\|\||[<>()]|=~|\n").match(self.text, self.place):
                 self.place = operator_.end()
                 if operator_[0] != "\n":
-                    found.append([_Part("literal", operator_[0], line, False)])
+                    found.append([_WordPart("literal", operator_[0], line, False)])
             elif parts := self.word():
                 found.append(parts)
             else:
@@ -326,7 +326,7 @@ class _Parser:
         self._pass("]]")
         return found
 
-    def _redirect(self, statement: _Statement) -> None:
+    def _redirect(self, statement: _ScriptStatement) -> None:
         document = re.compile(r"<<(-?)\s*(['\"]?)([\w!]+)\2").match(self.text, self.place)
         if document and not self.peek("<<<"):
             self.place = document.end()
@@ -338,7 +338,7 @@ class _Parser:
         if not self.peek("\n"):
             self.word()
 
-    def _assign(self, statement: _Statement, name: str, appends: bool, one: bool) -> None:
+    def _assign(self, statement: _ScriptStatement, name: str, appends: bool, one: bool) -> None:
         if self.peek("(") and not one:
             self.place += 1
             words = list[Parts]()
@@ -392,7 +392,7 @@ class _Parser:
         """Adds literal text, a part per line."""
         for number, row in enumerate(text.split("\n")):
             line = self.line(place)
-            parts.append(_Part("literal", ("\n" if number else "") + row, line, quoted))
+            parts.append(_WordPart("literal", ("\n" if number else "") + row, line, quoted))
             place += len(row) + 1
 
     def _until(self, parts: Parts, end: str, quoted: bool) -> None:
@@ -421,24 +421,24 @@ class _Parser:
                 self.place += 1
         self._literal(parts, self.text[start : self.place], start, quoted)
 
-    def _expansion(self, quoted: bool) -> _Part:
+    def _expansion(self, quoted: bool) -> _WordPart:
         line, start = self.line(), self.place
         if self.peek("`") or (self.peek("$(") and not self.peek("$((")):
             self._skip("`" if self.peek("`") else ")", 1 if self.peek("`") else 2)
-            return _Part("command", self.text[start : self.place], line, quoted)
+            return _WordPart("command", self.text[start : self.place], line, quoted)
         if self.peek("$(("):
             self.place += 3
             parts = Parts()
             self._until(parts, "))", True)
             self.place += 2
-            return _Part("arithmetic", self.text[start : self.place], line, quoted, parts=parts)
+            return _WordPart("arithmetic", self.text[start : self.place], line, quoted, parts=parts)
         self.place += 1
         if not self.peek("{"):
             found = _NAME.match(self.text, self.place) or _SPECIAL.match(self.text, self.place)
             if not found:
-                return _Part("literal", "$", line, quoted)
+                return _WordPart("literal", "$", line, quoted)
             self.place = found.end()
-            return _Part("variable", found[0], line, quoted)
+            return _WordPart("variable", found[0], line, quoted)
         self.place += 1
         length = self.peek("#")
         self.place += length
@@ -458,8 +458,8 @@ class _Parser:
         self._until(parts, "}", quoted)
         self.place += 1
         if length or not name:
-            return _Part("command", self.text[start : self.place], line, quoted)
-        return _Part("variable", name, line, quoted, operation[0] if operation else "", parts)
+            return _WordPart("command", self.text[start : self.place], line, quoted)
+        return _WordPart("variable", name, line, quoted, operation[0] if operation else "", parts)
 
     def _skip(self, end: str, opening: int) -> None:
         """Passes a command substitution, with those inside of it."""
@@ -480,8 +480,8 @@ class _Parser:
             self.place += 1
 
 
-def _moved(part: _Part, lines: int) -> _Part:
-    return _Part(part.kind, part.text, part.line + lines, part.quoted, part.operation, part.parts)
+def _moved(part: _WordPart, lines: int) -> _WordPart:
+    return _WordPart(part.kind, part.text, part.line + lines, part.quoted, part.operation, part.parts)
 
 
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
@@ -519,11 +519,11 @@ def arithmetic(text: str) -> int:
 class Script:
     """What follows from a script."""
 
-    commands: list[list[Word]]
+    commands: list[list[ScriptWord]]
     """Commands that run, expanded, and the words of here documents, in order."""
-    variables: dict[str, list[Word]]
+    variables: dict[str, list[ScriptWord]]
     """The last value of every variable; one of an array has several words."""
-    sourced: list[Word]
+    sourced: list[ScriptWord]
     """Files whose commands run, too, and that are not read."""
     comments: list[tuple[int, str]]
     """Lines that begin with #SBATCH."""
@@ -534,24 +534,24 @@ MOST_WORDS = 50_000
 
 def run_through(text: str) -> Script:
     """Returns what follows from a script. Raises RecursionError if it is nested too deeply."""
-    reader = _Interpreter()
-    reader.block(_Parser(text).statements())
+    reader = _ScriptReader()
+    reader.block(_ScriptParser(text).statements())
     comments = [(n, row) for n, row in enumerate(text.splitlines(), start=1) if row.startswith("#SBATCH")]
     return Script(reader.commands, reader.variables, reader.sourced, comments)
 
 
-class _Interpreter:
+class _ScriptReader:
     def __init__(self) -> None:
-        self.variables: dict[str, list[Word]] = {}
-        self.commands: list[list[Word]] = []
-        self.sourced: list[Word] = []
+        self.variables: dict[str, list[ScriptWord]] = {}
+        self.commands: list[list[ScriptWord]] = []
+        self.sourced: list[ScriptWord] = []
         self.words = 0
 
-    def block(self, statements: Sequence[_Statement]) -> None:
+    def block(self, statements: Sequence[_ScriptStatement]) -> None:
         for statement in statements:
             self._run(statement)
 
-    def _run(self, statement: _Statement) -> None:
+    def _run(self, statement: _ScriptStatement) -> None:
         if statement.joint in ("&&", "||") and statement.kind == "simple":
             self._assign(statement, "whether it runs depends on the command before it")
         elif statement.kind == "simple":
@@ -575,7 +575,7 @@ class _Interpreter:
             for each in (*(statement.branches[0][0] or ()), *statement.branches[0][1]):
                 self._lose(each, why)
 
-    def _branch(self, statement: _Statement, holds: Sequence[bool | None]) -> None:
+    def _branch(self, statement: _ScriptStatement, holds: Sequence[bool | None]) -> None:
         """Runs the branch whose condition holds; if that is not known, what the branches set is not known either."""
         for held, (_, body) in zip(holds, statement.branches, strict=True):
             if held is None:
@@ -588,13 +588,16 @@ class _Interpreter:
                 self.block(body)
                 return
 
-    def _lose(self, statement: _Statement, why: str) -> None:
+    def _lose(self, statement: _ScriptStatement, why: str) -> None:
         self._assign(statement, why)
         for head, body in statement.branches:
-            for each in (*(head if isinstance(head, list) and head and isinstance(head[0], _Statement) else ()), *body):
+            for each in (
+                *(head if isinstance(head, list) and head and isinstance(head[0], _ScriptStatement) else ()),
+                *body,
+            ):
                 self._lose(each, why)
 
-    def _simple(self, statement: _Statement) -> None:
+    def _simple(self, statement: _ScriptStatement) -> None:
         words = self._expanded(statement.words)
         if words and words[0].text in ("source", ".") and len(words) > 1:
             self.sourced.append(words[1])
@@ -605,28 +608,31 @@ class _Interpreter:
             self._assign(statement)
         elif words[0].text == "read":
             for word in words[1:]:
-                self.variables[word.text] = [Word([Segment(word.text, 0, "", why="it is read as the script runs")])]
+                self.variables[word.text] = [
+                    ScriptWord([ScriptText(word.text, 0, "", why="it is read as the script runs")])
+                ]
         if words:
             self.commands.append(words)
         if statement.heredoc:
             self.commands.append(self._expanded(statement.heredoc))
 
-    def _assign(self, statement: _Statement, why: str = "") -> None:
+    def _assign(self, statement: _ScriptStatement, why: str = "") -> None:
         for name, appends, value, is_array in statement.assignments:
             if is_array:
                 words = self._expanded(value)  # type: ignore[arg-type]
             else:
-                words = [Word([each._replace(quoted=True) for each in self._segments(value)])]  # type: ignore[arg-type]
+                words = [ScriptWord([each._replace(quoted=True) for each in self._segments(value)])]  # type: ignore[arg-type]
             if why and not is_array:
-                words = [Word([Segment(f"${name}", statement.line, "", True, why)])]
+                words = [ScriptWord([ScriptText(f"${name}", statement.line, "", True, why)])]
             elif why:
-                empty = [Segment(name, statement.line, "", True)]
+                empty = [ScriptText(name, statement.line, "", True)]
                 words = [
-                    Word([each._replace(why=each.why or why) for each in word.segments or empty]) for word in words
+                    ScriptWord([each._replace(why=each.why or why) for each in word.segments or empty])
+                    for word in words
                 ]
             before = self.variables.get(name, []) if appends else []
             if appends and not is_array and before:
-                self.variables[name] = [*before[:-1], Word([*before[-1].segments, *words[0].segments])]
+                self.variables[name] = [*before[:-1], ScriptWord([*before[-1].segments, *words[0].segments])]
             else:
                 self.variables[name] = words
             self.words += len(self.variables[name]) if not appends else len(words)
@@ -635,11 +641,11 @@ class _Interpreter:
         if self.words > MOST_WORDS:
             raise ValueError(f"more than {MOST_WORDS:,} words")
 
-    def _one(self, parts: Parts) -> Word:
-        return Word(self._segments(parts))
+    def _one(self, parts: Parts) -> ScriptWord:
+        return ScriptWord(self._segments(parts))
 
-    def _expanded(self, words: Sequence[Parts]) -> list[Word]:
-        found = list[Word]()
+    def _expanded(self, words: Sequence[Parts]) -> list[ScriptWord]:
+        found = list[ScriptWord]()
         for parts in words:
             found += _split(self._segments(parts), keeps=any(part.quoted for part in parts))
         self.words += len(found)
@@ -655,31 +661,31 @@ class _Interpreter:
             raise ValueError("a value of more than a million characters")
         return found
 
-    def _part(self, part: _Part) -> Value:
+    def _part(self, part: _WordPart) -> Value:
         if part.kind == "literal":
-            return [Segment(part.text, part.line, part.text, part.quoted)]
+            return [ScriptText(part.text, part.line, part.text, part.quoted)]
         if part.kind == "command":
-            return [Segment(part.text, part.line, part.text, part.quoted, "a command is not executed")]
+            return [ScriptText(part.text, part.line, part.text, part.quoted, "a command is not executed")]
         if part.kind == "arithmetic":
             inner = self._segments(part.parts)
             text = "".join(each.text for each in inner)
             why = next((each.why for each in inner if each.why), "")
             known = re.sub(r"[A-Za-z_]\w*", lambda name: self._plain(name[0]), text)
             try:
-                return [Segment(str(arithmetic(known)), part.line, part.text, part.quoted, why)]
+                return [ScriptText(str(arithmetic(known)), part.line, part.text, part.quoted, why)]
             except ValueError:
-                return [Segment(part.text, part.line, part.text, part.quoted, why or "it is not computed")]
+                return [ScriptText(part.text, part.line, part.text, part.quoted, why or "it is not computed")]
         return self._variable(part)
 
     def _plain(self, name: str) -> str:
         words = self.variables.get(name, [])
         return words[0].text if len(words) == 1 and not words[0].why else name
 
-    def _variable(self, part: _Part) -> Value:
+    def _variable(self, part: _WordPart) -> Value:
         name, operation = part.text, part.operation
         source = f"${{{name}}}" if operation else f"${name}"
         if name == "#":
-            return [Segment("0", part.line, "$#", part.quoted)]
+            return [ScriptText("0", part.line, "$#", part.quoted)]
         words = self.variables.get(name)
         empty = words is None or not "".join(word.text for word in words)
         missing = empty if operation.startswith(":") else words is None
@@ -689,17 +695,17 @@ class _Interpreter:
             return [] if missing else self._segments(part.parts)
         if words is None:
             if name.isdigit() or name in "@*":
-                return [Segment(source, part.line, source, part.quoted, "it is an argument of the script")]
+                return [ScriptText(source, part.line, source, part.quoted, "it is an argument of the script")]
             why = f"{name} is not set in the file"
-            return [Segment(source, part.line, source, part.quoted, why)]
+            return [ScriptText(source, part.line, source, part.quoted, why)]
         found = Value()
         for number, word in enumerate(words):
             if number:
-                found.append(Segment(" ", part.line, " ", False))
+                found.append(ScriptText(" ", part.line, " ", False))
             found += [each._replace(quoted=part.quoted and len(words) == 1) for each in word.segments]
         return found
 
-    def _holds(self, statements: Sequence[_Statement] | None) -> bool | None:
+    def _holds(self, statements: Sequence[_ScriptStatement] | None) -> bool | None:
         """Returns whether a condition holds; None if that does not follow from the file."""
         if statements is None:
             return True
@@ -722,7 +728,7 @@ class _Interpreter:
                 found = held
         return found
 
-    def _test(self, words: list[Word]) -> bool | None:
+    def _test(self, words: list[ScriptWord]) -> bool | None:
         if words and words[0].text in ("true", "false"):
             return words[0].text == "true"
         if not words or words[0].text not in ("[", "[[", "test"):
@@ -737,7 +743,7 @@ class _Interpreter:
                 return decisive if decisive in several else None if None in several else joined(map(bool, several))
         return self._compared(inner)
 
-    def _compared(self, words: list[Word]) -> bool | None:
+    def _compared(self, words: list[ScriptWord]) -> bool | None:
         if words and words[0].text == "!":
             found = self._compared(words[1:])
             return None if found is None else not found
@@ -761,9 +767,9 @@ class _Interpreter:
         return None
 
 
-def _split(segments: Value, *, keeps: bool) -> list[Word]:
+def _split(segments: Value, *, keeps: bool) -> list[ScriptWord]:
     """Returns the words that the shell makes of expanded text. With `keeps`, an empty quoted text is a word."""
-    found, current = list[Word](), Value()
+    found, current = list[ScriptWord](), Value()
     for segment in segments:
         if segment.quoted or segment.why:
             current.append(segment)
@@ -771,16 +777,16 @@ def _split(segments: Value, *, keeps: bool) -> list[Word]:
         for piece in re.findall(r"\s+|[^\s]+", segment.text):
             if piece.isspace():
                 if current:
-                    found.append(Word(current))
+                    found.append(ScriptWord(current))
                 current = Value()
             else:
                 source = segment.source if piece == segment.text else piece
-                current.append(Segment(piece, segment.line, source, False))
+                current.append(ScriptText(piece, segment.line, source, False))
     if current and (keeps or any(each.text or each.why for each in current)):
-        found.append(Word(current))
+        found.append(ScriptWord(current))
     return found
 
 
-def words_of(text: Word) -> list[Word]:
+def words_of(text: ScriptWord) -> list[ScriptWord]:
     """Returns the words within a word of several, as a command line in quotes has."""
     return _split([each._replace(quoted=False) for each in text.segments], keeps=False)
