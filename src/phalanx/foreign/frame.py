@@ -17,7 +17,7 @@ from phalanx.config.layout import Layout
 from phalanx.config.typed import read_as
 from phalanx.config.values import LOADER, too_deep
 from phalanx.config.yaml_file import Setting
-from phalanx.errors import MOST_PROBLEMS, JobError
+from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
 
 T = TypeVar("T")
@@ -306,7 +306,7 @@ class Fields:
         for name, found in self.stated.items():
             meaning = self.table.meaning_of(name)
             if meaning is None:
-                meant = did_you_mean(name, self.table.names) if len(self.unknown) < MOST_PROBLEMS else ""
+                meant = did_you_mean(name, self.table.names) if len(self.unknown) < MOST_HINTS else ""
                 why = f"this name is not known{meant}"
                 self.unknown.append(Leftover(found.shown, found.value, why))
             elif meaning.why:
@@ -447,6 +447,8 @@ def with_defaults(table: NameTable, stated: Sequence[Stated]) -> list[Stated]:
     return [*(Stated(name, value) for name, value in table.defaults.items() if name not in known), *stated]
 
 
+MOST_HINTS = 6
+"""Unknown names that the nearest known one is looked for."""
 MOST_VALUES = 20_000
 """Most values of a file; aliases of YAML multiply."""
 

@@ -11,7 +11,7 @@ from phalanx.bounded import read_text
 from phalanx.config import presets
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
-from phalanx.foreign.frame import Fields, Leftover, Source, Stated, Unresolved, yaml_values
+from phalanx.foreign.frame import Fields, Leftover, Source, Stated, Unresolved, converted, yaml_values
 
 KEPT = (
     *("hpz", "quantise_weights", "quantise_gradients", "tiles", "tile", "cp_ulysses", "cp_inner", "sync", "loss_chunk"),
@@ -78,8 +78,15 @@ def no_model(fields: Fields) -> None:
 
 
 def whole(fields: Fields, path: str, default: int = 1) -> int:
-    """Returns a field of the job that was set to a whole number, or the default."""
-    return int(str(fields.settings[path].text)) if path in fields.settings else default
+    """Returns a whole number that a field of the job was set to, or the default."""
+    return _int(fields.settings[path].text, default) if path in fields.settings else default
+
+
+def _int(text: object, default: int) -> int:
+    try:
+        return converted(str(text), int)
+    except ValueError:
+        return default
 
 
 def layers_of(settings: Iterable[Setting]) -> int:
@@ -87,7 +94,7 @@ def layers_of(settings: Iterable[Setting]) -> int:
     found = {each.path: str(each.text) for each in settings}
     name = found.get("model.preset", "")
     known = presets.PRESETS[name].n_layers if name in presets.PRESETS else 0
-    return int(found.get("model.n_layers", known))
+    return _int(found.get("model.n_layers"), known)
 
 
 def unknown_value(fields: Fields, name: str, known: Sequence[str], path: str = "") -> None:
