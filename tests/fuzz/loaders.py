@@ -138,10 +138,6 @@ lora_r: 16
 lora_target_modules: [q_proj, v_proj]
 fsdp_config: {fsdp_version: 2, reshard_after_forward: true}
 """
-DEEPSPEED = b"""\
-{"bf16": {"enabled": true}, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto",
- "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "reduce_bucket_size": 5e8}}
-"""
 BRIDGE = b"""\
 from megatron.bridge.training.config import ConfigContainer
 def llama3_8b_pretrain_config():
@@ -428,11 +424,6 @@ def axolotl_yaml(folder: Path) -> Loader:
     return Loader(path, AXOLOTL, lambda: load_foreign(path))
 
 
-def deepspeed_json(folder: Path) -> Loader:
-    path = folder / "ds.json"
-    return Loader(path, DEEPSPEED, lambda: load_foreign(path))
-
-
 def bridge_recipe(folder: Path) -> Loader:
     path = folder / "recipe.py"
     return Loader(path, BRIDGE, lambda: load_foreign(path))
@@ -463,7 +454,6 @@ MAKERS = {
             primus_yaml,
             titan_toml,
             axolotl_yaml,
-            deepspeed_json,
             bridge_recipe,
             number,
             char,
