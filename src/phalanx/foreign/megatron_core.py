@@ -411,6 +411,8 @@ def _data(fields: Fields, cuts_experts: bool) -> None:
     fsdp = fields.take("use_megatron_fsdp", bool, False) or fields.take("use_custom_fsdp", bool, False)
     if fields.take("use_torch_fsdp2", bool, False):
         names, zero = ("use_torch_fsdp2",), 3
+        # FSDP2 keeps shards of gradients in the type of the parameters.
+        fields.recipe |= {"gradient_bytes": 0, "step_gradient_bytes": 4}
     elif fsdp:
         names = ("data_parallel_sharding_strategy", "use_megatron_fsdp", "use_custom_fsdp")
         zero = _STRATEGIES.get(fields.take("data_parallel_sharding_strategy", str, "no_shard"), 0)
@@ -446,7 +448,7 @@ def _pipeline(fields: Fields, pp: int, layers: int) -> int:
     sizes = layout_sizes(text) if text else []
     names = ("num_layers_per_virtual_pipeline_stage", *virtual)
     if sizes:
-        chunks, cuts, names = len(sizes) // pp, ("pipeline_model_parallel_layout",), ("pipeline_model_parallel_layout",)
+        chunks, cuts = len(sizes) // pp, ("pipeline_model_parallel_layout",)
     elif each > 0 and layers:
         if layers % pp or (layers // pp) % each:
             at = fields.origin("num_layers_per_virtual_pipeline_stage")
@@ -460,6 +462,10 @@ def _pipeline(fields: Fields, pp: int, layers: int) -> int:
         chunks = 1
         fields.set("layout.schedule", "1f1b", names)
     more = _number(fields, "model.mtp")
+    if sizes and "model.preset" in fields.settings and not more and 0 < (extra := sum(sizes) - layers) <= 2:
+        more, how = extra, "modules for further tokens, by the stages"
+        fields.set("model.mtp", more, cuts, how)
+        fields.set("model.n_layers", layers + more, cuts, how)
     if not sizes and chunks == 1:
         lead, tail = (int(fields.take(name, bool, False)) for name in sums)
         sizes = _uneven(pp, layers, ends, lead, tail, more)
@@ -587,6 +593,8 @@ def written(theirs: ForeignJob, layout: Layout) -> Mapping[str, Any]:
         "num_distributed_optimizer_instances": both,
         **virtual,
     }
+    if any(theirs.value(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "fsdp")):
+        found.pop("use_distributed_optimizer")
     if theirs.value("num_experts") or theirs.value("num_moe_experts"):
         found["expert_model_parallel_size"] = layout.ep * folds
     return found

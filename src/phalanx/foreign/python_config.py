@@ -202,10 +202,10 @@ class _Evaluation:
                 )
             else:
                 self.block(each.body if held else each.orelse)
-        elif isinstance(each, ast.With):
+        elif isinstance(each, ast.With | ast.Try):
             self.block(each.body)
-        elif isinstance(each, ast.For | ast.While | ast.Try):
-            self._lose(each.body, "it is set in a loop or under try")
+        elif isinstance(each, ast.For | ast.While):
+            self._lose(each.body, "it is set in a loop")
 
     def _lose(self, statements: Sequence[ast.stmt], why: str) -> None:
         """Takes what statements would set as unknown."""

@@ -121,6 +121,8 @@ def _changed(theirs: ForeignJob, found: ForeignFormat, now: dict[int, str], name
     stated = theirs.stated.get(name)
     if stated is None or not stated.line or stated.path not in (None, theirs.path):
         return [] if value is None else [ChangedLine(0, "", found.new_line(name, value))]
+    if value is None and stated.value in (None, False, "false", 0):
+        return []
     before = theirs.source.lines[stated.line - 1]
     line = now.get(stated.line, before)
     if (value is None and not found.absent) or (value is False and not stated.text):
