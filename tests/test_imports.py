@@ -14,8 +14,8 @@ ROOT = Path(phalanx.__file__).parent
 FLOORS = [
     *("cli", "serve", "machine", "evaluate", "generate", "dryrun", "verify", "train", "exchange"),
     *("checkpoint", "parallel", "comm", "launch", "model", "report", "trackers", "data"),
-    *("pictures", "validation", "plan", "simulate", "cost", "check", "axes", "techniques", "partition", "optimizers"),
-    *("blocks", "schedule", "config"),
+    *("pictures", "validation", "plan", "simulate", "cost", "foreign", "check", "axes", "techniques", "partition"),
+    *("optimizers", "blocks", "schedule", "config"),
 ]
 """Rooms from the top down: a room may import those after it, and itself."""
 WITHOUT_TORCH = [*FLOORS[FLOORS.index("report") :]]
@@ -33,14 +33,15 @@ MOST_LINES = {
     "blocks": 2730,
     "check": 2050,
     "checkpoint": 3975,
-    "cli": 5970,
+    "cli": 6150,
     "comm": 1800,
-    "config": 6130,
+    "config": 6150,
     "cost": 6480,
     "data": 6400,
     "dryrun": 1100,
     "evaluate": 700,
     "exchange": 2300,
+    "foreign": 4750,
     "generate": 1250,
     "launch": 6850,
     "machine": 5400,

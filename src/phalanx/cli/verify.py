@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from phalanx.cli.verb import Option, Words, job_verb
+from phalanx.cli.verb import FROM, Option, Words, job_verb
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
 from phalanx.verify.select import select
@@ -44,6 +44,7 @@ VERB = job_verb(
             many=True,
         ),
         "steps": Option("Optimizer steps to compare.", 2, at_least=1),
+        **FROM,
         "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1),
     },
     exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
@@ -62,7 +63,10 @@ def run(words: Words) -> int:
         raise JobError(
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
-    selection = select(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
+    alone = words.theirs is not None and not (full or schedules)
+    selection = select(
+        words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is, alone=alone
+    )
     # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.verify import run as verify
     from phalanx.verify.run import introduction, table

@@ -335,9 +335,10 @@ def select(
     schedules: bool = False,
     max_ranks: int = 8,
     as_is: bool = False,
+    alone: bool = False,
 ) -> Selection:
     """Selects the layouts of `lines`, or the job's own with the matrix and the covering set, with every layout
-    (`full`), or with every pipeline schedule alone (`schedules`).
+    (`full`), with every pipeline schedule alone (`schedules`), or by itself (`alone`).
 
     A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. Unless `as_is`, a
     model with fewer layers than stages gets more, and one without experts gets some for layouts with expert
@@ -372,6 +373,7 @@ def select(
     selection.refused = problems
     if not lines:
         _own(selection, job, max_ranks)
+    if not (lines or alone):
         _rest(selection, job, full, schedules, max_ranks, as_is)
     selection.notes += _notes(selection, job)
     return selection
