@@ -46,7 +46,7 @@ MOST_LINES = {
     "optimizers": 550,
     "parallel": 6535,
     "partition": 1050,
-    "pictures": 3400,
+    "pictures": 3500,
     "plan": 4285,
     "report": 1700,
     "schedule": 2050,
@@ -56,7 +56,7 @@ MOST_LINES = {
     "trackers": 750,
     "train": 8675,
     "validation": 1660,
-    "verify": 1100,
+    "verify": 2450,
     "": 1750,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and

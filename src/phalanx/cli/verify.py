@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.verb import Option, Words, job_verb
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
@@ -34,6 +35,7 @@ VERB = job_verb(
         "schedules": "Compare only the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
         "micro-batches.",
         "as_is": "Compare the job's model at full size.",
+        **DARK,
     },
     {
         "layouts": Option(
@@ -45,6 +47,7 @@ VERB = job_verb(
         ),
         "steps": Option("Optimizer steps to compare.", 2, at_least=1),
         "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1),
+        "svg": Option("write a picture of the first layout that differs: modules by ranks", value="FILE"),
     },
     exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
 )
@@ -62,6 +65,7 @@ def run(words: Words) -> int:
         raise JobError(
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
+    files = OutputFiles.of(words, "svg")
     selection = select(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
     # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.verify import run as verify
@@ -74,6 +78,11 @@ def run(words: Words) -> int:
     with _progress(len(selection.layouts)) as (on_start, on_case):
         report = verify.run(selection, steps, on_case, on_start)
     words.show(report.as_dict(), table(report))
+    if drawn := verify.picture(report):
+        files.write({"svg": lambda: drawn})
+        files.tell()
+    elif files.paths:
+        echo(f"no layout was found to differ: {files.paths['svg']} is not written", file=sys.stderr)
     return 1 if not report.ok else JobError.exit_code if selection.refused else 0
 
 

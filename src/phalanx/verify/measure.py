@@ -234,12 +234,29 @@ def _in_order(found: dict[str, float], names: Iterable[str]) -> dict[str, float]
 
 
 def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, stale: bool = False) -> list[float]:
-    """Trains and returns every loss. `see` is called for every gradient of every step, then for every parameter.
-    `stale`: on one process, gradients are one update late, as those of a pipeline without a flush."""
+    """Trains and returns every loss. `observe` is called for every gradient of every step, then for every parameter."""
+
+    def prepare(stepper: ObservedStepper) -> None:
+        stepper.observe, stepper.keep = observe, ranks.rank == 0
+
+    return run_steps(ranks, job, vocab_size, steps, prepare, stale)
+
+
+def run_steps(
+    ranks: Ranks,
+    job: Job,
+    vocab_size: int,
+    steps: int,
+    prepare: Callable[[ObservedStepper], None],
+    stale: bool = False,
+) -> list[float]:
+    """Trains with a stepper that `prepare` gets first, and returns every loss. `stale`: on one process, gradients are
+    one update late, as those of a pipeline without a flush."""
     device = device_of(ranks, job.cluster.device)
     agree_on_job(job, device)
     mesh = meshes.build(job.layout, device.type)
-    stepper = _ObservedStepper(job, mesh, device, vocab_size, observe, keep=ranks.rank == 0)
+    stepper = ObservedStepper(job, mesh, device, vocab_size)
+    prepare(stepper)
     read, lr, runner = partial(micro_batches, job, vocab_size, mesh), job.optimizer.lr, stepper.replica.runner
     if isinstance(runner, PipeDream):
         losses = streamed(stepper, runner, read, steps, lr)
@@ -257,12 +274,13 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, 
     return losses
 
 
-class _ObservedStepper(Stepper):
+class ObservedStepper(Stepper):
     """A Stepper that reports its gradients before the optimizer uses them."""
 
-    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, observe: Observe, keep: bool):
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int):
         super().__init__(job, mesh, device, vocab_size, torch.float64)
-        self.observe, self.keep, self.seen = observe, keep, 0
+        self.observe: Observe = lambda key, whole: None
+        self.keep, self.seen = False, 0
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
         found = {f.name: f.gradient for f in self.optimizer.shards if f.gradient is not None}

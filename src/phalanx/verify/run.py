@@ -13,16 +13,18 @@ from typing import Any
 import torch
 
 from phalanx.blocks.parameters import count as parameters
-from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError, PhalanxError
 from phalanx.launch.pool import Pool
+from phalanx.pictures.divergence import divergence_map
 from phalanx.units import counted, seconds
+from phalanx.verify.locate import Divergence, explained, locate
 from phalanx.verify.measure import MIN_STEPS, TOLERANCE, Differences, compare, nothing, record
 from phalanx.verify.select import Selection
+from phalanx.verify.trace import trace_step
 
-PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "phalanx.verify.measure")
+PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "phalanx.verify.trace")
 START_S = 300.0
 """Maximum seconds for processes to start."""
 
@@ -64,6 +66,10 @@ class LayoutCase:
     """Where they first exceed it; None if they never do."""
     error: str | None
     """The message of what failed on the ranks; None if they ran."""
+    divergence: Divergence | None
+    """The first module that differs, found by a second pass; None if the layout is equal, or if that found nothing."""
+    not_located: str | None
+    """Why the second pass names no module; None if it does, or if there was none."""
     seconds: float
     """Seconds of the case."""
 
@@ -139,24 +145,32 @@ def run(
                 alone, vocab = selection.alone(layout), selection.compared.vocab_size
                 pool.run(record, 1, alone, vocab, count, path, stale, timeout=job.run.timeout_s)
                 records[of] = path
-            report.cases.append(_case(pool, job, selection.compared.vocab_size, count, records[of]))
+            report.cases.append(_case(pool, selection, layout, count, records[of]))
             on_case(report.cases[-1])
     report.seconds = time.perf_counter() - began
     return report
 
 
-def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> LayoutCase:
-    layout, began = job.layout, time.perf_counter()
+def _case(pool: Pool, selection: Selection, layout: Layout, steps: int, path: Path) -> LayoutCase:
+    job, began = selection.case(layout), time.perf_counter()
     found, error = None, None
     try:
-        found = pool.run(compare, layout.processes, job, vocab_size, steps, path, timeout=job.run.timeout_s)[0]
+        vocab = selection.compared.vocab_size
+        found = pool.run(compare, job.layout.processes, job, vocab, steps, path, timeout=job.run.timeout_s)[0]
     except Exception as raised:  # an error on a rank is this case's result and does not end the others
-        kind = "" if isinstance(raised, PhalanxError) else f"{type(raised).__name__}: "
-        error = kind + (str(raised).strip().splitlines() or [""])[0]
+        error = _message(raised)
     first = first_difference(found, TOLERANCE) if found else None
+    divergence, not_located = None, None
+    if first is not None:
+        try:
+            divergence = locate(pool.run, selection, layout, first.step, trace_step, job.run.timeout_s)
+            if divergence is None:
+                not_located = "the second pass found no module that differs"
+        except Exception as raised:
+            not_located = f"the second pass failed: {_message(raised)}"
     return LayoutCase(
-        layout=layout.line(),
-        world=layout.world,
+        layout=job.layout.line(),
+        world=job.layout.world,
         n_layers=job.model.n_layers,
         n_experts=job.model.moe.n_experts,
         global_batch=job.train.global_batch,
@@ -166,8 +180,15 @@ def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Layo
         ok=found is not None and first is None,
         first_difference=first,
         error=error,
+        divergence=divergence,
+        not_located=not_located,
         seconds=round(time.perf_counter() - began, 3),
     )
+
+
+def _message(raised: Exception) -> str:
+    kind = "" if isinstance(raised, PhalanxError) else f"{type(raised).__name__}: "
+    return kind + (str(raised).strip().splitlines() or [""])[0]
 
 
 def first_difference(found: Differences, tolerance: float) -> FirstDifference | None:
@@ -195,6 +216,8 @@ def _finite(value: Any) -> Any:
     """Replaces NaN and infinity, which JSON lacks, by None."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -212,7 +235,10 @@ def table(report: VerifyReport) -> str:
     ]
     failed = [case for case in report.cases if not case.ok]
     if failed:
-        lines += ["", "Differences:", *(f"  {case.layout}: {complaint(case)}" for case in failed)]
+        lines += ["", "Differences:"]
+        for case in failed:
+            lines.append(f"  {case.layout}: {complaint(case)}")
+            lines += [f"    {line}" for line in location(case)]
     by_reason: dict[str, list[str]] = {}
     for skipped in report.selection.skipped:
         by_reason.setdefault(skipped.reason, []).append(skipped.layout)
@@ -240,6 +266,23 @@ def complaint(case: LayoutCase) -> str:
         case FirstDifference(_, _, step, rel):
             return f"the loss of step {step} differs by {rel:.1e}, gradients and parameters agree"
     return ""
+
+
+def location(case: LayoutCase) -> list[str]:
+    """Returns lines on the first module that differs."""
+    if case.divergence is None:
+        return [case.not_located] if case.not_located else []
+    return [*explained(case.divergence), *(f"not compared: {why}" for why in case.divergence.unknown)]
+
+
+def picture(report: VerifyReport) -> str | None:
+    """Returns where the first layout that differs parts from one process, as an SVG document; None if no layout does,
+    or none was located."""
+    for case in report.cases:
+        if found := case.divergence:
+            words = f"step {found.step}: {found.module}: {found.what}"
+            return divergence_map(case.layout, words, found.table, (found.direction, found.module), TOLERANCE)
+    return None
 
 
 def introduction(selection: Selection, steps: int) -> list[str]:
