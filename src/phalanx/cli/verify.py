@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.verb import Option, Words, job_verb
@@ -15,7 +15,9 @@ from phalanx.verify.select import select
 
 if TYPE_CHECKING:
     from phalanx.config.layout import Layout
+    from phalanx.verify.rounding import RoundingCase
     from phalanx.verify.run import LayoutCase
+    from phalanx.verify.select import Selection
 
 VERB = job_verb(
     "verify",
@@ -28,6 +30,7 @@ VERB = job_verb(
     (
         ("verify examples/main.yaml", "every technique against one process, about a minute"),
         ("verify job.yaml --layouts tp=2,sp=true dp_shard=4", "these layouts alone"),
+        ("verify job.yaml --precision bf16", "is the difference in bf16 normal?"),
     ),
     {
         "full": "Also compare every product of dp_replicate, dp_shard, cp (1, 2) and tp, with every sp, zero and "
@@ -47,6 +50,12 @@ VERB = job_verb(
         ),
         "steps": Option("Optimizer steps to compare.", 2, at_least=1),
         "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1),
+        "precision": Option(
+            "Compare in this precision instead of float64: whether each layout's difference is normal, by the "
+            "rounding of one process's own sums in other orders.",
+            "",
+            Literal["bf16", "fp16", "fp8"],
+        ),
         "svg": Option("write a picture of the first layout that differs: modules by ranks", value="FILE"),
     },
     exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
@@ -65,17 +74,29 @@ def run(words: Words) -> int:
         raise JobError(
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
-    files = OutputFiles.of(words, "svg")
-    selection = select(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
+    precision, files = words.options["precision"] or None, OutputFiles.of(words, "svg")
+    if precision and files.paths:
+        raise JobError(
+            "--svg draws the module that differs, for which --precision does not look: give one of them; without "
+            "--precision layouts are compared in float64"
+        )
+    chosen: dict[str, Any] = {"lines": lines, "full": full, "schedules": schedules, "max_ranks": max_ranks}
+    selection = select(words.job, **chosen, as_is=as_is, precision=precision)
     # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.verify import run as verify
+    from phalanx.verify.rounding import rounding_table
     from phalanx.verify.run import introduction, table
 
     verify.refuse_missing_device(selection)
     for problem in selection.refused:
         echo(f"phalanx: {problem}; the other layouts are compared", file=sys.stderr, flush=True)
-    echo("\n".join(introduction(selection, steps)), file=sys.stderr, flush=True, wrap=True)
+    lines = introduction(selection, steps, own_precision=bool(precision))
+    echo("\n".join(lines), file=sys.stderr, flush=True, wrap=True)
     with _progress(len(selection.layouts)) as (on_start, on_case):
+        if precision:
+            report = verify.run_in_precision(selection, steps, on_case, on_start)
+            words.show(report.as_dict(), rounding_table(report))
+            return _exit_code(report.ok, selection)
         report = verify.run(selection, steps, on_case, on_start)
     words.show(report.as_dict(), table(report))
     if drawn := verify.picture(report):
@@ -83,11 +104,15 @@ def run(words: Words) -> int:
         files.tell()
     elif files.paths:
         echo(f"no layout was found to differ: {files.paths['svg']} is not written", file=sys.stderr)
-    return 1 if not report.ok else JobError.exit_code if selection.refused else 0
+    return _exit_code(report.ok, selection)
+
+
+def _exit_code(ok: bool, selection: Selection) -> int:
+    return 1 if not ok else JobError.exit_code if selection.refused else 0
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[LayoutCase], None]]]:
+def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[LayoutCase | RoundingCase], None]]]:
     """Provides the callbacks before and after each case: a live bar on a terminal, plain lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -102,7 +127,7 @@ def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=total)
 
-        def on_case(case: LayoutCase) -> None:
+        def on_case(case: LayoutCase | RoundingCase) -> None:
             bar.advance(task)
             if not case.ok:
                 console.print(visible(progress(case)), markup=False)

@@ -9,6 +9,7 @@ from phalanx.pictures.elements import (
     BOLD,
     COLOURS,
     END,
+    LETTER,
     MIDDLE,
     SMALL,
     box,
@@ -20,21 +21,21 @@ from phalanx.pictures.elements import (
 
 MOST_ROWS = 60
 """Modules that are drawn: of more, those around the first that differs."""
-_LEFT, _TOP, _ROW, _PANEL_GAP, _FOOT = 240, 92, 16, 28, 34
+_LEFT, _TOP, _ROW, _PANEL_GAP, _FOOT = 240, 118, 16, 28, 34
 _EQUAL, _DIFFERENT = COLOURS[2], COLOURS[1]
 
 
 def divergence_map(
     title: str,
-    words: str,
+    words: Sequence[str],
     table: Mapping[str, Mapping[str, Sequence[float | None]]],
     first: tuple[str, str],
     tolerance: float,
 ) -> str:
-    """Returns the relative differences as an SVG document.
+    """Returns the relative differences of a layout as an SVG document.
 
     Args:
-        words: a line below the title.
+        words: lines below the title.
         table: by direction, module and rank; None where a rank has no part.
         first: direction and module of the first difference, which get a frame. Any others mark nothing.
         tolerance: the largest difference that counts as equal, which is green; larger ones are red, a deeper red for a
@@ -48,10 +49,14 @@ def divergence_map(
     cell = max(6.0, min(34.0, 320 / max(1, ranks)))
     panel = cell * ranks
     bottom = _TOP + len(shown) * _ROW
-    parts = [heading(16, 24, title), text(16, 44, shortened(words, 120), SMALL)]
+    parts = [heading(16, 24, title)]
+    parts += [text(16, 42 + 15 * line, shortened(each, 120), SMALL) for line, each in enumerate(words)]
+    parts.append(text(_LEFT - 10, _TOP - 6, "rank", f"{END} {SMALL}"))
     for number, (direction, of_module) in enumerate(table.items()):
         left = _LEFT + number * (panel + _PANEL_GAP)
-        parts.append(text(left + panel / 2, 66, {"forward": "output", "backward": "gradient"}[direction], MIDDLE))
+        parts.append(
+            text(left + panel / 2, _TOP - 22, {"forward": "output", "backward": "gradient"}[direction], MIDDLE)
+        )
         parts += _ranks(ranks, left, cell)
         for row, module in enumerate(shown):
             y = _TOP + row * _ROW
@@ -65,7 +70,10 @@ def divergence_map(
     left_out = f"; {len(modules) - len(shown)} modules are not drawn" if len(shown) < len(modules) else ""
     legend = f"green: equal; red: differs, deeper the more; a frame: the first that differs{left_out}"
     parts.append(text(16, bottom + 22, legend, SMALL))
-    width = max(_LEFT + len(table) * (panel + _PANEL_GAP), 24 + 6.6 * max(len(legend), min(120, len(words))))
+    width = max(
+        _LEFT + len(table) * (panel + _PANEL_GAP),
+        24 + LETTER * max(len(legend), *(min(120, len(each)) for each in words)),
+    )
     return document(title, width, bottom + _FOOT, parts)
 
 

@@ -656,5 +656,5 @@ def explained(found: Divergence) -> list[str]:
         lines.append(f"collectives since the module before, on rank {found.ranks[0]}: {', '.join(found.between)}")
     elif found.collective:
         none = "no collective since the module before; " if found.direction in ("forward", "backward") else ""
-        lines.append(f"{none}the last one of rank {found.ranks[0]}: {found.collective}")
+        lines.append(f"{none}the last collective of rank {found.ranks[0]}: {found.collective}")
     return lines
