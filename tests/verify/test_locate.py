@@ -162,7 +162,7 @@ BUGS = [
 ]
 LOOKS = {
     without_the_sum_after_attention: "add up to the expected ones: they are not summed over tp",
-    with_positions_from_0: "tokens 12–15, all heads 0–3 of rank 0; all tokens 4–11, all heads 0–3 of rank 1; every "
+    with_positions_from_0: "tokens 12–15, all heads of rank 0; tokens 4–11, all heads of rank 1; every "
     "head has the right length: it is turned to another position",
     without_the_last_micro_batch: "no rank computed it for rows 2–3, 6–7",
     with_experts_divided_twice: "0.5 × the expected values: divided by the size of ep once too often?",

@@ -29,7 +29,7 @@ def divergence_map(
     title: str,
     words: Sequence[str],
     table: Mapping[str, Mapping[str, Sequence[float | None]]],
-    first: tuple[str, str],
+    first: Sequence[str],
     tolerance: float,
 ) -> str:
     """Returns the relative differences of a layout as an SVG document.
@@ -61,7 +61,7 @@ def divergence_map(
         for row, module in enumerate(shown):
             y = _TOP + row * _ROW
             parts += _cells(module, direction, of_module[module], left, y, cell, tolerance)
-            if (direction, module) == first:
+            if [direction, module] == [*first]:
                 frame = "fill='none' stroke='currentColor' stroke-width='2' class='first'"
                 parts.append(box(left - 2, y, panel + 4, _ROW, frame, f"the first that differs: {module}"))
     for row, module in enumerate(shown):

@@ -34,8 +34,6 @@ from phalanx.verify.select import Selection
 from phalanx.verify.trace import trace_step
 
 Direction = Literal["forward", "backward", "gradient", "update"]
-"""Where the difference is: in a module's output, in the gradient of its output, in a parameter's gradient alone, or in
-a parameter after an update."""
 RunRanks = Callable[..., list[Any]]
 """Runs a function on ranks: (function, ranks, *arguments, timeout=seconds), as Pool.run."""
 CONSTANT = 1e-6
@@ -55,6 +53,8 @@ class Divergence:
     module: str
     """The module, by its name in the plain model ("blocks.0.attn.wo"); "loss"; or a parameter, by `direction`."""
     direction: Direction
+    """Where it differs: in the module's output, in the gradient of its output, in a parameter's gradient alone, or in a
+    parameter after an update."""
     step: int
     """From 1."""
     ranks: tuple[int, ...]
@@ -338,7 +338,7 @@ class Comparison:
         elif len(columns) < len(first.columns) or (name == "head" and len(first.columns) > width):
             units = sorted({(first.columns.start + int(column)) // width for column in columns})
             whole = len(units) * width >= len(first.columns)
-            words.append(f"{'all ' if whole else ''}{_named(name, units)}")
+            words.append(f"all {name}s" if whole and self.layout.tp == 1 else _named(name, units))
         return ", ".join(words)
 
     def _tokens(self, places: Tensor, every: Tensor | None) -> str:
@@ -347,7 +347,7 @@ class Comparison:
         if every is not None and len(places.unique()) == len(every.unique()):
             positions = sorted({int(token) for token in tokens})
             of_all = len(positions) == self.seq_len
-            return "all tokens" if of_all else f"all {_named('token', positions)}"
+            return "all tokens" if of_all else _named("token", positions)
         found = [_named("token", sorted({int(token) for token in tokens}))]
         known = {int(row) for row in (rows if every is None else every // self.seq_len)}
         if every is None or {int(row) for row in rows} != known:
@@ -449,7 +449,10 @@ class Comparison:
                     continue
                 if own is None:
                     return f"they are the whole's {_named(words, sorted({int(x) for x in nearest}))}"
-                return f"they are the values of {self._tokens(nearest, None)}"
+                rows = [module != "positions" and set((place // self.seq_len).tolist()) for place in (nearest, own)]
+                theirs = sorted({int(token) for token in nearest % self.seq_len})
+                where = _named("token", theirs) if rows[0] == rows[1] else self._tokens(nearest, None)
+                return f"rank {each.trace.rank} has the values of {where}"
         return ""
 
     def _weights_of(self, module: str) -> list[str]:
