@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 VERB = job_verb(
     "verify",
     "Proves that a job's model computes the same under every layout as on one process: a few steps in float64 on "
-    "processes of this machine, comparing the loss, every gradient and every parameter. They compute on the CPU, or, "
-    "with cluster.device=cuda, on its GPUs, which several processes may share. By default the job's own "
+    "processes of this machine, comparing the loss, every gradient and every parameter, and names the first module "
+    "that differs. They compute on the CPU, or, with cluster.device=cuda, on its GPUs, which they may share. By "
+    "default the job's own "
     "layout, each technique alone, and a small set of layouts in which every two features meet (data, tensor, "
     "sequence, context, expert and pipeline parallelism, recomputation). A large model is compared as a small one of "
     "the same kind; one without experts gets some where a layout has ep above 1.",
     (
         ("verify examples/main.yaml", "every technique against one process, about a minute"),
-        ("verify job.yaml --layouts tp=2,sp=true dp_shard=4", "these layouts alone"),
         ("verify job.yaml --precision bf16", "is the difference in bf16 normal?"),
     ),
     {
@@ -56,7 +56,7 @@ VERB = job_verb(
             "",
             Literal["bf16", "fp16", "fp8"],
         ),
-        "svg": Option("write a picture of the first layout that differs: modules by ranks", value="FILE"),
+        "svg": Option("write a picture of the first layout that differs: modules by ranks", value="FILE", rare=True),
     },
     exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
 )
