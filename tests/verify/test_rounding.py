@@ -41,7 +41,8 @@ def test_layouts_are_normal_in_every_precision(ranks, precision):
     report = report_of(ranks, precision, "tp=2,sp=true", "cp=2,pp=2,accumulation=4")
     assert report.ok, rounding_table(report)
     for case in report.cases:
-        (loss,) = case.losses or ()
+        assert case.losses is not None
+        (loss,) = case.losses
         assert 0 < loss.error <= loss.normal
         assert case.worst is not None
         assert 0 < case.worst.multiple <= MULTIPLE
