@@ -23,6 +23,7 @@ from phalanx.config.corpora import PAIR, has_answers, has_pairs
 from phalanx.config.job import Job
 from phalanx.config.layout import AXES, Layout
 from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.precision import Precision
 from phalanx.errors import JobError
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import MODES, flushes, is_file, legal_hpz, parse, parse_cut, schedule_of
@@ -222,8 +223,9 @@ class ComparedJob:
     """The differences between both jobs; empty if the job is compared as it is."""
 
 
-def compared_job(job: Job, as_is: bool, max_ranks: int) -> ComparedJob:
-    """Returns the job to compare in place of `job`: smaller if the original takes too long, unless `as_is`.
+def compared_job(job: Job, as_is: bool, max_ranks: int, own: Precision | None = None) -> ComparedJob:
+    """Returns the job to compare in place of `job`: smaller if the original takes too long, unless `as_is`. It trains
+    in precision `own`, by default in float64.
 
     A small model has the same parts, heads and key/value heads, and its widths and experts are divisible by the same
     numbers of ranks up to `max_ranks`: the same layouts are legal for it. It runs on CPU processes unless the job asks
@@ -242,9 +244,10 @@ def compared_job(job: Job, as_is: bool, max_ranks: int) -> ComparedJob:
         for path in fields.leaves()
         if fields.get(job, path) != fields.get(small, path)
     }
-    precision = "fp8" if job.train.precision == "fp8" else "fp64"
+    precision = own or ("fp8" if job.train.precision == "fp8" else "fp64")
+    gradients = small.train.gradients if own else "same"
     train = replace(
-        small.train, precision=precision, gradients="same", compile=False, cpu_linear="auto", global_batch=0
+        small.train, precision=precision, gradients=gradients, compile=False, cpu_linear="auto", global_batch=0
     )
     layout = Layout(bucket_mb=small.layout.bucket_mb)
     cluster = Cluster(device="cuda" if job.cluster.device == "cuda" else "cpu")
@@ -327,6 +330,19 @@ class Selection:
         return not flushes(layout)
 
 
+def skipped_lines(selection: Selection) -> list[str]:
+    """Returns lines about layouts that are not compared, by reason, and about those that were refused."""
+    by_reason: dict[str, list[str]] = {}
+    for skipped in selection.skipped:
+        by_reason.setdefault(skipped.reason, []).append(skipped.layout)
+    lines = ["", "Not compared:"] if by_reason else []
+    for reason, layouts in by_reason.items():
+        lines.append(f"  {layouts[0]}{f' and {len(layouts) - 1} more' if len(layouts) > 1 else ''}: {reason}")
+    if selection.refused:
+        lines += ["", "Refused:", *(f"  {problem}" for problem in selection.refused)]
+    return lines
+
+
 def select(
     job: Job,
     *,
@@ -336,16 +352,18 @@ def select(
     max_ranks: int = 8,
     as_is: bool = False,
     alone: bool = False,
+    precision: Precision | None = None,
 ) -> Selection:
     """Selects the layouts of `lines`, or the job's own with the matrix and the covering set, with every layout
     (`full`), with every pipeline schedule alone (`schedules`), or by itself (`alone`).
 
     A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. Unless `as_is`, a
     model with fewer layers than stages gets more, and one without experts gets some for layouts with expert
-    parallelism. A named layout that cannot be compared does not stop the others. Raises JobError with every problem if
+    parallelism. `precision`: that of the comparison, by default float64. A named layout that cannot be compared does
+    not stop the others. Raises JobError with every problem if
     none of the named layouts can be compared.
     """
-    selection, problems = Selection(compared_job(job, as_is, max_ranks)), list[str]()
+    selection, problems = Selection(compared_job(job, as_is, max_ranks, precision)), list[str]()
     for line in lines:
         try:
             layout = layout_line.parse(line)
