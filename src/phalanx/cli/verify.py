@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from phalanx.cli.verb import Option, Words, job_verb
+from phalanx.data.files import stderr_progress
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
 from phalanx.verify.select import select
@@ -45,13 +48,52 @@ VERB = job_verb(
         ),
         "steps": Option("Optimizer steps to compare.", 2, at_least=1),
         "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1),
+        "exchange": Option(
+            "Prove instead that the weights of a run, or of a Hugging Face folder, survive import and export.",
+            value="RUN|DIR",
+        ),
     },
     exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
 )
 
 
-@VERB.runs
-def run(words: Words) -> int:
+OF_FILES = {"exchange"}
+"""Options that are about files instead of a job."""
+
+
+@VERB.starts
+def run(argv: Sequence[str]) -> int:
+    asked, problems = VERB.read(argv)
+    if asked.stated & OF_FILES and not VERB.answers_help(argv):
+        return _of_files(asked, problems)
+    words = VERB.parse(argv)
+    return 0 if words is None else _of_job(words)
+
+
+def _of_files(words: Words, problems: list[str]) -> int:
+    """Proves what lies on the disk, which needs no job."""
+    subjects = [word for word in words.subjects if word != "--json"]
+    words = replace(words, switches=frozenset({"json"} & {word.removeprefix("--") for word in words.subjects}))
+    problems += [f"--{name} is for layouts of a job" for name in sorted(words.stated - OF_FILES)]
+    problems += [f"{word}: --exchange takes one path, and no job" for word in subjects]
+    if problems:
+        raise JobError(problems)
+    return _exchange(words)
+
+
+def _exchange(words: Words) -> int:
+    from phalanx.exchange import folder as hub
+    from phalanx.verify.exchange import prove
+
+    asked = words.options["exchange"]
+    path = hub.downloaded(asked) if asked.startswith(hub.PREFIX) else Path(asked)
+    with stderr_progress() as progress:
+        report = prove(path, progress)
+    words.show(report.as_dict(), report.text())
+    return 0 if report.ok else 1
+
+
+def _of_job(words: Words) -> int:
     steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
     full, schedules, as_is = (name in words.switches for name in ("full", "schedules", "as_is"))
     if lines and full:
