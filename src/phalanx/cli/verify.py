@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from phalanx.cli.verb import Option, Words, job_verb
+from phalanx.cli.files import OutputFiles
+from phalanx.cli.verb import Option, Words, flag_of, job_verb
 from phalanx.data.files import stderr_progress
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
@@ -52,12 +53,18 @@ VERB = job_verb(
             "Prove instead that the weights of a run, or of a Hugging Face folder, survive import and export.",
             value="RUN|DIR",
         ),
+        "against": Option(
+            "Compare instead the run RUN_A of `phalanx verify RUN_A --against RUN_B` with this one: when and where "
+            "their curves and checkpoints part.",
+            value="RUN_B",
+        ),
+        "svg": Option("With --against: write both curves and their difference as a picture.", value="FILE"),
     },
     exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
 )
 
 
-OF_FILES = {"exchange"}
+OF_FILES = {"exchange", "against"}
 """Options that are about files instead of a job."""
 
 
@@ -67,18 +74,40 @@ def run(argv: Sequence[str]) -> int:
     if asked.stated & OF_FILES and not VERB.answers_help(argv):
         return _of_files(asked, problems)
     words = VERB.parse(argv)
+    if words is not None and "svg" in words.stated:
+        raise JobError("--svg is for --against")
     return 0 if words is None else _of_job(words)
 
 
 def _of_files(words: Words, problems: list[str]) -> int:
     """Proves what lies on the disk, which needs no job."""
     subjects = [word for word in words.subjects if word != "--json"]
-    words = replace(words, switches=frozenset({"json"} & {word.removeprefix("--") for word in words.subjects}))
-    problems += [f"--{name} is for layouts of a job" for name in sorted(words.stated - OF_FILES)]
-    problems += [f"{word}: --exchange takes one path, and no job" for word in subjects]
+    switches = frozenset({"json"} if len(subjects) < len(words.subjects) else ())
+    words = replace(words, subjects=tuple(subjects), switches=switches)
+    against, asked = "against" in words.stated, " and ".join(map(flag_of, sorted(words.stated & OF_FILES)))
+    problems += [f"{flag_of(name)} is for layouts of a job" for name in sorted(words.stated - OF_FILES - {"svg"})]
+    if len(words.stated & OF_FILES) > 1:
+        problems.append(f"{asked}: give one of them")
+    elif not against:
+        problems += [f"{word}: --exchange takes one path, and no job" for word in subjects]
+        problems += ["--svg is for --against"] if "svg" in words.stated else []
+    elif len(subjects) != 1:
+        problems.append(f"--against takes one run before it: phalanx verify RUN --against {words.options['against']}")
     if problems:
         raise JobError(problems)
-    return _exchange(words)
+    return _against(words) if against else _exchange(words)
+
+
+def _against(words: Words) -> int:
+    files = OutputFiles.of(words, "svg")
+    from phalanx.verify.against import compare_runs
+
+    with stderr_progress() as progress:
+        found = compare_runs(Path(words.subject), Path(words.options["against"]), progress)
+    words.show(found.as_dict(), found.text())
+    files.write({"svg": found.svg})
+    files.tell()
+    return 0 if found.ok else 1
 
 
 def _exchange(words: Words) -> int:
