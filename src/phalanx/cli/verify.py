@@ -14,7 +14,7 @@ from phalanx.cli.verb import Option, Words, flag_of, job_verb
 from phalanx.data.files import stderr_progress
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
-from phalanx.verify.select import select
+from phalanx.verify.select import resumed_pairs, select
 
 if TYPE_CHECKING:
     from phalanx.config.layout import Layout
@@ -38,6 +38,8 @@ VERB = job_verb(
         "schedules": "Compare only the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
         "micro-batches.",
         "as_is": "Compare the job's model at full size.",
+        "resume": "Prove instead that a run that stops and resumes in another layout equals one that does neither: "
+        "from the job's own layout to others, back, and between them.",
     },
     {
         "layouts": Option(
@@ -133,6 +135,10 @@ def _of_job(words: Words) -> int:
         raise JobError(
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
+    if "resume" in words.switches:
+        if full or schedules:
+            raise JobError("--resume has its own layouts, or those of --layouts: leave --full and --schedules out")
+        return _resume(words)
     selection = select(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
     # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.verify import run as verify
@@ -145,6 +151,23 @@ def _of_job(words: Words) -> int:
     with _progress(len(selection.layouts)) as (on_start, on_case):
         report = verify.run(selection, steps, on_case, on_start)
     words.show(report.as_dict(), table(report))
+    return 1 if not report.ok else JobError.exit_code if selection.refused else 0
+
+
+def _resume(words: Words) -> int:
+    steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
+    selection, pairs = resumed_pairs(words.job, lines=lines, max_ranks=max_ranks, as_is="as_is" in words.switches)
+    from phalanx.verify.resume import progress, resume_all
+    from phalanx.verify.run import introduction, refuse_missing_device
+
+    refuse_missing_device(selection)
+    for problem in selection.refused:
+        echo(f"phalanx: {problem}; the other layouts are compared", file=sys.stderr, flush=True)
+    lead, *facts = introduction(selection, steps)
+    lead = f"resuming {len(pairs)} pairs of layouts, {steps} steps before and {steps} after, in fp64"
+    echo("\n".join([lead, *facts]), file=sys.stderr, flush=True, wrap=True)
+    report = resume_all(selection, pairs, steps, lambda case: echo(progress(case), file=sys.stderr, flush=True))
+    words.show(report.as_dict(), report.text())
     return 1 if not report.ok else JobError.exit_code if selection.refused else 0
 
 
