@@ -20,7 +20,7 @@ from phalanx.verify import resume
 from phalanx.verify.select import RESUMED, resumed_pairs
 
 JOB = Job(
-    model=ModelConfig(n_layers=2, d_model=16, n_heads=2, d_ff=16, seq_len=8, vocab_size=17),
+    model=ModelConfig(n_layers=4, d_model=16, n_heads=2, d_ff=16, seq_len=8, vocab_size=17),
     optimizer=Optimizer(lr=1e-2),
 )
 
@@ -40,7 +40,7 @@ def test_pairs_are_there_and_back_and_from_one_to_the_next():
 
 
 def test_named_layouts_go_on_in_each_other_and_one_alone_in_one_process():
-    lines = ["tp=2", "dp_shard=2,zero=1", "pp=3"]
+    lines = ["tp=2", "dp_shard=2,zero=1", "pp=2"]
     assert len(resumed_pairs(JOB, lines=lines)[1]) == 6
     _, pairs = resumed_pairs(JOB, lines=["tp=2"])
     assert [(a.layout.world, b.layout.world) for a, b in pairs] == [(1, 2), (2, 1)]
@@ -53,7 +53,7 @@ def test_named_layouts_go_on_in_each_other_and_one_alone_in_one_process():
 def test_runs_equal_one_without_interruption(tmp_path, capsys):
     job = tmp_path / "job.yaml"
     job.write_text(
-        "model: {n_layers: 2, d_model: 16, n_heads: 2, d_ff: 16, seq_len: 8, vocab_size: 17}\noptimizer: {lr: 0.01}\n"
+        "model: {n_layers: 4, d_model: 16, n_heads: 2, d_ff: 16, seq_len: 8, vocab_size: 17}\noptimizer: {lr: 0.01}\n"
     )
     lines = ["tp=2,sp=true", "dp_shard=2,zero=1", "pp=2,schedule=interleaved_1f1b"]
     assert main(["verify", str(job), "--resume", "--json", "--layouts", *lines]) == 0
@@ -100,8 +100,8 @@ def faulty(ranks: Ranks, job: Job, vocab: int, until: int, root: Path, start: Pa
 
 FAULTS = {
     "moments": "what is loaded is not the checkpoint: exp_avg/embed.weight",
-    "updates": "the parameter after step 4 differs by",
-    "step": "FileNotFound",
+    "updates": "what is loaded is not the checkpoint: ",
+    "step": "the checkpoint of step 2 resumes at step 1",
     "slice": "blocks.1.mlp.up.weight: the parameter after step 2 differs by",
 }
 

@@ -24,7 +24,7 @@ from phalanx.checkpoint.manifest import kind_of
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.errors import PhalanxError
+from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.launch.pool import Pool
 from phalanx.launch.process_group import device_of
 from phalanx.launch.ranks import Ranks
@@ -211,7 +211,8 @@ def _case(pair: Pair, steps: int, vocab: int, until: Callable[..., _Saved]) -> R
     after = until(second, 2 * steps, checkpoint)
     tensors = _differences(checkpoint, directory_of(half.path, steps), first, vocab)
     with Reader(check(checkpoint)) as a, Reader(check(directory_of(after.path / RESTORED, steps))) as b:
-        changed = compare(a, b, fields=False).tensors
+        apart = compare(a, b)
+        changed = [each.name for each in (*apart.tensors, *apart.fields) if not each.name.startswith("job.")]
     losses = [
         abs(mine - other) / (abs(other) or 1.0)
         for mine, other in zip([*before.losses, *after.losses], whole.losses, strict=True)
@@ -220,7 +221,7 @@ def _case(pair: Pair, steps: int, vocab: int, until: Callable[..., _Saved]) -> R
     found = _differences(*end, second, vocab)
     moments = [rel for name, rel in found.items() if kind_of(name)]
     parameters = [rel for name, rel in found.items() if not kind_of(name)]
-    wrong = _first(tensors, steps) or (FirstDifference("tensor", changed[0].name, steps, math.inf) if changed else None)
+    wrong = _first(tensors, steps) or (FirstDifference("restored", changed[0], steps, math.inf) if changed else None)
     wrong = wrong or next(
         (FirstDifference("loss", None, at, rel) for at, rel in enumerate(losses, 1) if not rel <= TOLERANCE), None
     )
@@ -289,6 +290,8 @@ def train_until(ranks: Ranks, job: Job, vocab: int, until: int, root: Path, star
     state = TrainState(Stepper(job, mesh, device, vocab, torch.float64), _DATA, vocab)
     if start is not None:
         state.load(start)
+        if (step := check(start, verify=False).step) != state.step:
+            raise CheckpointError(f"the checkpoint of step {step} resumes at step {state.step}")
         _save(state, root / RESTORED)
     losses = []
     for step in range(state.step, until):
