@@ -38,8 +38,8 @@ VERB = job_verb(
         "schedules": "Compare only the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
         "micro-batches.",
         "as_is": "Compare the job's model at full size.",
-        "resume": "Prove instead that a run that stops and resumes in another layout equals one that does neither: "
-        "from the job's own layout to others, back, and between them.",
+        "resume": "Prove instead that runs resume in other layouts: from the job's own to others, back, and between "
+        "them, as if never interrupted.",
     },
     {
         "layouts": Option(
@@ -52,17 +52,20 @@ VERB = job_verb(
         "steps": Option("Optimizer steps to compare.", 2, at_least=1),
         "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1),
         "exchange": Option(
-            "Prove instead that the weights of a run, or of a Hugging Face folder, survive import and export.",
+            "Prove instead that weights survive import and export: those of a run, or of a Hugging Face folder, to the "
+            "bit, with transformers' logits in float64.",
             value="RUN|DIR",
         ),
         "against": Option(
-            "Compare instead the run RUN_A of `phalanx verify RUN_A --against RUN_B` with this one: when and where "
-            "their curves and checkpoints part.",
+            "Compare two runs instead: in `phalanx verify RUN_A --against RUN_B`, when and where their curves and "
+            "checkpoints part, and why.",
             value="RUN_B",
         ),
-        "svg": Option("With --against: write both curves and their difference as a picture.", value="FILE"),
+        "svg": Option(
+            "With --against: a picture of both curves and their difference, .svg or .png.", value="FILE", rare=True
+        ),
     },
-    exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
+    exits={1: "a layout, a tensor or a run differs", 2: "a layout cannot be compared, or bad usage"},
 )
 
 
