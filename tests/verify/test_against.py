@@ -169,9 +169,19 @@ def test_steps_that_only_one_run_has_are_left_out(tmp_path):
     a, b = write(tmp_path / "a"), write(tmp_path / "b", saved={10: {"blocks.0.attn.wk.bias": 1e-6}})
     found = compare_runs(a, b)
     assert [each.step for each in found.checkpoints] == [10]
-    assert found.verdict == "rounding"
+    assert found.verdict == "parts"
+    assert "a checkpoint was changed after its run" in found.cause
     assert found.checkpoints[0].first == "blocks.0.attn.wk.bias"
     assert "first tensor: blocks.0.attn.wk.bias" in found.summary()
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path, capsys):
+    a, b = write(tmp_path / "a"), write(tmp_path / "b")
+    (file,) = (b / "checkpoints" / "step-000020").glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-8] + bytes(8))
+    assert main(["verify", str(a), "--against", str(b)]) == 4
+    assert f"{file} does not match its digest" in capsys.readouterr().err
 
 
 def test_the_picture_has_both_curves_and_their_difference(tmp_path, capsys):

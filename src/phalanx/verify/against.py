@@ -18,6 +18,7 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.bounded import read_text
 from phalanx.checkpoint.consolidated import open_source
 from phalanx.checkpoint.diff import compare
+from phalanx.checkpoint.inventory import check_digests
 from phalanx.checkpoint.manifest import Manifest, job_of, kind_of
 from phalanx.data.files import Progress, silent
 from phalanx.errors import JobError, NotFoundError
@@ -395,6 +396,8 @@ def _checkpoints(
     found = ComparedCheckpoints(step)
     with open_source(runs[0].path, step) as a, open_source(runs[1].path, step) as b:
         left, right = a.manifest, b.manifest
+        for manifest in (left, right):
+            check_digests(manifest, manifest.files)
         for name in dict.fromkeys((*left.tensors, *right.tensors)):
             kind = found.kinds.setdefault(kind_of(name) or "parameter", ComparedKind())
             kind.tensors += 1
@@ -475,12 +478,13 @@ def _judge(found: RunComparison) -> None:
     real = [path for path in fields if path.startswith(_NUMBERS) or not path.startswith(_ORDERS)]
     parted = [curve for curve in found.curves if curve.parts is not None]
     equal = not any(curve.different for curve in found.curves) and not any(each.first for each in found.checkpoints)
-    grows = not any(curve.at_once for curve in parted)
     if equal:
         found.verdict = "equal"
         return
-    beyond = parted or (not found.curves and any(each.first for each in found.checkpoints))
-    found.verdict = "parts" if beyond and not (grows and not real and found.curves) else "rounding"
+    # Tensors that differ where no curve does, and nothing in the jobs that would change them, are no rounding.
+    changed = not found.curves or not (fields or any(curve.different for curve in found.curves))
+    beyond = parted and (real or any(curve.at_once for curve in parted))
+    found.verdict = "parts" if changed or beyond else "rounding"
     found.cause = _cause(found, fields, real, parted)
 
 
@@ -514,6 +518,8 @@ def _cause(found: RunComparison, fields: Sequence[str], real: Sequence[str], par
         return (
             f"the same job with other programs: {', '.join(f'{n} {_pair(found.environment[n])}' for n in changed[:3])}"
         )
+    if found.curves and not any(curve.different for curve in found.curves):
+        return "the curves are equal to the bit and the tensors are not: a checkpoint was changed after its run"
     if any("went on from" in words or "guard" in words for words in found.history):
         return "the same job, of which one was interrupted, or its guard intervened"
     if found.environment:
