@@ -81,8 +81,8 @@ tiles: setup ## compare tiles of every layer in every layout: results, and bytes
 test-smollm2: setup ## import the real SmolLM2-135M and compare it with transformers (PHALANX_SMOLLM2 names its GGUF file): minutes
 	PHALANX_SMOLLM2_WHOLE=1 $(BIN)/python -m pytest -s --timeout=0 tests/exchange/test_smollm2.py $(ARGS)
 
-test-families: setup ## export a small model of every family, with every value of every field, and load it with transformers: minutes
-	PHALANX_FAMILIES=1 $(BIN)/python -m pytest tests/exchange/test_export.py tests/families/test_exported_fields.py -k 'computes or computed' $(ARGS)
+test-families: setup ## export a small model of every family, with every value of every field, load it with transformers, and prove the exchange in every form: minutes
+	PHALANX_FAMILIES=1 $(BIN)/python -m pytest tests/exchange/test_export.py tests/families/test_exported_fields.py tests/verify/test_exchange_proof.py -k 'computes or computed or exchange_proof' $(ARGS)
 
 reference: setup ## write docs/reference/job.md, docs/reference/cli.md and docs/reference/api.md from the code
 	$(BIN)/phalanx schema --markdown --out docs/reference/job.md

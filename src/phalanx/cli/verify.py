@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from phalanx.cli.files import DARK, OutputFiles
-from phalanx.cli.verb import FROM, Option, Words, job_verb
+from phalanx.cli.verb import FROM, Option, Words, flag_of, job_verb
+from phalanx.data.files import stderr_progress
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
-from phalanx.verify.select import select
+from phalanx.verify.select import resumed_pairs, select
 
 if TYPE_CHECKING:
     from phalanx.config.layout import Layout
@@ -38,6 +41,8 @@ VERB = job_verb(
         "schedules": "Compare only the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
         "micro-batches.",
         "as_is": "Compare the job's model at full size.",
+        "resume": "Prove instead that runs resume in other layouts: from the job's own to others, back, and between "
+        "them, as if never interrupted.",
         **DARK,
     },
     {
@@ -57,14 +62,84 @@ VERB = job_verb(
             "",
             Literal["bf16", "fp16", "fp8"],
         ),
-        "svg": Option("write a picture of the first layout that differs: modules by ranks", value="FILE", rare=True),
+        "exchange": Option(
+            "Prove instead that weights survive import and export: those of a run, or of a Hugging Face folder, to the "
+            "bit, with transformers' logits in float64.",
+            value="RUN|DIR",
+        ),
+        "against": Option(
+            "Compare two runs instead: in `phalanx verify RUN_A --against RUN_B`, when and where their curves and "
+            "checkpoints part, and why.",
+            value="RUN_B",
+        ),
+        "svg": Option(
+            "Write a picture of the first layout that differs: modules by ranks; with --against of both curves and "
+            "their difference.",
+            value="FILE",
+            rare=True,
+        ),
     },
-    exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
+    exits={1: "a layout, a tensor or a run differs", 2: "a layout cannot be compared, or bad usage"},
 )
 
 
-@VERB.runs
-def run(words: Words) -> int:
+OF_FILES = {"exchange", "against"}
+"""Options that are about files instead of a job."""
+
+
+@VERB.starts
+def run(argv: Sequence[str]) -> int:
+    asked, problems = VERB.read(argv)
+    if asked.stated & OF_FILES and not VERB.answers_help(argv):
+        return _of_files(asked, problems)
+    words = VERB.parse(argv)
+    return 0 if words is None else _of_job(words)
+
+
+def _of_files(words: Words, problems: list[str]) -> int:
+    """Proves what lies on the disk, which needs no job."""
+    subjects = [word for word in words.subjects if word not in ("--json", "--dark")]
+    switches = frozenset(word.removeprefix("--") for word in words.subjects if word not in subjects)
+    words = replace(words, subjects=tuple(subjects), switches=switches)
+    against, asked = "against" in words.stated, " and ".join(map(flag_of, sorted(words.stated & OF_FILES)))
+    problems += [f"{flag_of(name)} is for layouts of a job" for name in sorted(words.stated - OF_FILES - {"svg"})]
+    if len(words.stated & OF_FILES) > 1:
+        problems.append(f"{asked}: give one of them")
+    elif not against:
+        problems += [f"{word}: --exchange takes one path, and no job" for word in subjects]
+        problems += ["--svg is for --against"] if "svg" in words.stated else []
+    elif len(subjects) != 1:
+        problems.append(f"--against takes one run before it: phalanx verify RUN --against {words.options['against']}")
+    if problems:
+        raise JobError(problems)
+    return _against(words) if against else _exchange(words)
+
+
+def _against(words: Words) -> int:
+    files = OutputFiles.of(words, "svg")
+    from phalanx.verify.against import compare_runs
+
+    with stderr_progress() as progress:
+        found = compare_runs(Path(words.subject), Path(words.options["against"]), progress)
+    words.show(found.as_dict(), found.text())
+    files.write({"svg": found.svg})
+    files.tell()
+    return 0 if found.ok else 1
+
+
+def _exchange(words: Words) -> int:
+    from phalanx.exchange import folder as hub
+    from phalanx.verify.exchange import prove
+
+    asked = words.options["exchange"]
+    path = hub.downloaded(asked) if asked.startswith(hub.PREFIX) else Path(asked)
+    with stderr_progress() as progress:
+        report = prove(path, progress)
+    words.show(report.as_dict(), report.text())
+    return 0 if report.ok else 1
+
+
+def _of_job(words: Words) -> int:
     steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
     full, schedules, as_is = (name in words.switches for name in ("full", "schedules", "as_is"))
     if lines and full:
@@ -75,6 +150,12 @@ def run(words: Words) -> int:
         raise JobError(
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
+    if "resume" in words.switches:
+        clashing = [flag_of(name) for name in ("full", "schedules") if name in words.switches]
+        clashing += [flag_of(name) for name in ("precision", "svg") if words.options[name]]
+        if clashing:
+            raise JobError(f"--resume has its own layouts, or those of --layouts: leave {', '.join(clashing)} out")
+        return _resume(words)
     alone = words.theirs is not None and not (full or schedules)
     precision, files = words.options["precision"] or None, OutputFiles.of(words, "svg")
     if precision and files.paths:
@@ -111,6 +192,23 @@ def run(words: Words) -> int:
 
 def _exit_code(ok: bool, selection: Selection) -> int:
     return 1 if not ok else JobError.exit_code if selection.refused else 0
+
+
+def _resume(words: Words) -> int:
+    steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
+    selection, pairs = resumed_pairs(words.job, lines=lines, max_ranks=max_ranks, as_is="as_is" in words.switches)
+    from phalanx.verify.resume import progress, resume_all
+    from phalanx.verify.run import introduction, refuse_missing_device
+
+    refuse_missing_device(selection)
+    for problem in selection.refused:
+        echo(f"phalanx: {problem}; the other layouts are compared", file=sys.stderr, flush=True)
+    lead, *facts = introduction(selection, steps)
+    lead = f"resuming {len(pairs)} pairs of layouts, {steps} steps before and {steps} after, in fp64"
+    echo("\n".join([lead, *facts]), file=sys.stderr, flush=True, wrap=True)
+    report = resume_all(selection, pairs, steps, lambda case: echo(progress(case), file=sys.stderr, flush=True))
+    words.show(report.as_dict(), report.text())
+    return 1 if not report.ok else JobError.exit_code if selection.refused else 0
 
 
 @contextmanager

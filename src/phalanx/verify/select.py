@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 from phalanx.axes.catalogue import OWN as OWN_AXES
@@ -20,7 +20,7 @@ from phalanx.check.model import size_problems
 from phalanx.config import fields, layout_line
 from phalanx.config.cluster import Cluster
 from phalanx.config.corpora import PAIR, has_answers, has_pairs
-from phalanx.config.job import Job
+from phalanx.config.job import Checkpoint, Job
 from phalanx.config.layout import AXES, Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.precision import Precision
@@ -395,6 +395,75 @@ def select(
         _rest(selection, job, full, schedules, max_ranks, as_is)
     selection.notes += _notes(selection, job)
     return selection
+
+
+RESUMED = (
+    "dp_replicate=2",
+    "dp_shard=2,zero=1",
+    "dp_shard=4,zero=3",
+    "dp_shard=2,zero=2,offload=optimizer",
+    "tp=2,sp=true",
+    "pp=2,schedule=interleaved_1f1b",
+    "pp=2,tp=2",
+    "cp=2",
+    "dp_shard=2,ep=2",
+)
+"""Layouts whose runs go on in each other's: every axis, every ZeRO stage, and the optimizer on the host."""
+
+Pair = tuple[Job, Job]
+"""The job in the layout until its checkpoint, and in the layout that resumes from it."""
+
+
+def resumed_pairs(
+    job: Job, *, lines: Sequence[str] = (), max_ranks: int = 8, as_is: bool = False
+) -> tuple[Selection, list[Pair]]:
+    """Selects the pairs of layouts between which a run changes: from the job's own to each of RESUMED and back, and
+    from each of these to the next; of `lines`, every two of them, or one and one process.
+
+    Raises JobError with every problem if none of the named layouts can be compared."""
+    selection = select(job, lines=lines, max_ranks=max_ranks, as_is=as_is) if lines else None
+    if selection is None:
+        selection = Selection(compared_job(job, as_is, max_ranks))
+        _own(selection, job, max_ranks)
+        for layout in map(layout_line.parse, RESUMED):
+            fit = job if as_is else deep_enough(with_experts(job, layout), layout)
+            if why := _reasons(fit, selection, layout, max_ranks):
+                selection.skipped.append(Skipped(layout.line(), "; ".join(why)))
+            else:
+                _add(selection, layout)
+    alone = selection.compared.job.layout
+    layouts = [layout for layout in selection.layouts if flushes(layout)]
+    selection.skipped += [
+        Skipped(layout.line(), "a pipeline without a flush drains before a checkpoint, which changes its steps")
+        for layout in selection.layouts
+        if not flushes(layout)
+    ]
+    if lines and len(layouts) > 1:
+        wanted = list(itertools.permutations(layouts, 2))
+    else:
+        own, *others = layouts if len(layouts) > 1 and not lines else [alone, *layouts]
+        wanted = [*((own, other) for other in others), *((other, own) for other in others)]
+        wanted += itertools.pairwise(others)
+    pairs: list[Pair] = []
+    for first, second in wanted:
+        pair = _pair(selection, first, second)
+        if wrong := [message for each in pair for _, message in problems_of(each)]:
+            selection.skipped.append(Skipped(f"{first.line()} → {second.line()}", "; ".join(dict.fromkeys(wrong))))
+        else:
+            pairs.append(pair)
+    return selection, pairs
+
+
+def _pair(selection: Selection, first: Layout, second: Layout) -> Pair:
+    """Returns the jobs of a pair: one model and one global batch for both layouts."""
+    job = replace(selection.compared.job, checkpoint=Checkpoint(verify=True))
+    for layout in (first, second):
+        job = with_experts(job, layout)
+    deep = max((deep_enough(job, layout) for layout in (first, second)), key=lambda each: each.model.n_layers)
+    jobs = [_with(deep, layout) for layout in (first, second)]
+    both = lcm(*(each.train.global_batch for each in jobs))
+    a, b = (replace(each, train=replace(each.train, global_batch=both)) for each in jobs)
+    return a, b
 
 
 def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks: int, as_is: bool) -> None:
