@@ -300,7 +300,9 @@ def _layers(fields: Fields) -> int:
     if pattern:
         return _hybrid(fields, pattern)
     more = fields.take("mtp_num_layers", int, 0)
-    if count:
+    own = _number(fields, "model.n_layers") - _number(fields, "model.mtp")  # of a preset
+    if count or (more and own > 0):
+        count = count or own
         names = ("num_layers", "encoder_num_layers", "decoder_num_layers", *(["mtp_num_layers"] if more else []))
         fields.set("model.n_layers", count + more, names, f"with {more} for further tokens" if more else "")
     if more:
