@@ -206,7 +206,6 @@ def test_the_picture_has_both_curves_and_their_difference(tmp_path, capsys):
         ("a --against late --steps 3", "--steps is for layouts of a job"),
         ("a --against late --exchange a", "--against and --exchange: give one of them"),
         ("a --against late --svg x.gif", "--svg x.gif: a picture is written as .svg or .png"),
-        ("tp=1 --svg x.svg", "--svg is for --against"),
     ],
 )
 def test_mistakes_are_one_message(words, message, tmp_path, monkeypatch, capsys):
