@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import DEVICES
+from phalanx.dryrun.operations import attention_on_gpu
 
 CAPABILITIES = {
     "v100": (7, 0),
@@ -81,8 +83,8 @@ class NamedDevices(TorchFunctionMode):
                     named = True
         self.calls.append((named, on_gpu))
         try:
-            if func is torch.nn.functional.rms_norm and self.calls[-1][1]:  # torch's own code asks where its input is
-                return _rms_norm(*args, **kwargs)
+            if on_gpu and (own := _OWN_KERNELS.get(func)):  # torch's code takes them where its device is a GPU
+                return own(*args, **kwargs)
             return func(*args, **kwargs)
         finally:
             self.calls.pop()
@@ -132,6 +134,9 @@ class _RmsNorm(torch.autograd.Function):
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
     return _RmsNorm.apply(x, weight, len(shape))
+
+
+_OWN_KERNELS = {F.rms_norm: _rms_norm, F.scaled_dot_product_attention: attention_on_gpu}
 
 
 def _is_cpu(x: Any) -> bool:

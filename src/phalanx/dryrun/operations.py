@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
@@ -49,11 +48,21 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> float:
     return 2.0 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
-def attention_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, *_: Any, **__: Any) -> SDPBackend:
-    """Returns the kernel that torch's attention takes on a GPU."""
-    if mask is not None or not is_flash(q, v):
-        return SDPBackend.EFFICIENT_ATTENTION
-    return SDPBackend.CUDNN_ATTENTION if is_cudnn(q, v) else SDPBackend.FLASH_ATTENTION
+def attention_on_gpu(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
+    scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Returns torch's attention by the kernel that it takes on a GPU; torch itself asks for its device."""
+    keeps = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if mask is None and is_cudnn(q, v):
+        return aten._scaled_dot_product_cudnn_attention(q, k, v, None, keeps, dropout_p, is_causal, scale=scale)[0]
+    if mask is None and is_flash(q, v) and q.shape[-1] == v.shape[-1]:
+        size, scale = q.shape[-1], scale or q.shape[-1] ** -0.5
+        q, k, v = (torch.nn.functional.pad(x, (0, -size % 8)) if size % 8 else x for x in (q, k, v))
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0][..., :size]
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, keeps, dropout_p, is_causal, scale=scale)[0]
 
 
 def result_without_data(func: Any, args: Any, kwargs: Any) -> Any:

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from phalanx.comm import calls
 from phalanx.config.cluster import Cluster
 from phalanx.dryrun.gpu import NamedDevices, device_of_torch, pretended_gpu
-from phalanx.dryrun.operations import attention_kernel, flops_of, result_without_data
+from phalanx.dryrun.operations import flops_of, result_without_data
 from phalanx.errors import JobError
 from phalanx.launch.process_group import shutdown
 from phalanx.launch.watchdog import heartbeat
@@ -233,8 +233,6 @@ class DryWorld(TorchDispatchMode):
             return self._collective(func, args)
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
-        if func is aten._fused_sdp_choice.default and args[0].device.type == "cuda":
-            return attention_kernel(*args, **kwargs).value
         kwargs.pop("pin_memory", None)
         if self.named and device is not None:
             kwargs["device"] = self.named.meant(device, given)
