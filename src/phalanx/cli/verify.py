@@ -25,12 +25,9 @@ if TYPE_CHECKING:
 VERB = job_verb(
     "verify",
     "Proves that a job's model computes the same under every layout as on one process: a few steps in float64 on "
-    "processes of this machine, comparing the loss, every gradient and every parameter, and names the first module "
-    "that differs. They compute on the CPU, or, with cluster.device=cuda, on its GPUs, which they may share. By "
-    "default the job's own "
-    "layout, each technique alone, and a small set of layouts in which every two features meet (data, tensor, "
-    "sequence, context, expert and pipeline parallelism, recomputation). A large model is compared as a small one of "
-    "the same kind; one without experts gets some where a layout has ep above 1.",
+    "processes of this machine (CPU, or with cluster.device=cuda its GPUs), comparing loss, gradients and parameters, and "
+    "names the first module that differs. By default the job's own layout, each technique alone, and a small set in "
+    "which every two features meet. A large model is compared as a small one of the same kind.",
     (
         ("verify examples/main.yaml", "every technique against one process, about a minute"),
         ("verify job.yaml --precision bf16", "is the difference in bf16 normal?"),
@@ -55,7 +52,7 @@ VERB = job_verb(
         ),
         "steps": Option("Optimizer steps to compare.", 2, at_least=1),
         **FROM,
-        "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1),
+        "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1, rare=True),
         "precision": Option(
             "Compare in this precision instead of float64: whether each layout's difference is normal, by the "
             "rounding of one process's own sums in other orders.",
