@@ -26,8 +26,8 @@ VERB = job_verb(
     "verify",
     "Proves that a job's model computes the same under every layout as on one process: a few steps in float64 on "
     "processes of this machine (CPU, or with cluster.device=cuda its GPUs), comparing loss, gradients and parameters, "
-    "and names the first module that differs. By default the job's own layout, each technique alone, and a small set in "
-    "which every two features meet. A large model is compared as a small one of the same kind.",
+    "and names the first module that differs. By default the job's own layout, each technique alone, and a small set "
+    "in which every two features meet. A large model is compared as a small one of the same kind.",
     (
         ("verify examples/main.yaml", "every technique against one process, about a minute"),
         ("verify job.yaml --precision bf16", "is the difference in bf16 normal?"),
