@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,8 +34,9 @@ from phalanx.parallel.pipeline import PipeDream
 from phalanx.partition import derived as batch
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.drivers import UnflushedSteps
+from phalanx.train.evaluate import validation_loss
 from phalanx.train.requests import NO_REQUESTS, Requests
-from phalanx.train.step import StepInputs, Stepper
+from phalanx.train.step import Step, StepInputs, Stepper
 
 MIN_STEPS = 4
 """The minimum number of steps: the first two use the same weights, the third one's are stale, the last one drains the
@@ -45,21 +46,27 @@ Read = Callable[[int], tuple[list[MicroBatch], int]]
 """Returns a step's micro-batches on this rank, and the valid tokens of the whole batch."""
 
 
-def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int, lr: float) -> list[float]:
-    """Takes steps through the pipeline, which is empty before and after. Returns the losses."""
-    stream, losses = UnflushedSteps(stepper, pipeline), []
+def rate(job: Job, step: int) -> float:
+    """Returns the learning rate of a step, from 0: another one in each, so that none is taken for another's."""
+    return job.optimizer.lr / (step + 1)
+
+
+def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int) -> list[Step]:
+    """Takes steps through the pipeline, which is empty before and after, and returns them."""
+    stream, taken = UnflushedSteps(stepper, pipeline), list[Step]()
     for step in range(steps):
         batches, valid = read(step)
         more = (lambda following=step + 1: read(following)[0]) if step < steps - 1 else None
-        losses += [known.loss for _, known in stream.step(StepInputs(batches, step, valid, lr), more)]
-    return losses
+        inputs = StepInputs(batches, step, valid, rate(stepper.job, step))
+        taken += [known for _, known in stream.step(inputs, more)]
+    return taken
 
 
-def delayed(stepper: Stepper, read: Read, steps: int, lr: float) -> list[float]:
-    """Takes steps with equally stale gradients on one process. Returns the losses."""
+def delayed(stepper: Stepper, read: Read, steps: int) -> list[Step]:
+    """Takes steps with equally stale gradients on one process, and returns them."""
     weights = [shard.value for shard in stepper.replica.shards]
     older = newest = _copies(weights)
-    losses = []
+    taken = []
     for step in range(steps):
         batches, valid = read(step)
         _put(weights, older)
@@ -67,11 +74,11 @@ def delayed(stepper: Stepper, read: Read, steps: int, lr: float) -> list[float]:
         _put(weights, newest)
         square, status, everywhere = stepper.status(loss)
         everywhere.wait()
-        stepper.optimizer.step(lr, square.sqrt())
+        stepper.optimizer.step(rate(stepper.job, step), square.sqrt())
         stepper.replica.clear()
         older, newest = newest, _copies(weights)
-        losses.append((status[0] / valid).item())
-    return losses
+        taken.append(Step((status[0] / valid).item(), square.sqrt().item()))
+    return taken
 
 
 def _copies(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -93,6 +100,9 @@ DOCUMENT_ENDS = 0.15
 """The fraction of tokens that are the last of their document."""
 PACKED = 3
 """The most conversations of a row."""
+SAME = 2
+"""The first of so many parts of the rows has one token alone, so that some experts get none of a micro-batch: a token
+at which tensor ranks cut the vocabulary."""
 ANSWER_BORDERS = 0.2
 """The fraction of tokens at which an answer begins or ends."""
 
@@ -106,6 +116,10 @@ class Differences:
 
     losses: list[float] = field(default_factory=list)
     """Relative difference of the loss of each step."""
+    norms: list[float] = field(default_factory=list)
+    """Relative difference of the gradients' norm of each step; empty where replicas have norms of their own."""
+    validation: float = 0.0
+    """Relative difference of the validation loss after the last step."""
     gradients: list[dict[str, float]] = field(default_factory=list)
     """Relative differences by step, then by parameter, in the model's order."""
     parameters: dict[str, float] = field(default_factory=dict)
@@ -124,12 +138,12 @@ def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stal
     def observe(key: str, whole: Tensor) -> None:
         tensors[key] = whole.clone()  # the optimizer clips the gradient and updates the parameter in place
 
-    losses = _run(ranks, job, vocab_size, steps, observe, stale)
+    found = _run(ranks, job, vocab_size, steps, observe, stale)
     largest = [
         max(float(tensor.abs().max()) for key, tensor in tensors.items() if _is_of_the_loss(key, step))
         for step in range(steps)
     ]
-    save_file(tensors, path, {"losses": json.dumps(losses), "largest": json.dumps(largest)})
+    save_file(tensors, path, {"scalars": json.dumps(asdict(found)), "largest": json.dumps(largest)})
 
 
 def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> Differences | None:
@@ -155,9 +169,11 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
                 whole, expected.get_tensor(key), ROUNDING * largest[int(step)]
             )
 
-        losses = _run(ranks, job, vocab_size, steps, observe)
-        for loss, other in zip(losses, json.loads(facts["losses"]), strict=True):
-            found.losses.append(abs(loss - other) / abs(other) if other else abs(loss))
+        here, there = _run(ranks, job, vocab_size, steps, observe), Scalars(**json.loads(facts["scalars"]))
+        found.losses = [relative(*pair) for pair in zip(here.losses, there.losses, strict=True)]
+        found.norms = [relative(*pair) for pair in zip(here.norms, there.norms, strict=False)]
+        if here.validation is not None and there.validation is not None:
+            found.validation = relative(here.validation, there.validation)
     if ranks.rank:
         return None
     names = parameter_shapes(job.model, vocab_size)
@@ -173,6 +189,11 @@ def _is_of_the_loss(key: str, step: int) -> bool:
     return key.startswith(f"gradient/{step}/") and not key.endswith(".router.bias")
 
 
+def relative(found: float, expected: float) -> float:
+    """Returns |a - b|, relative to `expected` unless that is zero."""
+    return abs(found - expected) / (abs(expected) or 1)
+
+
 def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
     """Returns max|a - b|, relative to the largest element of `expected`, but at least to `least_scale`. Raises
     ValueError for tensors of different shapes."""
@@ -184,16 +205,18 @@ def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
 
 def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[list[MicroBatch], int]:
     """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch; their number differs
-    from row to row. With `data.document_mask` every row is cut into documents at different places, and where only
-    answers count, parts of every row do. Rows of conversations have padding behind the last target, and with
-    `data.packing` several conversations. Of preference pairs the answers are random, too, and it returns the number
-    of pairs."""
+    from row to row, and the last row has none. The first rows have one token alone. With `data.document_mask` every row
+    is cut into documents at different places, and where only answers count, parts of every row do. Rows of
+    conversations have padding behind the last target, and with `data.packing` several conversations. Of preference
+    pairs the answers are random, too, and it returns the number of pairs."""
     equation = batch.solve(job.train.global_batch, job.layout)
     rows, seq_len = equation.global_batch, job.model.seq_len
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
     tokens = generator.integers(vocab_size, size=(rows, seq_len + 1))
+    tokens[: rows // SAME] = -(-vocab_size // 2)
     targets = tokens[:, 1:].copy()
     behind = np.arange(seq_len) >= generator.integers(1, seq_len + 1, size=(rows, 1))
+    behind[-1] |= rows > 1 and not has_pairs(job.data)
     targets[behind] = IGNORE
     share = rows // mesh.data_ranks
     first, size = mesh.data_rank * share, equation.micro_batch
@@ -233,28 +256,42 @@ def _in_order(found: dict[str, float], names: Iterable[str]) -> dict[str, float]
     return {name: found[name] for name in names}
 
 
-def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, stale: bool = False) -> list[float]:
-    """Trains and returns every loss. `see` is called for every gradient of every step, then for every parameter.
-    `stale`: on one process, gradients are one update late, as those of a pipeline without a flush."""
+@dataclass(frozen=True)
+class Scalars:
+    """The numbers of a run beside its tensors."""
+
+    losses: list[float]
+    """By step."""
+    norms: list[float]
+    """The gradients' norm before clipping, by step; empty for replicas that have norms of their own."""
+    validation: float | None
+    """The loss of another batch after the last step, without dropout; None for such replicas."""
+
+
+def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, stale: bool = False) -> Scalars:
+    """Trains and returns what is no tensor. `observe` is called for every gradient of every step, then for every
+    parameter. `stale`: on one process, gradients are one update late, as those of a pipeline without a flush."""
     device = device_of(ranks, job.cluster.device)
     agree_on_job(job, device)
     mesh = meshes.build(job.layout, device.type)
     stepper = _ObservedStepper(job, mesh, device, vocab_size, observe, keep=ranks.rank == 0)
-    read, lr, runner = partial(micro_batches, job, vocab_size, mesh), job.optimizer.lr, stepper.replica.runner
+    read, runner = partial(micro_batches, job, vocab_size, mesh), stepper.replica.runner
     if isinstance(runner, PipeDream):
-        losses = streamed(stepper, runner, read, steps, lr)
+        taken = streamed(stepper, runner, read, steps)
     elif stale:
-        losses = delayed(stepper, read, steps, lr)
+        taken = delayed(stepper, read, steps)
     else:
-        losses = []
-        for step in range(steps):
-            batches, valid = read(step)
-            loss = torch.tensor(
-                stepper.step(StepInputs(batches, step, valid, lr)).loss, dtype=torch.float64, device=device
-            )
-            losses.append(stepper.mean(loss).item())
+        batches = (read(step) for step in range(steps))
+        taken = [
+            stepper.step(StepInputs(micros, step, valid, rate(job, step)))
+            for step, (micros, valid) in enumerate(batches)
+        ]
     stepper.show("parameter", {f.name: f.value for f in stepper.replica.shards})
-    return losses
+    losses = stepper.mean(torch.tensor([step.loss for step in taken], dtype=torch.float64, device=device)).tolist()
+    if stepper.independent_replicas > 1:
+        return Scalars(losses, [], None)
+    micros = (stepper.tensors(micro, steps, validates=True) for micro in read(steps)[0])
+    return Scalars(losses, [step.grad_norm for step in taken], validation_loss(stepper.replica, mesh, micros, device))
 
 
 class _ObservedStepper(Stepper):
