@@ -70,8 +70,9 @@ def edited(bug: Bug) -> CodeType:
     assert isinstance(definition, ast.FunctionDef)
     definition.decorator_list = []
     if "__class__" in function.__code__.co_freevars:  # for super()
-        tree.body = [ast.ClassDef("Around", [], [], [definition], [], type_params=[])]
-        ast.fix_missing_locations(tree)
+        around = ast.parse("class Around: pass")
+        around.body[0].body = [definition]  # pyright: ignore[reportAttributeAccessIssue]
+        tree = around
     code = _named(compile(tree, f"planted in {bug.target}", "exec"), function.__name__)
     if code.co_freevars != function.__code__.co_freevars:
         raise NoTargetError(f"{bug.target}: an edit must not change which outer names are used")

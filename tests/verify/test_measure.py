@@ -258,10 +258,10 @@ def test_the_scale_of_a_difference():
 
 
 def test_what_is_no_number_differs():
-    found = Differences([0.0], [0.0], 0.0, [{"a": 0.0, "b": math.nan}], {"a": 0.0, "b": math.nan})
+    found = Differences([0.0], [{"a": 0.0, "b": math.nan}], {"a": 0.0, "b": math.nan})
     assert first_difference(found, TOLERANCE) == FirstDifference("gradient", "b", 1, found.gradients[0]["b"])
     assert verify.worst([0.0, math.nan, 1.0]) == math.inf
-    equal = Differences([0.0, 0.0], [0.0, 0.0], 0.0, [{"a": 0.0}, {"a": 0.0}], {"a": 0.0})
+    equal = Differences([0.0, 0.0], [{"a": 0.0}, {"a": 0.0}], {"a": 0.0}, [0.0, 0.0])
     assert first_difference(equal, TOLERANCE) is None
     for changed, expected in (
         (replace(equal, losses=[0.0, 1e-3]), FirstDifference("loss", None, 2, 1e-3)),

@@ -116,14 +116,14 @@ class Differences:
 
     losses: list[float] = field(default_factory=list)
     """Relative difference of the loss of each step."""
-    norms: list[float] = field(default_factory=list)
-    """Relative difference of the gradients' norm of each step; empty where replicas have norms of their own."""
-    validation: float = 0.0
-    """Relative difference of the validation loss after the last step."""
     gradients: list[dict[str, float]] = field(default_factory=list)
     """Relative differences by step, then by parameter, in the model's order."""
     parameters: dict[str, float] = field(default_factory=dict)
     """Relative differences after the last step, by parameter."""
+    norms: list[float] = field(default_factory=list)
+    """Relative difference of the gradients' norm of each step; empty where replicas have norms of their own."""
+    validation: float = 0.0
+    """Relative difference of the validation loss after the last step."""
 
 
 def nothing(_: Ranks) -> None:
