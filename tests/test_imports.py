@@ -56,7 +56,7 @@ MOST_LINES = {
     "trackers": 750,
     "train": 8675,
     "validation": 1660,
-    "verify": 1150,
+    "verify": 1175,
     "": 1750,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and

@@ -99,6 +99,7 @@ BUGS = (
         "parallel.zero:BucketReplica.collect",
         (("if replicate.size > 1]", "if replicate.size > 2]"),),
         ("dp_replicate", "embed"),
+        parts=True,
     ),
     Bug(
         "the elements of a ZeRO shard are off by one",
@@ -120,6 +121,7 @@ BUGS = (
         "parallel.zero:BucketReplica.publish",
         (("[*self.buckets,", "[*(self.buckets if frozen else self.buckets[:-1]),"),),
         ("all_gather", "embed"),
+        parts=True,
     ),
     Bug(
         "parameters are gathered before the optimizer has written them",
@@ -130,6 +132,7 @@ BUGS = (
             ("heartbeat.enter(Phase.EXCHANGE)\n    self.replica.publish()", "heartbeat.enter(Phase.EXCHANGE)"),
         ),
         ("all_gather", "embed"),
+        parts=True,
     ),
     Bug(
         "gradients are summed in fp32, whatever the parameters have",
@@ -199,6 +202,7 @@ BUGS = (
         (("is_summed(layout.sp)", "is_summed(False)"),),
         ("norm",),
         model="llama",
+        parts=True,
     ),
     Bug(
         "every tensor rank adds the bias to its summand",
@@ -222,6 +226,7 @@ BUGS = (
         (("parts.partials.append(PartialGradients(mesh.neighbours", "(lambda _: 0)(PartialGradients(mesh.neighbours"),),
         ("wk", "wv"),
         model="llama",
+        parts=True,
     ),
     Bug(
         "the padding of a cut vocabulary has a part in the softmax",
@@ -254,6 +259,7 @@ BUGS = (
         (("for name in slices if", 'for name in slices if "router" in name and'),),
         ("kv_down", "q_down", "attn"),
         model="latent",
+        parts=True,
     ),
     Bug(
         "tensor ranks drop the same places of different heads",
@@ -269,6 +275,7 @@ BUGS = (
         (("for name in slices if", 'for name in slices if not name.endswith("lora_b.weight") and'),),
         ("lora_b",),
         model="adapters",
+        parts=True,
     ),
     # Experts.
     Bug(
@@ -278,6 +285,7 @@ BUGS = (
         (("for name in slices if", 'for name in slices if "router" not in name and'),),
         ("router",),
         model="experts",
+        parts=True,
     ),
     Bug(
         "every tensor rank adds the whole gradient of the load-balancing loss",
@@ -400,6 +408,7 @@ BUGS = (
         "parallel.apply:sum_between_stages",
         (("holders(name)))) > 1", "holders(name)))) > 2"),),
         ("embed",),
+        parts=True,
     ),
     Bug(
         "a rank runs the layers of its interleaved chunks in each other's place",
@@ -483,6 +492,7 @@ BUGS = (
         ),
         ("norm",),
         model="llama",
+        parts=True,
     ),
     # Recomputation, offloading, and optimizers of whole matrices.
     Bug(

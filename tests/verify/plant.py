@@ -37,6 +37,8 @@ class Bug(NamedTuple):
     """Settings of the job with which it shows, as words of the command line after those of its model."""
     model: str = "gpt"
     """Name of the model."""
+    parts: bool = False
+    """Whether ranks that hold the same are left with different values, such as parts of a sum."""
 
 
 def function_of(target: str) -> FunctionType:
@@ -97,7 +99,12 @@ def planted(bug: Bug) -> Iterator[None]:
         function.__code__ = before
 
 
-def with_bug(ranks: Any, bug: Bug, function: Callable[..., Any], *args: Any) -> Any:
-    """Returns `function(ranks, *args)`, computed with the bug: to run on ranks."""
-    with planted(bug):
-        return function(ranks, *args)
+class WithBug(NamedTuple):
+    """A function that ranks run with a bug in their processes."""
+
+    bug: Bug
+    function: Callable[..., Any]
+
+    def __call__(self, ranks: Any, *args: Any) -> Any:
+        with planted(self.bug):
+            return self.function(ranks, *args)

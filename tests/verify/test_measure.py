@@ -267,6 +267,8 @@ def test_what_is_no_number_differs():
         (replace(equal, losses=[0.0, 1e-3]), FirstDifference("loss", None, 2, 1e-3)),
         (replace(equal, norms=[1e-3, 0.0]), FirstDifference("norm", None, 1, 1e-3)),
         (replace(equal, norms=[]), None),
+        (replace(equal, norms=[1.0], copies=[["a"], []]), FirstDifference("copy", "a", 1, math.inf)),
+        (replace(equal, copies=[[], [], ["a"]]), FirstDifference("copy", "a", 2, math.inf)),
         (replace(equal, validation=1e-3), FirstDifference("validation", None, 2, 1e-3)),
         (replace(equal, norms=[1e-3], gradients=[{"a": 0.0}, {"a": 1.0}]), FirstDifference("norm", None, 1, 1e-3)),
     ):

@@ -18,7 +18,7 @@ from phalanx.verify.measure import MIN_STEPS, TOLERANCE, Differences, compare, r
 from phalanx.verify.run import FirstDifference, first_difference
 from phalanx.verify.select import Selection, select
 from verify.bugs import BUGS, MODELS
-from verify.plant import Bug, NoTargetError, edited, with_bug
+from verify.plant import Bug, NoTargetError, WithBug, edited
 
 WHOLE = "PHALANX_PLANTED" in os.environ
 FAST = (
@@ -50,7 +50,7 @@ def compared(ranks, tmp_path_factory):
         case = selection.case(layout), vocab, steps, records[of]
         if case not in clean:
             clean[case] = ranks(compare, layout.processes, *case)[0]
-        return clean[case], ranks(with_bug, layout.processes, bug, compare, *case)[0]
+        return clean[case], ranks(WithBug(bug, compare), layout.processes, *case)[0]
 
     return measured
 
@@ -73,6 +73,8 @@ def test_verify_finds_it(compared, bug):
     assert first_difference(without, TOLERANCE) is None
     found = first_difference(with_it, TOLERANCE)
     assert found is not None
+    if bug.parts:  # which shows on the ranks themselves, without one process
+        assert any(with_it.copies)
     NAMED[bug.what] = is_named(bug, found)
 
 

@@ -35,6 +35,7 @@ from phalanx.partition import derived as batch
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.drivers import UnflushedSteps
 from phalanx.train.evaluate import validation_loss
+from phalanx.train.guard import GRADIENT, PARAMETER, Replicas, repeats_exactly
 from phalanx.train.requests import NO_REQUESTS, Requests
 from phalanx.train.step import Step, StepInputs, Stepper
 
@@ -124,6 +125,10 @@ class Differences:
     """Relative difference of the gradients' norm of each step; empty where replicas have norms of their own."""
     validation: float = 0.0
     """Relative difference of the validation loss after the last step."""
+    copies: list[list[str]] = field(default_factory=list)
+    """By step, the parameters whose gradients differ between ranks that hold the same of them, and last those that
+    differ themselves after the last step: bit by bit, so that a gradient that is still a part of a sum is among them
+    whatever one process computes."""
 
 
 def nothing(_: Ranks) -> None:
@@ -172,6 +177,7 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
         here, there = _run(ranks, job, vocab_size, steps, observe), Scalars(**json.loads(facts["scalars"]))
         found.losses = [relative(*pair) for pair in zip(here.losses, there.losses, strict=True)]
         found.norms = [relative(*pair) for pair in zip(here.norms, there.norms, strict=False)]
+        found.copies = here.copies
         if here.validation is not None and there.validation is not None:
             found.validation = relative(here.validation, there.validation)
     if ranks.rank:
@@ -266,6 +272,8 @@ class Scalars:
     """The gradients' norm before clipping, by step; empty for replicas that have norms of their own."""
     validation: float | None
     """The loss of another batch after the last step, without dropout; None for such replicas."""
+    copies: list[list[str]]
+    """As in `Differences`."""
 
 
 def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, stale: bool = False) -> Scalars:
@@ -288,10 +296,12 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, 
         ]
     stepper.show("parameter", {f.name: f.value for f in stepper.replica.shards})
     losses = stepper.mean(torch.tensor([step.loss for step in taken], dtype=torch.float64, device=device)).tolist()
+    stepper.compare_copies(gradients=False)
     if stepper.independent_replicas > 1:
-        return Scalars(losses, [], None)
+        return Scalars(losses, [], None, [])
     micros = (stepper.tensors(micro, steps, validates=True) for micro in read(steps)[0])
-    return Scalars(losses, [step.grad_norm for step in taken], validation_loss(stepper.replica, mesh, micros, device))
+    validation = validation_loss(stepper.replica, mesh, micros, device)
+    return Scalars(losses, [step.grad_norm for step in taken], validation, stepper.copies)
 
 
 class _ObservedStepper(Stepper):
@@ -300,12 +310,22 @@ class _ObservedStepper(Stepper):
     def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, observe: Observe, keep: bool):
         super().__init__(job, mesh, device, vocab_size, torch.float64)
         self.observe, self.keep, self.seen = observe, keep, 0
+        self.held, self.copies = Replicas(self, exact=repeats_exactly(device)), list[list[str]]()
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
         found = {f.name: f.gradient for f in self.optimizer.shards if f.gradient is not None}
         self.show(f"gradient/{self.seen}", found)
         self.seen += 1
-        return super().status(loss, requests)
+        status = super().status(loss, requests)
+        self.compare_copies(gradients=True)
+        return status
+
+    def compare_copies(self, *, gradients: bool) -> None:
+        """Notes the parameters that differ between ranks that hold the same, in their gradients or themselves."""
+        kind = GRADIENT if gradients else PARAMETER
+        if self.independent_replicas == 1:
+            differing = self.held.differing(gradients=gradients)
+            self.copies.append([each.name.partition(" (")[0] for each in differing if each.kind == kind])
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Returns the mean over replicas along an axis of a package, which each compute their part of the batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 import time
@@ -32,13 +33,14 @@ class FirstDifference:
     """The first difference of a layout: the earliest step, the first parameter in the model's order."""
 
     what: str
-    """gradient, norm (of all gradients of a step, before clipping), parameter, loss or validation (its loss)."""
+    """gradient, copy (a gradient, or last a parameter, of which ranks hold different copies), norm (of all gradients of
+    a step, before clipping), parameter, loss or validation (its loss)."""
     name: str | None
     """The parameter's name; None for a norm or a loss."""
     step: int
     """The step, counted from 1."""
     rel: float
-    """The relative difference."""
+    """The relative difference; infinity for copies, which are compared bit by bit."""
 
 
 @dataclass(frozen=True)
@@ -177,18 +179,24 @@ def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Layo
 
 
 def first_difference(found: Differences, tolerance: float) -> FirstDifference | None:
-    """Returns the first gradient that differs by more than `tolerance` (or by NaN), or the first norm where a step's
-    gradients agree, else the first parameter, else the first loss, else the validation loss, else None."""
+    """Returns the first gradient that differs by more than `tolerance` (or by NaN), or where a step's gradients agree
+    the first with different copies, or their norm; else the first parameter, else the first loss, else the validation
+    loss, else None."""
+    steps = len(found.gradients)
     for step, gradients in enumerate(found.gradients):
         for name, rel in gradients.items():
             if not rel <= tolerance:
                 return FirstDifference("gradient", name, step + 1, rel)
+        for name in itertools.chain.from_iterable(found.copies[step : step + 1]):
+            return FirstDifference("copy", name, step + 1, math.inf)
         for rel in found.norms[step : step + 1]:
             if not rel <= tolerance:
                 return FirstDifference("norm", None, step + 1, rel)
     for name, rel in found.parameters.items():
         if not rel <= tolerance:
             return FirstDifference("parameter", name, len(found.losses), rel)
+    for name in itertools.chain.from_iterable(found.copies[steps:]):
+        return FirstDifference("copy", name, steps, math.inf)
     for step, rel in enumerate(found.losses):
         if not rel <= tolerance:
             return FirstDifference("loss", None, step + 1, rel)
@@ -248,6 +256,8 @@ def complaint(case: LayoutCase) -> str:
             return f"{name}: the gradient of step {step} differs by {rel:.1e}"
         case FirstDifference("parameter", name, step, rel):
             return f"{name}: after step {step} the parameter differs by {rel:.1e}, its gradients agree"
+        case FirstDifference("copy", name, step, _):
+            return f"{name}: ranks that hold the same hold different values in step {step}, the first one's agree"
         case FirstDifference("norm", _, step, rel):
             return f"the gradient norm of step {step} differs by {rel:.1e}, its gradients agree"
         case FirstDifference("validation", _, step, rel):
