@@ -170,14 +170,14 @@ BUGS = (
         "tp=2",
         "parallel.parameter_shards:counted",
         (("if f.tensor_slice.first and not f.copy", "if not f.copy"),),
-        ("gradient norm",),
+        ("norm",),
     ),
     Bug(
         "each pipeline rank clips by the norm of its own stages",
         "pp=2,accumulation=4",
         "parallel.mesh:Mesh.is_sharded",
         (('("pp", "dp_shard", "cp", "tp")', '("dp_shard", "cp", "tp")'),),
-        ("gradient norm",),
+        ("norm",),
         model="llama",
     ),
     Bug(
@@ -185,14 +185,14 @@ BUGS = (
         "pp=2,accumulation=4",
         "parallel.data:LocalModel.shard",
         (("copy = self.stages is not None and ", "copy = False and self.stages is not None and "),),
-        ("gradient norm",),
+        ("norm",),
     ),
     Bug(
         "the squares of the norm are summed in fp32",
         "dp_replicate=2",
         "train.optimizer:square_sum",
         (("torch.stack(norms).double().square().sum()", "torch.stack(norms).float().square().sum().double()"),),
-        ("gradient norm",),
+        ("norm",),
     ),
     # Tensor and sequence parallelism.
     Bug(
@@ -461,7 +461,7 @@ BUGS = (
                 "        optimizer.step(last,",
             ),
         ),
-        ("learning rate",),
+        ("learning rate", "the update of step"),
         model="llama",
     ),
     Bug(

@@ -55,10 +55,9 @@ def compared(ranks, tmp_path_factory):
     return measured
 
 
-def is_named(bug: Bug, found: FirstDifference) -> bool:
-    """Returns whether what verify says of a difference names the module or the collective of a bug."""
-    said = f"{found.what} {found.name}"
-    return any(name in said for name in bug.named)
+def said(found: FirstDifference) -> str:
+    """Returns what verify says of a difference."""
+    return f"{found.what} {found.name}"
 
 
 each_planted = pytest.mark.parametrize(
@@ -75,7 +74,7 @@ def test_verify_finds_it(compared, bug):
     assert found is not None
     if bug.parts:  # which shows on the ranks themselves, without one process
         assert any(with_it.copies)
-    NAMED[bug.what] = is_named(bug, found)
+    NAMED[bug.what] = any(name in said(found) for name in bug.named)
 
 
 NAMED: dict[str, bool] = {}

@@ -299,7 +299,7 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, 
     stepper.compare_copies(gradients=False)
     if stepper.independent_replicas > 1:
         return Scalars(losses, [], None, [])
-    micros = (stepper.tensors(micro, steps, validates=True) for micro in read(steps)[0])
+    micros = (stepper.tensors(micro, steps, True) for micro in read(steps)[0])
     validation = validation_loss(stepper.replica, mesh, micros, device)
     return Scalars(losses, [step.grad_norm for step in taken], validation, stepper.copies)
 
