@@ -114,7 +114,7 @@ def test_a_bug_without_its_target_is_an_error(change, message):
         edited(Bug("", "cp=2", "parallel.ring:_merge", (), ())._replace(**change))
 
 
-@each_planted
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if WHOLE or bug.what == FAST[0]], ids=lambda bug: bug.what)
 def test_its_layout_is_among_those_compared_by_default(bug):
     """The layout itself if it is the job's own, and one with its techniques if the job's own is one device."""
     job = job_of(bug)
