@@ -24,6 +24,7 @@ from phalanx.cost.rank_memory import RankMemory
 from phalanx.plan.plan import Alternative, Candidate, Plan
 from phalanx.report.run import Metrics, RunRecord
 from phalanx.simulate.timeline import Span, Timeline, TimeShares
+from phalanx.verify.locate import Divergence
 from phalanx.verify.run import LayoutCase, VerifyReport
 
 PAGE = Path(__file__).with_name("reference") / "api.md"
@@ -49,8 +50,9 @@ RESULTS: dict[type, tuple[str, ...]] = {
     VerifyReport: ("ok", "cases", "seconds", "as_dict"),
     LayoutCase: (
         *("layout", "world", "ok", "loss_max_rel", "grad_max_rel", "param_max_rel", "first_difference", "error"),
-        "seconds",
+        *("divergence", "not_located", "seconds"),
     ),
+    Divergence: ("module", "direction", "step", "ranks", "rel", "what", "axis", "collective", "between", "table"),
     RunRecord: (
         *("path", "name", "state", "alive", "total", "loaded", "metrics", "checkpoints", "attempts", "environment"),
         "notes",

@@ -1,9 +1,10 @@
-"""One run of all tests by two processes: one takes the files from the front, the other from the back, until they meet.
+"""One run of all tests by several processes: one takes the files from the front, others from the back, until they meet.
 
-    pytest --share FOLDER & pytest --share FOLDER --backwards
+    pytest --share FOLDER & pytest --share FOLDER --backwards & pytest --share FOLDER --backwards
 
 A file belongs to the process that makes its mark in FOLDER. Tests that measure time or send signals come first: the
-process that comes from the back, at a low priority, disturbs them least and reaches them last.
+processes that come from the back, at a low priority, disturb them least and reach them last. Tests wait for processes,
+stores and pipes a third of their time: two cores are busy with three of these.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,10 @@ import phalanx
 
 ROOT = Path(phalanx.__file__).parent
 FLOORS = [
-    *("cli", "serve", "machine", "evaluate", "generate", "verify", "train", "exchange"),
+    *("cli", "serve", "machine", "evaluate", "generate", "dryrun", "verify", "train", "exchange"),
     *("checkpoint", "parallel", "comm", "launch", "model", "report", "trackers", "data"),
-    *("pictures", "validation", "plan", "simulate", "cost", "check", "axes", "techniques", "partition", "optimizers"),
-    *("blocks", "schedule", "config"),
+    *("pictures", "validation", "plan", "simulate", "cost", "foreign", "check", "axes", "techniques", "partition"),
+    *("optimizers", "blocks", "schedule", "config"),
 ]
 """Rooms from the top down: a room may import those after it, and itself."""
 WITHOUT_TORCH = [*FLOORS[FLOORS.index("report") :]]
@@ -32,13 +33,15 @@ MOST_LINES = {
     "blocks": 2730,
     "check": 2050,
     "checkpoint": 3975,
-    "cli": 5850,
+    "cli": 6380,
     "comm": 1800,
-    "config": 6130,
-    "cost": 6480,
+    "config": 6150,
+    "cost": 6490,
     "data": 6400,
+    "dryrun": 1100,
     "evaluate": 700,
     "exchange": 2300,
+    "foreign": 4750,
     "generate": 1250,
     "launch": 6850,
     "machine": 5400,
@@ -46,8 +49,8 @@ MOST_LINES = {
     "optimizers": 550,
     "parallel": 6535,
     "partition": 1050,
-    "pictures": 3400,
-    "plan": 4285,
+    "pictures": 3590,
+    "plan": 4293,
     "report": 1700,
     "schedule": 2050,
     "serve": 850,
@@ -56,22 +59,29 @@ MOST_LINES = {
     "trackers": 750,
     "train": 8675,
     "validation": 1660,
-    "verify": 1175,
+    "verify": 4095,
     "": 1750,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
 whoever needs more finds first what stands twice."""
 
 
-def imported(path: Path) -> set[str]:
-    """Returns every module that a file imports, at its top or inside functions."""
-    names: set[str] = set()
+@cache
+def parsed(path: Path) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Returns every module that a file imports, at its top or inside functions, and the names of its classes."""
+    names, classes = set[str](), list[str]()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return names
+        elif isinstance(node, ast.ClassDef):
+            classes.append(node.name)
+    return frozenset(names), tuple(classes)
+
+
+def imported(path: Path) -> frozenset[str]:
+    return parsed(path)[0]
 
 
 def modules() -> dict[str, Path]:
@@ -141,9 +151,8 @@ def test_the_door_for_packages_imports_only_rooms_without_torch():
 def test_no_class_name_stands_for_two_things():
     places: dict[str, list[str]] = {}
     for name, path in modules().items():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(name)
+        for each in parsed(path)[1]:
+            places.setdefault(each, []).append(name)
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 

@@ -57,6 +57,12 @@ def test_the_main_example_under_many_techniques():
         (["--full", "--layouts", "tp=2"], ["--full and --layouts exclude each other"]),
         (["--schedules", "--full"], ["--schedules excludes --full, which includes it, and --layouts"]),
         (["--schedules", "--layouts", "tp=2"], ["--schedules excludes --full"]),
+        (["--precision", "bf17"], ["--precision: expected one of bf16, fp16, fp8, found 'bf17'"]),
+        (
+            ["--precision", "bf16", "--svg", "x.svg"],
+            ["--svg draws the module that differs, for which --precision does"],
+        ),
+        (["--svg", "x.pdf"], ["--svg x.pdf: a picture is written as .svg or .png"]),
         (["model=tiny-moe", "--layouts", "dp_shard=3,ep=3"], ["n_experts 8 / ep 3 is not an integer; nearest ep: 1"]),
     ],
 )

@@ -20,6 +20,7 @@ from phalanx.config.cluster import Accelerator, Cluster, Link
 from phalanx.cost.communication import Collective, RankGroup
 from phalanx.cost.fit import COLLECTIVES, AttentionTiming, ProductTiming, StreamTiming, Transfer, device_rows
 from phalanx.pictures import experts, profile
+from phalanx.pictures.divergence import divergence_map
 from phalanx.pictures.elements import STYLE
 from phalanx.pictures.heat_map import heat_map, histograms
 from phalanx.pictures.panels import device_svg, link_svg
@@ -67,6 +68,7 @@ RECORDED: dict[str, Callable[[], str]] = {
     "profile.svg": lambda: profile.svg(json.loads((MEASURED / "profile.json").read_text(encoding="utf-8"))),
     "report-step.svg": step_of_ranks,
     "sync.svg": synchronization,
+    "verify.svg": lambda: divergence_map(**json.loads((MEASURED / "verify.json").read_text(encoding="utf-8"))),
 }
 """Pictures of recorded figures."""
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from exchange import gguf_files
 from exchange.test_gguf import llama
-from families.counterparts import COUNTERPARTS, InFloat64, small_model
+from families.counterparts import COUNTERPARTS, small_model
 from generate.texts import generate
 from generate.written import write_run
 from model.kinds import build
@@ -31,6 +31,7 @@ from phalanx.errors import CheckpointError, JobError
 from phalanx.exchange.export import export, library_definition
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.links import links, shapes_of_theirs
+from phalanx.verify.exchange import InFloat64
 
 # Exported runs: transformers loads the very weights, computes the same logits, and writes the same text.
 
@@ -373,16 +374,17 @@ def test_conversions_are_exact_in_both_directions(name: str):
     assert len({*names}) == len(names)
 
 
-def test_a_norm_in_bf16_gets_its_one_in_fp32():
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+def test_a_norm_gets_its_one_in_fp64_and_comes_back_whole(kind):
     link = next(
         link
         for link in links(PRESETS["gemma2-2b"], WEIGHTS["gemma2"])
         if link.theirs[0] == "model.layers.0.input_layernorm.weight"
     )
-    stored = torch.tensor([0.001, -1.5], dtype=torch.bfloat16)
+    stored = torch.tensor([0.001, -1.5, 1e-7], dtype=kind)
     ours = link.conversion.ours([stored], PRESETS["gemma2-2b"])
-    assert ours[0].dtype == torch.float32
-    assert torch.equal(link.conversion.theirs(ours, PRESETS["gemma2-2b"])[0].bfloat16(), stored)
+    assert ours[0].dtype == torch.float64
+    assert torch.equal(link.conversion.theirs(ours, PRESETS["gemma2-2b"])[0].to(kind), stored)
 
 
 @pytest.mark.parametrize(

@@ -10,25 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from phalanx.config.hugging_face import config_json
 from phalanx.config.model import ModelConfig
 from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.links import links
-
-
-class InFloat64(TorchFunctionMode):
-    """Makes float64 of every float32 that the code asks for: transformers computes softmax, norms, rotary tables and
-    routers in float32 whatever the type of its weights."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        wide = [torch.float64 if value is torch.float32 else value for value in args]
-        named = {name: torch.float64 if value is torch.float32 else value for name, value in (kwargs or {}).items()}
-        return func(*wide, **named)
+from phalanx.verify.exchange import InFloat64
 
 
 @dataclass(frozen=True)

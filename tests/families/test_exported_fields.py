@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from families.counterparts import COUNTERPARTS, InFloat64, small_model
+from families.counterparts import COUNTERPARTS, small_model
 from families.test_transformers import close, weights
 from phalanx.check.job import problems_of
 from phalanx.config.hugging_face import config_json
@@ -21,6 +21,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.errors import JobError
 from phalanx.model.transformer import Transformer
+from phalanx.verify.exchange import InFloat64
 
 WHOLE = "PHALANX_FAMILIES" in os.environ
 NO_SHAPE = {"preset", "from_", "ignore_config", "lora.rank", "lora.alpha", "lora.targets"}

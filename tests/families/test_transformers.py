@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from families.counterparts import COUNTERPARTS, Counterpart, InFloat64, small_model
+from families.counterparts import COUNTERPARTS, Counterpart, small_model
 from phalanx.blocks.kinds import untrained
 from phalanx.blocks.parameters import count
 from phalanx.config.hugging_face import config_json
@@ -20,6 +20,7 @@ from phalanx.exchange.hugging_face import WEIGHTS
 from phalanx.exchange.import_run import import_folder
 from phalanx.generate.load import empty_model, fill, find
 from phalanx.model.transformer import Transformer
+from phalanx.verify.exchange import InFloat64
 
 pytest.importorskip("transformers", minversion="5.0", reason="needs transformers 5 (pip install transformers)")
 

@@ -37,6 +37,7 @@ from phalanx.data.token_table import definition_of
 from phalanx.data.tokenizer import ByteTokenizer, CharTokenizer, NumberTokenizer, Tokenizer, train_bpe
 from phalanx.errors import JobError
 from phalanx.exchange.gguf import GgufModel
+from phalanx.foreign import read as foreign
 from phalanx.generate.load import vocabulary_of
 from phalanx.launch.verdict import End, Outcome, verdict
 from phalanx.pictures import experts
@@ -95,6 +96,56 @@ row_id,source,model_name,gpu,n_gpus,tp,pp,dp,cp,ep,zero_stage,schedule,recompute
 peak_mem_gb,step_time_s,precision,notes
 a-1,torchtitan,llama3-8b,H100,8,2,1,4,1,1,3,1f1b,full,16,1,8192,60,1.5,bf16,"max allocated, close to oom"
 a-2,narayanan 2021,gpt 175b,A100,1536,8,12,16,1,1,1,interleaved,selective,1536,1,2048,,,fp16,local batch 2
+"""
+MEGATRON = b"""\
+TP=${TP:-4}
+ARGS=(--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 256 --micro-batch-size 1)
+ARGS+=(--global-batch-size 64 --bf16 --vocab-size 1000 --tensor-model-parallel-size $TP)
+if [ "$TP" = 4 ]; then ARGS+=(--sequence-parallel --num-experts 8 --moe-layer-freq "[0]*2+[1]*6"); fi
+torchrun --nproc_per_node $((4 * 2)) --nnodes 2 pretrain_gpt.py ${ARGS[@]} --use-distributed-optimizer
+"""
+PRIMUS = b"""\
+modules:
+  pre_trainer:
+    framework: megatron
+    model: llama3.1_8B.yaml
+    overrides: {global_batch_size: 64, micro_batch_size: 1, tensor_model_parallel_size: "${TP:2}", seq_length: 512}
+"""
+TITAN = b"""\
+[model]
+name = "llama3"
+flavor = "8B"
+[training]
+local_batch_size = 8 # sequences
+seq_len = 2048
+[parallelism]
+tensor_parallel_degree = 2
+pipeline_parallel_degree = 2
+pipeline_parallel_schedule = "Interleaved1F1B"
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "2"
+"""
+AXOLOTL = b"""\
+base_model: NousResearch/Llama-3.2-1B
+sequence_len: 2048
+micro_batch_size: 2
+optimizer: adamw_bnb_8bit
+warmup_ratio: 0.1
+bf16: auto
+adapter: lora
+lora_r: 16
+lora_target_modules: [q_proj, v_proj]
+fsdp_config: {fsdp_version: 2, reshard_after_forward: true}
+"""
+BRIDGE = b"""\
+from megatron.bridge.training.config import ConfigContainer
+def llama3_8b_pretrain_config():
+    cfg = ConfigContainer(mixed_precision="bf16_mixed")
+    cfg.train.global_batch_size = 32 * 2
+    cfg.train.micro_batch_size = 1
+    cfg.model.tensor_model_parallel_size = 2 if cfg.train.micro_batch_size == 1 else 4
+    return cfg
 """
 JSONL = b'{"text": "one\\n", "meta": {"id": 1}}\n{"text": "two \\u20ac", "n": [1, 2.5]}\n\n{"text": ""}\n'
 
@@ -352,6 +403,40 @@ def _gguf(path: Path, vocabulary: dict[str, object]) -> Loader:
     return Loader(path, content[:header], load, lambda head: head + content[header:])
 
 
+def megatron_script(folder: Path) -> Loader:
+    """A script of Megatron-LM, as `--from` reads it."""
+    path = folder / "train.sh"
+    return Loader(path, MEGATRON, lambda: load_foreign(path))
+
+
+def primus_yaml(folder: Path) -> Loader:
+    path = folder / "exp.yaml"
+    return Loader(path, PRIMUS, lambda: load_foreign(path))
+
+
+def titan_toml(folder: Path) -> Loader:
+    path = folder / "job.toml"
+    return Loader(path, TITAN, lambda: load_foreign(path))
+
+
+def axolotl_yaml(folder: Path) -> Loader:
+    path = folder / "tune.yaml"
+    return Loader(path, AXOLOTL, lambda: load_foreign(path))
+
+
+def bridge_recipe(folder: Path) -> Loader:
+    path = folder / "recipe.py"
+    return Loader(path, BRIDGE, lambda: load_foreign(path))
+
+
+def load_foreign(path: Path) -> object:
+    """Reads a file of another framework, and loads the job that it means."""
+    line = overrides.parse(["cluster=dgx-h100:2"])
+    theirs = foreign.read(path)
+    line.base = [each for each in theirs.settings if not each.path.startswith("cluster.")]
+    return load_words(line)
+
+
 def commit_record(folder: Path) -> Loader:
     record = CommitRecord(10, folder_of(10, "0" * 16), 1, 1, 2.5)
     remote = RemoteCheckpoints.of(f"file://{folder}", "run")
@@ -365,6 +450,11 @@ MAKERS = {
         *(job, json_job, words, cluster, schedule, rows, outcome, metrics, progress, index, shard, jsonl, text),
         *(
             hugging_face,
+            megatron_script,
+            primus_yaml,
+            titan_toml,
+            axolotl_yaml,
+            bridge_recipe,
             number,
             char,
             library,

@@ -13,6 +13,7 @@ from phalanx.cost.communication import RankGroup
 from phalanx.cost.fit import AttentionTiming, ProductTiming, StreamTiming, Transfer, device_rows
 from phalanx.pictures import profile
 from phalanx.pictures.curves import WIDTH, Chart, Curve, svg
+from phalanx.pictures.divergence import divergence_map
 from phalanx.pictures.heat_map import MOST_ROWS, NUMBERED_ROWS, heat_map, histograms
 from phalanx.pictures.panels import Panel, device_svg, link_svg, panels_svg
 from phalanx.pictures.timeline import SIZES, goodput_svg
@@ -292,3 +293,18 @@ def test_each_size_has_its_line_with_a_dot_at_its_top():
 def test_what_is_best_outside_the_picture_has_no_dot():
     panel = ElementTree.fromstring(goodput_svg((1, 16384), LLAMA_3_RATE, (30.0, 3.0), 600.0))
     assert len(list(panel.iter(f"{SVG}circle"))) == 2
+
+
+@pytest.mark.parametrize(("modules", "ranks"), [(3, 1), (20, 4), (400, 64)])
+def test_a_map_of_a_divergence_is_legible_and_frames_the_first(modules, ranks):
+    first = f"blocks.{modules - 2}.attn.wo"
+    row = [0.0, *[None] * (ranks - 1)]
+    table = {
+        way: {f"blocks.{n}.attn.wo": row if n < modules - 2 else [1e-3] * ranks for n in range(modules)}
+        for way in ("forward", "backward")
+    }
+    root = assert_legible(divergence_map("tp=2", ["step 1", "all tokens " * 30], table, ("forward", first), 1e-9))
+    frames = [box for box in root.iter(f"{SVG}rect") if box.get("class") == "first"]
+    assert [box[0].text for box in frames] == [f"the first that differs: {first}"]
+    drawn = [box for box in root.iter(f"{SVG}rect") if box.get("class") == "cell"]
+    assert len(drawn) == 2 * (min(modules, 60) - 2 + 2 * ranks)

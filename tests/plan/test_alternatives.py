@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from phalanx.plan.alternatives import alternatives
-from phalanx.plan.branch import Search
+from phalanx.plan.branch import Found, Search
 from phalanx.plan.plan import Alternative
 from phalanx.plan.planner import search
 from plan.answers import planned, request, slow_network
@@ -40,6 +40,13 @@ def test_none_is_faster_than_the_best() -> None:
                 assert one.candidate.seconds >= plan.best[0].seconds * 0.99, one.name
 
 
+def test_each_is_the_same_without_the_bound_of_what_was_predicted() -> None:
+    one = Search(request("llama3-8b", "dgx-h100:1", 64))
+    found = one.best()
+    assert alternatives(one, found, None, None) == alternatives(one, Found(), None, None)
+    assert len(found.predicted) > 10
+
+
 def test_each_says_why_with_figures() -> None:
     for one in planned("llama3-70b", "dgx-h100:8", 256).alternatives:
         if one.candidate and one.candidate.prediction.fits:
@@ -58,7 +65,7 @@ def test_those_that_fit_come_first_the_fastest_before_the_others() -> None:
 
 
 def test_what_is_not_legal_says_the_equation() -> None:
-    found = alternatives(Search(request("gpt2", "dgx-h100:4", 16)), None, None)
+    found = alternatives(Search(request("gpt2", "dgx-h100:4", 16)), Found(), None, None)
     ddp = named(found, "DDP")
     assert ddp.candidate is None
     assert "16" in ddp.why

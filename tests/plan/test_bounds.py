@@ -50,6 +50,15 @@ def test_bounds_hold_with_tiles(model: str) -> None:
     assert compare(one, random.Random("tiles")) >= 10
 
 
+@pytest.mark.parametrize("offload", ["optimizer", "all"])
+def test_bounds_hold_where_the_host_is_full(offload: str) -> None:
+    one = request("llama3-405b", "dgx-a100:1", 8, offload=offload, zero=3, recompute="full")
+    assert compare(one, random.Random(offload)) >= 10
+    space = space_of(one)
+    _, memory = Bounds(one, space).rows(space.rows(np.arange(len(space.mesh))))
+    assert memory.min() > one.limit + 400 * 2**30, "what finds no room in host memory counts"
+
+
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(
     st.sampled_from(

@@ -144,7 +144,9 @@ class Live(Made):
         gc.collect()
         there = [x.untyped_storage() for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]
         self.before = {storage._cdata: (StorageWeakRef(storage), storage.nbytes()) for storage in there}
-        self.resized = [ref for ref, size in self.before.values() if not size]
+        self.resized = {key: ref for key, (ref, size) in self.before.items() if not size}
+        self.filled = 0
+        """The bytes of `resized`, as of the last operation on one of them, which follows what fills it."""
         self.alive: dict[int, StorageWeakRef] = {}
         self.sent: dict[int, tuple[StorageWeakRef, int]] = {}  # with the looks that are left
         self.bound = 0
@@ -160,7 +162,9 @@ class Live(Made):
         if func.namespace == "c10d":
             keys = [tensor.untyped_storage()._cdata for tensor in given]
             self.sent |= {key: (self.alive[key], LOOKS) for key in keys if key in self.alive}
-        if self.bound + sum(map(_size, self.resized)) <= self.most:
+        if self.resized and any(tensor.untyped_storage()._cdata in self.resized for tensor in given):
+            self.filled = sum(map(_size, self.resized.values()))
+        if self.bound + self.filled <= self.most:
             return  # whatever is alive, it has been as much before
         now = self.bytes_now()
         for _ in range(2):
@@ -175,12 +179,11 @@ class Live(Made):
         """Returns the bytes that are alive."""
         self.alive = {key: ref for key, ref in self.alive.items() if not ref.expired()}
         self.sent = {key: one for key, one in self.sent.items() if key in self.alive}
-        self.resized = [ref for ref, size in self.before.values() if not size and not ref.expired()]
-        sizes = [(ref, _size(ref)) for ref in self.alive.values()]
-        self.bound = sum(size for _, size in sizes)
-        now = self.bound + sum(map(_size, self.resized))
-        self.resized += [ref for ref, size in sizes if not size]
-        return now
+        self.resized = {key: ref for key, (ref, size) in self.before.items() if not size and not ref.expired()}
+        sizes = {key: _size(ref) for key, ref in self.alive.items()}
+        self.bound, self.filled = sum(sizes.values()), sum(map(_size, self.resized.values()))
+        self.resized |= {key: self.alive[key] for key, size in sizes.items() if not size}
+        return self.bound + self.filled
 
 
 def _size(ref: StorageWeakRef) -> int:

@@ -219,7 +219,7 @@ def load_words(words: overrides.CommandLine, opens: str = "") -> LoadedJob:
     files, overrides and values.
     """
     problems: list[str] = []
-    settings: list[Setting] = []
+    settings = [*words.base]
     for path in words.files:
         found, wrong = yaml_file.read(path)
         settings = _over(settings, found)
@@ -351,7 +351,8 @@ def resolve(
     if presets and job.data.corpus in CORPORA:  # a run's own job was checked when it began
         whole = tuple(f"{name}." for name in vars(job) if name != TECHNIQUES and _states_all(name, settings))
         by_rule = {ALIASES[one.name].path for one in derived}
-        given_here = {setting.path for setting in settings if not setting.path.startswith(whole)} | by_rule
+        own = (setting for setting in settings if not setting.foreign and not setting.path.startswith(whole))
+        given_here = {setting.path for setting in own} | by_rule
         named = {path for path, _ in problems_found}
         filed = _fill_rest(filed or before, [], dict(origins))
         idle_before = (

@@ -88,9 +88,9 @@ def compare(
         if mine is None or theirs is None or mine.shape != theirs.shape:
             different.append(TensorDifference(name, mine, theirs))
         else:
-            values = _values(a.read(name), b.read(name))
-            if values or mine.dtype != theirs.dtype:
-                different.append(TensorDifference(name, mine, theirs, values))
+            found = values(a.read(name), b.read(name))
+            if found or mine.dtype != theirs.dtype:
+                different.append(TensorDifference(name, mine, theirs, found))
             else:
                 equal += 1
         count((mine or right[name]).nbytes)
@@ -98,7 +98,7 @@ def compare(
     return StateDifference(equal, tuple(different), tuple(changed))
 
 
-def _values(a: Tensor, b: Tensor) -> Values | None:
+def values(a: Tensor, b: Tensor) -> Values | None:
     """Returns how two tensors of one shape differ; None if they do not."""
     shape, a, b = a.shape, a.reshape(-1), b.reshape(-1)
     elements, largest, relative, place = 0, -1.0, 0.0, 0

@@ -44,6 +44,7 @@ VERBS = {
     "report": "a run as a page with pictures, or several runs compared",
     "watch": "the live view of a run, from any terminal",
     "profile": "where the time of profiled steps went, beside the prediction",
+    "dryrun": "run the real program of a rank, at any size, without hardware",
     "simulate": "a step as a timeline, with slow devices, links and failures",
     "doctor": "check this machine, or all nodes, before a run",
     "bench": "measure this machine, for predictions on cluster=local",

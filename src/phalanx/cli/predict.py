@@ -6,15 +6,17 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
+from phalanx.check.load import LoadedJob
+from phalanx.cli import foreign
 from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
 from phalanx.cli.files import DARK, OutputFiles
-from phalanx.cli.verb import MOST_COLUMNS, Option, Words, job_verb
+from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, job_verb
 from phalanx.config import values
 from phalanx.config.job import Job
 from phalanx.cost.breakdown import document, duration, memory_lines, slow_format, subject, time_lines
@@ -29,6 +31,7 @@ from phalanx.echo import echo, terminal_columns
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.gc import gc_paused
 from phalanx.nearest import did_you_mean
+from phalanx.partition.derived import solve
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
@@ -87,8 +90,13 @@ def _show(
     files.tell()
 
 
-def asked(about: Asked, options: Mapping[str, Any]) -> Asked:
-    """Returns the spec or request with the changes of the options. Raises JobError for an unknown framework."""
+def asked(about: Asked, words: Words) -> Asked:
+    """Returns the spec or request with the changes of the options, or of the file of --from. Raises JobError for an
+    unknown framework."""
+    options = words.options
+    if words.theirs is not None and "framework" not in words.stated:
+        about = replace(about, **foreign.changes(about, words.theirs))
+        return about if options["products"] == "job" else replace(about, products=options["products"])
     name, products = options["framework"], options["products"]
     if name not in FRAMEWORKS:
         raise JobError(
@@ -117,6 +125,7 @@ VERB = job_verb(
         ),
         **OPTIONS,
         "tokens": TOKENS,
+        **FROM,
         "table": Option("predict every row of a CSV file of configurations instead of one job", value="FILE"),
         "out": Option("with --table: the CSV file to write (default: standard output)", value="FILE"),
     },
@@ -134,7 +143,7 @@ def run(words: Words) -> int:
     if options["picture"] != "prediction" and not options["svg"]:
         raise JobError(f"--picture {options['picture']} says what --svg draws: name a file, such as --svg step.svg")
     files = OutputFiles.of(words, "svg")
-    spec = asked(step_spec(job, vocabulary_size(job)), options)
+    spec = asked(step_spec(job, vocabulary_size(job)), words)
     prediction = predict(spec)
     traffic = rank_traffic(job, spec)
     pictures = {
@@ -146,6 +155,9 @@ def run(words: Words) -> int:
     files.write({"svg": pictures[options["picture"]]})
     costs = prediction.devices, prediction.tokens_per_s
     document, text = as_json(spec, prediction, traffic), report(spec, prediction, traffic)
+    if words.theirs is not None:
+        document["from"] = foreign.document(words.theirs, spec.framework.name)
+        text = "\n".join([text, "", *foreign.lines(words.theirs, spec.framework.name, words.loaded)])
     _show(words, files, document, text, job, job.layout.world, costs)
     if prediction.fits:
         return 0
@@ -208,6 +220,7 @@ PLAN = job_verb(
         "html": Option("write the plan as an HTML page with pictures", value="FILE"),
         "svg": Option("write a map of the search space, one dot per layout", value="FILE"),
         "top": Option("number of layouts to show", 10, at_least=1),
+        **FROM,
         **OPTIONS,
         "tokens": TOKENS,
     },
@@ -223,8 +236,8 @@ def run_plan(words: Words) -> int:
     cluster = loaded.job.cluster
     check_calibration(cluster, cluster.devices)
     fixed = {name: getattr(loaded.job.layout, name) for name in fixed_of(loaded)}
-    request = plan_request(loaded.job, vocabulary_size(loaded.job), fixed)
-    request = asked(replace(request, worlds=worlds_of(loaded.job)), words.options)
+    request = plan_request(_with_batch(loaded.job, words.before), vocabulary_size(loaded.job), fixed)
+    request = asked(replace(request, worlds=worlds_of(loaded.job)), words)
     if "exotic" in words.switches:
         request = replace(request, band=EQUAL)
     layout = loaded.job.layout
@@ -235,13 +248,49 @@ def run_plan(words: Words) -> int:
         said = ",".join(f"{name}={str(value).lower()}" for name, value in fixed.items())
         echo(f"fixed layout fields: {said}; the planner chooses the others", file=sys.stderr)
     with stderr_progress() as progress:
-        plan = search(request, progress, sample=MAP_POINTS if files.paths else 0)
+        plan = _searched(words, request, progress, MAP_POINTS if files.paths else 0)
     plan = replace(plan, best=plan.best[: words.options["top"]])
     files.write({name: lambda name=name: _drawn(plan, name) for name in files.paths})
     text = plan_text.text(plan, min(terminal_columns(sys.stdout) or plan_text.WIDTH, MOST_COLUMNS))
     costs = next(((top.prediction.devices, top.tokens_per_s) for top in plan.best), None)
-    _show(words, files, plan_text.as_json(plan), text, loaded.job, cluster.devices, costs)
+    document = plan_text.as_json(plan)
+    if words.theirs is not None and words.before is not None:
+        before = asked(step_spec(words.before.job, vocabulary_size(words.before.job)), words)
+        own = Candidate.of(before)
+        beside = [foreign.Beside.of(words.theirs, own, best) for best in plan.best[:1]]
+        document["from"] = foreign.document(words.theirs, before.framework.name)
+        document["theirs"] = next((each.as_dict() for each in beside), None)
+        said = (line for each in beside for line in each.lines())
+        text = "\n".join([text, "", *said, "", *foreign.lines(words.theirs, before.framework.name, words.before)])
+    _show(words, files, document, text, loaded.job, cluster.devices, costs)
     return 0 if plan.best else DoesNotFitError.exit_code
+
+
+def _with_batch(job: Job, before: LoadedJob | None) -> Job:
+    """Returns a job with the global batch that the layout of another framework's file gives it."""
+    if before is None or job.train.global_batch:
+        return job
+    batch = solve(0, before.job.layout).global_batch
+    return replace(job, train=replace(job.train, global_batch=batch))
+
+
+def _searched(words: Words, request: PlanRequest, progress: Progress, sample: int) -> Plan:
+    """Returns the plan; with --from the best of the searches through what the file's framework can run."""
+    if words.theirs is None or words.before is None:
+        return search(request, progress, sample=sample)
+    plans, refused = list[Plan](), list[str]()
+    for fixed in foreign.choices(words.theirs, words.before, request.fixed):
+        try:
+            plans.append(search(replace(request, fixed=fixed), silent, sample=sample))
+        except JobError as error:  # such a layout does not exist, as stages on one device
+            refused = error.problems
+    if not plans:
+        raise JobError(refused)
+    with_layout = [plan for plan in plans if plan.best]
+    if not with_layout:
+        return min(plans, key=lambda plan: plan.nearest.prediction.fullest.needed if plan.nearest else float("inf"))
+    best = min(with_layout, key=lambda plan: plan.best[0].seconds)
+    return replace(best, searched=sum(plan.searched for plan in plans), seconds=sum(plan.seconds for plan in plans))
 
 
 def _drawn(plan: Plan, form: str) -> str:
@@ -322,7 +371,7 @@ SIMULATE = job_verb(
 def run_simulation(words: Words) -> None:
     options = words.options
     files = OutputFiles.of(words, "svg", "trace", "failures_svg")
-    spec = asked(step_spec(words.job, vocabulary_size(words.job)), options)
+    spec = asked(step_spec(words.job, vocabulary_size(words.job)), words)
     disturbance = _disturbance(options["straggler"], options["slow_link"])
     check(disturbance, spec)
     passes = 2 * spec.batch.accumulation * spec.layout.pp * max(1, spec.layout.pp_chunks)  # of all ranks, about

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from phalanx.config.job import Job
     from phalanx.config.overrides import CommandLine
     from phalanx.config.reference import FieldReference
+    from phalanx.foreign.frame import ForeignJob
 
 
 Example = tuple[str, str]
@@ -132,6 +133,23 @@ JSON = {"json": "print one JSON document on standard output and nothing else"}
 """The switch of every command."""
 JOB_SWITCHES = {**JSON, "print_config": "print the resolved job with the origin of each value, and exit"}
 """The switches of every verb that takes a job."""
+FROM = {
+    "from": Option(
+        "take the job from a configuration of another framework, which is read and never executed; fields of a job "
+        "override it (docs/guides/from.md)",
+        None,
+        Path,
+        value="FILE",
+    ),
+    "ignore": Option(
+        "with --from: names in that file to read as if they were absent, or all that are not understood",
+        (),
+        str,
+        many=True,
+        value="NAME",
+    ),
+}
+"""The options of the verbs that take a file of another framework (cli/foreign.py)."""
 PREDICTING = ("predict", "plan", "simulate")
 """The verbs that take a model which can be predicted and not trained."""
 WHOLE = ""
@@ -222,6 +240,10 @@ class Words:
     """The options that are given."""
     switches: frozenset[str]
     about_job: LoadedJob | None = None
+    theirs: ForeignJob | None = None
+    """The file of --from."""
+    before: LoadedJob | None = None
+    """The job of that file with its own layout, if the verb leaves the layout to the planner."""
 
     @property
     def loaded(self) -> LoadedJob:
@@ -373,6 +395,12 @@ class Verb:
         words, line = self.command_line(argv)
         if twice := [*repeated(line.settings)]:
             raise JobError([*line.problems, *twice])
+        theirs = before = None
+        if isinstance(path := words.options.get("from"), Path):
+            from phalanx.cli import foreign
+
+            theirs = foreign.put_below(path, words.options["ignore"], line, needs_cluster=self.name in PREDICTING)
+            before = load_words(line) if self._opens else None
         given = load_words(line, opens=self._opens)
         reasons = [*filter(None, (not_trained(given.job.model), not_updated(given.job.optimizer)))]
         if self.name not in PREDICTING and reasons:
@@ -396,7 +424,8 @@ class Verb:
             check_calibration(loaded.job.cluster, loaded.job.layout.world)
         switches = self.commands[WHOLE].switches
         rest = (word for word in words.subjects if word[:2] != "--" or word[2:].replace("-", "_") not in switches)
-        return replace(words, subjects=tuple(rest), switches=frozenset(line.switches), about_job=loaded)
+        switches = frozenset(line.switches)
+        return replace(words, subjects=tuple(rest), switches=switches, about_job=loaded, theirs=theirs, before=before)
 
     @property
     def _opens(self) -> str:

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from phalanx.cli.verb import Option, Words, job_verb
+from phalanx.cli.files import DARK, OutputFiles
+from phalanx.cli.verb import FROM, Option, Words, flag_of, job_verb
+from phalanx.data.files import stderr_progress
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
-from phalanx.verify.select import select
+from phalanx.verify.select import resumed_pairs, select
 
 if TYPE_CHECKING:
     from phalanx.config.layout import Layout
+    from phalanx.verify.rounding import RoundingCase
     from phalanx.verify.run import LayoutCase
+    from phalanx.verify.select import Selection
 
 VERB = job_verb(
     "verify",
     "Proves that a job's model computes the same under every layout as on one process: a few steps in float64 on "
-    "processes of this machine, comparing the loss, every gradient and every parameter. They compute on the CPU, or, "
-    "with cluster.device=cuda, on its GPUs, which several processes may share. By default the job's own "
+    "processes of this machine, comparing the loss, every gradient and every parameter, and names the first module "
+    "that differs. They compute on the CPU, or, with cluster.device=cuda, on its GPUs, which they may share. By "
+    "default the job's own "
     "layout, each technique alone, and a small set of layouts in which every two features meet (data, tensor, "
     "sequence, context, expert and pipeline parallelism, recomputation). A large model is compared as a small one of "
     "the same kind; one without experts gets some where a layout has ep above 1.",
     (
         ("verify examples/main.yaml", "every technique against one process, about a minute"),
-        ("verify job.yaml --layouts tp=2,sp=true dp_shard=4", "these layouts alone"),
+        ("verify job.yaml --precision bf16", "is the difference in bf16 normal?"),
     ),
     {
         "full": "Also compare every product of dp_replicate, dp_shard, cp (1, 2) and tp, with every sp, zero and "
@@ -34,6 +41,9 @@ VERB = job_verb(
         "schedules": "Compare only the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
         "micro-batches.",
         "as_is": "Compare the job's model at full size.",
+        "resume": "Prove instead that runs resume in other layouts: from the job's own to others, back, and between "
+        "them, as if never interrupted.",
+        **DARK,
     },
     {
         "layouts": Option(
@@ -44,14 +54,92 @@ VERB = job_verb(
             many=True,
         ),
         "steps": Option("Optimizer steps to compare.", 2, at_least=1),
+        **FROM,
         "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1),
+        "precision": Option(
+            "Compare in this precision instead of float64: whether each layout's difference is normal, by the "
+            "rounding of one process's own sums in other orders.",
+            "",
+            Literal["bf16", "fp16", "fp8"],
+        ),
+        "exchange": Option(
+            "Prove instead that weights survive import and export: those of a run, or of a Hugging Face folder, to the "
+            "bit, with transformers' logits in float64.",
+            value="RUN|DIR",
+        ),
+        "against": Option(
+            "Compare two runs instead: in `phalanx verify RUN_A --against RUN_B`, when and where their curves and "
+            "checkpoints part, and why.",
+            value="RUN_B",
+        ),
+        "svg": Option(
+            "Write a picture of the first layout that differs: modules by ranks; with --against of both curves and "
+            "their difference.",
+            value="FILE",
+            rare=True,
+        ),
     },
-    exits={1: "a layout differs", 2: "a layout cannot be compared, or bad usage"},
+    exits={1: "a layout, a tensor or a run differs", 2: "a layout cannot be compared, or bad usage"},
 )
 
 
-@VERB.runs
-def run(words: Words) -> int:
+OF_FILES = {"exchange", "against"}
+"""Options that are about files instead of a job."""
+
+
+@VERB.starts
+def run(argv: Sequence[str]) -> int:
+    asked, problems = VERB.read(argv)
+    if asked.stated & OF_FILES and not VERB.answers_help(argv):
+        return _of_files(asked, problems)
+    words = VERB.parse(argv)
+    return 0 if words is None else _of_job(words)
+
+
+def _of_files(words: Words, problems: list[str]) -> int:
+    """Proves what lies on the disk, which needs no job."""
+    subjects = [word for word in words.subjects if word not in ("--json", "--dark")]
+    switches = frozenset(word.removeprefix("--") for word in words.subjects if word not in subjects)
+    words = replace(words, subjects=tuple(subjects), switches=switches)
+    against, asked = "against" in words.stated, " and ".join(map(flag_of, sorted(words.stated & OF_FILES)))
+    problems += [f"{flag_of(name)} is for layouts of a job" for name in sorted(words.stated - OF_FILES - {"svg"})]
+    if len(words.stated & OF_FILES) > 1:
+        problems.append(f"{asked}: give one of them")
+    elif not against:
+        problems += [f"{word}: --exchange takes one path, and no job" for word in subjects]
+        problems += ["--svg is for --against"] if "svg" in words.stated else []
+    elif len(subjects) != 1:
+        problems.append(f"--against takes one run before it: phalanx verify RUN --against {words.options['against']}")
+    if problems:
+        raise JobError(problems)
+    return _against(words) if against else _exchange(words)
+
+
+def _against(words: Words) -> int:
+    files = OutputFiles.of(words, "svg")
+    from phalanx.verify.against import compare_runs
+
+    with stderr_progress() as progress:
+        found = compare_runs(Path(words.subject), Path(words.options["against"]), progress)
+    words.show(found.as_dict(), found.text())
+    files.write({"svg": found.svg})
+    files.tell()
+    return 0 if found.ok else 1
+
+
+def _exchange(words: Words) -> int:
+    from phalanx.exchange import folder as hub
+    from phalanx.verify.exchange import prove
+
+    asked = words.options["exchange"]
+    path = hub.downloaded(asked) if asked.startswith(hub.PREFIX) else Path(asked)
+    with stderr_progress() as progress:
+        report = prove(path, progress)
+    words.show(report.as_dict(), report.text())
+    return 0 if report.ok else 1
+
+
+def _of_job(words: Words) -> int:
     steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
     full, schedules, as_is = (name in words.switches for name in ("full", "schedules", "as_is"))
     if lines and full:
@@ -62,23 +150,69 @@ def run(words: Words) -> int:
         raise JobError(
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
-    selection = select(words.job, lines=lines, full=full, schedules=schedules, max_ranks=max_ranks, as_is=as_is)
+    if "resume" in words.switches:
+        clashing = [flag_of(name) for name in ("full", "schedules") if name in words.switches]
+        clashing += [flag_of(name) for name in ("precision", "svg") if words.options[name]]
+        if clashing:
+            raise JobError(f"--resume has its own layouts, or those of --layouts: leave {', '.join(clashing)} out")
+        return _resume(words)
+    alone = words.theirs is not None and not (full or schedules)
+    precision, files = words.options["precision"] or None, OutputFiles.of(words, "svg")
+    if precision and files.paths:
+        raise JobError(
+            "--svg draws the module that differs, for which --precision does not look: give one of them; without "
+            "--precision layouts are compared in float64"
+        )
+    chosen: dict[str, Any] = {"lines": lines, "full": full, "schedules": schedules, "max_ranks": max_ranks}
+    selection = select(words.job, **chosen, as_is=as_is, precision=precision, alone=alone)
     # Imported here, because it imports torch, which --help and errors do not need.
     from phalanx.verify import run as verify
+    from phalanx.verify.rounding import rounding_table
     from phalanx.verify.run import introduction, table
 
     verify.refuse_missing_device(selection)
     for problem in selection.refused:
         echo(f"phalanx: {problem}; the other layouts are compared", file=sys.stderr, flush=True)
-    echo("\n".join(introduction(selection, steps)), file=sys.stderr, flush=True, wrap=True)
+    lines = introduction(selection, steps, own_precision=bool(precision))
+    echo("\n".join(lines), file=sys.stderr, flush=True, wrap=True)
     with _progress(len(selection.layouts)) as (on_start, on_case):
+        if precision:
+            report = verify.run_in_precision(selection, steps, on_case, on_start)
+            words.show(report.as_dict(), rounding_table(report))
+            return _exit_code(report.ok, selection)
         report = verify.run(selection, steps, on_case, on_start)
     words.show(report.as_dict(), table(report))
+    if drawn := verify.picture(report):
+        files.write({"svg": lambda: drawn})
+        files.tell()
+    elif files.paths:
+        echo(f"no layout was found to differ: {files.paths['svg']} is not written", file=sys.stderr)
+    return _exit_code(report.ok, selection)
+
+
+def _exit_code(ok: bool, selection: Selection) -> int:
+    return 1 if not ok else JobError.exit_code if selection.refused else 0
+
+
+def _resume(words: Words) -> int:
+    steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
+    selection, pairs = resumed_pairs(words.job, lines=lines, max_ranks=max_ranks, as_is="as_is" in words.switches)
+    from phalanx.verify.resume import progress, resume_all
+    from phalanx.verify.run import introduction, refuse_missing_device
+
+    refuse_missing_device(selection)
+    for problem in selection.refused:
+        echo(f"phalanx: {problem}; the other layouts are compared", file=sys.stderr, flush=True)
+    lead, *facts = introduction(selection, steps)
+    lead = f"resuming {len(pairs)} pairs of layouts, {steps} steps before and {steps} after, in fp64"
+    echo("\n".join([lead, *facts]), file=sys.stderr, flush=True, wrap=True)
+    report = resume_all(selection, pairs, steps, lambda case: echo(progress(case), file=sys.stderr, flush=True))
+    words.show(report.as_dict(), report.text())
     return 1 if not report.ok else JobError.exit_code if selection.refused else 0
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[LayoutCase], None]]]:
+def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[LayoutCase | RoundingCase], None]]]:
     """Provides the callbacks before and after each case: a live bar on a terminal, plain lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -93,7 +227,7 @@ def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=total)
 
-        def on_case(case: LayoutCase) -> None:
+        def on_case(case: LayoutCase | RoundingCase) -> None:
             bar.advance(task)
             if not case.ok:
                 console.print(visible(progress(case)), markup=False)

@@ -40,6 +40,8 @@ class CommandLine:
     """Settings that one word stands for. The others of the command line win over them."""
     answers: list[str] = field(default_factory=list)
     """What was understood, for the user."""
+    base: list[Setting] = field(default_factory=list)
+    """Settings below those of job files: those of a file of another framework."""
 
 
 def parse(argv: Sequence[str], switches: Collection[str] = ()) -> CommandLine:

@@ -43,6 +43,8 @@ class Setting:
     """Whether it is meant to replace an earlier setting of the same command line: `++key=value`."""
     resolved: bool = False
     """Whether nobody set it: a run's config.yaml also holds every default and every value of a preset."""
+    foreign: bool = False
+    """Whether it is from a file of another framework, which may state what has no effect here."""
 
 
 def read(path: Path) -> tuple[list[Setting], list[str]]:

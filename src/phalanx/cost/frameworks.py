@@ -252,12 +252,16 @@ DISPATCHERS = {"all-to-all": (False, False, 16), "deepep": (True, False, 20), "h
 (SMs): NCCL's channels, DeepEP's default, and Megatron-Bridge's moe_hybridep_num_sms."""
 
 
+HELD = ("inputs_leave", "parameter_bytes", "state_bytes", "gradient_bytes", "step_gradient_bytes")
+"""Facts of a recipe that are fields of the memory profile."""
+
+
 def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
     """Returns the framework as a recipe with these facts runs it (validation/recipes.yaml)."""
     usual = framework.ep_once, framework.ep_maps, framework.ep_cores
     once, maps, cores = DISPATCHERS.get(recipe.get("dispatcher", ""), usual)
     graphs = recipe.get("graphs", "none")
-    held = {name: recipe[name] for name in ("inputs_leave", "parameter_bytes", "state_bytes") if name in recipe}
+    held = {name: recipe[name] for name in HELD if name in recipe}
     launched = {"kernel_us": 0.0, "reads_sizes": False} if graphs == "iteration" else {}
     return replace(
         framework,
@@ -272,6 +276,7 @@ def as_recipe(framework: Framework, recipe: Mapping[str, Any]) -> Framework:
         windows=recipe.get("windows", framework.windows),
         memory_profile=replace(framework.memory_profile, repeats=tuple(recipe.get("recomputes", ())), **held),
         **launched,
+        **recipe.get("figures", {}),
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from phalanx.blocks.kinds import BlockKind
 from phalanx.blocks.operator import MemoryProfile
+from phalanx.config.cluster import Cluster
 from phalanx.config.layout import Layout
 from phalanx.cost.block_memory import BlockBytes, BlockRun, StepSizes
 from phalanx.cost.exposed import larger, smaller
@@ -639,7 +640,7 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
     fewer micro-batches in flight are skipped. If some need more than `limit`, returns the need of the first of them. If
     offloaded state exceeds the host or the disk, what is missing there counts on top of a full device. Raises as
     `step_memory`."""
-    step, most, host, device = StepParts(spec), 0, spec.cluster.host, spec.cluster.accelerator
+    step, most = StepParts(spec), 0
     keys = [
         (*(step.kinds_of(stage) for stage in flight.held), 0 in flight.held, flight.stages - 1 in flight.held)
         for flight in step.flights
@@ -648,12 +649,17 @@ def needed_bytes(spec: StepSpec, limit: float = inf) -> int:
         if any(keys[other] == key for other in fuller):
             continue
         memory = _fullest(step, flight)
-        beside = (memory.host, host.memory_gib), (memory.disk, host.disk_gib)
-        short = sum(max(0.0, size - gib * 2**30) for size, gib in beside if gib)
-        most = max(most, memory.needed, round(device.memory_gib * 2**30 + short) if short else 0)
+        most = max(most, memory.needed, round(overfull(spec.cluster, memory.host, memory.disk)))
         if most > limit:
             break
     return most
+
+
+def overfull(cluster: Cluster, host: Any, disk: Any) -> Any:
+    """Returns the bytes of a full device and of what finds no room in host memory or on disk; 0 if all does."""
+    beside = (host, cluster.host.memory_gib), (disk, cluster.host.disk_gib)
+    short = sum(larger(0.0, size - gib * 2**30) for size, gib in beside if gib)
+    return (short > 0) * (cluster.accelerator.memory_gib * 2**30 + short)
 
 
 def _fullest(step: StepParts, flight: Flight) -> RankMemory:

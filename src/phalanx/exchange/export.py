@@ -51,10 +51,10 @@ from phalanx.exchange.links import WeightLink, links, shapes_of_theirs
 from phalanx.units import counted, gib
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
-_COPIED = ("special_tokens_map.json", "added_tokens.json", "chat_template.json", JINJA_FILE)
+COPIED = ("special_tokens_map.json", "added_tokens.json", "chat_template.json", JINJA_FILE)
 """Small files about the tokenizer, which stay as they are."""
 _TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_NOT_KEPT = {"auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path"}
+NOT_KEPT = {"auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "name_or_path"}
 """Fields of the imported config.json that are about that folder; auto_map names code to be run."""
 _CONTEXT = "max_position_embeddings"
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -123,7 +123,7 @@ def export(
     verify(source.manifest, progress)
     source = merged(source)
     manifest = source.manifest
-    model = _model_of(manifest)
+    model = model_of(manifest)
     family, values = config_json.write(model)
     _require_plain_kinds(model)
     shapes = parameter_shapes(model)
@@ -159,6 +159,8 @@ class _Weights:
         stored, shapes = source.manifest.tensors, parameter_shapes(model)
         for link in all_links:
             own = stored[link.ours[0]].dtype
+            if link.conversion.widens and own == "F64":  # as an import left it: theirs have the type of the others
+                own = stored[all_links[0].ours[0]].dtype
             kind = STORED[dtype] if dtype and own in STORED.values() else own
             for name, shape in shapes_of_theirs(link, model, shapes).items():
                 self.tensors[name] = StoredTensor(shape, kind, ())
@@ -195,7 +197,7 @@ def _check_target(target: Path) -> None:
         raise JobError(problems)
 
 
-def _model_of(manifest: Manifest) -> ModelConfig:
+def model_of(manifest: Manifest) -> ModelConfig:
     vocabulary = manifest.meta.get("vocab_size")
     if "job" not in manifest.meta or not isinstance(vocabulary, int):
         raise CheckpointError(
@@ -232,7 +234,7 @@ def _tokenizer_in(run: Path) -> Tokenizer | None:
 def _config(work: _Export, values: dict[str, Any], weights: _Weights) -> dict[str, Any]:
     """Returns config.json: what the model determines, over fields of the imported one that change no number. It is read
     back: raises JobError, naming the fields, if it says another model."""
-    kept = {name: value for name, value in work.side(CONFIG).items() if name in HARMLESS - _NOT_KEPT}
+    kept = {name: value for name, value in work.side(CONFIG).items() if name in HARMLESS - NOT_KEPT}
     longest = {_CONTEXT: work.context} if _CONTEXT in values else {}
     own = {"dtype": _TORCH_NAMES[weights.dtype], "use_cache": True}
     config = dict.fromkeys(_TOKEN_IDS) | kept | values | longest | own | _token_ids(work)
@@ -261,7 +263,7 @@ def _write_tokenizer(work: _Export, folder: Path) -> None:
         return
     write_atomic(folder / TOKENIZER, definition.encode())
     own = work.side(TOKENIZER_CONFIG) | work.side(TOKENIZER_CONFIG, "")
-    for name in _COPIED:
+    for name in COPIED:
         for place in (work.run / name, work.run / KEPT / name):  # the run's own template first
             if os.path.isfile(place):
                 write_atomic(folder / name, read_bytes(place, MOST_SMALL_BYTES))

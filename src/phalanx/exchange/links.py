@@ -5,7 +5,7 @@ for link in links(model, family):
     theirs = link.conversion.theirs([read(name) for name in link.ours], model)    # export
 
 A conversion takes a list of tensors to a list of tensors: parts, permutations, transposes, stacks, and a sum with a
-constant. None of them rounds, except that a constant is added in fp32 at least.
+constant. None of them rounds: a constant is added in fp64, in which an import keeps the sum.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ class Conversion:
     """Returns the parameters of ours that tensors of theirs hold."""
     theirs: _Convert
     """The inverse."""
+    widens: bool = False
+    """Ours are fp64 after an import, whatever theirs are, since a sum has more digits than its parts."""
 
 
 SAME = Conversion(lambda theirs, _: list(theirs), lambda ours, _: list(ours))
@@ -58,13 +60,10 @@ def then(first: Conversion, second: Conversion) -> Conversion:
 def offset(constant: float) -> Conversion:
     """Returns the conversion to theirs plus a constant: Gemma's norms multiply by 1 + w."""
     return Conversion(
-        lambda theirs, _: [_wide(each) + constant for each in theirs],
-        lambda ours, _: [_wide(each) - constant for each in ours],
+        lambda theirs, _: [each.double() + constant for each in theirs],
+        lambda ours, _: [each.double() - constant for each in ours],
+        widens=True,
     )
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def equal_parts(parts: int) -> Conversion:

@@ -152,11 +152,11 @@ class DeferredWeightGrads:
         """Computes products and adds them to their weights' gradients."""
         for multiply, gradient, x, weight in products:
             if weight.grad is None:
-                weight.grad = gradient_of_weight(multiply, gradient, x).view_as(weight)
+                weight.grad = gradient_of_weight(multiply, gradient, x).reshape_as(weight)
             elif multiply is F.linear:
                 weight.grad.addmm_(gradient.flatten(0, -2).t(), x.flatten(0, -2))
             else:
-                weight.grad += gradient_of_weight(multiply, gradient, x).view_as(weight)
+                weight.grad += gradient_of_weight(multiply, gradient, x).reshape_as(weight)
             self.arrived(weight)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from math import gcd
+from math import gcd, inf
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from phalanx.cost.prediction import Prediction
 from phalanx.cost.rank_memory import needed_bytes
 from phalanx.errors import JobError
 from phalanx.partition.derived import named, tier_of
-from phalanx.plan.branch import Portion, Search
+from phalanx.plan.bounds import ROUNDING
+from phalanx.plan.branch import Found, Portion, Search
 from phalanx.plan.plan import Alternative, Candidate
 from phalanx.plan.simplicity import recompute_in_words
 from phalanx.plan.space import (
@@ -430,17 +431,19 @@ def _explained(request: PlanRequest, where: str, name: str, layout: Layout) -> t
 RULE, FILLS, FASTEST = "rule of thumb", "fills the device", "--exotic: the fastest"
 
 
-def alternatives(search: Search, best: Candidate | None, fastest: Candidate | None) -> tuple[Alternative, ...]:
+def alternatives(
+    search: Search, found: Found, best: Candidate | None, fastest: Candidate | None
+) -> tuple[Alternative, ...]:
     """Returns the rule of thumb first, then the alternatives that fit, fastest first, then the others. A kind that
-    contains the best layout is omitted, and so is one whose layout was listed before. `fastest` is the fastest layout
-    found, of which the best is a simpler equal."""
+    contains the best layout is omitted, and so is one whose layout was listed before. `found` are the results of the
+    search, `fastest` is the fastest layout, of which the best is a simpler equal."""
     first = _rule(search, best)
     listed = {_key(candidate.layout) for candidate in (best, first.candidate) if candidate}
     others, weighed = list[Alternative](), [first.candidate] if first.candidate else []
     for family in families(search.space, search.request.cluster, best.layout if best else None):
         if best and family.has(best.layout):
             continue
-        alternative = _fastest_of(search, family, weighed, best)
+        alternative = _fastest_of(search, family, found, weighed, best)
         if alternative.candidate:
             weighed.append(alternative.candidate)
             # An ablation is listed for each axis, even if its layout was listed before.
@@ -462,7 +465,7 @@ def without(axis: str, found: Sequence[Alternative]) -> Alternative | None:
 
 def _filling(search: Search, best: Candidate) -> Alternative | None:
     """Returns the fastest plain layout that fills the device, if it is faster than the best, which leaves headroom."""
-    candidate = search.filling().one(search.parts[0] if search.parts else None, below=best.seconds)
+    candidate = search.leaving(None).one(search.parts[0] if search.parts else None, below=best.seconds)
     if candidate is None or candidate.seconds >= best.seconds:
         return None
     share = candidate.prediction.fullest.needed / candidate.prediction.memory_limit
@@ -483,12 +486,16 @@ def _rule(search: Search, best: Candidate | None) -> Alternative:
     return Alternative(RULE, one, f"{words}; {_why(search, one, best)}")
 
 
-def _fastest_of(search: Search, family: Family, weighed: Sequence[Candidate], best: Candidate | None) -> Alternative:
+def _fastest_of(
+    search: Search, family: Family, found: Found, weighed: Sequence[Candidate], best: Candidate | None
+) -> Alternative:
     """Returns the fastest layout of a family, from a search or among those weighed before; if none fits, the one that
     needs the least memory."""
     part = part_of(search, family)
     known = [one for one in weighed if one.prediction.fullest.needed <= search.limit and family.has(one.layout)]
-    fastest = [candidate for candidate in (*known, search.one(part)) if candidate]
+    # What the search of all of the space has predicted of the family bounds that of its fastest.
+    below = min((seconds for spec, seconds in found.predicted if family.has(spec.layout)), default=inf)
+    fastest = [candidate for candidate in (*known, search.one(part, below * (1 + ROUNDING))) if candidate]
     candidate = min(fastest, key=lambda candidate: candidate.seconds) if fastest else search.least(part)
     if candidate is None:
         return Alternative(family.name, None, _not_legal(search, family))

@@ -26,7 +26,7 @@ from phalanx.cost.exposed import (
     pass_seconds,
 )
 from phalanx.cost.held import GatheredParameters
-from phalanx.cost.rank_memory import StateBytes, expert_ranks
+from phalanx.cost.rank_memory import StateBytes, expert_ranks, overfull
 from phalanx.cost.rank_time import HOST_OPS, handling_seconds, starts_again
 from phalanx.cost.step_state import clip_bytes, summing_seconds, update_seconds
 from phalanx.partition.derived import is_offloaded, slices_of, splits_backward
@@ -380,7 +380,9 @@ class Bounds:
             sizes = np.empty((len(STATES), len(pairs)))
             for state in np.flatnonzero(np.bincount(states)):
                 sizes[state] = of_bytes.bytes(int(state))
-            memory[members] = sizes[states, which] * (1 - ROUNDING) + self.context[pairs][which]
+            beside = np.max(overfull(self.request.cluster, *self.formulas.beside(group.shards)), 0) * (1 - ROUNDING)
+            here = sizes[states, which] * (1 - ROUNDING) + self.context[pairs][which]
+            memory[members] = np.maximum(here, beside[which] if np.ndim(beside) else beside)
             small = memory[members] <= limit
             if not small.any():
                 continue

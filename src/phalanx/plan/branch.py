@@ -151,10 +151,10 @@ class Search:
         self.limit = request.limit
         self.pair_seconds, self.pair_bytes = self.bounds.pairs()
 
-    def filling(self) -> Search:
-        """Returns the search for layouts that may fill the device."""
+    def leaving(self, headroom: float | None) -> Search:
+        """Returns the search for layouts that leave so much of the device."""
         other = copy(self)
-        other.request, other.progress = replace(self.request, headroom=None), _silent
+        other.request = replace(self.request, headroom=headroom)
         other.limit = other.request.limit
         return other
 
@@ -162,7 +162,7 @@ class Search:
         """Returns the fastest layouts of the space, or of a part of it, that fit; without simulation the fastest one by
         prediction alone, among others. Only those that may be faster than `below` seconds are of interest."""
         found = Found(simulates=False, least=below, below=below)
-        part = part or Portion(np.ones(len(self.pair_seconds), bool), None, self.space.sizes)
+        part = part or self._everything
         chosen, _, sizes = part
         fits = self.pair_bytes <= self.limit
         found.rejected["memory: too large even with everything sharded and recomputed"] += int(
@@ -181,7 +181,7 @@ class Search:
         rest = order[near]
         rest = rest[np.argsort(self.bounds.pp[rest], kind="stable")]
         every, progress = range(len(self.space.schedules)), self.progress if simulates else _silent
-        blocks = (rows for rows, _ in self._possible(rest, found, part, every, progress))
+        blocks = (rows for rows, _ in self._possible(rest, found, part, every, self.limit, progress))
         self._best_of(*self._near(_joined(blocks), found), found)
         return found
 
@@ -191,6 +191,10 @@ class Search:
         found = self.best(part, simulates=False, below=below)
         near = min(found.predicted, key=lambda one: (one[1], simplicity(one[0])), default=None)
         return near and Candidate.of(near[0])
+
+    @property
+    def _everything(self) -> Portion:
+        return Portion(np.ones(len(self.pair_seconds), bool), None, self.space.sizes)
 
     @cached_property
     def parts(self) -> tuple[Portion, Portion] | None:
@@ -219,19 +223,19 @@ class Search:
     def least(self, part: Portion | None = None) -> Candidate | None:
         """Returns the layout that needs the least memory, of the space or of a part of it, among those with the lowest
         bounds; None if there is none."""
-        order = np.arange(len(self.pair_bytes)) if part is None else np.flatnonzero(part.pairs)
+        part = part or self._everything
+        order = np.flatnonzero(part.pairs)
         order = order[np.argsort(self.pair_bytes[order], kind="stable")][:LEAN_PAIRS]
-        best, tried = None, 0
-        for start in range(0, len(order), LEAN_BLOCK):
-            if best and self.pair_bytes[order[start]] >= best[0][0]:
+        best, tried, limit = None, 0, inf
+        for turn, block in enumerate([order[:1], *np.split(order, range(LEAN_BLOCK, len(order), LEAN_BLOCK))]):
+            if not len(block) or self.pair_bytes[block[0]] >= limit:
                 break
-            rows = self.space.rows(order[start : start + LEAN_BLOCK])
-            rows = rows.select(part.keep(rows)) if part and part.keep else rows
-            if not len(rows):
-                continue
-            seconds, memory = self.bounds.rows(rows)
+            # What the first pair needs prunes the others; then it is among them, for ties.
+            best, tried = (best, tried) if turn > 1 else (None, 0)
+            ((rows, _),) = self._possible(block, Found(), part, range(len(self.space.schedules)), limit)
+            seconds, memory = self.bounds.rows(rows, limit)
             for number in np.lexsort((seconds, memory)):
-                if best and (memory[number] >= best[0][0] or tried > LEAN_LAYOUTS):
+                if memory[number] >= limit or (best and tried > LEAN_LAYOUTS):
                     break
                 try:
                     spec = self.request.spec(self.space.layout(rows, int(number)))
@@ -240,6 +244,7 @@ class Search:
                 tried += 1
                 key = needed_at_least(spec), simplicity(spec)
                 best = (key, spec) if best is None or key < best[0] else best
+                limit = best[0][0]
         return Candidate.of(best[1]) if best else None
 
     def _seed(self, order: NDArray[np.intp], found: Found, part: Portion) -> None:
@@ -250,7 +255,7 @@ class Search:
         seeding = {name for name, entry in SCHEDULES.items() if entry.seeds}
         few = [number for number, one in enumerate(self.space.schedules) if one.schedule in seeding]
         every, uncounted = few or range(len(self.space.schedules)), replace(found, rejected=Counter())
-        possible = list(self._possible(pairs, uncounted, part, every))
+        possible = list(self._possible(pairs, uncounted, part, every, self.limit))
         if not possible:
             return
         rows, seconds = joined([rows for rows, _ in possible]), np.concatenate([times for _, times in possible])
@@ -266,17 +271,18 @@ class Search:
         found: Found,
         part: Portion,
         schedules: Container[int],
+        limit: float,
         progress: Progress = _silent,
     ) -> Iterator[tuple[Rows, NDArray[np.float64]]]:
-        """Yields the rows of some pairs whose recomputation and state can fit and can be among the best, with bounds in
-        seconds."""
+        """Yields the rows of some pairs whose recomputation and state can need at most `limit` bytes and can be among
+        the best, with bounds in seconds."""
         available, option_of = self.space.available, self.space.option_of
         mode, scheduled, state = np.ogrid[: len(RECOMPUTE), : len(self.space.schedules), : len(STATES)]
         every = scheduled, state, mode
         for start in range(0, len(pairs), PAIR_BLOCK):
             progress("layouts", start, len(pairs))
             block = pairs[start : start + PAIR_BLOCK]
-            seconds, fits = self.bounds.options(block, schedules, self.limit, found.cutoff)
+            seconds, fits = self.bounds.options(block, schedules, limit, found.cutoff)
             near = available[option_of[block]] & (seconds <= found.cutoff)[..., None]
             if part.keep:
                 near &= part.keep(Rows(block.astype(np.int32)[:, None, None, None], *every))

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import ceil, inf
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -137,42 +137,30 @@ def search(request: PlanRequest, progress: Progress | None = None, sample: int =
     """Returns the best layouts, the alternatives and the reasons; `sample` is the number of layouts that are predicted
     for a picture of the space. If nothing fits, offloads the optimizer or runs large layers in tiles, where that helps.
     Raises JobError if no layout is legal, or if a fact about the devices is unknown."""
-    plain = _with_headroom(request, progress, sample)
-    if plain.best:
-        return plain
-    seconds = plain.seconds
-    for fixed, why in _last_resorts(request):
-        resort = replace(request, fixed={**request.fixed, **fixed})
+    began, searches = time.perf_counter(), _searches(request, progress)
+    results, first = _results(searches, request.headroom), list[str]()
+    if not results.candidates and request.headroom is not None:
+        results = _results(searches, None)
+    for fixed, why in () if results.candidates else _last_resorts(request):
         try:
-            found = _search(replace(resort, headroom=None), progress, sample)
+            others = _searches(replace(request, fixed={**request.fixed, **fixed}), progress)
         except JobError:  # nothing divides by the tiles
             continue
-        seconds += found.seconds
-        if found.best and request.headroom is not None:
-            found = _with_headroom(resort, progress, sample)
-            seconds += found.seconds
-        if found.best:
-            note = why.format(f"none of {plain.searched:,} layouts fits")
-            return replace(found, notes=(note, *found.notes), seconds=seconds)
-    return replace(plain, seconds=seconds)
-
-
-def _with_headroom(request: PlanRequest, progress: Progress | None, sample: int) -> Plan:
-    """Returns the plan of a request; if no layout leaves the headroom, that of layouts that fill the device."""
-    plan = _search(request, progress, sample)
-    if plan.best or request.headroom is None:
-        return plan
-    found = _search(replace(request, headroom=None), progress, sample)
-    seconds = plan.seconds + found.seconds
-    if not found.best:
-        return replace(found, seconds=seconds)
-    first = found.best[0].prediction
-    note = (
-        f"{NO_HEADROOM}: no layout leaves {request.headroom:.0%} of the device beyond the interval; this one is "
-        f"predicted to need {gib(first.fullest.needed)}, at most {gib(first.upper_memory)}, of "
-        f"{gib(first.memory_limit)}."
-    )
-    return replace(found, notes=(note, *found.notes), seconds=seconds)
+        filling = _results(others, None)
+        if filling.candidates:
+            roomy = filling if request.headroom is None else _results(others, request.headroom)
+            results = roomy if roomy.candidates else filling
+            first = [why.format(f"none of {sum(each.space.size for each in searches):,} layouts fits")]
+            break
+    plan = _plan(*results, sample)
+    if plan.best and results.searches[0].request.headroom != request.headroom:
+        best = plan.best[0].prediction
+        first.append(
+            f"{NO_HEADROOM}: no layout leaves {request.headroom:.0%} of the device beyond the interval; this one is "
+            f"predicted to need {gib(best.fullest.needed)}, at most {gib(best.upper_memory)}, of "
+            f"{gib(best.memory_limit)}."
+        )
+    return replace(plan, notes=(*first, *plan.notes), seconds=time.perf_counter() - began)
 
 
 def _last_resorts(request: PlanRequest) -> Iterator[tuple[dict[str, Any], str]]:
@@ -197,9 +185,16 @@ def _last_resorts(request: PlanRequest) -> Iterator[tuple[dict[str, Any], str]]:
             yield {**tiled, **offload}, "Without tiles and offload {}."
 
 
-def _search(request: PlanRequest, progress: Progress | None, sample: int) -> Plan:
-    """Returns the plan of a request as it is."""
-    began = time.perf_counter()
+class Results(NamedTuple):
+    """The searches of a request with the same headroom, what each found, and the layouts to choose from."""
+
+    searches: list[Search]
+    found: list[Found]
+    candidates: list[Candidate]
+
+
+def _searches(request: PlanRequest, progress: Progress | None) -> list[Search]:
+    """Returns a search per number of devices. Raises JobError if no layout is legal."""
     searches, problems = list[Search](), list[str]()
     for part in request.each():
         try:
@@ -208,34 +203,39 @@ def _search(request: PlanRequest, progress: Progress | None, sample: int) -> Pla
             problems += error.problems
     if not searches:
         raise JobError(problems)
-    found, candidates = list[tuple[Search, Found]](), list[Candidate]()
-    for each in searches:
-        results, own = _of_space(each)
-        found.append((each, results))
-        candidates += own
+    return searches
+
+
+def _results(searches: Sequence[Search], headroom: float | None) -> Results:
+    searches = [each.leaving(headroom) for each in searches]
+    found, own = zip(*map(_of_space, searches), strict=True)
+    return Results(searches, [*found], [one for candidates in own for one in candidates])
+
+
+def _plan(searches: list[Search], found: list[Found], candidates: list[Candidate], sample: int) -> Plan:
+    """Returns the plan that follows from the results of searches."""
+    request = searches[0].request
     best = [_settled(candidate) for candidate in distinct(ranked(candidates, request.band))]
     fastest = min(candidates, key=lambda one: (one.seconds, simplicity(one.spec)), default=None)
-    weighed = alternatives(_search_of(searches, best), best[0] if best else None, fastest)
-    rejected = sum((results.rejected for _, results in found), Counter[str]())
-    asked = replace(searches[0].request, fixed=request.fixed)
+    weighed = alternatives(*_search_of(searches, found, best), best[0] if best else None, fastest)
+    rejected = sum((one.rejected for one in found), Counter[str]())
     return Plan(
-        request=asked.spec(searches[0].space.layout(searches[0].space.rows(np.array([0])), 0)),
+        request=request.spec(searches[0].space.layout(searches[0].space.rows(np.array([0])), 0)),
         best=tuple(best),
         fastest=fastest,
         nearest=None if best else nearest(searches, weighed),
         alternatives=weighed,
-        points=points(found, sample) if sample else (),
+        points=points([*zip(searches, found, strict=True)], sample) if sample else (),
         rejected={reason: number for reason, number in rejected.most_common() if number},
         searched=sum(each.space.size for each in searches),
-        seconds=time.perf_counter() - began,
+        seconds=0.0,
         notes=notes(best, fastest or best[0], weighed, request.band) if best else enough_devices(searches[-1].request),
     )
 
 
 def _settled(candidate: Candidate) -> Candidate:
     """Returns a candidate whose `loss_chunk` is a number."""
-    auto = candidate.layout.loss_chunk == "auto"
-    return Candidate.of(with_loss_chunk(candidate.spec)) if auto else candidate
+    return Candidate.of(with_loss_chunk(candidate.spec)) if candidate.layout.loss_chunk == "auto" else candidate
 
 
 def _of_space(search: Search) -> tuple[Found, list[Candidate]]:
@@ -271,9 +271,10 @@ def _leanest(search: Search, found: Found) -> list[Candidate]:
     return refinements(search, found, [search.leanest]) if search.leanest else []
 
 
-def _search_of(searches: Sequence[Search], best: Sequence[Candidate]) -> Search:
-    """Returns the search over as many devices as the best layout has, or over the most."""
-    return next((one for one in searches if best and best[0].layout.world in one.request.devices), searches[-1])
+def _search_of(searches: Sequence[Search], found: Sequence[Found], best: Sequence[Candidate]) -> tuple[Search, Found]:
+    """Returns the search over as many devices as the best layout has, or over the most, and what it found."""
+    every = [*zip(searches, found, strict=True)]
+    return next((one for one in every if best and best[0].layout.world in one[0].request.devices), every[-1])
 
 
 def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:

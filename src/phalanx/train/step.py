@@ -92,7 +92,7 @@ class Memory:
         shown = ", ".join(f"{part} {gib(size)}" for part, size in table.items())
         message = str(error).strip().splitlines() or [type(error).__name__]
         words = " or ".join(sorted(parts, key=table.__getitem__, reverse=True))
-        free = error.free if isinstance(error, BudgetError) else _free(self.device)
+        free = error.free if isinstance(error, BudgetError) else free_bytes(self.device)
         return (
             f"no memory for this rank's {words}: it is predicted to need {shown}, together "
             f"{gib(sum(table.values()))}; {gib(free)} are free; nearest remedy for its {largest}: "
@@ -145,7 +145,7 @@ class Memory:
         return f"twice the devices with layout.dp_shard={2 * layout.dp_shard} and layout.zero=3"
 
 
-def _free(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Returns the bytes that a rank can still allocate: of an accelerator, or of the machine and its process limit."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.comm.axis import Pending
@@ -26,11 +26,14 @@ from phalanx.config.job import IGNORE, Job
 from phalanx.data.loader import MicroBatch
 from phalanx.launch.process_group import device_of
 from phalanx.launch.ranks import Ranks
+from phalanx.model.layers import Linear, Multiply
 from phalanx.model.seeding import derive_seed
+from phalanx.model.transformer import Head
 from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipeline import PipeDream
+from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition import derived as batch
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.drivers import UnflushedSteps
@@ -94,6 +97,8 @@ def _put(weights: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 TOLERANCE = 1e-9
 """Largest relative difference, in float64, that counts as equal."""
+SCALED_BLOCK = 32
+"""Numbers that share a scale in 8 bits, at most: chunks of a product consist of whole blocks."""
 ROUNDING = 1e-7
 """A gradient's scale is at least this fraction of the largest gradient of all. Times TOLERANCE that is 1e-16 of it, the
 rounding of float64: some gradients (of a key's bias) are zero except for rounding, which differs with the layout."""
@@ -106,6 +111,9 @@ SAME = 2
 at which tensor ranks cut the vocabulary."""
 ANSWER_BORDERS = 0.2
 """The fraction of tokens at which an answer begins or ends."""
+
+LOSS_SCALE = 2.0**8
+"""The loss scale of fp16 here: small models have large gradients, which the first scales of a run would overflow."""
 
 Observe = Callable[[str, Tensor], None]
 """Called on rank 0 with a key (`gradient/STEP/NAME` or `parameter/NAME`) and a whole tensor."""
@@ -129,6 +137,12 @@ class Differences:
     """By step, the parameters whose gradients differ between ranks that hold the same of them, and last those that
     differ themselves after the last step: bit by bit, so that a gradient that is still a part of a sum is among them
     whatever one process computes."""
+    all_parameters: float = 0.0
+    """The root of the sum of squares of the differences of all parameters, relative to that of the parameters."""
+    values: list[float] = field(default_factory=list)
+    """The losses themselves."""
+    expected: list[float] = field(default_factory=list)
+    """Those of one process."""
 
 
 def nothing(_: Ranks) -> None:
@@ -151,8 +165,20 @@ def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stal
     save_file(tensors, path, {"scalars": json.dumps(asdict(found)), "largest": json.dumps(largest)})
 
 
-def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> Differences | None:
+def compare(
+    ranks: Ranks,
+    job: Job,
+    vocab_size: int,
+    steps: int,
+    path: Path,
+    *,
+    own_precision: bool = False,
+    chunks: int = 1,
+    stale: bool = False,
+) -> Differences | None:
     """Runs the same steps on the ranks of a layout and compares them with the record. Rank 0 returns the result.
+    With `own_precision` they run in the job's own precision, and not in float64; with `chunks`, on one process, linear
+    layers add their products in so many parts.
 
     The difference of a tensor is max|a - b| / scale. The scale of a gradient is the largest element of the tensor, but
     at least ROUNDING × the largest of all gradients of the step. That of a parameter is its largest element, but at
@@ -160,6 +186,9 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
     into up to lr × noise / eps.
     """
     found = Differences(gradients=[{} for _ in range(steps)])
+    dtype = DTYPES[job.train.precision] if own_precision else torch.float64
+    rounding = max(ROUNDING, torch.finfo(dtype).eps) if own_precision else ROUNDING
+    squares = torch.zeros(2, dtype=torch.float64)
     with safe_open(path, "pt") as expected:
         facts = expected.metadata()
         largest: list[float] = json.loads(facts["largest"])
@@ -167,26 +196,61 @@ def compare(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path) -> 
         def observe(key: str, whole: Tensor) -> None:
             kind, rest = key.split("/", 1)
             if kind == "parameter":
-                found.parameters[rest] = difference(whole, expected.get_tensor(key), job.optimizer.lr)
+                right = expected.get_tensor(key)
+                found.parameters[rest] = difference(whole, right, job.optimizer.lr)
+                squares.add_(torch.stack([(whole - right).double().square().sum(), right.double().square().sum()]))
                 return
             step, name = rest.split("/", 1)
             found.gradients[int(step)][name] = difference(
-                whole, expected.get_tensor(key), ROUNDING * largest[int(step)]
+                whole, expected.get_tensor(key), rounding * largest[int(step)]
             )
 
-        here, there = _run(ranks, job, vocab_size, steps, observe), Scalars(**json.loads(facts["scalars"]))
+        here = _run(ranks, job, vocab_size, steps, observe, stale, dtype, chunks)
+        there = Scalars(**json.loads(facts["scalars"]))
+        found.values, found.expected, found.copies = here.losses, there.losses, here.copies
         found.losses = [relative(*pair) for pair in zip(here.losses, there.losses, strict=True)]
         found.norms = [relative(*pair) for pair in zip(here.norms, there.norms, strict=False)]
-        found.copies = here.copies
         if here.validation is not None and there.validation is not None:
             found.validation = relative(here.validation, there.validation)
     if ranks.rank:
         return None
+    found.all_parameters = float((squares[0] / squares[1]).sqrt())
     names = parameter_shapes(job.model, vocab_size)
     trained = trained_shapes(job.model, vocab_size)
     found.gradients = [_in_order(step, trained) for step in found.gradients]
     found.parameters = _in_order(found.parameters, names)
     return found
+
+
+def multiply_in_chunks(model: nn.Module, chunks: int, block: int) -> None:
+    """Makes the linear layers of one process add their products in up to `chunks` parts, each rounded: over inputs in
+    the forward pass, over outputs and tokens in the backward pass, as ranks that have parts of them do. Parts consist
+    of whole blocks of `block` numbers."""
+    for module in model.modules():
+        if isinstance(module, Linear | Head):
+            module.multiply = partial(_in_chunks, module.multiply, chunks, block)
+
+
+def _in_chunks(
+    multiply: Multiply, chunks: int, block: int, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """Returns x weightᵀ + bias: (..., inputs) by (outputs, inputs) to (..., outputs)."""
+    tokens, (outputs, inputs) = x.flatten(0, -2), weight.shape
+
+    def parts(size: int) -> int:
+        return next(n for n in range(chunks, 0, -1) if n == 1 or size % (n * block) == 0)
+
+    of_inputs = parts(inputs)
+    rows = []
+    for some in tokens.chunk(chunks):
+        columns = []
+        for wanted in weight.chunk(parts(outputs)):
+            pairs = zip(some.chunk(of_inputs, -1), wanted.chunk(of_inputs, -1), strict=True)
+            first, *others = (multiply(each.contiguous(), part.contiguous()) for each, part in pairs)
+            columns.append(sum(others, start=first))
+        rows.append(torch.cat(columns, -1))
+    y = torch.cat(rows).unflatten(0, x.shape[:-1])
+    return y if bias is None else y + bias
 
 
 def _is_of_the_loss(key: str, step: int) -> bool:
@@ -210,13 +274,19 @@ def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
 
 
 def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[list[MicroBatch], int]:
-    """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch; their number differs
-    from row to row, and the last row has none. The first rows have one token alone. With `data.document_mask` every row
-    is cut into documents at different places, and where only answers count, parts of every row do. Rows of
-    conversations have padding behind the last target, and with `data.packing` several conversations. Of preference
-    pairs the answers are random, too, and it returns the number of pairs."""
-    equation = batch.solve(job.train.global_batch, job.layout)
-    rows, seq_len = equation.global_batch, job.model.seq_len
+    """Returns this rank's random micro-batches of a step, and the valid tokens of the whole batch."""
+    rows = batch.solve(job.train.global_batch, job.layout).global_batch
+    share = rows // mesh.data_ranks
+    return drawn(job, vocab_size, rows, range(mesh.data_rank * share, (mesh.data_rank + 1) * share), step)
+
+
+def drawn(job: Job, vocab_size: int, rows: int, mine: range, step: int) -> tuple[list[MicroBatch], int]:
+    """Returns the random micro-batches of some of a step's `rows` sequences, and the valid tokens of all rows; their
+    number differs from row to row, and the last row has none. The first rows have one token alone. With
+    `data.document_mask` every row is cut into documents at different places, and where only answers count, parts of
+    every row do. Rows of conversations have padding behind the last target, and with `data.packing` several
+    conversations. Of preference pairs the answers are random, too, and it returns the number of pairs."""
+    seq_len, size = job.model.seq_len, batch.solve(job.train.global_batch, job.layout).micro_batch
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
     tokens = generator.integers(vocab_size, size=(rows, seq_len + 1))
     tokens[: rows // SAME] = -(-vocab_size // 2)
@@ -224,8 +294,6 @@ def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[lis
     behind = np.arange(seq_len) >= generator.integers(1, seq_len + 1, size=(rows, 1))
     behind[-1] |= rows > 1 and not has_pairs(job.data)
     targets[behind] = IGNORE
-    share = rows // mesh.data_ranks
-    first, size = mesh.data_rank * share, equation.micro_batch
     ends = generator.random((rows, seq_len)) < DOCUMENT_ENDS
     documents = (ends.cumsum(axis=1) - ends).astype(np.int64) if job.data.document_mask else None
     if has_answers(job.data) and not has_pairs(job.data):
@@ -239,7 +307,7 @@ def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[lis
     reference = generator.normal(-valid.sum(axis=1) * math.log(vocab_size)) if has_pairs(job.data) else None
     counted = int(valid.sum()) if reference is None else rows // PAIR
     batches = []
-    for a in range(first, first + share, size):
+    for a in range(mine.start, mine.stop, size):
         part = slice(a, a + size)
         mask = None if documents is None else documents[part].copy()
         ids = step * rows + np.arange(a, a + size)
@@ -276,13 +344,44 @@ class Scalars:
     """As in `Differences`."""
 
 
-def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, stale: bool = False) -> Scalars:
+def _run(
+    ranks: Ranks,
+    job: Job,
+    vocab_size: int,
+    steps: int,
+    observe: Observe,
+    stale: bool = False,
+    dtype: torch.dtype = torch.float64,
+    chunks: int = 1,
+) -> Scalars:
     """Trains and returns what is no tensor. `observe` is called for every gradient of every step, then for every
-    parameter. `stale`: on one process, gradients are one update late, as those of a pipeline without a flush."""
+    parameter."""
+
+    def prepare(stepper: ObservedStepper) -> None:
+        stepper.observe, stepper.keep = observe, ranks.rank == 0
+        if chunks > 1:
+            block = SCALED_BLOCK if job.train.precision == "fp8" else 1
+            multiply_in_chunks(stepper.replica.objective.model, chunks, block)
+
+    return run_steps(ranks, job, vocab_size, steps, prepare, stale, dtype)
+
+
+def run_steps(
+    ranks: Ranks,
+    job: Job,
+    vocab_size: int,
+    steps: int,
+    prepare: Callable[[ObservedStepper], None],
+    stale: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> Scalars:
+    """Trains with a stepper that `prepare` gets first, and returns what is no tensor. `stale`: on one process,
+    gradients are one update late, as those of a pipeline without a flush."""
     device = device_of(ranks, job.cluster.device)
     agree_on_job(job, device)
     mesh = meshes.build(job.layout, device.type)
-    stepper = _ObservedStepper(job, mesh, device, vocab_size, observe, keep=ranks.rank == 0)
+    stepper = ObservedStepper(job, mesh, device, vocab_size, dtype)
+    prepare(stepper)
     read, runner = partial(micro_batches, job, vocab_size, mesh), stepper.replica.runner
     if isinstance(runner, PipeDream):
         taken = streamed(stepper, runner, read, steps)
@@ -304,16 +403,20 @@ def _run(ranks: Ranks, job: Job, vocab_size: int, steps: int, observe: Observe, 
     return Scalars(losses, [step.grad_norm for step in taken], validation, stepper.copies)
 
 
-class _ObservedStepper(Stepper):
+class ObservedStepper(Stepper):
     """A Stepper that reports its gradients before the optimizer uses them."""
 
-    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, observe: Observe, keep: bool):
-        super().__init__(job, mesh, device, vocab_size, torch.float64)
-        self.observe, self.keep, self.seen = observe, keep, 0
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, dtype: torch.dtype):
+        super().__init__(job, mesh, device, vocab_size, dtype)
+        self.loss_scale = LossScale(dtype, LOSS_SCALE)
+        self.observe: Observe = lambda key, whole: None
+        self.keep, self.seen = False, 0
         self.held, self.copies = Replicas(self, exact=repeats_exactly(device)), list[list[str]]()
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
         found = {f.name: f.gradient for f in self.optimizer.shards if f.gradient is not None}
+        if (scale := self.loss_scale.value) != 1:
+            found = {name: gradient.float() / scale for name, gradient in found.items()}
         self.show(f"gradient/{self.seen}", found)
         self.seen += 1
         status = super().status(loss, requests)

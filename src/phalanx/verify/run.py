@@ -6,7 +6,8 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,19 @@ from typing import Any
 import torch
 
 from phalanx.blocks.parameters import count as parameters
-from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.errors import JobError, PhalanxError
+from phalanx.errors import JobError
 from phalanx.launch.pool import Pool
+from phalanx.pictures.divergence import divergence_map
 from phalanx.units import counted, seconds
+from phalanx.verify.locate import Divergence, explained, locate
 from phalanx.verify.measure import MIN_STEPS, TOLERANCE, Differences, compare, nothing, record
-from phalanx.verify.select import Selection
+from phalanx.verify.rounding import RoundingCase, RoundingReport, finite, message_of, run_rounded, too_large
+from phalanx.verify.select import Selection, skipped_lines
+from phalanx.verify.trace import trace_step
 
-PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "phalanx.verify.measure")
+PRELOAD = ("torch.distributed.tensor", "torch.distributed.fsdp", "torch._dynamo", "phalanx.verify.trace")
 START_S = 300.0
 """Maximum seconds for processes to start."""
 
@@ -70,6 +74,10 @@ class LayoutCase:
     """Where they first exceed it; None if they never do."""
     error: str | None
     """The message of what failed on the ranks; None if they ran."""
+    divergence: Divergence | None
+    """The first module that differs, found by a second pass; None if the layout is equal, or if that found nothing."""
+    not_located: str | None
+    """Why the second pass names no module; None if it does, or if there was none."""
     seconds: float
     """Seconds of the case."""
 
@@ -94,7 +102,7 @@ class VerifyReport:
         """Returns the document of `phalanx verify --json`. A difference that is not a number (NaN) is null."""
         compared = self.selection.compared
         return {
-            "cases": [_finite(asdict(case)) for case in self.cases],
+            "cases": [finite(asdict(case)) for case in self.cases],
             "ok": self.ok,
             "tolerance": TOLERANCE,
             "precision": compared.job.train.precision,
@@ -129,10 +137,7 @@ def run(
     """
     began = time.perf_counter()
     report = VerifyReport(selection, steps)
-    processes = max((layout.processes for layout in selection.layouts), default=1)
-    device = selection.compared.job.cluster.device
-    with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, Pool(processes, PRELOAD, device) as pool:
-        pool.run(nothing, processes, timeout=START_S)
+    with tempfile.TemporaryDirectory(prefix="phalanx_verify_") as folder, _started(selection) as pool:
         records: dict[tuple[ModelConfig, int, bool], Path] = {}
         for layout in selection.layouts:
             on_start(layout)
@@ -145,24 +150,49 @@ def run(
                 alone, vocab = selection.alone(layout), selection.compared.vocab_size
                 pool.run(record, 1, alone, vocab, count, path, stale, timeout=job.run.timeout_s)
                 records[of] = path
-            report.cases.append(_case(pool, job, selection.compared.vocab_size, count, records[of]))
+            report.cases.append(_case(pool, selection, layout, count, records[of]))
             on_case(report.cases[-1])
     report.seconds = time.perf_counter() - began
     return report
 
 
-def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> LayoutCase:
-    layout, began = job.layout, time.perf_counter()
+def run_in_precision(
+    selection: Selection, steps: int, on_case: Callable[[RoundingCase], None], on_start: Callable[[Layout], None]
+) -> RoundingReport:
+    """Compares every selected layout in the precision of its job, by one process's own rounding (rounding.py)."""
+    with _started(selection) as pool:
+        return run_rounded(selection, steps, pool, on_case, on_start)
+
+
+@contextmanager
+def _started(selection: Selection) -> Iterator[Pool]:
+    """Starts as many processes as the largest layout needs."""
+    processes = max((layout.processes for layout in selection.layouts), default=1)
+    with Pool(processes, PRELOAD, selection.compared.job.cluster.device) as pool:
+        pool.run(nothing, processes, timeout=START_S)
+        yield pool
+
+
+def _case(pool: Pool, selection: Selection, layout: Layout, steps: int, path: Path) -> LayoutCase:
+    job, began = selection.case(layout), time.perf_counter()
     found, error = None, None
     try:
-        found = pool.run(compare, layout.processes, job, vocab_size, steps, path, timeout=job.run.timeout_s)[0]
+        vocab = selection.compared.vocab_size
+        found = pool.run(compare, job.layout.processes, job, vocab, steps, path, timeout=job.run.timeout_s)[0]
     except Exception as raised:  # an error on a rank is this case's result and does not end the others
-        kind = "" if isinstance(raised, PhalanxError) else f"{type(raised).__name__}: "
-        error = kind + (str(raised).strip().splitlines() or [""])[0]
+        error = message_of(raised)
     first = first_difference(found, TOLERANCE) if found else None
+    divergence, not_located = None, None
+    if first is not None:
+        try:
+            divergence = locate(pool.run, selection, layout, first.step, trace_step, job.run.timeout_s)
+            if divergence is None:
+                not_located = "the second pass found no module that differs"
+        except Exception as raised:
+            not_located = f"the second pass failed: {message_of(raised)}"
     return LayoutCase(
-        layout=layout.line(),
-        world=layout.world,
+        layout=job.layout.line(),
+        world=job.layout.world,
         n_layers=job.model.n_layers,
         n_experts=job.model.moe.n_experts,
         global_batch=job.train.global_batch,
@@ -174,6 +204,8 @@ def _case(pool: Pool, job: Job, vocab_size: int, steps: int, path: Path) -> Layo
         ok=found is not None and first is None,
         first_difference=first,
         error=error,
+        divergence=divergence,
+        not_located=not_located,
         seconds=round(time.perf_counter() - began, 3),
     )
 
@@ -210,13 +242,6 @@ def worst(differences: list[float]) -> float:
     return max((math.inf if math.isnan(rel) else rel for rel in differences), default=0.0)
 
 
-def _finite(value: Any) -> Any:
-    """Replaces NaN and infinity, which JSON lacks, by None."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def table(report: VerifyReport) -> str:
     """Returns the report as plain text in columns: a line per layout, failures, skipped layouts, and the verdict."""
     rows: list[tuple[str, ...]] = [("layout", "ranks", "loss", "gradients", "parameters", "", "time")]
@@ -231,16 +256,11 @@ def table(report: VerifyReport) -> str:
     ]
     failed = [case for case in report.cases if not case.ok]
     if failed:
-        lines += ["", "Differences:", *(f"  {case.layout}: {complaint(case)}" for case in failed)]
-    by_reason: dict[str, list[str]] = {}
-    for skipped in report.selection.skipped:
-        by_reason.setdefault(skipped.reason, []).append(skipped.layout)
-    if by_reason:
-        lines += ["", "Not compared:"]
-    for reason, layouts in by_reason.items():
-        lines.append(f"  {layouts[0]}{f' and {len(layouts) - 1} more' if len(layouts) > 1 else ''}: {reason}")
-    if report.selection.refused:
-        lines += ["", "Refused:", *(f"  {problem}" for problem in report.selection.refused)]
+        lines += ["", "Differences:"]
+        for case in failed:
+            lines.append(f"  {case.layout}: {complaint(case)}")
+            lines += [f"    {line}" for line in location(case)]
+    lines += skipped_lines(report.selection)
     how_many = f"{f'{len(failed)} of ' if failed else ''}{counted(len(report.cases), 'layout')}"
     measure = f"tolerance {TOLERANCE:g}, {counted(report.steps, 'step')}, {seconds(report.seconds)}"
     verdict = f"{'Not equal' if failed else 'Equal'} to one process: {how_many} ({measure})"
@@ -267,12 +287,31 @@ def complaint(case: LayoutCase) -> str:
     return ""
 
 
-def introduction(selection: Selection, steps: int) -> list[str]:
-    """Returns lines about the layouts to compare and the changes of the job."""
+def location(case: LayoutCase) -> list[str]:
+    """Returns lines on the first module that differs."""
+    if case.divergence is None:
+        return [case.not_located] if case.not_located else []
+    return [*explained(case.divergence), *(f"not compared: {why}" for why in case.divergence.unknown)]
+
+
+def picture(report: VerifyReport) -> str | None:
+    """Returns where the first layout that differs parts from one process, as an SVG document; None if no layout does,
+    or none was located."""
+    for case in report.cases:
+        if found := case.divergence:
+            title = f"{case.layout} and one process"
+            return divergence_map(title, explained(found), found.table, (found.direction, found.module), TOLERANCE)
+    return None
+
+
+def introduction(selection: Selection, steps: int, *, own_precision: bool = False) -> list[str]:
+    """Returns lines about the layouts to compare and the changes of the job; `own_precision` where they are compared
+    in its precision."""
     job = selection.compared.job
     products = " with products in fp8" if job.train.precision == "fp8" else ""
+    form = f"{job.train.precision}, measured from fp64" if own_precision else f"fp64{products}"
     what = f"{counted(len(selection.layouts), 'layout')} with one process"
-    lines = [f"comparing {what}: {counted(steps, 'step')} in fp64{products}"]
+    lines = [f"comparing {what}: {counted(steps, 'step')} in {form}"]
     lines += [
         f"{path}: {wanted} in the job, {used} here" for path, (wanted, used) in selection.compared.changes.items()
     ]
@@ -281,7 +320,7 @@ def introduction(selection: Selection, steps: int) -> list[str]:
     return [*lines, *selection.notes]
 
 
-def progress(case: LayoutCase) -> str:
+def progress(case: LayoutCase | RoundingCase) -> str:
     """Returns one line about a finished case."""
-    failed = "" if case.ok else f": {complaint(case)}"
+    failed = "" if case.ok else f": {too_large(case) if isinstance(case, RoundingCase) else complaint(case)}"
     return f"{'ok  ' if case.ok else 'FAIL'}  {case.layout} ({seconds(case.seconds)}){failed}"

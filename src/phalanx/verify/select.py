@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache
-from math import gcd
+from math import gcd, lcm
 from typing import Any
 
 from phalanx.axes.catalogue import OWN as OWN_AXES
@@ -20,9 +20,10 @@ from phalanx.check.model import size_problems
 from phalanx.config import fields, layout_line
 from phalanx.config.cluster import Cluster
 from phalanx.config.corpora import PAIR, has_answers, has_pairs
-from phalanx.config.job import Job
+from phalanx.config.job import Checkpoint, Job
 from phalanx.config.layout import AXES, Layout
 from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.precision import Precision
 from phalanx.errors import JobError
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import MODES, flushes, is_file, legal_hpz, parse, parse_cut, schedule_of
@@ -224,8 +225,9 @@ class ComparedJob:
     """The differences between both jobs; empty if the job is compared as it is."""
 
 
-def compared_job(job: Job, as_is: bool, max_ranks: int) -> ComparedJob:
-    """Returns the job to compare in place of `job`: smaller if the original takes too long, unless `as_is`.
+def compared_job(job: Job, as_is: bool, max_ranks: int, own: Precision | None = None) -> ComparedJob:
+    """Returns the job to compare in place of `job`: smaller if the original takes too long, unless `as_is`. It trains
+    in precision `own`, by default in float64.
 
     A small model has the same parts, heads and key/value heads, and its widths and experts are divisible by the same
     numbers of ranks up to `max_ranks`: the same layouts are legal for it. It runs on CPU processes unless the job asks
@@ -244,9 +246,10 @@ def compared_job(job: Job, as_is: bool, max_ranks: int) -> ComparedJob:
         for path in fields.leaves()
         if fields.get(job, path) != fields.get(small, path)
     }
-    precision = "fp8" if job.train.precision == "fp8" else "fp64"
+    precision = own or ("fp8" if job.train.precision == "fp8" else "fp64")
+    gradients = small.train.gradients if own else "same"
     train = replace(
-        small.train, precision=precision, gradients="same", compile=False, cpu_linear="auto", global_batch=0
+        small.train, precision=precision, gradients=gradients, compile=False, cpu_linear="auto", global_batch=0
     )
     layout = Layout(bucket_mb=small.layout.bucket_mb)
     cluster = Cluster(device="cuda" if job.cluster.device == "cuda" else "cpu")
@@ -336,6 +339,19 @@ class Selection:
         return not flushes(layout)
 
 
+def skipped_lines(selection: Selection) -> list[str]:
+    """Returns lines about layouts that are not compared, by reason, and about those that were refused."""
+    by_reason: dict[str, list[str]] = {}
+    for skipped in selection.skipped:
+        by_reason.setdefault(skipped.reason, []).append(skipped.layout)
+    lines = ["", "Not compared:"] if by_reason else []
+    for reason, layouts in by_reason.items():
+        lines.append(f"  {layouts[0]}{f' and {len(layouts) - 1} more' if len(layouts) > 1 else ''}: {reason}")
+    if selection.refused:
+        lines += ["", "Refused:", *(f"  {problem}" for problem in selection.refused)]
+    return lines
+
+
 def select(
     job: Job,
     *,
@@ -344,16 +360,18 @@ def select(
     schedules: bool = False,
     max_ranks: int = 8,
     as_is: bool = False,
+    alone: bool = False,
+    precision: Precision | None = None,
 ) -> Selection:
     """Selects the layouts of `lines`, or the job's own with the matrix and the covering set, with every layout
-    (`full`), or with every pipeline schedule alone (`schedules`).
+    (`full`), with every pipeline schedule alone (`schedules`), or by itself (`alone`).
 
     A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. Unless `as_is`, a
     model with no more layers than stages gets more, and one without experts gets some for layouts with expert
-    parallelism. A named layout that cannot be compared does not stop the others. Raises JobError with every problem if
-    none of the named layouts can be compared.
+    parallelism. `precision`: that of the comparison, by default float64. A named layout that cannot be compared does
+    not stop the others. Raises JobError with every problem if none of the named layouts can be compared.
     """
-    selection, problems = Selection(compared_job(job, as_is, max_ranks), as_is), list[str]()
+    selection, problems = Selection(compared_job(job, as_is, max_ranks, precision), as_is), list[str]()
     for line in lines:
         try:
             layout = layout_line.parse(line)
@@ -381,9 +399,77 @@ def select(
     selection.refused = problems
     if not lines:
         _own(selection, job, max_ranks)
+    if not (lines or alone):
         _rest(selection, job, full, schedules, max_ranks)
     selection.notes += _notes(selection, job)
     return selection
+
+
+RESUMED = (
+    "dp_replicate=2",
+    "dp_shard=2,zero=1",
+    "dp_shard=4,zero=3",
+    "dp_shard=2,zero=2,offload=optimizer",
+    "tp=2,sp=true",
+    "pp=2,schedule=interleaved_1f1b",
+    "pp=2,tp=2",
+    "cp=2",
+    "dp_shard=2,ep=2",
+)
+"""Layouts whose runs go on in each other's: every axis, every ZeRO stage, and the optimizer on the host."""
+
+Pair = tuple[Job, Job]
+"""The job in the layout until its checkpoint, and in the layout that resumes from it."""
+
+
+def resumed_pairs(
+    job: Job, *, lines: Sequence[str] = (), max_ranks: int = 8, as_is: bool = False
+) -> tuple[Selection, list[Pair]]:
+    """Selects the pairs of layouts between which a run changes: from the job's own to each of RESUMED and back, and
+    from each of these to the next; of `lines`, every two of them, or one and one process.
+
+    Raises JobError with every problem if none of the named layouts can be compared."""
+    selection = select(job, lines=lines, max_ranks=max_ranks, as_is=as_is) if lines else None
+    if selection is None:
+        selection = Selection(compared_job(job, as_is, max_ranks), as_is)
+        _own(selection, job, max_ranks)
+        for layout in map(layout_line.parse, RESUMED):
+            if why := _reasons(selection.suited(job, layout), selection, layout, max_ranks):
+                selection.skipped.append(Skipped(layout.line(), "; ".join(why)))
+            else:
+                _add(selection, layout)
+    alone = selection.compared.job.layout
+    layouts = [layout for layout in selection.layouts if flushes(layout)]
+    selection.skipped += [
+        Skipped(layout.line(), "a pipeline without a flush drains before a checkpoint, which changes its steps")
+        for layout in selection.layouts
+        if not flushes(layout)
+    ]
+    if lines and len(layouts) > 1:
+        wanted = list(itertools.permutations(layouts, 2))
+    else:
+        own, *others = layouts if len(layouts) > 1 and not lines else [alone, *layouts]
+        wanted = [*((own, other) for other in others), *((other, own) for other in others)]
+        wanted += itertools.pairwise(others)
+    pairs: list[Pair] = []
+    for first, second in wanted:
+        pair = _pair(selection, first, second)
+        if wrong := [message for each in pair for _, message in problems_of(each)]:
+            selection.skipped.append(Skipped(f"{first.line()} → {second.line()}", "; ".join(dict.fromkeys(wrong))))
+        else:
+            pairs.append(pair)
+    return selection, pairs
+
+
+def _pair(selection: Selection, first: Layout, second: Layout) -> Pair:
+    """Returns the jobs of a pair: one model and one global batch for both layouts."""
+    job = replace(selection.compared.job, checkpoint=Checkpoint(verify=True))
+    for layout in (first, second):
+        job = selection.suited(job, layout)
+    jobs = [_with(job, layout) for layout in (first, second)]
+    both = lcm(*(each.train.global_batch for each in jobs))
+    a, b = (replace(each, train=replace(each.train, global_batch=both)) for each in jobs)
+    return a, b
 
 
 def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks: int) -> None:

@@ -1,0 +1,212 @@
+"""A GPU that is not there: what Python code asks of torch.cuda, answered for the device of a job.
+
+Fake tensors on it are `cuda:0` to Python, so that the branches for GPUs run; torch's own code, which may be built
+without CUDA, sees a CPU. Streams and events have nothing to order, as nothing is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from phalanx.config.cluster import Cluster
+from phalanx.config.clusters import DEVICES
+from phalanx.dryrun.operations import attention_on_gpu
+
+CAPABILITIES = {
+    "v100": (7, 0),
+    "a100": (8, 0),
+    "l40s": (8, 9),
+    "rtx-4090": (8, 9),
+    "rtx-pro": (12, 0),
+    "h": (9, 0),
+    "gh200": (9, 0),
+    "mi": (9, 4),
+    "": (10, 0),
+}
+"""Compute capabilities by the beginning of a device's name: of data-centre Blackwell where no other fits."""
+
+
+class _Stream:
+    """A stream of the GPU, or a mark in one."""
+
+    def __init__(self, device: Any = None, **_: Any):
+        self.device, self.device_index = torch.device("cuda", 0), 0
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return event or self
+
+    def wait_stream(self, _: Any) -> None:
+        pass
+
+    wait_event = record = wait = lambda self, *_: None
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Any) -> float:
+        return 0.0
+
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+
+class NamedDevices(TorchFunctionMode):
+    """Notes which of torch's functions Python calls, to tell a CPU that Python names from one that torch's own code
+    has inferred, for which all tensors are the CPU's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[bool, bool]] = []
+        """Of the calls that Python is in, whether each names a CPU, and has tensors of the GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        named = on_gpu = False
+        for each in (*args, *kwargs.values()):
+            for x in each if isinstance(each, (list, tuple)) else (each,):
+                if isinstance(x, FakeTensor):
+                    on_gpu = on_gpu or x.fake_device == CUDA
+                elif _is_cpu(x):
+                    named = True
+        self.calls.append((named, on_gpu))
+        try:
+            if on_gpu and (own := _OWN_KERNELS.get(func)):  # torch's code takes them where its device is a GPU
+                return own(*args, **kwargs)
+            return func(*args, **kwargs)
+        finally:
+            self.calls.pop()
+
+    def meant(self, device: torch.device | None, given: Iterable[Any]) -> torch.device | None:
+        """Returns the device that an operation's result is for, whose caller names `device`."""
+        if device is None or device.type != "cpu":
+            return device
+        here = any(isinstance(x, FakeTensor) and x.fake_device == CUDA for x in given)
+        if self.calls:
+            named, has_gpu = self.calls[-1]
+            return CUDA if not named and (here or has_gpu) else device
+        return CUDA if here and torch._C._current_graph_task_id() >= 0 else device
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Notes calls in the `with` block, also those of backward passes: hooks and gradients written in Python are
+        Python code, whatever call has started the pass."""
+        plain: Callable[..., Any] = vars(torch.autograd)["_engine_run_backward"]
+
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            before, self.calls = self.calls, []
+            try:
+                with self:
+                    return plain(*args, **kwargs)
+            finally:
+                self.calls = before
+
+        with mock.patch.object(torch.autograd, "_engine_run_backward", run_backward), self:
+            yield
+
+
+class _RmsNorm(torch.autograd.Function):
+    """torch's kernel for GPUs: it saves its input, and the inverse root of each row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        ctx.save_for_backward(x, weight, x.new_empty(*x.shape[:-dims], *[1] * dims, dtype=wide))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
+    return _RmsNorm.apply(x, weight, len(shape))
+
+
+_OWN_KERNELS = {F.rms_norm: _rms_norm, F.scaled_dot_product_attention: attention_on_gpu}
+
+
+def _is_cpu(x: Any) -> bool:
+    return (isinstance(x, torch.device) and x.type == "cpu") or (isinstance(x, str) and x == "cpu")
+
+
+@contextmanager
+def _nothing(*_: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def pretended_gpu(cluster: Cluster) -> Iterator[None]:
+    """Gives this process the GPUs of one node of `cluster` in the `with` block."""
+    name = cluster.accelerator.name
+    entry = DEVICES.get(name)
+    reported = entry.reported_as[0] if entry and entry.reported_as else name
+    capability = next(each for prefix, each in CAPABILITIES.items() if name.startswith(prefix))
+    memory, default = round(cluster.accelerator.memory_gib * 2**30), _Stream()
+    facts = SimpleNamespace(
+        name=reported, total_memory=memory, major=capability[0], minor=capability[1], multi_processor_count=132,
+        gcnArchName="gfx942",
+    )  # fmt: skip
+    stand_ins = {
+        "Stream": _Stream,
+        "Event": _Stream,
+        "stream": _nothing,
+        "device": _nothing,
+        "current_stream": lambda _=None: default,
+        "default_stream": lambda _=None: default,
+        "set_stream": lambda _: None,
+        "synchronize": lambda _=None: None,
+        "empty_cache": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: cluster.devices_per_node or 8,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "_lazy_init": lambda: None,
+        "get_device_name": lambda _=None: reported,
+        "get_device_capability": lambda _=None: capability,
+        "get_device_properties": lambda _=None: facts,
+        "mem_get_info": lambda _=None: (memory, memory),
+        "max_memory_allocated": lambda _=None: 0,
+    }
+    dispatch = FakeTensor.__torch_dispatch__
+
+    def dispatched(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:
+            return device_of_torch(args[0])
+        return dispatch(func, types, args, kwargs or {})
+
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device="cuda") is made on the host and moved
+    with ExitStack() as held:
+        held.callback(torch._C._set_only_lift_cpu_tensors, before)
+        for attribute, stand_in in stand_ins.items():
+            held.enter_context(mock.patch.object(torch.cuda, attribute, stand_in))
+        for target, attribute, stand_in in (
+            (fake_tensor, "init_gpu_context", lambda _: None),
+            (FakeTensor, "__torch_dispatch__", classmethod(dispatched)),
+            (FakeTensor, "is_cuda", property(lambda x: x.device.type == "cuda")),
+            (FakeTensor, "record_stream", lambda *_: None),
+        ):
+            held.enter_context(mock.patch.object(target, attribute, stand_in, create=True))
+        yield
+
+
+def device_of_torch(x: FakeTensor) -> torch.device:
+    """Returns the device of a fake tensor for torch's own code."""
+    if x.fake_mode.in_kernel_invocation:
+        return torch.device("meta")
+    return torch.device("cpu") if x.fake_device.type == "cuda" else x.fake_device

@@ -1,0 +1,293 @@
+"""Runs the real program of one rank without hardware: it builds the model, applies the layout, takes steps, and
+collects a checkpoint. What is measured is what the program does, not what a formula says."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from phalanx.comm.axis import Pending
+from phalanx.comm.calls import Recording, TimedCall, recorded
+from phalanx.config.clusters import ACCELERATORS
+from phalanx.config.job import Job
+from phalanx.data.loader import MicroBatch
+from phalanx.dryrun.world import KNOWN_BYTES, Allocation, DryWorld, pretended
+from phalanx.errors import JobError
+from phalanx.launch.watchdog import heartbeat
+from phalanx.launch.watchdog.heartbeat import Phase
+from phalanx.parallel import mesh as meshes
+from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.pipeline import PipeDream
+from phalanx.parallel.zero import BucketReplica
+from phalanx.partition import derived as batch
+from phalanx.partition.derived import HOST, named, tier_of
+from phalanx.train.drivers import driver_of
+from phalanx.train.feed import Feed
+from phalanx.train.guard import guard_of
+from phalanx.train.requests import NO_REQUESTS, Milestones, Requests
+from phalanx.train.state import TrainState
+from phalanx.train.step import Stepper
+from phalanx.verify.measure import drawn
+
+STEPS = 2
+"""Steps of a rehearsal: the optimizer's state is made in the first, so that the second is like all others."""
+PARTS: tuple[str, ...] = ("parameters", "gradients", "optimizer", "activations", "logits", "communication")
+
+
+@dataclass(frozen=True)
+class MemoryMoment:
+    """The memory of a rank after a change of it."""
+
+    parts: dict[str, int]
+    """Bytes of each of PARTS on the device."""
+    phase: str
+    at: int
+    """Nanoseconds of the clock of calls."""
+
+
+@dataclass
+class RankRehearsal:
+    """What one rank's program did."""
+
+    rank: int
+    coordinates: dict[str, int]
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of each of PARTS on the device at its fullest moment."""
+    at: str = ""
+    """What the rank did then."""
+    host_peak_bytes: int = 0
+    """Most bytes in the host's memory of what was offloaded."""
+    by_operator: list[dict[str, Any]] = field(default_factory=list)
+    """What was made by which operation in which module, of the fullest moment: largest first."""
+    timeline: list[MemoryMoment] = field(default_factory=list)
+    traffic_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Bytes sent per step by axis and collective."""
+    flops: dict[str, float] = field(default_factory=dict)
+    """FLOPs per step by kind."""
+    calls: list[TimedCall] = field(default_factory=list)
+    """The collectives and messages of the last step, in order."""
+    offloads: bool = False
+    checkpoint_bytes: int = 0
+    """What this rank writes of a checkpoint."""
+    seconds: float = 0.0
+    """Of the rehearsal."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.peak_bytes.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns its part of the document of `phalanx dryrun --json`."""
+        return {
+            "rank": self.rank,
+            "coordinates": self.coordinates,
+            "peak_bytes": {**self.peak_bytes, "total": self.peak},
+            "peak_at": self.at,
+            "host_peak_bytes": self.host_peak_bytes,
+            "peak_by_operator": self.by_operator,
+            "traffic_bytes": self.traffic_bytes,
+            "flops": {**self.flops, "total": sum(self.flops.values())},
+            "calls": [[each.axis, each.collective, each.bytes] for each in self.calls],
+            "checkpoint_bytes": self.checkpoint_bytes,
+            "seconds": round(self.seconds, 3),
+        }
+
+
+def problems(job: Job) -> Iterator[str]:
+    """Yields what of a job cannot be rehearsed, with what to set instead."""
+    layout = job.layout
+    if layout.sync == "asp":
+        yield "layout.sync=asp: its messages decide what comes next; sync=bsp can be rehearsed"
+    if layout.data_parallel == "threads" and layout.dp_replicate > 1:
+        yield "layout.data_parallel=threads: a rehearsal runs in one thread; ddp can be rehearsed"
+    if tier_of(layout, "optimizer") == "disk":
+        yield f"layout.offload_to={layout.offload_to}: its files would be real; offload_to={HOST} can be rehearsed"
+    if job.train.compile is True:
+        yield "train.compile=true: torch compiles for real tensors; compile=false can be rehearsed"
+
+
+def device_type_of(job: Job) -> str:
+    """Returns the type of the device that a job's program would run on: the cluster's, though it is not here."""
+    if job.cluster.device != "auto":
+        return job.cluster.device
+    return "cuda" if job.cluster.accelerator.name in ACCELERATORS else "cpu"
+
+
+def distinct_ranks(job: Job) -> list[int]:
+    """Returns the first rank of every pipeline stage: others hold equally large parts of the same layers."""
+    stride = meshes.lines(job.layout)["pp"].stride
+    return [stage * stride for stage in range(job.layout.pp)]
+
+
+def rehearse(job: Job, rank: int, vocab_size: int, device_type: str, steps: int = STEPS) -> RankRehearsal:
+    """Runs `steps` steps of rank `rank` of a job. Raises JobError for one that cannot be rehearsed, and what the
+    program raises."""
+    if found := list(problems(job)):
+        raise JobError("this job cannot be rehearsed:\n" + "\n".join(f"  {each}" for each in found))
+    began = time.perf_counter()
+    job = replace(job, train=replace(job.train, steps=steps))
+    recording, device = Recording(), torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
+    with (
+        recorded(recording),
+        pretended(rank, job.layout.processes, device, job.cluster, lambda: recording.phases[-1][1].label) as dry,
+    ):
+        mesh = meshes.build(job.layout, device.type)
+        places = {axis: place for axis, place in mesh.coordinates.items() if mesh.sizes[axis] > 1}
+        found = RankRehearsal(rank, places, offloads=bool(named(job.layout)))
+        with FakeTensorMode(allow_non_fake_inputs=True), dry.counting():
+            stepper = _MarkingStepper(job, mesh, device, vocab_size, dry)
+            dry.known_bytes = KNOWN_BYTES
+            state = TrainState(stepper, "", vocab_size)
+            dry.mark("parameters", parameters_of(stepper))
+            mesh.ledger.clear()
+            dry.flops.clear()
+            guard = guard_of(stepper, state.history, lambda *_, **__: None)
+            driver = driver_of(stepper)(
+                stepper=stepper,
+                feed=cast(Feed, _DrawnFeed(job, vocab_size, mesh)),
+                milestones=Milestones(steps, 1, 0, 0),
+                requests=lambda: NO_REQUESTS,
+                lr=lambda _: job.optimizer.lr,
+                record=lambda *_: None,
+                first=0,
+                guard=guard,
+            )
+            last = 0
+            for number, _ in driver.steps():
+                dry.mark("optimizer", (x for of in stepper.optimizer.state_tensors().values() for x in of.values()))
+                if number < steps:
+                    last = len(recording.calls)
+            found.traffic_bytes = mesh.ledger.traffic(steps)
+            found.flops = _by_kind(dry.flops, steps)
+            found.calls = recording.calls[last:]
+            found.checkpoint_bytes = sum(share.flat.nbytes for share in state.shares())
+            stepper.reload()
+            _measure_memory(found, dry)
+            del driver, state, stepper, guard
+    found.seconds = time.perf_counter() - began
+    return found
+
+
+class _MarkingStepper(Stepper):
+    """A Stepper that says which tensors are its gradients."""
+
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, dry: DryWorld):
+        super().__init__(job, mesh, device, vocab_size)
+        self.dry = dry
+
+    def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: float) -> Tensor:
+        heartbeat.enter_module("")  # that of the backward pass before
+        return super().gradients(micro_batches, step, global_tokens)
+
+    def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
+        self.dry.mark("gradients", gradients_of(self))
+        return super().status(loss, requests)
+
+
+def parameters_of(stepper: Stepper) -> list[Tensor]:
+    """Returns the tensors that hold a rank's parameters."""
+    replica = stepper.replica
+    found = [*replica.objective.parameters(), *(shard.value for shard in replica.shards)]
+    if isinstance(replica.runner, PipeDream):
+        found += [weight for weights in replica.runner.versions for weight in weights]
+    return [*found, *(shard.value for shard in stepper.optimizer.shards)]
+
+
+def gradients_of(stepper: Stepper) -> list[Tensor]:
+    """Returns the tensors that hold a rank's gradients now."""
+    replica = stepper.replica
+    found = [p.grad for p in replica.objective.parameters()]
+    found += [shard.gradient for shard in (*replica.shards, *stepper.optimizer.shards)]
+    if isinstance(replica, BucketReplica):
+        found += [buffer for each in replica.buckets for buffer in (each.gradients, each.reduced, each.arriving)]
+    return [x for x in found if x is not None]
+
+
+class _DrawnFeed:
+    """Random micro-batches of one rank: a Feed without data."""
+
+    def __init__(self, job: Job, vocab_size: int, mesh: Mesh):
+        self.job, self.vocab_size, self.mesh = job, vocab_size, mesh
+        self.batch = batch.solve(job.train.global_batch, job.layout)
+        self.next: list[MicroBatch] | None = None
+        self.step = 0
+
+    def peek(self) -> list[MicroBatch]:
+        if self.next is None:
+            share = self.batch.global_batch // self.mesh.data_ranks
+            self.next, valid = drawn(self.job, self.vocab_size, share, range(share), self.step)
+            self.valid = valid * self.mesh.data_ranks
+            self.step += 1
+        return self.next
+
+    def take(self) -> list[MicroBatch]:
+        taken, self.next = self.peek(), None
+        return taken
+
+    def take_unless(self, _: Callable[[], bool]) -> list[MicroBatch]:
+        return self.take()
+
+    def tokens(self, _: int) -> int:
+        return self.valid
+
+    def samples(self, done: int) -> range:
+        return range(done * self.batch.global_batch, (done + 1) * self.batch.global_batch)
+
+
+def _by_kind(flops: dict[str, float], steps: int) -> dict[str, float]:
+    """Returns FLOPs per step of matrix products, of experts' and of attention."""
+    found: defaultdict[str, float] = defaultdict(float)
+    for operator, count in flops.items():
+        kind = "attention" if "attention" in operator else "experts" if operator == "_grouped_mm" else "products"
+        found[kind] += count / steps
+    return dict(found)
+
+
+def part_of(made: Allocation) -> str:
+    """Returns which of PARTS an allocation is: what was found of it, else what the rank did when it was made."""
+    if made.part:
+        return made.part
+    match made.phase:
+        case Phase.OPTIMIZER.label:
+            return "optimizer"
+        case Phase.START.label:
+            return "parameters"
+        case Phase.EXCHANGE.label:
+            return "communication"
+        case _:
+            return "activations" if made.module.startswith(("blocks", "embed", "norm")) else "logits"
+
+
+def _measure_memory(found: RankRehearsal, dry: DryWorld) -> None:
+    """Finds the fullest moment among the changes of memory, and what was there."""
+    parts, sizes, device, host, most, when = dict.fromkeys(PARTS, 0), defaultdict[Allocation, int](int), 0, 0, -1, 0
+    for number, event in enumerate(dry.events):
+        if event.allocation.on_host:
+            host += event.change
+            found.host_peak_bytes = max(found.host_peak_bytes, host)
+            continue
+        parts[part_of(event.allocation)] += event.change
+        device += event.change
+        found.timeline.append(MemoryMoment(dict(parts), event.phase, event.at))
+        if device > most:
+            most, when = device, number
+    for event in dry.events[: when + 1]:
+        if not event.allocation.on_host:
+            sizes[event.allocation] += event.change
+    groups: defaultdict[tuple[str, str, str], int] = defaultdict(int)
+    for made, size in sizes.items():
+        groups[part_of(made), made.operator, made.module] += size
+    for (part, operator, module), size in sorted(groups.items(), key=lambda pair: -pair[1]):
+        if size:
+            found.by_operator.append({"part": part, "operator": operator, "module": module, "bytes": size})
+    found.peak_bytes = dict.fromkeys(PARTS, 0)
+    for (part, _, _), size in groups.items():
+        found.peak_bytes[part] += size
+    found.at = dry.events[when].phase

@@ -1,0 +1,397 @@
+"""A world of ranks and devices that are not there, for one rank of which the real program runs in this process.
+
+Tensors are torch's fake ones: they have a shape, a type and a device, but no elements. Collectives return at once. A
+step reads few values (where documents begin, how many tokens each expert has, the loss), so small storages that are
+computed from known values keep theirs. Where values are not known, tokens are divided evenly among experts, the loss is
+zero, and other ranks hold what this one does. A program that reads any other value cannot be rehearsed, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, ProcessGroup
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn import Parameter
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from phalanx.comm import calls
+from phalanx.config.cluster import Cluster
+from phalanx.dryrun.gpu import NamedDevices, device_of_torch, pretended_gpu
+from phalanx.dryrun.operations import flops_of, result_without_data
+from phalanx.errors import JobError
+from phalanx.launch.process_group import shutdown
+from phalanx.launch.watchdog import heartbeat
+from phalanx.parallel.offload import is_on_host
+
+aten = torch.ops.aten
+KNOWN_BYTES, KNOWN_AT_START = 2**26, 2**14
+"""Size of the largest storage whose values are kept: the guard's table of what other ranks hold is one. Less while the
+model is built, whose elements are drawn from integers."""
+_UNWRITTEN = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
+"""Operations whose result has no elements yet; integers are written before they are read."""
+_DEPENDS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+@dataclass(eq=False)
+class Allocation:
+    """A storage that an operation made."""
+
+    size: int
+    """Bytes now."""
+    on_host: bool
+    operator: str
+    """The operation that made it."""
+    phase: str
+    """What the rank was doing."""
+    module: str
+    """The module of the model whose pass ran; empty outside of any."""
+    part: str = ""
+    """What it is, once that is known: parameters, gradients, optimizer or communication."""
+
+
+@dataclass(frozen=True)
+class MemoryChange:
+    """A change of memory."""
+
+    allocation: Allocation
+    change: int
+    """Bytes more, or less."""
+    phase: str
+    at: int
+    """Nanoseconds of the clock of calls."""
+
+
+@contextmanager
+def _really() -> Iterator[None]:
+    """Runs operations of the `with` block, inside of one of a DryWorld, on real tensors."""
+    mode = torch._C._unset_dispatch_mode(_FAKE)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            torch._C._set_dispatch_mode(mode)
+
+
+class DryWorld(TorchDispatchMode):
+    """Runs operations on fake tensors in its `with` block, and records storages, FLOPs and small values."""
+
+    def __init__(self, phase: Callable[[], str], device: str):
+        super().__init__()
+        self.phase = phase
+        """Returns what the rank is doing."""
+        self.device = device
+        """The type of its device."""
+        self.named = NamedDevices() if device == "cuda" else None
+        self.live: dict[int, Allocation] = {}
+        """By storage."""
+        self.events: list[MemoryChange] = []
+        """Every change of memory, in order."""
+        self.flops: defaultdict[str, float] = defaultdict(float)
+        """By operation."""
+        self.known_bytes = KNOWN_AT_START
+        self.values: dict[int, torch.UntypedStorage] = {}
+        """By storage, its elements."""
+        self.reduction: Any = dist.ReduceOp.SUM
+        """The operation of the latest all-reduce."""
+        self.sent: dict[tuple[torch.Size, torch.dtype], Tensor | None] = {}
+        """The elements of the latest message of each shape and type: another rank sends the same."""
+
+    # Memory
+
+    def allocation(self, x: Tensor) -> Allocation | None:
+        """Returns the storage of a tensor of this rank."""
+        local = x.to_local() if isinstance(x, DTensor) else x
+        return self.live.get(local.untyped_storage()._cdata)
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Records that a storage was resized without an operation, as FSDP2 does."""
+        if made := self.live.get(storage._cdata):
+            self._change(made, size - made.size)
+
+    def _meet(self, x: Tensor, operator: str) -> None:
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self.live:
+            return
+        on_host = is_on_host() if self.device == "cpu" else x.device.type == "cpu"
+        made = self.live[key] = Allocation(0, on_host, operator, self.phase(), heartbeat.module())
+        self._change(made, storage.nbytes())
+        weakref.finalize(storage, self._forget, key).atexit = False
+
+    def _change(self, made: Allocation, change: int) -> None:
+        made.size += change
+        self.events.append(MemoryChange(made, change, self.phase(), calls.now()))
+
+    def _forget(self, key: int) -> None:
+        self.values.pop(key, None)
+        gone = self.live.pop(key)
+        self._change(gone, -gone.size)
+
+    def mark(self, part: str, tensors: Iterable[Tensor]) -> None:
+        """Says what tensors are, unless that is known."""
+        for x in tensors:
+            if (made := self.allocation(x)) and made.part in ("", "communication"):
+                made.part = part
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Runs operations here in the `with` block, and counts."""
+        with self.named.noting() if self.named else nullcontext(), self:
+            yield
+
+    # Values
+
+    def elements(self, x: Tensor) -> Tensor | None:
+        """Returns the elements of a tensor, as a view of its storage's; None if they are not known."""
+        kept = self.values.get(x.untyped_storage()._cdata)
+        if kept is None:
+            return None
+        with _really():
+            return torch.empty(0, dtype=x.dtype).set_(kept, x.storage_offset(), x.shape, x.stride())
+
+    def know(self, x: Tensor, elements: Tensor | None) -> None:
+        """Keeps the elements of a tensor, or forgets those of its storage."""
+        storage = x.untyped_storage()
+        if elements is None or storage.nbytes() > self.known_bytes:
+            self.values.pop(storage._cdata, None)
+            return
+        with _really():
+            if (kept := self.values.get(storage._cdata)) is None:
+                kept = self.values[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
+            torch.empty(0, dtype=x.dtype).set_(kept, x.storage_offset(), x.shape, x.stride()).copy_(elements)
+
+    def _computed(self, func: Any, args: Any, kwargs: Any, given: Sequence[Tensor]) -> Any:
+        """Returns the result of an operation on known elements; None if it has others, or is random, or large."""
+        if any(x.untyped_storage()._cdata not in self.values for x in given):
+            return None
+        if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
+            return None
+        if not given and _largest(args) > self.known_bytes // 8:
+            return None
+        plain, options = tree_map(lambda x: self.elements(x) if isinstance(x, Tensor) else x, (args, kwargs))
+        if "device" in options:
+            options["device"] = torch.device("cpu")
+        with _really():
+            out = func(*plain, **options)
+            if func in _UNWRITTEN:
+                return None if out.dtype.is_floating_point else out.zero_()
+            return out
+
+    def _forget_written(self, func: Any, args: Any, kwargs: Any) -> None:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[place] if place < len(args) else kwargs.get(argument.name)
+                for x in tree_leaves(written):
+                    if isinstance(x, Tensor):
+                        self.know(x, None)
+
+    def _read(self, x: Tensor) -> Any:
+        """Returns the element that the host reads. Raises JobError if it is not known."""
+        if (known := self.elements(x)) is not None:
+            with _really():
+                return known.item()
+        if x.dtype.is_floating_point:
+            return 0.0  # a finite loss, and no request of another rank
+        raise JobError(f"the step reads an element of {x.dtype} that depends on data, which a rehearsal does not have")
+
+    # Operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what counts are the local tensors inside
+        if func is torch.ops.prim.device.default:
+            return device_of_torch(args[0]) if isinstance(args[0], FakeTensor) else args[0].device
+        kwargs = dict(kwargs or {})
+        given = _flat(args, kwargs)
+        device = kwargs.get("device")
+        if all(type(x) in (Tensor, Parameter) and x.is_meta for x in given) and (
+            device.type == "meta" if device is not None else given
+        ):
+            with _really():  # a model without memory is on no device
+                return func(*args, **kwargs)
+        if torch._C._get_dispatch_mode(_FAKE) is None:  # torch computes something of its own
+            return func(*args, **kwargs)
+        if any(type(x) is not FakeTensor for x in given):
+            args, kwargs = tree_map(self._faked, (args, kwargs))
+            given = _flat(args, kwargs)
+        if func.namespace == "c10d":
+            return self._collective(func, args)
+        if func is aten._local_scalar_dense.default:
+            return self._read(args[0])
+        kwargs.pop("pin_memory", None)
+        if self.named and device is not None:
+            kwargs["device"] = self.named.meant(device, given)
+        elements = self._computed(func, args, kwargs, given)
+        sized = elements is not None and not _DEPENDS.isdisjoint(func.tags)  # by its elements
+        out = tree_map(lambda x: _like(x, given[0].device), elements) if sized else None
+        if elements is None and (assumed := result_without_data(func, args, kwargs)):
+            out, elements = assumed
+        if out is None:
+            out = func(*args, **kwargs)
+        if elements is None and func._schema.is_mutable:
+            self._forget_written(func, args, kwargs)
+        made = [out] if isinstance(out, Tensor) else _tensors(out)
+        operator = func._overloadpacket.__name__
+        for x in made:
+            if x.device.type != "meta":
+                self._meet(x, operator)
+        if elements is not None:
+            for x, known in zip(made, _tensors(elements), strict=True):
+                if x.untyped_storage()._cdata not in self.values:
+                    self.know(x, known)
+        if count := flops_of(func, args, kwargs, out):
+            self.flops[operator] += count
+        return out
+
+    def _faked(self, x: Any) -> Any:
+        """Returns a fake tensor for one of the host that was made without an operation, as from numpy."""
+        if not isinstance(x, Tensor) or isinstance(x, (FakeTensor, DTensor)) or x.is_meta:
+            return x
+        fake = torch._C._get_dispatch_mode(_FAKE).from_tensor(x)
+        self._meet(fake, "numpy")
+        if x.untyped_storage().nbytes() <= self.known_bytes:
+            self.values.setdefault(fake.untyped_storage()._cdata, x.untyped_storage())
+        return fake
+
+    # Collectives
+
+    def _collective(self, func: Any, args: Any) -> Any:
+        """Ends a collective at once. Every other rank has what this one has."""
+        name = func._overloadpacket.__name__
+        group = next(ProcessGroup.unbox(x) for x in args if isinstance(x, torch.ScriptObject) and _is_group(x))
+        size, rank = group.size(), group.rank()
+        tensors = [_tensors(x) for x in args]
+        for x in tensors[0]:
+            if name != "send" and (made := self.allocation(x)) and not made.part:
+                made.part = "communication"
+        with _really():
+            self._exchange(name, args, tensors, size, rank)
+        work = FakeWork().boxed()
+        returns = func._schema.returns
+        return work if len(returns) == 1 else (args[0], work)
+
+    def _exchange(self, name: str, args: Any, tensors: list[list[Tensor]], size: int, rank: int) -> None:
+        """Puts the elements that a collective leaves where they are known."""
+        match name:
+            case "broadcast_" | "barrier":
+                pass
+            case "allreduce_":
+                for x in tensors[0]:
+                    known = self.elements(x)
+                    self.know(
+                        x,
+                        None if known is None else known.clone() * (size if self.reduction == dist.ReduceOp.SUM else 1),
+                    )
+            case "send":
+                (x,) = tensors[0]
+                known = self.elements(x)
+                self.sent[x.shape, x.dtype] = None if known is None else known.clone()
+            case "recv_":
+                (x,) = tensors[0]
+                self.know(x, self.sent.get((x.shape, x.dtype)))
+            case "_allgather_base_":
+                (whole,), (part,) = tensors[:2]
+                known = self.elements(part)
+                self.know(whole, None if known is None else torch.cat([known.reshape(-1)] * size).view(whole.shape))
+            case "_reduce_scatter_base_":
+                (part,), (whole,) = tensors[:2]
+                known = self.elements(whole)
+                self.know(part, None if known is None else known.reshape(size, -1)[rank].view(part.shape) * size)
+            case "alltoall_base_":
+                (into,), (x,) = tensors[:2]
+                known = self.elements(x) if not args[4] else None
+                self.know(
+                    into, None if known is None else torch.cat([known.reshape(size, -1)[rank]] * size).view(into.shape)
+                )
+            case _:
+                for x in tensors[0]:
+                    self.know(x, None)
+
+
+def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the tensors among arguments and lists of them; torch's own walk takes several times as long."""
+    found = [x for x in args if isinstance(x, Tensor)]
+    found += [x for x in kwargs.values() if isinstance(x, Tensor)]
+    return found + [x for each in args if isinstance(each, (list, tuple)) for x in each if isinstance(x, Tensor)]
+
+
+def _like(x: Any, device: torch.device) -> Any:
+    return torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, Tensor)]
+
+
+def _largest(args: Any) -> float:
+    """Returns the most elements that a factory with these arguments can make."""
+    numbers = [abs(x) for x in tree_leaves(args) if isinstance(x, (int, float)) and math.isfinite(x)]
+    return (
+        math.prod(max(1, n) for n in args[0])
+        if args and isinstance(args[0], (list, tuple))
+        else max(numbers, default=0)
+    )
+
+
+def _is_group(x: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(x._type())
+
+
+def _address(x: FakeTensor) -> int:
+    """Returns an address that differs between storages, and follows places within one."""
+    return (x.untyped_storage()._cdata << 16) + int(x.storage_offset()) * x.element_size()
+
+
+@contextmanager
+def pretended(
+    rank: int, world: int, device: torch.device, cluster: Cluster, phase: Callable[[], str]
+) -> Iterator[DryWorld]:
+    """Makes this process rank `rank` of `world` on a device of `cluster` in the `with` block: process groups whose
+    other members are not there. In its `counting` tensors have no elements."""
+    dry = DryWorld(phase, device.type)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    plain: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+        result = plain(storage, size)
+        dry.resize(storage, size)
+        return result
+
+    all_reduce = dist.all_reduce
+
+    def noting_reduction(x: Tensor, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        dry.reduction = op
+        return all_reduce(x, op, *args, **kwargs)
+
+    with ExitStack() as held:
+        if device.type == "cuda":
+            held.enter_context(pretended_gpu(cluster))
+        options = FakeProcessGroup.Options()  # pyright: ignore[reportCallIssue]
+        dist.init_process_group(backend="fake", store=FakeStore(), rank=rank, world_size=world, pg_options=options)
+        held.callback(shutdown)
+        for target, name, stand_in in (
+            (dist.distributed_c10d, "_set_pg_timeout", lambda *_: None),
+            (dist, "get_backend", lambda _=None: backend),
+            (dist, "all_reduce", noting_reduction),
+            (torch.UntypedStorage, "resize_", resize),
+            (FakeTensor, "data_ptr", _address),
+            # Modules that are moved get new parameters instead of new memory under the old ones.
+            (torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True),
+        ):
+            held.enter_context(mock.patch.object(target, name, stand_in))
+        yield dry

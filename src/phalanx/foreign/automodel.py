@@ -1,0 +1,322 @@
+"""NeMo AutoModel's YAML recipes for language models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.config import presets
+from phalanx.config.hugging_face import config_json
+from phalanx.config.layout import Layout
+from phalanx.errors import JobError
+from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source, yaml_values
+from phalanx.foreign.shared import (
+    KEPT,
+    ONE_STAGE,
+    PIPELINES,
+    RECOMPUTES,
+    cut_of,
+    hub_model,
+    layers_of,
+    lora_targets,
+    schedule_of,
+    set_optimizer,
+    torch_schedule,
+    unknown_model,
+    unknown_value,
+    whole,
+)
+
+_D, _S, _C = "distributed.", "step_scheduler.", "model.config."
+_MARKS = {"step_scheduler", "distributed", "loss_fn", "dist_env", "recipe"}
+OPTIMIZERS = {
+    "torch.optim.adam": ("adamw", ""),
+    "torch.optim.adamw": ("adamw", ""),
+    "transformer_engine.pytorch.optimizers.fused_adam.fusedadam": ("adamw", ""),
+    "transformer_engine.pytorch.optimizers.fusedadam": ("adamw", ""),
+    "flashoptim.flashadamw": ("adamw8bit", ""),
+    "torch.optim.sgd": ("sgd", ""),
+}
+
+
+def recognises(source: Source) -> bool:
+    """Returns whether a file has AutoModel's sections."""
+    return "model" in source.keys and len(_MARKS & source.keys) > 1
+
+
+def finish(fields: Fields) -> None:
+    """Sets what depends on several names."""
+    for name in (
+        "recipe",
+        "recipe._target_",
+        "model._target_",
+        f"{_C}_target_",
+        "peft._target_",
+        f"{_D}_target_",
+        "distributed_config._target_",
+    ):
+        fields.leave(name, "the class that reads the section", affects=False)
+    _model(fields)
+    _length(fields)
+    _degrees(fields)
+    _pipeline(fields)
+    _recompute(fields)
+    _precision(fields)
+    _optimizer(fields)
+    if fields.has("peft.dim") or "peft.target_modules" in fields.stated:
+        found = fields.take("peft.target_modules", object, None) if "peft.target_modules" in fields.stated else None
+        lora_targets(fields, "peft.target_modules", found, everything=fields.take("peft.match_all_linear", bool, False))
+
+
+def _model(fields: Fields) -> None:
+    names = [
+        n
+        for n in (
+            "model.pretrained_model_name_or_path",
+            f"{_C}pretrained_model_name_or_path",
+            f"{_C}name_or_path",
+            "model.config",
+        )
+        if n in fields.stated
+    ]
+    shape = {n.removeprefix(_C): each.value for n, each in fields.stated.items() if n.startswith(_C)}
+    sizes = {
+        key: value for key, value in shape.items() if key in ("hidden_size", "num_hidden_layers", "num_attention_heads")
+    }
+    changed = [
+        f"{_C}{key}"
+        for key in shape
+        if key not in ("pretrained_model_name_or_path", "name_or_path", "_target_", "trust_remote_code", "use_cache")
+    ]
+    if len(sizes) == 3 and "architectures" in shape:
+        try:
+            described = config_json.read(shape)
+        except JobError as error:
+            unknown_model(fields, f"{_C}architectures", f"no shape here: {error}")
+        else:
+            for path, _, ours in config_json.differing(presets.PRESETS["tiny"], described.model):
+                fields.set(f"model.{path}", ours, [f"{_C}{key}" for key in shape])
+    elif names and isinstance(fields.stated[names[0]].value, str):
+        hub_model(fields, names[0], fields.take(names[0], str, ""))
+        pairs = {"num_hidden_layers": "model.n_layers", "vocab_size": "model.vocab_size"}
+        for key, path in pairs.items():
+            if isinstance(shape.get(key), int):
+                fields.set(path, shape[key], f"{_C}{key}")
+    elif "model._target_" in fields.stated:
+        unknown_model(fields, "model._target_", "the file names no model of the hub")
+    for name in (*names, *changed, f"{_C}trust_remote_code", f"{_C}use_cache"):
+        fields.leave(name, "the shape is that of the model", affects=False)
+    fields.leave("model.num_nextn_predict_layers", "more than one token is predicted with model.mtp", affects=False)
+    dispatcher = fields.take("model.backend.dispatcher", str, "")
+    kinds = {"torch": "all-to-all", "deepep": "deepep", "hybridep": "hybridep"}
+    if dispatcher in kinds:
+        fields.recipe["dispatcher"] = kinds[dispatcher]
+    else:
+        fields.leave("model.backend.dispatcher", "the traffic of this dispatcher is not priced", affects=True)
+    attention = fields.take("model.backend.attn", str, "te")
+    fields.leave("model.backend.attn", "attention in fused kernels is priced", affects=attention == "eager")
+
+
+def _length(fields: Fields) -> None:
+    packed = fields.take("packed_sequence.packed_sequence_size", int, 0)
+    names = [name for name in ("dataset.seq_len", "dataset.seq_length") if fields.has(name)]
+    if packed > 0:
+        name = "packed_sequence.packed_sequence_size"
+        fields.set("model.seq_len", packed, name, "attention is priced to the whole sequence, not within samples")
+        for each in names:
+            fields.leave(each, "samples are packed", affects=False)
+    elif names:
+        fields.set("model.seq_len", fields.take(names[0], int, 1), names[0])
+    else:
+        fields.need("model.seq_len", "the length of a sample in tokens")
+
+
+def _degrees(fields: Fields) -> None:
+    strategy = fields.take(f"{_D}strategy", str, "fsdp2").lower()
+    replicate, data = _whole(fields, f"{_D}dp_replicate_size", 1), _whole(fields, f"{_D}dp_size", 0)
+    tp = whole(fields, "layout.tp")
+    pp = whole(fields, "layout.pp")
+    names = [f"{_D}dp_size", f"{_D}dp_replicate_size"]
+    zero = fields.take(f"{_D}zero_dp_strategy", int, 3)
+    if strategy == "ddp":
+        fields.set("layout.dp_replicate", data or -1, [f"{_D}strategy", *names])
+    elif strategy in ("fsdp2", "megatron_fsdp"):
+        fields.set("layout.zero", zero if zero in (1, 2, 3) else 3, [f"{_D}strategy", f"{_D}zero_dp_strategy"])
+        fields.set("layout.dp_replicate", replicate, names[1])
+        fields.set("layout.dp_shard", data // max(1, replicate) if data else -1, names)
+    else:
+        unknown_value(fields, f"{_D}strategy", ["fsdp2", "megatron_fsdp", "ddp"], "layout.zero")
+    if tp > 1:
+        hidden = fields.take(f"{_D}enable_async_tensor_parallel", bool, False)
+        fields.set("layout.sp", hidden or fields.take(f"{_D}sequence_parallel", bool, False), f"{_D}sequence_parallel")
+        fields.leave(
+            f"{_D}enable_async_tensor_parallel", "overlap of tensor-parallel traffic is not priced here", affects=hidden
+        )
+    for name in (f"{_D}sequence_parallel", f"{_D}enable_async_tensor_parallel"):
+        fields.leave(name, "there is no tensor parallelism", affects=False)
+    experts = _whole(fields, f"{_D}ep_size", 1)
+    if experts > 1:
+        fields.set("layout.ep", experts, f"{_D}ep_size")
+    again = [n for n in (f"{_D}reshard_after_forward", f"{_D}moe.reshard_after_forward") if fields.has(n)]
+    again = again if len(again) < 2 or experts > 1 else again[:1]
+    if again:
+        fields.set("layout.reshard", fields.take(again[-1], bool, True), again[-1])
+    elif pp > 1:
+        fields.set("layout.reshard", False, f"{_D}reshard_after_forward", "in a pipeline")
+    for name in (f"{_D}reshard_after_forward", f"{_D}moe.reshard_after_forward"):
+        fields.leave(name, "that of experts' blocks counts", affects=False)
+    offload = [
+        n
+        for n in (f"{_D}offload_policy", f"{_D}offload_policy._target_")
+        if fields.has(n) and fields.take(n, object, None)
+    ]
+    if offload:
+        fields.set("layout.offload", "optimizer+parameters", offload)
+
+
+def _whole(fields: Fields, name: str, default: int) -> int:
+    """Returns a degree, which may be "none"."""
+    found = fields.stated.get(name)
+    if found is not None and str(found.value).lower() in ("none", "null", ""):
+        fields.take(name, object, None)
+        return default
+    return fields.take(name, int, default)
+
+
+def _pipeline(fields: Fields) -> None:
+    section = "autopipeline." if any(name.startswith("autopipeline.") for name in fields.stated) else f"{_D}pipeline."
+    names = [
+        f"{section}{n}"
+        for n in ("pp_schedule", "pp_microbatch_size", "layers_per_stage", "round_virtual_stages_to_pp_multiple")
+    ]
+    local_name = f"{_S}local_batch_size"
+    local = fields.take(local_name, int, 1)
+    pp = whole(fields, "layout.pp")
+    if pp < 2:
+        fields.set("layout.micro_batch", local, local_name)
+        for name in names:
+            fields.leave(name, "there is no pipeline", affects=False)
+        return
+    micro, each, rounds = fields.take(names[1], int, 1), fields.take(names[2], int, 0), fields.take(names[3], str, "")
+    if local % micro:
+        fields.problems.append(
+            f"{fields.origin(local_name)}: {local} sequences are no multiple of micro-batches of {micro}"
+        )
+    how = f"{local // micro} of them pass the pipeline before it is empty" if local > micro else ""
+    fields.set("layout.micro_batch", micro, [names[1], local_name], how)
+    word, layers = schedule_of(fields, names[0], "1f1b"), layers_of(fields.settings.values())
+    chunks = 1 if word in (*ONE_STAGE, "") else 2
+    if each and layers and chunks > 1:
+        stages = -(-layers // each)
+        stages += (-stages % pp) if rounds == "up" else -(stages % pp)
+        chunks = max(1, stages // pp)
+    if chunks > 1:
+        fields.set("layout.pp_chunks", chunks, names[2:])
+    if layers >= pp * chunks and word in (*ONE_STAGE, "interleaved_1f1b", "looped_bfs"):
+        fields.set("layout.pp_cut", cut_of(layers, pp * chunks, 0, 0), names[2])
+
+
+def _recompute(fields: Fields) -> None:
+    names = [
+        n for n in (f"{_D}activation_checkpointing", "parallelizer.activation_checkpointing") if n in fields.stated
+    ]
+    words = [str(fields.take(name, object, None)).lower() for name in names]
+    known = {"true": "full", "full": "full", "selective": "selective", "false": "none", "none": "none"}
+    if words and words[0] in known:
+        fields.set("layout.recompute", known[words[0]], names[0])
+    elif words:
+        unknown_value(fields, names[0], [*known], "layout.recompute")
+
+
+def _precision(fields: Fields) -> None:
+    dtype = fields.take("model.torch_dtype", str, "auto").lower().removeprefix("torch.")
+    eight, recipe = fields.take("fp8.enabled", bool, False), fields.take("fp8.recipe_name", str, "tensorwise")
+    gathers = fields.take("fp8.enable_fsdp_float8_all_gather", bool, False)
+    engine = fields.take("model.backend.te_fp8.recipe", str, "")
+    if eight:
+        fields.set("train.precision", "fp8", "fp8.enabled")
+        fields.set("train.fp8_scaling", recipe.partition("_")[0], "fp8.recipe_name")
+        if gathers:
+            fields.set("layout.quantise_weights", "fp8", "fp8.enable_fsdp_float8_all_gather")
+    elif engine:
+        scaling = {"mxfp8": "mxfp8", "current": "tensorwise", "block": "rowwise"}
+        fields.set("train.precision", "fp8", "model.backend.te_fp8.recipe")
+        near = "blocks of 128; rows are near" if engine == "block" else ""
+        fields.set("train.fp8_scaling", scaling.get(engine, "tensorwise"), "model.backend.te_fp8.recipe", near)
+    else:
+        fields.set("train.precision", "bf16", "model.torch_dtype", "passes in bf16, FSDP2's default")
+    for name in ("fp8.recipe_name", "fp8.enable_fsdp_float8_all_gather"):
+        fields.leave(name, "fp8.enabled is not set", affects=False)
+    compiled = ["compile.enabled", f"{_D}enable_compile"]
+    fields.set("train.compile", sum(fields.take(name, bool, False) for name in compiled) > 0, compiled)
+    masters = [
+        fields.take("optimizer.master_weights", bool, False),
+        fields.take("optimizer.master_weight_bits", int, 0) > 0,
+    ]
+    moments = fields.take("optimizer.exp_avg_dtype", str, "").lower().removeprefix("torch.")
+    wide = dtype in ("float32", "fp32") or any(masters)
+    if wide:
+        fields.recipe |= {"parameter_bytes": 4, "state_bytes": 4 if moments.startswith("bf") else 8}
+    else:  # the framework's memory has parameters and moments in the type of the checkpoint
+        fields.recipe |= {"parameter_bytes": 2, "state_bytes": 4}
+    fields.framework = "automodel"
+    loss = fields.take("loss_fn._target_", str, "")
+    if "FusedLinear" in loss:
+        fields.set("layout.loss_chunk", "auto", "loss_fn._target_", "the loss is computed in parts")
+    else:
+        fields.leave("loss_fn._target_", "the loss of all logits", affects=False)
+
+
+def _optimizer(fields: Fields) -> None:
+    set_optimizer(fields, "optimizer._target_", OPTIMIZERS)
+    least = fields.take("lr_scheduler.min_lr", float, 0.0)
+    peak = fields.settings.get("optimizer.lr")
+    if peak and "lr_scheduler.min_lr" in fields.stated:
+        share = min(1.0, least / float(str(peak.text)))
+        fields.set("optimizer.min_lr_ratio", share, ["lr_scheduler.min_lr", "optimizer.lr"])
+    if "optimizer.schedule" not in fields.settings:
+        fields.set("optimizer.schedule", "constant", "lr_scheduler.lr_decay_style")
+    fields.leave(f"{_S}ckpt_every_steps", "a checkpoint is no part of a step", affects=False)
+
+
+def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
+    """Returns the values that give a layout."""
+    old = any(name.startswith("autopipeline.") for name in theirs.stated)
+    section = "autopipeline." if old else f"{_D}pipeline."
+    piped = layout.pp > 1
+    found: dict[str, Any] = {
+        f"{_D}dp_replicate_size": layout.dp_replicate if layout.dp_replicate > 1 else None,
+        f"{_D}ep_size": layout.ep,
+        f"{_D}reshard_after_forward": layout.reshard,
+        f"{_D}sequence_parallel": layout.sp,
+        f"{_D}activation_checkpointing": layout.recompute
+        if layout.recompute == "selective"
+        else layout.recompute == "full",
+        f"{_S}local_batch_size": layout.micro_batch * (layout.accumulation if piped else 1),
+        f"{section}pp_microbatch_size": layout.micro_batch if piped else None,
+        f"{section}pp_schedule": (torch_schedule(layout.schedule) or "").lower() or None if piped else None,
+    }
+    if piped and (layers := layers_of(theirs.settings)):
+        found[f"{section}layers_per_stage"] = -(-layers // (layout.pp * max(1, layout.pp_chunks)))
+    if isinstance(theirs.value(f"{_D}dp_size"), int):
+        found[f"{_D}dp_size"] = layout.dp_replicate * layout.dp_shard
+    return found
+
+
+FORMAT = ForeignFormat(
+    kind="NeMo AutoModel",
+    table="automodel",
+    recognises=recognises,
+    parse=yaml_values,
+    finish=finish,
+    written=written,
+    covers=frozenset(
+        (
+            *("dp_replicate", "dp_shard", "ep", "sp", "recompute", "micro_batch", "accumulation", "schedule"),
+            *("pp_chunks", "pp_cut", "reshard", "loss_chunk"),
+        )
+    ),
+    fixed={"pp_cut": "", "sp_regather": False},
+    keeps=KEPT,
+    chooses=RECOMPUTES | PIPELINES,
+    marks="YAML with model, step_scheduler and distributed",
+)

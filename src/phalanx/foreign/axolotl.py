@@ -1,0 +1,249 @@
+"""Axolotl's YAML: fine-tuning of a model of the Hugging Face hub, with FSDP or DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from phalanx.config.layout import Layout
+from phalanx.foreign import deepspeed
+from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source, Stated, yaml_values
+from phalanx.foreign.shared import (
+    KEPT,
+    WHOLE,
+    hub_model,
+    included,
+    lora_targets,
+    set_fsdp,
+    set_optimizer,
+    unknown_value,
+)
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_hf", "adamw_apex_fused")
+_EIGHT = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit")
+OPTIMIZERS = {
+    **dict.fromkeys(_ADAMW, ("adamw", "")),
+    **dict.fromkeys(_EIGHT, ("adamw8bit", "")),
+    "paged_adamw_32bit": ("adamw", ""),
+    "adamw_bnb_32bit": ("adamw", ""),
+    "lion_32bit": ("lion", ""),
+    "paged_lion_32bit": ("lion", ""),
+    "lion_pytorch": ("lion", ""),
+    "muon": ("muon", ""),
+    "sgd": ("sgd", ""),
+}
+_MARKS = {"base_model", "sequence_len", "micro_batch_size"}
+_FUSED = ("cut_cross_entropy", "liger_fused_linear_cross_entropy", "chunked_cross_entropy")
+_F = "fsdp_config."
+
+
+def recognises(source: Source) -> bool:
+    """Returns whether a file names a base model and its batch."""
+    return "base_model" in source.keys and len(_MARKS & source.keys) > 1
+
+
+def parse(source: Source) -> list[Stated]:
+    """Returns the values of a file, and of the DeepSpeed file that it names."""
+    return included(source, yaml_values(source), "deepspeed")
+
+
+def finish(fields: Fields) -> None:
+    """Sets what depends on several names."""
+    if "base_model" in fields.stated:
+        hub_model(fields, "base_model", fields.take("base_model", str, ""))
+    _layout(fields)
+    _precision(fields)
+    _optimizer(fields)
+    _recompute(fields)
+    _adapter(fields)
+    _loss(fields)
+    if "layout.zero" not in fields.settings or "model.lora.rank" in fields.settings:
+        _stored(fields)
+    if fields.take("sample_packing", bool, False):
+        why = "samples fill a sequence; attention within them is priced as attention to the whole sequence"
+        fields.leave("sample_packing", why, affects=True)
+    if fields.has("rl"):
+        fields.leave("rl", "only the passes of supervised training are priced, without a reference model", affects=True)
+
+
+def _layout(fields: Fields) -> None:
+    replicate, shard = fields.take("dp_replicate_size", int, 0), fields.take("dp_shard_size", int, 0)
+    if replicate > 0:
+        fields.set("layout.dp_replicate", replicate, "dp_replicate_size")
+    if shard > 0:
+        fields.set("layout.dp_shard", shard, "dp_shard_size")
+    fsdp = [name for name in ("fsdp", "fsdp_config") if fields.has(name) and fields.stated[name].value]
+    fsdp += [name for name in fields.stated if name.startswith(_F)]
+    version = max(fields.take("fsdp_version", int, 1), fields.take(f"{_F}fsdp_version", int, 1))
+    words = [str(word) for word in fields.take("fsdp", list, [])]
+    if fields.has("deepspeed") and fields.take("deepspeed", str, ""):
+        deepspeed.set_deepspeed(fields)
+        for name in fsdp:
+            fields.leave(name, "deepspeed is set", affects=False)
+    elif fsdp:
+        set_fsdp(fields, _F, version)
+        if "shard_grad_op" in words:
+            fields.set("layout.reshard", False, "fsdp")
+        if "offload" in words:
+            fields.set("layout.offload", "optimizer+parameters", "fsdp")
+    else:
+        if shard > 1:
+            fields.set("layout.zero", 3, "dp_shard_size")
+        else:
+            fields.settings.pop("layout.dp_shard", None)
+            fields.set("layout.dp_replicate", -1, ["fsdp", "deepspeed", "dp_replicate_size", "dp_shard_size"], "DDP")
+        fields.framework = "torchtitan" if shard > 1 else "fsdp1"
+    if (backend := fields.take("expert_parallel_backend", str, "")).lower() in ("deepep", "hybridep"):
+        fields.recipe["dispatcher"] = backend.lower()
+    if (total := fields.take("batch_size", int, 0)) > 0 and "layout.accumulation" not in fields.settings:
+        fields.set("layout.accumulation", max(1, total // fields.take("micro_batch_size", int, 1)), "batch_size")
+
+
+def _precision(fields: Fields) -> None:
+    words = {"fp8": "fp8", "bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16", "float16": "fp16"}
+    on = [name for name in words if _switch(fields, name) in ("true", "auto", "full")]
+    how = "bf16 on devices that have it" if _switch(fields, "bf16") == "auto" else ""
+    fields.set("train.precision", words[on[0]] if on else "fp32", on or [*words], how)
+    if "fp8" in on:
+        fields.set("train.fp8_scaling", "tensorwise", "fp8")
+
+
+def _switch(fields: Fields, name: str) -> str:
+    """Returns a value that is a switch or a word, as a word in lower case."""
+    return str(fields.take(name, object, "")).lower()
+
+
+def _stored(fields: Fields) -> None:
+    """Sets the bytes of weights and optimizer state to those of weights loaded in 16 bits, without FSDP's shards."""
+    if fields.settings["train.precision"].text != "fp32":
+        fields.recipe["parameter_bytes"] = 2
+        if "model.lora.rank" not in fields.settings:
+            fields.recipe["state_bytes"] = 2 if _switch(fields, "optimizer") in _EIGHT else 4
+
+
+def _optimizer(fields: Fields) -> None:
+    set_optimizer(fields, "optimizer", OPTIMIZERS)
+    betas = ["adam_beta1", "adam_beta2"]
+    if any(name in fields.stated for name in betas):
+        fields.set("optimizer.betas", [fields.take(betas[0], float, 0.9), fields.take(betas[1], float, 0.999)], betas)
+    ratio, steps = fields.take("warmup_ratio", float, 0.0), fields.take("warmup_steps", float, 0.0)
+    total = fields.settings.get("train.steps")
+    if steps >= 1:
+        fields.set("optimizer.warmup_steps", int(steps), "warmup_steps")
+    elif share := ratio or steps:
+        if total:
+            fields.set(
+                "optimizer.warmup_steps",
+                int(share * float(str(total.text))),
+                ["warmup_ratio", "warmup_steps", "max_steps"],
+            )
+        for name in ("warmup_ratio", "warmup_steps"):
+            if not total:
+                fields.leave(name, "its share of the steps needs max_steps", affects=False)
+
+
+def _recompute(fields: Fields) -> None:
+    word, moved = _switch(fields, "gradient_checkpointing"), _switch(fields, "activation_offloading")
+    if word in ("true", "offload", "offload_disk"):
+        fields.set("layout.recompute", "full", "gradient_checkpointing")
+    elif word not in ("", "false"):
+        unknown_value(fields, "gradient_checkpointing", ["true", "false", "offload"], "layout.recompute")
+    on = {"gradient_checkpointing": word.startswith("offload"), "activation_offloading": moved not in ("", "false")}
+    if any(on.values()):
+        before = fields.settings.get("layout.offload")
+        parts = [str(before.text)] if before else []
+        fields.set("layout.offload", "+".join([*parts, "activations"]), [name for name in on if on[name]])
+
+
+def _adapter(fields: Fields) -> None:
+    kind = fields.take("adapter", str, "").lower()
+    names = ["adapter", "lora_r", "lora_alpha"]
+    rank, alpha = fields.take("lora_r", int, 0), fields.take("lora_alpha", float, 0.0)
+    linear = fields.take("lora_target_linear", bool, False)
+    found = fields.stated.get("lora_target_modules")
+    targets = fields.take("lora_target_modules", object, None) if found else None
+    if kind in ("lora", "qlora"):
+        if not rank:
+            fields.problems.append(f"{fields.origin('adapter')}: {kind} needs lora_r")
+        fields.set("model.lora.rank", rank, names[:2])
+        if alpha:
+            fields.set("model.lora.alpha", alpha, "lora_alpha")
+        lora_targets(fields, "lora_target_modules", targets, everything=linear or targets is None)
+    elif kind:
+        unknown_value(fields, "adapter", ["lora", "qlora"], "model.lora.rank")
+    for name in ("load_in_4bit", "load_in_8bit"):
+        if fields.take(name, bool, False):
+            why = "frozen weights in fewer bits are not priced; they count 2 bytes each"
+            fields.leave(name, why, affects=True)
+    for name in ("lora_r", "lora_alpha", "lora_target_linear", "lora_target_modules"):
+        if not kind:
+            fields.leave(name, "adapter is not set", affects=False)
+
+
+def _loss(fields: Fields) -> None:
+    plugins = [str(each) for each in fields.take("plugins", list, [])]
+    fused = [name for name in _FUSED if fields.take(name, bool, False)]
+    if any("CutCrossEntropy" in each for each in plugins):
+        fused.append("plugins")
+    else:
+        fields.leave("plugins", "kernels of other libraries are not priced", affects=bool(plugins))
+    if fused:
+        fields.set("layout.loss_chunk", "auto", fused, "the loss is computed in parts")
+    if fields.take("tiled_mlp", bool, False):
+        fields.set(
+            "layout.tiles", max(2, fields.take("tiled_mlp_num_shards", int, 4)), ["tiled_mlp", "tiled_mlp_num_shards"]
+        )
+    else:
+        fields.take("tiled_mlp_num_shards", int, 4)
+    names = ("flash_attention", "flash_optimum", "attn_implementation", "eager_attention")
+    for name in names:
+        eager = _switch(fields, name) == ("true" if name == "eager_attention" else "eager")
+        fields.leave(name, "attention in fused kernels is priced", affects=eager)
+
+
+def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
+    """Returns the values that give a layout."""
+    parts = layout.offload.replace("all", "optimizer+parameters+activations").split("+")
+    recomputes = layout.recompute == "full" and not layout.recompute_cut
+    found: dict[str, Any] = {
+        "gradient_checkpointing": recomputes,
+        "activation_offloading": True if "activations" in parts else None,
+    }
+    if theirs.value("deepspeed"):
+        return found
+    sharded = layout.dp_shard * layout.cp > 1
+    found["dp_shard_size"] = layout.dp_shard if sharded else None
+    found["dp_replicate_size"] = layout.dp_replicate if sharded and layout.dp_replicate > 1 else None
+    found |= {name: theirs.value(name) for name in theirs.stated if name.startswith("fsdp")}
+    if not sharded:
+        found |= {name: None for name in theirs.stated if name.startswith("fsdp")}
+    else:
+        key = next(
+            (n for n in (f"{_F}fsdp_offload_params", f"{_F}offload_params") if n in theirs.stated),
+            f"{_F}offload_params",
+        )
+        again = next(
+            (n for n in (f"{_F}fsdp_reshard_after_forward",) if n in theirs.stated), f"{_F}reshard_after_forward"
+        )
+        found |= {"fsdp_version": 2, again: layout.reshard, key: "parameters" in parts}
+        wraps = [
+            n for n in (f"{_F}fsdp_activation_checkpointing", f"{_F}activation_checkpointing") if n in theirs.stated
+        ]
+        if wraps:  # FSDP's own takes the place of the trainer's
+            del found["gradient_checkpointing"]
+            found[wraps[0]] = recomputes
+    return found
+
+
+FORMAT = ForeignFormat(
+    kind="Axolotl",
+    table="axolotl",
+    recognises=recognises,
+    parse=parse,
+    finish=finish,
+    written=written,
+    covers=frozenset(("loss_chunk", "recompute", "offload", "dp_shard", "dp_replicate", "reshard", "zero")),
+    fixed={"pp": 1},
+    keeps=(*KEPT, "ep", "accumulate", "sp", "sp_regather"),
+    chooses=WHOLE,
+    marks="YAML with base_model and sequence_len or micro_batch_size",
+)

@@ -1,0 +1,288 @@
+"""Recipes of Megatron-Bridge and NeMo 2: Python files, of which literals are followed, and YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from phalanx.errors import JobError
+from phalanx.foreign import python_config
+from phalanx.foreign.frame import Fields, ForeignFormat, Leftover, Source, Stated, Unresolved, yaml_values
+from phalanx.foreign.megatron import launched
+from phalanx.foreign.megatron_core import CHOOSES, COVERS, FIXED, core, start_from, written
+from phalanx.foreign.python_config import TARGET, Built, RecipeReader
+
+SECTIONS = (
+    *("model.config", "model.language_transformer_config", "model", "train", "optimizer.config", "optimizer", "ddp"),
+    *("optim.config", "scheduler", "tokenizer", "mixed_precision", "comm_overlap", "trainer.strategy.ddp"),
+    *("trainer.strategy", "trainer.plugins", "trainer", "data", "strategy"),
+)
+"""Sections whose names are those of Megatron Core's arguments."""
+KEPT = ("data.seq_length", "dataset.seq_length", "dataset.sequence_length", "tokenizer.vocab_size")
+"""Names that keep their section."""
+INNER = ("config", "plugins", "strategy", "ddp", "tp_comm_overlap_cfg", "logger")
+"""Values of sections that are sections themselves."""
+PRECISIONS = ("get_mixed_precision_config", "_lookup_or_none")
+"""Functions that stay calls: what they return follows from their names and arguments."""
+KNOWN = {
+    "set_cuda_graph_modules": lambda model, modules=(): model.fields.update(cuda_graph_modules=[*modules]),
+    "clear_cuda_graph_modules": lambda model: model.fields.update(cuda_graph_modules=[], cuda_graph_scope=[]),
+    "set_full_iteration_cuda_graph": lambda model: model.fields.update(cuda_graph_impl="full_iteration"),
+}
+"""Functions of Megatron-Bridge that change an object, with what they do."""
+_DEVICES = {
+    "h100": ("dgx-h100", 8),
+    "h200": ("dgx-h200", 8),
+    "a100": ("dgx-a100", 8),
+    "b200": ("dgx-b200", 8),
+    "b300": ("dgx-b300", 8),
+    "gb200": ("gb200-nvl72", 4),
+    "gb300": ("gb300-nvl72", 4),
+    "vr200": ("vr200-nvl72", 4),
+}
+"""Devices in the names of recipes, with machines of them."""
+
+
+def is_recipe(source: Source) -> bool:
+    return source.path.suffix == ".py" and bool(re.search(r"\bmegatron\.bridge\b|ConfigContainer", source.text))
+
+
+def is_nemo(source: Source) -> bool:
+    return source.path.suffix == ".py" and bool(re.search(r"\bnemo_run\b|\bnemo\.collections\b", source.text))
+
+
+def parse(source: Source) -> Sequence[Stated]:
+    """Returns the values of a function that builds a configuration."""
+    try:
+        module = python_config.module_of(source)
+    except (SyntaxError, ValueError, MemoryError) as error:
+        raise JobError(f"{source.path}: not valid Python: {error}") from None
+    names = [name for name in module.functions if re.search(r"_config$|recipe$", name) and name[0] != "_"]
+    name = source.part or (names[0] if len(names) == 1 else "")
+    if name not in module.functions:
+        known = ", ".join(names[:30]) + (f" and {len(names) - 30} more" if len(names) > 30 else "")
+        what = f"has no function {name}" if name else f"has {len(names)} configurations"
+        raise JobError(f"{source.path}: {what}; name one, --from {source.path}:NAME: {known or 'there is none'}")
+    reader = RecipeReader(PRECISIONS, KNOWN)
+    built = reader.call(module, name)
+    if not isinstance(built, Built):
+        raise JobError(f"{source.path}: {name} returns no configuration that follows from the file")
+    line = module.functions[name].lineno
+    found = [Stated("recipe", name, line, "", label="recipe")]
+    found += _named(python_config.stated(built, source.path))
+    for path, number, text in reader.calls:
+        if not _HARMLESS.search(text):
+            other = None if path == source.path else path
+            found.append(Stated(f"call {text}", Unresolved(text, "this call is not followed"), number, "", other))
+    return found
+
+
+_HARMLESS = re.compile(r"callbacks\.|\.append\(|\.extend\(|determinism|env_vars|\.update\(")
+"""Calls that change no figure."""
+
+
+def _named(values: Any) -> list[Stated]:
+    """Returns values under the names of Megatron Core, without their sections."""
+    found, unread = list[Stated](), list[str]()
+    for each in values:
+        name = each.name
+        if name.startswith(tuple(unread)) and unread:
+            continue
+        section = next((prefix for prefix in SECTIONS if name.startswith(f"{prefix}.")), "")
+        last = name.removeprefix(f"{section}.")
+        owner = last.removesuffix(f".{TARGET}")
+        if section and owner != last and "." not in owner and owner not in INNER and str(each.value)[:1].islower():
+            what = Unresolved(f"{each.value}(…)", "this function is not read")
+            unread.append(f"{section}.{owner}.")
+            found.append(replace(each, name=owner, value=what, label=f"{section}.{owner}"))
+            continue
+        plain = section and "." not in last and not last.endswith(TARGET) and not last.isdigit()
+        if name in KEPT or not plain:
+            found.append(each)
+        else:
+            found.append(replace(each, name=last, label=name))
+    return found
+
+
+def parse_yaml(source: Source) -> Sequence[Stated]:
+    """Returns the values of YAML; `${…}` of OmegaConf is not resolved."""
+    found = _named(yaml_values(source))
+    refers = [each for each in found if isinstance(each.value, str) and "${" in each.value]
+    why = "it refers to another value"
+    return [replace(each, value=Unresolved(str(each.value), why)) if each in refers else each for each in found]
+
+
+def is_yaml(source: Source) -> bool:
+    sections = {
+        "model",
+        "train",
+        "optimizer",
+        "ddp",
+        "scheduler",
+        "dataset",
+        "checkpoint",
+        "mixed_precision",
+        "tokenizer",
+    }
+    inner = re.search(r"tensor_model_parallel_size|global_batch_size|micro_batch_size", source.text)
+    is_ours = "megatron.bridge" in source.text or (len(source.keys & sections) >= 2 and "trainer" not in source.keys)
+    return bool(inner and is_ours and "model" in source.keys)
+
+
+def is_nemo_yaml(source: Source) -> bool:
+    return "trainer" in source.keys and bool(source.keys & {"model", "strategy"}) and "parallel_size" in source.text
+
+
+def finish(fields: Fields) -> None:
+    """Sets what a recipe's values mean together."""
+    _model(fields)
+    _machine(fields)
+    _precision(fields)
+    if (length := fields.take("dataset.seq_length", int, 0) or fields.take("dataset.sequence_length", int, 0)) and (
+        "seq_length" not in fields.stated
+    ):
+        fields.set("model.seq_len", length, ("dataset.seq_length", "dataset.sequence_length"))
+    _adapters(fields)
+    tokens = fields.take("tokenizer.vocab_size", int, 0)
+    if tokens and "vocab_size" not in fields.stated and fields.take("use_tokenizer_vocab_size", bool, True):
+        fields.stated["vocab_size"] = replace(fields.stated["tokenizer.vocab_size"], name="vocab_size")
+    core(fields)
+    _sharding(fields)
+    fields.framework = "nemo"
+
+
+def _model(fields: Fields) -> None:
+    """Sets the shape by the model's class, its name on the hub, or the name of the recipe that is imported."""
+    recipe, base = fields.take("recipe", str, ""), fields.take(TARGET, str, "")
+    is_whole = base in ("", "ConfigContainer", "pretrain", "finetune") or base[0].isupper()
+    for name in ("model.0", "model.config._target_", "model._target_", "model"):
+        value = fields.take(name, str, "")
+        if value and value != "from_hf_pretrained" and start_from(fields, name, value):
+            break
+    else:
+        name = "recipe" if is_whole else TARGET
+        if "num_layers" not in fields.stated and not start_from(fields, name, recipe if is_whole else base):
+            fields.need("model.preset", "the shape of the model, which is imported")
+    if not is_whole:
+        text = f"{base}()"
+        why = "this recipe is imported, and its file does not lie beside this one"
+        fields.unknown.append(Leftover(text, None, why))
+
+
+def _machine(fields: Fields) -> None:
+    """Sets the cluster by the trainer's nodes and devices, or by the name of the recipe: …_64gpu_h100_…"""
+    for theirs, ours in (("num_nodes", "nnodes"), ("devices", "nproc_per_node")):
+        if fields.has(theirs) and str(fields.stated[theirs].value).isdigit():
+            path = "cluster.nodes" if ours == "nnodes" else "cluster.devices_per_node"
+            fields.set(path, int(fields.stated[theirs].value), theirs)
+    launched(fields)
+    named = re.search(r"_([0-9]{1,6})gpu_([a-z]+[0-9]+)_", fields.take("recipe", str, ""))
+    if named and named[2] in _DEVICES:
+        machine, each = _DEVICES[named[2]]
+        devices = int(named[1])
+        fields.set("cluster.preset", f"{machine}:{-(-devices // each)}", "recipe", "by its name")
+        if devices < each:
+            fields.set("cluster.devices_per_node", devices, "recipe", "by its name")
+
+
+_FORMATS = (
+    (r"nvfp4|fp4", {"fp4": "e2m1", "bf16": True}),
+    (r"mxfp8|fp8_mx", {"fp8": "hybrid", "fp8_recipe": "mxfp8"}),
+    (r"subchannel|blockwise|fp8_sc", {"fp8": "hybrid", "fp8_recipe": "blockwise"}),
+    (r"current|fp8_cs", {"fp8": "hybrid", "fp8_recipe": "tensorwise"}),
+    (r"fp8", {"fp8": "hybrid", "fp8_recipe": "delayed"}),
+    (r"bf16", {"bf16": True}),
+    (r"fp16|16-mixed", {"fp16": True}),
+)
+"""What the names of mixed precisions mean."""
+
+
+def _precision(fields: Fields) -> None:
+    """States the arguments that a named precision stands for."""
+    names = (
+        "mixed_precision",
+        "mixed_precision.0",
+        "mixed_precision._target_",
+        "precision",
+        "trainer.plugins._target_",
+    )
+    said = next((text for name in names if (text := fields.take(name, str, "")) and re.search("16|fp8|fp4", text)), "")
+    meant: Mapping[str, Any] = next((each for pattern, each in _FORMATS if re.search(pattern, said)), {})
+    if not said and not any(name in fields.stated for name in ("bf16", "fp16", "fp8")):
+        meant = {}
+    for name, value in meant.items():
+        if name not in fields.stated:
+            fields.stated[name] = Stated(name, value, label=said)
+
+
+def _adapters(fields: Fields) -> None:
+    kind = fields.take("peft._target_", str, "") or fields.take("peft", str, "")
+    if rank := fields.take("peft.dim", int, 0):
+        fields.set("model.lora.rank", rank, "peft.dim")
+        fields.set("model.lora.alpha", fields.take("peft.alpha", float, 32.0), "peft.alpha")
+    elif kind and kind.lower() not in ("none", "null"):
+        fields.need("model.lora.rank", f"the rank of the adapters ({kind})")
+
+
+def _sharding(fields: Fields) -> None:
+    """NeMo's strategy shards with fsdp, whose optimizer is distributed in any case."""
+    fsdp = fields.take("fsdp", str, "")
+    if fsdp and fsdp.lower() not in ("none", "null"):
+        fields.set("layout.dp_shard", -1, "fsdp", "world size / (tp × pp × cp)")
+        fields.set("layout.zero", 3, "fsdp")
+        fields.settings.pop("layout.dp_replicate", None)
+
+
+def _as_python(value: Any) -> str:
+    return repr(value)
+
+
+def _python_line(name: str, value: Any) -> str:
+    section = "ddp" if name in ("use_distributed_optimizer", "num_distributed_optimizer_instances") else "model"
+    section = "train" if name in ("micro_batch_size", "global_batch_size") else section
+    return f"    cfg.{section}.{name} = {value!r}"
+
+
+RECIPE = ForeignFormat(
+    kind="Megatron-Bridge",
+    table="bridge",
+    recognises=is_recipe,
+    parse=parse,
+    finish=finish,
+    written=written,
+    covers=COVERS,
+    new_line=_python_line,
+    spelled=_as_python,
+    absent="None",
+    fixed=FIXED,
+    chooses=CHOOSES,
+    marks="a Python file that builds a ConfigContainer; FILE:FUNCTION of several",
+)
+YAML = replace(
+    RECIPE,
+    kind="Megatron-Bridge (YAML)",
+    recognises=is_yaml,
+    parse=parse_yaml,
+    new_line=lambda name, value: (
+        _python_line(name, value).removeprefix("    cfg.").replace(" = ", ": ").replace("'", "")
+    ),
+    spelled=lambda value: str(value).lower() if isinstance(value, bool) else str(value),
+    absent="null",
+    marks="YAML with model, train, ddp, …",
+)
+NEMO = replace(
+    RECIPE,
+    kind="NeMo",
+    recognises=is_nemo,
+    new_line=lambda name, value: f"    recipe.trainer.strategy.{name} = {value!r}",
+    marks="a Python file that imports nemo_run; FILE:FUNCTION of several",
+)
+NEMO_YAML = replace(
+    YAML,
+    kind="NeMo (YAML)",
+    recognises=is_nemo_yaml,
+    new_line=lambda name, value: f"trainer.strategy.{name}: {value}",
+    marks="YAML with trainer and model or strategy",
+)

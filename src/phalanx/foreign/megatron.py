@@ -1,0 +1,217 @@
+"""Megatron-LM's arguments, in a shell script or in YAML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from phalanx.errors import JobError
+from phalanx.foreign import shell
+from phalanx.foreign.frame import Fields, ForeignFormat, Source, Stated, Unresolved, yaml_values
+from phalanx.foreign.megatron_core import CHOOSES, COVERS, FIXED, core, written
+from phalanx.foreign.shell import Script, ScriptWord
+
+TORCHRUN = {"nproc-per-node": "nproc_per_node", "nnodes": "nnodes", "ntasks-per-node": "nproc_per_node"}
+"""Options of torchrun and Slurm that say how many processes there are."""
+_OPTION = re.compile(r"--([A-Za-z][\w-]*)(?:=(.*))?", re.DOTALL)
+_OTHER_MODELS = re.compile("t5|bert|ict|vision|retro|vlm|multimodal|mimo|dino|rl|classif", re.IGNORECASE)
+_MARKS = {"num_layers", "hidden_size", "tensor_model_parallel_size", "micro_batch_size", "num_attention_heads"}
+
+
+def in_script(source: Source) -> bool:
+    """Returns whether a text is a shell script with Megatron-LM's arguments."""
+    found = {each[1].replace("-", "_") for each in _OPTION.finditer(source.text)}
+    return len(found & _MARKS) >= 2 and not in_yaml(source)
+
+
+def in_yaml(source: Source) -> bool:
+    """Returns whether a text is YAML with them: the `MODEL_ARGS` of its functional tests, or its `--yaml-cfg`."""
+    if "MODEL_ARGS" in source.keys:
+        return True
+    inner = {"language_model", "model_parallel"}
+    return inner <= source.keys or len({key.lstrip("-").replace("-", "_") for key in source.keys} & _MARKS) >= 2
+
+
+def parse_script(source: Source) -> Sequence[Stated]:
+    """Returns the arguments of the command that a script starts."""
+    try:
+        script = shell.run_through(source.text)
+    except ValueError as error:
+        raise JobError(f"{source.path}: not a script that can be read: {error}") from None
+    words = _command(script)
+    stated = _options(words)
+    program = next((word for word in words if re.search(r"\.py$", word.text)), None)
+    if program and _OTHER_MODELS.search(program.text.rpartition("/")[2]):
+        line, text = program.place
+        why = "this program trains another kind of model than a GPT"
+        stated.append(Stated("program", Unresolved(program.text, why), line, text))
+    known = {each.name for each in stated}
+    for number, row in script.comments:
+        for name, value in re.findall(r"--?([\w-]+)[= ]([0-9]+)\b", row):
+            ours = "nnodes" if name in ("nodes", "N") else TORCHRUN.get(name, "")
+            if ours and ours not in known:
+                stated.append(Stated(ours, value, number, value, label=f"--{name}"))
+    for each in script.sourced:
+        line, text = each.place
+        stated.append(Stated("source", Unresolved(each.text, "another script is not read"), line, text))
+    return stated
+
+
+def _command(script: Script) -> list[ScriptWord]:
+    """Returns the words of the command that trains: of all that run, those with the most options of a model; if none
+    does, those of all variables."""
+    several = [_flat(words) for words in script.commands]
+    several += [_flat(words) for words in script.variables.values()]
+    best = max(several, key=lambda words: (_rank(words), len(words)), default=[])
+    if _rank(best)[0]:
+        return best
+    with_options = [words for words in map(_flat, script.variables.values()) if any(map(_is_option, words))]
+    return [word for words in (with_options or several) for word in words]
+
+
+def _flat(words: Sequence[ScriptWord]) -> list[ScriptWord]:
+    """Returns words, and those inside of words that are command lines in quotes."""
+    found = list[ScriptWord]()
+    for word in words:
+        has_options = " --" in word.text or word.text.lstrip().startswith("--")
+        found += shell.words_of(word) if has_options and re.search(r"\s", word.text.strip()) else [word]
+    return found
+
+
+def _rank(words: Sequence[ScriptWord]) -> tuple[bool, int]:
+    """Returns whether words start a program with the options of a model, and the number of their options."""
+    names = {each[1].replace("-", "_") for word in words if (each := _OPTION.fullmatch(word.text))}
+    return len(names & _MARKS) >= 2 and any(".py" in word.text for word in words), len(names)
+
+
+def _is_option(word: ScriptWord) -> bool:
+    return _OPTION.fullmatch(word.text) is not None and not (word.why and not word.segments[0].text)
+
+
+def _options(words: Sequence[ScriptWord]) -> list[Stated]:
+    """Returns the options among words, with the words after each as its values. Those before the program are the
+    launcher's."""
+    script = next((n for n, word in enumerate(words) if re.search(r"\.py$", word.text)), -1)
+    found, place = list[Stated](), 0
+    while place < len(words):
+        option = _OPTION.fullmatch(words[place].text)
+        at, place = place, place + 1
+        if not option:
+            continue
+        values = list[ScriptWord]()
+        while place < len(words) and not _OPTION.fullmatch(words[place].text) and place != script:
+            if not words[place].segments or words[place].text in ("", "\\"):
+                place += 1
+                continue
+            values.append(words[place])
+            place += 1
+        if at < script and option[1] not in TORCHRUN and option[1].replace("_", "-") not in TORCHRUN:
+            continue  # the launcher's, such as --container-image
+        name = TORCHRUN.get(option[1].replace("_", "-"), option[1].replace("-", "_"))
+        found.append(_stated(name, f"--{option[1]}", option[2], words[at], values))
+    return found
+
+
+def _stated(name: str, label: str, joined: str | None, option: ScriptWord, values: Sequence[ScriptWord]) -> Stated:
+    line, _ = option.place
+    if joined is not None:
+        value: Any = Unresolved(joined, option.why) if option.why else joined
+        return Stated(name, value, line, joined, label=label)
+    if not values:
+        return Stated(name, True, line, label=label)
+    line, text = values[0].place
+    if why := next((word.why for word in (option, *values) if word.why), ""):
+        return Stated(name, Unresolved(" ".join(word.text for word in values), why), line, text, label=label)
+    texts = [word.text.strip("'\"") for word in values]
+    return Stated(name, texts[0] if len(texts) == 1 else texts, line, text, label=label)
+
+
+def parse_yaml(source: Source) -> Sequence[Stated]:
+    """Returns the arguments of YAML: options as keys, or the sections of `--yaml-cfg`, whose names are unique."""
+    root = source.root
+    assert isinstance(root, yaml.MappingNode), "recognised as a mapping"
+    pairs = {str(key.value): value for key, value in root.value}
+    inner = pairs.get("MODEL_ARGS", root)
+    found = list[Stated]()
+    for each in yaml_values(source, inner):
+        name = each.name.rpartition(".")[2].lstrip("-").replace("-", "_")
+        value = each.value
+        if isinstance(value, str) and "$" in value:
+            value = Unresolved(value, "a variable that the file does not set")
+        found.append(Stated(name, value, each.line, each.text, label=each.name))
+    return found
+
+
+def launched(fields: Fields) -> None:
+    """Sets the cluster's nodes and devices from torchrun's or Slurm's options."""
+    nodes, each = fields.take("nnodes", str, ""), fields.take("nproc_per_node", str, "")
+    nodes = nodes.partition(":")[2] or nodes  # torchrun's MIN:MAX
+    for name, text, path in (("nnodes", nodes, "cluster.nodes"), ("nproc_per_node", each, "cluster.devices_per_node")):
+        if text.isdigit():
+            fields.set(path, int(text), name)
+        elif text:
+            fields.leave(name, "the number of devices is the cluster's", affects=False)
+    for name in ("world_size", "num_gpus"):
+        if devices := fields.take(name, int, 0):
+            per_node = min(8, devices)
+            fields.set("cluster.nodes", -(-devices // per_node), name, f"nodes of {per_node} devices")
+            fields.set("cluster.devices_per_node", per_node, name)
+
+
+def finish(fields: Fields) -> None:
+    """Sets what Megatron-LM's arguments mean together, with its own defaults."""
+    launched(fields)
+    dropouts = [fields.take(name, float, 0.1) for name in ("hidden_dropout", "attention_dropout")]
+    if dropouts[0] != dropouts[1]:
+        fields.leave("attention_dropout", f"model.dropout is one for all, here {dropouts[0]:g}")
+    fields.set(
+        "model.dropout", dropouts[0], ("hidden_dropout", "attention_dropout"), _default(fields, "hidden_dropout")
+    )
+    if "weight_decay" not in fields.stated:
+        fields.set("optimizer.weight_decay", 0.01, "weight_decay", _default(fields, "weight_decay"))
+    if "position_embedding_type" not in fields.stated:
+        how = _default(fields, "position_embedding_type")
+        fields.set("model.positions", "learned", "position_embedding_type", how)
+    core(fields)
+    fields.framework = "megatron-core"
+    if "overlap_grad_reduce" not in fields.stated:
+        fields.recipe["figures"] = {"dp_overlaps": False}
+
+
+def _default(fields: Fields, name: str) -> str:
+    return "" if name in fields.stated else "Megatron-LM's default"
+
+
+def written_as_option(name: str, value: Any) -> str:
+    option = f"--{name.replace('_', '-')}"
+    return option if value is True else f"{option} {value}"
+
+
+SCRIPT = ForeignFormat(
+    kind="Megatron-LM",
+    table="megatron",
+    recognises=in_script,
+    parse=parse_script,
+    finish=finish,
+    written=written,
+    covers=COVERS,
+    new_line=written_as_option,
+    fixed=FIXED,
+    chooses=CHOOSES,
+    marks="a shell script with --num-layers, --tensor-model-parallel-size, …",
+)
+YAML = ForeignFormat(
+    kind="Megatron-LM (YAML)",
+    table="megatron",
+    recognises=in_yaml,
+    parse=parse_yaml,
+    finish=finish,
+    written=written,
+    covers=COVERS,
+    fixed=FIXED,
+    chooses=CHOOSES,
+    marks="YAML with MODEL_ARGS, or with language_model and model_parallel",
+)

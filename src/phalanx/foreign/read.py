@@ -1,0 +1,141 @@
+"""Reads a file of another framework as a job, and says which lines of it another layout changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from phalanx.bounded import read_text
+from phalanx.config import yaml_file
+from phalanx.config.layout import Layout
+from phalanx.errors import JobError
+from phalanx.foreign import accelerate, automodel, axolotl, bridge, deepspeed, megatron, primus, torchtitan
+from phalanx.foreign.frame import ChangedLine, Fields, ForeignFormat, ForeignJob, Source, table_of, with_defaults
+from phalanx.nearest import near_file
+
+FORMATS: tuple[ForeignFormat, ...] = (
+    torchtitan.FORMAT,
+    deepspeed.FORMAT,
+    axolotl.FORMAT,
+    accelerate.FORMAT,
+    automodel.FORMAT,
+    primus.FORMAT,
+    bridge.RECIPE,
+    bridge.YAML,
+    bridge.NEMO,
+    bridge.NEMO_YAML,
+    megatron.YAML,
+    megatron.SCRIPT,
+)
+"""The known formats. The first that recognises a file reads it."""
+MOST_BYTES = 2**20
+"""Most bytes of a file."""
+
+
+def read(path: Path) -> ForeignJob:
+    """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem."""
+    source = _source(path)
+    found = format_of(source)
+    if found is None and path.suffix in (".yaml", ".yml", ".json") and source.root is None:
+        raise JobError(yaml_file.parse(source.text, str(path))[1] or f"{path}: is empty")
+    if found is None:
+        kinds = "; ".join(f"{each.kind} ({each.marks})" for each in FORMATS)
+        raise JobError(f"{path}: not a configuration of a known kind; known: {kinds}")
+    try:
+        table = table_of(found.table)
+        parts = Fields(source, table, with_defaults(table, found.parse(source)))
+    except RecursionError:
+        raise JobError(f"{path}: nested too deeply") from None
+    parts.plain()
+    found.finish(parts)
+    return parts.job(found.kind)
+
+
+def format_named(kind: str) -> ForeignFormat:
+    """Returns the format of a kind."""
+    return next(each for each in FORMATS if each.kind == kind)
+
+
+def format_of(source: Source) -> ForeignFormat | None:
+    """Returns the format of a file, by its content."""
+    return next((each for each in FORMATS if each.recognises(source)), None)
+
+
+def _source(path: Path) -> Source:
+    part = ""
+    if ":" in path.name and not path.exists():
+        name, _, part = path.name.rpartition(":")
+        path = path.with_name(name)
+    try:
+        return Source(path, read_text(path, MOST_BYTES), part)
+    except FileNotFoundError:
+        raise JobError(f"{path}: there is no such file{near_file(path)}") from None
+    except OSError as error:
+        raise JobError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise JobError(f"{path}: is not UTF-8 text (byte {error.start})") from None
+
+
+NOT_WRITTEN = ("auto", "bucket_mb", "axes", "accumulation")
+"""Fields of a layout that no format states, or that follow from its others."""
+
+
+def write_back(theirs: ForeignJob, before: Layout, layout: Layout) -> Sequence[ChangedLine]:
+    """Returns the lines of the file that change if its layout, `before`, becomes `layout`, in its own format, and a
+    note on every field of the layout that the format has no name for."""
+    found = format_named(theirs.kind)
+    table = table_of(found.table)
+    names = {path.removeprefix("layout."): name for path, name in table.by_path().items() if path.startswith("layout.")}
+    changed = [each.name for each in fields(Layout) if getattr(layout, each.name) != getattr(before, each.name)]
+    changed = [name for name in changed if name not in NOT_WRITTEN]
+    wanted: dict[str, Any] = {}
+    for name in changed:
+        if name in names and name not in found.covers:
+            meaning = table.names[names[name]]
+            inverse = {ours: word for word, ours in meaning.values.items()}
+            value = getattr(layout, name)
+            wanted[names[name]] = inverse.get(value, value) if inverse else value
+    lines = list[ChangedLine]()
+    if found.covers & {*changed} or wanted:
+        now = found.written(theirs, before)
+        wanted |= {name: value for name, value in found.written(theirs, layout).items() if value != now.get(name)}
+    now = dict[int, str]()
+    for name, value in wanted.items():
+        lines += _changed(theirs, found, now, name, value)
+    lines += [ChangedLine(at, theirs.source.lines[at - 1], after) for at, after in now.items()]
+    lines += [
+        ChangedLine(0, "", "", f"{name}={getattr(layout, name)}: {theirs.kind} has no name for it")
+        for name in changed
+        if name not in names and name not in found.covers
+    ]
+    return sorted(lines, key=lambda line: (not line.line, line.line))
+
+
+def _changed(theirs: ForeignJob, found: ForeignFormat, now: dict[int, str], name: str, value: Any) -> list[ChangedLine]:
+    """Returns the change that gives a name a value, or puts it into `now`, the changed lines by their number; what
+    begins with a question mark has no name there."""
+    if name.startswith("?"):
+        return [ChangedLine(0, "", "", f"{name[1:]}: {value}")] if value else []
+    stated = theirs.stated.get(name)
+    if stated is None or not stated.line or stated.path not in (None, theirs.path):
+        return [] if value is None else [ChangedLine(0, "", found.new_line(name, value))]
+    if value is None and stated.value in (None, False, "false", 0):
+        return []
+    before = theirs.source.lines[stated.line - 1]
+    line = now.get(stated.line, before)
+    if (value is None and not found.absent) or (value is False and not stated.text):
+        beside = [each for each in theirs.stated.values() if each.line == stated.line and each is not stated]
+        if beside and stated.text:
+            return [ChangedLine(0, "", "", f"{name}: goes from line {stated.line}")]
+        now[stated.line] = ""
+    elif stated.text:
+        spelled = found.absent if value is None else found.spelled(value)
+        key = line.find(name.rpartition(".")[2])
+        place = line.find(stated.text, key) if key >= 0 else line.rfind(stated.text)
+        end = place + len(stated.text)
+        after = f"{line[:place]}{spelled}{line[end:]}" if place >= 0 else found.new_line(name, value)
+        if after != before:
+            now[stated.line] = after
+    return []

@@ -1,0 +1,232 @@
+"""What several formats say in the same way: models by their names on the Hugging Face hub, torch's pipeline schedules,
+FSDP as accelerate names its options, DeepSpeed's files, and degrees of parallelism."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from phalanx.bounded import read_text
+from phalanx.config import presets
+from phalanx.config.yaml_file import Setting
+from phalanx.errors import JobError
+from phalanx.foreign.frame import Fields, Leftover, Source, Stated, Unresolved, converted, yaml_values
+
+KEPT = (
+    *("hpz", "quantise_weights", "quantise_gradients", "tiles", "tile", "cp_ulysses", "cp_inner", "sync", "loss_chunk"),
+    *("data_parallel", "offload_to", "offload_blocks"),
+)
+"""Fields of a layout that torch's frameworks do not choose, or that are kept as the file has them."""
+RECOMPUTES = {"recompute": ("none", "selective", "full")}
+WHOLE = {"recompute": ("none", "full")}
+PIPELINES = {"schedule": ("1f1b", "interleaved_1f1b")}
+"""The values of fields of which they have only some."""
+MOST_STAGES = 10_000
+"""Most stages of a cut."""
+MOST_BYTES = 2**20
+"""Most bytes of a file that another one names."""
+AUTO = "auto"
+"""A value of DeepSpeed's files that the Hugging Face Trainer fills in."""
+SCHEDULES = {
+    "1F1B": "1f1b",
+    "GPipe": "gpipe",
+    "Interleaved1F1B": "interleaved_1f1b",
+    "LoopedBFS": "looped_bfs",
+    "ZBVZeroBubble": "zb_v",
+    "DualPipeV": "dualpipe_v",
+}
+"""Schedules of torch.distributed.pipelining, whose names may have any case, and ours."""
+ONE_STAGE = ("1f1b", "gpipe")
+"""Those of ours with one stage per rank."""
+_VARIANT = re.compile(r"-(instruct|base|chat|it|pt|hf|bf16|[0-9]{4})$", re.IGNORECASE)
+"""Ends of names of repositories whose model has the shape of the one without."""
+
+
+def hub_model(fields: Fields, name: str, text: str) -> None:
+    """Sets the model to what a repository on the Hugging Face hub, or a folder with a config.json, is. A name without
+    a preset is listed as not understood."""
+    fields.model = text
+    known, short = presets.named(text), text
+    while known not in presets.CATALOGUE and (shorter := _VARIANT.sub("", short)) != short:
+        known, short = presets.named(shorter), shorter
+    folder = fields.source.path.parent / text
+    if known in presets.CATALOGUE:
+        fields.set("model.preset", known, name, "" if short == text else f"the shape of {short.rpartition('/')[2]}")
+    elif (folder / "config.json").is_file():
+        fields.set("model.preset", f"{presets.FROM_FILE}{folder}", name)
+    else:
+        unknown_model(fields, name, f"no preset has this shape{presets.unknown(text)}")
+
+
+def unknown_model(fields: Fields, name: str, why: str) -> None:
+    """Lists a model that is not known. A field `model` of the command line answers it."""
+    fields.take(name, object, None)
+    found = fields.stated[name]
+    why = f"{why}; or give the shape: model=PRESET, or model=hf:FOLDER with its config.json"
+    fields.unknown.append(Leftover(found.shown, found.value, why, path="model.preset"))
+
+
+def no_model(fields: Fields) -> None:
+    """Asks for the model and its samples, which the file does not have."""
+    fields.need("model.preset", "the model (PRESET, or hf:FOLDER with its config.json)")
+    absent = {"model.seq_len": "the model's sequence length", "layout.micro_batch": "a micro-batch that fits the batch"}
+    for path, what in absent.items():
+        if path not in fields.settings:
+            why = f"it is not in the file; {what} is taken unless it is set"
+            fields.leftovers.append(Leftover(path, None, why, affects=True))
+
+
+def whole(fields: Fields, path: str, default: int = 1) -> int:
+    """Returns a whole number that a field of the job was set to, or the default."""
+    return _int(fields.settings[path].text, default) if path in fields.settings else default
+
+
+def _int(text: object, default: int) -> int:
+    try:
+        return converted(str(text), int)
+    except ValueError:
+        return default
+
+
+def layers_of(settings: Iterable[Setting]) -> int:
+    """Returns the layers of the model; 0 if they are not known."""
+    found = {each.path: str(each.text) for each in settings}
+    name = found.get("model.preset", "")
+    known = presets.PRESETS[name].n_layers if name in presets.PRESETS else 0
+    return _int(found.get("model.n_layers"), known)
+
+
+def unknown_value(fields: Fields, name: str, known: Sequence[str], path: str = "") -> None:
+    """Lists a value that has no counterpart."""
+    found = fields.stated[name]
+    why = f"no counterpart of this value is known (known: {', '.join(known)})"
+    fields.unknown.append(Leftover(found.shown, found.value, why, path=path))
+
+
+def schedule_of(fields: Fields, name: str, default: str = "1F1B") -> str:
+    """Sets the schedule of a pipeline to torch's of that name, and returns ours; empty if there is none."""
+    word = fields.take(name, str, default).lower()
+    ours = next((ours for theirs, ours in SCHEDULES.items() if theirs.lower() == word), "")
+    if ours:
+        fields.set("layout.schedule", ours, name)
+    elif name in fields.stated:
+        unknown_value(fields, name, [*SCHEDULES], "layout.schedule")
+    return ours
+
+
+def torch_schedule(ours: str) -> str | None:
+    """Returns torch's name of a schedule of ours, or None."""
+    return next((theirs for theirs, each in SCHEDULES.items() if each == ours), None)
+
+
+def cut_of(layers: int, stages: int, first: int, last: int) -> str:
+    """Returns the layers of each stage, as torchtitan and AutoModel cut them: stages share layers evenly, early ones
+    take what is left over, with the embedding as `first` layers of the first one, and the head as `last` of the last
+    (torchtitan/distributed/pipeline_parallel.py, generate_llm_fqn_per_model_part)."""
+    if not 0 < stages <= layers + first + last or stages > MOST_STAGES:
+        return ""
+    each, more = divmod(layers + first + last, stages)
+    sizes = [each + (stage < more) for stage in range(stages)]
+    sizes[0] -= first
+    sizes[-1] -= last
+    return "+".join(map(str, sizes)) if min(sizes) > 0 else ""
+
+
+def set_fsdp(fields: Fields, prefix: str, version: int) -> None:
+    """Sets the layout to FSDP as the options under `prefix` configure it: accelerate's, which Axolotl takes too, with
+    `fsdp_` before them or without."""
+
+    def option(name: str) -> str:
+        return next((key for key in (f"{prefix}fsdp_{name}", f"{prefix}{name}") if key in fields.stated), "")
+
+    strategy, reshard = option("sharding_strategy"), option("reshard_after_forward")
+    words = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
+    given = fields.take(strategy, str, "FULL_SHARD") if strategy else "FULL_SHARD"
+    word = words.get(given, given).lower().lstrip("_")
+    keeps = reshard and str(fields.stated[reshard].value).lower() in ("false", "shard_grad_op", "no_shard")
+    if reshard:
+        fields.take(reshard, object, None)
+    stated = [name for name in (strategy, reshard) if name]
+    if word not in words.values():
+        unknown_value(fields, strategy, [each.upper() for each in words.values()], "layout.zero")
+    if word == "no_shard":
+        fields.set("layout.dp_replicate", -1, stated)
+    else:
+        if "layout.dp_shard" not in fields.settings:
+            how = "one replica per node is not known without devices_per_node" if word.startswith("hybrid") else ""
+            fields.set("layout.dp_shard", -1, stated, how)
+        fields.set("layout.zero", 3, stated)
+        fields.set("layout.reshard", not (keeps or word.endswith(("grad_op", "zero2"))), stated)
+        if word.startswith("hybrid") and strategy and "layout.dp_replicate" not in fields.settings:
+            why = "replicas of a group that shards inside a node: set dp_replicate and dp_shard"
+            fields.unknown.append(Leftover(strategy, given, why, path="layout.dp_replicate"))
+    if (offload := option("offload_params")) and fields.take(offload, bool, False):
+        fields.set("layout.offload", "optimizer+parameters", offload)
+    if (again := option("activation_checkpointing")) and fields.take(again, bool, False):
+        fields.set("layout.recompute", "full", again)
+    fields.framework = "torchtitan" if version == 2 else "fsdp1"
+
+
+def included(source: Source, stated: Sequence[Stated], name: str) -> list[Stated]:
+    """Returns the values of a file with those of the DeepSpeed file that `name` states the path of; its own come first.
+    A path that leads nowhere becomes Unresolved."""
+    found = next((each for each in stated if each.name == name and isinstance(each.value, str) and each.value), None)
+    if found is None:
+        return [*stated]
+    folders = [source.path.parent, *source.path.resolve().parent.parents]
+    path = next((each / found.value for each in folders if (each / found.value).is_file()), None)
+    if path is None or path.resolve() == source.path.resolve():
+        why = "it is this file itself" if path else "there is no such file beside this one, or in a folder above it"
+        return [replace(each, value=Unresolved(found.value, why)) if each is found else each for each in stated]
+    try:
+        inner = deepspeed_values(Source(path, read_text(path, MOST_BYTES)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise JobError(f"{path}: cannot be read: {error}") from None
+    own = {each.name for each in stated}
+    return [*stated, *(replace(each, path=path) for each in inner if each.name not in own)]
+
+
+def deepspeed_values(source: Source) -> list[Stated]:
+    """Returns the values of a DeepSpeed file. Those that the Trainer fills in, "auto", are None."""
+    return [replace(each, value=None) if each.value == AUTO else each for each in yaml_values(source)]
+
+
+def set_optimizer(fields: Fields, name: str, known: Mapping[str, tuple[str, str]]) -> None:
+    """Sets the optimizer, and the precision of its state, to those of a word in lower case."""
+    word = fields.take(name, str, "").lower()
+    if not word:
+        return
+    if word not in known:
+        unknown_value(fields, name, [*known], "optimizer.name")
+        return
+    ours, state = known[word]
+    fields.set("optimizer.name", ours, name)
+    if state:
+        fields.set("optimizer.state_dtype", state, name)
+
+
+_MATRICES = {
+    "q_proj": "wq",
+    "k_proj": "wk",
+    "v_proj": "wv",
+    "o_proj": "wo",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+}
+"""Hugging Face's names of matrices, and ours."""
+
+
+def lora_targets(fields: Fields, name: str, targets: object, *, everything: bool) -> None:
+    """Sets the matrices that have adapters to those of a list of Hugging Face's names of modules, or all of them."""
+    several = [targets] if isinstance(targets, str) else targets if isinstance(targets, list) else []
+    short = [str(each).lstrip("*").rpartition(".")[2] for each in several]
+    ours = list(dict.fromkeys(_MATRICES[each] for each in short if each in _MATRICES))
+    whole = everything or any(str(each) in ("all-linear", "*", "*_proj") for each in several)
+    if whole or len(ours) == len(_MATRICES) or not ours:
+        how = "" if whole or ours else "these names are not known one by one"
+        fields.set("model.lora.targets", "all", name, how)
+    else:
+        rest = [each for each in short if each not in _MATRICES]
+        fields.set("model.lora.targets", ",".join(ours), name, f"without {', '.join(rest)}" if rest else "")

@@ -1,0 +1,542 @@
+"""Two runs compared step by step, from their files: when and where they part, and why if that can be known.
+
+Curves come from metrics.jsonl, tensors from the checkpoints of the steps that both have, in whatever layouts. A
+difference is none (equal to the bit), rounding, or more. Rounding grows from step to step, so a curve that leaves its
+bounds by and by is told from one that parts at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx.blocks.parameters import parameter_shapes
+from phalanx.bounded import read_text
+from phalanx.checkpoint.consolidated import open_source
+from phalanx.checkpoint.diff import compare
+from phalanx.checkpoint.inventory import check_digests
+from phalanx.checkpoint.manifest import Manifest, job_of, kind_of
+from phalanx.data.files import Progress, silent
+from phalanx.errors import JobError, NotFoundError
+from phalanx.nearest import no_run
+from phalanx.pictures import curves
+from phalanx.pictures.curves import Chart, Curve
+from phalanx.report.run import Metrics, RunRecord, read_run
+from phalanx.report.write import differences, name_apart
+from phalanx.units import aligned, counted
+from phalanx.verify.measure import difference
+
+COLUMNS = ("loss", "grad_norm", "lr")
+ROUNDING = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 4e-3, "fp16": 1e-3, "fp8": 3e-2}
+"""Largest relative difference of a step that counts as rounding, by precision: some 100 times the rounding of fp32, and
+once that of the narrow types, since loss and norm are sums over many elements."""
+AT_ONCE = 30.0
+"""Rounding that grows does so by a smaller factor from a step to the next."""
+_EQUAL = 1e-16
+"""Stands for no difference in the picture, whose axis is logarithmic."""
+_UNSEEN = ("run.", "checkpoint.", "guard.", "train.log_every", "train.eval_", "train.profile")
+"""Begin fields that change no number of a run that goes well."""
+_ORDERS = ("layout.", "cluster.", "train.compile", "train.deterministic", "train.cpu_linear", "axes.")
+"""Begin fields that only change the order of sums."""
+_NUMBERS = ("layout.sync", "layout.quantise_", "layout.schedule", "layout.diloco", "layout.local_sgd")
+"""Begin fields of layouts that may change more."""
+_STARTS = ("model.", "data.", "train.seed", "train.global_batch", "train.precision", "train.gradients")
+"""Begin fields that show in the first step; others show after the first update."""
+_WORDS = {
+    "train.seed": "another seed: other initial weights and another order of samples",
+    "data.seed": "another order of samples",
+    "train.global_batch": "another batch size: other samples per step",
+    "train.precision": "another precision",
+    "optimizer.lr": "another learning rate",
+}
+
+
+@dataclass(frozen=True)
+class ComparedCurve:
+    """One column of both runs over their common steps."""
+
+    name: str
+    steps: int
+    """Common steps with a value in both."""
+    different: int | None
+    """The first step whose values differ in any bit; None if none does."""
+    parts: int | None
+    """The first step whose values differ by more than rounding."""
+    rel: float
+    """The relative difference there; where only bits differ that of the first such step."""
+    at_once: bool
+    """It parts from one step to the next, and does not grow out of rounding."""
+    max_rel: float
+    """The largest relative difference of all steps."""
+    max_at: int | None
+    """The step of it."""
+
+
+@dataclass
+class ComparedKind:
+    """The tensors of one kind (parameter, exp_avg, …) in the checkpoints of a step."""
+
+    tensors: int = 0
+    """How many there are in either run."""
+    different: int = 0
+    """How many differ in any bit, or are in one run only."""
+    max_rel: float = 0.0
+    """Largest |a - b| of any of them, relative to the largest |b| of its tensor. That counts as at least what Adam
+    moves a parameter by in so many steps, and of other kinds as the rounding of the kind's largest element."""
+    worst: str = ""
+    """The tensor of it."""
+    only: str = ""
+    """The run that has such tensors if the other has none."""
+
+
+@dataclass
+class ComparedCheckpoints:
+    """The checkpoints of one step."""
+
+    step: int
+    first: str = ""
+    """The first tensor in the model's order that differs; empty if none does."""
+    kinds: dict[str, ComparedKind] = field(default_factory=dict)
+    meta: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    """Facts beside tensors that differ: samples read, updates, loss scale, the data."""
+
+    @property
+    def tensors(self) -> int:
+        return sum(kind.tensors for kind in self.kinds.values())
+
+    @property
+    def different(self) -> int:
+        return sum(kind.different for kind in self.kinds.values())
+
+
+@dataclass
+class RunComparison:
+    """All that was compared of two runs."""
+
+    runs: tuple[RunRecord, RunRecord]
+    tolerance: float
+    """Largest relative difference that counts as rounding."""
+    curves: list[ComparedCurve]
+    checkpoints: list[ComparedCheckpoints]
+    fields: dict[str, list[tuple[str, str]]]
+    """Fields in which the jobs differ: value and origin of each run."""
+    environment: dict[str, tuple[Any, Any]]
+    """Facts of env.json that differ."""
+    history: list[str]
+    """Restarts and interventions of the guard."""
+    cause: str = ""
+    """The likely cause, if one can be known."""
+    verdict: str = ""
+    """equal (to the bit), rounding, or parts."""
+
+    @property
+    def ok(self) -> bool:
+        return self.verdict != "parts"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the document of `phalanx verify --against --json`."""
+        return {
+            "runs": [str(run.path) for run in self.runs],
+            "verdict": self.verdict,
+            "ok": self.ok,
+            "summary": self.summary(),
+            "cause": self.cause,
+            "tolerance": self.tolerance,
+            "curves": {curve.name: _finite(asdict(curve)) for curve in self.curves},
+            "checkpoints": [
+                {**_finite(asdict(each)), "tensors": each.tensors, "different": each.different}
+                for each in self.checkpoints
+            ],
+            "fields": {
+                path: [{"value": value, "origin": origin} for value, origin in sides]
+                for path, sides in self.fields.items()
+            },
+            "environment": {name: list(sides) for name, sides in self.environment.items()},
+            "history": self.history,
+        }
+
+    def summary(self) -> str:
+        """Returns in a sentence when and where the runs part."""
+        firsts = [curve.different for curve in self.curves if curve.different is not None]
+        tensors = next((each for each in self.checkpoints if each.first), None)
+        if not firsts and tensors is None:
+            steps = max((curve.steps for curve in self.curves), default=0)
+            return f"equal to the bit: {counted(steps, 'step')} and {counted(len(self.checkpoints), 'checkpoint')}"
+        begin = self.metrics[0].steps[0] if self.curves else 0
+        whole = min(firsts, default=0)
+        said = [f"equal to the bit until step {whole - 1}" if whole > begin else ""]
+        moved = [curve for curve in self.curves if curve.parts is not None]
+        for curve in sorted(moved, key=lambda curve: (curve.parts or 0, COLUMNS.index(curve.name)))[:2]:
+            how = "parts at" if curve.at_once else "grows out of rounding at"
+            said.append(f"{curve.name} {how} step {curve.parts} (rel {curve.rel:.1e})")
+        if not moved and firsts:
+            said.append(f"from step {whole} on they differ by rounding, at most {self.worst:.1e}")
+        if tensors:
+            said.append(
+                f"first tensor: {tensors.first} at step {tensors.step}, where {tensors.different} of "
+                f"{tensors.tensors} differ"
+            )
+        return "; ".join(filter(None, said))
+
+    @property
+    def metrics(self) -> tuple[Metrics, Metrics]:
+        return self.runs[0].metrics, self.runs[1].metrics
+
+    @property
+    def worst(self) -> float:
+        return max((curve.max_rel for curve in self.curves), default=0.0)
+
+    def text(self) -> str:
+        first, second = (run.name for run in self.runs)
+        lines = [f"{self.runs[0].path} and {self.runs[1].path}"]
+        if self.curves:
+            rows = [["curve", "steps", "bits differ from", f"beyond {self.tolerance:g} from", "largest difference"]]
+            rows += [
+                [each.name, f"{each.steps:,}", _step(each.different), _step(each.parts), _largest(each)]
+                for each in self.curves
+            ]
+            lines += ["", *aligned(rows, "lrrrr")]
+        if self.checkpoints:
+            kinds = list(dict.fromkeys(kind for each in self.checkpoints for kind in each.kinds))
+            rows = [["checkpoint", "tensors", "differ", *kinds, "first"]]
+            rows += [
+                [
+                    f"step {each.step:,}",
+                    f"{each.tensors:,}",
+                    f"{each.different:,}",
+                    *(_kind(each.kinds.get(kind)) for kind in kinds),
+                    each.first or "-",
+                ]
+                for each in self.checkpoints
+            ]
+            lines += ["", *aligned(rows, f"lrr{'r' * len(kinds)}l")]
+            worst = {kind: facts.worst for kind, facts in self.checkpoints[-1].kinds.items() if facts.worst}
+            if worst:
+                lines.append(
+                    f"largest at step {self.checkpoints[-1].step:,}: {', '.join(worst[kind] for kind in worst)}"
+                )
+        if meta := [(each.step, *item) for each in self.checkpoints for item in each.meta.items()][:8]:
+            lines += ["", "Checkpoints differ beside their tensors:"]
+            lines += [f"  step {step:,}: {name}: {a} in {first}, {b} in {second}" for step, name, (a, b) in meta]
+        lines += ["", "Fields that differ:" if self.fields else "No field of the jobs differs."]
+        for path, sides in self.fields.items():
+            lines.append(f"  {path}: " + ", ".join(f"{value} ({origin})" for value, origin in sides))
+        if self.environment:
+            lines += ["", "Environments differ:"]
+            lines += [f"  {name}: {a}, {b}" for name, (a, b) in self.environment.items()]
+        lines += ["", *self.history] if self.history else []
+        summary = self.summary()
+        lines += ["", f"{summary[0].upper()}{summary[1:]}."]
+        return "\n".join([*lines, f"Likely cause: {self.cause}."] if self.cause else lines)
+
+    def svg(self) -> str:
+        """Returns the curves of both runs, and below them the differences of loss and gradient norm."""
+        steps = {curve.parts: f"step {curve.parts}: {curve.name} parts" for curve in self.curves if curve.parts}
+        marks = {float(step): words for step, words in steps.items() if step is not None}
+        lines = [Curve(run.name, run.metrics.points("loss"), at) for at, run in enumerate(self.runs)]
+        parts = [Chart("Loss of both runs", lines, "{:.4f}".format, marks=marks)]
+        exponents = [
+            Curve(name, [(step, math.log10(rel or _EQUAL)) for step, rel in _relative(self.metrics, name)], at)
+            for at, name in enumerate(COLUMNS[:2])
+        ]
+        title = f"Relative difference; rounding is below {self.tolerance:g}, and {_EQUAL:g} is none"
+        parts.append(
+            Chart(
+                title, exponents, lambda v: f"{10**v:.0e}" if 10**v > _EQUAL else "0", lambda v: f"1e{v:g}", marks=marks
+            )
+        )
+        drawn = [curves.svg(each, alone=True) for each in parts if any(curve.points for curve in each.curves)]
+        if not drawn:
+            raise JobError("--svg: the runs have no curves: metrics.jsonl has no step in both")
+        return _stacked(drawn)
+
+
+def _stacked(pictures: Sequence[str]) -> str:
+    """Returns pictures of one width, one below the other."""
+    heights = [int(found[1]) for each in pictures if (found := re.search(r" height='(\d+)'", each))]
+    parts, y = [], 0
+    for picture, height in zip(pictures, heights, strict=True):
+        parts.append(picture.replace("<svg ", f"<svg y='{y}' ", 1))
+        y += height
+    size = f"viewBox='0 0 {curves.WIDTH} {y}' width='{curves.WIDTH}' height='{y}'"
+    return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' class='curves' {size}>", *parts, "</svg>\n"])
+
+
+def _step(step: int | None) -> str:
+    return "never" if step is None else f"step {step:,}"
+
+
+def _largest(curve: ComparedCurve) -> str:
+    return f"{curve.max_rel:.1e} at step {curve.max_at:,}" if curve.max_at is not None else "0"
+
+
+def _kind(kind: ComparedKind | None) -> str:
+    if kind is None:
+        return "-"
+    return f"only in {kind.only}" if kind.only else f"{kind.max_rel:.1e}" if kind.different else "equal"
+
+
+def _finite(document: Any) -> Any:
+    """Replaces infinity, which JSON lacks, by None."""
+    if isinstance(document, dict):
+        return {name: _finite(value) for name, value in document.items()}
+    return None if isinstance(document, float) and not math.isfinite(document) else document
+
+
+def compare_runs(a: Path, b: Path, progress: Progress = silent) -> RunComparison:
+    """Compares two runs by their directories.
+
+    Raises NotFoundError if one is no run, or if they have no step in common; JobError, naming the tensors, for runs of
+    different models; CheckpointError for a damaged checkpoint."""
+    if a.resolve() == b.resolve():
+        raise JobError(f"--against {b}: both are the same run")
+    problems = [no_run(path, "neither config.yaml nor metrics.jsonl") for path in (a, b) if not _is_run(path)]
+    if problems:
+        raise NotFoundError("\n".join(problems))
+    runs = read_run(a), read_run(b)
+    name_apart(runs)
+    saved = sorted({each.step for each in runs[0].checkpoints} & {each.step for each in runs[1].checkpoints})
+    common = set(runs[0].metrics.steps) & set(runs[1].metrics.steps)
+    if not saved and not common:
+        raise NotFoundError(f"no common step: {_span(runs[0])}, and {_span(runs[1])}")
+    _require_one_model(runs)
+    precisions = [run.loaded.job.train.precision for run in runs if run.loaded] or ["fp32"]
+    tolerance = max(ROUNDING[each] for each in precisions)
+    compared = [_curve(name, _relative((runs[0].metrics, runs[1].metrics), name), tolerance) for name in COLUMNS]
+    found = RunComparison(
+        runs,
+        tolerance,
+        [curve for curve in compared if curve.steps],
+        [_checkpoints(runs, step, tolerance, progress) for step in saved],
+        {
+            path: [(value, _origin(run, path)) for run, value in zip(runs, values, strict=True)]
+            for path, values in differences(runs).items()
+        },
+        dict(_environment(runs[0].environment, runs[1].environment)),
+        [f"{run.name}: {words}" for run in runs for words in _history(run)],
+    )
+    _judge(found)
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file()
+
+
+def _span(run: RunRecord) -> str:
+    steps = run.metrics.steps
+    if steps:
+        return f"{run.path} has steps {steps[0]:,} to {steps[-1]:,}"
+    saved = ", ".join(f"{each.step:,}" for each in run.checkpoints)
+    return f"{run.path} has {f'checkpoints of step {saved}' if saved else 'no step yet'}"
+
+
+def _relative(metrics: tuple[Metrics, Metrics], name: str) -> list[tuple[int, float]]:
+    """Returns the relative difference of a column by step, where both have a value."""
+    other = dict(metrics[1].points(name))
+    return [
+        (int(step), abs(value - other[step]) / (max(abs(value), abs(other[step])) or 1.0))
+        for step, value in metrics[0].points(name)
+        if step in other
+    ]
+
+
+def _curve(name: str, found: Sequence[tuple[int, float]], tolerance: float) -> ComparedCurve:
+    different = next((step for step, rel in found if rel), None)
+    place = next((at for at, (_, rel) in enumerate(found) if rel > tolerance), None)
+    largest = max(found, key=lambda each: each[1], default=(0, 0.0))
+    before = [rel for _, rel in found[max(0, (place or 0) - 8) : place]]
+    at_once = place is not None and found[place][1] > AT_ONCE * max(before, default=0.0)
+    shown = found[place][1] if place is not None else next((rel for _, rel in found if rel), 0.0)
+    return ComparedCurve(
+        name,
+        len(found),
+        different,
+        None if place is None else found[place][0],
+        shown,
+        at_once,
+        largest[1],
+        largest[0] if largest[1] else None,
+    )
+
+
+def _require_one_model(runs: tuple[RunRecord, RunRecord]) -> None:
+    """Raises JobError with the parameters that only one of the models has, or has in another shape."""
+    starts = [run.metrics.last("start") or {} for run in runs]
+    rows = [start.get("vocab_size") for start in starts]
+    known = all(isinstance(each, int) for each in rows)
+    shapes = [
+        parameter_shapes(run.loaded.job.model, each if known else 1)
+        for run, each in zip(runs, rows, strict=True)
+        if run.loaded
+    ]
+    if len(shapes) < len(runs):
+        return
+    a, b = shapes
+    wrong = [f"{name} {shape} is {b.get(name) or 'missing'}" for name, shape in a.items() if b.get(name) != shape]
+    wrong += [f"{name} {shape} is missing in the first" for name, shape in b.items() if name not in a]
+    if not wrong:
+        return
+    fields = [f"{path} {a} and {b}" for path, (a, b) in differences(runs).items() if path.startswith("model.")]
+    why = f" ({', '.join(fields[:4])})" if fields else ""
+    rest = f", and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
+    raise JobError(
+        f"{runs[0].path} and {runs[1].path} have different models{why}: {wrong[0]}{rest}; `phalanx report --compare` "
+        "shows the curves of any runs"
+    )
+
+
+def _checkpoints(
+    runs: tuple[RunRecord, RunRecord], step: int, tolerance: float, progress: Progress
+) -> ComparedCheckpoints:
+    found = ComparedCheckpoints(step)
+    with open_source(runs[0].path, step) as a, open_source(runs[1].path, step) as b:
+        left, right = a.manifest, b.manifest
+        for manifest in (left, right):
+            check_digests(manifest, manifest.files)
+        for name in dict.fromkeys((*left.tensors, *right.tensors)):
+            kind = found.kinds.setdefault(kind_of(name) or "parameter", ComparedKind())
+            kind.tensors += 1
+        different = compare(a, b, fields=False, progress=progress).tensors
+        apart: dict[str, list[tuple[str, float, float]]] = {}
+        for each in different:
+            name = kind_of(each.name) or "parameter"
+            found.kinds[name].different += 1
+            if each.a is None or each.b is None:
+                found.kinds[name].only = runs[0].name if each.a else runs[1].name
+            elif each.values:
+                values = b.read(each.name).double()
+                size = float(values.abs().max())
+                away = difference(a.read(each.name).double(), values, 1.0) * max(size, 1.0)
+                apart.setdefault(name, []).append((each.name, away, size))
+        least = {name: tolerance * max(size for *_, size in of_kind) for name, of_kind in apart.items()}
+        least["parameter"] = job_of(right).optimizer.lr * right.meta.get("updates", step)
+        for name, of_kind in apart.items():
+            scaled = [(away / (max(size, least[name]) or 1.0), tensor) for tensor, away, size in of_kind]
+            found.kinds[name].max_rel, found.kinds[name].worst = max(scaled)
+        order = _order(left)
+        found.first = min((each.name for each in different), key=order, default="")
+        for name in ("data", "samples", "updates", "vocab_size", "loss_scale"):
+            pair = left.meta.get(name), right.meta.get(name)
+            if pair[0] != pair[1]:
+                found.meta[name] = pair
+    return found
+
+
+def _order(manifest: Manifest):
+    """Returns the sort key of tensors: parameters first, and within a kind the model's order."""
+    places = {name: at for at, name in enumerate(parameter_shapes(job_of(manifest).model, 1))}
+    kinds = list(dict.fromkeys(map(kind_of, manifest.tensors)))
+
+    def key(name: str) -> tuple[int, int]:
+        kind = kind_of(name)
+        after = kinds.index(kind) + 1 if kind in kinds else len(kinds) + 1
+        return after if kind else 0, places.get(name.rpartition("/")[2], len(places))
+
+    return key
+
+
+def _origin(run: RunRecord, path: str) -> str:
+    """Returns where a value of a run's job came from, which config.yaml states behind it."""
+    origin = run.loaded.origins.get(path, "default") if run.loaded else "unknown"
+    file, _, line = origin.rpartition(":")
+    if file and line.isdigit():
+        try:
+            words = read_text(Path(file)).splitlines()[int(line) - 1].partition("  # ")[2]
+        except (OSError, ValueError, IndexError):
+            return origin
+        return words or origin
+    return origin
+
+
+def _environment(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
+    """Yields the facts of env.json that differ, by dotted name."""
+    for name in dict.fromkeys((*a, *b)):
+        left, right = a.get(name), b.get(name)
+        if isinstance(left, dict) and isinstance(right, dict):
+            yield from _environment(left, right, f"{prefix}{name}.")
+        elif left != right:
+            yield f"{prefix}{name}", (left, right)
+
+
+def _history(run: RunRecord) -> Iterator[str]:
+    """Yields restarts, and what the guard did."""
+    for row in run.metrics.events:
+        if row["event"] == "start" and row["step"]:
+            yield f"went on from step {row['step']:,}, {row.get('layout')}"
+        elif row["event"] == "guard":
+            yield f"step {row['step']:,}: guard: {row.get('text')}"
+
+
+def _judge(found: RunComparison) -> None:
+    """Sets the verdict and the likely cause."""
+    fields = [path for path in found.fields if not path.startswith(_UNSEEN)]
+    real = [path for path in fields if path.startswith(_NUMBERS) or not path.startswith(_ORDERS)]
+    parted = [curve for curve in found.curves if curve.parts is not None]
+    equal = not any(curve.different for curve in found.curves) and not any(each.first for each in found.checkpoints)
+    if equal:
+        found.verdict = "equal"
+        return
+    # Tensors that differ where no curve does, and nothing in the jobs that would change them, are no rounding.
+    changed = not found.curves or not (fields or any(curve.different for curve in found.curves))
+    beyond = parted and (real or any(curve.at_once for curve in parted))
+    found.verdict = "parts" if changed or beyond else "rounding"
+    found.cause = _cause(found, fields, real, parted)
+
+
+def _cause(found: RunComparison, fields: Sequence[str], real: Sequence[str], parted: Sequence[ComparedCurve]) -> str:
+    loss = next((curve for curve in found.curves if curve.name == "loss"), None)
+    data = any("data" in each.meta for each in found.checkpoints)
+    if real:
+        at_first = loss is None or loss.parts == next(iter(found.metrics[0].steps), None)
+        early = [path for path in real if path.startswith(_STARTS)]
+        late = [path for path in real if path not in early]
+        chosen = (early or late) if at_first else (late or early)
+        said = [
+            f"{_WORDS[path]} ({path} {_sides(found, path)})" if path in _WORDS else f"{path} {_sides(found, path)}"
+            for path in _ranked(chosen)[:3]
+        ]
+        if "optimizer.lr" not in chosen and any(curve.name == "lr" and curve.parts for curve in parted) and late:
+            said.append("the learning rate parts with it")
+        return "; ".join(said)
+    if data:
+        return "other data: the token shards of the checkpoints differ, though the jobs name the same"
+    changed = [name for name in found.environment if name.startswith(("packages.", "phalanx", "git", "python"))]
+    if fields:
+        what = ", ".join(f"{path} {_sides(found, path)}" for path in fields[:3])
+        if any(curve.at_once for curve in parted):
+            return (
+                f"only the layout or the device differs ({what}), but that is more than rounding: `phalanx verify` "
+                "compares this layout with one process in fp64"
+            )
+        return f"rounding: only the layout or the device differs ({what}), so sums have another order"
+    if changed:
+        return (
+            f"the same job with other programs: {', '.join(f'{n} {_pair(found.environment[n])}' for n in changed[:3])}"
+        )
+    if found.curves and not any(curve.different for curve in found.curves):
+        return "the curves are equal to the bit and the tensors are not: a checkpoint was changed after its run"
+    if any("went on from" in words or "guard" in words for words in found.history):
+        return "the same job, of which one was interrupted, or its guard intervened"
+    if found.environment:
+        what = ", ".join(f"{name} {_pair(pair)}" for name, pair in [*found.environment.items()][:3])
+        return f"the same job on another machine: {what}"
+    return "nothing recorded differs: kernels that are not deterministic (train.deterministic=true), or damage"
+
+
+def _ranked(paths: Iterable[str]) -> list[str]:
+    """Sorts fields: those that are known to change everything first."""
+    known = list(_WORDS)
+    return sorted(paths, key=lambda path: known.index(path) if path in known else len(known))
+
+
+def _sides(found: RunComparison, path: str) -> str:
+    return _pair(tuple(value for value, _ in found.fields[path]))
+
+
+def _pair(pair: Sequence[Any]) -> str:
+    return f"{pair[0]} and {pair[1]}"

@@ -1,0 +1,82 @@
+"""`phalanx predict|plan --from FILE`: the verb around configurations of other frameworks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.cli.main import main
+
+SCRIPT = """\
+torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --num-layers 16 --hidden-size 2048 --num-attention-heads 16 \\
+  --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 1 --global-batch-size 64 --bf16 --lr 1e-4 \\
+  --vocab-size 50257 --use-distributed-optimizer \\
+  --tensor-model-parallel-size 8 --log-interval 10 --tp-comm-overlap
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_predict_says_what_each_field_became(script, capsys):
+    assert main(["predict", "--from", script, "cluster=dgx-h100"]) == 0
+    text = capsys.readouterr().out
+    assert "on 16 × h100-80gb" in text
+    assert "read as Megatron-LM, predicted as megatron-core" in text
+    assert "--tensor-model-parallel-size 8" in text
+    assert "--tp-comm-overlap: the overlap" in text
+    found = document(capsys, "predict", "--from", script, "cluster=dgx-h100", "tp=4")
+    assert found["from"]["framework"] == "megatron-core"
+    assert {each["field"]: each["to"] for each in found["from"]["became"]}["model.n_layers"] in (16, "16")
+
+
+def test_plan_shows_a_better_layout_and_the_changed_lines(script, capsys):
+    found = document(capsys, "plan", "--from", script, "cluster=dgx-h100:2")
+    theirs = found["theirs"]
+    assert theirs["best_step_time_s"] <= theirs["step_time_s"]
+    changed = {each["before"].strip(): each["after"].strip() for each in theirs["changed"] if each["line"] == 4}
+    assert all("--tensor-model-parallel-size" in after for after in changed.values())
+    assert found["best"]["zero"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "does not say which machine it runs on: name one, such as cluster=dgx-h100:2 for its 16 devices"),
+        (["cluster=dgx-h100:2", "layout.tp=3"], "tp"),
+    ],
+)
+def test_what_is_missing_is_said(script, words, message, capsys):
+    assert main(["predict", "--from", script, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_names_that_are_not_understood_are_refused_unless_they_are_ignored(tmp_path, capsys):
+    path = tmp_path / "train.sh"
+    path.write_text(SCRIPT.replace("--log-interval 10", "--odd-name 1 --pipeline-model-parallel-size $PP"))
+    words = ["predict", "--from", str(path), "cluster=dgx-h100:2"]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "--odd-name 1: not understood" in error
+    assert "PP is not set in the file (here layout.pp)" in error
+    assert main([*words, "layout.pp=2", "--ignore", "odd_name"]) == 0
+    assert main([*words, "--ignore", "all"]) == 0
+    assert "read as if absent" in capsys.readouterr().out
+
+
+def test_a_folder_and_a_missing_file(tmp_path, capsys):
+    assert main(["predict", "--from", str(tmp_path)]) == 2
+    assert "model.from=" in capsys.readouterr().err
+    assert main(["predict", "--from", str(tmp_path / "no.sh"), "cluster=dgx-h100"]) == 2
+    assert "there is no such file" in capsys.readouterr().err

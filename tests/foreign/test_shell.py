@@ -1,0 +1,81 @@
+"""What follows from a shell script, without executing it."""
+
+from __future__ import annotations
+
+import pytest
+
+from phalanx.foreign.shell import arithmetic, run_through
+
+
+def words(text: str, command: int = -1) -> list[str]:
+    return [word.text for word in run_through(text).commands[command]]
+
+
+def test_variables_defaults_arrays_and_continued_lines():
+    script = 'TP=8\nNAME=${NAME:-"a b"}\nARGS=(\n  --tp ${TP:-4} # no\n  --pp ${PP:-2}\n)\n'
+    script += 'run "$NAME" \\\n  ${ARGS[@]} --n $((TP*2))\n'
+    assert words(script) == ["run", "a b", "--tp", "8", "--pp", "2", "--n", "16"]
+
+
+def test_a_word_says_which_line_gives_its_value():
+    found = run_through("A=1\nTP=8\nrun --tp $TP --pp ${PP:-2}\n").commands[-1]
+    assert [word.place for word in found[1:]] == [(3, "--tp"), (2, "8"), (3, "--pp"), (3, "2")]
+
+
+@pytest.mark.parametrize(
+    ("condition", "value"),
+    [
+        ('[[ "$D" == "fp8" ]]', "yes"),
+        ('[ "$D" = bf16 ]', "no"),
+        ('[ -n "$D" ] && [ -z "$UNSET" ]', "yes"),
+        ('[[ "$D" == "x" ]] || [[ -z "$UNSET" ]]', "yes"),
+        ("[ $((1+1)) -eq 2 ]", "yes"),
+        ("[ ! -z $D ]", "yes"),
+    ],
+)
+def test_conditions_of_known_texts(condition, value):
+    assert words(f"D=fp8\nif {condition}; then\n  X=yes\nelse\n  X=no\nfi\nrun $X\n") == ["run", value]
+
+
+def test_what_does_not_follow_is_unresolved():
+    script = "A=$(nproc)\nB=`cat x`\nif [ -f file ]; then C=1; else C=2; fi\nfor i in 1 2; do D=$i; done\n"
+    whys = {word.text: word.why for word in run_through(f"{script}run $A $B $C $D $1 $E\n").commands[-1][1:]}
+    assert all(whys.values())
+    assert "condition on line 3" in whys["$C"]
+    assert "loop" in whys["$D"]
+    assert "argument" in whys["$1"]
+    assert whys["$E"] == "E is not set in the file"
+
+
+def test_case_heredocs_and_appended_arrays():
+    script = 'M=8B\ncase "$M" in\n "800M") W=1;;\n 8*) W=4;;\nesac\nA=(--x 1)\nA+=(--w $W)\n'
+    script += "sbatch <<EOF\nsrun python a.py ${A[@]}\nEOF\n"
+    assert words(script) == ["srun", "python", "a.py", "--x", "1", "--w", "4"]
+
+
+def test_nothing_is_executed(tmp_path):
+    target = tmp_path / "made"
+    script = f'touch {target}\nA=$(touch {target})\nB=`touch {target}`\neval "touch {target}"\n'
+    run_through(f"{script}run $A $B $(rm -rf {tmp_path})\n")
+    assert [tmp_path.exists(), target.exists()] == [True, False]
+
+
+BROKEN = ("(", "'", '"', "${", "$((", "if", "case", "case x in", "a=(", "<<", "<<EOF\n", "for", "f() {", "`", "\\")
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_broken_scripts_are_read_to_their_end(text):
+    run_through(text)
+    run_through(f"A=1\n{text}\nrun $A")
+
+
+def test_arithmetic():
+    assert arithmetic("2 * (3 + 4) - 7 / 2") == 11
+    for text in ("2 ** 9999", "__import__('os')", "1 / 0", "9" * 30 + "*" + "9" * 30, "a"):
+        with pytest.raises(ValueError, match="."):
+            arithmetic(text)
+
+
+def test_a_script_that_grows_without_bound_is_refused():
+    with pytest.raises(ValueError, match="more than|million"):
+        run_through("A=xxxxxxxxxx\n" + "A=$A$A$A$A$A$A$A$A$A$A\n" * 12)
