@@ -81,6 +81,7 @@ def test_verify_finds_it(compared, ranks, bug):
         assert any(with_it.copies)
     where = locate(ranks, selection, layout, found.step, WithBug(bug, trace_step))
     NAMED[bug.what] = any(name in said(found, where) for name in bug.named)
+    assert NAMED[bug.what] or WHOLE, said(found, where)
 
 
 NAMED: dict[str, bool] = {}
