@@ -10,7 +10,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled cold whole offload tiles zero-plus-plus test-smollm2 test-families \
+.PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled cold whole planted offload tiles zero-plus-plus test-smollm2 test-families \
 	reference lint format wheel docs pictures docs-check course bench accuracy fit gpu chaos launchers bench-peers clean
 
 help: ## list the targets
@@ -62,6 +62,9 @@ memory: setup ## compare the predicted memory of models of every kind with the m
 
 zero-plus-plus: setup ## try ZeRO++ in all its layouts: a minute
 	PHALANX_ZERO_PLUS_PLUS=1 $(BIN)/python -m pytest tests/parallel/test_quantised.py $(ARGS)
+
+planted: setup ## plant every bug of tests/verify/bugs.py, each of which verify must find: minutes
+	PHALANX_PLANTED=1 $(BIN)/python -m pytest -s tests/verify/test_planted.py $(ARGS)
 
 whole: setup ## run the whole tables of the tests that try every pair of their parts: minutes
 	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/parallel $(ARGS)

@@ -59,7 +59,7 @@ MOST_LINES = {
     "trackers": 750,
     "train": 8675,
     "validation": 1660,
-    "verify": 3990,
+    "verify": 4095,
     "": 1750,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and

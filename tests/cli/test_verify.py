@@ -42,7 +42,7 @@ def test_the_main_example_under_many_techniques():
             assert 0 <= case[what] <= 1e-9
     assert (report["steps"], report["tolerance"], report["precision"]) == (2, 1e-9, "fp64")
     assert (report["model"]["vocab_size"], report["skipped"]) == (251, [])
-    assert set(report["shrunk"]) == {"layout.bucket_mb"}
+    assert set(report["shrunk"]) == {"layout.bucket_mb", "optimizer.clip"}
     assert f"ok    {parse(LINES[2]).line()} (" in done.stderr
     assert "Warning" not in done.stderr
     assert "Traceback" not in done.stderr

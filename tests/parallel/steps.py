@@ -22,6 +22,7 @@ from phalanx.parallel.parameter_shards import wholes
 from phalanx.partition import derived as batch
 from phalanx.partition.cut import stages_of
 from phalanx.partition.derived import schedule_of
+from phalanx.train.guard import Replicas, repeats_exactly
 from phalanx.train.step import StepInputs, Stepper
 
 CPU = torch.device("cpu")
@@ -77,7 +78,12 @@ def counted_steps(
         with mesh.ledger.untracked():
             # Copies: clipping works in place.
             gradients.update((name, t.clone()) for name, t in wholes(trained, found, mesh, ranks.rank == 0))
-        return real(loss_scale)
+        square = real(loss_scale)
+        if repeats_exactly(device) and stepper.independent_replicas == 1:
+            # A second proof, without one process: a gradient that is still a part of a sum differs between ranks.
+            differing = Replicas(stepper, exact=True).differing(gradients=True)
+            assert not differing, [(each.name, each.suspects) for each in differing]
+        return square
 
     stepper.optimizer.square_norm = square_norm
     mesh.ledger.clear()

@@ -170,7 +170,7 @@ LOOKS = {
     with_another_slice_of_wk: "its weight differs from one process's on rank 1; they are the whole's columns 0–3",
     with_the_loss_scaled_by_own_tokens: "2 × the expected values: summed twice, or not divided, over dp_replicate?",
     without_the_sum_before_the_mlp: "not summed over tp",
-    with_rows_in_another_order: "experts 0–3 of ranks 0–1",
+    with_rows_in_another_order: "all tokens, experts 0–1 of rank 0; all tokens, experts 0–3 of rank 1",
 }
 
 

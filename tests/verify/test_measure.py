@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from phalanx.blocks.kinds import alike, block_kinds, untrained
@@ -69,13 +70,15 @@ def test_a_tampered_record_is_found_and_named(ranks, tmp_path):
     recorded(ranks, selection, path)
     assert compared(ranks, selection, path) is None
     original = load_file(path)
+    with safe_open(path, "pt") as stored:
+        scalars = stored.metadata()["scalars"]
     for key, factor, expected in (
         ("gradient/1/blocks.1.mlp.up.weight", 1 + 1e-6, FirstDifference("gradient", "blocks.1.mlp.up.weight", 2, 1e-6)),
         ("gradient/0/blocks.0.attn_norm.bias", 2.0, FirstDifference("gradient", "blocks.0.attn_norm.bias", 1, 0.5)),
         ("parameter/final_norm.weight", 1 + 1e-7, FirstDifference("parameter", "final_norm.weight", 2, 1e-7)),
     ):
         tampered = original | {key: original[key] * factor}
-        save_file(tampered, path, {"losses": "[1.0, 1.0]", "largest": "[1.0, 1.0]"})
+        save_file(tampered, path, {"scalars": scalars, "largest": "[1.0, 1.0]"})
         found = compared(ranks, selection, path)
         assert found is not None
         assert (found.what, found.name, found.step) == (expected.what, expected.name, expected.step)
@@ -99,7 +102,9 @@ def every_micro_batch_the_same_masks(ranks, *args):
 
 def without_documents(ranks, *args):
     real = Stepper.tensors
-    with mock.patch.object(Stepper, "tensors", lambda *args: replace(real(*args), documents=None)):
+    with mock.patch.object(
+        Stepper, "tensors", lambda *args, **options: replace(real(*args, **options), documents=None)
+    ):
         return compare(ranks, *args)
 
 
@@ -218,7 +223,9 @@ def test_a_pipeline_s_gradients_are_in_the_model_s_order_and_all_there(ranks, tm
     (layout,) = selection.layouts
     found = ranks(compare, 2, selection.case(layout), selection.compared.vocab_size, 2, path)[0]
     assert first_difference(found, TOLERANCE) is None
-    assert [list(step) for step in (*found.gradients, found.parameters)] == [list(parameter_shapes(JOB.model))] * 3
+    assert [list(step) for step in (*found.gradients, found.parameters)] == [
+        list(parameter_shapes(selection.case(layout).model))
+    ] * 3
     with pytest.raises(ValueError, match=r"no rank has blocks\.1\.attn_norm\.weight, blocks\.1\.attn_norm\.bias, "):
         ranks(without_one_stage, 2, selection.case(layout), selection.compared.vocab_size, 2, path)
 
@@ -254,8 +261,18 @@ def test_what_is_no_number_differs():
     found = Differences([0.0], [{"a": 0.0, "b": math.nan}], {"a": 0.0, "b": math.nan})
     assert first_difference(found, TOLERANCE) == FirstDifference("gradient", "b", 1, found.gradients[0]["b"])
     assert verify.worst([0.0, math.nan, 1.0]) == math.inf
-    only_loss = Differences([0.0, 1e-3], [{"a": 0.0}, {"a": 0.0}], {"a": 0.0})
-    assert first_difference(only_loss, TOLERANCE) == FirstDifference("loss", None, 2, 1e-3)
+    equal = Differences([0.0, 0.0], [{"a": 0.0}, {"a": 0.0}], {"a": 0.0}, [0.0, 0.0])
+    assert first_difference(equal, TOLERANCE) is None
+    for changed, expected in (
+        (replace(equal, losses=[0.0, 1e-3]), FirstDifference("loss", None, 2, 1e-3)),
+        (replace(equal, norms=[1e-3, 0.0]), FirstDifference("norm", None, 1, 1e-3)),
+        (replace(equal, norms=[]), None),
+        (replace(equal, norms=[1.0], copies=[["a"], []]), FirstDifference("copy", "a", 1, math.inf)),
+        (replace(equal, copies=[[], [], ["a"]]), FirstDifference("copy", "a", 2, math.inf)),
+        (replace(equal, validation=1e-3), FirstDifference("validation", None, 2, 1e-3)),
+        (replace(equal, norms=[1e-3], gradients=[{"a": 0.0}, {"a": 1.0}]), FirstDifference("norm", None, 1, 1e-3)),
+    ):
+        assert first_difference(changed, TOLERANCE) == expected
 
 
 def my_batches(ranks, job, vocab_size):
@@ -299,7 +316,7 @@ def test_a_cheap_model_stays_as_it_is():
     compared = compared_job(job, False, 8)
     assert compared.job.model == job.model
     assert compared.vocab_size == 50
-    assert set(compared.changes) == {"layout.bucket_mb"}
+    assert set(compared.changes) == {"layout.bucket_mb", "optimizer.clip"}
     assert compared.job.train.precision == "fp64"
     narrow = Train(precision="fp8", fp8_scaling="tensorwise", compile=True)
     compared = compared_job(replace(job, train=narrow), False, 8)

@@ -37,13 +37,13 @@ def test_the_matrix_by_default():
     assert "one update late" in stale
     cases = [selection.case(layout) for layout in selection.layouts]
     deep = sum(case.model.n_layers > 2 and not case.layout.recompute_cut for case in cases)
-    assert deepened == f"model.n_layers: 2 in the job, one layer per stage in {deep} layouts with more stages than that"
+    assert deepened == f"model.n_layers: 2 in the job, one more than there are stages in {deep} layouts"
     mixed = [case.model.moe for case in cases if case.layout.ep > 1]
     assert experts == (
         f"model.moe: no experts in the job, 8 of width 16 in {len(mixed)} layouts with ep above 1, "
         f"without aux_loss in {sum(not moe.aux_loss for moe in mixed)} with slices of sequences"
     )
-    assert select(replace(JOB, model=replace(JOB.model, n_layers=4))).notes == [stale, experts]
+    assert select(replace(JOB, model=replace(JOB.model, n_layers=5))).notes[2:] == [experts]
     assert all(layout.world <= 4 for layout in select(JOB, max_ranks=4).layouts)
 
 
@@ -62,7 +62,7 @@ def test_a_schedule_by_another_framework_s_name_is_taken_and_said():
     selection = select(JOB, lines=["pp=2,schedule=GPipe,micro_batch=1", "tp=2"])
     assert lines(selection) == ["pp=2,schedule=gpipe,micro_batch=1", "tp=2"]
     said = "layout 'pp=2,schedule=GPipe,micro_batch=1': taken as pp=2,schedule=gpipe,micro_batch=1"
-    assert selection.notes == [said]
+    assert selection.notes == [said, "model.n_layers: 2 in the job, one more than there are stages in 1 layout"]
 
 
 def test_what_is_too_large_is_reduced_and_said():
@@ -126,13 +126,13 @@ def test_schedules_alone_come_after_the_job_s_own_layout():
     assert set(selection.layouts[1:]) <= set(select(JOB, full=True, max_ranks=4).layouts)
 
 
-def test_a_case_has_as_many_layers_as_stages_and_a_sequence_in_each_micro_batch():
+def test_a_case_has_a_layer_more_than_stages_and_a_sequence_in_each_micro_batch():
     selection = select(JOB, schedules=True, max_ranks=4)
     found = set()
     for layout in selection.layouts:
         case, alone = selection.case(layout), selection.alone(layout)
         stages = layout.pp * catalogue.chunks_of(layout.schedule) // catalogue.SCHEDULES[layout.schedule].directions
-        assert case.model.n_layers == max(2, stages)
+        assert case.model.n_layers == stages + 1
         assert (alone.model, alone.train, alone.layout.world) == (case.model, case.train, 1)
         assert problems_of(case) == []
         found.add(case.train.global_batch)
@@ -155,7 +155,7 @@ def test_a_pipeline_of_the_job_s_own_keeps_what_it_is_about():
     layout = Layout(pp=16, dp_shard=8, schedule="zb_v", pp_cut="1+" * 31 + "1")
     selection = select(replace(JOB, model=model, layout=layout, train=Train(global_batch=512)), schedules=True)
     assert lines(selection)[0] == "dp_shard=4,pp=2,schedule=zb_v,accumulation=4"
-    assert selection.case(selection.layouts[0]).model.n_layers == 4
+    assert selection.case(selection.layouts[0]).model.n_layers == 5
     uneven = replace(JOB, model=replace(JOB.model, n_layers=7), layout=Layout(pp=2, pp_cut="5+2", accumulation=16))
     assert lines(select(uneven))[0] == "pp=2,pp_cut=5+2,accumulation=4"
     large = replace(uneven, model=replace(model, n_layers=7))
@@ -211,8 +211,9 @@ def test_a_model_without_experts_gets_some_for_layouts_that_deal_them_out():
     assert min(whole.aux_loss, whole.z_loss) > 0
     assert sliced == replace(whole, aux_loss=0.0)
     assert selection.notes == [
+        "model.n_layers: 2 in the job, one more than there are stages in 1 layout",
         "model.moe: no experts in the job, 8 of width 16 in 2 layouts with ep above 1, without aux_loss in 1 with "
-        "slices of sequences"
+        "slices of sequences",
     ]
     own = MoE(n_experts=4, top_k=1, renormalise=False)
     selection = select(replace(JOB, model=replace(JOB.model, moe=own)), lines=["dp_shard=2,ep=2"])
@@ -306,6 +307,8 @@ def test_every_line_is_another_layout_of_at_most_8_ranks():
         {"recompute_cut": "1*full+1*selective+1*products+1*none", "pp": 1},
         {"recompute_cut": "1*full+2*selective+1*none", "pp": 2, "tp": 2, "sp_regather": True},
         {"loss_chunk": 24},
+        {"offload": "optimizer+activations"},
+        {"offload": "all", "zero": 3},
         {"data_parallel": "threads"},
         {"pp": 2, "schedule": "1f1b"},
         {"pp": 4},

@@ -161,4 +161,8 @@ OFFLOAD = Technique(
         ),
     },
     apply="phalanx.parallel.apply:apply_offload",
+    layouts=(
+        "accumulation=2,offload=optimizer+activations",
+        "dp_shard=2,zero=3,offload=all,accumulation=2",
+    ),
 )

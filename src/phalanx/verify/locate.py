@@ -379,9 +379,20 @@ class Comparison:
                 words.append(moved)
             elif module.endswith((".q", ".k")) and _only_turned(wrong):
                 words.append("every head has the right length: it is turned to another position")
-        if direction == "output" and not any("weight" in word for word in words) and self._weights_of(module):
+        if direction == "output" and (before := self._later_block(module, wrong[0].trace)):
+            words.append(f"rank {wrong[0].trace.rank} ran it after {before}")
+        elif direction == "output" and not any("weight" in word for word in words) and self._weights_of(module):
             words.append("its input and weights agree")
         return words, axis
+
+    def _later_block(self, module: str, trace: RankTrace) -> str | None:
+        """Returns the last block that a rank ran before a module of an earlier one."""
+        if not module.startswith("blocks."):
+            return None
+        before = trace.order[: trace.order.index(module)]
+        blocks = [name for name in before if name.startswith("blocks.") and name.count(".") == 1]
+        later = [name for name in blocks if int(name.split(".")[1]) > int(module.split(".")[1])]
+        return later[-1] if later else None
 
     def _factor(self, wrong: list[RankPart], of: Axes) -> tuple[list[str], str | None]:
         """Returns the constant factor between found and expected values, if there is one, and the axis of that size."""
@@ -395,8 +406,15 @@ class Comparison:
         right = torch.cat([each.expected.flatten() for each in wrong]).double()
         factor = float((whole * right).sum() / (right * right).sum()) if right.any() else 0.0
         scale = max(float(right.abs().max()), 1e-300)
-        if not factor or float((whole - factor * right).abs().max()) > CONSTANT * scale or not expected.any():
+        if (
+            not factor
+            or not right.isfinite().all()
+            or float((whole - factor * right).abs().max()) > CONSTANT * scale
+            or not expected.any()
+        ):
             return [], None
+        if abs(factor - 1) < CONSTANT:
+            return [f"all within {CONSTANT:g} of the expected values: rounded to a lower precision?"], None
         axes = [name for name, line in of.items() if abs(factor * line.size - 1) < CONSTANT]
         over = [name for name, line in of.items() if abs(factor / line.size - 1) < CONSTANT]
         where = f"{factor:.6g} × the expected values"

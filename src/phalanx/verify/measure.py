@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -37,8 +37,10 @@ from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition import derived as batch
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.drivers import UnflushedSteps
+from phalanx.train.evaluate import validation_loss
+from phalanx.train.guard import GRADIENT, PARAMETER, Replicas, repeats_exactly
 from phalanx.train.requests import NO_REQUESTS, Requests
-from phalanx.train.step import StepInputs, Stepper
+from phalanx.train.step import Step, StepInputs, Stepper
 
 MIN_STEPS = 4
 """The minimum number of steps: the first two use the same weights, the third one's are stale, the last one drains the
@@ -48,21 +50,27 @@ Read = Callable[[int], tuple[list[MicroBatch], int]]
 """Returns a step's micro-batches on this rank, and the valid tokens of the whole batch."""
 
 
-def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int, lr: float) -> list[float]:
-    """Takes steps through the pipeline, which is empty before and after. Returns the losses."""
-    stream, losses = UnflushedSteps(stepper, pipeline), []
+def rate(job: Job, step: int) -> float:
+    """Returns the learning rate of a step, from 0: another one in each, so that none is taken for another's."""
+    return job.optimizer.lr / (step + 1)
+
+
+def streamed(stepper: Stepper, pipeline: PipeDream, read: Read, steps: int) -> list[Step]:
+    """Takes steps through the pipeline, which is empty before and after, and returns them."""
+    stream, taken = UnflushedSteps(stepper, pipeline), list[Step]()
     for step in range(steps):
         batches, valid = read(step)
         more = (lambda following=step + 1: read(following)[0]) if step < steps - 1 else None
-        losses += [known.loss for _, known in stream.step(StepInputs(batches, step, valid, lr), more)]
-    return losses
+        inputs = StepInputs(batches, step, valid, rate(stepper.job, step))
+        taken += [known for _, known in stream.step(inputs, more)]
+    return taken
 
 
-def delayed(stepper: Stepper, read: Read, steps: int, lr: float) -> list[float]:
-    """Takes steps with equally stale gradients on one process. Returns the losses."""
+def delayed(stepper: Stepper, read: Read, steps: int) -> list[Step]:
+    """Takes steps with equally stale gradients on one process, and returns them."""
     weights = [shard.value for shard in stepper.replica.shards]
     older = newest = _copies(weights)
-    losses = []
+    taken = []
     for step in range(steps):
         batches, valid = read(step)
         _put(weights, older)
@@ -70,11 +78,11 @@ def delayed(stepper: Stepper, read: Read, steps: int, lr: float) -> list[float]:
         _put(weights, newest)
         square, status, everywhere = stepper.status(loss)
         everywhere.wait()
-        stepper.optimizer.step(lr, square.sqrt())
+        stepper.optimizer.step(rate(stepper.job, step), square.sqrt())
         stepper.replica.clear()
         older, newest = newest, _copies(weights)
-        losses.append((status[0] / valid).item())
-    return losses
+        taken.append(Step((status[0] / valid).item(), square.sqrt().item()))
+    return taken
 
 
 def _copies(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -98,6 +106,9 @@ DOCUMENT_ENDS = 0.15
 """The fraction of tokens that are the last of their document."""
 PACKED = 3
 """The most conversations of a row."""
+SAME = 2
+"""The first of so many parts of the rows has one token alone, so that some experts get none of a micro-batch: a token
+at which tensor ranks cut the vocabulary."""
 ANSWER_BORDERS = 0.2
 """The fraction of tokens at which an answer begins or ends."""
 
@@ -118,6 +129,14 @@ class Differences:
     """Relative differences by step, then by parameter, in the model's order."""
     parameters: dict[str, float] = field(default_factory=dict)
     """Relative differences after the last step, by parameter."""
+    norms: list[float] = field(default_factory=list)
+    """Relative difference of the gradients' norm of each step; empty where replicas have norms of their own."""
+    validation: float = 0.0
+    """Relative difference of the validation loss after the last step."""
+    copies: list[list[str]] = field(default_factory=list)
+    """By step, the parameters whose gradients differ between ranks that hold the same of them, and last those that
+    differ themselves after the last step: bit by bit, so that a gradient that is still a part of a sum is among them
+    whatever one process computes."""
     all_parameters: float = 0.0
     """The root of the sum of squares of the differences of all parameters, relative to that of the parameters."""
     values: list[float] = field(default_factory=list)
@@ -138,12 +157,12 @@ def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stal
     def observe(key: str, whole: Tensor) -> None:
         tensors[key] = whole.clone()  # the optimizer clips the gradient and updates the parameter in place
 
-    losses = _run(ranks, job, vocab_size, steps, observe, stale)
+    found = _run(ranks, job, vocab_size, steps, observe, stale)
     largest = [
         max(float(tensor.abs().max()) for key, tensor in tensors.items() if _is_of_the_loss(key, step))
         for step in range(steps)
     ]
-    save_file(tensors, path, {"losses": json.dumps(losses), "largest": json.dumps(largest)})
+    save_file(tensors, path, {"scalars": json.dumps(asdict(found)), "largest": json.dumps(largest)})
 
 
 def compare(
@@ -186,10 +205,13 @@ def compare(
                 whole, expected.get_tensor(key), rounding * largest[int(step)]
             )
 
-        found.values = _run(ranks, job, vocab_size, steps, observe, stale, dtype, chunks)
-        found.expected = json.loads(facts["losses"])
-        for loss, other in zip(found.values, found.expected, strict=True):
-            found.losses.append(abs(loss - other) / abs(other) if other else abs(loss))
+        here = _run(ranks, job, vocab_size, steps, observe, stale, dtype, chunks)
+        there = Scalars(**json.loads(facts["scalars"]))
+        found.values, found.expected, found.copies = here.losses, there.losses, here.copies
+        found.losses = [relative(*pair) for pair in zip(here.losses, there.losses, strict=True)]
+        found.norms = [relative(*pair) for pair in zip(here.norms, there.norms, strict=False)]
+        if here.validation is not None and there.validation is not None:
+            found.validation = relative(here.validation, there.validation)
     if ranks.rank:
         return None
     found.all_parameters = float((squares[0] / squares[1]).sqrt())
@@ -237,6 +259,11 @@ def _is_of_the_loss(key: str, step: int) -> bool:
     return key.startswith(f"gradient/{step}/") and not key.endswith(".router.bias")
 
 
+def relative(found: float, expected: float) -> float:
+    """Returns |a - b|, relative to `expected` unless that is zero."""
+    return abs(found - expected) / (abs(expected) or 1)
+
+
 def difference(found: Tensor, expected: Tensor, least_scale: float) -> float:
     """Returns max|a - b|, relative to the largest element of `expected`, but at least to `least_scale`. Raises
     ValueError for tensors of different shapes."""
@@ -255,15 +282,17 @@ def micro_batches(job: Job, vocab_size: int, mesh: Mesh, step: int) -> tuple[lis
 
 def drawn(job: Job, vocab_size: int, rows: int, mine: range, step: int) -> tuple[list[MicroBatch], int]:
     """Returns the random micro-batches of some of a step's `rows` sequences, and the valid tokens of all rows; their
-    number differs from row to row. With `data.document_mask` every row is cut into documents at different places, and
-    where only answers count, parts of every row do. Rows of conversations have padding behind the last target, and
-    with `data.packing` several conversations. Of preference pairs the answers are random, too, and it returns the
-    number of pairs."""
+    number differs from row to row, and the last row has none. The first rows have one token alone. With
+    `data.document_mask` every row is cut into documents at different places, and where only answers count, parts of
+    every row do. Rows of conversations have padding behind the last target, and with `data.packing` several
+    conversations. Of preference pairs the answers are random, too, and it returns the number of pairs."""
     seq_len, size = job.model.seq_len, batch.solve(job.train.global_batch, job.layout).micro_batch
     generator = np.random.default_rng(derive_seed(job.train.seed, "verify", step))
     tokens = generator.integers(vocab_size, size=(rows, seq_len + 1))
+    tokens[: rows // SAME] = -(-vocab_size // 2)
     targets = tokens[:, 1:].copy()
     behind = np.arange(seq_len) >= generator.integers(1, seq_len + 1, size=(rows, 1))
+    behind[-1] |= rows > 1 and not has_pairs(job.data)
     targets[behind] = IGNORE
     ends = generator.random((rows, seq_len)) < DOCUMENT_ENDS
     documents = (ends.cumsum(axis=1) - ends).astype(np.int64) if job.data.document_mask else None
@@ -301,6 +330,20 @@ def _in_order(found: dict[str, float], names: Iterable[str]) -> dict[str, float]
     return {name: found[name] for name in names}
 
 
+@dataclass(frozen=True)
+class Scalars:
+    """The numbers of a run beside its tensors."""
+
+    losses: list[float]
+    """By step."""
+    norms: list[float]
+    """The gradients' norm before clipping, by step; empty for replicas that have norms of their own."""
+    validation: float | None
+    """The loss of another batch after the last step, without dropout; None for such replicas."""
+    copies: list[list[str]]
+    """As in `Differences`."""
+
+
 def _run(
     ranks: Ranks,
     job: Job,
@@ -310,8 +353,9 @@ def _run(
     stale: bool = False,
     dtype: torch.dtype = torch.float64,
     chunks: int = 1,
-) -> list[float]:
-    """Trains and returns every loss. `observe` is called for every gradient of every step, then for every parameter."""
+) -> Scalars:
+    """Trains and returns what is no tensor. `observe` is called for every gradient of every step, then for every
+    parameter."""
 
     def prepare(stepper: ObservedStepper) -> None:
         stepper.observe, stepper.keep = observe, ranks.rank == 0
@@ -330,29 +374,33 @@ def run_steps(
     prepare: Callable[[ObservedStepper], None],
     stale: bool = False,
     dtype: torch.dtype = torch.float64,
-) -> list[float]:
-    """Trains with a stepper that `prepare` gets first, and returns every loss. `stale`: on one process, gradients are
-    one update late, as those of a pipeline without a flush."""
+) -> Scalars:
+    """Trains with a stepper that `prepare` gets first, and returns what is no tensor. `stale`: on one process,
+    gradients are one update late, as those of a pipeline without a flush."""
     device = device_of(ranks, job.cluster.device)
     agree_on_job(job, device)
     mesh = meshes.build(job.layout, device.type)
     stepper = ObservedStepper(job, mesh, device, vocab_size, dtype)
     prepare(stepper)
-    read, lr, runner = partial(micro_batches, job, vocab_size, mesh), job.optimizer.lr, stepper.replica.runner
+    read, runner = partial(micro_batches, job, vocab_size, mesh), stepper.replica.runner
     if isinstance(runner, PipeDream):
-        losses = streamed(stepper, runner, read, steps, lr)
+        taken = streamed(stepper, runner, read, steps)
     elif stale:
-        losses = delayed(stepper, read, steps, lr)
+        taken = delayed(stepper, read, steps)
     else:
-        losses = []
-        for step in range(steps):
-            batches, valid = read(step)
-            loss = torch.tensor(
-                stepper.step(StepInputs(batches, step, valid, lr)).loss, dtype=torch.float64, device=device
-            )
-            losses.append(stepper.mean(loss).item())
+        batches = (read(step) for step in range(steps))
+        taken = [
+            stepper.step(StepInputs(micros, step, valid, rate(job, step)))
+            for step, (micros, valid) in enumerate(batches)
+        ]
     stepper.show("parameter", {f.name: f.value for f in stepper.replica.shards})
-    return losses
+    losses = stepper.mean(torch.tensor([step.loss for step in taken], dtype=torch.float64, device=device)).tolist()
+    stepper.compare_copies(gradients=False)
+    if stepper.independent_replicas > 1:
+        return Scalars(losses, [], None, [])
+    micros = (stepper.tensors(micro, steps, True) for micro in read(steps)[0])
+    validation = validation_loss(stepper.replica, mesh, micros, device)
+    return Scalars(losses, [step.grad_norm for step in taken], validation, stepper.copies)
 
 
 class ObservedStepper(Stepper):
@@ -363,6 +411,7 @@ class ObservedStepper(Stepper):
         self.loss_scale = LossScale(dtype, LOSS_SCALE)
         self.observe: Observe = lambda key, whole: None
         self.keep, self.seen = False, 0
+        self.held, self.copies = Replicas(self, exact=repeats_exactly(device)), list[list[str]]()
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
         found = {f.name: f.gradient for f in self.optimizer.shards if f.gradient is not None}
@@ -370,7 +419,16 @@ class ObservedStepper(Stepper):
             found = {name: gradient.float() / scale for name, gradient in found.items()}
         self.show(f"gradient/{self.seen}", found)
         self.seen += 1
-        return super().status(loss, requests)
+        status = super().status(loss, requests)
+        self.compare_copies(gradients=True)
+        return status
+
+    def compare_copies(self, *, gradients: bool) -> None:
+        """Notes the parameters that differ between ranks that hold the same, in their gradients or themselves."""
+        kind = GRADIENT if gradients else PARAMETER
+        if self.independent_replicas == 1:
+            differing = self.held.differing(gradients=gradients)
+            self.copies.append([each.name.partition(" (")[0] for each in differing if each.kind == kind])
 
     def mean(self, tensor: Tensor) -> Tensor:
         """Returns the mean over replicas along an axis of a package, which each compute their part of the batch."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
 import time
@@ -36,13 +37,14 @@ class FirstDifference:
     """The first difference of a layout: the earliest step, the first parameter in the model's order."""
 
     what: str
-    """gradient, parameter or loss."""
+    """gradient, copy (a gradient, or last a parameter, of which ranks hold different copies), norm (of all gradients of
+    a step, before clipping), parameter, loss or validation (its loss)."""
     name: str | None
-    """The parameter's name; None for a loss."""
+    """The parameter's name; None for a norm or a loss."""
     step: int
     """The step, counted from 1."""
     rel: float
-    """The relative difference."""
+    """The relative difference; infinity for copies, which are compared bit by bit."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,12 @@ class LayoutCase:
     """Largest relative difference of the loss."""
     grad_max_rel: float | None
     """Largest relative difference of a gradient."""
+    norm_max_rel: float | None
+    """Largest relative difference of the norm of a step's gradients."""
     param_max_rel: float | None
     """Largest relative difference of a parameter."""
+    validation_rel: float | None
+    """Relative difference of the validation loss after the last step."""
     ok: bool
     """Whether all differences are within the tolerance."""
     first_difference: FirstDifference | None
@@ -192,7 +198,9 @@ def _case(pool: Pool, selection: Selection, layout: Layout, steps: int, path: Pa
         global_batch=job.train.global_batch,
         loss_max_rel=worst(found.losses) if found else None,
         grad_max_rel=worst([rel for step in found.gradients for rel in step.values()]) if found else None,
+        norm_max_rel=worst(found.norms) if found else None,
         param_max_rel=worst(list(found.parameters.values())) if found else None,
+        validation_rel=found.validation if found else None,
         ok=found is not None and first is None,
         first_difference=first,
         error=error,
@@ -203,18 +211,29 @@ def _case(pool: Pool, selection: Selection, layout: Layout, steps: int, path: Pa
 
 
 def first_difference(found: Differences, tolerance: float) -> FirstDifference | None:
-    """Returns the first gradient that differs by more than `tolerance` (or by NaN), else the first parameter, else the
-    first loss, else None."""
+    """Returns the first gradient that differs by more than `tolerance` (or by NaN), or where a step's gradients agree
+    the first with different copies, or their norm; else the first parameter, else the first loss, else the validation
+    loss, else None."""
+    steps = len(found.gradients)
     for step, gradients in enumerate(found.gradients):
         for name, rel in gradients.items():
             if not rel <= tolerance:
                 return FirstDifference("gradient", name, step + 1, rel)
+        for name in itertools.chain.from_iterable(found.copies[step : step + 1]):
+            return FirstDifference("copy", name, step + 1, math.inf)
+        for rel in found.norms[step : step + 1]:
+            if not rel <= tolerance:
+                return FirstDifference("norm", None, step + 1, rel)
     for name, rel in found.parameters.items():
         if not rel <= tolerance:
             return FirstDifference("parameter", name, len(found.losses), rel)
+    for name in itertools.chain.from_iterable(found.copies[steps:]):
+        return FirstDifference("copy", name, steps, math.inf)
     for step, rel in enumerate(found.losses):
         if not rel <= tolerance:
             return FirstDifference("loss", None, step + 1, rel)
+    if not found.validation <= tolerance:
+        return FirstDifference("validation", None, len(found.losses), found.validation)
     return None
 
 
@@ -257,6 +276,12 @@ def complaint(case: LayoutCase) -> str:
             return f"{name}: the gradient of step {step} differs by {rel:.1e}"
         case FirstDifference("parameter", name, step, rel):
             return f"{name}: after step {step} the parameter differs by {rel:.1e}, its gradients agree"
+        case FirstDifference("copy", name, step, _):
+            return f"{name}: ranks that hold the same hold different values in step {step}, the first one's agree"
+        case FirstDifference("norm", _, step, rel):
+            return f"the gradient norm of step {step} differs by {rel:.1e}, its gradients agree"
+        case FirstDifference("validation", _, step, rel):
+            return f"the validation loss after step {step} differs by {rel:.1e}, all else agrees"
         case FirstDifference(_, _, step, rel):
             return f"the loss of step {step} differs by {rel:.1e}, gradients and parameters agree"
     return ""

@@ -159,7 +159,7 @@ EXPERTS = MoE(n_experts=8, top_k=2, n_shared=1, aux_loss=0.01, z_loss=0.001, bia
 
 def deep_enough(job: Job, layout: Layout) -> Job:
     """Returns the job with a model for a layout's stages: as many layers as `recompute_cut` or `pp_cut` has, else at
-    least one per stage.
+    least one per stage and one more, so that the order of the layers of a stage matters.
 
     If the layout is not legal, the job is returned unchanged."""
     if layout.pp == 1 and not layout.recompute_cut:
@@ -170,7 +170,7 @@ def deep_enough(job: Job, layout: Layout) -> Job:
         elif layout.pp_cut:
             layers = sum(parse_cut(layout.pp_cut))
         else:
-            layers = max(job.model.n_layers, _schedule(layout).stages)
+            layers = max(job.model.n_layers, _schedule(layout).stages + 1)
     except JobError:
         return job
     return replace(job, model=replace(job.model, n_layers=layers))
@@ -205,6 +205,8 @@ SMALL_LAYERS, SMALL_HEAD, SMALL_WIDTH, SMALL_SEQ_LEN, SMALL_VOCAB, SMALL_WINDOW 
 """The vocabulary is a prime: no number of tensor ranks divides it, so that its padding is at work."""
 BUCKETS = 4
 """Gradient buckets of the compared model: a real one has many, and their order matters."""
+MOST_CLIP = 0.01
+"""The clip at most, which the norm of a small model's gradients exceeds in every step: so that clipping is at work."""
 MIN_EPS = 1e-8
 """Adam's eps at least: a smaller one would amplify the rounding of gradients that are zero."""
 
@@ -237,7 +239,7 @@ def compared_job(job: Job, as_is: bool, max_ranks: int, own: Precision | None = 
         model = _small_model(job.model, vocab, max_ranks)
         vocab = model.vocab_size or SMALL_VOCAB
         bucket_mb = min(job.layout.bucket_mb, float(f"{count(model, vocab) * 8 / BUCKETS / 2**20:.3g}"))
-        optimizer = replace(job.optimizer, eps=max(job.optimizer.eps, MIN_EPS))
+        optimizer = replace(job.optimizer, eps=max(job.optimizer.eps, MIN_EPS), clip=min(job.optimizer.clip, MOST_CLIP))
         small = replace(job, model=model, optimizer=optimizer, layout=replace(job.layout, bucket_mb=bucket_mb))
     changes = {
         path: (fields.get(job, path), fields.get(small, path))
@@ -308,6 +310,8 @@ class Selection:
     """The layouts to compare with one process, and their job."""
 
     compared: ComparedJob
+    as_is: bool = False
+    """Whether the model is compared as it is."""
     layouts: list[Layout] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -315,10 +319,15 @@ class Selection:
     refused: list[str] = field(default_factory=list)
     """Problems of layouts that were named and cannot be compared, while others can."""
 
+    def suited(self, job: Job, layout: Layout) -> Job:
+        """Returns a job with a model for a layout."""
+        return job if self.as_is else deep_enough(with_experts(job, layout), layout)
+
     def case(self, layout: Layout) -> Job:
         """Returns the job of one case: the same model and optimizer, with the layout and a global batch divisible by
-        it. The model has at least one layer per stage, and experts if the layout uses expert parallelism."""
-        return _with(deep_enough(with_experts(self.compared.job, layout), layout), layout)
+        it. Unless it is compared as it is, the model has more layers than stages, and experts if the layout uses expert
+        parallelism."""
+        return _with(self.suited(self.compared.job, layout), layout)
 
     def alone(self, layout: Layout) -> Job:
         """Returns the job of one process that the layout's case is compared with."""
@@ -358,12 +367,11 @@ def select(
     (`full`), with every pipeline schedule alone (`schedules`), or by itself (`alone`).
 
     A layout of the matrix that is not legal for the model, or larger than `max_ranks`, is skipped. Unless `as_is`, a
-    model with fewer layers than stages gets more, and one without experts gets some for layouts with expert
+    model with no more layers than stages gets more, and one without experts gets some for layouts with expert
     parallelism. `precision`: that of the comparison, by default float64. A named layout that cannot be compared does
-    not stop the others. Raises JobError with every problem if
-    none of the named layouts can be compared.
+    not stop the others. Raises JobError with every problem if none of the named layouts can be compared.
     """
-    selection, problems = Selection(compared_job(job, as_is, max_ranks, precision)), list[str]()
+    selection, problems = Selection(compared_job(job, as_is, max_ranks, precision), as_is), list[str]()
     for line in lines:
         try:
             layout = layout_line.parse(line)
@@ -392,7 +400,7 @@ def select(
     if not lines:
         _own(selection, job, max_ranks)
     if not (lines or alone):
-        _rest(selection, job, full, schedules, max_ranks, as_is)
+        _rest(selection, job, full, schedules, max_ranks)
     selection.notes += _notes(selection, job)
     return selection
 
@@ -423,11 +431,10 @@ def resumed_pairs(
     Raises JobError with every problem if none of the named layouts can be compared."""
     selection = select(job, lines=lines, max_ranks=max_ranks, as_is=as_is) if lines else None
     if selection is None:
-        selection = Selection(compared_job(job, as_is, max_ranks))
+        selection = Selection(compared_job(job, as_is, max_ranks), as_is)
         _own(selection, job, max_ranks)
         for layout in map(layout_line.parse, RESUMED):
-            fit = job if as_is else deep_enough(with_experts(job, layout), layout)
-            if why := _reasons(fit, selection, layout, max_ranks):
+            if why := _reasons(selection.suited(job, layout), selection, layout, max_ranks):
                 selection.skipped.append(Skipped(layout.line(), "; ".join(why)))
             else:
                 _add(selection, layout)
@@ -458,20 +465,18 @@ def _pair(selection: Selection, first: Layout, second: Layout) -> Pair:
     """Returns the jobs of a pair: one model and one global batch for both layouts."""
     job = replace(selection.compared.job, checkpoint=Checkpoint(verify=True))
     for layout in (first, second):
-        job = with_experts(job, layout)
-    deep = max((deep_enough(job, layout) for layout in (first, second)), key=lambda each: each.model.n_layers)
-    jobs = [_with(deep, layout) for layout in (first, second)]
+        job = selection.suited(job, layout)
+    jobs = [_with(job, layout) for layout in (first, second)]
     both = lcm(*(each.train.global_batch for each in jobs))
     a, b = (replace(each, train=replace(each.train, global_batch=both)) for each in jobs)
     return a, b
 
 
-def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks: int, as_is: bool) -> None:
+def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks: int) -> None:
     """Adds the layouts that are compared by default besides the job's own."""
 
     def reasons(layout: Layout) -> list[str]:
-        fit = job if as_is else deep_enough(with_experts(job, layout), layout)
-        return _reasons(fit, selection, layout, max_ranks)
+        return _reasons(selection.suited(job, layout), selection, layout, max_ranks)
 
     candidates = list[Layout]()
     if full or not schedules:
@@ -502,9 +507,8 @@ def _notes(selection: Selection, job: Job) -> Iterator[str]:
     stages = (model.n_layers for mine, model in zip(written, models, strict=True) if not mine)
     if deepened := sum(n_layers > job.model.n_layers for n_layers in stages):
         yield (
-            f"model.n_layers: {job.model.n_layers} in the job, one layer per stage in {counted(deepened, 'layout')} "
-            "with "
-            "more stages than that"
+            f"model.n_layers: {job.model.n_layers} in the job, one more than there are stages in "
+            f"{counted(deepened, 'layout')}"
         )
     if not job.model.moe.n_experts and (mixed := [model.moe for model in models if model.moe.n_experts]):
         cut = sum(not moe.aux_loss for moe in mixed)

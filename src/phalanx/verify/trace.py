@@ -249,12 +249,14 @@ class StepRecorder:
 
         def compute(of: MixtureOfExperts, rows: Tensor, ends: Any, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
             assert self.current.slots is not None, "rows have their slots"
-            choices, top_k = self.current.slots.choices, self.job.model.moe.top_k
+            choices, kept, top_k = self.current.slots.choices, self.current.slots.kept, self.job.model.moe.top_k
             routed, shared = dispatch(of, rows, ends, tokens)
 
             def by_choice(x: Tensor) -> Tensor:
                 every = x.new_zeros(len(tokens) * top_k + 1, x.shape[1])
                 every[choices[: len(x)]] = x
+                if kept is not None:  # rows of padding are not computed
+                    every[:-1][~kept.flatten()] = 0
                 return every[:-1].view(len(tokens), -1)
 
             self.see(f"{path}.experts", routed, by_choice, part=(True, False), unit=("choice", routed.shape[1]))
