@@ -21,7 +21,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, ProcessGroup
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -207,7 +212,15 @@ class DryWorld(TorchDispatchMode):
                 return known.item()
         if x.dtype.is_floating_point:
             return 0.0  # a finite loss, and no request of another rank
-        raise JobError(f"the step reads an element of {x.dtype} that depends on data, which a rehearsal does not have")
+        raise self.refusal("item", f"it reads an element of {x.dtype}, which depends on data that a rehearsal lacks")
+
+    def refusal(self, operation: str, why: str) -> JobError:
+        """Returns the error for a program that a rehearsal cannot run: the operation, where it is, and what to do."""
+        module = heartbeat.module()
+        return JobError(
+            f"this job cannot be rehearsed: operation {operation} in {module or 'no module'} ({self.phase()}): {why}; "
+            "`phalanx predict` has the figures by formula, `phalanx verify` runs the layout on real ranks"
+        )
 
     # Operations
 
@@ -244,7 +257,10 @@ class DryWorld(TorchDispatchMode):
         if elements is None and (assumed := result_without_data(func, args, kwargs)):
             out, elements = assumed
         if out is None:
-            out = func(*args, **kwargs)
+            try:
+                out = func(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+                raise self.refusal(str(func), f"its result depends on data ({type(error).__name__})") from None
         if elements is None and func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
         made = [out] if isinstance(out, Tensor) else _tensors(out)
