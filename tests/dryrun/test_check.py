@@ -20,6 +20,10 @@ from phalanx.dryrun.world import DryWorld
 from phalanx.errors import JobError
 
 LLAMA = ModelConfig(n_layers=2, d_model=64, n_heads=4, seq_len=64, vocab_size=64, positions="rope", activation="swiglu")
+TIGHT = [
+    *("cluster.device=cpu", "cluster.accelerator.name=small", "cluster.accelerator.memory_gib=0.001"),
+    *("cluster.accelerator.bandwidth_gbs=10", "cluster.accelerator.bf16_tflops=1", "cluster.accelerator.fp16_tflops=1"),
+]
 WORDS = ["model=tiny", "data.corpus=random", "data.random_tokens=2000", "global_batch=4", "run.sample_tokens=0"]
 PLAN = ["plan", "model=gpt2", "cluster=dgx-h100:1", "precision=bf16", "global_batch=32", "--check"]
 
@@ -28,14 +32,13 @@ def job_of(layout: Layout, batch: int) -> Job:
     return Job(model=LLAMA, layout=layout, train=Train(global_batch=batch))
 
 
-@pytest.mark.parametrize("pp", [1, 2])
-def test_micro_batches_that_change_no_memory_are_left_out(pp):
+def test_micro_batches_that_change_no_memory_are_left_out():
     """They change that of their tokens, which wait on the device: two int64 each, and a count."""
-    job = job_of(Layout(pp=pp, micro_batch=1), 4 * pp)
-    fewer = shortened(job, 64, "cpu").layout.accumulation
-    assert fewer == 2 * pp
+    assert shortened(job_of(Layout(pp=2, micro_batch=1), 8), 64, "cpu").layout.accumulation == 4
+    job = job_of(Layout(micro_batch=1), 4)
+    assert shortened(job, 64, "cpu").layout.accumulation == 2
     found, whole = check(job, 64).fullest, rehearse_ranks(job, 64, [0]).fullest
-    assert found.peak <= whole.peak <= found.peak + (4 * pp - fewer) * (2 * 8 * LLAMA.seq_len + 8)
+    assert found.peak <= whole.peak <= found.peak + 2 * (2 * 8 * LLAMA.seq_len + 8)
 
 
 def test_gpipe_keeps_every_micro_batch():
@@ -75,38 +78,36 @@ def test_a_value_that_depends_on_data_is_refused_by_operation_and_module():
         dry._read(torch.ones((), dtype=torch.int64))
 
 
-def heavier(monkeypatch: pytest.MonkeyPatch, layouts: list[str] | None = None) -> list[str]:
-    """Makes the first of layouts (all, if `layouts` is given) need 100 GiB when rehearsed, without running them."""
-    seen: list[str] = [] if layouts is None else layouts
+def heavier(monkeypatch: pytest.MonkeyPatch, *, every: bool = False) -> None:
+    """Makes the first layout, or every one, need 100 GiB when rehearsed, without running it."""
+    seen: list[str] = []
 
     def rehearse(job: Job, rank: int, *_: object) -> RankRehearsal:
-        heavy = not seen or layouts is not None
+        size = 2**30 if seen and not every else 100 * 2**30
         seen.append(job.layout.line())
-        size = 100 * 2**30 if heavy else 2**30
         return RankRehearsal(rank, {}, {"parameters": size}, "forward")
 
     monkeypatch.setattr(checking, "rehearse", rehearse)
-    return seen
 
 
 def test_plan_strikes_what_does_not_fit_and_takes_the_next(monkeypatch, capsys):
     words = [*PLAN, "model=llama3-8b", "global_batch=64"]
     words.remove("model=gpt2")
     words.remove("global_batch=32")
-    seen = heavier(monkeypatch)
+    heavier(monkeypatch)
     assert main([*words, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     (struck,) = document["struck"]
-    assert struck["line"] == seen[0]
+    assert struck["line"].startswith("dp_shard=8,zero=2")
     assert "100.0GiB" in struck["why"]
     assert "does not fit" in struck["why"]
-    assert document["best"]["line"] != seen[0]
+    assert document["best"]["line"] != struck["line"]
     assert document["candidates"][0]["rehearsed_bytes"] > 2**30
     assert document["notes"] == document["alternatives"] == []
 
 
 def test_plan_recommends_nothing_if_nothing_fits(monkeypatch, capsys):
-    heavier(monkeypatch, [])
+    heavier(monkeypatch, every=True)
     assert main(PLAN) == 3
     error = capsys.readouterr().err
     assert "none can be recommended" in error
@@ -132,12 +133,12 @@ def test_train_rehearses_first(tmp_path, monkeypatch, capsys):
     assert main([*words, "run.name=first", "--rehearse"]) == 0
     said = capsys.readouterr()
     assert "rehearsed in" in said.err
-    assert json.loads(said.out)["loss"] == plain["loss"]
+    assert json.loads(said.out)["loss"] == plain["loss"]  # nothing of the rehearsal is left in this process
 
 
 def test_train_stops_before_a_job_that_does_not_fit(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["train", *WORDS, "cluster.accelerator.memory_gib=0.001", "--rehearse", "run.name=big"]
+    words = ["train", *WORDS, *TIGHT, "--rehearse", "run.name=big"]
     assert main(words) == 3
     error = capsys.readouterr().err
     assert "exceeds 1.0MiB per device: does not fit" in error
@@ -147,9 +148,9 @@ def test_train_stops_before_a_job_that_does_not_fit(tmp_path, monkeypatch, capsy
 def test_launch_rehearses_before_it_submits(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["launch", *WORDS, "--submit", "slurm", "--time", "1h", "--dry-run", "--rehearse"]
-    assert main([*words, "cluster.accelerator.memory_gib=0.001"]) == 3
+    assert main([*words, *TIGHT]) == 3
     assert "does not fit" in capsys.readouterr().err
-    assert main([*words, "layout=auto"]) == 2
+    assert main([*words, "layout=auto", "--nproc-per-node", "1"]) == 2
     assert "--rehearse: layout=auto" in capsys.readouterr().err
 
 

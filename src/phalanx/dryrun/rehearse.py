@@ -188,6 +188,7 @@ class _MarkingStepper(Stepper):
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
         self.dry.mark("gradients", gradients_of(self))
+        heartbeat.enter_module("")
         return super().status(loss, requests)
 
 
