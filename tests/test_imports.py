@@ -33,12 +33,12 @@ MOST_LINES = {
     "blocks": 2730,
     "check": 2050,
     "checkpoint": 3975,
-    "cli": 6380,
+    "cli": 6460,
     "comm": 1800,
     "config": 6150,
     "cost": 6490,
     "data": 6400,
-    "dryrun": 1100,
+    "dryrun": 1220,
     "evaluate": 700,
     "exchange": 2300,
     "foreign": 4750,
@@ -50,7 +50,7 @@ MOST_LINES = {
     "parallel": 6535,
     "partition": 1050,
     "pictures": 3590,
-    "plan": 4293,
+    "plan": 4300,
     "report": 1700,
     "schedule": 2050,
     "serve": 850,
@@ -59,8 +59,8 @@ MOST_LINES = {
     "trackers": 750,
     "train": 8675,
     "validation": 1660,
+    "": 1760,
     "verify": 4095,
-    "": 1750,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
 whoever needs more finds first what stands twice."""

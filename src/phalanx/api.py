@@ -2,7 +2,7 @@
 
 A job is the same as on the command line, and so are its errors: each is a PhalanxError whose text is the verb's
 message. `import phalanx` takes milliseconds, because a function imports what it needs when it is called. Only
-`verify_layouts` and `open_checkpoint` import torch.
+`rehearse_job`, `verify_layouts` and `open_checkpoint` import torch.
 
 Example:
     >>> import dataclasses
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from phalanx.config.job import Job
     from phalanx.cost.prediction import Prediction
     from phalanx.cost.spec import StepSpec
+    from phalanx.dryrun.check import JobRehearsal
     from phalanx.plan.plan import Plan
     from phalanx.report.run import RunRecord
     from phalanx.simulate.timeline import Timeline
@@ -45,6 +46,7 @@ __all__ = [
     "predict_traffic",
     "read_run",
     "read_traffic",
+    "rehearse_job",
     "simulate_step",
     "train_job",
     "verify_layouts",
@@ -141,6 +143,33 @@ def predict_traffic(job: Job) -> dict[str, dict[str, float]]:
 
     _require_layout(job)
     return rank_traffic(job, rank_spec(job, vocabulary_size(job)))
+
+
+def rehearse_job(job: Job, *, ranks: Sequence[int] = (), steps: int = 2) -> JobRehearsal:
+    """Runs the real program of ranks of a job without hardware, as `phalanx dryrun` does, and returns their memory,
+    bytes sent, FLOPs and calls beside the prediction.
+
+    Args:
+        job: a job with a layout.
+        ranks: the ranks to run, one after the other; empty: those that may be fullest, as `phalanx plan --check` does.
+        steps: optimizer steps to take; ignored without `ranks`.
+
+    Raises:
+        JobError: the layout is open, there is no such rank, or the job cannot be rehearsed. That it does not fit in
+            memory is no error: `fits` is then false.
+
+    Example:
+        >>> job = load_job("model=tiny", "data.corpus=random", "dp_shard=4,tp=2", "global_batch=4")
+        >>> found = rehearse_job(job)
+        >>> found.fits, found.fullest.rank, found.fullest.traffic_bytes == predict_traffic(job)
+        (True, 0, True)
+    """
+    from phalanx.data.settings import vocabulary_size
+    from phalanx.dryrun.check import check, rehearse_ranks
+
+    _require_layout(job)
+    vocab = vocabulary_size(job)
+    return rehearse_ranks(job, vocab, ranks, steps) if ranks else check(job, vocab)
 
 
 def simulate_step(

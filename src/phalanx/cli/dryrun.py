@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.verb import Option, Words, job_verb
-from phalanx.cost.job_spec import rank_spec
-from phalanx.cost.rank_memory import step_memory
-from phalanx.data.files import silent, stderr_progress
+from phalanx.config.job import Job
+from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
 from phalanx.echo import echo
 from phalanx.errors import DoesNotFitError, JobError
@@ -19,6 +19,7 @@ from phalanx.units import gib, seconds
 
 if TYPE_CHECKING:
     from phalanx.dryrun.rehearse import RankRehearsal
+    from phalanx.plan.plan import Candidate, Plan
 
 VERB = job_verb(
     "dryrun",
@@ -47,43 +48,84 @@ def run(words: Words) -> int:
     options, job = words.options, words.job
     if options["ranks"] not in ("", "distinct"):
         raise JobError(f"--ranks: {options['ranks']!r} is not known (known: distinct); --rank takes a number")
+    if "rank" in words.stated and options["ranks"]:
+        raise JobError("--rank and --ranks: give one of them")
     if options["rank"] >= job.layout.processes:
         raise JobError(f"--rank {options['rank']}: the layout has ranks 0 to {job.layout.processes - 1}")
     files = OutputFiles.of(words, "svg", "trace")
-    began, vocab = time.perf_counter(), vocabulary_size(job)
-    # Imported here, because it imports torch, which --help and errors do not need.
-    from phalanx.dryrun.rehearse import device_type_of, distinct_ranks, rehearse
+    vocab = vocabulary_size(job)
+    # Imported here and below, because it imports torch, which --help and errors do not need.
+    from phalanx.dryrun.check import rehearse_ranks
+    from phalanx.dryrun.rehearse import distinct_ranks
     from phalanx.dryrun.show import picture, trace
 
-    device = device_type_of(job)
-    predicted = [each.allocated for each in step_memory(rank_spec(job, vocab, device))]
     ranks = distinct_ranks(job) if options["ranks"] else [options["rank"]]
-    found: list[RankRehearsal] = []
     with stderr_progress() if len(ranks) > 1 else nullcontext(silent) as progress:
-        for rank in ranks:
-            found.append(rehearse(job, rank, vocab, device, options["steps"]))
-            progress("rehearsing ranks", len(found), len(ranks))
-    fullest = max(found, key=lambda each: each.peak)
-    limit = job.cluster.accelerator.memory_gib * 2**30
-    files.write({"svg": lambda: picture(fullest, job, limit), "trace": lambda: trace(fullest)})
-    fits = not limit or fullest.peak <= limit
-    document = {
-        "layout": job.layout.line(),
-        "world": job.layout.processes,
-        "device": device,
-        "peak_bytes": fullest.as_dict()["peak_bytes"],
-        "predicted_peak_bytes": {each.rank: predicted[each.coordinates.get("pp", 0)] for each in found},
-        "traffic_bytes": fullest.traffic_bytes,
-        "flops": fullest.as_dict()["flops"],
-        "fits": fits,
-        "ranks": [each.as_dict() for each in found],
-        "seconds": round(time.perf_counter() - began, 3),
-    }
-    words.show(document, "\n\n".join(text(each, predicted[each.coordinates.get("pp", 0)]) for each in found))
+        found = rehearse_ranks(job, vocab, ranks, options["steps"], progress)
+    files.write({"svg": lambda: picture(found.fullest, job, found.limit), "trace": lambda: trace(found.fullest)})
+    texts = [text(each, found.predicted[found.stage(each)].allocated) for each in found.ranks]
+    if saved := max(found.saved):
+        texts.append(
+            f"train.compile: the rehearsal is eager, and so is the prediction beside it; compiled, the step keeps "
+            f"{gib(saved)} less, as predicted"
+        )
+    words.show(found.as_dict(), "\n\n".join(texts))
     files.tell()
-    if not fits:
-        echo(f"phalanx: {gib(fullest.peak)} exceed the device's {gib(round(limit))}", file=sys.stderr)
-    return 0 if fits else DoesNotFitError.exit_code
+    if not found.fits:
+        echo(f"phalanx: {found.verdict}", file=sys.stderr, wrap=True)
+    return 0 if found.fits else DoesNotFitError.exit_code
+
+
+def rehearse_first(job: Job) -> None:
+    """Rehearses the ranks of a job that may be fullest, and reports it on standard error. Raises DoesNotFitError, with
+    the figures, if the job does not fit."""
+    if job.layout.auto:
+        raise JobError("--rehearse: layout=auto is chosen on the nodes; give a layout, such as that of `phalanx plan`")
+    vocab = vocabulary_size(job)
+    from phalanx.dryrun.check import check
+
+    with stderr_progress() as progress:
+        found = check(job, vocab, progress)
+    if not found.fits:
+        raise DoesNotFitError(f"rehearsed: {found.verdict}; `phalanx plan --check` finds a layout that fits")
+    echo(f"rehearsed in {seconds(found.seconds)}: {found.verdict}", file=sys.stderr, wrap=True)
+
+
+CHECKED = 3
+"""Layouts that `phalanx plan --check` rehearses, beside those that do not fit."""
+
+
+def checked(plan: Plan, job: Job, progress: Progress) -> tuple[Plan, list[dict[str, str]]]:
+    """Returns the plan with rehearsed candidates first: the best CHECKED that fit, without those before them that do
+    not, and these with the reasons. Raises DoesNotFitError if none fits when rehearsed."""
+    from phalanx.dryrun.check import check
+
+    good: list[Candidate] = []
+    struck, left = list[dict[str, str]](), list(plan.best)
+    while left and len(good) < CHECKED:
+        each = left.pop(0)
+        progress("rehearsing layouts", len(good), CHECKED)
+        layout, batch = replace(each.layout, auto=False), each.spec.batch.global_batch
+        rehearsed = replace(job, layout=layout, train=replace(job.train, global_batch=batch))
+        try:
+            found = check(rehearsed, each.spec.model.vocab_size)
+        except JobError as error:
+            struck.append({"line": each.layout.line(), "why": str(error)})
+            continue
+        if found.fits:
+            good.append(replace(each, rehearsed=found.needed(found.fullest)))
+        else:
+            struck.append({"line": each.layout.line(), "why": found.verdict})
+    progress("rehearsing layouts", CHECKED, CHECKED)
+    if plan.best and not good:
+        raise DoesNotFitError("\n".join(["rehearsed, and none can be recommended:", *struck_lines(struck)]))
+    if good and good[0].layout != plan.best[0].layout:  # they are about another choice
+        plan = replace(plan, notes=(), alternatives=())
+    return replace(plan, best=(*good, *left)), struck
+
+
+def struck_lines(struck: Sequence[dict[str, str]]) -> list[str]:
+    return [f"  {each['line']}: {each['why']}" for each in struck]
 
 
 def text(found: RankRehearsal, predicted: int) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from phalanx.blocks.parameters import count
 from phalanx.check.load import as_yaml
+from phalanx.cli.dryrun import rehearse_first
 from phalanx.cli.verb import Option, Words, job_verb
 from phalanx.config.fields import get
 from phalanx.config.job import Job
@@ -104,15 +105,20 @@ class LaunchPlan:
 
     @property
     def _left_at_default(self) -> list[str]:
-        """A warning for each field of a large model that is submitted with the default for a first try on a laptop."""
+        """A warning for each field of a large model that is submitted with the default for a first try on a laptop, and
+        the offer to rehearse it."""
         loaded = self.words.loaded
         job, options = loaded.job, self.words.options
         if not options["submit"] or count(replace(job.model, vocab_size=job.model.vocab_size or 1)) < LARGE_PARAMETERS:
             return []
+        offered = [] if "rehearse" in self.words.switches else ["--rehearse runs its fullest ranks here first"]
         left = {path: get(job, path) for path in ("data.corpus", "train.steps") if loaded.origins[path] == "default"}
         return [
-            f"warning: {path} is not set: {job.model.preset or 'a large model'} trains on its default, {value}"
-            for path, value in left.items()
+            *(
+                f"warning: {path} is not set: {job.model.preset or 'a large model'} trains on its default, {value}"
+                for path, value in left.items()
+            ),
+            *offered,
         ]
 
     @property
@@ -393,6 +399,7 @@ OPTIONS = {
     "shm_gib": Option("Kubernetes: GiB of /dev/shm.", 8, at_least=1, rare=True),
 }
 SWITCHES = {
+    "rehearse": "First run the fullest ranks here without hardware, and stop with 3 if the job does not fit.",
     "dry_run": "Print commands, environment and hosts, or the script, and exit.",
     "requeue": "Submit again after a stop with a checkpoint (75).",
     "list_sites": "List the sites, and exit.",
@@ -410,6 +417,7 @@ VERB = job_verb(
     ),
     SWITCHES,
     OPTIONS,
+    exits={3: "--rehearse: the job does not fit in memory"},
     auto="open",
 )
 
@@ -425,6 +433,8 @@ def run(argv: Sequence[str]) -> int:
     plan = LaunchPlan.of(parsed, tuple(extra), os.environ, shutil.which, platform.node())
     for note in plan.notes:
         echo(f"phalanx: {note}", file=sys.stderr)
+    if "rehearse" in parsed.switches:
+        rehearse_first(parsed.job)
     return _submit(parsed, plan) if parsed.options["submit"] else _start(parsed, plan)
 
 

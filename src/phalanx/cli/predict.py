@@ -15,6 +15,7 @@ from phalanx.blocks.parameters import count, count_active, count_trained, traine
 from phalanx.check.load import LoadedJob
 from phalanx.cli import foreign
 from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
+from phalanx.cli.dryrun import checked, struck_lines
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, job_verb
 from phalanx.config import values
@@ -215,7 +216,11 @@ PLAN = job_verb(
         ("plan model=llama3-8b cluster=dgx-h100:1 precision=bf16", "on a machine that you do not have"),
         ("plan job.yaml --html plan.html", "with pictures"),
     ),
-    switches={**DARK, "exotic": "take the fastest layout found, not the simplest of those that count as equally fast"},
+    switches={
+        **DARK,
+        "exotic": "take the fastest layout found, not the simplest of those that count as equally fast",
+        "check": "rehearse the best layouts (the real program, without hardware), and leave out those that do not fit",
+    },
     options={
         "html": Option("write the plan as an HTML page with pictures", value="FILE"),
         "svg": Option("write a map of the search space, one dot per layout", value="FILE"),
@@ -240,6 +245,9 @@ def run_plan(words: Words) -> int:
     request = asked(replace(request, worlds=worlds_of(loaded.job)), words)
     if "exotic" in words.switches:
         request = replace(request, band=EQUAL)
+    checks = "check" in words.switches
+    if checks and (words.theirs is not None or not words.stated.isdisjoint(OPTIONS)):
+        raise JobError("--check rehearses Phalanx's own program: leave out --from, --framework and --products")
     layout = loaded.job.layout
     if fixed and not layout.auto:
         told = f"fixed: the whole layout, {layout.line()}; the planner chooses at most the batch"
@@ -249,11 +257,16 @@ def run_plan(words: Words) -> int:
         echo(f"fixed layout fields: {said}; the planner chooses the others", file=sys.stderr)
     with stderr_progress() as progress:
         plan = _searched(words, request, progress, MAP_POINTS if files.paths else 0)
+        plan, struck = checked(plan, loaded.job, progress) if checks else (plan, [])
     plan = replace(plan, best=plan.best[: words.options["top"]])
     files.write({name: lambda name=name: _drawn(plan, name) for name in files.paths})
     text = plan_text.text(plan, min(terminal_columns(sys.stdout) or plan_text.WIDTH, MOST_COLUMNS))
     costs = next(((top.prediction.devices, top.tokens_per_s) for top in plan.best), None)
     document = plan_text.as_json(plan)
+    if checks:
+        document["struck"] = struck
+    if struck:
+        text = "\n".join([text, "", "struck, when rehearsed:", *struck_lines(struck)])
     if words.theirs is not None and words.before is not None:
         before = asked(step_spec(words.before.job, vocabulary_size(words.before.job)), words)
         own = Candidate.of(before)

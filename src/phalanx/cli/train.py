@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.check.load import LoadedJob
 from phalanx.checkpoint.manifest import job_of
+from phalanx.cli.dryrun import rehearse_first
 from phalanx.cli.rank import run_on_ranks
 from phalanx.cli.verb import Words, job_verb
 from phalanx.config.corpora import CORPORA
@@ -50,8 +51,14 @@ VERB = job_verb(
     {
         "fresh": "Start over; the existing run is renamed.",
         "oversubscribe": "Start more ranks than this machine's cores and memory bear.",
+        "rehearse": "First run the fullest ranks without hardware, and stop with 3 if the job does not fit.",
     },
-    exits={4: "checkpoint or state corrupt", 5: "stopped on NaN or a spike", 75: "stopped cleanly, resumes"},
+    exits={
+        3: "--rehearse: the job does not fit in memory",
+        4: "checkpoint or state corrupt",
+        5: "stopped on NaN or a spike",
+        75: "stopped cleanly, resumes",
+    },
     auto="train",
 )
 
@@ -66,7 +73,7 @@ phalanx train needs a job: a file, or fields
 @VERB.starts
 @unblocked()
 def run(argv: Sequence[str]) -> int:
-    if not set(argv) - {"--json", "--fresh", "--oversubscribe"}:
+    if not set(argv) - {"--json", "--fresh", "--oversubscribe", "--rehearse"}:
         raise JobError(NO_JOB)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch is imported, or its profiler prints lines of its own
     return run_on_ranks(partial(_read, argv), _start, _work, lambda words: words.job.run.timeout_s)
@@ -79,6 +86,8 @@ def _read(argv: Sequence[str], ranks: Ranks | None) -> Words | None:
         return words
     if "fresh" in words.switches:
         raise JobError("--fresh is for one launcher; under torchrun, srun or mpiexec choose another run.name")
+    if "rehearse" in words.switches:
+        raise JobError("--rehearse is for one launcher; before torchrun, srun or mpiexec run `phalanx dryrun`")
     if (processes := words.job.layout.processes) != ranks.world:
         raise JobError(
             f"layout {words.job.layout.line()} needs {processes} processes, but {ranks.source} started {ranks.world}; "
@@ -142,6 +151,8 @@ def _start(words: Words) -> int:
             raise JobError(problems)
         if job.train.eval_samples:
             open_split(folder, "val", job.model.seq_len, job.data)
+        if "rehearse" in words.switches:
+            rehearse_first(job)
         directory.start(loaded)
         if job.layout.processes == 1 and not job.run.nnodes and loaded.origins["run.max_restarts"] == "default":
             return _be_a_rank(job, SINGLE, directory.next_log_dir() / "stderr.log", as_json)

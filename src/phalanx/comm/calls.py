@@ -50,7 +50,7 @@ def name_modules(model: nn.Module) -> None:
     for name, module in model.named_modules():
         path = name.split(".")
         if (name and len(path) == 1) or (path[0] == "blocks" and len(path) <= 3):
-            marks = _Marks(name)
+            marks = _Marks(name, ".".join(path[:2]) if len(path) > 2 else "")
             module.register_forward_pre_hook(marks.begin)
             module.register_forward_hook(marks.end)
 
@@ -58,12 +58,11 @@ def name_modules(model: nn.Module) -> None:
 class _Marks:
     """Hooks on a module. Its backward pass begins with the gradient of its output."""
 
-    def __init__(self, name: str):
-        self.name, self.outside = name, ""
+    def __init__(self, name: str, outside: str):
+        self.name, self.outside = name, outside
 
     def begin(self, _: nn.Module, inputs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.outside = heartbeat.module()
             heartbeat.enter_module(self.name)
 
     def end(self, _: nn.Module, inputs: Any, output: Any) -> None:

@@ -9,6 +9,7 @@ zero, and other ranks hold what this one does. A program that reads any other va
 from __future__ import annotations
 
 import math
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeProcessGroup, FakeWork, ProcessGroup
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -181,7 +187,10 @@ class DryWorld(TorchDispatchMode):
             return None
         if torch.Tag.nondeterministic_seeded in func.tags or func.namespace != "aten":
             return None
-        if not given and _largest(args) > self.known_bytes // 8:
+        most = self.known_bytes // 8
+        if (dtype := kwargs.get("dtype")) and dtype.is_floating_point:
+            most = min(most, KNOWN_AT_START)  # nothing is read of large ones, such as the output of ring attention
+        if not given and _largest(args) > most:
             return None
         plain, options = tree_map(lambda x: self.elements(x) if isinstance(x, Tensor) else x, (args, kwargs))
         if "device" in options:
@@ -207,7 +216,15 @@ class DryWorld(TorchDispatchMode):
                 return known.item()
         if x.dtype.is_floating_point:
             return 0.0  # a finite loss, and no request of another rank
-        raise JobError(f"the step reads an element of {x.dtype} that depends on data, which a rehearsal does not have")
+        raise self.refusal("item", f"it reads an element of {x.dtype}, which depends on data that a rehearsal lacks")
+
+    def refusal(self, operation: str, why: str) -> JobError:
+        """Returns the error for a program that a rehearsal cannot run: the operation, where it is, and what to do."""
+        module = heartbeat.module()
+        return JobError(
+            f"this job cannot be rehearsed: operation {operation} in {module or 'no module'} ({self.phase()}): {why}; "
+            "`phalanx predict` has the figures by formula, `phalanx verify` runs the layout on real ranks"
+        )
 
     # Operations
 
@@ -242,7 +259,10 @@ class DryWorld(TorchDispatchMode):
         if elements is None and (assumed := result_without_data(func, args, kwargs)):
             out, elements = assumed
         if out is None:
-            out = func(*args, **kwargs)
+            try:
+                out = func(*args, **kwargs)
+            except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
+                raise self.refusal(str(func), f"its result depends on data ({type(error).__name__})") from None
         if elements is None and func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
         made = [out] if isinstance(out, Tensor) else _tensors(out)
@@ -357,6 +377,20 @@ def _address(x: FakeTensor) -> int:
     return (x.untyped_storage()._cdata << 16) + int(x.storage_offset()) * x.element_size()
 
 
+REAL_ROOMS = tuple(f"phalanx.{room}." for room in ("comm", "model", "optimizers", "parallel", "train"))
+
+
+def _forget_cached() -> None:
+    """Empties the caches of functions that may hold tensors: real ones do not count as memory of a rehearsal, and fake
+    ones have no elements for what this process does afterwards."""
+    heartbeat.enter_module("")
+    for name, module in list(sys.modules.items()):
+        if name.startswith(REAL_ROOMS):
+            for each in list(vars(module).values()):
+                if hasattr(each, "cache_clear"):
+                    each.cache_clear()
+
+
 @contextmanager
 def pretended(
     rank: int, world: int, device: torch.device, cluster: Cluster, phase: Callable[[], str]
@@ -379,6 +413,8 @@ def pretended(
         return all_reduce(x, op, *args, **kwargs)
 
     with ExitStack() as held:
+        _forget_cached()
+        held.callback(_forget_cached)
         if device.type == "cuda":
             held.enter_context(pretended_gpu(cluster))
         options = FakeProcessGroup.Options()  # pyright: ignore[reportCallIssue]

@@ -332,6 +332,9 @@ def _best(best: Sequence[Candidate], width: int) -> Iterator[str]:
     narrow terminal it stands above its figures."""
     rows = [("", *COLUMNS)]
     rows += [(str(rank), *cells(each)) for rank, each in enumerate(best, 1)]
+    if any(each.rehearsed is not None for each in best):
+        seen = ("rehearsed", *("" if each.rehearsed is None else gib(each.rehearsed) for each in best))
+        rows = [(*row, cell) for row, cell in zip(rows, seen, strict=True)]
     rank, layout, *figures = (max(len(row[column]) for row in rows) for column in range(len(rows[0])))
     margin, rest = rank + 2, sum(figures) + 2 * len(figures)
     stacked = width - margin - rest < _NARROWEST
@@ -428,4 +431,5 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
         "line": candidate.layout.line(),
         "prediction": document(candidate.prediction),
         "simulated_step_time_s": candidate.seconds,
+        "rehearsed_bytes": candidate.rehearsed,
     }

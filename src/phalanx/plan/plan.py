@@ -20,6 +20,8 @@ class Candidate:
     """The step with a complete layout: micro-batch, accumulation and every axis."""
     seconds: float
     """Seconds of a step, simulated event by event; the ranking goes by them."""
+    rehearsed: int | None = None
+    """Bytes that the fullest rank needs, found by a rehearsal; None without one."""
 
     @classmethod
     def of(cls, spec: StepSpec) -> Candidate:
