@@ -211,10 +211,11 @@ class MemoryFormulas:
         largest, which has those `held`."""
         return (outside + held.block * blocks + held.tile) * self.width
 
-    def passing(self, held: GatheredParameters, kept: float) -> float:
+    def passing(self, held: GatheredParameters, kept: float, *, unsent: bool) -> float:
         """Returns the bytes of the gradients of a ZeRO-3 block on the way, beside the `kept` bytes of its activations:
-        the first are there when these are gone."""
-        return max(0.0, held.trained * (self.width + max(self.width, self.gradient)) - kept)
+        the first are there when these are gone. One copy of those that are `unsent` is counted already."""
+        wide = max(self.width, self.gradient)
+        return max(0.0, held.trained * (wide if unsent else self.width + wide) - kept)
 
     def context(self, *axes: Any) -> Any:
         """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;
@@ -531,7 +532,7 @@ class RankParts:
     def whole(self, *, unsent: bool) -> tuple[float, float, float]:
         """Returns the bytes of ZeRO-3's unsharded parameters in the forward pass, of the second copy of the parameters,
         of buckets and dummies; those of the blocks and of the head's gradient that the backward pass begins with
-        besides; and of a block's gradients in transit, 0 where those of all are there, `unsent`."""
+        besides; and of a block's gradients in transit, beside those that are `unsent`."""
         layout, memory_profile = self.layout, self.memory_profile
         found = self.formulas.buffer(self.step.data_ranks)
         if memory_profile.dummy_gradients:
@@ -550,7 +551,10 @@ class RankParts:
             return found + matrix * 2 * self.width, 0.0, 0.0
         # Experts that no other rank has are not gathered.
         dealt_out = self.shards[1][2] > 1 or is_offloaded(layout, "parameters")
-        sizes = [(kind.parameters.gathered(dealt_out, tiled=layout.reshard), kind.kept) for kind in self.present]
+        sizes = [
+            (kind.parameters.gathered(dealt_out, tiled=layout.reshard), kind.kept + kind.again * unsent)
+            for kind in self.present
+        ]
         held, kept = max(sizes, key=lambda size: size[0].block + size[0].tile, default=(GatheredParameters(0, 0, 0), 0))
         ends = gathered_outside(self.model, layout, self.first, self.last, tiled=layout.reshard)
         held = held._replace(tile=max(held.tile, ends.tile))
@@ -567,8 +571,9 @@ class RankParts:
             # The codes of a group's gradients that a rank sends, and as many that it gets.
             found += 2 * max(held.trained, ends.block, ends.tile) * wire_width(layout.quantise_gradients, self.width)
         later = (ends.trained + held.block * (blocks - first)) * self.width
-        # Those that wait are counted already, and sent from their place.
-        passing = 0.0 if unsent else self.formulas.passing(held, kept)
+        passing = self.formulas.passing(held, kept, unsent=unsent)
+        if unsent and not dealt_out:  # divided on their own, into a copy
+            passing += max(kind.parameters.trained_experts for kind in self.present) * self.formulas.gradient
         return found + self.formulas.gathered(ends.block, held, first), later, passing
 
     def is_whole_loss(self) -> bool:
