@@ -688,7 +688,8 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     memory_profile, rank = step.memory_profile, RankParts(step, flight)
     state = rank.state()
     kept, in_flight = rank.kept(flight.most)
-    whole, later, passing = rank.whole(unsent=state.unsent > 0)
+    # Programs that keep all parameters whole under pp were measured with more.
+    whole, later, passing = rank.whole(unsent=state.unsent > 0 and not memory_profile.whole_under_pp)
     arrives = rank.is_whole_loss()
     (logits, hidden), waiting = rank.logits(arriving=later if arrives else 0.0), rank.waiting_logits()
     forward, whole = whole + (0.0 if arrives else later + passing), whole + later + passing
