@@ -10,7 +10,7 @@ ARGS ?=
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train verify verify-families test memory rehearsal faults fuzz lora compiled cold whole planted offload tiles zero-plus-plus test-smollm2 test-families \
+.PHONY: help setup train verify verify-families test memory chain rehearsal faults fuzz lora compiled cold whole planted offload tiles zero-plus-plus test-smollm2 test-families \
 	reference lint format wheel docs pictures docs-check course bench accuracy fit gpu chaos launchers bench-peers clean
 
 help: ## list the targets
@@ -59,6 +59,9 @@ faults: setup ## make every fault that the watchdog finds, and try every launche
 
 memory: setup ## compare the predicted memory of models of every kind with the measured one, also in half precision: minutes
 	PHALANX_MEMORY=1 $(BIN)/python -m pytest tests/train/test_memory.py $(ARGS)
+
+chain: setup ## compare memory, bytes and FLOPs, predicted and rehearsed, of every kind of model in 40 layouts: minutes
+	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/dryrun/test_chain.py $(ARGS)
 
 zero-plus-plus: setup ## try ZeRO++ in all its layouts: a minute
 	PHALANX_ZERO_PLUS_PLUS=1 $(BIN)/python -m pytest tests/parallel/test_quantised.py $(ARGS)

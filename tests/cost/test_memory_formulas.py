@@ -27,9 +27,8 @@ def results(formulas: MemoryFormulas, zero: int, case: Any) -> list[Any]:
     state = formulas.state(shards, ranks * ep, zero, "local", micro_batches, flushes=False)
     early = state.early(formulas.stays(micro_batches, ep), 1e5 * ep)
     blocks = formulas.gathers(micro_batches, 2, 1, reshard=True)
-    whole = formulas.gathered(
-        1e6 * experts, GatheredParameters(1e6 * dense, 1e6 * ep, 1e5 * ep), blocks, 1e6 * ranks
-    ) + formulas.buffer(ranks)
+    held = GatheredParameters(1e6 * dense, 1e6 * ep, 1e5 * ep)
+    whole = formulas.gathered(1e6 * experts, held, blocks) + formulas.buffer(ranks)
     most = state.fullest(early, 1e6 * ep, whole)
     context = formulas.context(ranks, micro_batches, ep)
     return [*state, early, whole, most, context]

@@ -210,8 +210,9 @@ def test_the_loss_is_the_fullest_moment_of_a_large_vocabulary():
 
 
 def test_sharded_parameters_are_whole_block_by_block():
+    few_words = replace(LLAMA, vocab_size=4096)  # the peak is in the backward pass: in the loss no block is ahead
     few, many, always = (
-        rank_memory(spec(LLAMA, layout), 0).communication
+        rank_memory(spec(few_words, layout), 0).communication
         for layout in (
             Layout(dp_shard=64, prefetch=0),
             Layout(dp_shard=64, prefetch=2),

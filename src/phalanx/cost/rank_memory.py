@@ -206,12 +206,16 @@ class MemoryFormulas:
             return blocks
         return smaller(1 + prefetch, blocks)
 
-    def gathered(self, outside: Any, held: GatheredParameters, blocks: Any, kept: Any) -> Any:
-        """Returns the bytes of the parameters that ZeRO-3 has whole, and of their gradients on the way: `outside` the
-        blocks, and `blocks` of the largest, which has those `held` and keeps `kept` bytes. Its first gradients are
-        there when its activations are gone."""
-        gradients = held.trained * (self.width + max(self.width, self.gradient))
-        return (outside + held.block * blocks + held.tile) * self.width + larger(0.0, gradients - kept)
+    def gathered(self, outside: Any, held: GatheredParameters, blocks: Any) -> Any:
+        """Returns the bytes of the parameters that ZeRO-3 has whole: those `outside` the blocks, and of `blocks` of the
+        largest, which has those `held`."""
+        return (outside + held.block * blocks + held.tile) * self.width
+
+    def passing(self, held: GatheredParameters, kept: float, *, unsent: bool) -> float:
+        """Returns the bytes of the gradients of a ZeRO-3 block on the way, beside the `kept` bytes of its activations:
+        the first are there when these are gone. One copy of those that are `unsent` is counted already."""
+        wide = max(self.width, self.gradient)
+        return max(0.0, held.trained * (wide if unsent else self.width + wide) - kept)
 
     def context(self, *axes: Any) -> Any:
         """Returns the bytes outside the allocator, of the device's context and of a communicator per axis of the mesh;
@@ -472,10 +476,10 @@ class RankParts:
         """Tokens that have logits at once in a loss in chunks; 0 without chunks."""
         return self.layout.logits_of(int(self.step.pass_tokens))
 
-    def logits(self, *, least: bool = False) -> tuple[float, float]:
+    def logits(self, *, least: bool = False, arriving: float = 0.0) -> tuple[float, float]:
         """Returns the bytes of the logits at the peak of the loss, or of what the final norm's backward pass adds if
         that is more, and of the inputs of head and final norm. `least`: without the gradient of the head, as in the
-        layouts that count it elsewhere."""
+        layouts that count it elsewhere; `arriving`: what else is there once the loss is computed."""
         if not self.last:
             return 0, 0
         step, layout = self.step, self.layout
@@ -493,8 +497,9 @@ class RankParts:
             read += step.stream + (0 if least else self.head_gradient())
         most = tokens * rows * each
         if self.memory_profile.saves_slopes and not self.logits_of and tiles == 1 and not self.flight.deferring:
-            most = max(most, tokens * rows * self.width + step.stream + (0 if least else self.head_gradient()))
-        return max(most, step.final_norm - step.head_reads), read
+            slopes = tokens * rows * self.width + (0 if least else self.head_gradient())
+            most = max(most, slopes + step.stream + arriving)
+        return max(most, step.final_norm - step.head_reads + arriving), read
 
     def waiting_logits(self, *, later: bool = False) -> float:
         """Returns the bytes of what the loss saves (the gradient of the logits, log-probabilities in fp32, or logits)
@@ -524,16 +529,17 @@ class RankParts:
         beside = self.width >= 4 if self.memory_profile.saves_slopes else True
         return self.width if self.model.logit_softcap and beside else 0
 
-    def whole(self) -> float:
-        """Returns the bytes of ZeRO-3's unsharded parameters and their gradients in transit, of the second copy of the
-        parameters, of buckets and dummies."""
+    def whole(self, *, unsent: bool) -> tuple[float, float, float]:
+        """Returns the bytes of ZeRO-3's unsharded parameters in the forward pass, of the second copy of the parameters,
+        of buckets and dummies; those of the blocks and of the head's gradient that the backward pass begins with
+        besides; and of a block's gradients in transit, beside those that are `unsent`."""
         layout, memory_profile = self.layout, self.memory_profile
         found = self.formulas.buffer(self.step.data_ranks)
         if memory_profile.dummy_gradients:
             matrices = sum(kind.parameters.matrices for kind in self.present)
             found += (matrices + self.last * table(self.model, layout.tp)) * self.width
         if not gathers_parameters(layout):
-            return found
+            return found, 0.0, 0.0
         if is_copied(layout):
             near = near_ranks(layout), near_ranks(layout, experts=layout.ep > 1)
             copied = sum(numbers / ranks for (numbers, *_), ranks in zip(self.shards, near, strict=True))
@@ -542,16 +548,21 @@ class RankParts:
                 found += outside(self.model, layout.tp, self.first, self.last) / near[0] * (self.width - 1)
         if memory_profile.gathers_matrices:
             matrix = max(table(self.model, layout.tp), *(kind.parameters.largest for kind in self.present))
-            return found + matrix * 2 * self.width
+            return found + matrix * 2 * self.width, 0.0, 0.0
         # Experts that no other rank has are not gathered.
         dealt_out = self.shards[1][2] > 1 or is_offloaded(layout, "parameters")
-        sizes = [(kind.parameters.gathered(dealt_out, tiled=layout.reshard), kind.kept) for kind in self.present]
+        sizes = [
+            (kind.parameters.gathered(dealt_out, tiled=layout.reshard), kind.kept + kind.again * unsent)
+            for kind in self.present
+        ]
         held, kept = max(sizes, key=lambda size: size[0].block + size[0].tile, default=(GatheredParameters(0, 0, 0), 0))
         ends = gathered_outside(self.model, layout, self.first, self.last, tiled=layout.reshard)
         held = held._replace(tile=max(held.tile, ends.tile))
         # Without a collective FSDP2 fetches a block when it computes.
         ahead = layout.prefetch if layout.shard_ranks > 1 else 0
-        blocks = self.formulas.gathers(self.of_kind.total(), layout.pp, ahead, reshard=layout.reshard)
+        first, blocks = (
+            self.formulas.gathers(self.of_kind.total(), layout.pp, each, reshard=layout.reshard) for each in (0, ahead)
+        )
         if layout.quantise_weights != "none":
             # The codes of a block that arrives, beside its numbers.
             coded = max(held.block, held.tile, 0 if layout.quantise_weights == "fp8" else ends.block)
@@ -559,7 +570,17 @@ class RankParts:
         if layout.quantise_gradients != "none":
             # The codes of a group's gradients that a rank sends, and as many that it gets.
             found += 2 * max(held.trained, ends.block, ends.tile) * wire_width(layout.quantise_gradients, self.width)
-        return found + self.formulas.gathered(ends.block + ends.trained, held, blocks, kept)
+        later = (ends.trained + held.block * (blocks - first)) * self.width
+        passing = self.formulas.passing(held, kept, unsent=unsent)
+        if unsent and not dealt_out:  # divided on their own, into a copy
+            passing += max(kind.parameters.trained_experts for kind in self.present) * self.formulas.gradient
+        return found + self.formulas.gathered(ends.block, held, first), later, passing
+
+    def is_whole_loss(self) -> bool:
+        """Returns whether the loss is computed at once before ZeRO-3 fetches blocks for the backward pass and has the
+        head's gradient; its formula is known for losses that save the gradient of the logits."""
+        at_once = not self.logits_of and head_tiles(self.model, self.layout) == 1
+        return at_once and self.memory_profile.saves_slopes and not self.flight.deferring
 
     def head_gradient(self) -> int:
         """Returns the bytes of the gradient of the head's part here. ZeRO-3's is in `whole`."""
@@ -667,35 +688,48 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     memory_profile, rank = step.memory_profile, RankParts(step, flight)
     state = rank.state()
     kept, in_flight = rank.kept(flight.most)
-    (logits, hidden), waiting = rank.logits(), rank.waiting_logits()
-    whole = rank.whole()
+    # Programs that keep all parameters whole under pp were measured with more.
+    whole, later, passing = rank.whole(unsent=state.unsent > 0 and not memory_profile.whole_under_pp)
+    arrives = rank.is_whole_loss()
+    (logits, hidden), waiting = rank.logits(arriving=later if arrives else 0.0), rank.waiting_logits()
+    forward, whole = whole + (0.0 if arrives else later + passing), whole + later + passing
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
-    stays = step.formulas.stays(passes, max(map(sum, flight.most)))
+    # Buckets that are reduced whole keep their memory from step to step.
+    layout = step.spec.layout
+    transient = gathers_parameters(layout) or (layout.zero == 2 and layout.shard_ranks > 1)
+    buckets = memory_profile.saves_slopes and step.data_ranks > 1 and not transient
+    stays = step.formulas.stays(passes, max(map(sum, flight.most))) or (buckets and not step.formulas.offloads)
     early = state.early(stays, rank.bucket())
     again, moving = rank.backward(stays or state.unsent > 0)
     host, disk = step.formulas.beside(rank.shards)
     # Losses in chunks that wait for their backward pass have one gradient of the head.
     head = rank.head_gradient() if rank.last and rank.logits_of and flight.losses > 1 else 0
     moments: list[tuple[Moment, float, float, float, float]] = [
-        ("backward", early, kept + again, waiting + head, moving),
-        ("loss", early, kept + hidden, logits + waiting, 0),
+        ("backward", early, kept + again, waiting + head, moving + whole),
+        ("loss", early, kept + hidden, logits + waiting, forward),
     ]
     if flight.later and not stays:
         again, moving = rank.backward(True)
         moments.append(
-            ("backward", state.early(True), rank.kept(flight.later)[0] + again, rank.waiting_logits(later=True), moving)
+            (
+                "backward",
+                state.early(True),
+                rank.kept(flight.later)[0] + again,
+                rank.waiting_logits(later=True),
+                moving + whole,
+            )
         )
     moment, early, activations, logits, moving = max(moments, key=lambda each: sum(each[1:]))
-    allocated = state.fullest(early, activations + logits + moving, whole)
+    allocated = state.fullest(early, activations + logits, moving)
     # Where the optimizer's copy finds no room it takes more than the fullest moment needs.
-    passes = state.held + early + activations + logits + moving + whole
+    passes = state.held + early + activations + logits + moving
     most = max(allocated, passes + state.copied) if memory_profile.step_is_flat else allocated
     reserved, context = most * memory_profile.reserve - allocated, step.context()
     if allocated <= state.held + state.stepping:
-        moment, early, activations, logits, whole, moving = "optimizer", state.stepping, 0, 0, 0, 0
+        moment, early, activations, logits, moving = "optimizer", state.stepping, 0, 0, 0
     return RankMemory(
-        *(round(n) for n in (state.parameters, early, state.optimizer, activations, logits, whole + moving)),
+        *(round(n) for n in (state.parameters, early, state.optimizer, activations, logits, moving)),
         reserved=round(reserved) + context,
         context=context,
         moment=moment,

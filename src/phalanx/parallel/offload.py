@@ -435,6 +435,7 @@ class SavedByPass:
             tensor.device.type != self.host.device.type
             or tensor.layout != torch.strided
             or _bytes(tensor) < LEAST_BYTES
+            or _bytes(tensor) % tensor.itemsize
         ):
             return tensor
         key = _key(tensor)
@@ -442,7 +443,7 @@ class SavedByPass:
             # Gathered parameters are the module's only while it computes.
             if key in shared or key in map(_key, block.parameters()):
                 return tensor
-            self.made[key] = SavedStorage(tensor.untyped_storage(), self.host)
+            self.made[key] = SavedStorage(tensor, self.host)
         return PackedView(self.made[key], tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def leave(self) -> None:
@@ -472,32 +473,32 @@ class SavedByPass:
 
 
 class SavedStorage:
-    """The memory of saved tensors: on the device, in host memory, or on its way."""
+    """The memory of saved tensors, one of which is given: on the device, in host memory, or on its way."""
 
-    def __init__(self, storage: torch.UntypedStorage, host: Host):
-        self.host, self.size = host, storage.nbytes()
-        self.storage: torch.UntypedStorage | None = storage
-        """The device's memory, if it is there."""
+    def __init__(self, tensor: Tensor, host: Host):
+        self.host, self.size = host, tensor.untyped_storage().nbytes()
+        whole = tensor.detach().as_strided((self.size // tensor.itemsize,), (1,), 0)
+        self.bytes: Tensor | None = whole.view(torch.uint8)
+        """The device's memory, if it is there (size,)."""
         self.copy: Tensor | None = None
         """The host's, if it is there."""
         self.arrival: Arrival | None = None
 
     def leave(self) -> None:
         """Starts copying it to the host."""
-        assert self.storage is not None, "only once, after the forward pass"
+        assert self.bytes is not None, "only once, after the forward pass"
         self.copy = self.host.lend(self.size)
-        self.host.down(torch.empty(0, dtype=torch.uint8, device=self.host.device).set_(self.storage), self.copy)
-        self.storage = None
+        self.host.down(self.bytes, self.copy)
+        self.bytes = None
 
     def fetch(self) -> None:
         """Starts copying it to the device, unless it is there or on its way."""
-        if self.storage is not None:
+        if self.bytes is not None:
             return
         assert self.copy is not None, "it is on the host or on the device"
-        bytes_of = torch.empty(self.size, dtype=torch.uint8, device=self.host.device)
-        self.host.up(self.copy, bytes_of)
-        self.arrival = self.host.arrival(bytes_of)
-        self.storage = bytes_of.untyped_storage()
+        self.bytes = torch.empty(self.size, dtype=torch.uint8, device=self.host.device)
+        self.host.up(self.copy, self.bytes)
+        self.arrival = self.host.arrival(self.bytes)
         self._free()
 
     def arrive(self) -> None:
@@ -532,14 +533,14 @@ def unpack(packed: Tensor | PackedView) -> Tensor:
     saved, dtype, size, stride, offset = packed
     saved.fetch()
     saved.arrive()
-    assert saved.storage is not None, "it was fetched"
-    return torch.empty(0, dtype=dtype, device=saved.host.device).set_(saved.storage, offset, size, stride)
+    assert saved.bytes is not None, "it was fetched"
+    return saved.bytes.view(dtype).as_strided(size, stride, offset)
 
 
 def _key(tensor: Tensor) -> int:
     """Returns a number that tensors with the same memory share."""
-    return tensor.untyped_storage()._cdata if type(tensor) in (Tensor, nn.Parameter) else 0
+    return 0 if isinstance(tensor, DTensor) else tensor.untyped_storage()._cdata
 
 
 def _bytes(tensor: Tensor) -> int:
-    return tensor.untyped_storage().nbytes() if type(tensor) in (Tensor, nn.Parameter) else 0
+    return 0 if isinstance(tensor, DTensor) else tensor.untyped_storage().nbytes()

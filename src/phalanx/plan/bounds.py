@@ -127,22 +127,21 @@ class StepBytes:
         return self.formulas.stays(self.m, 1 if self.pp == 1 else several)
 
     def _whole(self, reshard: bool) -> Floats:
-        """Returns the bytes of unsharded parameters of ZeRO-3, and of their gradients in transit."""
+        """Returns the bytes of unsharded parameters of ZeRO-3 in the loss, which has no block fetched ahead."""
         if reshard not in self.whole:
-            blocks = self.formulas.gathers(self.group.blocks, self.pp, self.tables.space.base.prefetch, reshard=reshard)
-            outside, held, kept = self._largest(tiled=reshard)
-            whole = self.formulas.gathered(outside, held, blocks[:, None], kept)
+            blocks = self.formulas.gathers(self.group.blocks, self.pp, 0, reshard=reshard)
+            outside, held = self._largest(tiled=reshard)
+            whole = self.formulas.gathered(outside, held, blocks[:, None])
             self.whole[reshard] = whole * self.group.shared
         return self.whole[reshard]
 
-    def _largest(self, *, tiled: bool) -> tuple[Floats, GatheredParameters, Floats]:
-        """Returns the parameters around a rank's blocks that are whole at once, those of the largest block, and the
-        most bytes that it keeps."""
+    def _largest(self, *, tiled: bool) -> tuple[Floats, GatheredParameters]:
+        """Returns the parameters around a rank's blocks that are whole at once, and those of the largest block."""
         group, tables, sizes = self.group, self.tables, dict[BlockKind, Floats]()
         shared = group.ranks[1] > 1  # experts that no other rank has are not gathered
-        for kind, activations in self.kinds.items():
+        for kind in self.kinds:
             alone, together = (tables.gathered(kind, group.inner, shared=each, tiled=tiled) for each in (False, True))
-            sizes[kind] = np.stack([*np.where(shared[:, None], together, alone).T, activations[:, 0]])
+            sizes[kind] = np.where(shared[:, None], together, alone).T
         largest = []
         for share in group.shares:
             of_kinds = [sizes[kind] for kind, _ in share.blocks]
@@ -150,9 +149,8 @@ class StepBytes:
             # The largest block may be another than that with the largest tile.
             most[2] = np.minimum.reduce(of_kinds)[2]
             largest.append(most)
-        *held, kept = np.stack(largest, 1)
         outside = [tables.outside(share, group.inner, tiled=tiled) for share in group.shares]
-        return np.stack(outside), GatheredParameters(*held), kept
+        return np.stack(outside), GatheredParameters(*np.stack(largest, 1))
 
 
 class StepSeconds:

@@ -222,13 +222,12 @@ class Tables:
         return self._figures(("boundary", ""), (TP, SP, CP, MICRO), boundary_bytes)
 
     def outside(self, share: RankContents, inner: NDArray[Any], *, tiled: bool) -> Floats:
-        """Returns, for inner combinations, the parameters outside a rank's blocks and those of the head's gradient that
-        ZeRO-3 has whole at once, without tiles of them."""
+        """Returns, for inner combinations, the parameters outside a rank's blocks that ZeRO-3 has whole at once,
+        without tiles of them."""
         ends = share.embedding, share.head
 
         def ask(spec: StepSpec) -> int:
-            gathered = gathered_outside(spec.model, spec.layout, *ends, tiled=tiled)
-            return gathered.block + gathered.trained
+            return gathered_outside(spec.model, spec.layout, *ends, tiled=tiled).block
 
         return self._figures(("outside", (ends, tiled)), (TP,), ask)[inner]
 
