@@ -695,11 +695,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     forward, whole = whole + (0.0 if arrives else later + passing), whole + later + passing
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
-    # Buckets that are reduced whole keep their memory from step to step.
-    layout = step.spec.layout
-    transient = gathers_parameters(layout) or (layout.zero == 2 and layout.shard_ranks > 1)
-    buckets = memory_profile.saves_slopes and step.data_ranks > 1 and not transient
-    stays = step.formulas.stays(passes, max(map(sum, flight.most))) or (buckets and not step.formulas.offloads)
+    stays = step.formulas.stays(passes, max(map(sum, flight.most)))
     early = state.early(stays, rank.bucket())
     again, moving = rank.backward(stays or state.unsent > 0)
     host, disk = step.formulas.beside(rank.shards)
