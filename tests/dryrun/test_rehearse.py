@@ -198,7 +198,7 @@ def test_no_technique_asks_whether_it_is_rehearsed():
     source = Path(phalanx.__file__).parent
     for path in source.rglob("*.py"):
         room = path.relative_to(source).parts[0]
-        if room in ("dryrun", "cli"):
+        if room in ("dryrun", "cli", "api.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
