@@ -383,7 +383,7 @@ OPTIONS = {
     "submit": Option("Write and submit a batch script or a manifest.", None, Literal["slurm", "pbs", "k8s"]),
     "site": Option("Site (--list-sites), or a YAML file of one; found out by default.", value="NAME"),
     "time": Option("Time limit: 1:30:00, 90m, 2-00:00:00; -t for short.", value="TIME"),
-    "account": Option("Account or project; -A for short.", value="NAME"),
+    "account": Option("Account or project; -A for short.", value="NAME", rare=True),
     "queue": Option("Queue, partition or quality of service; -q or -p for short.", value="NAME"),
     "signal": Option(
         "Seconds before the time limit at which the run stops with a checkpoint.", 120, at_least=0, rare=True
@@ -417,7 +417,6 @@ VERB = job_verb(
     ),
     SWITCHES,
     OPTIONS,
-    exits={3: "--rehearse: the job does not fit in memory"},
     auto="open",
 )
 
