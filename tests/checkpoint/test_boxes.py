@@ -228,7 +228,7 @@ def test_boxes_of_other_ranks_make_no_difference(tmp_path):
 def test_the_largest_difference_is_measured_and_placed(place, change):
     other = W.clone().double()
     other.view(-1)[place] += change
-    found = diff._values(W.double(), other)
+    found = diff.values(W.double(), other)
     if other.view(-1)[place] == W.view(-1)[place]:
         assert found is None
         return

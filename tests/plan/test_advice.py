@@ -21,13 +21,15 @@ def spec(*words: str) -> StepSpec:
     return step_spec(job, job.model.vocab_size or 256)
 
 
-def test_single_changes_that_fit_come_first_and_the_fastest_of_them_first() -> None:
+def test_a_smaller_micro_batch_comes_first_and_then_the_fastest_single_change_that_fits() -> None:
     tight = spec("model=llama3-8b", "cluster=dgx-a100:1", "dp_shard=8", "train.global_batch=16", "micro_batch=2")
     found = advice(tight)
     assert not predict(tight).fits
     assert found
     assert all(one.fits for one in found)
-    assert [one.step_time_s for one in found] == sorted(one.step_time_s for one in found)
+    nearest, *others = found
+    assert nearest.change.startswith("layout.micro_batch=1")
+    assert [one.step_time_s for one in others] == sorted(one.step_time_s for one in others)
     assert any("recompute=full" in one.change for one in found)
 
 

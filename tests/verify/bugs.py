@@ -515,8 +515,8 @@ BUGS = (
         "parallel.offload:SavedStorage.fetch",
         (
             (
-                "self.host.up(self.copy, bytes_of)",
-                "bytes_of.zero_()\n    self.host.up(self.copy[: self.size // 2], bytes_of[: self.size // 2])",
+                "self.host.up(self.copy, self.bytes)",
+                "self.bytes.zero_()\n    self.host.up(self.copy[: self.size // 2], self.bytes[: self.size // 2])",
             ),
         ),
         ("blocks",),

@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 from phalanx.blocks.parameters import count
 from phalanx.check.load import as_yaml
-from phalanx.cli.dryrun import rehearse_first
 from phalanx.cli.verb import Option, Words, job_verb
 from phalanx.config.fields import get
 from phalanx.config.job import Job
@@ -433,6 +432,8 @@ def run(argv: Sequence[str]) -> int:
     for note in plan.notes:
         echo(f"phalanx: {note}", file=sys.stderr)
     if "rehearse" in parsed.switches:
+        from phalanx.cli.dryrun import rehearse_first  # which needs numpy
+
         rehearse_first(parsed.job)
     return _submit(parsed, plan) if parsed.options["submit"] else _start(parsed, plan)
 

@@ -7,14 +7,16 @@ from itertools import groupby
 from typing import Any
 
 from phalanx.config.job import Job
+from phalanx.cost.breakdown import subject
 from phalanx.dryrun.rehearse import RankRehearsal
 from phalanx.pictures.memory import memory_svg
 
 
 def picture(found: RankRehearsal, job: Job, limit: float) -> str:
     """Returns an SVG document of a rank's memory over its rehearsal."""
-    title = f"Memory of rank {found.rank} of {job.layout.processes:,}: {job.layout.line()}"
-    return memory_svg(title, [(moment.parts, moment.phase) for moment in found.timeline], limit)
+    about = subject(job, job.layout.processes)
+    title = f"{about}: memory of rank {found.rank}"
+    return memory_svg(title, [(moment.parts, moment.phase) for moment in found.timeline], limit, job.layout.line())
 
 
 def trace(found: RankRehearsal) -> str:

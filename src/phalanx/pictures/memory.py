@@ -11,6 +11,7 @@ from phalanx.pictures.elements import (
     DASHES,
     MIDDLE,
     NEUTRAL,
+    ON_CELL,
     SMALL,
     Scale,
     axes,
@@ -33,9 +34,9 @@ Moments = Sequence[tuple[Mapping[str, int], str]]
 """After each change of memory, in order: bytes by part, and the phase."""
 
 
-def memory_svg(title: str, moments: Moments, limit: float = 0.0) -> str:
+def memory_svg(title: str, moments: Moments, limit: float = 0.0, beside: str = "") -> str:
     """Returns an SVG document of the memory after each change, parts stacked in the order of their names' mapping;
-    `limit` is the bytes of the device, if they are known. Raises ValueError without moments."""
+    `limit` is the bytes of the device, if they are known, `beside` a line below the title. Raises ValueError without moments."""
     if not moments:
         raise ValueError("no moment to draw")
     step = max(1, -(-len(moments) // COLUMNS))
@@ -47,7 +48,7 @@ def memory_svg(title: str, moments: Moments, limit: float = 0.0) -> str:
     y = Scale(0, 1.08 * max(most, limit if shows_limit else 0), TOP + PLOT, TOP)
     unit = next(power for power in (2**40, 2**30, 2**20, 2**10, 1) if y.high >= power)
     marks = [(mark * unit, gib(round(mark * unit))) for mark in ticks(0, y.high / unit)]
-    parts = [heading(LEFT, 26, title), *axes(x, y, [], marks, "", ""), *_legend(drawn)]
+    parts = [heading(LEFT, 20, title), text(LEFT, 37, beside, SMALL), *axes(x, y, [], marks, "", ""), *_legend(drawn)]
     base = [0.0] * len(drawn)
     for number, name in enumerate(_names(drawn)):
         above = [low + moment[name] for low, (moment, _) in zip(base, drawn, strict=True)]
@@ -94,5 +95,5 @@ def _phases(drawn: Moments, x: Scale, top: float) -> Iterator[str]:
             start, top, max(0.8, end - start), BAND, f"fill='{NEUTRAL}' fill-opacity='{0.45 if at % 2 else 0.3}'", phase
         )
         if (room := int((end - start) / 6.6)) >= min(len(phase), 8):
-            yield text((start + end) / 2, top + 13, shortened(phase, room), f"{MIDDLE} {SMALL}")
+            yield text((start + end) / 2, top + 13, shortened(phase, room), f"{MIDDLE} {SMALL} {ON_CELL}")
         at += length

@@ -48,8 +48,9 @@ class Advice:
 
 
 def advice(spec: StepSpec) -> list[Advice]:
-    """Returns single changes that make the layout fit, fastest first. If there is none, combines several: each time the
-    one that needs the least memory, until it fits or nothing helps. World size and global batch stay the same."""
+    """Returns single changes that make the layout fit: a smaller micro-batch, then the others, fastest first. If there
+    is none, combines several: each time the one that needs the least memory, until it fits or nothing helps. World size
+    and global batch stay the same."""
     found = list(_tried_changes(spec))
     fitting = sorted((change for change, _ in found if change.fits), key=lambda change: change.step_time_s)
     smaller = _smaller_micro_batch(spec)
