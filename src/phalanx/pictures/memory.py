@@ -36,7 +36,8 @@ Moments = Sequence[tuple[Mapping[str, int], str]]
 
 def memory_svg(title: str, moments: Moments, limit: float = 0.0, beside: str = "") -> str:
     """Returns an SVG document of the memory after each change, parts stacked in the order of their names' mapping;
-    `limit` is the bytes of the device, if they are known, `beside` a line below the title. Raises ValueError without moments."""
+    `limit` is the bytes of the device, if they are known, `beside` a line below the title. Raises ValueError without
+    moments."""
     if not moments:
         raise ValueError("no moment to draw")
     step = max(1, -(-len(moments) // COLUMNS))
