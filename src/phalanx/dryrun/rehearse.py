@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from phalanx.checkpoint.parts import Snapshot
 from phalanx.comm.axis import Pending
 from phalanx.comm.calls import Recording, TimedCall, recorded
 from phalanx.config.clusters import ACCELERATORS
@@ -29,6 +30,7 @@ from phalanx.parallel.zero import BucketReplica
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import HOST, named, tier_of
 from phalanx.train.drivers import driver_of
+from phalanx.train.evaluate import validation_loss
 from phalanx.train.feed import Feed
 from phalanx.train.guard import guard_of
 from phalanx.train.requests import NO_REQUESTS, Milestones, Requests
@@ -170,9 +172,23 @@ def rehearse(job: Job, rank: int, vocab_size: int, device_type: str, steps: int 
             found.checkpoint_bytes = sum(share.flat.nbytes for share in state.shares())
             stepper.reload()
             _measure_memory(found, dry)
+            _save(state)
+            if job.train.eval_every:
+                with mesh.ledger.untracked():
+                    batches = [stepper.tensors(micro, steps, validates=True) for micro in driver.feed.peek()]
+                    validation_loss(stepper.replica, mesh, batches, device)
             del driver, state, stepper, guard
     found.seconds = time.perf_counter() - began
     return found
+
+
+def _save(state: TrainState) -> None:
+    """Copies what a rank writes of a checkpoint to the host, as train/saving.py does."""
+    values, snapshot = [share.flat for share in state.shares()], Snapshot(state.stepper.device)
+    snapshot.take(values)
+    snapshot.fill()
+    if values:
+        snapshot.wait(len(values) - 1)
 
 
 class _MarkingStepper(Stepper):

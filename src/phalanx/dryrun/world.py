@@ -35,7 +35,9 @@ from phalanx.dryrun.operations import attention_kernel, flops_of, result_without
 from phalanx.errors import JobError
 from phalanx.launch.process_group import shutdown
 from phalanx.launch.watchdog import heartbeat
+from phalanx.model import moe, seeding
 from phalanx.parallel.offload import is_on_host
+from phalanx.train.optimizers import adamw8bit
 
 aten = torch.ops.aten
 KNOWN_BYTES, KNOWN_AT_START = 2**26, 2**14
@@ -43,6 +45,8 @@ KNOWN_BYTES, KNOWN_AT_START = 2**26, 2**14
 model is built, whose elements are drawn from integers."""
 _UNWRITTEN = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
 """Operations whose result has no elements yet; integers are written before they are read."""
+_IN_PLACE = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr}
+"""Operations without a result that torch's fake tensors do not have."""
 _DEPENDS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -209,6 +213,21 @@ class DryWorld(TorchDispatchMode):
             return 0.0  # a finite loss, and no request of another rank
         raise JobError(f"the step reads an element of {x.dtype} that depends on data, which a rehearsal does not have")
 
+    def numpy(self, x: Tensor) -> Any:
+        """Returns an array of elements that the host reads. Raises JobError if they are not known."""
+        if (known := self.elements(x)) is None:
+            raise JobError(f"the step reads {x.numel()} elements of {x.dtype} that a rehearsal does not have")
+        with _really():
+            return known.numpy()
+
+    def _none_of(self, numbers: Tensor) -> Tensor | None:
+        """Returns what unknown flags select of a list of known numbers, as of tensors that differ between replicas:
+        nothing, as other ranks hold what this one does."""
+        if numbers.dim() != 1 or (known := self.elements(numbers)) is None:
+            return None
+        with _really():
+            return known[:0].clone()
+
     # Operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -235,10 +254,20 @@ class DryWorld(TorchDispatchMode):
             return self._read(args[0])
         if func is aten._fused_sdp_choice.default and args[0].device.type == "cuda":
             return attention_kernel(*args, **kwargs).value
+        if func in _IN_PLACE:
+            return self._forget_written(func, args, kwargs)
+        if func is aten._pin_memory.default:
+            func = aten.clone.default
         kwargs.pop("pin_memory", None)
         if self.named and device is not None:
             kwargs["device"] = self.named.meant(device, given)
         elements = self._computed(func, args, kwargs, given)
+        if (
+            elements is None
+            and func is aten.index.Tensor
+            and [getattr(x, "dtype", None) for x in args[1]] == [torch.bool]
+        ):
+            elements = self._none_of(args[0])
         sized = elements is not None and not _DEPENDS.isdisjoint(func.tags)  # by its elements
         out = tree_map(lambda x: _like(x, given[0].device), elements) if sized else None
         if elements is None and (assumed := result_without_data(func, args, kwargs)):
@@ -381,6 +410,9 @@ def pretended(
         return all_reduce(x, op, *args, **kwargs)
 
     with ExitStack() as held:
+        for cached in (seeding.quantiles, moe.capacities, adamw8bit.table):  # nothing real comes in, nothing fake out
+            cached.cache_clear()
+            held.callback(cached.cache_clear)
         if device.type == "cuda":
             held.enter_context(pretended_gpu(cluster))
         options = FakeProcessGroup.Options()  # pyright: ignore[reportCallIssue]
@@ -392,8 +424,9 @@ def pretended(
             (dist, "all_reduce", noting_reduction),
             (torch.UntypedStorage, "resize_", resize),
             (FakeTensor, "data_ptr", _address),
+            (FakeTensor, "numpy", lambda x, **_: dry.numpy(x)),
             # Modules that are moved get new parameters instead of new memory under the old ones.
             (torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True),
         ):
-            held.enter_context(mock.patch.object(target, name, stand_in))
+            held.enter_context(mock.patch.object(target, name, stand_in, create=True))
         yield dry
