@@ -13,7 +13,6 @@ import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +22,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+
+from phalanx.dryrun.gpu import HostGenerator, stand_ins
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 NAME, MEMORY, CAPABILITY = "NVIDIA H100 80GB HBM3", 80 * 2**30, (9, 0)
@@ -350,13 +351,6 @@ class Rehearsal:
 _GPU: list[Rehearsal] = []
 
 
-class _Generator(torch.Generator):
-    """A generator of the GPU, which draws what the CPU's draws."""
-
-    def __new__(cls, device: Any = None) -> Any:
-        return super().__new__(cls)
-
-
 class _Factories(TorchDispatchMode):
     """Makes tensors on the GPU where an operation is asked for one."""
 
@@ -405,27 +399,14 @@ def rehearsal(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
         gpu.waits += 1
         gpu.default.finish()
 
-    facts = SimpleNamespace(name=NAME, total_memory=MEMORY, major=9, minor=0, multi_processor_count=132)
-    stand_ins = {
+    own = {
         "Stream": Stream,
         "Event": Event,
         "stream": stream,
         "current_stream": lambda _=None: gpu.current,
         "synchronize": synchronize,
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "set_device": lambda _: None,
-        "_lazy_init": lambda: None,
-        "get_device_name": lambda _=None: NAME,
-        "get_device_capability": lambda _=None: CAPABILITY,
-        "get_device_properties": lambda _=None: facts,
-        "mem_get_info": lambda _=None: (MEMORY * 3 // 4, MEMORY),
-        "memory._record_memory_history": lambda **_: None,
-        "memory._snapshot": dict,
-        "max_memory_allocated": lambda _=None: MEMORY // 4,
     }
-    for name, stand_in in stand_ins.items():
+    for name, stand_in in (stand_ins(NAME, MEMORY, CAPABILITY) | own).items():
         patch.setattr(f"torch.cuda.{name}", stand_in)
     run_backward = torch.autograd._engine_run_backward
 
@@ -441,7 +422,7 @@ def rehearsal(patch: pytest.MonkeyPatch) -> Iterator[Rehearsal]:
             gpu.calls = before
 
     patch.setattr(torch.autograd, "_engine_run_backward", backward)
-    patch.setattr(torch, "Generator", _Generator)
+    patch.setattr(torch, "Generator", HostGenerator)
     # Modules that are moved get parameters of the new class instead of new memory under the old one.
     patch.setattr(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,7 +20,7 @@ from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.comm.calls import Recording, recorded
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import ACCELERATORS
-from phalanx.config.job import Job, Train
+from phalanx.config.job import GuardOptions, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
 from phalanx.dryrun.operations import flops_of
@@ -50,6 +51,7 @@ MODELS = {
     "latent": replace(
         LLAMA, n_kv_heads=0, mla=MLA(q_rank=48, kv_rank=32, rope_head_dim=8, nope_head_dim=8, v_head_dim=16)
     ),
+    "dropout": ModelConfig(n_layers=2, d_model=64, n_heads=4, seq_len=64, vocab_size=VOCAB, dropout=0.1),
     "adapters": replace(LLAMA, lora=LoRA(rank=4)),
 }
 LAYOUTS = [
@@ -174,17 +176,39 @@ GPU = Cluster(accelerator=ACCELERATORS["h100-80gb"])
         ("experts", Layout(dp_shard=4, ep=2, zero=3, offload="optimizer"), {"precision": "bf16"}),
         ("gpt", Layout(pp=2, micro_batch=1, dp_shard=2, zero=2), {"precision": "fp16"}),
         ("llama", Layout(), {"precision": "fp8"}),
+        ("llama", Layout(pp=2, micro_batch=1, offload="all"), {"precision": "bf16", "eval_every": 1}),
+        ("dropout", Layout(tp=2, cp=2), {"precision": "bf16"}),
+        ("llama", Layout(dp_replicate=2, sync="local_sgd", sync_every=1), {"optimizer": "sgd"}),
     ],
     ids=named,
 )
 def test_the_branches_for_gpus_run_without_one(name, layout, train):
-    job = replace(job_of(replace(MODELS[name], d_model=128), layout, **train), cluster=GPU)
+    optimizer = Optimizer(name=train.pop("optimizer", "adamw"))
+    job = replace(job_of(replace(MODELS[name], d_model=128), layout, **train), cluster=GPU, optimizer=optimizer)
+    job = replace(job, guard=GuardOptions(every=1))
     assert device_type_of(job) == "cuda"
     found = rehearse(job, 0, VOCAB, "cuda")
     assert found.peak > 0
     if layout.offload != "none":
         assert found.host_peak_bytes > 2**16
     assert {each["operator"] for each in found.by_operator}.isdisjoint({"_linear_pointwise"})  # oneDNN's, of CPUs
+
+
+@pytest.mark.parametrize(
+    ("name", "scaling", "refused"),
+    [
+        ("mi300x", "rowwise", ""),
+        ("b200", "mxfp8", ""),
+        ("h100-80gb", "mxfp8", "Blackwell"),
+        ("a100-80gb", "rowwise", "no products in fp8"),
+        ("mi250x-gcd", "rowwise", "no products in fp8"),
+    ],
+)
+def test_every_kind_of_gpu_takes_its_own_branches(name, scaling, refused):
+    job = job_of(replace(LLAMA, d_model=128), Layout(), precision="fp8", fp8_scaling=scaling)
+    job = replace(job, cluster=Cluster(accelerator=ACCELERATORS[name]))
+    with pytest.raises(JobError, match=refused) if refused else nullcontext():
+        assert rehearse(job, 0, VOCAB, "cuda").peak > 0
 
 
 def test_what_cannot_be_rehearsed_is_named_all_at_once():

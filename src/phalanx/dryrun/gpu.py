@@ -22,6 +22,8 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import DEVICES
 from phalanx.dryrun.operations import attention_on_gpu
 
+ARCHITECTURES = {"mi2": "gfx90a", "mi30": "gfx942", "mi32": "gfx942", "mi": "gfx950"}
+"""Architectures of AMD's devices by the beginning of their name: of ROCm, where torch.version.hip is set."""
 CAPABILITIES = {
     "v100": (7, 0),
     "a100": (8, 0),
@@ -70,7 +72,7 @@ class NamedDevices(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[tuple[bool, bool]] = []
-        """Of the calls that Python is in, whether each names a CPU, and has tensors of the GPU."""
+        """Pairs for the calls that Python is in, innermost last: whether it names a CPU, and has tensors of the GPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -148,19 +150,24 @@ def _nothing(*_: Any) -> Iterator[None]:
     yield
 
 
-@contextmanager
-def pretended_gpu(cluster: Cluster) -> Iterator[None]:
-    """Gives this process the GPUs of one node of `cluster` in the `with` block."""
-    name = cluster.accelerator.name
-    entry = DEVICES.get(name)
-    reported = entry.reported_as[0] if entry and entry.reported_as else name
-    capability = next(each for prefix, each in CAPABILITIES.items() if name.startswith(prefix))
-    memory, default = round(cluster.accelerator.memory_gib * 2**30), _Stream()
+class HostGenerator(torch.Generator):
+    """A generator of the GPU, which draws what the CPU's draws."""
+
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls)
+
+
+def stand_ins(
+    name: str, memory: int, capability: tuple[int, int], count: int = 1, architecture: str = ""
+) -> dict[str, Any]:
+    """Returns the attributes of torch.cuda, by name, for `count` GPUs that the driver calls `name`, which have `memory`
+    bytes each. Streams and events have nothing to do."""
+    default = _Stream()
     facts = SimpleNamespace(
-        name=reported, total_memory=memory, major=capability[0], minor=capability[1], multi_processor_count=132,
-        gcnArchName="gfx942",
+        name=name, total_memory=memory, major=capability[0], minor=capability[1], multi_processor_count=132,
+        gcnArchName=architecture,
     )  # fmt: skip
-    stand_ins = {
+    return {
         "Stream": _Stream,
         "Event": _Stream,
         "stream": _nothing,
@@ -172,16 +179,29 @@ def pretended_gpu(cluster: Cluster) -> Iterator[None]:
         "empty_cache": lambda: None,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: cluster.devices_per_node or 8,
+        "device_count": lambda: count,
         "current_device": lambda: 0,
         "set_device": lambda _: None,
         "_lazy_init": lambda: None,
-        "get_device_name": lambda _=None: reported,
+        "get_device_name": lambda _=None: name,
         "get_device_capability": lambda _=None: capability,
         "get_device_properties": lambda _=None: facts,
-        "mem_get_info": lambda _=None: (memory, memory),
-        "max_memory_allocated": lambda _=None: 0,
+        "mem_get_info": lambda _=None: (memory * 3 // 4, memory),
+        "max_memory_allocated": lambda _=None: memory // 4,
+        "memory._record_memory_history": lambda **_: None,
+        "memory._snapshot": dict,
     }
+
+
+@contextmanager
+def pretended_gpu(cluster: Cluster) -> Iterator[None]:
+    """Gives this process the GPUs of one node of `cluster` in the `with` block."""
+    name = cluster.accelerator.name
+    entry = DEVICES.get(name)
+    reported = entry.reported_as[0] if entry and entry.reported_as else name
+    capability = next(each for prefix, each in CAPABILITIES.items() if name.startswith(prefix))
+    architecture = next((each for prefix, each in ARCHITECTURES.items() if name.startswith(prefix)), "")
+    memory = round(cluster.accelerator.memory_gib * 2**30)
     dispatch = FakeTensor.__torch_dispatch__
 
     def dispatched(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,9 +213,12 @@ def pretended_gpu(cluster: Cluster) -> Iterator[None]:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device="cuda") is made on the host and moved
     with ExitStack() as held:
         held.callback(torch._C._set_only_lift_cpu_tensors, before)
-        for attribute, stand_in in stand_ins.items():
-            held.enter_context(mock.patch.object(torch.cuda, attribute, stand_in))
+        count = cluster.devices_per_node or 8
+        for attribute, stand_in in stand_ins(reported, memory, capability, count, architecture).items():
+            held.enter_context(mock.patch(f"torch.cuda.{attribute}", stand_in))
         for target, attribute, stand_in in (
+            (torch, "Generator", HostGenerator),
+            (torch.version, "hip", "6.4" if architecture else None),
             (fake_tensor, "init_gpu_context", lambda _: None),
             (FakeTensor, "__torch_dispatch__", classmethod(dispatched)),
             (FakeTensor, "is_cuda", property(lambda x: x.device.type == "cuda")),

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from phalanx.model.attention_blocks import is_cudnn, is_flash
 
 aten = torch.ops.aten
+FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+
+@contextmanager
+def on_real_tensors() -> Iterator[None]:
+    """Runs the `with` block, inside of an operation of a DryWorld, on real tensors."""
+    mode = torch._C._unset_dispatch_mode(FAKE)
+    try:
+        yield
+    finally:
+        if mode is not None:
+            torch._C._set_dispatch_mode(mode)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
@@ -20,16 +33,14 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
     mask hides; 0 for other operations. A kernel of attention computes its scores again in the backward pass, which
     does not count: the work is that of the formula."""
     name = func._overloadpacket.__name__
+    if name.startswith("_scaled_dot_product_"):  # the kernels of every device
+        return 2 * _attention(*args[1:4]) if name.endswith("backward") else _attention(*args[:3])
     match name:
         case "_linear_pointwise":  # oneDNN's: (..., inputs) by (outputs, inputs)
             return 2.0 * args[0].numel() * args[1].shape[0]
         case "_grouped_mm":  # every row by one matrix, or every row into one
             a, b = args[:2]
             return 2.0 * a.shape[-2] * a.shape[-1] * b.shape[-1] * (len(a) if a.dim() == 3 and b.dim() == 3 else 1)
-        case "_scaled_dot_product_flash_attention_for_cpu":
-            return _attention(*args[:3])
-        case "_scaled_dot_product_flash_attention_for_cpu_backward":
-            return 2 * _attention(*args[1:4])
         case "_flash_attention_forward" | "_flash_attention_backward":
             forward = name.endswith("forward")
             q, k, v = args[:3] if forward else args[1:4]  # ([batch,] tokens, heads, size)
@@ -38,9 +49,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:
             return work if forward else 2 * work
         case _:
             count = flop_registry.get(func._overloadpacket)
-            if count is None:
-                return 0.0
-            return float(count(*args, **kwargs, out_val=out)) * (0.8 if name.endswith("attention_backward") else 1)
+            return float(count(*args, **kwargs, out_val=out)) if count else 0.0
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor) -> float:
@@ -74,7 +83,7 @@ def result_without_data(func: Any, args: Any, kwargs: Any) -> Any:
         # Where each expert's tokens end in a sorted list of the tokens' experts: evenly divided.
         out = func(*args, **kwargs)
         if not args[1].dtype.is_floating_point:
-            with _disable_current_modes():
+            with on_real_tensors():
                 return out, torch.arange(1, len(args[1]) + 1) * args[0].shape[-1] // len(args[1])
     return None
 

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from phalanx.checkpoint.parts import Snapshot
 from phalanx.comm.axis import Pending
 from phalanx.comm.calls import Recording, TimedCall, recorded
 from phalanx.config.clusters import ACCELERATORS
@@ -30,6 +32,7 @@ from phalanx.parallel.zero import BucketReplica
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import HOST, named, tier_of
 from phalanx.train.drivers import driver_of
+from phalanx.train.evaluate import validation_loss
 from phalanx.train.feed import Feed
 from phalanx.train.guard import guard_of
 from phalanx.train.requests import NO_REQUESTS, Milestones, Requests
@@ -55,18 +58,18 @@ class MemoryMoment:
 
 @dataclass
 class RankRehearsal:
-    """What one rank's program did."""
+    """The figures of one rank's rehearsed program."""
 
     rank: int
     coordinates: dict[str, int]
     peak_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes of each of PARTS on the device at its fullest moment."""
     at: str = ""
-    """What the rank did then."""
+    """The phase of the run at that moment."""
     host_peak_bytes: int = 0
-    """Most bytes in the host's memory of what was offloaded."""
+    """Most bytes of offloaded tensors in host memory."""
     by_operator: list[dict[str, Any]] = field(default_factory=list)
-    """What was made by which operation in which module, of the fullest moment: largest first."""
+    """Bytes at that moment by part, operation and module, largest first."""
     timeline: list[MemoryMoment] = field(default_factory=list)
     traffic_bytes: dict[str, dict[str, float]] = field(default_factory=dict)
     """Bytes sent per step by axis and collective."""
@@ -76,9 +79,9 @@ class RankRehearsal:
     """The collectives and messages of the last step, in order."""
     offloads: bool = False
     checkpoint_bytes: int = 0
-    """What this rank writes of a checkpoint."""
+    """Bytes that this rank writes of a checkpoint."""
     seconds: float = 0.0
-    """Of the rehearsal."""
+    """Duration of the rehearsal."""
 
     @property
     def peak(self) -> int:
@@ -110,6 +113,8 @@ def problems(job: Job) -> Iterator[str]:
         yield "layout.data_parallel=threads: a rehearsal runs in one thread; ddp can be rehearsed"
     if tier_of(layout, "optimizer") == "disk":
         yield f"layout.offload_to={layout.offload_to}: its files would be real; offload_to={HOST} can be rehearsed"
+    if job.guard.repeat_every:
+        yield f"guard.repeat_every={job.guard.repeat_every}: repeated steps are compared by values; 0 can be rehearsed"
 
 
 def device_type_of(job: Job) -> str:
@@ -134,7 +139,7 @@ def rehearse(job: Job, rank: int, vocab_size: int, device_type: str, steps: int 
     job = replace(job, train=replace(job.train, steps=steps, compile=False))
     recording, device = Recording(), torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     with (
-        warnings.catch_warnings(action="ignore", category=UserWarning),  # torch's, about fake tensors
+        _without_warnings_of_torch(),
         recorded(recording),
         pretended(rank, job.layout.processes, device, job.cluster, lambda: recording.phases[-1][1].label) as dry,
     ):
@@ -170,9 +175,32 @@ def rehearse(job: Job, rank: int, vocab_size: int, device_type: str, steps: int 
             found.checkpoint_bytes = sum(share.flat.nbytes for share in state.shares())
             stepper.reload()
             _measure_memory(found, dry)
+            _save(state)
+            if job.train.eval_every:
+                with mesh.ledger.untracked():
+                    batches = [stepper.tensors(micro, steps, validates=True) for micro in driver.feed.peek()]
+                    validation_loss(stepper.replica, mesh, batches, device)
             del driver, state, stepper, guard
     found.seconds = time.perf_counter() - began
     return found
+
+
+def _save(state: TrainState) -> None:
+    """Copies what a rank writes of a checkpoint to the host, as train/saving.py does."""
+    values, snapshot = [share.flat for share in state.shares()], Snapshot(state.stepper.device)
+    snapshot.take(values)
+    snapshot.fill()
+    if values:
+        snapshot.wait(len(values) - 1)
+
+
+@contextmanager
+def _without_warnings_of_torch() -> Iterator[None]:
+    """Hides torch's advice in the `with` block, such as FSDP2's about views, which the user of a rehearsal cannot
+    follow."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"torch(\.|$)")
+        yield
 
 
 class _MarkingStepper(Stepper):
@@ -263,7 +291,7 @@ def part_of(made: Allocation) -> str:
         case Phase.EXCHANGE.label:
             return "communication"
         case _:
-            return "activations" if made.module.startswith(("blocks", "embed", "norm")) else "logits"
+            return "activations" if made.module.startswith(("blocks", "embed", "final_norm")) else "logits"
 
 
 def _measure_memory(found: RankRehearsal, dry: DryWorld) -> None:

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from phalanx.comm import calls
 from phalanx.config.cluster import Cluster
 from phalanx.dryrun.gpu import NamedDevices, device_of_torch, pretended_gpu
-from phalanx.dryrun.operations import flops_of, result_without_data
+from phalanx.dryrun.operations import FAKE, flops_of, on_real_tensors, result_without_data
 from phalanx.errors import JobError
 from phalanx.launch.process_group import shutdown
 from phalanx.launch.watchdog import heartbeat
@@ -49,8 +49,9 @@ KNOWN_BYTES, KNOWN_AT_START = 2**26, 2**14
 model is built, whose elements are drawn from integers."""
 _UNWRITTEN = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
 """Operations whose result has no elements yet; integers are written before they are read."""
+_IN_PLACE = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr}
+"""Operations without a result that torch's fake tensors do not have."""
 _DEPENDS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
 @dataclass(eq=False)
@@ -63,11 +64,11 @@ class Allocation:
     operator: str
     """The operation that made it."""
     phase: str
-    """What the rank was doing."""
+    """The phase of the run in which it was made."""
     module: str
     """The module of the model whose pass ran; empty outside of any."""
     part: str = ""
-    """What it is, once that is known: parameters, gradients, optimizer or communication."""
+    """Its part of the memory, once that is known: parameters, gradients, optimizer or communication."""
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,6 @@ class MemoryChange:
     phase: str
     at: int
     """Nanoseconds of the clock of calls."""
-
-
-@contextmanager
-def _really() -> Iterator[None]:
-    """Runs operations of the `with` block, inside of one of a DryWorld, on real tensors."""
-    mode = torch._C._unset_dispatch_mode(_FAKE)
-    try:
-        yield
-    finally:
-        if mode is not None:
-            torch._C._set_dispatch_mode(mode)
 
 
 class DryWorld(TorchDispatchMode):
@@ -167,7 +157,7 @@ class DryWorld(TorchDispatchMode):
         kept = self.values.get(x.untyped_storage()._cdata)
         if kept is None:
             return None
-        with _really():
+        with on_real_tensors():
             return torch.empty(0, dtype=x.dtype).set_(kept, x.storage_offset(), x.shape, x.stride())
 
     def know(self, x: Tensor, elements: Tensor | None) -> None:
@@ -176,7 +166,7 @@ class DryWorld(TorchDispatchMode):
         if elements is None or storage.nbytes() > self.known_bytes:
             self.values.pop(storage._cdata, None)
             return
-        with _really():
+        with on_real_tensors():
             if (kept := self.values.get(storage._cdata)) is None:
                 kept = self.values[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
             torch.empty(0, dtype=x.dtype).set_(kept, x.storage_offset(), x.shape, x.stride()).copy_(elements)
@@ -195,7 +185,7 @@ class DryWorld(TorchDispatchMode):
         plain, options = tree_map(lambda x: self.elements(x) if isinstance(x, Tensor) else x, (args, kwargs))
         if "device" in options:
             options["device"] = torch.device("cpu")
-        with _really():
+        with on_real_tensors():
             out = func(*plain, **options)
             if func in _UNWRITTEN:
                 return None if out.dtype.is_floating_point else out.zero_()
@@ -212,7 +202,7 @@ class DryWorld(TorchDispatchMode):
     def _read(self, x: Tensor) -> Any:
         """Returns the element that the host reads. Raises JobError if it is not known."""
         if (known := self.elements(x)) is not None:
-            with _really():
+            with on_real_tensors():
                 return known.item()
         if x.dtype.is_floating_point:
             return 0.0  # a finite loss, and no request of another rank
@@ -225,6 +215,21 @@ class DryWorld(TorchDispatchMode):
             f"this job cannot be rehearsed: operation {operation} in {module or 'no module'} ({self.phase()}): {why}; "
             "`phalanx predict` has the figures by formula, `phalanx verify` runs the layout on real ranks"
         )
+
+    def numpy(self, x: Tensor) -> Any:
+        """Returns an array of elements that the host reads. Raises JobError if they are not known."""
+        if (known := self.elements(x)) is None:
+            raise self.refusal("numpy", f"it reads {x.numel()} elements of {x.dtype}, which depend on data")
+        with on_real_tensors():
+            return known.numpy()
+
+    def _none_of(self, numbers: Tensor) -> Tensor | None:
+        """Returns what unknown flags select of a list of known numbers, as of tensors that differ between replicas:
+        nothing, as other ranks hold what this one does."""
+        if numbers.dim() != 1 or (known := self.elements(numbers)) is None:
+            return None
+        with on_real_tensors():
+            return known[:0].clone()
 
     # Operations
 
@@ -239,9 +244,9 @@ class DryWorld(TorchDispatchMode):
         if all(type(x) in (Tensor, Parameter) and x.is_meta for x in given) and (
             device.type == "meta" if device is not None else given
         ):
-            with _really():  # a model without memory is on no device
+            with on_real_tensors():  # a model without memory is on no device
                 return func(*args, **kwargs)
-        if torch._C._get_dispatch_mode(_FAKE) is None:  # torch computes something of its own
+        if torch._C._get_dispatch_mode(FAKE) is None:  # torch computes something of its own
             return func(*args, **kwargs)
         if any(type(x) is not FakeTensor for x in given):
             args, kwargs = tree_map(self._faked, (args, kwargs))
@@ -250,10 +255,20 @@ class DryWorld(TorchDispatchMode):
             return self._collective(func, args)
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
+        if func in _IN_PLACE:
+            return self._forget_written(func, args, kwargs)
+        if func is aten._pin_memory.default:
+            func = aten.clone.default
         kwargs.pop("pin_memory", None)
         if self.named and device is not None:
             kwargs["device"] = self.named.meant(device, given)
         elements = self._computed(func, args, kwargs, given)
+        if (
+            elements is None
+            and func is aten.index.Tensor
+            and [getattr(x, "dtype", None) for x in args[1]] == [torch.bool]
+        ):
+            elements = self._none_of(args[0])
         sized = elements is not None and not _DEPENDS.isdisjoint(func.tags)  # by its elements
         out = tree_map(lambda x: _like(x, given[0].device), elements) if sized else None
         if elements is None and (assumed := result_without_data(func, args, kwargs)):
@@ -282,7 +297,7 @@ class DryWorld(TorchDispatchMode):
         """Returns a fake tensor for one of the host that was made without an operation, as from numpy."""
         if not isinstance(x, Tensor) or isinstance(x, (FakeTensor, DTensor)) or x.is_meta:
             return x
-        fake = torch._C._get_dispatch_mode(_FAKE).from_tensor(x)
+        fake = torch._C._get_dispatch_mode(FAKE).from_tensor(x)
         self._meet(fake, "numpy")
         if x.untyped_storage().nbytes() <= self.known_bytes:
             self.values.setdefault(fake.untyped_storage()._cdata, x.untyped_storage())
@@ -299,7 +314,7 @@ class DryWorld(TorchDispatchMode):
         for x in tensors[0]:
             if name != "send" and (made := self.allocation(x)) and not made.part:
                 made.part = "communication"
-        with _really():
+        with on_real_tensors():
             self._exchange(name, args, tensors, size, rank)
         work = FakeWork().boxed()
         returns = func._schema.returns
@@ -313,10 +328,8 @@ class DryWorld(TorchDispatchMode):
             case "allreduce_":
                 for x in tensors[0]:
                     known = self.elements(x)
-                    self.know(
-                        x,
-                        None if known is None else known.clone() * (size if self.reduction == dist.ReduceOp.SUM else 1),
-                    )
+                    times = size if self.reduction == dist.ReduceOp.SUM else 1
+                    self.know(x, None if known is None else known.clone() * times)
             case "send":
                 (x,) = tensors[0]
                 known = self.elements(x)
@@ -334,10 +347,9 @@ class DryWorld(TorchDispatchMode):
                 self.know(part, None if known is None else known.reshape(size, -1)[rank].view(part.shape) * size)
             case "alltoall_base_":
                 (into,), (x,) = tensors[:2]
-                known = self.elements(x) if not args[4] else None
-                self.know(
-                    into, None if known is None else torch.cat([known.reshape(size, -1)[rank]] * size).view(into.shape)
-                )
+                known = None if args[4] else self.elements(x)
+                mine = None if known is None else known.reshape(size, -1)[rank]
+                self.know(into, None if mine is None else torch.cat([mine] * size).view(into.shape))
             case _:
                 for x in tensors[0]:
                     self.know(x, None)
@@ -360,12 +372,9 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _largest(args: Any) -> float:
     """Returns the most elements that a factory with these arguments can make."""
-    numbers = [abs(x) for x in tree_leaves(args) if isinstance(x, (int, float)) and math.isfinite(x)]
-    return (
-        math.prod(max(1, n) for n in args[0])
-        if args and isinstance(args[0], (list, tuple))
-        else max(numbers, default=0)
-    )
+    if args and isinstance(args[0], (list, tuple)):
+        return math.prod(args[0])
+    return max((abs(x) for x in args if isinstance(x, (int, float)) and math.isfinite(x)), default=0)
 
 
 def _is_group(x: torch.ScriptObject) -> bool:
@@ -377,7 +386,7 @@ def _address(x: FakeTensor) -> int:
     return (x.untyped_storage()._cdata << 16) + int(x.storage_offset()) * x.element_size()
 
 
-REAL_ROOMS = tuple(f"phalanx.{room}." for room in ("comm", "model", "optimizers", "parallel", "train"))
+_CACHING_ROOMS = tuple(f"phalanx.{room}." for room in ("comm", "model", "optimizers", "parallel", "train"))
 
 
 def _forget_cached() -> None:
@@ -385,7 +394,7 @@ def _forget_cached() -> None:
     ones have no elements for what this process does afterwards."""
     heartbeat.enter_module("")
     for name, module in list(sys.modules.items()):
-        if name.startswith(REAL_ROOMS):
+        if name.startswith(_CACHING_ROOMS):
             for each in list(vars(module).values()):
                 if hasattr(each, "cache_clear"):
                     each.cache_clear()
@@ -426,8 +435,9 @@ def pretended(
             (dist, "all_reduce", noting_reduction),
             (torch.UntypedStorage, "resize_", resize),
             (FakeTensor, "data_ptr", _address),
+            (FakeTensor, "numpy", lambda x, **_: dry.numpy(x)),
             # Modules that are moved get new parameters instead of new memory under the old ones.
             (torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True),
         ):
-            held.enter_context(mock.patch.object(target, name, stand_in))
+            held.enter_context(mock.patch.object(target, name, stand_in, create=True))
         yield dry

@@ -369,7 +369,7 @@ def run_by_schedule(parts: Construction, replica: Replica) -> None:
     token_parts = parts.mesh.axis("tp").size if parts.job.layout.sp else 1
     kind = Pipeline if parts.stages.schedule.steps == 1 else PipeDream
     deferred = parts.deferred or DeferredWeightGrads()
-    replica.runner = kind(replica, parts.stages, parts.p2p_groups, deferred, token_parts)
+    replica.runner = kind(replica, parts.stages, parts.p2p_groups, deferred, token_parts, parts.device)
 
 
 def initialise(replica: Replica, job: Job) -> None:

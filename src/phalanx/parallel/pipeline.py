@@ -165,15 +165,19 @@ class Pipeline:
         p2p_groups: tuple[Axis, Axis],
         deferred: DeferredWeightGrads,
         token_parts: int,
+        device: torch.device,
     ):
-        """Prepares transfers. `p2p_groups` are Mesh.p2p_groups("pp"). `deferred` takes the weight gradients of the
-        replica's model. Between layers a rank has one of `token_parts` parts of the tokens (sequence parallelism)."""
+        """Prepares transfers between devices. `p2p_groups` are Mesh.p2p_groups("pp"). `deferred` takes the weight
+        gradients of the replica's model. Between layers a rank has one of `token_parts` parts of the tokens (sequence
+        parallelism)."""
         self.replica, self.stages, self.deferred, self.token_parts = replica, stages, deferred, token_parts
         self.schedule = stages.schedule
         self.program = self.schedule.programs[stages.rank]
         self.p2p_groups = p2p_groups
         self.transfers = Transfers(self.schedule, stages.rank, *p2p_groups)
-        self.transfers.connect(self.like.device)
+        self.transfers.connect(device)
+        self.like = replica.shards[0].value.new_empty(0, device=device)  # offloaded parameters are on the host
+        """A tensor with the type and device of messages."""
         last = {action.stage: place for place, action in enumerate(self.program) if action.kind in ("B", "W")}
         self.last_backward = frozenset(last.values())
         """Indices in the program after which a stage's gradients are complete."""
@@ -224,11 +228,6 @@ class Pipeline:
         """Returns whether the input of a stage has left the device after its forward pass."""
         run = self.replica.objective.model.blocks[stage.layers[0]].run
         return isinstance(run, SwappingRun) and run.leaves
-
-    @property
-    def like(self) -> Tensor:
-        """Returns a tensor with the type and device of messages."""
-        return self.replica.shards[0].value
 
 
 @dataclass
@@ -364,8 +363,9 @@ class PipeDream(Pipeline):
         p2p_groups: tuple[Axis, Axis],
         deferred: DeferredWeightGrads,
         token_parts: int,
+        device: torch.device,
     ):
-        super().__init__(replica, stages, p2p_groups, deferred, token_parts)
+        super().__init__(replica, stages, p2p_groups, deferred, token_parts, device)
         ranks, micro_batches = self.schedule.ranks, self.schedule.micro_batches // self.schedule.steps
         self.micro_batches = micro_batches
         """Micro-batches per batch."""
