@@ -358,6 +358,8 @@ class MemoryProfile(Hashed):
     saves_slopes: bool = True
     """Whether the loss saves the gradient of the logits, in their place and width, until the backward pass; otherwise
     it saves log-probabilities in fp32, or where it is fused, the logits."""
+    keeps_buckets: bool = False
+    """Whether buckets of gradients that are reduced whole (DDP, ZeRO-1) keep their memory from step to step."""
     reduces_each: bool = False
     """Whether ZeRO-2 and 3 reduce the gradients of every micro-batch, whatever the layout says."""
     whole_under_pp: bool = False
@@ -386,7 +388,7 @@ class MemoryProfile(Hashed):
     """The profile that replaces this one if products are in fp16."""
 
 
-PHALANX = MemoryProfile()
+PHALANX = MemoryProfile(keeps_buckets=True)
 """The profile of Phalanx itself."""
 
 

@@ -67,7 +67,8 @@ class StateBytes(NamedTuple):
     """All gradients, when the optimizer begins."""
     optimizer: Any
     unsent: Any
-    """Unsharded gradients that wait for the last micro-batch before ZeRO-2 or 3 sends them."""
+    """Unsharded gradients that are there all the time: those that wait for the last micro-batch before ZeRO-2 or 3 sends
+    them, and those of buckets that keep their memory."""
     left: Any
     """Gradients on the device when the optimizer begins."""
     copied: Any
@@ -157,6 +158,10 @@ class MemoryFormulas:
             # With those of dense parameters, the first of `shards`, also those of experts that no rank shares.
             _, trained, ranks = zip(*shards, strict=True)
             unsent = sum(trained) * (ranks[0] > 1) * (self.gradient * (micro_batches > 1))
+        if self.profile.keeps_buckets and not self.offloads and flushes:
+            _, trained, ranks = zip(*shards, strict=True)
+            whole = (data_ranks > 1) & ((ranks[0] == 1) | (zero < 2))
+            unsent = larger(unsent, sum(trained) * (self.gradient * whole))
         # With an offloaded optimizer gradients have left, but for ZeRO-3's shards, which leave last, unless parameters
         # are offloaded, too.
         stay = shared * (zero == 3) * (self.resident > 0) if self.offloads else 1
