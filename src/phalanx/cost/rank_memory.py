@@ -67,8 +67,8 @@ class StateBytes(NamedTuple):
     """All gradients, when the optimizer begins."""
     optimizer: Any
     unsent: Any
-    """Unsharded gradients that are there all the time: those that wait for the last micro-batch before ZeRO-2 or 3 sends
-    them, and those of buckets that keep their memory."""
+    """Unsharded gradients that are there all the time: those that wait for the last micro-batch before ZeRO-2 or 3
+    sends them, and those of buckets that keep their memory."""
     left: Any
     """Gradients on the device when the optimizer begins."""
     copied: Any

@@ -1,0 +1,177 @@
+"""Every technique on a GPU that is not there: `make rehearsal` runs all cases, and counts the statements for GPUs."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dryrun.gpu_lines import running, statements
+from phalanx.config.cluster import Cluster
+from phalanx.config.clusters import ACCELERATORS
+from phalanx.config.job import Data, GuardOptions, Job, Optimizer, Train
+from phalanx.config.layout_line import parse
+from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
+from phalanx.dryrun.rehearse import distinct_ranks, rehearse
+
+ALL = "PHALANX_REHEARSAL" in os.environ
+VOCAB = 64
+GPT = ModelConfig(n_layers=2, d_model=128, n_heads=4, seq_len=64, vocab_size=VOCAB)
+LLAMA = replace(GPT, n_kv_heads=2, norm="rmsnorm", positions="rope", activation="swiglu", bias=False, tied=False)
+MIXTURE = MoE(n_experts=8, top_k=2, d_ff=32, n_shared=1, aux_loss=0.01, z_loss=0.001)
+GROUPED = MoE(n_experts=8, top_k=2, d_ff=32, n_shared=1, router="sigmoid", bias_balanced=True, n_groups=2, top_groups=1)
+MODELS = {
+    "llama": LLAMA,
+    "gpt": GPT,
+    "dropout": replace(GPT, dropout=0.1),
+    "experts": replace(LLAMA, moe=MIXTURE),
+    "capacity": replace(LLAMA, moe=MoE(n_experts=8, top_k=2, d_ff=32, capacity=1.25)),
+    "balanced": replace(LLAMA, moe=GROUPED),
+    "latent": replace(LLAMA, n_kv_heads=0, mla=MLA(48, 32, rope_head_dim=8, nope_head_dim=8, v_head_dim=16)),
+    "windows": replace(LLAMA, window=16, full_every=2),
+    "sinks": replace(LLAMA, sinks=True, window=16),
+    "caps": replace(LLAMA, attention_softcap=30.0, logit_softcap=30.0),
+    "adapters": replace(LLAMA, lora=LoRA(rank=4)),
+    "norms": replace(LLAMA, qk_norm="head", norm_place="both", qkv_bias=True),
+    "parallel": replace(GPT, parallel_block=True),
+}
+DOCUMENTS = Data(document_mask=True)
+PAIRS = Data(corpus="preferences", path="x.jsonl")
+CHATS = Data(corpus="chat", path="x.jsonl", packing=True, document_mask=True)
+Case = tuple[str, str, dict[str, Any]]
+"""A model, a layout's line, and what differs from a job in bf16 on H100s."""
+
+FEW: list[Case] = [
+    ("llama", "dp_shard=2,zero=3,offload=all,recompute=full", {}),
+    ("experts", "dp_shard=4,ep=2,zero=3,accumulation=2", {}),
+    ("gpt", "pp=2,offload=all,accumulation=2", {"precision": "fp16"}),
+    ("sinks", "tp=2,sp=true,cp=2", {"data": DOCUMENTS}),
+    ("dropout", "dp_shard=2,zero=2", {"optimizer": "adamw8bit"}),
+    ("adapters", "tp=2,dp_shard=2,zero=1", {"data": PAIRS}),
+    ("latent", "pp=2,schedule=zb_h1,accumulation=2", {"chip": "b200"}),
+    ("llama", "dp_replicate=2,sync=diloco,sync_every=1", {"optimizer": "sgd"}),
+]
+MORE: list[Case] = [
+    *(("llama", "dp_replicate=1", {"precision": name}) for name in ("fp64", "fp32", "fp16")),
+    *(("llama", "dp_replicate=1", {"precision": "fp8", "fp8_scaling": way}) for way in ("rowwise", "tensorwise")),
+    *(("llama", "dp_replicate=1", {"precision": "fp8", "chip": chip}) for chip in ("mi300x", "l40s")),
+    ("llama", "dp_replicate=1", {"precision": "fp8", "fp8_scaling": "mxfp8", "chip": "b200"}),
+    *(
+        ("experts", "tp=2,sp=true,zero=1", {"precision": "fp8", "fp8_scaling": way, "chip": "b200"})
+        for way in ("rowwise", "tensorwise", "mxfp8")
+    ),
+    ("llama", "dp_shard=2,zero=2", {"gradients": "fp32"}),
+    ("llama", "dp_replicate=1", {"deterministic": True}),
+    *(("llama", "dp_shard=2,zero=1", {"optimizer": name}) for name in ("sgd", "lion", "muon", "adamw8bit")),
+    *(("llama", "dp_shard=2,zero=2,offload=optimizer", {"optimizer": name}) for name in ("sgd", "lion", "muon")),
+    *(("llama", f"recompute={how}", {}) for how in ("products", "mlp", "selective", "full", "0.5")),
+    *(
+        ("llama", f"zero=3,dp_shard=2,recompute=full,offload={what}", {})
+        for what in ("optimizer", "activations", "parameters+optimizer")
+    ),
+    ("llama", "dp_replicate=2,offload=all", {}),
+    ("llama", "zero=3,dp_shard=2,offload=activations,offload_blocks=1", {}),
+    *(("llama", f"zero={stage},dp_shard=2,dp_replicate=2,accumulation=2", {}) for stage in (1, 2, 3)),
+    ("llama", "zero=3,dp_shard=2,accumulation=2,accumulate=sharded", {}),
+    ("llama", "zero=3,dp_shard=2,accumulation=2,reshard=false", {}),
+    ("llama", "zero=3,dp_shard=2,prefetch=2", {}),
+    ("llama", "zero=3,dp_shard=4,hpz=2,quantise_weights=int8,quantise_gradients=int4", {}),
+    ("llama", "zero=3,dp_shard=4,quantise_weights=fp8", {}),
+    ("llama", "tiles=2,tile=mlp+attention,zero=3,dp_shard=2", {}),
+    ("llama", "loss_chunk=16,tp=2", {}),
+    ("llama", "tp=2,sp=true,sp_regather=true", {}),
+    *((model, "cp=4,cp_ulysses=2", {}) for model in ("llama", "windows", "latent")),
+    ("gpt", "cp=2", {"precision": "fp32"}),
+    *(("llama", line, {"data": DOCUMENTS}) for line in ("dp_replicate=1", "cp=2", "cp=2,cp_ulysses=2")),
+    *((model, "dp_replicate=1", {"data": DOCUMENTS, "precision": "fp32"}) for model in ("llama", "windows")),
+    *((model, "dp_replicate=1", {}) for model in ("windows", "caps", "norms", "capacity", "balanced")),
+    *(("latent", "dp_replicate=1", {"chip": chip, "data": DOCUMENTS}) for chip in ("a100-80gb", "b200")),
+    ("dropout", "tp=2,sp=true,cp=2,recompute=full", {}),
+    *(
+        ("llama", f"pp=2,schedule={name},accumulation=4", {"layers": 4})
+        for name in ("naive", "gpipe", "interleaved_1f1b", "looped_bfs", "zb_h2", "zb_v", "v_half", "dualpipe_v")
+    ),
+    *(
+        ("llama", f"pp=2,schedule={name},accumulation=4", {"layers": 4})
+        for name in ("dualpipe", "terapipe", "pipedream")
+    ),
+    ("experts", "pp=2,tp=2,sp=true,schedule=zb_h1,accumulation=2", {}),
+    ("llama", "pp=2,dp_shard=2,zero=3,accumulation=2", {}),
+    *(("experts", line, {}) for line in ("dp_shard=2,ep=2,zero=1", "dp_shard=2,ep=2,zero=2,tp=2,sp=true")),
+    *(("experts", "dp_replicate=1", {"precision": name}) for name in ("fp32", "fp16")),
+    ("balanced", "dp_shard=2,ep=2,zero=3,offload=all", {}),
+    ("adapters", "dp_shard=2,zero=3,offload=optimizer", {}),
+    ("adapters", "cp=2", {"data": PAIRS}),
+    ("llama", "dp_shard=2,zero=2", {"data": CHATS}),
+    ("parallel", "tp=2", {}),
+    ("llama", "dp_replicate=2,sync=local_sgd,sync_every=1", {}),
+    ("gpt", "dp_replicate=1", {"precision": "fp16", "chip": "v100-16gb"}),
+    ("llama", "tp=2,cp=2,dp_shard=2", {"chip": "mi300x"}),
+]
+
+
+def named(case: Case) -> str:
+    name, line, more = case
+    kinds = {
+        key: "documents" if value is DOCUMENTS else value for key, value in more.items() if value not in (PAIRS, CHATS)
+    }
+    return "-".join([name, line, *(f"{key}={value}" for key, value in kinds.items())])
+
+
+def job_of(case: Case) -> Job:
+    name, line, more = case
+    model, layout = MODELS[name], parse(line)
+    own = {key: value for key, value in more.items() if key not in ("layers", "data", "optimizer", "chip")}
+    options = {"precision": "bf16", "eval_every": 1, "global_batch": 4 * layout.data_ranks, **own}
+    return Job(
+        model=replace(model, n_layers=more.get("layers", model.n_layers)),
+        layout=layout,
+        data=more.get("data", Data()),
+        optimizer=Optimizer(name=more.get("optimizer", "adamw")),
+        train=Train(**options),
+        guard=GuardOptions(every=1),
+        cluster=Cluster(accelerator=ACCELERATORS[more.get("chip", "h100-80gb")]),
+    )
+
+
+def rehearse_all(case: Case) -> None:
+    job = job_of(case)
+    for rank in distinct_ranks(job):
+        assert rehearse(job, rank, VOCAB, "cuda").peak > 0
+
+
+@pytest.mark.parametrize("case", FEW, ids=named)
+def test_a_technique_runs_on_a_gpu_that_is_not_there(case):
+    rehearse_all(case)
+
+
+UNREACHED: dict[str, str] = {}
+"""Functions with statements for GPUs that no rehearsal runs, and why."""
+
+
+@pytest.mark.skipif(not ALL, reason="rehearses every technique: make rehearsal")
+@pytest.mark.timeout(0)
+def test_every_statement_for_gpus_runs_or_has_a_reason():
+    wanted, failed = statements(), list[str]()
+    with running(wanted) as ran:
+        for case in (*FEW, *MORE):
+            try:
+                rehearse_all(case)
+            except Exception as error:  # all cases, in one report
+                failed.append(f"{named(case)}: {type(error).__name__}: {str(error)[:300]}")
+    missing = Counter[str]()
+    for path, lines in wanted.items():
+        missing.update(f"{path}: {function}" for line, function in lines.items() if (path, line) not in ran)
+    total = sum(map(len, wanted.values()))
+    print(f"{total - missing.total()} of {total} statements for GPUs ran in {len(FEW) + len(MORE)} cases")
+    assert not failed, "\n".join(failed)
+    assert set(missing) == set(UNREACHED), "\n".join(f"{place} ({count})" for place, count in missing.items())
+
+
+def test_the_page_names_what_no_rehearsal_runs():
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "gpu.md").read_text(encoding="utf-8")
+    assert [place for place in UNREACHED if f"`{place.split(': ')[1]}`" not in page] == []
