@@ -52,7 +52,7 @@ fuzz: setup ## try mutations of the file of every loader: COUNT=100000
 	PHALANX_FUZZ=$(COUNT) $(BIN)/python -m pytest -q --timeout=0 tests/fuzz $(ARGS)
 
 rehearsal: setup ## rehearse training on a GPU without one, in more layouts: minutes
-	PHALANX_REHEARSAL=1 $(BIN)/python -m pytest tests/train/test_rehearsed_cuda.py tests/model/test_attention.py $(ARGS)
+	PHALANX_REHEARSAL=1 $(BIN)/python -m pytest tests/dryrun/test_gpu_branches.py tests/train/test_rehearsed_cuda.py tests/model/test_attention.py $(ARGS)
 
 faults: setup ## make every fault that the watchdog finds, and try every launcher, also on two nodes (as root): minutes
 	PHALANX_FAULTS=1 $(BIN)/python -m pytest tests/launch/test_watchdog.py tests/launch/test_two_nodes.py tests/machine/test_doctor_two_nodes.py tests/launch/test_every_launcher.py tests/benchmarks/test_chaos.py $(ARGS)

@@ -57,7 +57,7 @@ def _sign(test: ast.expr) -> int:
             return one if one in signs else -one if signs == {-one} else 0
         case ast.Compare(_, [ast.Eq() | ast.NotEq() as operator], [ast.Constant("cuda" | "cpu" as device)]):
             return 1 if isinstance(operator, ast.Eq) == (device == "cuda") else -1
-        case ast.Compare(ast.Attribute(_, "stream" | "arrived"), [operator], [ast.Constant(None)]):
+        case ast.Compare(ast.Attribute(_, "stream"), [operator], [ast.Constant(None)]):
             return -1 if isinstance(operator, ast.Is) else 1
         case ast.Attribute(_, name):
             return {"is_cuda": 1, "hip": 1, "gloo": -1}.get(name, 0)

@@ -7,16 +7,25 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dryrun.gpu_lines import running, statements
+from phalanx.checkpoint.parts import Snapshot
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import ACCELERATORS
 from phalanx.config.job import Data, GuardOptions, Job, Optimizer, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
-from phalanx.dryrun.rehearse import distinct_ranks, rehearse
+from phalanx.dryrun.rehearse import device_type_of, distinct_ranks, rehearse
+from phalanx.dryrun.world import pretended
+from phalanx.errors import JobError, RunError
+from phalanx.train import device as devices
+from phalanx.train.agreement import program_facts
+from phalanx.train.step import free_bytes
 
 ALL = "PHALANX_REHEARSAL" in os.environ
 VOCAB = 64
@@ -31,7 +40,7 @@ MODELS = {
     "experts": replace(LLAMA, moe=MIXTURE),
     "capacity": replace(LLAMA, moe=MoE(n_experts=8, top_k=2, d_ff=32, capacity=1.25)),
     "balanced": replace(LLAMA, moe=GROUPED),
-    "latent": replace(LLAMA, n_kv_heads=0, mla=MLA(48, 32, rope_head_dim=8, nope_head_dim=8, v_head_dim=16)),
+    "latent": replace(LLAMA, n_kv_heads=0, mla=MLA(48, 32, rope_head_dim=8, nope_head_dim=8, v_head_dim=32)),
     "windows": replace(LLAMA, window=16, full_every=2),
     "sinks": replace(LLAMA, sinks=True, window=16),
     "caps": replace(LLAMA, attention_softcap=30.0, logit_softcap=30.0),
@@ -90,6 +99,7 @@ MORE: list[Case] = [
     *((model, "dp_replicate=1", {"data": DOCUMENTS, "precision": "fp32"}) for model in ("llama", "windows")),
     *((model, "dp_replicate=1", {}) for model in ("windows", "caps", "norms", "capacity", "balanced")),
     *(("latent", "dp_replicate=1", {"chip": chip, "data": DOCUMENTS}) for chip in ("a100-80gb", "b200")),
+    ("latent", "dp_replicate=1", {"chip": "a100-80gb"}),
     ("dropout", "tp=2,sp=true,cp=2,recompute=full", {}),
     *(
         ("llama", f"pp=2,schedule={name},accumulation=4", {"layers": 4})
@@ -116,9 +126,7 @@ MORE: list[Case] = [
 
 def named(case: Case) -> str:
     name, line, more = case
-    kinds = {
-        key: "documents" if value is DOCUMENTS else value for key, value in more.items() if value not in (PAIRS, CHATS)
-    }
+    kinds = {key: value.corpus if isinstance(value, Data) else value for key, value in more.items()}
     return "-".join([name, line, *(f"{key}={value}" for key, value in kinds.items())])
 
 
@@ -140,8 +148,12 @@ def job_of(case: Case) -> Job:
 
 def rehearse_all(case: Case) -> None:
     job = job_of(case)
+    assert device_type_of(job) == "cuda"
     for rank in distinct_ranks(job):
-        assert rehearse(job, rank, VOCAB, "cuda").peak > 0
+        found = rehearse(job, rank, VOCAB, "cuda")
+        assert found.peak > 0
+        assert job.layout.offload == "none" or found.host_peak_bytes > 2**14
+        assert {each["operator"] for each in found.by_operator}.isdisjoint({"_linear_pointwise"})  # oneDNN's, of CPUs
 
 
 @pytest.mark.parametrize("case", FEW, ids=named)
@@ -149,8 +161,46 @@ def test_a_technique_runs_on_a_gpu_that_is_not_there(case):
     rehearse_all(case)
 
 
-UNREACHED: dict[str, str] = {}
+UNREACHED = {
+    "parallel/apply.py: apply_compile": "torch compiles for real tensors only",
+    "parallel/apply.py: apply_data_parallel": "refuses threads, which a rehearsal refuses before",
+    "train/optimizers/rule.py: ElementwiseRule.update": "a kernel that Triton compiles",
+    "train/profile/report.py: of_step": "times of a GPU's kernels",
+    "train/profile/window.py: StepProfile._start_tracing": "torch's profiler of a GPU",
+    "train/profile/window.py: StepProfile._snapshot": "torch's record of a GPU's memory",
+    "train/start.py: log_start": "a line of a run's log",
+}
 """Functions with statements for GPUs that no rehearsal runs, and why."""
+
+
+def ask_the_device() -> None:
+    """What a run asks of its GPU outside of its steps."""
+    cluster, device = Cluster(accelerator=ACCELERATORS["h100-80gb"], devices_per_node=8), torch.device("cuda", 0)
+    with pretended(0, 1, device, cluster, str) as dry:
+        assert devices.choose("auto", 0) == devices.choose("cuda", 0) == device
+        for rank in (None, 8):
+            with pytest.raises(RunError, match="rank"):
+                devices.choose("cuda", rank)
+        with mock.patch("torch.cuda.device_count", int), pytest.raises(RunError, match="0 CUDA devices"):
+            devices.choose("cuda", 0)
+        assert devices.memory_limit(device, 1) == round(cluster.accelerator.memory_gib * 2**30)
+        assert 0 < devices.peak_memory(device) < free_bytes(device)
+        assert devices.peak_flops(cluster, device, torch.bfloat16, 8).flops == 989e12
+        assert devices.peak_flops(cluster, device, torch.float64, 8).flops == 0
+        assert program_facts(device)["accelerator"] == "H100 80GB HBM3"
+        with FakeTensorMode(allow_non_fake_inputs=True), dry.counting():
+            snapshot = Snapshot(device)
+            snapshot.take([torch.empty(8, device=device)])
+            snapshot.begin()
+            snapshot.wait(0)
+
+
+REFUSED = [
+    ("h100-80gb", "mxfp8", "Blackwell"),
+    ("a100-80gb", "rowwise", "no products in fp8"),
+    ("mi250x-gcd", "rowwise", "no products in fp8"),
+]
+"""A device, a scaling of fp8 that it does not have, and the reason."""
 
 
 @pytest.mark.skipif(not ALL, reason="rehearses every technique: make rehearsal")
@@ -163,6 +213,10 @@ def test_every_statement_for_gpus_runs_or_has_a_reason():
                 rehearse_all(case)
             except Exception as error:  # all cases, in one report
                 failed.append(f"{named(case)}: {type(error).__name__}: {str(error)[:300]}")
+        ask_the_device()
+        for chip, way, why in REFUSED:
+            with pytest.raises(JobError, match=why):
+                rehearse_all(("llama", "dp_replicate=1", {"precision": "fp8", "fp8_scaling": way, "chip": chip}))
     missing = Counter[str]()
     for path, lines in wanted.items():
         missing.update(f"{path}: {function}" for line, function in lines.items() if (path, line) not in ran)
@@ -170,6 +224,10 @@ def test_every_statement_for_gpus_runs_or_has_a_reason():
     print(f"{total - missing.total()} of {total} statements for GPUs ran in {len(FEW) + len(MORE)} cases")
     assert not failed, "\n".join(failed)
     assert set(missing) == set(UNREACHED), "\n".join(f"{place} ({count})" for place, count in missing.items())
+
+
+def test_a_run_asks_a_gpu_that_is_not_there():
+    ask_the_device()
 
 
 def test_the_page_names_what_no_rehearsal_runs():

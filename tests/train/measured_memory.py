@@ -15,10 +15,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cost.exact_state import StateBytes
+from phalanx.dryrun.rehearse import gradients_of, parameters_of
 from phalanx.parallel.data import Replica
 from phalanx.parallel.offload import DeviceBudget
-from phalanx.parallel.pipeline import PipeDream
-from phalanx.parallel.zero import BucketReplica
 from phalanx.train.optimizer import ShardedOptimizer
 
 LOOKS, LOOK_S = 10, 0.01
@@ -43,15 +42,7 @@ def least_device_peak(budget: DeviceBudget, take: Callable[[int], object], steps
 
 def state_memory(replica: Replica, optimizer: ShardedOptimizer) -> StateBytes:
     """Bytes that this rank holds now, each storage once. The step counters of Adam, 4 bytes a tensor, do not count."""
-    parameters = list(replica.objective.parameters())
-    values = [*parameters, *(f.value for f in replica.shards)]
-    if isinstance(replica.runner, PipeDream):
-        values += [weight for weights in replica.runner.versions for weight in weights]
-        values += [f.value for f in optimizer.shards]
-    gradients = [p.grad for p in parameters] + [f.gradient for f in replica.shards]
-    gradients += [master.grad for master in optimizer.masters.values()]
-    if isinstance(replica, BucketReplica):
-        gradients += [buffer for b in replica.buckets for buffer in (b.gradients, b.reduced, b.arriving)]
+    values, gradients = parameters_of(replica, optimizer), gradients_of(replica, optimizer)
     states = [tensor for tensors in optimizer.state_tensors().values() for tensor in tensors.values()]
     state_only = storages_of(states).items() - storages_of(values).items()  # an empty moment stands for itself
     return StateBytes(

@@ -26,6 +26,7 @@ from phalanx.errors import JobError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
 from phalanx.parallel import mesh as meshes
+from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.pipeline import PipeDream
 from phalanx.parallel.zero import BucketReplica
@@ -35,6 +36,7 @@ from phalanx.train.drivers import driver_of
 from phalanx.train.evaluate import validation_loss
 from phalanx.train.feed import Feed
 from phalanx.train.guard import guard_of
+from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.requests import NO_REQUESTS, Milestones, Requests
 from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
@@ -150,7 +152,7 @@ def rehearse(job: Job, rank: int, vocab_size: int, device_type: str, steps: int 
             stepper = _MarkingStepper(job, mesh, device, vocab_size, dry)
             dry.known_bytes = KNOWN_BYTES
             state = TrainState(stepper, "", vocab_size)
-            dry.mark("parameters", parameters_of(stepper))
+            dry.mark("parameters", parameters_of(stepper.replica, stepper.optimizer))
             mesh.ledger.clear()
             dry.flops.clear()
             guard = guard_of(stepper, state.history, lambda *_, **__: None)
@@ -215,25 +217,24 @@ class _MarkingStepper(Stepper):
         return super().gradients(micro_batches, step, global_tokens)
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
-        self.dry.mark("gradients", gradients_of(self))
+        self.dry.mark("gradients", gradients_of(self.replica, self.optimizer))
         heartbeat.enter_module("")
         return super().status(loss, requests)
 
 
-def parameters_of(stepper: Stepper) -> list[Tensor]:
+def parameters_of(replica: Replica, optimizer: ShardedOptimizer) -> list[Tensor]:
     """Returns the tensors that hold a rank's parameters."""
-    replica = stepper.replica
     found = [*replica.objective.parameters(), *(shard.value for shard in replica.shards)]
     if isinstance(replica.runner, PipeDream):
         found += [weight for weights in replica.runner.versions for weight in weights]
-    return [*found, *(shard.value for shard in stepper.optimizer.shards)]
+    return [*found, *(shard.value for shard in optimizer.shards)]
 
 
-def gradients_of(stepper: Stepper) -> list[Tensor]:
+def gradients_of(replica: Replica, optimizer: ShardedOptimizer) -> list[Tensor]:
     """Returns the tensors that hold a rank's gradients now."""
-    replica = stepper.replica
     found = [p.grad for p in replica.objective.parameters()]
-    found += [shard.gradient for shard in (*replica.shards, *stepper.optimizer.shards)]
+    found += [shard.gradient for shard in (*replica.shards, *optimizer.shards)]
+    found += [master.grad for master in optimizer.masters.values()]
     if isinstance(replica, BucketReplica):
         found += [buffer for each in replica.buckets for buffer in (each.gradients, each.reduced, each.arriving)]
     return [x for x in found if x is not None]

@@ -154,12 +154,9 @@ def peak_flops(cluster: Cluster, device: torch.device, dtype: torch.dtype, proce
             f"{name} with {gib:.0f} GiB has no peak in {kind} in the table of devices (`phalanx docs devices`): lines "
             "have no mfu; set cluster.peak_tflops",
         )
-    if device.type == "cpu":
-        # Rank 0's file decides for all, so that all ranks continue alike.
-        stored = on_rank_zero(lambda: stored_cpu_peak(cluster, dtype, processes))
-        if stored:
-            return Peak(*stored)
-    return measured_peak(device, dtype)
+    # Rank 0's file decides for all, so that all ranks continue alike.
+    stored = on_rank_zero(lambda: stored_cpu_peak(cluster, dtype, processes))
+    return Peak(*stored) if stored else measured_peak(device, dtype)
 
 
 def stored_cpu_peak(cluster: Cluster, dtype: torch.dtype, processes: int) -> tuple[float, str, float] | None:
@@ -186,7 +183,8 @@ def stored_cpu_peak(cluster: Cluster, dtype: torch.dtype, processes: int) -> tup
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, now: Callable[[], float] = time.perf_counter) -> Peak:
-    """Measures a square matrix product MEASUREMENTS times and returns the median, with the spread in the source."""
+    """Measures a square matrix product on a CPU MEASUREMENTS times and returns the median, with the spread in the
+    source."""
     if onednn_is_faster(device, dtype):
         multiply, library = (lambda a, _: linear(a, a)), ", oneDNN"
     else:
@@ -199,8 +197,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype, now: Callable[[], fl
     spread = relative_spread(found)
     kind = str(dtype).removeprefix("torch.")
     source = f"median of {MEASUREMENTS} measurements of a {kind} matrix product{library}: spread {spread:.1%}"
-    if device.type == "cpu":
-        source += "; `phalanx bench compute` stores a steadier one"
+    source += "; `phalanx bench compute` stores a steadier one"
     return Peak(statistics.median(found), source, spread)
 
 
@@ -211,15 +208,12 @@ def _product_flops(
     now: Callable[[], float],
 ) -> float:
     """Returns the best FLOP/s of `multiply(a, out)` within MEASUREMENT_S; it may write a × a to `out`."""
-    half_on_cpu = device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
-    n = 256 if half_on_cpu else 1024 if device.type == "cpu" else 8192
+    n = 256 if dtype in (torch.bfloat16, torch.float16) else 1024
     a = torch.ones(n, n, dtype=dtype, device=device)
     out = multiply(a, torch.empty_like(a))
     best, end = float("inf"), now() + MEASUREMENT_S
     while now() < end or best == float("inf"):
         began = now()
         multiply(a, out)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
         best = min(best, now() - began)
     return 2 * n**3 / best
