@@ -1,5 +1,5 @@
-"""Measures the cost of a rehearsal: 70B on 16,384 ranks, 8B on 8, and one rank of every stage of 405B in 16 stages. Marks on two
-quiet cores: 60 s and 1.5 GiB, 10 s, 180 s. CPU seconds are those to compare: others may use the machine.
+"""Measures the cost of a rehearsal: 70B on 16,384 ranks, 8B on 8, and one rank of every stage of 405B in 16 stages.
+Goals on two quiet cores: 60 s and 1.5 GiB, 10 s, 180 s. CPU seconds are those to compare: others may use the machine.
 
 python -m benchmarks.dryrun [--only 8b]
 """
