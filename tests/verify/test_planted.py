@@ -80,7 +80,7 @@ def test_verify_finds_it(compared, ranks, bug):
     if bug.parts:  # which shows on the ranks themselves, without one process
         assert any(with_it.copies)
     where = locate(ranks, selection, layout, found.step, WithBug(bug, trace_step))
-    NAMED[bug.what] = any(name in said(found, where) for name in bug.named)
+    NAMED[bug.what] = bug.named in said(found, where)
     assert NAMED[bug.what] or WHOLE, said(found, where)
 
 
@@ -128,7 +128,7 @@ def test_there_are_forty_and_each_has_its_target():
 )
 def test_a_bug_without_its_target_is_an_error(change, message):
     with pytest.raises(NoTargetError, match=message):
-        edited(Bug("", "cp=2", "parallel.ring:_merge", (), ())._replace(**change))
+        edited(Bug("", "cp=2", "parallel.ring:_merge", (), "")._replace(**change))
 
 
 @pytest.mark.parametrize("bug", [bug for bug in BUGS if WHOLE or bug.what == FAST[0]], ids=lambda bug: bug.what)
