@@ -49,7 +49,7 @@ from phalanx.exchange.links import links
 from phalanx.model.transformer import Transformer
 from phalanx.nearest import no_run
 from phalanx.train.step import free_bytes
-from phalanx.units import counted, gib
+from phalanx.units import counted, finite, gib, listed
 from phalanx.verify.measure import TOLERANCE
 
 SEQUENCES, MOST_TOKENS = 2, 64
@@ -114,14 +114,7 @@ class ExchangeReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the document of `phalanx verify --exchange --json`."""
-        rel = self.logits_max_rel
-        return {
-            **{name: value for name, value in vars(self).items() if name != "source"},
-            "source": str(self.source),
-            "logits_max_rel": rel if rel is not None and math.isfinite(rel) else None,
-            "tolerance": TOLERANCE,
-            "ok": self.ok,
-        }
+        return finite({**vars(self), "source": str(self.source), "tolerance": TOLERANCE, "ok": self.ok})
 
     def text(self) -> str:
         tensors = f"{counted(self.theirs, 'tensor')} of theirs and {counted(self.ours, 'parameter')} of ours"
@@ -135,13 +128,12 @@ class ExchangeReport:
             "tensors": f"{tensors}: {same}",
             "tokenizer": self.tokenizer,
             "logits": logits if rel is not None else f"not compared: {logits}",
-            "rounded": _names(self.rounded)
-            and f"{_names(self.rounded)}: by at most {max(self.rounded.values()):.0e}, "
+            "rounded": f"{listed([*self.rounded], 3)}: by at most {max(self.rounded.values()):.0e}, "
             "since theirs is w of 1 + w and has the type of ours"
             if self.rounded
             else "",
-            "left out": _names(self.left_out),
-            "not carried": _names(self.not_carried),
+            "left out": listed(self.left_out, 3),
+            "not carried": listed(self.not_carried, 3),
         }
         lines = [str(self.source), *(f"  {name:<11}  {text}" for name, text in facts.items() if text)]
         lines += [f"  {'note':<11}  {note}" for note in self.notes]
@@ -155,25 +147,15 @@ class ExchangeReport:
         return "\n".join([*lines, "", f"{verdict}: what goes in comes out{end}"])
 
 
-def _names(names: Iterable[str]) -> str:
-    """Returns the first names, and how many more there are."""
-    first, *rest = [*names] or [""]
-    shown = ", ".join([first, *rest[:2]])
-    return f"{shown} and {len(rest) - 2:,} more" if len(rest) > 2 else shown
-
-
 def prove(path: Path, progress: Progress = silent) -> ExchangeReport:
     """Proves the exchange of the run, or of the Hugging Face folder, at `path`.
 
     Raises NotFoundError if it is neither; CheckpointError for a folder that cannot be imported, naming the tensors;
     JobError, naming the fields, for a run whose model transformers cannot express."""
-    kind = _kind(path)
-    report = ExchangeReport(path, kind)
+    report = ExchangeReport(path, _kind(path))
     with tempfile.TemporaryDirectory(prefix="phalanx_exchange_") as made:
-        if kind == "run":
-            _from_run(report, Path(made), progress)
-        else:
-            _from_folder(report, Path(made), progress)
+        prove_it = _from_run if report.kind == "run" else _from_folder
+        prove_it(report, Path(made), progress)
     return report
 
 
@@ -226,7 +208,7 @@ def _from_run(report: ExchangeReport, made: Path, progress: Progress) -> None:
                 _compare_theirs(report, theirs, open_folder([made / "again"]))
             _compare_tokens(report, _run_of(first), made / "folder")
             _compare_files(report, theirs, made / "again")
-        _compare_logits(report, first, made / "folder", ours=[made / "folder"])
+        _compare_logits(report, first, made / "folder", made / "folder")
 
 
 def _from_folder(report: ExchangeReport, made: Path, progress: Progress) -> None:
@@ -248,7 +230,7 @@ def _from_folder(report: ExchangeReport, made: Path, progress: Progress) -> None
         if theirs.adapter:
             report.no_logits = "the folder is an adapter, merged into its base"
         else:
-            _compare_logits(report, first, report.source, ours=[made / "folder"])
+            _compare_logits(report, first, report.source, made / "folder")
 
 
 def _notes(notes: Iterable[str]) -> list[str]:
@@ -378,8 +360,8 @@ def _compare_tokens(report: ExchangeReport, run: Path, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _compare_logits(report: ExchangeReport, source: Reader, folder: Path, ours: Iterable[Path]) -> None:
-    """Compares logits with those of transformers from `folder`, which must also take all of the folders of `ours`."""
+def _compare_logits(report: ExchangeReport, source: Reader, folder: Path, ours: Path) -> None:
+    """Compares logits with those of transformers from `folder`, which must also take all of `ours`, our export."""
     need = _COPIES * 8 * report.parameters
     if importlib.util.find_spec("transformers") is None:
         report.no_logits = "transformers is not installed (pip install transformers)"
@@ -395,15 +377,15 @@ def _compare_logits(report: ExchangeReport, source: Reader, folder: Path, ours: 
         model.vocab_size, (SEQUENCES, min(MOST_TOKENS, model.seq_len)), generator=torch.Generator().manual_seed(1)
     )
     expected: list[Tensor] = []
-    for path in dict.fromkeys((folder, *ours)):
+    for path in dict.fromkeys((folder, ours)):
         if not os.path.isfile(path / "config.json"):
             continue
         try:
             theirs, info = _of_transformers(path)
-        except Exception as error:  # whatever transformers raises
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
             report.problems.append(f"transformers cannot load {path.name}: {str(error).splitlines()[0]}")
             continue
-        if path in ours:
+        if path == ours:
             report.problems += [
                 f"{name}: {what.replace('_', ' ')} by transformers"
                 for what, names in info.items()

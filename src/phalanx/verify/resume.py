@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from phalanx.blocks.parameters import parameter_shapes
-from phalanx.checkpoint.diff import compare
+from phalanx.checkpoint.diff import compare, in_model_order
 from phalanx.checkpoint.inventory import check, directory_of
 from phalanx.checkpoint.manifest import kind_of
 from phalanx.checkpoint.shard_file import Reader
@@ -135,11 +134,11 @@ def resume_all(
         for pair in pairs:
             a, b = (job.layout for job in pair)
             case = ResumeCase(before=a.line(), after=b.line(), ranks=(a.world, b.world))
-            on_case(report.add(case, partial(_measured, pair, steps, vocab, until)))
+            on_case(report.add(case, partial(_measured, pair, steps, until)))
     return report
 
 
-def _measured(pair: Pair, steps: int, vocab: int, until: Callable[..., _Saved]) -> dict[str, Any]:
+def _measured(pair: Pair, steps: int, until: Callable[..., _Saved]) -> dict[str, Any]:
     """Returns what a case has after its ranks ran."""
     first, second = pair
     alone = replace(first, layout=Layout(bucket_mb=first.layout.bucket_mb))
@@ -147,13 +146,13 @@ def _measured(pair: Pair, steps: int, vocab: int, until: Callable[..., _Saved]) 
     before = until(first, steps)
     checkpoint = directory_of(before.path, steps)
     after = until(second, 2 * steps, checkpoint)
-    saved = _differences(checkpoint, directory_of(half.path, steps), first, vocab)
+    saved = _differences(checkpoint, directory_of(half.path, steps), first)
     with Reader(check(checkpoint)) as a, Reader(check(directory_of(after.path / RESTORED, steps))) as b:
         apart = compare(a, b)
         changed = [each.name for each in (*apart.tensors, *apart.fields) if not each.name.startswith("job.")]
     losses = [relative(*both) for both in zip([*before.losses, *after.losses], whole.losses, strict=True)]
     end = directory_of(after.path, 2 * steps), directory_of(whole.path, 2 * steps)
-    found = _differences(*end, second, vocab)
+    found = _differences(*end, second)
     wrong = [
         *_wrong(saved, steps),
         *(FirstDifference("restored", name, steps, math.inf) for name in changed),
@@ -180,7 +179,7 @@ def _wrong(found: Mapping[str, float], step: int) -> list[FirstDifference]:
     ]
 
 
-def _differences(mine: Path, other: Path, job: Job, vocab: int) -> dict[str, float]:
+def _differences(mine: Path, other: Path, job: Job) -> dict[str, float]:
     """Returns the difference of every tensor of two checkpoints, in the model's order, parameters first. A tensor that
     one of them lacks differs by infinity.
 
@@ -188,15 +187,11 @@ def _differences(mine: Path, other: Path, job: Job, vocab: int) -> dict[str, flo
     kind, and its square for squares."""
     found: dict[str, float] = {}
     with Reader(check(mine)) as a, Reader(check(other)) as b:
-        order = {name: at for at, name in enumerate(parameter_shapes(job.model, vocab))}
-        names = dict.fromkeys((*b.names(), *a.names()))
-        kinds = list(dict.fromkeys(map(kind_of, names)))
-        largest = dict.fromkeys(kinds, 0.0)
+        largest: dict[str, float] = {}
         for name in b.names():
-            largest[kind_of(name)] = max(largest[kind_of(name)], float(b.read(name).double().abs().max()))
-        for name in sorted(
-            names, key=lambda n: (kind_of(n) != "", kinds.index(kind_of(n)), order[n.rpartition("/")[2]])
-        ):
+            kind = kind_of(name)
+            largest[kind] = max(largest.get(kind, 0.0), float(b.read(name).double().abs().max()))
+        for name in in_model_order(dict.fromkeys((*b.names(), *a.names())), job.model):
             kind = kind_of(name)
             if name not in a.manifest.tensors or name not in b.manifest.tensors:
                 found[name] = math.inf
