@@ -33,7 +33,7 @@ from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import build
 from phalanx.parallel.scaled import ScaledProduct
 from phalanx.train.step import Stepper
-from phalanx.verify import measure
+from phalanx.verify import cases, measure
 from phalanx.verify import run as verify
 from phalanx.verify.measure import TOLERANCE, Differences, compare, difference, micro_batches, record
 from phalanx.verify.run import FirstDifference, first_difference
@@ -236,7 +236,7 @@ def refuses(ranks, *args):
 
 
 def test_a_rank_that_raises_fails_its_case_and_the_others_go_on(monkeypatch):
-    monkeypatch.setattr(verify, "compare", refuses)
+    monkeypatch.setattr(cases, "compare", refuses)
     selection = plan_of("accumulation=2", "accumulation=4")
     shown = []
     report = verify.run(selection, 1, shown.append, lambda layout: None)

@@ -31,7 +31,7 @@ FAST = (
     "the layers of a stage run in reverse order",
     "a rank runs the layers of its interleaved chunks in each other's place",
 )
-"""What is planted by default."""
+"""The bugs that are planted by default."""
 
 
 def job_of(bug: Bug) -> Job:

@@ -22,10 +22,9 @@ from phalanx.checkpoint.inventory import check_digests
 from phalanx.checkpoint.manifest import job_of, kind_of
 from phalanx.data.files import Progress, silent
 from phalanx.errors import JobError, NotFoundError
-from phalanx.nearest import no_run
 from phalanx.pictures import curves
 from phalanx.pictures.curves import Chart, Curve
-from phalanx.report.run import Metrics, RunRecord, read_run
+from phalanx.report.run import Metrics, RunRecord, read_run, require_run
 from phalanx.report.write import differences, name_apart
 from phalanx.units import aligned, counted, finite
 
@@ -80,9 +79,9 @@ class ComparedKind:
     """The tensors of one kind (parameter, exp_avg, …) in the checkpoints of a step."""
 
     tensors: int = 0
-    """How many there are in either run."""
+    """Number of them in either run."""
     different: int = 0
-    """How many differ in any bit, or are in one run only."""
+    """Number that differs in any bit, or is in one run only."""
     max_rel: float = 0.0
     """Largest |a - b| of any of them, relative to the largest |b| of its tensor. That counts as at least what Adam
     moves a parameter by in so many steps, and of other kinds as the rounding of the kind's largest element."""
@@ -270,7 +269,12 @@ def compare_runs(a: Path, b: Path, progress: Progress = silent) -> RunComparison
     different models; CheckpointError for a damaged checkpoint."""
     if a.resolve() == b.resolve():
         raise JobError(f"--against {b}: both are the same run")
-    problems = [no_run(path, "neither config.yaml nor metrics.jsonl") for path in (a, b) if not _is_run(path)]
+    problems = list[str]()
+    for path in (a, b):
+        try:
+            require_run(path)
+        except NotFoundError as error:
+            problems.append(str(error))
     if problems:
         raise NotFoundError("\n".join(problems))
     runs = read_run(a), read_run(b)
@@ -297,10 +301,6 @@ def compare_runs(a: Path, b: Path, progress: Progress = silent) -> RunComparison
     )
     _judge(found)
     return found
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file()
 
 
 def _span(run: RunRecord) -> str:

@@ -125,7 +125,7 @@ class CaseReport(Generic[AnyCase]):
 
 
 class FailedRanksError(PhalanxError):
-    """What failed on the ranks of a case, in a line. The other cases go on."""
+    """Says in a line what failed on the ranks of a case. The other cases go on."""
 
 
 def message_of(error: Exception) -> str:

@@ -53,7 +53,7 @@ from phalanx.units import counted, finite, gib, listed
 from phalanx.verify.measure import TOLERANCE
 
 SEQUENCES, MOST_TOKENS = 2, 64
-"""Of the random tokens whose logits are compared."""
+"""The shape of the random tokens whose logits are compared."""
 SHARDS = 3
 """The first folder that is written has about as many files, so that an index is proved, too."""
 MOST_NAMED = 20
@@ -78,7 +78,7 @@ class InFloat64(TorchFunctionMode):
 
 @dataclass
 class ExchangeReport:
-    """What was found on the way in and out."""
+    """The result of the way in and out."""
 
     source: Path
     kind: str
@@ -93,7 +93,7 @@ class ExchangeReport:
     files: int = 0
     """Files of weights of the folder that was written first."""
     problems: list[str] = field(default_factory=list)
-    """What is missing, extra or different, each with the name of the tensor, file or field."""
+    """Messages about what is missing, extra or different, each with the name of the tensor, file or field."""
     left_out: list[str] = field(default_factory=list)
     """Tensors of the folder that no parameter needs: copies of a tied embedding, tables that are computed."""
     not_carried: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ class ExchangeReport:
     rounded: dict[str, float] = field(default_factory=dict)
     """Parameters whose difference from a constant (Gemma's 1 + w) has more digits than their type, and the error."""
     tokenizer: str = "none"
-    """What became of the tokenizer."""
+    """The tokenizer's fate in words: carried over, or why not."""
     logits_max_rel: float | None = None
     """Largest difference of a logit, relative to the largest logit; None if transformers did not compute."""
     no_logits: str = ""
@@ -206,7 +206,7 @@ def _from_run(report: ExchangeReport, made: Path, progress: Progress) -> None:
                 with _reported(report, "the import, exported again"):
                     export(second, made / "again", progress=progress)
                 _compare_theirs(report, theirs, open_folder([made / "again"]))
-            _compare_tokens(report, _run_of(first), made / "folder")
+            _compare_tokens(report, first.manifest.path.parents[1], made / "folder")
             _compare_files(report, theirs, made / "again")
         _compare_logits(report, first, made / "folder", made / "folder")
 
@@ -235,10 +235,6 @@ def _from_folder(report: ExchangeReport, made: Path, progress: Progress) -> None
 
 def _notes(notes: Iterable[str]) -> list[str]:
     return [note for note in notes if TOKENIZER not in note]  # the report has a line about it
-
-
-def _run_of(source: Reader) -> Path:
-    return source.manifest.path.parent.parent
 
 
 def _shard_bytes(source: Reader) -> float:

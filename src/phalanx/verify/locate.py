@@ -69,7 +69,7 @@ class Divergence:
     between: tuple[str, ...] = ()
     """The collectives that this rank issued after the module before this one."""
     unknown: tuple[str, ...] = ()
-    """What could not be compared, and why."""
+    """Modules that could not be compared, and why."""
     table: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
     """Relative differences by direction ("forward", "backward"), module and rank; None where a rank has no part."""
 
@@ -101,13 +101,13 @@ def locate(
 
 @dataclass
 class RankTrace:
-    """What one rank recorded."""
+    """The record of one rank."""
 
     rank: int
     coordinates: dict[str, int]
     tensors: dict[str, Tensor]
     records: dict[tuple[str, str], list[dict[str, Any]]]
-    """By direction ("output", "gradient") and module, in order of time."""
+    """Its records by direction ("output", "gradient") and module, in order of time."""
     order: list[str]
     """Modules in the order of the forward pass."""
     shards: list[dict[str, Any]]
@@ -135,7 +135,7 @@ def _read(path: Path, rank: int) -> RankTrace:
 
 @dataclass
 class RankPart:
-    """What one rank has of a tensor, beside what it should have."""
+    """One rank's part of a tensor, beside the values that it should have."""
 
     trace: RankTrace
     found: Tensor
@@ -143,18 +143,18 @@ class RankPart:
     scale: float
     call: int
     places: Tensor | None = None
-    """By row: row of the batch × seq_len + position; None of a parameter."""
+    """The token of each row: row of the batch × seq_len + position; None for a parameter."""
     columns: range = range(0)
     unit: tuple[str, int] = ("element", 1)
 
     @cached_property
     def part(self) -> tuple[Any, range]:
-        """Which part of the whole it is."""
+        """Its tokens and columns, by which the same parts of several ranks are found."""
         return None if self.places is None else tuple(self.places.tolist()), self.columns
 
     @cached_property
     def bad(self) -> Tensor:
-        """Which elements differ."""
+        """True for each element that differs."""
         return ~((self.found - self.expected).abs() <= TOLERANCE * self.scale)
 
     @property

@@ -54,7 +54,7 @@ class ResumeCase(VerifyCase):
     saved_max_rel: float | None = None
     """Largest difference of a tensor of the checkpoint."""
     restored: bool | None = None
-    """What the second layout has loaded is the checkpoint, to the bit."""
+    """Whether the second layout's state after loading is the checkpoint, to the bit."""
     loss_max_rel: float | None = None
     """Largest difference of a loss, before and after."""
     param_max_rel: float | None = None

@@ -41,7 +41,7 @@ class LossError:
     loss: float
     """The layout's."""
     one_process: float
-    """That of one process in the same precision."""
+    """The loss of one process in the same precision."""
     float64: float
     difference: float
     """|layout - one process| / float64."""
@@ -66,7 +66,9 @@ class TensorError:
 
     @property
     def multiple(self) -> float:
-        return self.error / self.rounding if self.rounding else math.inf if self.error else 0.0
+        """The error in units of the rounding; NaN counts as infinity."""
+        found = self.error / self.rounding if self.rounding else math.inf if self.error else 0.0
+        return math.inf if math.isnan(found) else found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +155,14 @@ class RoundingReport(CaseReport[RoundingCase]):
 
 @dataclass(frozen=True)
 class Rounding:
-    """What one process's reordered sums differ from float64."""
+    """The errors of one process's reordered sums: their differences from float64."""
 
     loss: float
     gradients: dict[str, float]
     parameters: float
-    """Of all parameters together: where a gradient is smaller than its rounding, Adam's step goes either way."""
+    """All parameters' error together: where a gradient is smaller than its rounding, Adam's step goes either way."""
     losses: list[float]
-    """Those of the first order, by step."""
+    """The losses of the first order, by step."""
 
     @classmethod
     def of(cls, orders: list[Differences]) -> Rounding:
@@ -208,7 +210,7 @@ def _measured(each: LayoutRun, rounding: Rounding) -> dict[str, Any]:
     """Returns what a case has after its ranks ran."""
     found = each.compare(guarded(each.ranks), each.job, own_precision=True)
     losses = list(_losses(found, rounding))
-    worst = max(_tensors(found, rounding), key=_multiple)
+    worst = max(_tensors(found, rounding), key=lambda each: each.multiple)
     ok = all(each.error <= each.normal for each in losses) and worst.multiple <= MULTIPLE
     return {"losses": losses, "worst": worst, "ok": ok}
 
@@ -225,7 +227,3 @@ def _tensors(found: Differences, rounding: Rounding) -> Iterable[TensorError]:
         for name, error in gradients.items():
             yield TensorError("gradient", name, step + 1, error, rounding.gradients[name])
     yield TensorError("parameters", None, len(found.losses), found.all_parameters, rounding.parameters)
-
-
-def _multiple(error: TensorError) -> float:
-    return math.inf if math.isnan(error.multiple) else error.multiple

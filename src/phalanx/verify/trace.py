@@ -62,7 +62,7 @@ class StepRecorder:
         self.rows, self.seq_len = batch.solve(job.train.global_batch, job.layout).global_batch, job.model.seq_len
         self.current = _Current()
         self.micros: dict[int, tuple[Tensor, Sequence[int]]] = {}
-        """By the address of its tokens: a micro-batch's tokens, which keep the address, and its rows of the batch."""
+        """Each micro-batch's tokens and rows of the batch, by the address of the tokens, which stay alive for it."""
         self.tensors: dict[str, Tensor] = {}
         self.records: list[dict[str, Any]] = []
         self.shards: list[dict[str, Any]] = []
