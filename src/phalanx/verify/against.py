@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,79 @@ class RunComparison:
     """Facts of env.json that differ."""
     history: list[str]
     """Restarts and interventions of the guard."""
-    cause: str = ""
-    """The likely cause, if one can be known."""
-    verdict: str = ""
-    """equal (to the bit), rounding, or parts."""
+
+    @cached_property
+    def telling_fields(self) -> list[str]:
+        """Fields that may change a number."""
+        return [path for path in self.fields if not path.startswith(_UNSEEN)]
+
+    @cached_property
+    def numeric_fields(self) -> list[str]:
+        """Fields that change more than the order of sums."""
+        return [path for path in self.telling_fields if path.startswith(_NUMBERS) or not path.startswith(_ORDERS)]
+
+    @cached_property
+    def parted(self) -> list[ComparedCurve]:
+        return [curve for curve in self.curves if curve.parts is not None]
+
+    @cached_property
+    def verdict(self) -> str:
+        """equal (to the bit), rounding, or parts."""
+        differ = any(curve.different for curve in self.curves)
+        if not differ and not any(each.first for each in self.checkpoints):
+            return "equal"
+        # Tensors that differ where no curve does, and nothing in the jobs that would change them, are no rounding.
+        changed = not self.curves or not (self.telling_fields or differ)
+        beyond = self.parted and (self.numeric_fields or any(curve.at_once for curve in self.parted))
+        return "parts" if changed or beyond else "rounding"
+
+    @cached_property
+    def cause(self) -> str:
+        """The likely cause, if one can be known."""
+        if self.verdict == "equal":
+            return ""
+        if self.numeric_fields:
+            return self._cause_in_fields()
+        if any("data" in each.meta for each in self.checkpoints):
+            return "other data: the token shards of the checkpoints differ, though the jobs name the same"
+        if fields := self.telling_fields:
+            what = ", ".join(f"{path} {self._sides(path)}" for path in fields[:3])
+            if any(curve.at_once for curve in self.parted):
+                return (
+                    f"only the layout or the device differs ({what}), but that is more than rounding: `phalanx verify` "
+                    "compares this layout with one process in fp64"
+                )
+            return f"rounding: only the layout or the device differs ({what}), so sums have another order"
+        programs = [name for name in self.environment if name.startswith(("packages.", "phalanx", "git", "python"))]
+        if programs:
+            what = ", ".join(f"{name} {_pair(self.environment[name])}" for name in programs[:3])
+            return f"the same job with other programs: {what}"
+        if self.curves and not any(curve.different for curve in self.curves):
+            return "the curves are equal to the bit and the tensors are not: a checkpoint was changed after its run"
+        if any("went on from" in words or "guard" in words for words in self.history):
+            return "the same job, of which one was interrupted, or its guard intervened"
+        if self.environment:
+            what = ", ".join(f"{name} {_pair(pair)}" for name, pair in [*self.environment.items()][:3])
+            return f"the same job on another machine: {what}"
+        return "nothing recorded differs: kernels that are not deterministic (train.deterministic=true), or damage"
+
+    def _cause_in_fields(self) -> str:
+        """Returns the fields that explain the step at which the losses part: data and model show in the first step."""
+        loss = next((curve for curve in self.curves if curve.name == "loss"), None)
+        at_first = loss is None or loss.parts == next(iter(self.metrics[0].steps), None)
+        early = [path for path in self.numeric_fields if path.startswith(_STARTS)]
+        late = [path for path in self.numeric_fields if path not in early]
+        chosen = (early or late) if at_first else (late or early)
+        said = [
+            f"{_WORDS[path]} ({path} {self._sides(path)})" if path in _WORDS else f"{path} {self._sides(path)}"
+            for path in sorted(chosen, key=lambda path: [*_WORDS, path].index(path))[:3]
+        ]
+        if late and "optimizer.lr" not in chosen and any(curve.name == "lr" for curve in self.parted):
+            said.append("the learning rate parts with it")
+        return "; ".join(said)
+
+    def _sides(self, path: str) -> str:
+        return _pair([value for value, _ in self.fields[path]])
 
     @property
     def ok(self) -> bool:
@@ -170,12 +240,12 @@ class RunComparison:
         begin = self.metrics[0].steps[0] if self.curves else 0
         whole = min(firsts, default=0)
         said = [f"equal to the bit until step {whole - 1}" if whole > begin else ""]
-        moved = [curve for curve in self.curves if curve.parts is not None]
-        for curve in sorted(moved, key=lambda curve: (curve.parts or 0, COLUMNS.index(curve.name)))[:2]:
+        for curve in sorted(self.parted, key=lambda curve: (curve.parts or 0, COLUMNS.index(curve.name)))[:2]:
             how = "parts at" if curve.at_once else "grows out of rounding at"
             said.append(f"{curve.name} {how} step {curve.parts} (rel {curve.rel:.1e})")
-        if not moved and firsts:
-            said.append(f"from step {whole} on they differ by rounding, at most {self.worst:.1e}")
+        if not self.parted and firsts:
+            largest = max(curve.max_rel for curve in self.curves)
+            said.append(f"from step {whole} on they differ by rounding, at most {largest:.1e}")
         if tensors:
             said.append(
                 f"first tensor: {tensors.first} at step {tensors.step}, where {tensors.different} of "
@@ -186,10 +256,6 @@ class RunComparison:
     @property
     def metrics(self) -> tuple[Metrics, Metrics]:
         return self.runs[0].metrics, self.runs[1].metrics
-
-    @property
-    def worst(self) -> float:
-        return max((curve.max_rel for curve in self.curves), default=0.0)
 
     def text(self) -> str:
         first, second = (run.name for run in self.runs)
@@ -249,11 +315,10 @@ class RunComparison:
 
 def _stacked(pictures: Sequence[str]) -> str:
     """Returns pictures of one width, one below the other."""
-    heights = [int(found[1]) for each in pictures if (found := re.search(r" height='(\d+)'", each))]
     parts, y = [], 0
-    for picture, height in zip(pictures, heights, strict=True):
+    for picture in pictures:
         parts.append(picture.replace("<svg ", f"<svg y='{y}' ", 1))
-        y += height
+        y += int(re.findall(r" height='(\d+)'", picture)[0])
     size = f"viewBox='0 0 {curves.WIDTH} {y}' width='{curves.WIDTH}' height='{y}'"
     return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' class='curves' {size}>", *parts, "</svg>\n"])
 
@@ -287,7 +352,7 @@ def compare_runs(a: Path, b: Path, progress: Progress = silent) -> RunComparison
     precisions = [run.loaded.job.train.precision for run in runs if run.loaded] or ["fp32"]
     tolerance = max(ROUNDING[each] for each in precisions)
     compared = [_curve(name, _relative((runs[0].metrics, runs[1].metrics), name), tolerance) for name in COLUMNS]
-    found = RunComparison(
+    return RunComparison(
         runs,
         tolerance,
         [curve for curve in compared if curve.steps],
@@ -299,8 +364,6 @@ def compare_runs(a: Path, b: Path, progress: Progress = silent) -> RunComparison
         _different(*(leaves(run.environment) for run in runs)),
         [f"{run.name}: {words}" for run in runs for words in _history(run)],
     )
-    _judge(found)
-    return found
 
 
 def _span(run: RunRecord) -> str:
@@ -410,66 +473,6 @@ def _history(run: RunRecord) -> Iterator[str]:
             yield f"went on from step {row['step']:,}, {row.get('layout')}"
         elif row["event"] == "guard":
             yield f"step {row['step']:,}: guard: {row.get('text')}"
-
-
-def _judge(found: RunComparison) -> None:
-    """Sets the verdict and the likely cause."""
-    fields = [path for path in found.fields if not path.startswith(_UNSEEN)]
-    real = [path for path in fields if path.startswith(_NUMBERS) or not path.startswith(_ORDERS)]
-    parted = [curve for curve in found.curves if curve.parts is not None]
-    equal = not any(curve.different for curve in found.curves) and not any(each.first for each in found.checkpoints)
-    if equal:
-        found.verdict = "equal"
-        return
-    # Tensors that differ where no curve does, and nothing in the jobs that would change them, are no rounding.
-    changed = not found.curves or not (fields or any(curve.different for curve in found.curves))
-    beyond = parted and (real or any(curve.at_once for curve in parted))
-    found.verdict = "parts" if changed or beyond else "rounding"
-    found.cause = _cause(found, fields, real, parted)
-
-
-def _cause(found: RunComparison, fields: Sequence[str], real: Sequence[str], parted: Sequence[ComparedCurve]) -> str:
-    loss = next((curve for curve in found.curves if curve.name == "loss"), None)
-    data = any("data" in each.meta for each in found.checkpoints)
-    if real:
-        at_first = loss is None or loss.parts == next(iter(found.metrics[0].steps), None)
-        early = [path for path in real if path.startswith(_STARTS)]
-        late = [path for path in real if path not in early]
-        chosen = (early or late) if at_first else (late or early)
-        said = [
-            f"{_WORDS[path]} ({path} {_sides(found, path)})" if path in _WORDS else f"{path} {_sides(found, path)}"
-            for path in sorted(chosen, key=lambda path: [*_WORDS, path].index(path))[:3]
-        ]
-        if "optimizer.lr" not in chosen and any(curve.name == "lr" and curve.parts for curve in parted) and late:
-            said.append("the learning rate parts with it")
-        return "; ".join(said)
-    if data:
-        return "other data: the token shards of the checkpoints differ, though the jobs name the same"
-    changed = [name for name in found.environment if name.startswith(("packages.", "phalanx", "git", "python"))]
-    if fields:
-        what = ", ".join(f"{path} {_sides(found, path)}" for path in fields[:3])
-        if any(curve.at_once for curve in parted):
-            return (
-                f"only the layout or the device differs ({what}), but that is more than rounding: `phalanx verify` "
-                "compares this layout with one process in fp64"
-            )
-        return f"rounding: only the layout or the device differs ({what}), so sums have another order"
-    if changed:
-        return (
-            f"the same job with other programs: {', '.join(f'{n} {_pair(found.environment[n])}' for n in changed[:3])}"
-        )
-    if found.curves and not any(curve.different for curve in found.curves):
-        return "the curves are equal to the bit and the tensors are not: a checkpoint was changed after its run"
-    if any("went on from" in words or "guard" in words for words in found.history):
-        return "the same job, of which one was interrupted, or its guard intervened"
-    if found.environment:
-        what = ", ".join(f"{name} {_pair(pair)}" for name, pair in [*found.environment.items()][:3])
-        return f"the same job on another machine: {what}"
-    return "nothing recorded differs: kernels that are not deterministic (train.deterministic=true), or damage"
-
-
-def _sides(found: RunComparison, path: str) -> str:
-    return _pair(tuple(value for value, _ in found.fields[path]))
 
 
 def _pair(pair: Sequence[Any]) -> str:

@@ -250,16 +250,14 @@ def _compare_ours(report: ExchangeReport, first: Reader, second: Reader) -> None
     for name, stored in left.items():
         if (other := right.get(name)) is None:
             report.problems.append(f"{name}: missing after export and import")
-        elif stored.shape != other.shape:
-            report.problems.append(f"{name}: {stored.shape} becomes {other.shape}")
-        else:
-            a, b = first.read(name), second.read(name)
-            b = b.to(a.dtype) if name in widened else b
-            found = values(a, b)
-            if found and name in widened and found.max_abs <= torch.finfo(a.dtype).eps:
-                report.rounded[name] = found.max_abs
-            elif found or a.dtype != b.dtype:
-                report.problems.append(f"{name}: {_difference(stored, other, found)} after export and import")
+            continue
+        a, b = first.read(name), second.read(name)
+        b = b.to(a.dtype) if name in widened else b
+        found = values(a, b) if a.shape == b.shape else None
+        if found and name in widened and found.max_abs <= torch.finfo(a.dtype).eps:
+            report.rounded[name] = found.max_abs
+        elif found or (a.shape, a.dtype) != (b.shape, b.dtype):
+            report.problems.append(f"{name}: {_difference(stored, other, found)} after export and import")
     report.problems += [f"{name}: appears after export and import" for name in right if name not in left]
 
 
