@@ -23,7 +23,7 @@ from phalanx.data.prepare import prepare
 from phalanx.launch.local import launch_local
 from phalanx.launch.verdict import Restarts
 from phalanx.train.run_directory import RunDirectory, newest_step
-from phalanx.verify.run import PRELOAD
+from phalanx.verify.cases import PRELOAD
 
 JOB = """
 model: {n_layers: 2, d_model: 64, n_heads: 2, seq_len: 64}

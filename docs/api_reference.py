@@ -170,6 +170,7 @@ def _attribute(kind: type, name: str) -> tuple[str, str, str]:
         getter = value.fget if isinstance(value, property) else value.func
         found = name, str(inspect.signature(getter).return_annotation), value.__doc__  # pyright: ignore[reportArgumentType]
     else:
+        kind = next((base for base in kind.__mro__ if name in inspect.get_annotations(base)), kind)
         annotation = inspect.get_annotations(kind).get(name, "")  # of a NamedTuple a ForwardRef
         found = name, str(getattr(annotation, "__forward_arg__", annotation)), texts_below(kind).get(name)
     if not found[2]:

@@ -50,7 +50,7 @@ def test_the_example_works(name, here, monkeypatch, request):
         monkeypatch.setattr(api.subprocess, "run", as_if_trained)
     if name == "verify_layouts":
         warm = request.getfixturevalue("ranks").__self__
-        monkeypatch.setattr("phalanx.verify.run.Pool", lambda *_: nullcontext(warm))
+        monkeypatch.setattr("phalanx.verify.cases.Pool", lambda *_: nullcontext(warm))
     described = api if name == "phalanx.api" else getattr(api, name)
     (test,) = doctest.DocTestFinder(recurse=False).find(described, name, globs={**vars(api)})
     assert test.examples

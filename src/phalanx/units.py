@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 MIB = 2**20
 """Bytes of a mebibyte."""
@@ -66,3 +68,12 @@ def aligned(rows: Iterable[Sequence[str]], sides: str = "") -> list[str]:
         ).rstrip()
         for row in cells
     ]
+
+
+def finite(value: Any) -> Any:
+    """Returns a document with NaN and infinity, which JSON lacks, as None."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

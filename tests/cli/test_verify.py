@@ -75,9 +75,11 @@ def test_mistakes_are_one_message_and_the_code_2(argv, messages, capsys):
 @pytest.fixture
 def finds(monkeypatch):
     """`finds(differences)`: what the ranks will say that they found."""
+    from phalanx.launch.pool import Pool
     from phalanx.verify import run as verify
 
-    return lambda found: monkeypatch.setattr(verify.Pool, "run", lambda *args, **kwargs: [found])
+    monkeypatch.setattr(verify, "locate", lambda *args: None)
+    return lambda found: monkeypatch.setattr(Pool, "run", lambda *args, **kwargs: [found])
 
 
 TP_2 = ["verify", EXAMPLE, *SMALL, "--layouts", "tp=2", "--steps", "1"]

@@ -31,8 +31,8 @@ class Bug(NamedTuple):
     """The function or method, module:name, in src/phalanx."""
     edits: tuple[tuple[str, str], ...]
     """Text of its source, each there once, and what replaces it."""
-    named: tuple[str, ...]
-    """Modules, parameters or collectives one of which should be named."""
+    named: str
+    """The module, parameter, collective or look that should be named."""
     job: str = ""
     """Settings of the job with which it shows, as words of the command line after those of its model."""
     model: str = "gpt"

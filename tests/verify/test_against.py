@@ -198,6 +198,10 @@ def test_the_picture_has_both_curves_and_their_difference(tmp_path, capsys):
     ("words", "message"),
     [
         ("a --against absent", "no run in absent: there is no such folder"),
+        (
+            "gone --against absent",
+            "no run in gone: there is no such folder; there are: a, late, wide\nno run in absent",
+        ),
         ("a --against a", "both are the same run"),
         ("a --against late", "no common step: a has steps 1 to 20, and late has steps 100 to 101"),
         ("a --against wide", "a and wide have different models (model.d_ff 8 and 12): blocks.0.mlp.up.weight (8, 8)"),

@@ -17,6 +17,7 @@ from phalanx.parallel.data import Replica
 from phalanx.parallel.objective import MicroTensors
 from phalanx.parallel.zero import BucketReplica
 from phalanx.train.step import Stepper
+from phalanx.verify import cases
 from phalanx.verify import run as verify
 from phalanx.verify.locate import Divergence, explained, locate
 from phalanx.verify.measure import TOLERANCE, compare
@@ -220,14 +221,14 @@ def test_what_is_not_compared_is_said(ranks):
 
 
 def test_the_report_names_the_module_and_draws_it(monkeypatch):
-    monkeypatch.setattr(verify, "compare", compared_without_the_sum)
+    monkeypatch.setattr(cases, "compare", compared_without_the_sum)
     monkeypatch.setattr(verify, "trace_step", without_the_sum_after_attention)
     report = verify.run(select(JOB, lines=["tp=2"]), 1, lambda case: None, lambda layout: None)
     (case,) = report.as_dict()["cases"]
     assert case["divergence"]["module"] == "blocks.0.attn.wo"
     assert case["divergence"]["table"]["forward"]["blocks.0.attn.core"] == [pytest.approx(0.0, abs=TOLERANCE)] * 2
     json.dumps(case, allow_nan=False)
-    assert "step 1: blocks.0.attn.wo is the first module whose output differs\n" in verify.table(report)
+    assert "step 1: blocks.0.attn.wo is the first module whose output differs\n" in report.text()
     drawn = verify.picture(report)
     assert drawn is not None
     assert drawn.count("class='first'") == 1

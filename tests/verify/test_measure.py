@@ -19,6 +19,7 @@ from phalanx.blocks.parameters import count, parameter_shapes
 from phalanx.check.job import problems_of
 from phalanx.check.model import model_problems
 from phalanx.comm.axis import StagedAxis
+from phalanx.config.cluster import Cluster
 from phalanx.config.job import Data, Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.layout_line import parse
@@ -32,7 +33,7 @@ from phalanx.parallel.data import Replica
 from phalanx.parallel.mesh import build
 from phalanx.parallel.scaled import ScaledProduct
 from phalanx.train.step import Stepper
-from phalanx.verify import measure
+from phalanx.verify import cases, measure
 from phalanx.verify import run as verify
 from phalanx.verify.measure import TOLERANCE, Differences, compare, difference, micro_batches, record
 from phalanx.verify.run import FirstDifference, first_difference
@@ -235,7 +236,7 @@ def refuses(ranks, *args):
 
 
 def test_a_rank_that_raises_fails_its_case_and_the_others_go_on(monkeypatch):
-    monkeypatch.setattr(verify, "compare", refuses)
+    monkeypatch.setattr(cases, "compare", refuses)
     selection = plan_of("accumulation=2", "accumulation=4")
     shown = []
     report = verify.run(selection, 1, shown.append, lambda layout: None)
@@ -361,7 +362,8 @@ def test_windows_shrink_with_sequences():
     assert (small.seq_len, small.window) == (32, 16)
     assert compared_job(Job(model=replace(model, window=1)), False, 8).job.model.window == 1
     assert compared_job(Job(model=replace(model, window=9000)), False, 8).job.model.window >= 32
-    assert compared_job(Job(model=replace(PRESETS["baby"], seq_len=256, window=100)), False, 8).changes["model.window"]
+    baby = replace(PRESETS["baby"], seq_len=256, window=100)
+    assert compared_job(Job(model=baby), False, 8).changes["model.window"] == (100, 13)
     cheap = replace(PRESETS["tiny"], vocab_size=50, window=9)
     assert compared_job(Job(model=cheap), False, 8).job.model == cheap
 
@@ -465,10 +467,6 @@ def test_messages_through_host_memory_change_nothing(ranks, tmp_path, line):
 
 
 def test_a_cuda_job_is_compared_on_cuda():
-    from dataclasses import replace
-
-    from phalanx.config.cluster import Cluster
-
-    for device, expected in (("auto", "cpu"), ("cpu", "cpu"), ("cuda", "cuda")):
-        selection = select(replace(STAGED, cluster=Cluster(device=device)), lines=["tp=2"])
+    for cluster, expected in ((Cluster(), "cpu"), (Cluster(device="cpu"), "cpu"), (Cluster(device="cuda"), "cuda")):
+        selection = select(replace(STAGED, cluster=cluster), lines=["tp=2"])
         assert selection.case(parse("tp=2")).cluster.device == expected

@@ -16,7 +16,7 @@ from phalanx.config.model import ModelConfig
 from phalanx.launch.ranks import Ranks
 from phalanx.train.saving import Saving
 from phalanx.train.state import TrainState
-from phalanx.verify import resume
+from phalanx.verify import cases, resume
 from phalanx.verify.select import RESUMED, resumed_pairs
 
 JOB = Job(
@@ -121,13 +121,13 @@ def test_a_fault_is_named(fault, monkeypatch, ranks):
                 return ranks(faulty, world, *args, fault)
             return ranks(function, world, *args)
 
-    monkeypatch.setattr(resume, "Pool", Warm)
+    monkeypatch.setattr(cases, "Pool", Warm)
     selection, pairs = resumed_pairs(JOB, lines=["tp=2"])
     report = resume.resume_all(selection, pairs[1:], 2, lambda case: None)
     (case,) = report.cases
     assert not case.ok
-    assert FAULTS[fault] in resume.complaint(case), resume.complaint(case)
-    assert resume.complaint(case) in report.text()
+    assert FAULTS[fault] in case.complaint(), case.complaint()
+    assert case.complaint() in report.text()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -12,34 +13,35 @@ import torch
 
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig, MoE
+from phalanx.config.precision import Precision
 from phalanx.model.layers import MLP
 from phalanx.parallel.data import Replica
 from phalanx.train.step import Stepper
-from phalanx.verify import rounding
+from phalanx.verify import cases, rounding
 from phalanx.verify.measure import Differences, compare, multiply_in_chunks
-from phalanx.verify.rounding import MULTIPLE, Rounding, RoundingReport, rounding_table, run_rounded
+from phalanx.verify.rounding import MULTIPLE, Rounding, RoundingReport, run_in_precision
 from phalanx.verify.select import select
 
 MODEL = ModelConfig(n_layers=2, d_model=32, n_heads=2, seq_len=16, vocab_size=11)
 JOB = Job(model=MODEL)
 
 
-class Ranks:
-    """The warm ranks, in place of a pool."""
+@pytest.fixture
+def report_of(ranks, monkeypatch):
+    """`report_of(precision, *lines)`: the report on layouts, on the warm ranks."""
+    monkeypatch.setattr(cases, "Pool", lambda *_: nullcontext(ranks.__self__))
 
-    def __init__(self, run):
-        self.run = run
+    def found(precision: Precision, *lines: str, job: Job = JOB) -> RoundingReport:
+        selection = select(job, lines=lines, precision=precision)
+        return run_in_precision(selection, 1, lambda case: None, lambda layout: None)
 
-
-def report_of(ranks, precision: str, *lines: str, job: Job = JOB, steps: int = 1) -> RoundingReport:
-    selection = select(job, lines=lines, precision=precision)  # pyright: ignore[reportArgumentType]
-    return run_rounded(selection, steps, Ranks(ranks), lambda case: None, lambda layout: None)  # pyright: ignore[reportArgumentType]
+    return found
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
-def test_layouts_are_normal_in_every_precision(ranks, precision):
-    report = report_of(ranks, precision, "tp=2,sp=true", "cp=2,pp=2,accumulation=4")
-    assert report.ok, rounding_table(report)
+def test_layouts_are_normal_in_every_precision(report_of, precision):
+    report = report_of(precision, "tp=2,sp=true", "cp=2,pp=2,accumulation=4")
+    assert report.ok, report.text()
     for case in report.cases:
         assert case.losses is not None
         (loss,) = case.losses
@@ -49,13 +51,13 @@ def test_layouts_are_normal_in_every_precision(ranks, precision):
     found = json.loads(json.dumps(report.as_dict(), allow_nan=False))
     assert (found["precision"], found["multiple"], found["ok"]) == (precision, MULTIPLE, True)
     assert {"loss", "one_process", "float64", "difference", "error", "normal"} < set(found["cases"][0]["losses"][0])
-    assert f"Normal for {precision}: 2 layouts (up to 4 x the largest error" in rounding_table(report)
+    assert f"Normal for {precision}: 2 layouts (up to 4 x the largest error" in report.text()
 
 
-def test_rows_of_experts_that_no_kernel_aligns_train_in_half_precision(ranks):
+def test_rows_of_experts_that_no_kernel_aligns_train_in_half_precision(report_of):
     """Their gradients have padding between them, and sharded weights one dimension."""
     job = replace(JOB, model=replace(MODEL, d_model=20, d_ff=20, moe=MoE(n_experts=4, top_k=2)))
-    report = report_of(ranks, "fp16", "dp_shard=2,pp=2,ep=2,schedule=zb_h1,accumulation=2", job=job)
+    report = report_of("fp16", "dp_shard=2,pp=2,ep=2,schedule=zb_h1,accumulation=2", job=job)
     assert report.cases[0].error is None
 
 
@@ -80,14 +82,14 @@ def _only_on_several(wrong, ranks, *args, **options):
     ("line", "bug"),
     [("dp_replicate=2", with_the_loss_scaled_by_own_tokens), ("tp=2,sp=true", without_the_sum_of_norms)],
 )
-def test_a_planted_bug_is_not_normal(ranks, monkeypatch, line, bug):
-    monkeypatch.setattr(rounding, "compare", bug)
-    report = report_of(ranks, "bf16", line)
+def test_a_planted_bug_is_not_normal(report_of, monkeypatch, line, bug):
+    monkeypatch.setattr(cases, "compare", bug)
+    report = report_of("bf16", line)
     (case,) = report.cases
     assert not case.ok
     assert case.worst is not None
     assert (case.worst.what, case.worst.multiple > MULTIPLE) == ("gradient", True)
-    assert f"Not normal:\n  {case.layout}: the gradient of {case.worst.name} is" in rounding_table(report)
+    assert f"Not normal:\n  {case.layout}: the gradient of {case.worst.name} is" in report.text()
 
 
 def test_the_rounding_is_the_largest_of_all_orders_and_of_no_tensor_far_below_the_others():
@@ -102,8 +104,7 @@ def test_what_is_no_number_is_not_normal():
     wrong = Differences([math.nan], [{"a": math.nan}], values=[math.nan], expected=[1.0], all_parameters=math.nan)
     normal = Rounding(1e-3, {"a": 1e-3}, 1e-3, [1.0])
     assert not all(each.error <= each.normal for each in rounding._losses(wrong, normal))
-    assert max(rounding._tensors(wrong, normal), key=rounding._multiple).multiple is not None
-    assert all(rounding._multiple(each) == math.inf for each in rounding._tensors(wrong, normal))
+    assert all(each.multiple == math.inf for each in rounding._tensors(wrong, normal))
 
 
 def test_products_in_chunks_are_the_same_products():

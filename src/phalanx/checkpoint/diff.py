@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint.manifest import StoredTensor
+from phalanx.blocks.parameters import parameter_shapes
+from phalanx.checkpoint.manifest import StoredTensor, kind_of
 from phalanx.checkpoint.shard_file import Reader
+from phalanx.config.model import ModelConfig
 from phalanx.data.files import Progress, meter, silent
 
 CHUNK_ELEMENTS = 2**20
@@ -132,17 +134,25 @@ def _differ(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _fields(a: Reader, b: Reader) -> Iterator[FieldDifference]:
-    left = {"step": a.manifest.step, **_leaves(a.manifest.meta)}
-    right = {"step": b.manifest.step, **_leaves(b.manifest.meta)}
+    left = {"step": a.manifest.step, **leaves(a.manifest.meta)}
+    right = {"step": b.manifest.step, **leaves(b.manifest.meta)}
     for name in left | right:
         mine, theirs = left.get(name, MISSING), right.get(name, MISSING)
         if repr(mine) != repr(theirs):  # NaN equals NaN
             yield FieldDifference(name, mine, theirs)
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns the values of nested objects by their dotted names."""
-    leaves: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for name, value in values.items():
-        leaves |= _leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return leaves
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def in_model_order(names: Iterable[str], model: ModelConfig) -> list[str]:
+    """Sorts tensors of checkpoints: parameters in the model's order, then each kind of the optimizer's."""
+    places = {name: at for at, name in enumerate(parameter_shapes(model, 1))}
+    every = list(names)
+    kinds = list(dict.fromkeys(["", *map(kind_of, every)]))
+    return sorted(every, key=lambda n: (kinds.index(kind_of(n)), places.get(n.rpartition("/")[2], len(places))))

@@ -18,8 +18,7 @@ from phalanx.verify.select import resumed_pairs, select
 
 if TYPE_CHECKING:
     from phalanx.config.layout import Layout
-    from phalanx.verify.rounding import RoundingCase
-    from phalanx.verify.run import LayoutCase
+    from phalanx.verify.cases import CaseReport, VerifyCase
     from phalanx.verify.select import Selection
 
 VERB = job_verb(
@@ -162,71 +161,66 @@ def _of_job(words: Words) -> int:
         )
     chosen: dict[str, Any] = {"lines": lines, "full": full, "schedules": schedules, "max_ranks": max_ranks}
     selection = select(words.job, **chosen, as_is=as_is, precision=precision, alone=alone)
-    # Imported here, because it imports torch, which --help and errors do not need.
-    from phalanx.verify import run as verify
-    from phalanx.verify.rounding import rounding_table
-    from phalanx.verify.run import introduction, table
+    from phalanx.verify import rounding, run  # here, because they import torch, which --help and errors do not need
 
-    verify.refuse_missing_device(selection)
-    for problem in selection.refused:
-        echo(f"phalanx: {problem}; the other layouts are compared", file=sys.stderr, flush=True)
-    lines = introduction(selection, steps, own_precision=bool(precision))
-    echo("\n".join(lines), file=sys.stderr, flush=True, wrap=True)
+    _announce(selection, *run.introduction(selection, steps, own_precision=bool(precision)))
     with _progress(len(selection.layouts)) as (on_start, on_case):
-        if precision:
-            report = verify.run_in_precision(selection, steps, on_case, on_start)
-            words.show(report.as_dict(), rounding_table(report))
-            return _exit_code(report.ok, selection)
-        report = verify.run(selection, steps, on_case, on_start)
-    words.show(report.as_dict(), table(report))
-    if drawn := verify.picture(report):
+        verify = rounding.run_in_precision if precision else run.run
+        report = verify(selection, steps, on_case, on_start)
+    words.show(report.as_dict(), report.text())
+    if isinstance(report, run.VerifyReport) and (drawn := run.picture(report)):
         files.write({"svg": lambda: drawn})
         files.tell()
     elif files.paths:
         echo(f"no layout was found to differ: {files.paths['svg']} is not written", file=sys.stderr)
-    return _exit_code(report.ok, selection)
+    return _exit_code(report, selection)
 
 
-def _exit_code(ok: bool, selection: Selection) -> int:
-    return 1 if not ok else JobError.exit_code if selection.refused else 0
+def _announce(selection: Selection, *lines: str) -> None:
+    """Reports on standard error what is compared, and refuses a device that this machine lacks."""
+    from phalanx.verify.run import refuse_missing_device
+
+    refuse_missing_device(selection)
+    for problem in selection.refused:
+        echo(f"phalanx: {problem}; the other layouts are compared", file=sys.stderr, flush=True)
+    echo("\n".join(lines), file=sys.stderr, flush=True, wrap=True)
+
+
+def _exit_code(report: CaseReport[Any], selection: Selection) -> int:
+    return 1 if not report.ok else JobError.exit_code if selection.refused else 0
 
 
 def _resume(words: Words) -> int:
     steps, max_ranks, lines = (words.options[name] for name in ("steps", "max_ranks", "layouts"))
     selection, pairs = resumed_pairs(words.job, lines=lines, max_ranks=max_ranks, as_is="as_is" in words.switches)
-    from phalanx.verify.resume import progress, resume_all
-    from phalanx.verify.run import introduction, refuse_missing_device
+    from phalanx.verify.resume import resume_all
+    from phalanx.verify.run import introduction
 
-    refuse_missing_device(selection)
-    for problem in selection.refused:
-        echo(f"phalanx: {problem}; the other layouts are compared", file=sys.stderr, flush=True)
-    lead, *facts = introduction(selection, steps)
+    _, *facts = introduction(selection, steps)
     lead = f"resuming {len(pairs)} pairs of layouts, {steps} steps before and {steps} after, in fp64"
-    echo("\n".join([lead, *facts]), file=sys.stderr, flush=True, wrap=True)
-    report = resume_all(selection, pairs, steps, lambda case: echo(progress(case), file=sys.stderr, flush=True))
+    _announce(selection, lead, *facts)
+    report = resume_all(selection, pairs, steps, lambda case: echo(case.progress(), file=sys.stderr, flush=True))
     words.show(report.as_dict(), report.text())
-    return 1 if not report.ok else JobError.exit_code if selection.refused else 0
+    return _exit_code(report, selection)
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[LayoutCase | RoundingCase], None]]]:
+def _progress(total: int) -> Iterator[tuple[Callable[[Layout], None], Callable[[VerifyCase], None]]]:
     """Provides the callbacks before and after each case: a live bar on a terminal, plain lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from phalanx.verify.run import progress
-
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        yield lambda _: None, lambda case: echo(progress(case), file=sys.stderr, flush=True)
+        yield lambda _: None, lambda case: echo(case.progress(), file=sys.stderr, flush=True)
         return
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("starting", total=total)
 
-        def on_case(case: LayoutCase | RoundingCase) -> None:
+        def on_case(case: VerifyCase) -> None:
             bar.advance(task)
             if not case.ok:
-                console.print(visible(progress(case)), markup=False)
+                console.print(visible(case.progress()), markup=False)
 
         yield lambda layout: bar.update(task, description=visible(layout.line())), on_case

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, field
@@ -18,7 +17,7 @@ from phalanx.pictures.elements import seconds
 from phalanx.pictures.heat_map import heat_map, histograms
 from phalanx.pictures.page import figure, figures, html_page, list_of, section, table
 from phalanx.pictures.panels import link_svg
-from phalanx.units import counted, gib
+from phalanx.units import counted, finite, gib
 
 MOST_PAIRS = 200
 """Pairs in the table of the page, the slowest first."""
@@ -148,7 +147,7 @@ class DistReport:
             "advice": advice(self),
             "seconds": self.seconds,
         }
-        return _finite(document)
+        return finite(document)
 
     def text(self) -> str:
         spent = sum(self.seconds.values())
@@ -234,15 +233,6 @@ def advice(report: DistReport) -> list[str]:
         for axis in report.axes
         if report.device == "cuda" and axis.place != "one host" and axis.gbs < ETHERNET_GBS
     ]
-
-
-def _finite(value: Any) -> Any:
-    """Returns the value with NaN and infinity, which JSON lacks, as None."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _some(lines: Sequence[str]) -> list[str]:

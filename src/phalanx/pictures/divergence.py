@@ -1,4 +1,4 @@
-"""Where a layout parts from one process: modules down, ranks across, one panel per direction of a step."""
+"""Draws where a layout parts from one process: modules down, ranks across, one panel per direction of a step."""
 
 from __future__ import annotations
 

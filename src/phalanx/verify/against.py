@@ -9,26 +9,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.bounded import read_text
 from phalanx.checkpoint.consolidated import open_source
-from phalanx.checkpoint.diff import compare
+from phalanx.checkpoint.diff import compare, in_model_order, leaves
 from phalanx.checkpoint.inventory import check_digests
-from phalanx.checkpoint.manifest import Manifest, job_of, kind_of
+from phalanx.checkpoint.manifest import job_of, kind_of
 from phalanx.data.files import Progress, silent
 from phalanx.errors import JobError, NotFoundError
-from phalanx.nearest import no_run
 from phalanx.pictures import curves
 from phalanx.pictures.curves import Chart, Curve
-from phalanx.report.run import Metrics, RunRecord, read_run
+from phalanx.report.run import Metrics, RunRecord, read_run, require_run
 from phalanx.report.write import differences, name_apart
-from phalanx.units import aligned, counted
-from phalanx.verify.measure import difference
+from phalanx.units import aligned, counted, finite
 
 COLUMNS = ("loss", "grad_norm", "lr")
 ROUNDING = {"fp64": 1e-9, "fp32": 1e-5, "bf16": 4e-3, "fp16": 1e-3, "fp8": 3e-2}
@@ -81,9 +80,9 @@ class ComparedKind:
     """The tensors of one kind (parameter, exp_avg, …) in the checkpoints of a step."""
 
     tensors: int = 0
-    """How many there are in either run."""
+    """Number of them in either run."""
     different: int = 0
-    """How many differ in any bit, or are in one run only."""
+    """Number that differs in any bit, or is in one run only."""
     max_rel: float = 0.0
     """Largest |a - b| of any of them, relative to the largest |b| of its tensor. That counts as at least what Adam
     moves a parameter by in so many steps, and of other kinds as the rounding of the kind's largest element."""
@@ -91,6 +90,9 @@ class ComparedKind:
     """The tensor of it."""
     only: str = ""
     """The run that has such tensors if the other has none."""
+
+    def __str__(self) -> str:
+        return f"only in {self.only}" if self.only else f"{self.max_rel:.1e}" if self.different else "equal"
 
 
 @dataclass
@@ -128,10 +130,79 @@ class RunComparison:
     """Facts of env.json that differ."""
     history: list[str]
     """Restarts and interventions of the guard."""
-    cause: str = ""
-    """The likely cause, if one can be known."""
-    verdict: str = ""
-    """equal (to the bit), rounding, or parts."""
+
+    @cached_property
+    def telling_fields(self) -> list[str]:
+        """Fields that may change a number."""
+        return [path for path in self.fields if not path.startswith(_UNSEEN)]
+
+    @cached_property
+    def numeric_fields(self) -> list[str]:
+        """Fields that change more than the order of sums."""
+        return [path for path in self.telling_fields if path.startswith(_NUMBERS) or not path.startswith(_ORDERS)]
+
+    @cached_property
+    def parted(self) -> list[ComparedCurve]:
+        return [curve for curve in self.curves if curve.parts is not None]
+
+    @cached_property
+    def verdict(self) -> str:
+        """equal (to the bit), rounding, or parts."""
+        differ = any(curve.different for curve in self.curves)
+        if not differ and not any(each.first for each in self.checkpoints):
+            return "equal"
+        # Tensors that differ where no curve does, and nothing in the jobs that would change them, are no rounding.
+        changed = not self.curves or not (self.telling_fields or differ)
+        beyond = self.parted and (self.numeric_fields or any(curve.at_once for curve in self.parted))
+        return "parts" if changed or beyond else "rounding"
+
+    @cached_property
+    def cause(self) -> str:
+        """The likely cause, if one can be known."""
+        if self.verdict == "equal":
+            return ""
+        if self.numeric_fields:
+            return self._cause_in_fields()
+        if any("data" in each.meta for each in self.checkpoints):
+            return "other data: the token shards of the checkpoints differ, though the jobs name the same"
+        if fields := self.telling_fields:
+            what = ", ".join(f"{path} {self._sides(path)}" for path in fields[:3])
+            if any(curve.at_once for curve in self.parted):
+                return (
+                    f"only the layout or the device differs ({what}), but that is more than rounding: `phalanx verify` "
+                    "compares this layout with one process in fp64"
+                )
+            return f"rounding: only the layout or the device differs ({what}), so sums have another order"
+        programs = [name for name in self.environment if name.startswith(("packages.", "phalanx", "git", "python"))]
+        if programs:
+            what = ", ".join(f"{name} {_pair(self.environment[name])}" for name in programs[:3])
+            return f"the same job with other programs: {what}"
+        if self.curves and not any(curve.different for curve in self.curves):
+            return "the curves are equal to the bit and the tensors are not: a checkpoint was changed after its run"
+        if any("went on from" in words or "guard" in words for words in self.history):
+            return "the same job, of which one was interrupted, or its guard intervened"
+        if self.environment:
+            what = ", ".join(f"{name} {_pair(pair)}" for name, pair in [*self.environment.items()][:3])
+            return f"the same job on another machine: {what}"
+        return "nothing recorded differs: kernels that are not deterministic (train.deterministic=true), or damage"
+
+    def _cause_in_fields(self) -> str:
+        """Returns the fields that explain the step at which the losses part: data and model show in the first step."""
+        loss = next((curve for curve in self.curves if curve.name == "loss"), None)
+        at_first = loss is None or loss.parts == next(iter(self.metrics[0].steps), None)
+        early = [path for path in self.numeric_fields if path.startswith(_STARTS)]
+        late = [path for path in self.numeric_fields if path not in early]
+        chosen = (early or late) if at_first else (late or early)
+        said = [
+            f"{_WORDS[path]} ({path} {self._sides(path)})" if path in _WORDS else f"{path} {self._sides(path)}"
+            for path in sorted(chosen, key=lambda path: [*_WORDS, path].index(path))[:3]
+        ]
+        if late and "optimizer.lr" not in chosen and any(curve.name == "lr" for curve in self.parted):
+            said.append("the learning rate parts with it")
+        return "; ".join(said)
+
+    def _sides(self, path: str) -> str:
+        return _pair([value for value, _ in self.fields[path]])
 
     @property
     def ok(self) -> bool:
@@ -146,16 +217,16 @@ class RunComparison:
             "summary": self.summary(),
             "cause": self.cause,
             "tolerance": self.tolerance,
-            "curves": {curve.name: _finite(asdict(curve)) for curve in self.curves},
+            "curves": {curve.name: finite(asdict(curve)) for curve in self.curves},
             "checkpoints": [
-                {**_finite(asdict(each)), "tensors": each.tensors, "different": each.different}
+                {**finite(asdict(each)), "tensors": each.tensors, "different": each.different}
                 for each in self.checkpoints
             ],
             "fields": {
                 path: [{"value": value, "origin": origin} for value, origin in sides]
                 for path, sides in self.fields.items()
             },
-            "environment": {name: list(sides) for name, sides in self.environment.items()},
+            "environment": finite(self.environment),
             "history": self.history,
         }
 
@@ -169,12 +240,12 @@ class RunComparison:
         begin = self.metrics[0].steps[0] if self.curves else 0
         whole = min(firsts, default=0)
         said = [f"equal to the bit until step {whole - 1}" if whole > begin else ""]
-        moved = [curve for curve in self.curves if curve.parts is not None]
-        for curve in sorted(moved, key=lambda curve: (curve.parts or 0, COLUMNS.index(curve.name)))[:2]:
+        for curve in sorted(self.parted, key=lambda curve: (curve.parts or 0, COLUMNS.index(curve.name)))[:2]:
             how = "parts at" if curve.at_once else "grows out of rounding at"
             said.append(f"{curve.name} {how} step {curve.parts} (rel {curve.rel:.1e})")
-        if not moved and firsts:
-            said.append(f"from step {whole} on they differ by rounding, at most {self.worst:.1e}")
+        if not self.parted and firsts:
+            largest = max(curve.max_rel for curve in self.curves)
+            said.append(f"from step {whole} on they differ by rounding, at most {largest:.1e}")
         if tensors:
             said.append(
                 f"first tensor: {tensors.first} at step {tensors.step}, where {tensors.different} of "
@@ -186,39 +257,26 @@ class RunComparison:
     def metrics(self) -> tuple[Metrics, Metrics]:
         return self.runs[0].metrics, self.runs[1].metrics
 
-    @property
-    def worst(self) -> float:
-        return max((curve.max_rel for curve in self.curves), default=0.0)
-
     def text(self) -> str:
         first, second = (run.name for run in self.runs)
         lines = [f"{self.runs[0].path} and {self.runs[1].path}"]
         if self.curves:
             rows = [["curve", "steps", "bits differ from", f"beyond {self.tolerance:g} from", "largest difference"]]
-            rows += [
-                [each.name, f"{each.steps:,}", _step(each.different), _step(each.parts), _largest(each)]
-                for each in self.curves
-            ]
+            for each in self.curves:
+                largest = f"{each.max_rel:.1e} at step {each.max_at:,}" if each.max_at is not None else "0"
+                rows.append([each.name, f"{each.steps:,}", _step(each.different), _step(each.parts), largest])
             lines += ["", *aligned(rows, "lrrrr")]
         if self.checkpoints:
             kinds = list(dict.fromkeys(kind for each in self.checkpoints for kind in each.kinds))
             rows = [["checkpoint", "tensors", "differ", *kinds, "first"]]
-            rows += [
-                [
-                    f"step {each.step:,}",
-                    f"{each.tensors:,}",
-                    f"{each.different:,}",
-                    *(_kind(each.kinds.get(kind)) for kind in kinds),
-                    each.first or "-",
-                ]
-                for each in self.checkpoints
-            ]
+            for each in self.checkpoints:
+                of_kinds = (str(each.kinds.get(kind, "-")) for kind in kinds)
+                sizes = f"{each.tensors:,}", f"{each.different:,}"
+                rows.append([f"step {each.step:,}", *sizes, *of_kinds, each.first or "-"])
             lines += ["", *aligned(rows, f"lrr{'r' * len(kinds)}l")]
-            worst = {kind: facts.worst for kind, facts in self.checkpoints[-1].kinds.items() if facts.worst}
-            if worst:
-                lines.append(
-                    f"largest at step {self.checkpoints[-1].step:,}: {', '.join(worst[kind] for kind in worst)}"
-                )
+            last = self.checkpoints[-1]
+            if worst := [kind.worst for kind in last.kinds.values() if kind.worst]:
+                lines.append(f"largest at step {last.step:,}: {', '.join(worst)}")
         if meta := [(each.step, *item) for each in self.checkpoints for item in each.meta.items()][:8]:
             lines += ["", "Checkpoints differ beside their tensors:"]
             lines += [f"  step {step:,}: {name}: {a} in {first}, {b} in {second}" for step, name, (a, b) in meta]
@@ -257,34 +315,16 @@ class RunComparison:
 
 def _stacked(pictures: Sequence[str]) -> str:
     """Returns pictures of one width, one below the other."""
-    heights = [int(found[1]) for each in pictures if (found := re.search(r" height='(\d+)'", each))]
     parts, y = [], 0
-    for picture, height in zip(pictures, heights, strict=True):
+    for picture in pictures:
         parts.append(picture.replace("<svg ", f"<svg y='{y}' ", 1))
-        y += height
+        y += int(re.findall(r" height='(\d+)'", picture)[0])
     size = f"viewBox='0 0 {curves.WIDTH} {y}' width='{curves.WIDTH}' height='{y}'"
     return "\n".join([f"<svg xmlns='http://www.w3.org/2000/svg' class='curves' {size}>", *parts, "</svg>\n"])
 
 
 def _step(step: int | None) -> str:
     return "never" if step is None else f"step {step:,}"
-
-
-def _largest(curve: ComparedCurve) -> str:
-    return f"{curve.max_rel:.1e} at step {curve.max_at:,}" if curve.max_at is not None else "0"
-
-
-def _kind(kind: ComparedKind | None) -> str:
-    if kind is None:
-        return "-"
-    return f"only in {kind.only}" if kind.only else f"{kind.max_rel:.1e}" if kind.different else "equal"
-
-
-def _finite(document: Any) -> Any:
-    """Replaces infinity, which JSON lacks, by None."""
-    if isinstance(document, dict):
-        return {name: _finite(value) for name, value in document.items()}
-    return None if isinstance(document, float) and not math.isfinite(document) else document
 
 
 def compare_runs(a: Path, b: Path, progress: Progress = silent) -> RunComparison:
@@ -294,7 +334,12 @@ def compare_runs(a: Path, b: Path, progress: Progress = silent) -> RunComparison
     different models; CheckpointError for a damaged checkpoint."""
     if a.resolve() == b.resolve():
         raise JobError(f"--against {b}: both are the same run")
-    problems = [no_run(path, "neither config.yaml nor metrics.jsonl") for path in (a, b) if not _is_run(path)]
+    problems = list[str]()
+    for path in (a, b):
+        try:
+            require_run(path)
+        except NotFoundError as error:
+            problems.append(str(error))
     if problems:
         raise NotFoundError("\n".join(problems))
     runs = read_run(a), read_run(b)
@@ -307,7 +352,7 @@ def compare_runs(a: Path, b: Path, progress: Progress = silent) -> RunComparison
     precisions = [run.loaded.job.train.precision for run in runs if run.loaded] or ["fp32"]
     tolerance = max(ROUNDING[each] for each in precisions)
     compared = [_curve(name, _relative((runs[0].metrics, runs[1].metrics), name), tolerance) for name in COLUMNS]
-    found = RunComparison(
+    return RunComparison(
         runs,
         tolerance,
         [curve for curve in compared if curve.steps],
@@ -316,15 +361,9 @@ def compare_runs(a: Path, b: Path, progress: Progress = silent) -> RunComparison
             path: [(value, _origin(run, path)) for run, value in zip(runs, values, strict=True)]
             for path, values in differences(runs).items()
         },
-        dict(_environment(runs[0].environment, runs[1].environment)),
+        _different(*(leaves(run.environment) for run in runs)),
         [f"{run.name}: {words}" for run in runs for words in _history(run)],
     )
-    _judge(found)
-    return found
-
-
-def _is_run(path: Path) -> bool:
-    return (path / "config.yaml").is_file() or (path / "metrics.jsonl").is_file()
 
 
 def _span(run: RunRecord) -> str:
@@ -346,37 +385,25 @@ def _relative(metrics: tuple[Metrics, Metrics], name: str) -> list[tuple[int, fl
 
 
 def _curve(name: str, found: Sequence[tuple[int, float]], tolerance: float) -> ComparedCurve:
-    different = next((step for step, rel in found if rel), None)
-    place = next((at for at, (_, rel) in enumerate(found) if rel > tolerance), None)
-    largest = max(found, key=lambda each: each[1], default=(0, 0.0))
-    before = [rel for _, rel in found[max(0, (place or 0) - 8) : place]]
-    at_once = place is not None and found[place][1] > AT_ONCE * max(before, default=0.0)
-    shown = found[place][1] if place is not None else next((rel for _, rel in found if rel), 0.0)
-    return ComparedCurve(
-        name,
-        len(found),
-        different,
-        None if place is None else found[place][0],
-        shown,
-        at_once,
-        largest[1],
-        largest[0] if largest[1] else None,
-    )
+    never = None, 0.0
+    different, first_rel = next((each for each in found if each[1]), never)
+    place = next((at for at, (_, rel) in enumerate(found) if rel > tolerance), len(found))
+    parts, rel = found[place] if place < len(found) else (None, first_rel)
+    before = max((rel for _, rel in found[max(0, place - 8) : place]), default=0.0)
+    at_once = parts is not None and rel > AT_ONCE * before
+    largest = max(found, key=lambda each: each[1], default=never)
+    max_at, max_rel = largest if largest[1] else never
+    return ComparedCurve(name, len(found), different, parts, rel, at_once, max_rel, max_at)
 
 
 def _require_one_model(runs: tuple[RunRecord, RunRecord]) -> None:
     """Raises JobError with the parameters that only one of the models has, or has in another shape."""
-    starts = [run.metrics.last("start") or {} for run in runs]
-    rows = [start.get("vocab_size") for start in starts]
-    known = all(isinstance(each, int) for each in rows)
-    shapes = [
-        parameter_shapes(run.loaded.job.model, each if known else 1)
-        for run, each in zip(runs, rows, strict=True)
-        if run.loaded
-    ]
-    if len(shapes) < len(runs):
+    sizes = [(run.metrics.last("start") or {}).get("vocab_size") for run in runs]
+    sizes = sizes if all(isinstance(each, int) for each in sizes) else [1, 1]
+    jobs = [run.loaded.job for run in runs if run.loaded]
+    if len(jobs) < len(runs):
         return
-    a, b = shapes
+    a, b = (parameter_shapes(job.model, size) for job, size in zip(jobs, sizes, strict=True))
     wrong = [f"{name} {shape} is {b.get(name) or 'missing'}" for name, shape in a.items() if b.get(name) != shape]
     wrong += [f"{name} {shape} is missing in the first" for name, shape in b.items() if name not in a]
     if not wrong:
@@ -399,8 +426,7 @@ def _checkpoints(
         for manifest in (left, right):
             check_digests(manifest, manifest.files)
         for name in dict.fromkeys((*left.tensors, *right.tensors)):
-            kind = found.kinds.setdefault(kind_of(name) or "parameter", ComparedKind())
-            kind.tensors += 1
+            found.kinds.setdefault(kind_of(name) or "parameter", ComparedKind()).tensors += 1
         different = compare(a, b, fields=False, progress=progress).tensors
         apart: dict[str, list[tuple[str, float, float]]] = {}
         for each in different:
@@ -409,35 +435,17 @@ def _checkpoints(
             if each.a is None or each.b is None:
                 found.kinds[name].only = runs[0].name if each.a else runs[1].name
             elif each.values:
-                values = b.read(each.name).double()
-                size = float(values.abs().max())
-                away = difference(a.read(each.name).double(), values, 1.0) * max(size, 1.0)
-                apart.setdefault(name, []).append((each.name, away, size))
+                size = float(b.read(each.name).double().abs().max())
+                apart.setdefault(name, []).append((each.name, each.values.max_abs, size))
         least = {name: tolerance * max(size for *_, size in of_kind) for name, of_kind in apart.items()}
         least["parameter"] = job_of(right).optimizer.lr * right.meta.get("updates", step)
         for name, of_kind in apart.items():
             scaled = [(away / (max(size, least[name]) or 1.0), tensor) for tensor, away, size in of_kind]
             found.kinds[name].max_rel, found.kinds[name].worst = max(scaled)
-        order = _order(left)
-        found.first = min((each.name for each in different), key=order, default="")
-        for name in ("data", "samples", "updates", "vocab_size", "loss_scale"):
-            pair = left.meta.get(name), right.meta.get(name)
-            if pair[0] != pair[1]:
-                found.meta[name] = pair
+        found.first = next(iter(in_model_order((each.name for each in different), job_of(left).model)), "")
+        facts = ("data", "samples", "updates", "vocab_size", "loss_scale")
+        found.meta = _different(*({name: each.meta.get(name) for name in facts} for each in (left, right)))
     return found
-
-
-def _order(manifest: Manifest):
-    """Returns the sort key of tensors: parameters first, and within a kind the model's order."""
-    places = {name: at for at, name in enumerate(parameter_shapes(job_of(manifest).model, 1))}
-    kinds = list(dict.fromkeys(map(kind_of, manifest.tensors)))
-
-    def key(name: str) -> tuple[int, int]:
-        kind = kind_of(name)
-        after = kinds.index(kind) + 1 if kind in kinds else len(kinds) + 1
-        return after if kind else 0, places.get(name.rpartition("/")[2], len(places))
-
-    return key
 
 
 def _origin(run: RunRecord, path: str) -> str:
@@ -453,14 +461,9 @@ def _origin(run: RunRecord, path: str) -> str:
     return origin
 
 
-def _environment(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Yields the facts of env.json that differ, by dotted name."""
-    for name in dict.fromkeys((*a, *b)):
-        left, right = a.get(name), b.get(name)
-        if isinstance(left, dict) and isinstance(right, dict):
-            yield from _environment(left, right, f"{prefix}{name}.")
-        elif left != right:
-            yield f"{prefix}{name}", (left, right)
+def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Returns the values that differ, by name."""
+    return {name: (a.get(name), b.get(name)) for name in {**a, **b} if a.get(name) != b.get(name)}
 
 
 def _history(run: RunRecord) -> Iterator[str]:
@@ -470,72 +473,6 @@ def _history(run: RunRecord) -> Iterator[str]:
             yield f"went on from step {row['step']:,}, {row.get('layout')}"
         elif row["event"] == "guard":
             yield f"step {row['step']:,}: guard: {row.get('text')}"
-
-
-def _judge(found: RunComparison) -> None:
-    """Sets the verdict and the likely cause."""
-    fields = [path for path in found.fields if not path.startswith(_UNSEEN)]
-    real = [path for path in fields if path.startswith(_NUMBERS) or not path.startswith(_ORDERS)]
-    parted = [curve for curve in found.curves if curve.parts is not None]
-    equal = not any(curve.different for curve in found.curves) and not any(each.first for each in found.checkpoints)
-    if equal:
-        found.verdict = "equal"
-        return
-    # Tensors that differ where no curve does, and nothing in the jobs that would change them, are no rounding.
-    changed = not found.curves or not (fields or any(curve.different for curve in found.curves))
-    beyond = parted and (real or any(curve.at_once for curve in parted))
-    found.verdict = "parts" if changed or beyond else "rounding"
-    found.cause = _cause(found, fields, real, parted)
-
-
-def _cause(found: RunComparison, fields: Sequence[str], real: Sequence[str], parted: Sequence[ComparedCurve]) -> str:
-    loss = next((curve for curve in found.curves if curve.name == "loss"), None)
-    data = any("data" in each.meta for each in found.checkpoints)
-    if real:
-        at_first = loss is None or loss.parts == next(iter(found.metrics[0].steps), None)
-        early = [path for path in real if path.startswith(_STARTS)]
-        late = [path for path in real if path not in early]
-        chosen = (early or late) if at_first else (late or early)
-        said = [
-            f"{_WORDS[path]} ({path} {_sides(found, path)})" if path in _WORDS else f"{path} {_sides(found, path)}"
-            for path in _ranked(chosen)[:3]
-        ]
-        if "optimizer.lr" not in chosen and any(curve.name == "lr" and curve.parts for curve in parted) and late:
-            said.append("the learning rate parts with it")
-        return "; ".join(said)
-    if data:
-        return "other data: the token shards of the checkpoints differ, though the jobs name the same"
-    changed = [name for name in found.environment if name.startswith(("packages.", "phalanx", "git", "python"))]
-    if fields:
-        what = ", ".join(f"{path} {_sides(found, path)}" for path in fields[:3])
-        if any(curve.at_once for curve in parted):
-            return (
-                f"only the layout or the device differs ({what}), but that is more than rounding: `phalanx verify` "
-                "compares this layout with one process in fp64"
-            )
-        return f"rounding: only the layout or the device differs ({what}), so sums have another order"
-    if changed:
-        return (
-            f"the same job with other programs: {', '.join(f'{n} {_pair(found.environment[n])}' for n in changed[:3])}"
-        )
-    if found.curves and not any(curve.different for curve in found.curves):
-        return "the curves are equal to the bit and the tensors are not: a checkpoint was changed after its run"
-    if any("went on from" in words or "guard" in words for words in found.history):
-        return "the same job, of which one was interrupted, or its guard intervened"
-    if found.environment:
-        what = ", ".join(f"{name} {_pair(pair)}" for name, pair in [*found.environment.items()][:3])
-        return f"the same job on another machine: {what}"
-    return "nothing recorded differs: kernels that are not deterministic (train.deterministic=true), or damage"
-
-
-def _ranked(paths: Iterable[str]) -> list[str]:
-    """Sorts fields: those that are known to change everything first."""
-    known = list(_WORDS)
-    return sorted(paths, key=lambda path: known.index(path) if path in known else len(known))
-
-
-def _sides(found: RunComparison, path: str) -> str:
-    return _pair(tuple(value for value, _ in found.fields[path]))
 
 
 def _pair(pair: Sequence[Any]) -> str:

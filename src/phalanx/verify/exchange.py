@@ -49,11 +49,11 @@ from phalanx.exchange.links import links
 from phalanx.model.transformer import Transformer
 from phalanx.nearest import no_run
 from phalanx.train.step import free_bytes
-from phalanx.units import counted, gib
+from phalanx.units import counted, finite, gib, listed
 from phalanx.verify.measure import TOLERANCE
 
 SEQUENCES, MOST_TOKENS = 2, 64
-"""Of the random tokens whose logits are compared."""
+"""The shape of the random tokens whose logits are compared."""
 SHARDS = 3
 """The first folder that is written has about as many files, so that an index is proved, too."""
 MOST_NAMED = 20
@@ -78,7 +78,7 @@ class InFloat64(TorchFunctionMode):
 
 @dataclass
 class ExchangeReport:
-    """What was found on the way in and out."""
+    """The result of the way in and out."""
 
     source: Path
     kind: str
@@ -93,7 +93,7 @@ class ExchangeReport:
     files: int = 0
     """Files of weights of the folder that was written first."""
     problems: list[str] = field(default_factory=list)
-    """What is missing, extra or different, each with the name of the tensor, file or field."""
+    """Messages about what is missing, extra or different, each with the name of the tensor, file or field."""
     left_out: list[str] = field(default_factory=list)
     """Tensors of the folder that no parameter needs: copies of a tied embedding, tables that are computed."""
     not_carried: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ class ExchangeReport:
     rounded: dict[str, float] = field(default_factory=dict)
     """Parameters whose difference from a constant (Gemma's 1 + w) has more digits than their type, and the error."""
     tokenizer: str = "none"
-    """What became of the tokenizer."""
+    """The tokenizer's fate in words: carried over, or why not."""
     logits_max_rel: float | None = None
     """Largest difference of a logit, relative to the largest logit; None if transformers did not compute."""
     no_logits: str = ""
@@ -114,14 +114,7 @@ class ExchangeReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the document of `phalanx verify --exchange --json`."""
-        rel = self.logits_max_rel
-        return {
-            **{name: value for name, value in vars(self).items() if name != "source"},
-            "source": str(self.source),
-            "logits_max_rel": rel if rel is not None and math.isfinite(rel) else None,
-            "tolerance": TOLERANCE,
-            "ok": self.ok,
-        }
+        return finite({**vars(self), "source": str(self.source), "tolerance": TOLERANCE, "ok": self.ok})
 
     def text(self) -> str:
         tensors = f"{counted(self.theirs, 'tensor')} of theirs and {counted(self.ours, 'parameter')} of ours"
@@ -135,13 +128,12 @@ class ExchangeReport:
             "tensors": f"{tensors}: {same}",
             "tokenizer": self.tokenizer,
             "logits": logits if rel is not None else f"not compared: {logits}",
-            "rounded": _names(self.rounded)
-            and f"{_names(self.rounded)}: by at most {max(self.rounded.values()):.0e}, "
+            "rounded": f"{listed([*self.rounded], 3)}: by at most {max(self.rounded.values()):.0e}, "
             "since theirs is w of 1 + w and has the type of ours"
             if self.rounded
             else "",
-            "left out": _names(self.left_out),
-            "not carried": _names(self.not_carried),
+            "left out": listed(self.left_out, 3),
+            "not carried": listed(self.not_carried, 3),
         }
         lines = [str(self.source), *(f"  {name:<11}  {text}" for name, text in facts.items() if text)]
         lines += [f"  {'note':<11}  {note}" for note in self.notes]
@@ -155,25 +147,15 @@ class ExchangeReport:
         return "\n".join([*lines, "", f"{verdict}: what goes in comes out{end}"])
 
 
-def _names(names: Iterable[str]) -> str:
-    """Returns the first names, and how many more there are."""
-    first, *rest = [*names] or [""]
-    shown = ", ".join([first, *rest[:2]])
-    return f"{shown} and {len(rest) - 2:,} more" if len(rest) > 2 else shown
-
-
 def prove(path: Path, progress: Progress = silent) -> ExchangeReport:
     """Proves the exchange of the run, or of the Hugging Face folder, at `path`.
 
     Raises NotFoundError if it is neither; CheckpointError for a folder that cannot be imported, naming the tensors;
     JobError, naming the fields, for a run whose model transformers cannot express."""
-    kind = _kind(path)
-    report = ExchangeReport(path, kind)
+    report = ExchangeReport(path, _kind(path))
     with tempfile.TemporaryDirectory(prefix="phalanx_exchange_") as made:
-        if kind == "run":
-            _from_run(report, Path(made), progress)
-        else:
-            _from_folder(report, Path(made), progress)
+        prove_it = _from_run if report.kind == "run" else _from_folder
+        prove_it(report, Path(made), progress)
     return report
 
 
@@ -224,9 +206,9 @@ def _from_run(report: ExchangeReport, made: Path, progress: Progress) -> None:
                 with _reported(report, "the import, exported again"):
                     export(second, made / "again", progress=progress)
                 _compare_theirs(report, theirs, open_folder([made / "again"]))
-            _compare_tokens(report, _run_of(first), made / "folder")
+            _compare_tokens(report, first.manifest.path.parents[1], made / "folder")
             _compare_files(report, theirs, made / "again")
-        _compare_logits(report, first, made / "folder", ours=[made / "folder"])
+        _compare_logits(report, first, made / "folder", made / "folder")
 
 
 def _from_folder(report: ExchangeReport, made: Path, progress: Progress) -> None:
@@ -248,15 +230,11 @@ def _from_folder(report: ExchangeReport, made: Path, progress: Progress) -> None
         if theirs.adapter:
             report.no_logits = "the folder is an adapter, merged into its base"
         else:
-            _compare_logits(report, first, report.source, ours=[made / "folder"])
+            _compare_logits(report, first, report.source, made / "folder")
 
 
 def _notes(notes: Iterable[str]) -> list[str]:
     return [note for note in notes if TOKENIZER not in note]  # the report has a line about it
-
-
-def _run_of(source: Reader) -> Path:
-    return source.manifest.path.parent.parent
 
 
 def _shard_bytes(source: Reader) -> float:
@@ -272,16 +250,14 @@ def _compare_ours(report: ExchangeReport, first: Reader, second: Reader) -> None
     for name, stored in left.items():
         if (other := right.get(name)) is None:
             report.problems.append(f"{name}: missing after export and import")
-        elif stored.shape != other.shape:
-            report.problems.append(f"{name}: {stored.shape} becomes {other.shape}")
-        else:
-            a, b = first.read(name), second.read(name)
-            b = b.to(a.dtype) if name in widened else b
-            found = values(a, b)
-            if found and name in widened and found.max_abs <= torch.finfo(a.dtype).eps:
-                report.rounded[name] = found.max_abs
-            elif found or a.dtype != b.dtype:
-                report.problems.append(f"{name}: {_difference(stored, other, found)} after export and import")
+            continue
+        a, b = first.read(name), second.read(name)
+        b = b.to(a.dtype) if name in widened else b
+        found = values(a, b) if a.shape == b.shape else None
+        if found and name in widened and found.max_abs <= torch.finfo(a.dtype).eps:
+            report.rounded[name] = found.max_abs
+        elif found or (a.shape, a.dtype) != (b.shape, b.dtype):
+            report.problems.append(f"{name}: {_difference(stored, other, found)} after export and import")
     report.problems += [f"{name}: appears after export and import" for name in right if name not in left]
 
 
@@ -378,8 +354,8 @@ def _compare_tokens(report: ExchangeReport, run: Path, folder: Path) -> None:
 
 
 @torch.no_grad()
-def _compare_logits(report: ExchangeReport, source: Reader, folder: Path, ours: Iterable[Path]) -> None:
-    """Compares logits with those of transformers from `folder`, which must also take all of the folders of `ours`."""
+def _compare_logits(report: ExchangeReport, source: Reader, folder: Path, ours: Path) -> None:
+    """Compares logits with those of transformers from `folder`, which must also take all of `ours`, our export."""
     need = _COPIES * 8 * report.parameters
     if importlib.util.find_spec("transformers") is None:
         report.no_logits = "transformers is not installed (pip install transformers)"
@@ -395,15 +371,15 @@ def _compare_logits(report: ExchangeReport, source: Reader, folder: Path, ours: 
         model.vocab_size, (SEQUENCES, min(MOST_TOKENS, model.seq_len)), generator=torch.Generator().manual_seed(1)
     )
     expected: list[Tensor] = []
-    for path in dict.fromkeys((folder, *ours)):
+    for path in dict.fromkeys((folder, ours)):
         if not os.path.isfile(path / "config.json"):
             continue
         try:
             theirs, info = _of_transformers(path)
-        except Exception as error:  # whatever transformers raises
+        except (ImportError, OSError, RuntimeError, ValueError) as error:
             report.problems.append(f"transformers cannot load {path.name}: {str(error).splitlines()[0]}")
             continue
-        if path in ours:
+        if path == ours:
             report.problems += [
                 f"{name}: {what.replace('_', ' ')} by transformers"
                 for what, names in info.items()

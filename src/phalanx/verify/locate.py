@@ -29,13 +29,12 @@ from phalanx.parallel import mesh as meshes
 from phalanx.parallel.mesh import AxisGeometry
 from phalanx.parallel.parameter_shards import BALANCING_BIAS
 from phalanx.units import counted, gib
+from phalanx.verify.cases import RunRanks
 from phalanx.verify.measure import MIN_STEPS, ROUNDING, TOLERANCE
 from phalanx.verify.select import Selection
 from phalanx.verify.trace import trace_step
 
 Direction = Literal["forward", "backward", "gradient", "update"]
-RunRanks = Callable[..., list[Any]]
-"""Runs a function on ranks: (function, ranks, *arguments, timeout=seconds), as Pool.run."""
 CONSTANT = 1e-6
 """Relative spread of found / expected up to which it is one factor."""
 MOST_RANGES = 4
@@ -63,14 +62,14 @@ class Divergence:
     """The largest relative difference; NaN and infinity count as infinity."""
     what: str
     """The part of the tensor that differs, and what it looks like."""
-    axis: str | None
-    """The axis whose reduction is wrong, where the values tell it."""
     collective: str | None
     """The collective that the first of the ranks issued last before it, with its axis and bytes."""
-    between: tuple[str, ...]
+    axis: str | None = None
+    """The axis whose reduction is wrong, where the values tell it."""
+    between: tuple[str, ...] = ()
     """The collectives that this rank issued after the module before this one."""
     unknown: tuple[str, ...] = ()
-    """What could not be compared, and why."""
+    """Modules that could not be compared, and why."""
     table: dict[str, dict[str, list[float | None]]] = field(default_factory=dict)
     """Relative differences by direction ("forward", "backward"), module and rank; None where a rank has no part."""
 
@@ -102,13 +101,13 @@ def locate(
 
 @dataclass
 class RankTrace:
-    """What one rank recorded."""
+    """The record of one rank."""
 
     rank: int
     coordinates: dict[str, int]
     tensors: dict[str, Tensor]
     records: dict[tuple[str, str], list[dict[str, Any]]]
-    """By direction ("output", "gradient") and module, in order of time."""
+    """Its records by direction ("output", "gradient") and module, in order of time."""
     order: list[str]
     """Modules in the order of the forward pass."""
     shards: list[dict[str, Any]]
@@ -136,7 +135,7 @@ def _read(path: Path, rank: int) -> RankTrace:
 
 @dataclass
 class RankPart:
-    """What one rank has of a tensor, beside what it should have."""
+    """One rank's part of a tensor, beside the values that it should have."""
 
     trace: RankTrace
     found: Tensor
@@ -144,13 +143,18 @@ class RankPart:
     scale: float
     call: int
     places: Tensor | None = None
-    """By row: row of the batch × seq_len + position; None of a parameter."""
+    """The token of each row: row of the batch × seq_len + position; None for a parameter."""
     columns: range = range(0)
     unit: tuple[str, int] = ("element", 1)
 
     @cached_property
+    def part(self) -> tuple[Any, range]:
+        """Its tokens and columns, by which the same parts of several ranks are found."""
+        return None if self.places is None else tuple(self.places.tolist()), self.columns
+
+    @cached_property
     def bad(self) -> Tensor:
-        """Which elements differ."""
+        """True for each element that differs."""
         return ~((self.found - self.expected).abs() <= TOLERANCE * self.scale)
 
     @property
@@ -277,38 +281,37 @@ class Comparison:
         if not traces or computed.all():
             return None
         missing = (~computed).nonzero().flatten()
-        what = f"no rank computed it for {self._tokens(missing, None)}"
         last = max(record["call"] for record in traces[0].records["output", module])
-        ranks = tuple(trace.rank for trace in traces)
-        return self._divergence(module, "forward", ranks, math.inf, what, None, traces[0], last, ())
+        return self._divergence(
+            *(traces[0], last, module, "forward"),
+            ranks=tuple(trace.rank for trace in traces),
+            rel=math.inf,
+            what=f"no rank computed it for {self._tokens(missing, None)}",
+        )
 
     def _of_flow(self, direction: str, module: str, wrong: list[RankPart]) -> Divergence:
-        ranks = tuple(dict.fromkeys(each.trace.rank for each in wrong))
         words, axis = self._looks(direction, module, wrong)
-        what = "; ".join([*self._parts(module, wrong), *words])
         first = wrong[0]
         before = self._before(direction, module, first)
-        calls = tuple(str(first.trace.collective(number)) for number in range(before + 1, first.call + 1))
-        way: Direction = "forward" if direction == "output" else "backward"
-        rel = max(each.rel for each in wrong)
-        return self._divergence(module, way, ranks, rel, what, axis, first.trace, first.call, calls)
+        return self._divergence(
+            *(first.trace, first.call, module, "forward" if direction == "output" else "backward"),
+            ranks=tuple(dict.fromkeys(each.trace.rank for each in wrong)),
+            rel=max(each.rel for each in wrong),
+            what="; ".join([*self._parts(module, wrong), *words]),
+            axis=axis,
+            between=tuple(str(first.trace.collective(number)) for number in range(before + 1, first.call + 1)),
+        )
 
     def _before(self, direction: str, module: str, of: RankPart) -> int:
         """Returns the number of calls that a rank had issued when it recorded the module before this one."""
-        known = [
+        order, at = self.whole.order, self.whole.order.index(module)
+        records = of.trace.records
+        calls = [
             record["call"]
-            for (way, other), records in of.trace.records.items()
-            if way == direction and other != module
-            for record in records
-            if record["call"] <= of.call and self._precedes(direction, other, module)
+            for other in (order[:at] if direction == "output" else order[at + 1 :])
+            for record in records.get((direction, other), ())
         ]
-        return max(known, default=of.call)
-
-    def _precedes(self, direction: str, other: str, module: str) -> bool:
-        order = {name: number for number, name in enumerate(self.whole.order)}
-        if other not in order:
-            return False
-        return (order[other] < order[module]) == (direction == "output")
+        return max((call for call in calls if call <= of.call), default=of.call)
 
     # What it looks like.
 
@@ -372,7 +375,7 @@ class Comparison:
             words.append(weight)
         told, axis = self._factor(wrong, self.axes)
         words += told
-        if axis is None and (axis := self._unsummed(direction, module)) is not None:
+        if axis is None and (axis := self._unsummed([*self._flow(direction, module)], self.axes)) is not None:
             words.append(f"the {axis} ranks' values add up to the expected ones: they are not summed over {axis}")
         if not told and axis is None and direction == "output":
             if moved := self._moved(module, wrong):
@@ -424,27 +427,15 @@ class Comparison:
             return [f"{where}: summed twice, or not divided, over {' or '.join(over)}?"], over[0]
         return [f"{where}{': summed twice?' if abs(factor - 2) < CONSTANT else ''}"], None
 
-    def _unsummed(self, direction: str, module: str) -> str | None:
+    def _unsummed(self, every: list[RankPart], axes: Axes) -> str | None:
         """Returns the axis whose ranks hold summands of the expected values."""
-        every = list(self._flow(direction, module))
-        return self._sums(
-            every,
-            self.axes,
-            lambda each: (tuple(each.places.tolist()) if each.places is not None else (), each.columns),
-        )
-
-    def _sums(self, every: list[RankPart], axes: Axes, key: Callable[[RankPart], Any]) -> str | None:
         for name, line in axes.items():
-            groups: dict[Any, list[RankPart]] = defaultdict(list)
-            for each in every:
-                rank = each.trace.rank
-                groups[rank - line.place(rank) * line.stride, key(each)].append(each)
-            if not groups or any(len(group) != line.size for group in groups.values()):
-                continue
-            if all(
-                float((sum(each.found for each in group) - group[0].expected).abs().max())
+            groups = _along(line, every)
+            if groups and all(
+                len(group) == line.size
+                and float((sum(each.found for each in group) - group[0].expected).abs().max())
                 <= CONSTANT * max(group[0].scale, 1e-300)
-                for group in groups.values()
+                for group in groups
             ):
                 return name
         return None
@@ -508,40 +499,37 @@ class Comparison:
 
     def _parameters(self, when: str) -> Divergence | None:
         """Returns the first parameter that differs before or after the step, or whose gradient does."""
-        wrong = {name: found for name in self.names if (found := self._shards(when, name))}
-        wrong = {name: bad for name, found in wrong.items() if (bad := [d for d in found if not d.rel <= TOLERANCE])}
+        every = {name: self._shards(when, name) for name in self.names}
+        wrong = {name: bad for name, found in every.items() if (bad := [d for d in found if not d.rel <= TOLERANCE])}
         if not wrong:
             return None
         name, several = next(iter(wrong.items()))
-        ranks = tuple(dict.fromkeys(each.trace.rank for each in several))
         axes = _axes(self.layout, ("ep", *REDUCING)) if is_expert(name) else self.reducing
         words, axis = self._factor(several, axes)
-        if axis is None and (axis := self._sums(self._shards(when, name), axes, lambda each: each.columns)) is not None:
+        if axis is None and (axis := self._unsummed(every[name], axes)) is not None:
             words.append(f"the {axis} ranks' values add up to the expected ones: they are not summed over {axis}")
-        words = words or self._disagreement(self._shards(when, name), axes)
-        others = f"; so do {counted(len(wrong) - 1, 'other parameter')}" if len(wrong) > 1 else ""
-        what = "; ".join([*self._parts(name, several), *words]) + others
-        first, way = several[0], "gradient" if when == "gradient" else "update"
-        rel = max(each.rel for each in several)
-        step = self.step - 1 if when == "before" else self.step
-        found = self._divergence(name, way, ranks, rel, what, axis, first.trace, first.call, ())
-        return replace(found, step=step)
+        words = words or self._disagreement(every[name], axes)
+        if (others := len(wrong) - 1) > 0:
+            words = [*words, f"so {'does' if others == 1 else 'do'} {counted(others, 'other parameter')}"]
+        found = self._divergence(
+            *(several[0].trace, several[0].call, name, "gradient" if when == "gradient" else "update"),
+            ranks=tuple(dict.fromkeys(each.trace.rank for each in several)),
+            rel=max(each.rel for each in several),
+            what="; ".join([*self._parts(name, several), *words]),
+            axis=axis,
+        )
+        return replace(found, step=self.step - 1) if when == "before" else found
 
     def _disagreement(self, every: list[RankPart], axes: Axes) -> list[str]:
-        """Returns the axes along which ranks that should hold equal values do not."""
-        found = list[str]()
+        """Returns the first axis along which ranks that should hold equal values do not."""
         for name, line in axes.items():
-            groups: dict[Any, list[RankPart]] = defaultdict(list)
-            for each in every:
-                rank = each.trace.rank
-                groups[rank - line.place(rank) * line.stride, each.columns].append(each)
             if any(
                 not torch.allclose(each.found, group[0].found, rtol=1e-6, atol=TOLERANCE * each.scale)
-                for group in groups.values()
+                for group in _along(line, every)
                 for each in group[1:]
             ):
-                found.append(f"ranks along {name} have different values of the same elements")
-        return found[:1]
+                return [f"ranks along {name} have different values of the same elements"]
+        return []
 
     def _shards(self, when: str, name: str) -> list[RankPart]:
         whole = next((s for s in self.whole.shards if s["when"] == when and s["name"] == name), None)
@@ -583,26 +571,12 @@ class Comparison:
 
     # The answer.
 
-    def _divergence(
-        self,
-        module: str,
-        direction: str,
-        ranks: tuple[int, ...],
-        rel: float,
-        what: str,
-        axis: str | None,
-        trace: RankTrace,
-        call: int,
-        between: tuple[str, ...],
-    ) -> Divergence:
+    def _divergence(self, trace: RankTrace, call: int, module: str, way: Direction, **facts: Any) -> Divergence:
+        """Returns the difference in a module after so many calls of a rank, with the table of all others."""
         ways = {"forward": "output", "backward": "gradient"}
-        table = {way: {module: self._row(of, module) for module in self.whole.order} for way, of in ways.items()}
-        unknown = tuple(self._unknown())
-        return Divergence(
-            *(module, direction, self.step, ranks, rel, what, axis, trace.collective(call), between),  # pyright: ignore[reportArgumentType]
-            unknown=unknown,
-            table=table,
-        )
+        table = {way: {name: self._row(of, name) for name in self.whole.order} for way, of in ways.items()}
+        facts |= {"collective": trace.collective(call), "unknown": tuple(self._unknown()), "table": table}
+        return Divergence(module, way, self.step, **facts)
 
     def _row(self, direction: str, module: str) -> list[float | None]:
         row: list[float | None] = [None] * len(self.ranks)
@@ -633,6 +607,15 @@ def _axes(layout: Layout, order: Sequence[str]) -> Axes:
         if name in lines and lines[name].size > 1 and lines[name] not in found.values():
             found.setdefault(shown.get(name, name), lines[name])
     return found
+
+
+def _along(line: AxisGeometry, every: Iterable[RankPart]) -> list[list[RankPart]]:
+    """Returns the same parts of ranks along an axis."""
+    groups: dict[Any, list[RankPart]] = defaultdict(list)
+    for each in every:
+        rank = each.trace.rank
+        groups[rank - line.place(rank) * line.stride, each.part].append(each)
+    return [*groups.values()]
 
 
 def _only_turned(wrong: list[RankPart]) -> bool:

@@ -142,7 +142,7 @@ class Differences:
     values: list[float] = field(default_factory=list)
     """The losses themselves."""
     expected: list[float] = field(default_factory=list)
-    """Those of one process."""
+    """The losses of one process."""
 
 
 def nothing(_: Ranks) -> None:
@@ -157,7 +157,7 @@ def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stal
     def observe(key: str, whole: Tensor) -> None:
         tensors[key] = whole.clone()  # the optimizer clips the gradient and updates the parameter in place
 
-    found = _run(ranks, job, vocab_size, steps, observe, stale)
+    found = run_steps(ranks, job, vocab_size, steps, partial(_observed, observe, ranks.rank == 0, 1), stale)
     largest = [
         max(float(tensor.abs().max()) for key, tensor in tensors.items() if _is_of_the_loss(key, step))
         for step in range(steps)
@@ -205,7 +205,8 @@ def compare(
                 whole, expected.get_tensor(key), rounding * largest[int(step)]
             )
 
-        here = _run(ranks, job, vocab_size, steps, observe, stale, dtype, chunks)
+        prepare = partial(_observed, observe, ranks.rank == 0, chunks)
+        here = run_steps(ranks, job, vocab_size, steps, prepare, stale, dtype)
         there = Scalars(**json.loads(facts["scalars"]))
         found.values, found.expected, found.copies = here.losses, there.losses, here.copies
         found.losses = [relative(*pair) for pair in zip(here.losses, there.losses, strict=True)]
@@ -341,29 +342,15 @@ class Scalars:
     validation: float | None
     """The loss of another batch after the last step, without dropout; None for such replicas."""
     copies: list[list[str]]
-    """As in `Differences`."""
+    """Parameters whose copies differ, as in `Differences`."""
 
 
-def _run(
-    ranks: Ranks,
-    job: Job,
-    vocab_size: int,
-    steps: int,
-    observe: Observe,
-    stale: bool = False,
-    dtype: torch.dtype = torch.float64,
-    chunks: int = 1,
-) -> Scalars:
-    """Trains and returns what is no tensor. `observe` is called for every gradient of every step, then for every
-    parameter."""
-
-    def prepare(stepper: ObservedStepper) -> None:
-        stepper.observe, stepper.keep = observe, ranks.rank == 0
-        if chunks > 1:
-            block = SCALED_BLOCK if job.train.precision == "fp8" else 1
-            multiply_in_chunks(stepper.replica.objective.model, chunks, block)
-
-    return run_steps(ranks, job, vocab_size, steps, prepare, stale, dtype)
+def _observed(observe: Observe, keep: bool, chunks: int, stepper: ObservedStepper) -> None:
+    """Makes a stepper call `observe` for every gradient of every step, then for every parameter."""
+    stepper.observe, stepper.keep = observe, keep
+    if chunks > 1:
+        block = SCALED_BLOCK if stepper.job.train.precision == "fp8" else 1
+        multiply_in_chunks(stepper.replica.objective.model, chunks, block)
 
 
 def run_steps(

@@ -9,23 +9,21 @@ from __future__ import annotations
 
 import math
 import tempfile
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from phalanx.blocks.parameters import parameter_shapes
-from phalanx.checkpoint.diff import compare
+from phalanx.checkpoint.diff import compare, in_model_order
 from phalanx.checkpoint.inventory import check, directory_of
 from phalanx.checkpoint.manifest import kind_of
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.errors import CheckpointError, PhalanxError
-from phalanx.launch.pool import Pool
+from phalanx.errors import CheckpointError
 from phalanx.launch.process_group import device_of
 from phalanx.launch.ranks import Ranks
 from phalanx.parallel import mesh as meshes
@@ -34,18 +32,18 @@ from phalanx.train.requests import StopRequest
 from phalanx.train.saving import Saving
 from phalanx.train.state import TrainState
 from phalanx.train.step import StepInputs, Stepper
-from phalanx.units import aligned, counted, seconds
-from phalanx.verify.measure import ROUNDING, TOLERANCE, difference, micro_batches, nothing
-from phalanx.verify.run import PRELOAD, START_S, FirstDifference
+from phalanx.units import counted, seconds
+from phalanx.verify.cases import CaseReport, VerifyCase, guarded, started
+from phalanx.verify.measure import ROUNDING, TOLERANCE, difference, micro_batches, relative
+from phalanx.verify.run import FirstDifference, worst
 from phalanx.verify.select import Pair, Selection
 
 _DATA = "random tokens of phalanx verify"
 """The fingerprint of the data of all runs."""
-_WARM = (*PRELOAD, "phalanx.verify.resume")
 
 
-@dataclass(frozen=True)
-class ResumeCase:
+@dataclass(frozen=True, kw_only=True)
+class ResumeCase(VerifyCase):
     """A run that changes its layout. Differences are None if it failed before."""
 
     before: str
@@ -56,7 +54,7 @@ class ResumeCase:
     saved_max_rel: float | None = None
     """Largest difference of a tensor of the checkpoint."""
     restored: bool | None = None
-    """What the second layout has loaded is the checkpoint, to the bit."""
+    """Whether the second layout's state after loading is the checkpoint, to the bit."""
     loss_max_rel: float | None = None
     """Largest difference of a loss, before and after."""
     param_max_rel: float | None = None
@@ -65,89 +63,49 @@ class ResumeCase:
     """Largest difference of a tensor of the optimizer after the last step."""
     first_difference: FirstDifference | None = None
     """The first tensor, or loss, that exceeds the tolerance, and the step."""
-    error: str | None = None
-    ok: bool = False
-    seconds: float = 0.0
+
+    @property
+    def title(self) -> str:
+        return f"{self.before} → {self.after}"
+
+    def complaint(self) -> str:
+        if self.error:
+            return self.error
+        match self.first_difference:
+            case FirstDifference("restored", name, _, _):
+                return f"what is loaded is not the checkpoint: {name}"
+            case FirstDifference("loss", _, step, rel):
+                return f"the loss of step {step} differs by {rel:.1e}"
+            case FirstDifference(what, name, step, rel):
+                return f"{name}: the {what} after step {step} differs by {rel:.1e}"
+        return ""
 
 
 @dataclass
-class ResumeReport:
-    """All pairs, in order."""
+class ResumeReport(CaseReport[ResumeCase]):
+    """All pairs, in order, with `steps` steps before the checkpoint, and as many after it."""
 
-    selection: Selection
-    steps: int
-    """Steps before the checkpoint, and as many after it."""
-    cases: list[ResumeCase] = field(default_factory=list)
-    seconds: float = 0.0
-
-    @property
-    def ok(self) -> bool:
-        return all(case.ok for case in self.cases)
+    noun = "pair"
+    names = 2
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the document of `phalanx verify --resume --json`."""
+        document, names = super().as_dict(), {"before": "from", "after": "to"}
+        pairs = [{names.get(name, name): value for name, value in case.items()} for case in document.pop("cases")]
+        return {"pairs": pairs, **document, "tolerance": TOLERANCE}
 
-        def finite(value: Any) -> Any:
-            return None if isinstance(value, float) and not math.isfinite(value) else value
-
-        names = {"before": "from", "after": "to"}
-        return {
-            "pairs": [
-                {names.get(name, name): finite(value) for name, value in asdict(case).items()} for case in self.cases
-            ],
-            "ok": self.ok,
-            "tolerance": TOLERANCE,
-            "steps": self.steps,
-            "shrunk": {path: list(pair) for path, pair in self.selection.compared.changes.items()},
-            "skipped": [asdict(skipped) for skipped in self.selection.skipped],
-            "refused": self.selection.refused,
-            "notes": self.selection.notes,
-            "seconds": round(self.seconds, 3),
-        }
-
-    def text(self) -> str:
-        head = ("from", "to", "ranks", "saved", "restored", "loss", "parameters", "optimizer", "", "time")
-        rows: list[tuple[str, ...]] = [head]
+    def rows(self) -> Iterator[Sequence[str]]:
+        yield "from", "to", "ranks", "saved", "restored", "loss", "parameters", "optimizer"
         for case in self.cases:
             rels = (case.saved_max_rel, case.loss_max_rel, case.param_max_rel, case.optimizer_max_rel)
             saved, *others = ("-" if rel is None else f"{rel:.1e}" for rel in rels)
             bits = "-" if case.restored is None else "to the bit" if case.restored else "no"
-            ranks = f"{case.ranks[0]} → {case.ranks[1]}"
-            state = "ok" if case.ok else "FAIL"
-            rows.append((case.before, case.after, ranks, saved, bits, *others, state, seconds(case.seconds)))
-        lines = aligned(rows, "llrrrrrrrr")
-        failed = [case for case in self.cases if not case.ok]
-        if failed:
-            lines += ["", "Differences:", *(f"  {case.before} → {case.after}: {complaint(case)}" for case in failed)]
-        if self.selection.skipped:
-            lines += ["", "Not compared:"]
-            lines += [f"  {skipped.layout}: {skipped.reason}" for skipped in self.selection.skipped]
-        if self.selection.refused:
-            lines += ["", "Refused:", *(f"  {problem}" for problem in self.selection.refused)]
-        how_many = f"{f'{len(failed)} of ' if failed else ''}{counted(len(self.cases), 'pair')} of layouts"
-        verdict = "Not equal" if failed else "Equal"
+            yield case.before, case.after, f"{case.ranks[0]} → {case.ranks[1]}", saved, bits, *others
+
+    def verdict(self, failed: int, how_many: str) -> str:
         measure = f"tolerance {TOLERANCE:g}, {self.steps} + {counted(self.steps, 'step')}, {seconds(self.seconds)}"
-        return "\n".join([*lines, "", f"{verdict} to one process without interruption: {how_many} ({measure})"])
-
-
-def complaint(case: ResumeCase) -> str:
-    """Returns why a case failed."""
-    if case.error:
-        return case.error
-    if case.restored is False:
-        return f"what is loaded is not the checkpoint: {case.first_difference and case.first_difference.name}"
-    match case.first_difference:
-        case FirstDifference("loss", _, step, rel):
-            return f"the loss of step {step} differs by {rel:.1e}"
-        case FirstDifference(what, name, step, rel):
-            return f"{name}: the {what} after step {step} differs by {rel:.1e}"
-    return ""
-
-
-def progress(case: ResumeCase) -> str:
-    """Returns one line about a finished pair."""
-    failed = "" if case.ok else f": {complaint(case)}"
-    return f"{'ok  ' if case.ok else 'FAIL'}  {case.before} → {case.after} ({seconds(case.seconds)}){failed}"
+        verdict = "Not equal" if failed else "Equal"
+        return f"{verdict} to one process without interruption: {how_many} of layouts ({measure})"
 
 
 @dataclass(frozen=True)
@@ -163,94 +121,65 @@ def resume_all(
 ) -> ResumeReport:
     """Runs every pair of layouts, with a checkpoint after `steps` steps and as many steps after it. An error on the
     ranks makes its pair fail with the message, and the others continue."""
-    began = time.perf_counter()
-    report = ResumeReport(selection, steps)
-    processes = max((job.layout.processes for pair in pairs for job in pair), default=1)
-    device, vocab = selection.compared.job.cluster.device, selection.compared.vocab_size
-    with tempfile.TemporaryDirectory(prefix="phalanx_resume_") as folder, Pool(processes, _WARM, device) as pool:
-        pool.run(nothing, processes, timeout=START_S)
-        runs: dict[tuple[Job, int], _Saved] = {}
+    report, vocab = ResumeReport(selection, steps), selection.compared.vocab_size
+    with started(report, "phalanx.verify.resume") as (ranks, folder):
 
+        @cache
         def until(job: Job, step: int, start: Path | None = None) -> _Saved:
             """Returns a run until a step, from the beginning once only."""
-            key = job, step
-            if start is None and key in runs:
-                return runs[key]
             root = Path(tempfile.mkdtemp(dir=folder))
-            ranks = job.layout.processes
-            losses = pool.run(train_until, ranks, job, vocab, step, root, start, timeout=job.run.timeout_s)[0]
-            saved = _Saved(root, losses)
-            if start is None:
-                runs[key] = saved
-            return saved
+            call = job.layout.processes, job, vocab, step, root, start
+            return _Saved(root, guarded(ranks)(train_until, *call, timeout=job.run.timeout_s)[0])
 
         for pair in pairs:
-            case_began = time.perf_counter()
-            try:
-                case = _case(pair, steps, vocab, until)
-            except Exception as raised:  # an error on a rank is this pair's result and does not end the others
-                kind = "" if isinstance(raised, PhalanxError) else f"{type(raised).__name__}: "
-                case = replace(_empty(pair), error=kind + (str(raised).strip().splitlines() or [""])[0])
-            report.cases.append(replace(case, seconds=round(time.perf_counter() - case_began, 3)))
-            on_case(report.cases[-1])
-    report.seconds = time.perf_counter() - began
+            a, b = (job.layout for job in pair)
+            case = ResumeCase(before=a.line(), after=b.line(), ranks=(a.world, b.world))
+            on_case(report.add(case, partial(_measured, pair, steps, until)))
     return report
 
 
-def _empty(pair: Pair) -> ResumeCase:
-    a, b = pair[0].layout, pair[1].layout
-    return ResumeCase(a.line(), b.line(), (a.world, b.world))
-
-
-def _case(pair: Pair, steps: int, vocab: int, until: Callable[..., _Saved]) -> ResumeCase:
+def _measured(pair: Pair, steps: int, until: Callable[..., _Saved]) -> dict[str, Any]:
+    """Returns what a case has after its ranks ran."""
     first, second = pair
     alone = replace(first, layout=Layout(bucket_mb=first.layout.bucket_mb))
     whole, half = until(alone, 2 * steps), until(alone, steps)
     before = until(first, steps)
     checkpoint = directory_of(before.path, steps)
     after = until(second, 2 * steps, checkpoint)
-    tensors = _differences(checkpoint, directory_of(half.path, steps), first, vocab)
+    saved = _differences(checkpoint, directory_of(half.path, steps), first)
     with Reader(check(checkpoint)) as a, Reader(check(directory_of(after.path / RESTORED, steps))) as b:
         apart = compare(a, b)
         changed = [each.name for each in (*apart.tensors, *apart.fields) if not each.name.startswith("job.")]
-    losses = [
-        abs(mine - other) / (abs(other) or 1.0)
-        for mine, other in zip([*before.losses, *after.losses], whole.losses, strict=True)
-    ]
+    losses = [relative(*both) for both in zip([*before.losses, *after.losses], whole.losses, strict=True)]
     end = directory_of(after.path, 2 * steps), directory_of(whole.path, 2 * steps)
-    found = _differences(*end, second, vocab)
-    moments = [rel for name, rel in found.items() if kind_of(name)]
-    parameters = [rel for name, rel in found.items() if not kind_of(name)]
-    wrong = _first(tensors, steps) or (FirstDifference("restored", changed[0], steps, math.inf) if changed else None)
-    wrong = wrong or next(
-        (FirstDifference("loss", None, at, rel) for at, rel in enumerate(losses, 1) if not rel <= TOLERANCE), None
-    )
-    wrong = wrong or _first(found, 2 * steps)
-    return replace(
-        _empty(pair),
-        saved_max_rel=_worst(tensors.values()),
-        restored=not changed,
-        loss_max_rel=_worst(losses),
-        param_max_rel=_worst(parameters),
-        optimizer_max_rel=_worst(moments),
-        first_difference=wrong,
-        ok=wrong is None,
-    )
+    found = _differences(*end, second)
+    wrong = [
+        *_wrong(saved, steps),
+        *(FirstDifference("restored", name, steps, math.inf) for name in changed),
+        *(FirstDifference("loss", None, step, rel) for step, rel in enumerate(losses, 1) if not rel <= TOLERANCE),
+        *_wrong(found, 2 * steps),
+    ]
+    return {
+        "saved_max_rel": worst(saved.values()),
+        "restored": not changed,
+        "loss_max_rel": worst(losses),
+        "param_max_rel": worst(rel for name, rel in found.items() if not kind_of(name)),
+        "optimizer_max_rel": worst(rel for name, rel in found.items() if kind_of(name)),
+        "first_difference": wrong[0] if wrong else None,
+        "ok": not wrong,
+    }
 
 
-def _worst(found: Any) -> float:
-    return max((math.inf if math.isnan(rel) else rel for rel in found), default=0.0)
+def _wrong(found: Mapping[str, float], step: int) -> list[FirstDifference]:
+    """Returns the tensors that differ, in the order of `found`."""
+    return [
+        FirstDifference(kind_of(name) or "parameter", name.rpartition("/")[2], step, rel)
+        for name, rel in found.items()
+        if not rel <= TOLERANCE
+    ]
 
 
-def _first(found: Mapping[str, float], step: int) -> FirstDifference | None:
-    """Returns the first tensor in the model's order that differs, parameters first."""
-    for name, rel in found.items():
-        if not rel <= TOLERANCE:
-            return FirstDifference(kind_of(name) or "parameter", name.rpartition("/")[2], step, rel)
-    return None
-
-
-def _differences(mine: Path, other: Path, job: Job, vocab: int) -> dict[str, float]:
+def _differences(mine: Path, other: Path, job: Job) -> dict[str, float]:
     """Returns the difference of every tensor of two checkpoints, in the model's order, parameters first. A tensor that
     one of them lacks differs by infinity.
 
@@ -258,15 +187,11 @@ def _differences(mine: Path, other: Path, job: Job, vocab: int) -> dict[str, flo
     kind, and its square for squares."""
     found: dict[str, float] = {}
     with Reader(check(mine)) as a, Reader(check(other)) as b:
-        order = {name: at for at, name in enumerate(parameter_shapes(job.model, vocab))}
-        names = dict.fromkeys((*b.names(), *a.names()))
-        kinds = list(dict.fromkeys(map(kind_of, names)))
-        largest = dict.fromkeys(kinds, 0.0)
+        largest: dict[str, float] = {}
         for name in b.names():
-            largest[kind_of(name)] = max(largest[kind_of(name)], float(b.read(name).double().abs().max()))
-        for name in sorted(
-            names, key=lambda n: (kind_of(n) != "", kinds.index(kind_of(n)), order[n.rpartition("/")[2]])
-        ):
+            kind = kind_of(name)
+            largest[kind] = max(largest.get(kind, 0.0), float(b.read(name).double().abs().max()))
+        for name in in_model_order(dict.fromkeys((*b.names(), *a.names())), job.model):
             kind = kind_of(name)
             if name not in a.manifest.tensors or name not in b.manifest.tensors:
                 found[name] = math.inf

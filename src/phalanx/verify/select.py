@@ -31,7 +31,7 @@ from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.schedule import Schedule
 from phalanx.techniques.catalogue import OWN, techniques_of
 from phalanx.techniques.technique import Problem
-from phalanx.units import counted
+from phalanx.units import counted, listed
 
 FEATURES = (
     *(axis.combined for axis in OWN_AXES.values()),
@@ -338,18 +338,14 @@ class Selection:
         compared with one process whose gradients are equally late."""
         return not flushes(layout)
 
-
-def skipped_lines(selection: Selection) -> list[str]:
-    """Returns lines about layouts that are not compared, by reason, and about those that were refused."""
-    by_reason: dict[str, list[str]] = {}
-    for skipped in selection.skipped:
-        by_reason.setdefault(skipped.reason, []).append(skipped.layout)
-    lines = ["", "Not compared:"] if by_reason else []
-    for reason, layouts in by_reason.items():
-        lines.append(f"  {layouts[0]}{f' and {len(layouts) - 1} more' if len(layouts) > 1 else ''}: {reason}")
-    if selection.refused:
-        lines += ["", "Refused:", *(f"  {problem}" for problem in selection.refused)]
-    return lines
+    def not_compared(self) -> list[str]:
+        """Returns lines about layouts that are not compared, by reason, and about those that were refused."""
+        by_reason: dict[str, list[str]] = {}
+        for skipped in self.skipped:
+            by_reason.setdefault(skipped.reason, []).append(skipped.layout)
+        lines = ["", "Not compared:"] if by_reason else []
+        lines += [f"  {listed(layouts, 1)}: {reason}" for reason, layouts in by_reason.items()]
+        return [*lines, "", "Refused:", *(f"  {each}" for each in self.refused)] if self.refused else lines
 
 
 def select(

@@ -62,7 +62,7 @@ class StepRecorder:
         self.rows, self.seq_len = batch.solve(job.train.global_batch, job.layout).global_batch, job.model.seq_len
         self.current = _Current()
         self.micros: dict[int, tuple[Tensor, Sequence[int]]] = {}
-        """By the address of its tokens: a micro-batch's tokens, which keep the address, and its rows of the batch."""
+        """Each micro-batch's tokens and rows of the batch, by the address of the tokens, which stay alive for it."""
         self.tensors: dict[str, Tensor] = {}
         self.records: list[dict[str, Any]] = []
         self.shards: list[dict[str, Any]] = []
@@ -104,11 +104,11 @@ class StepRecorder:
     ) -> None:
         """Records the output `x` of a module, which `shape` maps to (batch, seq, features) or (tokens, features), and
         its gradient once it is there. `part`: whether output and gradient are summands over the tensor ranks. `unit` is
-        the name and the width of what the features consist of. What is recomputed is not recorded again."""
-        places = self.current.places
-        if places is None:
+        the name and the width of what the features consist of, 0 for the last dimension of `x`. What is recomputed is
+        not recorded again."""
+        if self.current.places is None:
             return
-        places = places.flatten()
+        places, unit = self.current.places.flatten(), (unit[0], unit[1] or x.shape[-1])
         matrix = _matrix(shape(x.detach()))
         if len(matrix) * self.tp.size == len(places) > 1:  # the tensor rank's run of the tokens
             places = places.chunk(self.tp.size)[self.tp.rank]
@@ -123,14 +123,8 @@ class StepRecorder:
 
     def save(self, path: Path) -> None:
         """Writes everything."""
-        calls = [(call.axis, call.collective, call.bytes) for call in self.recording.calls]
-        facts = {
-            "coordinates": self.coordinates,
-            "records": self.records,
-            "shards": self.shards,
-            "unknown": self.unknown,
-            "calls": calls,
-        }
+        facts = {name: getattr(self, name) for name in ("coordinates", "records", "shards", "unknown")}
+        facts["calls"] = [(call.axis, call.collective, call.bytes) for call in self.recording.calls]
         save_file(self.tensors, path, {"facts": json.dumps(facts)})
 
     def _put(
@@ -142,16 +136,9 @@ class StepRecorder:
                 return
             self.tensors[key] = matrix.detach().clone(memory_format=torch.contiguous_format).cpu()
             self.tensors.setdefault(f"places/{key}", places.clone())
-            self.records.append(
-                {
-                    "key": key,
-                    "module": module,
-                    "direction": direction,
-                    "partial": is_part and self.tp.size > 1,
-                    "unit": unit,
-                    "call": len(self.recording.calls),
-                }
-            )
+            record = {"key": key, "module": module, "direction": direction, "unit": unit}
+            record |= {"partial": is_part and self.tp.size > 1, "call": len(self.recording.calls)}
+            self.records.append(record)
 
     def _tensors(self, made_by: Callable[..., MicroTensors], micro: Any, step: int, *args: Any) -> MicroTensors:
         made = made_by(micro, step, *args)
@@ -272,10 +259,7 @@ class StepRecorder:
             return
 
         def see(_: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-            given = dict(options)
-            if given.get("unit") == ("head", 0):
-                given["unit"] = "head", output.shape[-1]
-            self.see(name, output, *shape, **given)
+            self.see(name, output, *shape, **options)
 
         module.register_forward_hook(see)
 
@@ -301,7 +285,7 @@ class StepRecorder:
             # Of keys in slices this pass has only its own queries' part of the gradient.
             whole = self.slices == 1 or name == "q"
             shape = partial(_by_token, last=queries)
-            self.see(f"{path}.{name}", x, shape, part=(False, True), gradient=whole, unit=("head", x.shape[-1]))
+            self.see(f"{path}.{name}", x, shape, part=(False, True), gradient=whole, unit=("head", 0))
 
     def _see_positions(self, _: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
         if output.dim() == 2 and self.current.places is not None:  # the same for every sequence
