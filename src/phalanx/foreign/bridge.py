@@ -196,7 +196,7 @@ _FORMATS = (
     (r"bf16", {"bf16": True}),
     (r"fp16|16-mixed", {"fp16": True}),
 )
-"""What the names of mixed precisions mean."""
+"""Patterns of the names of mixed precisions, with the arguments of Megatron Core that they stand for."""
 
 
 def _precision(fields: Fields) -> None:

@@ -1,5 +1,5 @@
-"""What formats of other frameworks share: the values that a file states, the table of names, and the fields of a job
-that they become."""
+"""Defines the values that a file of another framework states, its table of names, and the fields of a job that they
+become."""
 
 from __future__ import annotations
 
@@ -425,7 +425,7 @@ class ForeignFormat:
     chooses: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of which it offers only these values; the planner searches once per combination."""
     marks: str = ""
-    """What its files have, for the message about a file of no known kind."""
+    """The message about a file of no known kind names these marks of its files."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the arguments of Megatron Core mean together: those of Megatron-LM, Primus, Megatron-Bridge and NeMo."""
+"""Reads the arguments of Megatron Core, which Megatron-LM, Primus, Megatron-Bridge and NeMo share, as a job."""
 
 from __future__ import annotations
 

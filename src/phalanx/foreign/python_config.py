@@ -117,7 +117,9 @@ _COMPARED: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
-class _Returned(Exception):  # noqa: N818 (it is no error)
+class _ReturnedError(Exception):
+    """Ends a function with the value that it returns."""
+
     def __init__(self, value: Any):
         self.value = value
 
@@ -155,7 +157,7 @@ class RecipeReader:
         env |= {key: value for key, value in named.items() if key in env}
         try:
             frame.block(function.body)
-        except _Returned as returned:
+        except _ReturnedError as returned:
             return returned.value
         return None
 
@@ -182,7 +184,7 @@ class _Evaluation:
 
     def _statement(self, each: ast.stmt) -> None:
         if isinstance(each, ast.Return):
-            raise _Returned(self.value(each.value) if each.value else None)
+            raise _ReturnedError(self.value(each.value) if each.value else None)
         if isinstance(each, ast.Assign):
             value = self.value(each.value)
             for target in each.targets:

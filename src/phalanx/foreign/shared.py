@@ -1,4 +1,4 @@
-"""What several formats say in the same way: models by their names on the Hugging Face hub, torch's pipeline schedules,
+"""Reads values that several formats share: models by their names on the Hugging Face hub, torch's pipeline schedules,
 FSDP as accelerate names its options, DeepSpeed's files, and degrees of parallelism."""
 
 from __future__ import annotations

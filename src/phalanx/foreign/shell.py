@@ -77,8 +77,8 @@ class _ScriptStatement:
     """simple, if, case, loop, function, or group."""
     joint: str = ""
     """The operator before it: ; && || or |."""
-    assignments: list[tuple[str, bool, list[Parts] | Parts, bool]] = field(default_factory=list)
-    """Name, whether it appends, value, and whether it is an array."""
+    assignments: list[tuple[str, bool, list[Parts], bool]] = field(default_factory=list)
+    """Name, whether it appends, its words, and whether it is an array; one that is none has one word."""
     words: list[Parts] = field(default_factory=list)
     heredoc: list[Parts] = field(default_factory=list)
     branches: list[tuple[Any, list[_ScriptStatement]]] = field(default_factory=list)
@@ -229,7 +229,7 @@ class _ScriptParser:
         head = self.text[self.place : end.start() if end else len(self.text)]
         name = _NAME.match(head.strip())
         self.place += len(head)
-        return [_ScriptStatement("simple", assignments=[(name[0], False, [], False)])] if name else []
+        return [_ScriptStatement("simple", assignments=[(name[0], False, [[]], False)])] if name else []
 
     def _pass(self, word: str) -> None:
         if self.peek(word):
@@ -355,8 +355,7 @@ class _ScriptParser:
             self.place += 1
             statement.assignments.append((name, appends, words, True))
         else:
-            value = self.word()
-            statement.assignments.append((name, appends or one, value, False))
+            statement.assignments.append((name, appends or one, [self.word()], False))
 
     def word(self) -> Parts:
         """Returns the parts of the word at this place; [] if there is none."""
@@ -517,7 +516,7 @@ def arithmetic(text: str) -> int:
 
 @dataclass
 class Script:
-    """What follows from a script."""
+    """The commands and variables that follow from a script."""
 
     commands: list[list[ScriptWord]]
     """Commands that run, expanded, and the words of here documents, in order."""
@@ -619,9 +618,9 @@ class _ScriptReader:
     def _assign(self, statement: _ScriptStatement, why: str = "") -> None:
         for name, appends, value, is_array in statement.assignments:
             if is_array:
-                words = self._expanded(value)  # type: ignore[arg-type]
+                words = self._expanded(value)
             else:
-                words = [ScriptWord([each._replace(quoted=True) for each in self._segments(value)])]  # type: ignore[arg-type]
+                words = [ScriptWord([each._replace(quoted=True) for each in self._segments(value[0])])]
             if why and not is_array:
                 words = [ScriptWord([ScriptText(f"${name}", statement.line, "", True, why)])]
             elif why:
