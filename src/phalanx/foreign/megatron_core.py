@@ -235,8 +235,7 @@ def _experts(fields: Fields) -> None:
     ):
         if value := fields.take(theirs, kind, kind(0)):
             fields.set(f"{moe}{ours}", value, theirs)
-    if (groups := fields.take("moe_router_num_groups", int, 1)) > 1:
-        fields.set(f"{moe}n_groups", groups, "moe_router_num_groups")
+    if fields.set_above(f"{moe}n_groups", "moe_router_num_groups", 1) > 1:
         fields.set(f"{moe}top_groups", fields.take("moe_router_group_topk", int, 1), "moe_router_group_topk")
     if fields.take("moe_router_enable_expert_bias", bool, False):
         fields.set(f"{moe}bias_balanced", True, "moe_router_enable_expert_bias")
@@ -425,8 +424,7 @@ def _data(fields: Fields, cuts_experts: bool) -> None:
         fields.set("layout.dp_replicate", -1, names, how)
         fields.set("layout.zero", 1, names, "nothing is sharded")
         return
-    if (instances := fields.take("num_distributed_optimizer_instances", int, 1)) > 1:
-        fields.set("layout.dp_replicate", instances, "num_distributed_optimizer_instances")
+    fields.set_above("layout.dp_replicate", "num_distributed_optimizer_instances", 1)
     fields.set("layout.dp_shard", -1, names, how)
     fields.set("layout.zero", zero or 1, names, "" if zero else "experts need ranks that shard")
     if zero == 3 and fields.take("torch_fsdp2_no_reshard_after_forward", bool, False):

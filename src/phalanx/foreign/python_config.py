@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bounded import read_text
-from phalanx.foreign.frame import Source, Stated, Unresolved
+from phalanx.foreign.frame import MOST_BYTES, Stated, Unresolved
 
 MOST_DEPTH, MOST_STEPS = 40, 50_000
-MOST_BYTES = 2**20
 TARGET = "_target_"
 
 
@@ -441,8 +440,3 @@ def stated(built: Built, path: Path, prefix: str = "", depth: int = 0) -> Iterat
                 else plain
             )
             yield Stated(f"{prefix}{name}", plain, line, text, other)
-
-
-def module_of(source: Source) -> RecipeModule:
-    """Returns the parsed file. Raises SyntaxError."""
-    return RecipeModule(source.path, source.text)
