@@ -33,9 +33,8 @@ def finish(fields: Fields) -> None:
         fields.set("train.precision", known[word], "mixed_precision")
     else:
         fields.unknown_value("mixed_precision", [*known], "train.precision")
-    if (backend := fields.take("fp8_config.backend", str, "")) and word == "fp8":
-        scaling = {"te": "tensorwise", "msamp": "tensorwise", "ao": "tensorwise", "torchao": "tensorwise"}
-        fields.set("train.fp8_scaling", scaling.get(backend.lower(), "tensorwise"), "fp8_config.backend")
+    if fields.take("fp8_config.backend", str, "") and word == "fp8":
+        fields.set("train.fp8_scaling", "tensorwise", "fp8_config.backend")
     dynamo = fields.take("dynamo_config.dynamo_backend", str, "NO")
     fields.set("train.compile", dynamo.upper() != "NO", "dynamo_config.dynamo_backend")
     kind = str(fields.take("distributed_type", object, "NO")).upper().replace("FALSE", "NO")  # NO is false in YAML

@@ -209,8 +209,6 @@ def _precision(fields: Fields) -> None:
     )
     said = next((text for name in names if (text := fields.take(name, str, "")) and re.search("16|fp8|fp4", text)), "")
     meant: Mapping[str, Any] = next((each for pattern, each in _FORMATS if re.search(pattern, said)), {})
-    if not said and not any(name in fields.stated for name in ("bf16", "fp16", "fp8")):
-        meant = {}
     for name, value in meant.items():
         if name not in fields.stated:
             fields.stated[name] = Stated(name, value, label=said)

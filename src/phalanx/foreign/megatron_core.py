@@ -11,6 +11,7 @@ from phalanx.config.fields import get
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS, named
 from phalanx.foreign.frame import Fields, ForeignJob
+from phalanx.foreign.shared import PIPELINES, RECOMPUTES
 
 VOCABULARIES = {
     "GPT2BPETokenizer": 50257,
@@ -619,5 +620,4 @@ FIXED: dict[str, Any] = {
     "offload": "none",
 }
 """Fields of a layout that Megatron Core does not choose, with what it does."""
-CHOOSES = {"schedule": ("1f1b", "interleaved_1f1b"), "recompute": ("none", "selective", "full")}
-"""The values of fields of which it has only some."""
+CHOOSES = PIPELINES | RECOMPUTES

@@ -12,7 +12,7 @@ import operator
 import re
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -135,7 +135,7 @@ class _ScriptParser:
                 inner.starts = [0]
                 first = self.line()
                 for parts in inner.all_words():
-                    statement.heredoc.append([_moved(part, first - 1) for part in parts])
+                    statement.heredoc.append([replace(part, line=part.line + first - 1) for part in parts])
                 self.place = stop + 1
         self.waiting = []
 
@@ -264,16 +264,7 @@ class _ScriptParser:
             if self._keyword() == "esac":
                 break
             self._pass("(")
-            patterns = list[Parts]()
-            while self.place < len(self.text) and not self.peek(")"):
-                self.blanks()
-                if self.peek("|"):
-                    self.place += 1
-                elif parts := self.word():
-                    patterns.append(parts)
-                elif not self.peek(")"):
-                    self.place += 1
-            self.place += 1
+            patterns = self._words_in_parentheses()
             found.branches.append((patterns, self.statements((";;", "esac"))))
             self._pass(";;")
         self._pass("esac")
@@ -341,21 +332,25 @@ class _ScriptParser:
     def _assign(self, statement: _ScriptStatement, name: str, appends: bool, one: bool) -> None:
         if self.peek("(") and not one:
             self.place += 1
-            words = list[Parts]()
-            while self.place < len(self.text) and not self.peek(")"):
-                self.blanks()
-                if self.peek("\n"):
-                    self.newline()
-                elif self.peek(")"):
-                    break
-                elif parts := self.word():
-                    words.append(parts)
-                else:
-                    self.place += 1
-            self.place += 1
-            statement.assignments.append((name, appends, words, True))
+            statement.assignments.append((name, appends, self._words_in_parentheses(), True))
         else:
             statement.assignments.append((name, appends or one, [self.word()], False))
+
+    def _words_in_parentheses(self) -> list[Parts]:
+        """Returns the words up to a closing parenthesis, and passes it."""
+        words = list[Parts]()
+        while self.place < len(self.text):
+            self.blanks()
+            if self.peek(")"):
+                break
+            if self.peek("\n"):
+                self.newline()
+            elif parts := self.word():
+                words.append(parts)
+            else:
+                self.place += 1
+        self.place += 1
+        return words
 
     def word(self) -> Parts:
         """Returns the parts of the word at this place; [] if there is none."""
@@ -477,10 +472,6 @@ class _ScriptParser:
             elif letter == end:
                 depth -= 1
             self.place += 1
-
-
-def _moved(part: _WordPart, lines: int) -> _WordPart:
-    return _WordPart(part.kind, part.text, part.line + lines, part.quoted, part.operation, part.parts)
 
 
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
