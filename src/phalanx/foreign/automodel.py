@@ -44,16 +44,6 @@ def recognises(source: Source) -> bool:
 
 def finish(fields: Fields) -> None:
     """Sets what depends on several names."""
-    for name in (
-        "recipe",
-        "recipe._target_",
-        "model._target_",
-        f"{_C}_target_",
-        "peft._target_",
-        f"{_D}_target_",
-        "distributed_config._target_",
-    ):
-        fields.leave(name, "the class that reads the section", affects=False)
     _model(fields)
     _length(fields)
     _degrees(fields)
