@@ -197,6 +197,10 @@ def _loss(fields: Fields) -> None:
 
 def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     """Returns the values that give a layout."""
+
+    def option(name: str) -> str:
+        return next((each for each in (f"{_F}fsdp_{name}", f"{_F}{name}") if each in theirs.stated), "")
+
     parts = layout.offload.replace("all", "optimizer+parameters+activations").split("+")
     recomputes = layout.recompute == "full" and not layout.recompute_cut
     found: dict[str, Any] = {
@@ -212,20 +216,12 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     if not sharded:
         found |= {name: None for name in theirs.stated if name.startswith("fsdp")}
     else:
-        key = next(
-            (n for n in (f"{_F}fsdp_offload_params", f"{_F}offload_params") if n in theirs.stated),
-            f"{_F}offload_params",
-        )
-        again = next(
-            (n for n in (f"{_F}fsdp_reshard_after_forward",) if n in theirs.stated), f"{_F}reshard_after_forward"
-        )
-        found |= {"fsdp_version": 2, again: layout.reshard, key: "parameters" in parts}
-        wraps = [
-            n for n in (f"{_F}fsdp_activation_checkpointing", f"{_F}activation_checkpointing") if n in theirs.stated
-        ]
-        if wraps:  # FSDP's own takes the place of the trainer's
+        offload = option("offload_params") or f"{_F}offload_params"
+        again = option("reshard_after_forward") or f"{_F}reshard_after_forward"
+        found |= {"fsdp_version": 2, again: layout.reshard, offload: "parameters" in parts}
+        if wraps := option("activation_checkpointing"):  # FSDP's own takes the place of the trainer's
             del found["gradient_checkpointing"]
-            found[wraps[0]] = recomputes
+            found[wraps] = recomputes
     return found
 
 
