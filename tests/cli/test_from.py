@@ -80,3 +80,18 @@ def test_a_folder_and_a_missing_file(tmp_path, capsys):
     assert "model.from=" in capsys.readouterr().err
     assert main(["predict", "--from", str(tmp_path / "no.sh"), "cluster=dgx-h100"]) == 2
     assert "there is no such file" in capsys.readouterr().err
+
+
+def test_a_layout_that_does_not_fit_has_no_speed_ratio(script, capsys):
+    large = [
+        "model.d_model=12288",
+        "model.n_layers=48",
+        "model.n_heads=96",
+        "model.d_ff=49152",
+        "train.global_batch=64",
+    ]
+    assert main(["plan", "--from", script, "cluster=dgx-h100:16", *large]) == 0
+    _, _, beside = capsys.readouterr().out.partition("their layout: ")
+    assert ": does not fit" in beside
+    assert "per step, theirs does not fit" in beside
+    assert "× as fast" not in beside

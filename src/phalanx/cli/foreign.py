@@ -137,7 +137,8 @@ class Beside:
         yield f"their layout: {self.before.layout.line()}"
         yield f"  {duration(seconds)} per step, peak memory {peak}{'' if predicted.fits else ': does not fit'}"
         yield f"the best above: {self.best.layout.line()}"
-        yield f"  {duration(self.best.seconds)} per step, {seconds / self.best.seconds:.2f} × as fast"
+        beside = f"{seconds / self.best.seconds:.2f} × as fast" if predicted.fits else "theirs does not fit"
+        yield f"  {duration(self.best.seconds)} per step, {beside}"
         if self.changed:
             yield ""
             yield f"changed lines of {self.theirs.path}:"

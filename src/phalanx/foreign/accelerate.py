@@ -6,8 +6,8 @@ from typing import Any
 
 from phalanx.config.layout import Layout
 from phalanx.foreign import deepspeed
-from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Leftover, Source, Stated, yaml_values
-from phalanx.foreign.shared import KEPT, WHOLE, included, no_model, set_fsdp, unknown_value, whole
+from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source, Stated, yaml_values
+from phalanx.foreign.shared import KEPT, WHOLE, included, no_model, set_fsdp, whole
 
 _DS, _P, _M, _F = "deepspeed_config.", "parallelism_config.parallelism_config_", "megatron_lm_config.", "fsdp_config."
 _KEYS = {"mixed_precision", "fp8_config", "fsdp_config", "deepspeed_config", "parallelism_config", "num_processes"}
@@ -32,10 +32,9 @@ def finish(fields: Fields) -> None:
     if word in known:
         fields.set("train.precision", known[word], "mixed_precision")
     else:
-        unknown_value(fields, "mixed_precision", [*known], "train.precision")
-    if (backend := fields.take("fp8_config.backend", str, "")) and word == "fp8":
-        scaling = {"te": "tensorwise", "msamp": "tensorwise", "ao": "tensorwise", "torchao": "tensorwise"}
-        fields.set("train.fp8_scaling", scaling.get(backend.lower(), "tensorwise"), "fp8_config.backend")
+        fields.unknown_value("mixed_precision", [*known], "train.precision")
+    if fields.take("fp8_config.backend", str, "") and word == "fp8":
+        fields.set("train.fp8_scaling", "tensorwise", "fp8_config.backend")
     dynamo = fields.take("dynamo_config.dynamo_backend", str, "NO")
     fields.set("train.compile", dynamo.upper() != "NO", "dynamo_config.dynamo_backend")
     kind = str(fields.take("distributed_type", object, "NO")).upper().replace("FALSE", "NO")  # NO is false in YAML
@@ -57,7 +56,7 @@ def finish(fields: Fields) -> None:
             fields.set("layout.dp_replicate", -1, "distributed_type", "DDP")
         fields.framework = "fsdp1"
         if kind not in _KINDS and not kind.startswith("MULTI_"):
-            unknown_value(fields, "distributed_type", _KINDS, "layout.dp_shard")
+            fields.unknown_value("distributed_type", _KINDS, "layout.dp_shard")
     for name in [name for name in fields.stated if name.startswith((_F, _DS, _M))]:
         meaning = fields.table.meaning_of(name)
         if meaning and meaning.rule:
@@ -69,8 +68,7 @@ def _devices(fields: Fields) -> None:
     """Sets the devices of a node: accelerate states those of all machines."""
     where = fields.take("compute_environment", str, "LOCAL_MACHINE")
     if where != "LOCAL_MACHINE":
-        found = fields.stated["compute_environment"]
-        fields.unknown.append(Leftover("compute_environment", found.value, "only LOCAL_MACHINE is known"))
+        fields.refuse("compute_environment", "only LOCAL_MACHINE is known")
     machines = whole(fields, "cluster.nodes")
     total = fields.take("num_processes", int, -1)
     if total > 0 and machines > 0:
@@ -83,13 +81,11 @@ def _devices(fields: Fields) -> None:
 
 
 def _parallelism(fields: Fields, *, replicas: bool) -> None:
-    replicate, shard = fields.take(f"{_P}dp_replicate_size", int, 0), fields.take(f"{_P}dp_shard_size", int, 0)
-    if replicate > 0:
-        fields.set("layout.dp_replicate", replicate, f"{_P}dp_replicate_size")
+    fields.set_above("layout.dp_replicate", f"{_P}dp_replicate_size", 0)
+    shard = fields.take(f"{_P}dp_shard_size", int, 0)
     if shard > 0 and not (replicas and shard == 1):
         fields.set("layout.dp_shard", shard, f"{_P}dp_shard_size")
-    if (sp := fields.take(f"{_P}sp_size", int, 1)) > 1:
-        fields.set("layout.cp", sp, f"{_P}sp_size")
+    if (sp := fields.set_above("layout.cp", f"{_P}sp_size", 1)) > 1:
         fields.set("layout.cp_ulysses", sp, f"{_P}sp_size", "Ulysses")
 
 

@@ -22,7 +22,6 @@ from phalanx.foreign.shared import (
     set_optimizer,
     torch_schedule,
     unknown_model,
-    unknown_value,
     whole,
 )
 
@@ -45,16 +44,6 @@ def recognises(source: Source) -> bool:
 
 def finish(fields: Fields) -> None:
     """Sets what depends on several names."""
-    for name in (
-        "recipe",
-        "recipe._target_",
-        "model._target_",
-        f"{_C}_target_",
-        "peft._target_",
-        f"{_D}_target_",
-        "distributed_config._target_",
-    ):
-        fields.leave(name, "the class that reads the section", affects=False)
     _model(fields)
     _length(fields)
     _degrees(fields)
@@ -103,8 +92,9 @@ def _model(fields: Fields) -> None:
                 fields.set(path, shape[key], f"{_C}{key}")
     elif "model._target_" in fields.stated:
         unknown_model(fields, "model._target_", "the file names no model of the hub")
-    for name in (*names, *changed, f"{_C}trust_remote_code", f"{_C}use_cache"):
-        fields.leave(name, "the shape is that of the model", affects=False)
+    fields.leave(
+        (*names, *changed, f"{_C}trust_remote_code", f"{_C}use_cache"), "the shape is that of the model", affects=False
+    )
     fields.leave("model.num_nextn_predict_layers", "more than one token is predicted with model.mtp", affects=False)
     dispatcher = fields.take("model.backend.dispatcher", str, "")
     kinds = {"torch": "all-to-all", "deepep": "deepep", "hybridep": "hybridep"}
@@ -122,8 +112,7 @@ def _length(fields: Fields) -> None:
     if packed > 0:
         name = "packed_sequence.packed_sequence_size"
         fields.set("model.seq_len", packed, name, "attention is priced to the whole sequence, not within samples")
-        for each in names:
-            fields.leave(each, "samples are packed", affects=False)
+        fields.leave(names, "samples are packed", affects=False)
     elif names:
         fields.set("model.seq_len", fields.take(names[0], int, 1), names[0])
     else:
@@ -144,15 +133,16 @@ def _degrees(fields: Fields) -> None:
         fields.set("layout.dp_replicate", replicate, names[1])
         fields.set("layout.dp_shard", data // max(1, replicate) if data else -1, names)
     else:
-        unknown_value(fields, f"{_D}strategy", ["fsdp2", "megatron_fsdp", "ddp"], "layout.zero")
+        fields.unknown_value(f"{_D}strategy", ["fsdp2", "megatron_fsdp", "ddp"], "layout.zero")
     if tp > 1:
         hidden = fields.take(f"{_D}enable_async_tensor_parallel", bool, False)
         fields.set("layout.sp", hidden or fields.take(f"{_D}sequence_parallel", bool, False), f"{_D}sequence_parallel")
         fields.leave(
             f"{_D}enable_async_tensor_parallel", "overlap of tensor-parallel traffic is not priced here", affects=hidden
         )
-    for name in (f"{_D}sequence_parallel", f"{_D}enable_async_tensor_parallel"):
-        fields.leave(name, "there is no tensor parallelism", affects=False)
+    fields.leave(
+        (f"{_D}sequence_parallel", f"{_D}enable_async_tensor_parallel"), "there is no tensor parallelism", affects=False
+    )
     experts = _whole(fields, f"{_D}ep_size", 1)
     if experts > 1:
         fields.set("layout.ep", experts, f"{_D}ep_size")
@@ -162,8 +152,11 @@ def _degrees(fields: Fields) -> None:
         fields.set("layout.reshard", fields.take(again[-1], bool, True), again[-1])
     elif pp > 1:
         fields.set("layout.reshard", False, f"{_D}reshard_after_forward", "in a pipeline")
-    for name in (f"{_D}reshard_after_forward", f"{_D}moe.reshard_after_forward"):
-        fields.leave(name, "that of experts' blocks counts", affects=False)
+    fields.leave(
+        (f"{_D}reshard_after_forward", f"{_D}moe.reshard_after_forward"),
+        "that of experts' blocks counts",
+        affects=False,
+    )
     offload = [
         n
         for n in (f"{_D}offload_policy", f"{_D}offload_policy._target_")
@@ -193,8 +186,7 @@ def _pipeline(fields: Fields) -> None:
     pp = whole(fields, "layout.pp")
     if pp < 2:
         fields.set("layout.micro_batch", local, local_name)
-        for name in names:
-            fields.leave(name, "there is no pipeline", affects=False)
+        fields.leave(names, "there is no pipeline", affects=False)
         return
     micro, each, rounds = fields.take(names[1], int, 1), fields.take(names[2], int, 0), fields.take(names[3], str, "")
     if local % micro:
@@ -224,7 +216,7 @@ def _recompute(fields: Fields) -> None:
     if words and words[0] in known:
         fields.set("layout.recompute", known[words[0]], names[0])
     elif words:
-        unknown_value(fields, names[0], [*known], "layout.recompute")
+        fields.unknown_value(names[0], [*known], "layout.recompute")
 
 
 def _precision(fields: Fields) -> None:
@@ -244,8 +236,7 @@ def _precision(fields: Fields) -> None:
         fields.set("train.fp8_scaling", scaling.get(engine, "tensorwise"), "model.backend.te_fp8.recipe", near)
     else:
         fields.set("train.precision", "bf16", "model.torch_dtype", "passes in bf16, FSDP2's default")
-    for name in ("fp8.recipe_name", "fp8.enable_fsdp_float8_all_gather"):
-        fields.leave(name, "fp8.enabled is not set", affects=False)
+    fields.leave(("fp8.recipe_name", "fp8.enable_fsdp_float8_all_gather"), "fp8.enabled is not set", affects=False)
     compiled = ["compile.enabled", f"{_D}enable_compile"]
     fields.set("train.compile", sum(fields.take(name, bool, False) for name in compiled) > 0, compiled)
     masters = [

@@ -15,7 +15,6 @@ from phalanx.foreign.shared import (
     lora_targets,
     set_fsdp,
     set_optimizer,
-    unknown_value,
 )
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_hf", "adamw_apex_fused")
@@ -66,19 +65,15 @@ def finish(fields: Fields) -> None:
 
 
 def _layout(fields: Fields) -> None:
-    replicate, shard = fields.take("dp_replicate_size", int, 0), fields.take("dp_shard_size", int, 0)
-    if replicate > 0:
-        fields.set("layout.dp_replicate", replicate, "dp_replicate_size")
-    if shard > 0:
-        fields.set("layout.dp_shard", shard, "dp_shard_size")
+    fields.set_above("layout.dp_replicate", "dp_replicate_size", 0)
+    shard = fields.set_above("layout.dp_shard", "dp_shard_size", 0)
     fsdp = [name for name in ("fsdp", "fsdp_config") if fields.has(name) and fields.stated[name].value]
     fsdp += [name for name in fields.stated if name.startswith(_F)]
     version = max(fields.take("fsdp_version", int, 1), fields.take(f"{_F}fsdp_version", int, 1))
     words = [str(word) for word in fields.take("fsdp", list, [])]
     if fields.has("deepspeed") and fields.take("deepspeed", str, ""):
         deepspeed.set_deepspeed(fields)
-        for name in fsdp:
-            fields.leave(name, "deepspeed is set", affects=False)
+        fields.leave(fsdp, "deepspeed is set", affects=False)
     elif fsdp:
         set_fsdp(fields, _F, version)
         if "shard_grad_op" in words:
@@ -146,7 +141,7 @@ def _recompute(fields: Fields) -> None:
     if word in ("true", "offload", "offload_disk"):
         fields.set("layout.recompute", "full", "gradient_checkpointing")
     elif word not in ("", "false"):
-        unknown_value(fields, "gradient_checkpointing", ["true", "false", "offload"], "layout.recompute")
+        fields.unknown_value("gradient_checkpointing", ["true", "false", "offload"], "layout.recompute")
     on = {"gradient_checkpointing": word.startswith("offload"), "activation_offloading": moved not in ("", "false")}
     if any(on.values()):
         before = fields.settings.get("layout.offload")
@@ -169,7 +164,7 @@ def _adapter(fields: Fields) -> None:
             fields.set("model.lora.alpha", alpha, "lora_alpha")
         lora_targets(fields, "lora_target_modules", targets, everything=linear or targets is None)
     elif kind:
-        unknown_value(fields, "adapter", ["lora", "qlora"], "model.lora.rank")
+        fields.unknown_value("adapter", ["lora", "qlora"], "model.lora.rank")
     for name in ("load_in_4bit", "load_in_8bit"):
         if fields.take(name, bool, False):
             why = "frozen weights in fewer bits are not priced; they count 2 bytes each"
@@ -202,6 +197,10 @@ def _loss(fields: Fields) -> None:
 
 def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     """Returns the values that give a layout."""
+
+    def option(name: str) -> str:
+        return next((each for each in (f"{_F}fsdp_{name}", f"{_F}{name}") if each in theirs.stated), "")
+
     parts = layout.offload.replace("all", "optimizer+parameters+activations").split("+")
     recomputes = layout.recompute == "full" and not layout.recompute_cut
     found: dict[str, Any] = {
@@ -217,20 +216,12 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     if not sharded:
         found |= {name: None for name in theirs.stated if name.startswith("fsdp")}
     else:
-        key = next(
-            (n for n in (f"{_F}fsdp_offload_params", f"{_F}offload_params") if n in theirs.stated),
-            f"{_F}offload_params",
-        )
-        again = next(
-            (n for n in (f"{_F}fsdp_reshard_after_forward",) if n in theirs.stated), f"{_F}reshard_after_forward"
-        )
-        found |= {"fsdp_version": 2, again: layout.reshard, key: "parameters" in parts}
-        wraps = [
-            n for n in (f"{_F}fsdp_activation_checkpointing", f"{_F}activation_checkpointing") if n in theirs.stated
-        ]
-        if wraps:  # FSDP's own takes the place of the trainer's
+        offload = option("offload_params") or f"{_F}offload_params"
+        again = option("reshard_after_forward") or f"{_F}reshard_after_forward"
+        found |= {"fsdp_version": 2, again: layout.reshard, offload: "parameters" in parts}
+        if wraps := option("activation_checkpointing"):  # FSDP's own takes the place of the trainer's
             del found["gradient_checkpointing"]
-            found[wraps[0]] = recomputes
+            found[wraps] = recomputes
     return found
 
 

@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.errors import JobError
-from phalanx.foreign import python_config
-from phalanx.foreign.frame import Fields, ForeignFormat, Leftover, Source, Stated, Unresolved, yaml_values
-from phalanx.foreign.megatron import launched
-from phalanx.foreign.megatron_core import CHOOSES, COVERS, FIXED, core, start_from, written
-from phalanx.foreign.python_config import TARGET, Built, RecipeReader
+from phalanx.foreign.frame import Fields, Leftover, Source, Stated, Unresolved, yaml_values
+from phalanx.foreign.megatron import SCRIPT, launched
+from phalanx.foreign.megatron_core import core, start_from
+from phalanx.foreign.python_config import TARGET, Built, RecipeModule, RecipeReader, stated
 
 SECTIONS = (
     *("model.config", "model.language_transformer_config", "model", "train", "optimizer.config", "optimizer", "ddp"),
@@ -56,7 +55,7 @@ def is_nemo(source: Source) -> bool:
 def parse(source: Source) -> Sequence[Stated]:
     """Returns the values of a function that builds a configuration."""
     try:
-        module = python_config.module_of(source)
+        module = RecipeModule(source.path, source.text)
     except (SyntaxError, ValueError, MemoryError) as error:
         raise JobError(f"{source.path}: not valid Python: {error}") from None
     names = [name for name in module.functions if re.search(r"_config$|recipe$", name) and name[0] != "_"]
@@ -71,7 +70,7 @@ def parse(source: Source) -> Sequence[Stated]:
         raise JobError(f"{source.path}: {name} returns no configuration that follows from the file")
     line = module.functions[name].lineno
     found = [Stated("recipe", name, line, "", label="recipe")]
-    found += _named(python_config.stated(built, source.path))
+    found += _named(stated(built, source.path))
     for path, number, text in reader.calls:
         if not _HARMLESS.search(text):
             other = None if path == source.path else path
@@ -196,7 +195,7 @@ _FORMATS = (
     (r"bf16", {"bf16": True}),
     (r"fp16|16-mixed", {"fp16": True}),
 )
-"""What the names of mixed precisions mean."""
+"""Patterns of the names of mixed precisions, with the arguments of Megatron Core that they stand for."""
 
 
 def _precision(fields: Fields) -> None:
@@ -210,8 +209,6 @@ def _precision(fields: Fields) -> None:
     )
     said = next((text for name in names if (text := fields.take(name, str, "")) and re.search("16|fp8|fp4", text)), "")
     meant: Mapping[str, Any] = next((each for pattern, each in _FORMATS if re.search(pattern, said)), {})
-    if not said and not any(name in fields.stated for name in ("bf16", "fp16", "fp8")):
-        meant = {}
     for name, value in meant.items():
         if name not in fields.stated:
             fields.stated[name] = Stated(name, value, label=said)
@@ -235,29 +232,22 @@ def _sharding(fields: Fields) -> None:
         fields.settings.pop("layout.dp_replicate", None)
 
 
-def _as_python(value: Any) -> str:
-    return repr(value)
-
-
 def _python_line(name: str, value: Any) -> str:
     section = "ddp" if name in ("use_distributed_optimizer", "num_distributed_optimizer_instances") else "model"
     section = "train" if name in ("micro_batch_size", "global_batch_size") else section
     return f"    cfg.{section}.{name} = {value!r}"
 
 
-RECIPE = ForeignFormat(
+RECIPE = replace(
+    SCRIPT,
     kind="Megatron-Bridge",
     table="bridge",
     recognises=is_recipe,
     parse=parse,
     finish=finish,
-    written=written,
-    covers=COVERS,
     new_line=_python_line,
-    spelled=_as_python,
+    spelled=repr,
     absent="None",
-    fixed=FIXED,
-    chooses=CHOOSES,
     marks="a Python file that builds a ConfigContainer; FILE:FUNCTION of several",
 )
 YAML = replace(

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from phalanx.config.layout import Layout
-from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Leftover, Source
-from phalanx.foreign.shared import AUTO, KEPT, deepspeed_values, no_model, set_optimizer, unknown_value
+from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source
+from phalanx.foreign.shared import AUTO, KEPT, deepspeed_values, no_model, set_optimizer
 
 _Z = "zero_optimization."
 OPTIMIZERS = {
@@ -38,19 +38,17 @@ def set_deepspeed(fields: Fields) -> None:
     if word in _SCHEDULES:
         fields.set("optimizer.schedule", _SCHEDULES[word], "scheduler.type")
     elif word:
-        unknown_value(fields, "scheduler.type", [*_SCHEDULES], "optimizer.schedule")
+        fields.unknown_value("scheduler.type", [*_SCHEDULES], "optimizer.schedule")
     if fields.take("scheduler.params.warmup_max_lr", float, 0.0) and "optimizer.lr" not in fields.settings:
         fields.set(
             "optimizer.lr", fields.take("scheduler.params.warmup_max_lr", float, 0.0), "scheduler.params.warmup_max_lr"
         )
-    if (batch := fields.take("train_batch_size", int, 0)) > 0:
-        fields.set("train.global_batch", batch, "train_batch_size")
+    fields.set_above("train.global_batch", "train_batch_size", 0)
     if (printed := fields.take("steps_per_print", float, 0.0)) >= 1 and printed < 2**31:
         fields.set("train.log_every", int(printed), "steps_per_print")
     _zero(fields)
     _offload(fields)
-    if (sp := fields.take("sequence_parallel_size", int, 1)) > 1:
-        fields.set("layout.cp", sp, "sequence_parallel_size")
+    if (sp := fields.set_above("layout.cp", "sequence_parallel_size", 1)) > 1:
         fields.set("layout.cp_ulysses", sp, "sequence_parallel_size", "Ulysses")
 
 
@@ -84,7 +82,7 @@ def _zero(fields: Fields) -> None:
     level = fields.take(stage, int, 0)
     shard = fields.take(f"{_Z}mics_shard_size", int, -1)
     if level not in (0, 1, 2, 3):
-        unknown_value(fields, stage, ["0", "1", "2", "3"], "layout.zero")
+        fields.unknown_value(stage, ["0", "1", "2", "3"], "layout.zero")
     elif level == 0:
         fields.set("layout.dp_replicate", -1, stage, "every rank holds a whole copy")
     else:
@@ -99,8 +97,7 @@ def _zero(fields: Fields) -> None:
     fields.framework = "fsdp1"  # Hugging Face's models in eager mode, with fused attention
     narrow = "train.precision" in fields.settings and fields.settings["train.precision"].text != "fp32"
     fields.recipe["parameter_bytes"] = 2 if narrow else 4
-    if (hpz := fields.take(f"{_Z}zero_hpz_partition_size", int, 1)) > 1:
-        fields.set("layout.hpz", hpz, f"{_Z}zero_hpz_partition_size")
+    fields.set_above("layout.hpz", f"{_Z}zero_hpz_partition_size", 1)
     if (size := fields.take(f"{_Z}reduce_bucket_size", float, 0.0)) > 0 and level < 3:
         wide = 2 if narrow else 4
         fields.set("layout.bucket_mb", size * wide / 2**20, f"{_Z}reduce_bucket_size", f"{wide} bytes per element")
@@ -116,7 +113,7 @@ def _offload(fields: Fields) -> None:
         word = fields.take(name, str, "none").lower()
         said = [each for each in old[part] if fields.take(each, bool, False)]
         if word not in ("none", "cpu", "nvme"):
-            unknown_value(fields, name, ["none", "cpu", "nvme"], "layout.offload")
+            fields.unknown_value(name, ["none", "cpu", "nvme"], "layout.offload")
         elif word != "none" or said:
             parts.append("optimizer" if part == "optimizer" else "parameters")
             names += said or [name]
@@ -128,9 +125,8 @@ def _offload(fields: Fields) -> None:
             "layout.offload_to", folder or "/local_nvme", [places["optimizer"], f"{_Z}offload_optimizer.nvme_path"]
         )
     if fields.take(places["param"], str, "none").lower() == "nvme":
-        found = fields.stated[places["param"]]
         why = "parameters leave for the host's memory here, not for a disk; set offload_param.device to cpu"
-        fields.unknown.append(Leftover(found.shown, found.value, why, path="layout.offload"))
+        fields.refuse(places["param"], why, "layout.offload")
 
 
 def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:

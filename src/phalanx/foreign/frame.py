@@ -1,11 +1,11 @@
-"""What formats of other frameworks share: the values that a file states, the table of names, and the fields of a job
-that they become."""
+"""Defines the values that a file of another framework states, its table of names, and the fields of a job that they
+become."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -289,13 +289,28 @@ class Fields:
         self.became = [each for each in self.became if each.path != path]
         self.became.append(Became(shown, theirs[0] if len(theirs) == 1 else theirs or None, path, value, how))
 
-    def leave(self, name: str, why: str, *, affects: bool = True) -> None:
-        """Lists a stated name as one without a counterpart. One that is read, and neither set nor left, is listed as
+    def set_above(self, path: str, name: str, least: int, how: str = "") -> int:
+        """Sets a field to the whole number of a name if it is above `least`, the default, and returns the number."""
+        if (value := self.take(name, int, least)) > least:
+            self.set(path, value, name, how)
+        return value
+
+    def leave(self, names: str | Iterable[str], why: str, *, affects: bool = True) -> None:
+        """Lists stated names as ones without a counterpart. One that is read, and neither set nor left, is listed as
         one without an effect."""
-        self.taken.add(name)
-        if name in self.stated and name not in self._told:
-            self._told.add(name)
-            self.leftovers.append(Leftover(self.stated[name].shown, self.stated[name].value, why, affects))
+        for name in [names] if isinstance(names, str) else names:
+            self.taken.add(name)
+            if name in self.stated and name not in self._told:
+                self._told.add(name)
+                self.leftovers.append(Leftover(self.stated[name].shown, self.stated[name].value, why, affects))
+
+    def refuse(self, name: str, why: str, path: str = "") -> None:
+        """Lists a stated name as one that is not understood."""
+        self.unknown.append(Leftover(self.stated[name].shown, self.stated[name].value, why, path=path))
+
+    def unknown_value(self, name: str, known: Iterable[str], path: str = "") -> None:
+        """Lists a value that has no counterpart."""
+        self.refuse(name, f"no counterpart of this value is known (known: {', '.join(known)})", path)
 
     def need(self, path: str, what: str) -> None:
         """Says that a field of the job does not follow from the file: the user gives it."""
@@ -307,8 +322,7 @@ class Fields:
             meaning = self.table.meaning_of(name)
             if meaning is None:
                 meant = did_you_mean(name, self.table.names) if len(self.unknown) < MOST_HINTS else ""
-                why = f"this name is not known{meant}"
-                self.unknown.append(Leftover(found.shown, found.value, why))
+                self.refuse(name, f"this name is not known{meant}")
             elif meaning.why:
                 is_off = _is_off(found.value)
                 affects = is_off and found.value is not None if meaning.assumed else meaning.affects and not is_off
@@ -317,7 +331,7 @@ class Fields:
             elif isinstance(found.value, Unresolved) and meaning.optional:
                 self.leave(name, found.value.why, affects=False)
             elif isinstance(found.value, Unresolved):
-                self.unknown.append(Leftover(found.shown, found.value, found.value.why, path=meaning.path))
+                self.refuse(name, found.value.why, meaning.path)
             elif meaning.path and found.value is not None:
                 self._plain(name, found.value, meaning)
 
@@ -332,8 +346,7 @@ class Fields:
                     self._told.add(name)
                     self.became.append(Became(shown, value, meaning.path, "(its default)", meaning.how))
             else:
-                known, shown = ", ".join(meaning.values), self.stated[name].shown
-                self.unknown.append(Leftover(shown, value, f"no counterpart of this value is known (known: {known})"))
+                self.unknown_value(name, [*meaning.values])
             return
         if isinstance(value, Mapping):
             self.problems.append(f"{self.origin(name)}: expected a value, found an object")
@@ -425,7 +438,7 @@ class ForeignFormat:
     chooses: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     """Fields of which it offers only these values; the planner searches once per combination."""
     marks: str = ""
-    """What its files have, for the message about a file of no known kind."""
+    """The message about a file of no known kind names these marks of its files."""
 
 
 @dataclass(frozen=True)
@@ -447,6 +460,8 @@ def with_defaults(table: NameTable, stated: Sequence[Stated]) -> list[Stated]:
     return [*(Stated(name, value) for name, value in table.defaults.items() if name not in known), *stated]
 
 
+MOST_BYTES = 2**20
+"""Most bytes of a file, and of each one that it names."""
 MOST_HINTS = 6
 """Unknown names that the nearest known one is looked for."""
 MOST_VALUES = 20_000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -203,15 +204,11 @@ SCRIPT = ForeignFormat(
     chooses=CHOOSES,
     marks="a shell script with --num-layers, --tensor-model-parallel-size, …",
 )
-YAML = ForeignFormat(
+YAML = replace(
+    SCRIPT,
     kind="Megatron-LM (YAML)",
-    table="megatron",
     recognises=in_yaml,
     parse=parse_yaml,
-    finish=finish,
-    written=written,
-    covers=COVERS,
-    fixed=FIXED,
-    chooses=CHOOSES,
+    new_line=ForeignFormat.new_line,
     marks="YAML with MODEL_ARGS, or with language_model and model_parallel",
 )

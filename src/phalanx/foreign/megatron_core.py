@@ -1,4 +1,4 @@
-"""What the arguments of Megatron Core mean together: those of Megatron-LM, Primus, Megatron-Bridge and NeMo."""
+"""Reads the arguments of Megatron Core, which Megatron-LM, Primus, Megatron-Bridge and NeMo share, as a job."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from phalanx.config.fields import get
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS, named
 from phalanx.foreign.frame import Fields, ForeignJob
+from phalanx.foreign.shared import PIPELINES, RECOMPUTES
 
 VOCABULARIES = {
     "GPT2BPETokenizer": 50257,
@@ -235,8 +236,7 @@ def _experts(fields: Fields) -> None:
     ):
         if value := fields.take(theirs, kind, kind(0)):
             fields.set(f"{moe}{ours}", value, theirs)
-    if (groups := fields.take("moe_router_num_groups", int, 1)) > 1:
-        fields.set(f"{moe}n_groups", groups, "moe_router_num_groups")
+    if fields.set_above(f"{moe}n_groups", "moe_router_num_groups", 1) > 1:
         fields.set(f"{moe}top_groups", fields.take("moe_router_group_topk", int, 1), "moe_router_group_topk")
     if fields.take("moe_router_enable_expert_bias", bool, False):
         fields.set(f"{moe}bias_balanced", True, "moe_router_enable_expert_bias")
@@ -425,8 +425,7 @@ def _data(fields: Fields, cuts_experts: bool) -> None:
         fields.set("layout.dp_replicate", -1, names, how)
         fields.set("layout.zero", 1, names, "nothing is sharded")
         return
-    if (instances := fields.take("num_distributed_optimizer_instances", int, 1)) > 1:
-        fields.set("layout.dp_replicate", instances, "num_distributed_optimizer_instances")
+    fields.set_above("layout.dp_replicate", "num_distributed_optimizer_instances", 1)
     fields.set("layout.dp_shard", -1, names, how)
     fields.set("layout.zero", zero or 1, names, "" if zero else "experts need ranks that shard")
     if zero == 3 and fields.take("torch_fsdp2_no_reshard_after_forward", bool, False):
@@ -621,5 +620,4 @@ FIXED: dict[str, Any] = {
     "offload": "none",
 }
 """Fields of a layout that Megatron Core does not choose, with what it does."""
-CHOOSES = {"schedule": ("1f1b", "interleaved_1f1b"), "recompute": ("none", "selective", "full")}
-"""The values of fields of which it has only some."""
+CHOOSES = PIPELINES | RECOMPUTES

@@ -11,12 +11,12 @@ import yaml
 
 from phalanx.bounded import read_text
 from phalanx.errors import JobError
-from phalanx.foreign.frame import Fields, ForeignFormat, Source, Stated, Unresolved, plain_value, yaml_values
-from phalanx.foreign.megatron import launched
-from phalanx.foreign.megatron_core import CHOOSES, COVERS, FIXED, core, preset_of, start_from, written
+from phalanx.foreign.frame import MOST_BYTES, Fields, Source, Stated, Unresolved, plain_value, yaml_values
+from phalanx.foreign.megatron import SCRIPT, launched
+from phalanx.foreign.megatron_core import core, start_from
 
 _VARIABLE = re.compile(r"\$\{([A-Za-z_]\w*)(?::([^}]*))?\}")
-MOST_FILES, MOST_BYTES = 40, 2**20
+MOST_FILES = 40
 _ABOVE = ("bases", "includes", "extends")
 """Keys that list files whose values come first."""
 
@@ -102,19 +102,14 @@ def finish(fields: Fields) -> None:
         fields.recipe["figures"] = {"dp_overlaps": False}
 
 
-FORMAT = ForeignFormat(
+FORMAT = replace(
+    SCRIPT,
     kind="Primus",
     table="primus",
     recognises=recognises,
     parse=parse,
     finish=finish,
-    written=written,
-    covers=COVERS,
     absent="null",
     new_line=lambda name, value: f"      {name}: {str(value).lower() if isinstance(value, bool) else value}",
-    fixed=FIXED,
-    chooses=CHOOSES,
     marks="YAML with modules: pre_trainer",
 )
-
-__all__ = ["FORMAT", "preset_of"]

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.bounded import read_text
-from phalanx.foreign.frame import Source, Stated, Unresolved
+from phalanx.foreign.frame import MOST_BYTES, Stated, Unresolved
 
 MOST_DEPTH, MOST_STEPS = 40, 50_000
-MOST_BYTES = 2**20
 TARGET = "_target_"
 
 
@@ -117,7 +116,9 @@ _COMPARED: dict[type, Callable[[Any, Any], Any]] = {
 }
 
 
-class _Returned(Exception):  # noqa: N818 (it is no error)
+class _ReturnedError(Exception):
+    """Ends a function with the value that it returns."""
+
     def __init__(self, value: Any):
         self.value = value
 
@@ -155,7 +156,7 @@ class RecipeReader:
         env |= {key: value for key, value in named.items() if key in env}
         try:
             frame.block(function.body)
-        except _Returned as returned:
+        except _ReturnedError as returned:
             return returned.value
         return None
 
@@ -182,7 +183,7 @@ class _Evaluation:
 
     def _statement(self, each: ast.stmt) -> None:
         if isinstance(each, ast.Return):
-            raise _Returned(self.value(each.value) if each.value else None)
+            raise _ReturnedError(self.value(each.value) if each.value else None)
         if isinstance(each, ast.Assign):
             value = self.value(each.value)
             for target in each.targets:
@@ -439,8 +440,3 @@ def stated(built: Built, path: Path, prefix: str = "", depth: int = 0) -> Iterat
                 else plain
             )
             yield Stated(f"{prefix}{name}", plain, line, text, other)
-
-
-def module_of(source: Source) -> RecipeModule:
-    """Returns the parsed file. Raises SyntaxError."""
-    return RecipeModule(source.path, source.text)

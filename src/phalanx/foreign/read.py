@@ -12,7 +12,16 @@ from phalanx.config import yaml_file
 from phalanx.config.layout import Layout
 from phalanx.errors import JobError
 from phalanx.foreign import accelerate, automodel, axolotl, bridge, deepspeed, megatron, primus, torchtitan
-from phalanx.foreign.frame import ChangedLine, Fields, ForeignFormat, ForeignJob, Source, table_of, with_defaults
+from phalanx.foreign.frame import (
+    MOST_BYTES,
+    ChangedLine,
+    Fields,
+    ForeignFormat,
+    ForeignJob,
+    Source,
+    table_of,
+    with_defaults,
+)
 from phalanx.nearest import near_file
 
 FORMATS: tuple[ForeignFormat, ...] = (
@@ -30,14 +39,12 @@ FORMATS: tuple[ForeignFormat, ...] = (
     megatron.SCRIPT,
 )
 """The known formats. The first that recognises a file reads it."""
-MOST_BYTES = 2**20
-"""Most bytes of a file."""
 
 
 def read(path: Path) -> ForeignJob:
     """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem."""
     source = _source(path)
-    found = format_of(source)
+    found = next((each for each in FORMATS if each.recognises(source)), None)
     if found is None and path.suffix in (".yaml", ".yml", ".json") and source.root is None:
         raise JobError(yaml_file.parse(source.text, str(path))[1] or f"{path}: is empty")
     if found is None:
@@ -56,11 +63,6 @@ def read(path: Path) -> ForeignJob:
 def format_named(kind: str) -> ForeignFormat:
     """Returns the format of a kind."""
     return next(each for each in FORMATS if each.kind == kind)
-
-
-def format_of(source: Source) -> ForeignFormat | None:
-    """Returns the format of a file, by its content."""
-    return next((each for each in FORMATS if each.recognises(source)), None)
 
 
 def _source(path: Path) -> Source:

@@ -1,4 +1,4 @@
-"""What several formats say in the same way: models by their names on the Hugging Face hub, torch's pipeline schedules,
+"""Reads values that several formats share: models by their names on the Hugging Face hub, torch's pipeline schedules,
 FSDP as accelerate names its options, DeepSpeed's files, and degrees of parallelism."""
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from phalanx.bounded import read_text
 from phalanx.config import presets
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
-from phalanx.foreign.frame import Fields, Leftover, Source, Stated, Unresolved, converted, yaml_values
+from phalanx.foreign.frame import MOST_BYTES, Fields, Leftover, Source, Stated, Unresolved, converted, yaml_values
 
 KEPT = (
     *("hpz", "quantise_weights", "quantise_gradients", "tiles", "tile", "cp_ulysses", "cp_inner", "sync", "loss_chunk"),
@@ -24,8 +24,6 @@ PIPELINES = {"schedule": ("1f1b", "interleaved_1f1b")}
 """The values of fields of which they have only some."""
 MOST_STAGES = 10_000
 """Most stages of a cut."""
-MOST_BYTES = 2**20
-"""Most bytes of a file that another one names."""
 AUTO = "auto"
 """A value of DeepSpeed's files that the Hugging Face Trainer fills in."""
 SCHEDULES = {
@@ -62,9 +60,9 @@ def hub_model(fields: Fields, name: str, text: str) -> None:
 def unknown_model(fields: Fields, name: str, why: str) -> None:
     """Lists a model that is not known. A field `model` of the command line answers it."""
     fields.take(name, object, None)
-    found = fields.stated[name]
-    why = f"{why}; or give the shape: model=PRESET, or model=hf:FOLDER with its config.json"
-    fields.unknown.append(Leftover(found.shown, found.value, why, path="model.preset"))
+    fields.refuse(
+        name, f"{why}; or give the shape: model=PRESET, or model=hf:FOLDER with its config.json", "model.preset"
+    )
 
 
 def no_model(fields: Fields) -> None:
@@ -97,13 +95,6 @@ def layers_of(settings: Iterable[Setting]) -> int:
     return _int(found.get("model.n_layers"), known)
 
 
-def unknown_value(fields: Fields, name: str, known: Sequence[str], path: str = "") -> None:
-    """Lists a value that has no counterpart."""
-    found = fields.stated[name]
-    why = f"no counterpart of this value is known (known: {', '.join(known)})"
-    fields.unknown.append(Leftover(found.shown, found.value, why, path=path))
-
-
 def schedule_of(fields: Fields, name: str, default: str = "1F1B") -> str:
     """Sets the schedule of a pipeline to torch's of that name, and returns ours; empty if there is none."""
     word = fields.take(name, str, default).lower()
@@ -111,7 +102,7 @@ def schedule_of(fields: Fields, name: str, default: str = "1F1B") -> str:
     if ours:
         fields.set("layout.schedule", ours, name)
     elif name in fields.stated:
-        unknown_value(fields, name, [*SCHEDULES], "layout.schedule")
+        fields.unknown_value(name, [*SCHEDULES], "layout.schedule")
     return ours
 
 
@@ -149,7 +140,7 @@ def set_fsdp(fields: Fields, prefix: str, version: int) -> None:
         fields.take(reshard, object, None)
     stated = [name for name in (strategy, reshard) if name]
     if word not in words.values():
-        unknown_value(fields, strategy, [each.upper() for each in words.values()], "layout.zero")
+        fields.unknown_value(strategy, [each.upper() for each in words.values()], "layout.zero")
     if word == "no_shard":
         fields.set("layout.dp_replicate", -1, stated)
     else:
@@ -198,7 +189,7 @@ def set_optimizer(fields: Fields, name: str, known: Mapping[str, tuple[str, str]
     if not word:
         return
     if word not in known:
-        unknown_value(fields, name, [*known], "optimizer.name")
+        fields.unknown_value(name, [*known], "optimizer.name")
         return
     ours, state = known[word]
     fields.set("optimizer.name", ours, name)

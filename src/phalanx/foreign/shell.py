@@ -12,7 +12,7 @@ import operator
 import re
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -77,8 +77,8 @@ class _ScriptStatement:
     """simple, if, case, loop, function, or group."""
     joint: str = ""
     """The operator before it: ; && || or |."""
-    assignments: list[tuple[str, bool, list[Parts] | Parts, bool]] = field(default_factory=list)
-    """Name, whether it appends, value, and whether it is an array."""
+    assignments: list[tuple[str, bool, list[Parts], bool]] = field(default_factory=list)
+    """Name, whether it appends, its words, and whether it is an array; one that is none has one word."""
     words: list[Parts] = field(default_factory=list)
     heredoc: list[Parts] = field(default_factory=list)
     branches: list[tuple[Any, list[_ScriptStatement]]] = field(default_factory=list)
@@ -135,7 +135,7 @@ class _ScriptParser:
                 inner.starts = [0]
                 first = self.line()
                 for parts in inner.all_words():
-                    statement.heredoc.append([_moved(part, first - 1) for part in parts])
+                    statement.heredoc.append([replace(part, line=part.line + first - 1) for part in parts])
                 self.place = stop + 1
         self.waiting = []
 
@@ -229,7 +229,7 @@ class _ScriptParser:
         head = self.text[self.place : end.start() if end else len(self.text)]
         name = _NAME.match(head.strip())
         self.place += len(head)
-        return [_ScriptStatement("simple", assignments=[(name[0], False, [], False)])] if name else []
+        return [_ScriptStatement("simple", assignments=[(name[0], False, [[]], False)])] if name else []
 
     def _pass(self, word: str) -> None:
         if self.peek(word):
@@ -264,16 +264,7 @@ class _ScriptParser:
             if self._keyword() == "esac":
                 break
             self._pass("(")
-            patterns = list[Parts]()
-            while self.place < len(self.text) and not self.peek(")"):
-                self.blanks()
-                if self.peek("|"):
-                    self.place += 1
-                elif parts := self.word():
-                    patterns.append(parts)
-                elif not self.peek(")"):
-                    self.place += 1
-            self.place += 1
+            patterns = self._words_in_parentheses()
             found.branches.append((patterns, self.statements((";;", "esac"))))
             self._pass(";;")
         self._pass("esac")
@@ -341,22 +332,25 @@ class _ScriptParser:
     def _assign(self, statement: _ScriptStatement, name: str, appends: bool, one: bool) -> None:
         if self.peek("(") and not one:
             self.place += 1
-            words = list[Parts]()
-            while self.place < len(self.text) and not self.peek(")"):
-                self.blanks()
-                if self.peek("\n"):
-                    self.newline()
-                elif self.peek(")"):
-                    break
-                elif parts := self.word():
-                    words.append(parts)
-                else:
-                    self.place += 1
-            self.place += 1
-            statement.assignments.append((name, appends, words, True))
+            statement.assignments.append((name, appends, self._words_in_parentheses(), True))
         else:
-            value = self.word()
-            statement.assignments.append((name, appends or one, value, False))
+            statement.assignments.append((name, appends or one, [self.word()], False))
+
+    def _words_in_parentheses(self) -> list[Parts]:
+        """Returns the words up to a closing parenthesis, and passes it."""
+        words = list[Parts]()
+        while self.place < len(self.text):
+            self.blanks()
+            if self.peek(")"):
+                break
+            if self.peek("\n"):
+                self.newline()
+            elif parts := self.word():
+                words.append(parts)
+            else:
+                self.place += 1
+        self.place += 1
+        return words
 
     def word(self) -> Parts:
         """Returns the parts of the word at this place; [] if there is none."""
@@ -480,10 +474,6 @@ class _ScriptParser:
             self.place += 1
 
 
-def _moved(part: _WordPart, lines: int) -> _WordPart:
-    return _WordPart(part.kind, part.text, part.line + lines, part.quoted, part.operation, part.parts)
-
-
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -517,7 +507,7 @@ def arithmetic(text: str) -> int:
 
 @dataclass
 class Script:
-    """What follows from a script."""
+    """The commands and variables that follow from a script."""
 
     commands: list[list[ScriptWord]]
     """Commands that run, expanded, and the words of here documents, in order."""
@@ -619,9 +609,9 @@ class _ScriptReader:
     def _assign(self, statement: _ScriptStatement, why: str = "") -> None:
         for name, appends, value, is_array in statement.assignments:
             if is_array:
-                words = self._expanded(value)  # type: ignore[arg-type]
+                words = self._expanded(value)
             else:
-                words = [ScriptWord([each._replace(quoted=True) for each in self._segments(value)])]  # type: ignore[arg-type]
+                words = [ScriptWord([each._replace(quoted=True) for each in self._segments(value[0])])]
             if why and not is_array:
                 words = [ScriptWord([ScriptText(f"${name}", statement.line, "", True, why)])]
             elif why:

@@ -26,7 +26,6 @@ from phalanx.foreign.shared import (
     schedule_of,
     torch_schedule,
     unknown_model,
-    unknown_value,
     whole,
 )
 from phalanx.nearest import did_you_mean
@@ -36,14 +35,6 @@ _LLAMA = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias"
 """Fields of every shape in `flavors` that does not say otherwise."""
 _P, _T, _AC, _LR = "parallelism.", "training.", "activation_checkpoint.", "lr_scheduler."
 _QUANTIZE = ("quantize.linear.float8.", "float8.")
-
-
-def _toml(source: Source) -> dict[str, Any]:
-    """Returns the content of TOML. Raises JobError if it is not valid."""
-    try:
-        return tomllib.loads(source.text)
-    except tomllib.TOMLDecodeError as error:
-        raise JobError(f"{source.path}: not valid TOML: {error}") from None
 
 
 def recognises(source: Source) -> bool:
@@ -58,8 +49,12 @@ def parse(source: Source) -> list[Stated]:
     """Returns the values of a job file."""
     if source.text.lstrip().startswith("{"):
         return yaml_values(source)
+    try:
+        content = tomllib.loads(source.text)
+    except tomllib.TOMLDecodeError as error:
+        raise JobError(f"{source.path}: not valid TOML: {error}") from None
     lines = _lines(source)
-    return [Stated(name, value, *lines.get(name, (0, ""))) for name, value in _leaves(_toml(source), "")]
+    return [Stated(name, value, *lines.get(name, (0, ""))) for name, value in _leaves(content, "")]
 
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -190,7 +185,7 @@ def _degrees(fields: Fields) -> None:
     word = fields.take(policy, str, "default")
     pp = whole(fields, "layout.pp")
     if word not in ("default", "always", "never"):
-        unknown_value(fields, policy, ["default", "always", "never"], "layout.reshard")
+        fields.unknown_value(policy, ["default", "always", "never"], "layout.reshard")
     else:
         fields.set("layout.reshard", word == "always" or (word == "default" and pp == 1), policy)
 
@@ -288,11 +283,11 @@ def _recompute(fields: Fields) -> None:
     elif word in ("none", "full"):
         fields.set("layout.recompute", word, names[:1] if not saved else names)
     elif word != "selective":
-        unknown_value(fields, mode, ["none", "selective", "full", "memory_budget"], "layout.recompute")
+        fields.unknown_value(mode, ["none", "selective", "full", "memory_budget"], "layout.recompute")
     elif which == "op":
         fields.set("layout.recompute", "selective", names, "torchtitan keeps attention and every second product")
     elif not which.isdigit():
-        unknown_value(fields, option, ["op", "a number"], "layout.recompute")
+        fields.unknown_value(option, ["op", "a number"], "layout.recompute")
     elif int(which) < 2 or not layers:
         fields.set("layout.recompute", "full", names)
     else:
