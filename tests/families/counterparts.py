@@ -89,6 +89,10 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "olmo2-32b": Counterpart("olmo2"),
     "olmo3-32b": Counterpart("olmo3", {"window": 7, "rope_scaling": {"original_seq_len": 64}}),
     "gpt-neox-20b": Counterpart("gpt_neox", {"n_kv_heads": 4, "head_dim": 0, "d_model": 64, "d_ff": 96}),
+    "olmoe-1b-7b": Counterpart("olmoe", {"moe": _SMALL_EXPERTS}),
+    "seed-oss-36b": Counterpart("seed_oss"),
+    "phi3-mini": Counterpart("phi3", {"window": 7}),
+    "minimax-m2": Counterpart("minimax_m2", {"moe": _SMALL_EXPERTS}),
     "gpt-oss-20b": Counterpart(
         "gpt_oss", {"window": 7, "moe": _SMALL_EXPERTS, "rope_scaling": {"original_seq_len": 64}}
     ),

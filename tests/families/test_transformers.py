@@ -106,6 +106,7 @@ LIKE = {name: name for name in COUNTERPARTS} | {
     **{name: "gpt-neox-20b" for name in PRESETS if name.startswith("pythia")},
     "gpt-oss-120b": "gpt-oss-20b",
     "glm-4.5-air": "glm-4.5",
+    "phi4-14b": "phi3-mini",
 }
 """The counterpart of each preset."""
 

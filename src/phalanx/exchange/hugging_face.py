@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from phalanx.exchange.links import (
+    HEADS_IN_A_ROW,
     INTERLEAVED,
     STACKED,
     TRANSPOSED,
@@ -65,6 +66,7 @@ def _experts(room: str, names: Mapping[str, str]) -> tuple[WeightLink, ...]:
 
 
 _QWEN_EXPERTS = _experts("mlp", {part: f"{part}_proj" for part in ("gate", "up", "down")})
+_MIXTRAL_EXPERTS = _experts("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
 _SHARED = (
     *_block({f"moe.shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}),
     equal("blocks.{}.moe.router.bias", f"{_LAYER}.mlp.gate.e_score_correction_bias"),
@@ -102,6 +104,22 @@ _GEMMA = _plus_one((*_ends(), *_ATTENTION, *_MLP, *_NORMS))
 _GEMMA2 = _plus_one((*_ends(), *_ATTENTION, *_MLP, *_NORMS_AROUND))
 _LLAMA = (*_ends(), *_ATTENTION, *_MLP, *_NORMS)
 _DEEPSEEK = (*_ends(), *_LATENT, *_MLP, *_QWEN_EXPERTS, *_SHARED, *_NORMS)
+
+_PHI3 = (
+    *_ends(),
+    *_NORMS,
+    *_block({"attn.wo": "self_attn.o_proj", "mlp.down": "mlp.down_proj"}),
+    WeightLink(
+        tuple(f"blocks.{{}}.attn.w{part}.weight" for part in "qkv"),
+        (f"{_LAYER}.self_attn.qkv_proj.weight",),
+        HEADS_IN_A_ROW,
+    ),
+    WeightLink(
+        tuple(f"blocks.{{}}.mlp.{part}.weight" for part in ("gate", "up")),
+        (f"{_LAYER}.mlp.gate_up_proj.weight",),
+        equal_parts(2),
+    ),
+)
 
 _NEOX_LAYER = "gpt_neox.layers.{}"
 _NEOX = (
@@ -176,29 +194,38 @@ _IN_IMAGES = (
     (r"^(language_model\.)?model\.(language_model\.)?", "model."),
     (r"^language_model\.lm_head\.", "lm_head."),
 )
+_IMAGES = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.")
 _INVERSE_FREQUENCIES = r"\.rotary_emb\.inv_freq$"
 
 WEIGHTS: Mapping[str, WeightFamily] = {
     "llama": WeightFamily(_LLAMA, (_BASE,), (_INVERSE_FREQUENCIES,)),
-    "mistral": WeightFamily(_LLAMA, (_BASE,), (_INVERSE_FREQUENCIES,)),
-    "mixtral": WeightFamily(
+    "mistral": WeightFamily(_LLAMA, (_BASE, *_IN_IMAGES), (_INVERSE_FREQUENCIES, *_IMAGES)),
+    "ministral": WeightFamily(_LLAMA, (_BASE,)),
+    "mixtral": WeightFamily((*_ends(), *_ATTENTION, *_NORMS, *_MIXTRAL_EXPERTS), (_BASE,)),
+    "minimax_m2": WeightFamily(
         (
             *_ends(),
             *_ATTENTION,
+            *_QK_NORM,
             *_NORMS,
-            *_experts("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"}),
+            *_MIXTRAL_EXPERTS,
+            equal("blocks.{}.moe.router.bias", f"{_LAYER}.block_sparse_moe.e_score_correction_bias"),
         ),
         (_BASE,),
+        next_token_layers=True,
     ),
     "qwen2": WeightFamily(_LLAMA, (_BASE,)),
     "qwen3": WeightFamily((*_LLAMA, *_QK_NORM), (_BASE,)),
     "qwen3_moe": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_QWEN_EXPERTS, *_NORMS), (_BASE,)),
+    "olmoe": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_QWEN_EXPERTS, *_NORMS), (_BASE,)),
+    "seed_oss": WeightFamily(_LLAMA, (_BASE,)),
+    "phi3": WeightFamily(_PHI3, (_BASE,), (_INVERSE_FREQUENCIES,)),
     "gemma": WeightFamily(_GEMMA, (_BASE,)),
     "gemma2": WeightFamily(_GEMMA2, (_BASE,)),
     "gemma3_text": WeightFamily(
         (*_GEMMA2, *_plus_one(_QK_NORM)),
         (_BASE, *_IN_IMAGES),
-        (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\."),
+        _IMAGES,
     ),
     "gpt2": WeightFamily(_GPT2, ((r"^(h|wte|wpe|ln_f)\.", r"transformer.\1."),), (r"\.attn\.(masked_)?bias$",)),
     "gpt_neox": WeightFamily(

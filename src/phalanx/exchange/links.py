@@ -71,6 +71,15 @@ def equal_parts(parts: int) -> Conversion:
     return Conversion(lambda theirs, _: list(theirs[0].chunk(parts)), lambda ours, _: [torch.cat(list(ours))])
 
 
+def _rows_of_heads(theirs: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
+    heads = model.n_heads, model.kv_heads, model.kv_heads
+    return list(theirs[0].split([number * model.head_size for number in heads]))
+
+
+HEADS_IN_A_ROW = Conversion(_rows_of_heads, lambda ours, _: [torch.cat(list(ours))])
+"""One tensor of theirs holds all queries' heads, then the keys' and the values' (Phi-3)."""
+
+
 def per_head(parts: int = 3) -> Conversion:
     """Returns the conversion of rows that are, head by head, those of several of ours: GPT-NeoX's queries, keys and
     values."""

@@ -102,7 +102,7 @@ _TOP = frozenset({"text_config", "vision_config", "mm_tokens_per_image", "boi_to
 _QUANTISED = "quantization_config"
 _DROPOUT = (
     *("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "hidden_dropout", "hidden_dropout_prob"),
-    *("embedding_dropout", "attn_dropout"),
+    *("embedding_dropout", "attn_dropout", "residual_dropout"),
 )
 _TRAINING_ONLY = (
     "preset",
@@ -209,6 +209,8 @@ def _read(values: Mapping[str, Any]) -> HuggingFaceModel:
         source = outer.inside(family.inside)
         if outer.holds("tie_word_embeddings") and not source.holds("tie_word_embeddings"):
             outer.seen.add("tie_word_embeddings")
+        if source.holds("model_type") and READ.get(str(source.raw("model_type"))) is not family:
+            source.problem("model_type", f"is {shown(source.raw('model_type'))}, supported: {family.model_type}")
     ours: Fields = dict(family.kind)
     for term in family.terms:
         term.read(source, ours)

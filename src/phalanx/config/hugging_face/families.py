@@ -82,6 +82,39 @@ class Biases:
 
 
 @dataclass(frozen=True)
+class RotaryDim:
+    """MiniMax-M2: the share of a head that positions turn, as a number of elements; rope parameters come first."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        size = source.take("rotary_dim", int, 0)
+        if size and fields["rotary_fraction"] == 1:
+            fields["rotary_fraction"] = size / (fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"]))
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {}
+
+
+@dataclass(frozen=True)
+class AllEqual:
+    """A list with one value for every layer."""
+
+    theirs: str
+    value: Any
+    reason: str
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        for layer, value in enumerate(source.take(self.theirs, list, [])):
+            if value != self.value:
+                source.problem(
+                    self.theirs, f"has {shown(value)} for layer {layer}, supported: {self.value} ({self.reason})"
+                )
+                return
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {}
+
+
+@dataclass(frozen=True)
 class QueryScale:
     """Gemma: scores are divided by the root of query_pre_attn_scalar."""
 
@@ -266,6 +299,14 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         "MistralForCausalLM",
         LLAMA_KIND,
         (*sizes(kv_heads=8, context=131072), HeadDim(), Windows(default=4096, layers=False), Rope(), SILU),
+        inside="text_config",
+        inside_of="mistral3",
+    ),
+    ConfigFamily(
+        "ministral",
+        "MinistralForCausalLM",
+        LLAMA_KIND,
+        (*sizes(kv_heads=8, context=131072), HeadDim(), Windows(default=4096), Rope(), SILU),
     ),
     ConfigFamily(
         "mixtral",
@@ -455,6 +496,73 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         ),
     ),
     ConfigFamily(
+        "olmoe",
+        "OlmoeForCausalLM",
+        LLAMA_KIND | {"qk_norm": "width"},
+        (
+            *sizes(context=4096, eps=1e-5, d_ff=2048, experts=True),
+            HeadDim(),
+            Rope(),
+            SILU,
+            NO_ATTENTION_BIAS,
+            Fixed("clip_qkv", (None,), None, "queries, keys and values are not clipped here"),
+            *experts("num_experts", renormalised=False, width=False, chosen=8),
+        ),
+    ),
+    ConfigFamily(
+        "seed_oss",
+        "SeedOssForCausalLM",
+        LLAMA_KIND,
+        (
+            *sizes(kv_heads=8, context=524288, d_ff=27648),
+            HeadDim(128),
+            Rope(),
+            SILU,
+            Field("attention_bias", "qkv_bias", bool, default=True),
+            Fixed("attention_out_bias", (False,), False),
+            Fixed("mlp_bias", (False,), False),
+        ),
+        harmless=frozenset({"residual_dropout"}),
+    ),
+    ConfigFamily(
+        "phi3",
+        "Phi3ForCausalLM",
+        LLAMA_KIND,
+        (
+            *sizes(context=4096, eps=1e-5, d_ff=8192),
+            HeadDim(),
+            Windows(layers=False),
+            Rope(partial="used"),
+            SILU,
+            NO_ATTENTION_BIAS,
+        ),
+        harmless=frozenset({"resid_pdrop", "embd_pdrop", "original_max_position_embeddings"}),
+    ),
+    ConfigFamily(
+        "minimax_m2",
+        "MiniMaxM2ForCausalLM",
+        LLAMA_KIND | BALANCED | {"qk_norm": "width", "moe.renormalise": True},
+        (
+            *sizes(kv_heads=8, context=196608, d_ff=1536, experts=True),
+            HeadDim(128),
+            Rope(theta=5e6, partial="used"),
+            RotaryDim(),
+            SILU,
+            NO_ATTENTION_BIAS,
+            *experts("num_local_experts", width=False, chosen=8),
+            Fixed("router_jitter_noise", (0.0,), 0.0),
+            Fixed("scoring_func", ("sigmoid",), "sigmoid"),
+            Fixed("use_routing_bias", (True,), True),
+            Fixed("qk_norm_type", ("per_layer",), "per_layer"),
+            Fixed("shared_intermediate_size", (0,), 0, "without shared experts"),
+            AllEqual("attn_type_list", 1, "softmax attention"),
+            *(Fixed(f"layernorm_{part}_beta", (1.0,), 1.0) for part in ("full_attention", "linear_attention", "mlp")),
+        ),
+        harmless=frozenset({"mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules"})
+        | {"mtp_transformer_layers"},
+        notes=(NO_MTP,),
+    ),
+    ConfigFamily(
         "gpt_oss",
         "GptOssForCausalLM",
         LLAMA_KIND
@@ -564,13 +672,13 @@ bert roberta deberta t5 mt5 bart xlm-roberta electra whisper clip siglip vit
 """
 """Kinds of transformers that are no slip of the pen of a supported one."""
 _IMAGES = """
-llava llava_next mllama mistral3 pixtral paligemma idefics idefics2 idefics3 internvl qwen2_vl qwen2_5_vl qwen3_vl
+llava llava_next mllama pixtral paligemma idefics idefics2 idefics3 internvl qwen2_vl qwen2_5_vl qwen3_vl
 qwen3_vl_moe glm4v glm4v_moe kimi_vl kimi_k25 gemma3_vl aya_vision smolvlm
 """
 """Kinds whose language model lies beside an encoder of images."""
 _BESIDE_IMAGES = (
-    "a language model with an encoder of images, of which only gemma3 is read; give the config.json of the language "
-    "model alone"
+    "a language model with an encoder of images, of which gemma3 and mistral3 are read; give the config.json of the "
+    "language model alone"
 )
 
 REFUSED: Mapping[str, str] = {
