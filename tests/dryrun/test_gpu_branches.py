@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,13 @@ def rehearse_all(case: Case) -> None:
         assert found.peak > 0
         assert job.layout.offload == "none" or found.host_peak_bytes > 2**14
         assert {each["operator"] for each in found.by_operator}.isdisjoint({"_linear_pointwise"})  # oneDNN's, of CPUs
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _after_another_gpu() -> None:
+    """Makes torch believe that its GPU has begun, as after tests that pretend one: it then asks for its number."""
+    with mock.patch("torch.cuda._lazy_init"), suppress(RuntimeError, NotImplementedError):
+        torch.empty(1, device="cuda")
 
 
 @pytest.mark.parametrize("case", FEW, ids=named)

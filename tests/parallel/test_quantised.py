@@ -187,15 +187,16 @@ def test_matrices_travel_in_half_the_bytes_with_a_scale_per_row(ranks):
 @pytest.mark.parametrize("scaling", ["rowwise", "tensorwise", "mxfp8"])
 def test_what_was_rounded_for_the_way_is_rounded_to_itself(scaling):
     """With the scales of training, forward to the bit; backward but for elements far smaller than their row."""
-    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(48, 96, generator=generator).bfloat16()
     codec, sent = Codec([CodedShare(weight.numel(), "fp8", 96)]), torch.empty(1, weight.numel(), dtype=weight.dtype)
     codec.decode(codec.encode(weight.view(1, -1)), sent)
     product, arrived = ScaledProduct(scaling, emulated=True), sent.view_as(weight)
     assert codec.row_bytes(weight.dtype) == weight.numel() + 48 * 4
     assert (arrived - weight).abs().max() > 0
     for x, of_sent, of_own in (
-        (torch.randn(8, 96).bfloat16(), arrived, weight),
-        (torch.randn(8, 48).bfloat16(), arrived.t(), weight.t()),
+        (torch.randn(8, 96, generator=generator).bfloat16(), arrived, weight),
+        (torch.randn(8, 48, generator=generator).bfloat16(), arrived.t(), weight.t()),
     ):
         assert torch.equal(product(x, of_sent), product(x, of_own))
 

@@ -53,7 +53,7 @@ def test_parts_notes_alternatives_and_reasons_are_there() -> None:
     for sentence in (*plan().notes, *plan().rejected):
         assert sentence in shown
     assert "not legal" in shown
-    assert "needs 1052.1GiB" in shown
+    assert "needs 1068.2GiB" in shown
     assert f"{plan().best[-1].seconds / plan().best[0].seconds:.2f} ×" in shown
     assert shown.splitlines()[-1] == "searched 1,208 layouts in 840ms"
 

@@ -309,7 +309,7 @@ class Asynchronous:
         gradients = [f.value.new_zeros(f.value.shape) if f.gradient is None else f.gradient for f in self.shards]
         of = {shard.name: gradient for shard, gradient in zip(self.shards, gradients, strict=True)}
         square = square_sum([of[f.name] for f in counted(self.shards)])
-        status = torch.stack((loss * self.mesh.owns_loss, square.to(loss.device), loss.new_tensor(requests.encode())))
+        status = torch.stack((loss * self.mesh.owns_loss, square.to(loss.device), loss.new_full((), requests.encode())))
         self.mesh.reduce_replica(status).wait()
         total, square_norm, encoded = status.tolist()
         requests = Requests.decode(encoded)

@@ -116,7 +116,8 @@ def validation_loss(
             return None
         total += torch.stack((loss.double(), replica.objective.counted(micro)))
     # Only pipeline ranks with the last stage know the loss, but all of them know the tokens.
-    total *= total.new_tensor([mesh.owns_loss, mesh.owns_loss and mesh.coordinates["pp"] == 0])
+    total[0] *= mesh.owns_loss
+    total[1] *= mesh.owns_loss and mesh.coordinates["pp"] == 0
     mesh.axis("world").all_reduce(total).wait()
     return (total[0] / total[1].clamp(min=1)).item()
 
