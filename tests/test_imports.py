@@ -30,22 +30,22 @@ INNER_FLOORS = {
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
     "axes": 750,
-    "blocks": 2730,
+    "blocks": 2740,
     "check": 2050,
     "checkpoint": 3975,
     "cli": 6460,
     "comm": 1800,
-    "config": 6150,
+    "config": 6380,
     "cost": 6520,
     "data": 6400,
     "dryrun": 1310,
     "evaluate": 700,
-    "exchange": 2300,
+    "exchange": 2350,
     "foreign": 4646,
     "generate": 1250,
     "launch": 6850,
     "machine": 5390,
-    "model": 2500,
+    "model": 2510,
     "optimizers": 550,
     "parallel": 6535,
     "partition": 1050,
@@ -60,7 +60,7 @@ MOST_LINES = {
     "train": 8675,
     "validation": 1660,
     "": 1770,
-    "verify": 3902,
+    "verify": 3910,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
 whoever needs more finds first what stands twice."""

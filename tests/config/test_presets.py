@@ -179,7 +179,15 @@ def test_published_active_parameters(name: str, billions: float, table: bool):
 def test_every_preset_is_counted():
     exempt = {name for name, model in PRESETS.items() if not model.vocab_size}
     ours = {"gpt3-175b", "solar-open-100b", "glm-4.5", "glm-4.5-air", "glm-5", *MEGATRON}
-    ours |= {"olmo3-7b", "olmo3-32b", "marin-8b", "marin-32b"}  # as transformers counts (tests/families)
+    ours |= {"seed-oss-36b", "granite3-2b", "granite3-8b", "granite4-micro", "phi3-mini", "phi4-14b", "minimax-m2"}
+    ours |= {
+        "olmo3-7b",
+        "olmo3-32b",
+        "marin-8b",
+        "marin-32b",
+        "olmoe-1b-7b",
+        "smollm3-3b",
+    }  # as transformers counts (tests/families)
     priced = {name for name, model in PRESETS.items() if untrained(model)}  # tests/blocks/test_predicted_kinds.py
     assert {*PUBLISHED, *MULTIMODAL, *ours, *exempt, *priced} == set(PRESETS)
 

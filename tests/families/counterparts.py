@@ -91,6 +91,9 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "gpt-neox-20b": Counterpart("gpt_neox", {"n_kv_heads": 4, "head_dim": 0, "d_model": 64, "d_ff": 96}),
     "olmoe-1b-7b": Counterpart("olmoe", {"moe": _SMALL_EXPERTS}),
     "seed-oss-36b": Counterpart("seed_oss"),
+    "smollm3-3b": Counterpart("smollm3", {"nope_every": 2}),
+    "granite3-8b": Counterpart("granite"),
+    "granite4-micro": Counterpart("granitemoehybrid", {"positions": "none"}),
     "phi3-mini": Counterpart("phi3", {"window": 7}),
     "minimax-m2": Counterpart("minimax_m2", {"moe": _SMALL_EXPERTS}),
     "gpt-oss-20b": Counterpart(

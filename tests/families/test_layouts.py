@@ -21,6 +21,8 @@ CASES = {
     "gpt-neox-20b": ("dp_shard=2,tp=2,sp=true,zero=2", "cp=2,pp=2"),
     "gpt-oss-20b": ("dp_shard=2,tp=2,sp=true,ep=2", "cp=2,pp=2,recompute=full"),
     "glm-4.5": ("dp_shard=2,tp=2,sp=true,ep=2",),
+    "smollm3-3b": ("cp=2,tp=2,sp=true,pp=2",),
+    "granite3-8b": ("dp_shard=2,tp=2,sp=true", "pp=2,cp=2,recompute=full"),
     "kimi-k2": ("cp=2,tp=2,sp=true",),
 }
 

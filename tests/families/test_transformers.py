@@ -107,6 +107,7 @@ LIKE = {name: name for name in COUNTERPARTS} | {
     "gpt-oss-120b": "gpt-oss-20b",
     "glm-4.5-air": "glm-4.5",
     "phi4-14b": "phi3-mini",
+    "granite3-2b": "granite3-8b",
 }
 """The counterpart of each preset."""
 

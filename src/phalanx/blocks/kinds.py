@@ -425,6 +425,8 @@ class BlockKind(NamedTuple):
     feed_forward: str
     window: int = 0
     """Keys that a query sees at most; 0: all of the sequence."""
+    rotates: bool = True
+    """Whether rotary positions, where the model has them, turn its queries and keys."""
     predicts: bool = False
     """Whether it is that of a module for one more token, with a head and a loss of its own."""
 
@@ -476,7 +478,6 @@ def untrained(model: ModelConfig) -> list[str]:
         if not TABLES[half][name].module
     ]
     fields = [
-        (model.positions == "none", "positions=none"),
         (model.activation == "relu2", "activation=relu2"),
         (model.moe.latent, f"moe.latent={model.moe.latent}"),
         (model.moe.shared_gate, "moe.shared_gate=true"),
@@ -498,7 +499,8 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
     kinds = []
     for layer in range(model.n_layers):
         window = window_within(model.window_of(layer), model.seq_len)
-        kind = BlockKind(core[layer % len(core)], wide[layer % len(wide)], window)
+        turns = model.positions != "rope" or model.rotates(layer)
+        kind = BlockKind(core[layer % len(core)], wide[layer % len(wide)], window, turns)
         is_dense = kind.routed and layer < model.moe.n_dense_layers
         kind = kind._replace(predicts=layer >= model.n_layers - model.mtp)
         kinds.append(kind._replace(feed_forward="dense") if is_dense else kind)
@@ -516,6 +518,7 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
     if half == "attention":
         exchange = "enter" if together else "both"
         before = tuple(joined(place)) if kind.predicts else ()
+        place = place if kind.rotates else place._replace(model=without_positions(place.model))
         return before + _attention_half(place._replace(ep=1, window=kind.window, exchange=exchange), kind.attention)
     is_first = kind.attention == "none"
     exchange = "leave" if together else "both"
@@ -523,6 +526,12 @@ def half_block(place: Place, kind: BlockKind, half: Half) -> tuple[Operator, ...
     place = place._replace(ring=place.cp, ulysses=1, ring_rank=None, exchange=exchange)
     after = tuple(predicted(place._replace(exchange="both"))) if kind.predicts else ()
     return _feed_forward_half(place, kind.feed_forward, is_first) + after
+
+
+@lru_cache(maxsize=1024)
+def without_positions(model: ModelConfig) -> ModelConfig:
+    """Returns the model as its layers without rotary positions see it."""
+    return replace(model, positions="none")
 
 
 @lru_cache(maxsize=20_000)

@@ -272,7 +272,7 @@ def embedding(place: Place, vocabulary: int) -> Operator:
     it."""
     model, numbers = place.model, 3 * place.hidden
     work = [MemoryBound("embedding", numbers, numbers, EMBEDDING_KERNELS)]
-    if model.scaled_embedding:
+    if model.scaled_embedding or model.embedding_multiplier != 1:
         scaled = 2 * place.hidden / place.token_share
         work.append(MemoryBound("scale", scaled, scaled))
     messages = tuple(leave(place))
@@ -289,7 +289,10 @@ def head(place: Place, vocabulary: int) -> Iterator[Operator]:
     yield Operator(
         "final norm",
         frozen(model, norm_weights(model, "final_norm", model.d_model)),
-        memory_bound=(MemoryBound("final norm", 2 * place.hidden, 3 * place.hidden),),
+        memory_bound=(
+            MemoryBound("final norm", 2 * place.hidden, 3 * place.hidden),
+            *([MemoryBound("scale", 2 * place.hidden, 2 * place.hidden)] if model.logit_divisor != 1 else []),
+        ),
         messages=tuple(enter(place)),
     )
     matrix = _table("head.weight", model, vocabulary)

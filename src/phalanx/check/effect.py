@@ -126,6 +126,7 @@ CONDITIONS: dict[str, Condition] = {
     "model.rope_scaling.factor": _ROTARY,
     "model.rope_theta": _ROTARY,
     "model.rotary_fraction": _ROTARY,
+    "model.nope_every": _ROTARY,
     "layout.zero": (
         lambda job: job.layout.shard_ranks > 1 or job.layout.auto,
         "is for state that ranks share: layout.dp_shard or layout.cp above 1",

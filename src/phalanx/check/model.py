@@ -23,7 +23,7 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         MOST_STAGES,
         "the deepest published transformer has 1,000 layers (DeepNet, Wang et al. 2022)",
         [
-            *("model.n_layers", "model.full_every", "model.moe.n_dense_layers", "model.mtp"),
+            *("model.n_layers", "model.full_every", "model.nope_every", "model.moe.n_dense_layers", "model.mtp"),
             *("layout.pp", "layout.pp_chunks", "layout.offload_blocks"),
         ],
     ),
@@ -119,7 +119,8 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
             *(f"model.moe.{name}" for name in ("route_scale", "aux_loss", "z_loss", "bias_rate")),
             *(f"model.{name}" for name in ("norm_eps", "rope_theta", "window_rope_theta", "init_std")),
             *("model.lora.alpha", "model.mla.norm_eps"),
-            *(f"model.{name}" for name in ("attention_scale", "attention_softcap", "logit_softcap")),
+            *(f"model.{name}" for name in ("attention_scale", "attention_softcap", "logit_softcap", "logit_divisor")),
+            *(f"model.{name}_multiplier" for name in ("embedding", "residual")),
             *(f"optimizer.{name}" for name in ("lr", "eps", "weight_decay", "clip", "outer_lr")),
             *(f"cluster.calibration.{command}.provenance.cores" for command in ("compute", "comm")),
             *(
@@ -283,6 +284,8 @@ def _beside_latent_attention(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "model.qk_norm", f"latent attention has norms of its own, is {model.qk_norm}; nearest legal: none"
     if model.sinks:
         yield "model.sinks", "latent attention has no sinks; nearest legal: sinks=false"
+    if model.nope_every:
+        yield "model.nope_every", f"latent attention needs rotary positions, is {model.nope_every}; nearest legal: 0"
     if model.rotary_fraction != 1:
         yield (
             "model.rotary_fraction",

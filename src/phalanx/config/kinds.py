@@ -68,6 +68,8 @@ def positions(model: ModelConfig) -> str:
         parts.append(f"{model.window_rope_theta:,.0f} in windows")
     if model.rotary_fraction < 1:
         parts.append(f"{model.rotary_size} of {model.head_size} elements")
+    if model.nope_every:
+        parts.append(f"none in one layer of {model.nope_every}")
     scaling = model.rope_scaling
     if scaling.factor > 1:
         origin = f" from {scaling.original_seq_len:,} tokens" if scaling.kind != "linear" else ""

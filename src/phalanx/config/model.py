@@ -242,7 +242,10 @@ class ModelConfig(Hashed):
     """Attention and MLP read the same residual stream, each through its own norm, and are added to it together
     (GPT-NeoX)."""
     positions: Literal["learned", "rope", "none"] = "learned"
-    """Position encoding. none, as beside Mamba-2, is predicted and not trained."""
+    """Position encoding; none: the causal mask alone tells an order (Kazemnejad et al. 2023), or states do."""
+    nope_every: Annotated[int, Interval(0), Example("4")] = 0
+    """With rotary positions: every n-th layer has none, with n this number, counted from 1 (Yang et al. 2025, arXiv
+    2501.18795; SmolLM3: 4); 0 means no layer."""
     activation: Literal["gelu", "gelu_tanh", "swiglu", "geglu", "swiglu_clamped", "relu2"] = "gelu"
     """The MLP: two matrices around GELU (exact or tanh form) or the square of ReLU (Nemotron; predicted and not
     trained), or three with a gate: SiLU (Llama), GELU in its tanh form (Gemma), or a clamped SiLU (gpt-oss: at most 7,
@@ -264,6 +267,12 @@ class ModelConfig(Hashed):
     """Logits x of the head become c tanh(x / c) with this c (Gemma 2: 30); 0 leaves them."""
     scaled_embedding: bool = False
     """Embeddings are multiplied by √d_model (Gemma)."""
+    embedding_multiplier: Annotated[float, Interval(above=0), Example("12")] = 1.0
+    """Multiplies embeddings (Granite 3, Granite Team 2024)."""
+    residual_multiplier: Annotated[float, Interval(above=0), Example("0.22")] = 1.0
+    """Multiplies what attention and MLP add to the residual stream (Granite 3)."""
+    logit_divisor: Annotated[float, Interval(above=0), Example("16")] = 1.0
+    """Divides the logits of the head, before their soft cap (Granite 3)."""
     tied: bool = True
     """The head shares the embedding's weights."""
     dropout: Annotated[float, Interval(0), Interval(below=1)] = 0.0
@@ -331,6 +340,10 @@ class ModelConfig(Hashed):
     def norms_outputs(self) -> bool:
         """Whether the outputs of attention and MLP are normalised before they are added to the residual stream."""
         return self.norm_place != "before"
+
+    def rotates(self, layer: int) -> bool:
+        """Returns whether rotary positions turn queries and keys of layer `layer`."""
+        return self.positions == "rope" and not (self.nope_every and (layer + 1) % self.nope_every == 0)
 
     def window_of(self, layer: int) -> int:
         """Returns the keys that a query of layer `layer` sees at most; 0: all."""

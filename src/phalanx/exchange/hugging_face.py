@@ -105,6 +105,13 @@ _GEMMA2 = _plus_one((*_ends(), *_ATTENTION, *_MLP, *_NORMS_AROUND))
 _LLAMA = (*_ends(), *_ATTENTION, *_MLP, *_NORMS)
 _DEEPSEEK = (*_ends(), *_LATENT, *_MLP, *_QWEN_EXPERTS, *_SHARED, *_NORMS)
 
+
+def _gate_and_up(theirs: str) -> WeightLink:
+    """Returns the link of gate and up, which are one matrix in theirs."""
+    ours = tuple(f"blocks.{{}}.mlp.{part}.weight" for part in ("gate", "up"))
+    return WeightLink(ours, (f"{_LAYER}.{theirs}.weight",), equal_parts(2))
+
+
 _PHI3 = (
     *_ends(),
     *_NORMS,
@@ -114,11 +121,7 @@ _PHI3 = (
         (f"{_LAYER}.self_attn.qkv_proj.weight",),
         HEADS_IN_A_ROW,
     ),
-    WeightLink(
-        tuple(f"blocks.{{}}.mlp.{part}.weight" for part in ("gate", "up")),
-        (f"{_LAYER}.mlp.gate_up_proj.weight",),
-        equal_parts(2),
-    ),
+    _gate_and_up("mlp.gate_up_proj"),
 )
 
 _NEOX_LAYER = "gpt_neox.layers.{}"
@@ -219,6 +222,18 @@ WEIGHTS: Mapping[str, WeightFamily] = {
     "qwen3_moe": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_QWEN_EXPERTS, *_NORMS), (_BASE,)),
     "olmoe": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_QWEN_EXPERTS, *_NORMS), (_BASE,)),
     "seed_oss": WeightFamily(_LLAMA, (_BASE,)),
+    "smollm3": WeightFamily(_LLAMA, (_BASE,)),
+    "granite": WeightFamily(_LLAMA, (_BASE,)),
+    "granitemoehybrid": WeightFamily(
+        (
+            *_ends(),
+            *_ATTENTION,
+            *_NORMS,
+            *_block({"mlp.down": "shared_mlp.output_linear"}),
+            _gate_and_up("shared_mlp.input_linear"),
+        ),
+        (_BASE,),
+    ),
     "phi3": WeightFamily(_PHI3, (_BASE,), (_INVERSE_FREQUENCIES,)),
     "gemma": WeightFamily(_GEMMA, (_BASE,)),
     "gemma2": WeightFamily(_GEMMA2, (_BASE,)),

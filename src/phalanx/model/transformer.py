@@ -117,7 +117,8 @@ class Transformer(nn.Module):
         """Elements of each layer's heads that rotary positions turn."""
         self.embed = nn.Embedding(vocab, model.d_model)
         # The factor has the precision of the activations, as when Gemma was trained: 55.5 in bf16, not 55.43.
-        factor, dtypes = model.d_model**0.5, (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        factor = model.embedding_multiplier * (model.d_model**0.5 if model.scaled_embedding else 1)
+        dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
         self.embedding_scales = {dtype: torch.tensor(factor, dtype=dtype, device="cpu").item() for dtype in dtypes}
         self.positions = PositionEmbedding(model.seq_len, model.d_model) if model.positions == "learned" else None
         self.routing = Routing()
@@ -185,18 +186,21 @@ class Transformer(nn.Module):
         }
         for layer in layers:
             size, windowed = self.rotary_sizes[int(layer)], self.config.window_of(int(layer)) > 0
-            rotary = tables[size, windowed and len(every) > 1]
+            turns = self.config.rotates(int(layer))
+            rotary = tables[size, windowed and len(every) > 1] if turns else None
             x = self.blocks[layer](x, rotary, noise, cache, documents, conversations)
         return x
 
     def normed(self, x: Tensor) -> Tensor:
-        """Returns the head's input, (batch, seq, d_model), from the last block's output."""
-        return self.final_norm(x)
+        """Returns the head's input, (batch, seq, d_model), from the last block's output. What divides the logits
+        divides it: it is smaller than they are."""
+        x = self.final_norm(x)
+        return x if self.config.logit_divisor == 1 else x / self.config.logit_divisor
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor, noise: Noise | None) -> Tensor:
         """Returns the first block's input, (batch, seq, d_model)."""
         x = self.embed(tokens)
-        if self.config.scaled_embedding:
+        if self.config.scaled_embedding or self.config.embedding_multiplier != 1:
             x = x * self.embedding_scales[x.dtype]
         if self.positions is not None:
             if positions.shape[-1] > self.config.seq_len:
@@ -245,7 +249,7 @@ class Block(nn.Module):
 
     def __init__(self, model: ModelConfig, layer: int, routing: Routing):
         super().__init__()
-        self.dropout = model.dropout
+        self.dropout, self.multiplier = model.dropout, model.residual_multiplier
         self.parallel = model.parallel_block
         self.site = f"blocks.{layer}"
         kind = block_kinds(model)[layer]
@@ -288,11 +292,15 @@ class Block(nn.Module):
         """Applies the block, (batch, seq, d_model) to the same shape."""
         if self.parallel:
             both = self.run_halves(self.halves, x, rotary, noise, cache, documents, conversations)
-            return x + self.dropped(both, noise, "residual")
+            return self.added(x, self.dropped(both, noise, "residual"))
         attended = self.attn_post_norm(self.attn(self.attn_norm(x), rotary, noise, cache, documents))
-        x = x + self.dropped(attended, noise, "attn.residual")
+        x = self.added(x, self.dropped(attended, noise, "attn.residual"))
         widened = self.mlp_post_norm(self.feed_forward(self.mlp_norm(x), conversations))
-        return x + self.dropped(widened, noise, "mlp.residual")
+        return self.added(x, self.dropped(widened, noise, "mlp.residual"))
+
+    def added(self, x: Tensor, y: Tensor) -> Tensor:
+        """Returns the sum of the residual stream and the result of a half, both (batch, seq, d_model)."""
+        return x + y if self.multiplier == 1 else torch.add(x, y, alpha=self.multiplier)
 
     def dropped(self, x: Tensor, noise: Noise | None, place: str) -> Tensor:
         """Returns `x` (batch, seq, d_model) with elements dropped before it is added at `place`."""

@@ -275,6 +275,7 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
         model,
         n_layers=n_layers,
         full_every=full_every,
+        nope_every=min(model.nope_every, n_layers),
         d_model=width,
         # About as large a part of a small head turns, of whole pairs.
         rotary_fraction=1 if turned == 1 else max(2, 2 * round(head * turned / 2)) / head,

@@ -215,7 +215,7 @@ def test_the_language_model_of_gemma_3_with_images():
     ("change", "message"),
     [
         ({"model_type": "lama"}, "did you mean llama"),
-        ({"model_type": "llava"}, "with an encoder of images, of which only gemma3 is read"),
+        ({"model_type": "llava"}, "with an encoder of images, of which gemma3 and mistral3 are read"),
         ({"model_type": "olmo"}, "a kind with layers that are not implemented"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "whose head is not that of a language model"),
         ({"model_type": "qwen2_moe"}, "gate of its own"),

@@ -301,12 +301,15 @@ def plain(model: ModelConfig) -> ModelConfig:
         else model.attention_scale,
         window=max(windows),
         full_every=model.full_every if 0 < model.full_every <= model.n_layers and model.window else 0,
+        nope_every=model.nope_every if rope and 0 < model.nope_every <= model.n_layers else 0,
         window_rope_theta=model.window_rope_theta if model.window else 0.0,
         qkv_bias=model.bias or model.qkv_bias,
         rope_theta=model.rope_theta if rope else default.rope_theta,
         rotary_fraction=model.rotary_fraction if rope else 1.0,
         rope_scaling=_plain_scaling(model.rope_scaling) if rope else RopeScaling(),
-        **{name: getattr(default, name) for name in _TRAINING_ONLY if name != "seq_len" or rope},
+        **{
+            name: getattr(default, name) for name in _TRAINING_ONLY if name != "seq_len" or model.positions != "learned"
+        },
     )
 
 

@@ -11,14 +11,19 @@ from typing import Any
 
 from phalanx.config.hugging_face.terms import (
     REQUIRED,
+    AllEqual,
+    AttentionMultiplier,
     Choice,
     ConfigReader,
     Context,
     Field,
     Fields,
     Fixed,
+    NoRope,
+    PlainHeads,
     Rope,
     RopeWithWindows,
+    RotaryDim,
     Term,
     Windows,
     Written,
@@ -82,39 +87,6 @@ class Biases:
 
 
 @dataclass(frozen=True)
-class RotaryDim:
-    """MiniMax-M2: the share of a head that positions turn, as a number of elements; rope parameters come first."""
-
-    def read(self, source: ConfigReader, fields: Fields) -> None:
-        size = source.take("rotary_dim", int, 0)
-        if size and fields["rotary_fraction"] == 1:
-            fields["rotary_fraction"] = size / (fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"]))
-
-    def write(self, model: ModelConfig) -> Fields:
-        return {}
-
-
-@dataclass(frozen=True)
-class AllEqual:
-    """A list with one value for every layer."""
-
-    theirs: str
-    value: Any
-    reason: str
-
-    def read(self, source: ConfigReader, fields: Fields) -> None:
-        for layer, value in enumerate(source.take(self.theirs, list, [])):
-            if value != self.value:
-                source.problem(
-                    self.theirs, f"has {shown(value)} for layer {layer}, supported: {self.value} ({self.reason})"
-                )
-                return
-
-    def write(self, model: ModelConfig) -> Fields:
-        return {}
-
-
-@dataclass(frozen=True)
 class QueryScale:
     """Gemma: scores are divided by the root of query_pre_attn_scalar."""
 
@@ -173,6 +145,13 @@ OWN_VALUES: Mapping[str, Callable[[ModelConfig], Any]] = {
 
 LLAMA_KIND: dict[str, Any] = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu", "bias": False}
 SILU = Fixed("hidden_act", ("silu", "swish"), "silu")
+MULTIPLIERS = (
+    AttentionMultiplier(),
+    Field("embedding_multiplier", "embedding_multiplier", float, 1.0),
+    Field("residual_multiplier", "residual_multiplier", float, 1.0),
+    Field("logits_scaling", "logit_divisor", float, 1.0),
+)
+"""What Granite multiplies numbers with."""
 NO_ATTENTION_BIAS = Fixed("attention_bias", (False,), False, "without biases of the output and the MLP")
 
 
@@ -184,14 +163,15 @@ def sizes(
     context: int = 2048,
     eps: float = 1e-6,
     d_ff: Any = REQUIRED,
+    width: str = "intermediate_size",
     experts: bool = False,
 ):
-    """Returns the sizes that most families name alike; kv_heads 0 stands for as many as heads; with `experts`
-    intermediate_size is theirs."""
+    """Returns the sizes that most families name alike; kv_heads 0 stands for as many as heads; `width` is the name of
+    the MLP's; with `experts` it is theirs."""
     return (
         Field("vocab_size", "vocab_size", int),
         Field("hidden_size", "d_model", int),
-        Field("intermediate_size", "d_ff", int, d_ff, lambda model: model.expert_ff_size if experts else model.ff_size),
+        Field(width, "d_ff", int, d_ff, lambda model: model.expert_ff_size if experts else model.ff_size),
         Field("num_hidden_layers", "n_layers", int, most=MOST_LAYERS),
         Field("num_attention_heads", "n_heads", int),
         Field("num_key_value_heads", "n_kv_heads", int, kv_heads, _kv_heads, absent=absent_kv_heads),
@@ -501,7 +481,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         LLAMA_KIND | {"qk_norm": "width"},
         (
             *sizes(context=4096, eps=1e-5, d_ff=2048, experts=True),
-            HeadDim(),
+            PlainHeads(),
             Rope(),
             SILU,
             NO_ATTENTION_BIAS,
@@ -525,6 +505,57 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         harmless=frozenset({"residual_dropout"}),
     ),
     ConfigFamily(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        LLAMA_KIND,
+        (
+            *sizes(kv_heads=4, tied=True, context=32768),
+            HeadDim(),
+            Rope(theta=2e6),
+            NoRope(),
+            SILU,
+            Biases(),
+            Fixed("use_sliding_window", (False,), False),
+            AllEqual("layer_types", ("full_attention",), "without windows"),
+        ),
+    ),
+    ConfigFamily(
+        "granite",
+        "GraniteForCausalLM",
+        LLAMA_KIND,
+        (*sizes(d_ff=11008), HeadDim(), Rope(), SILU, Biases(), *MULTIPLIERS),
+    ),
+    ConfigFamily(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        LLAMA_KIND,
+        (
+            *sizes(d_ff=1024, width="shared_intermediate_size"),
+            HeadDim(),
+            Choice("position_embedding_type", "positions", ((None, "none"), ("rope", "rope"), ("nope", "none"))),
+            Rope(),
+            SILU,
+            NO_ATTENTION_BIAS,
+            *MULTIPLIERS,
+            Fixed("num_local_experts", (0,), 8, "models without experts"),
+            Written("mamba_n_heads", 1),  # has to divide a width, even without such layers
+            AllEqual("layer_types", ("full_attention", "attention"), "models without Mamba-2", required=True),
+        ),
+        harmless=frozenset(
+            (
+                *(f"mamba_{part}" for part in ("chunk_size", "conv_bias", "d_conv", "d_head", "d_state", "expand")),
+                *("mamba_n_groups", "mamba_proj_bias", "intermediate_size", "router_aux_loss_coef"),
+                *(
+                    "num_experts_per_tok",
+                    "normalization_function",
+                    "time_step_limit",
+                    "init_method",
+                    "layers_block_type",
+                ),
+            )
+        ),
+    ),
+    ConfigFamily(
         "phi3",
         "Phi3ForCausalLM",
         LLAMA_KIND,
@@ -532,7 +563,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
             *sizes(context=4096, eps=1e-5, d_ff=8192),
             HeadDim(),
             Windows(layers=False),
-            Rope(partial="used"),
+            Rope(partial="used", stretches=False),
             SILU,
             NO_ATTENTION_BIAS,
         ),
@@ -555,7 +586,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
             Fixed("use_routing_bias", (True,), True),
             Fixed("qk_norm_type", ("per_layer",), "per_layer"),
             Fixed("shared_intermediate_size", (0,), 0, "without shared experts"),
-            AllEqual("attn_type_list", 1, "softmax attention"),
+            AllEqual("attn_type_list", (1,), "softmax attention"),
             *(Fixed(f"layernorm_{part}_beta", (1.0,), 1.0) for part in ("full_attention", "linear_attention", "mlp")),
         ),
         harmless=frozenset({"mlp_intermediate_size", "shared_moe_mode", "use_mtp", "num_mtp_modules"})

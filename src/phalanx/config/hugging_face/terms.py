@@ -6,7 +6,7 @@ A term works in both directions, so that what is read and what is written cannot
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isclose, isfinite, log
 from typing import Any, Literal, Protocol
 
@@ -261,6 +261,8 @@ class Rope:
     partial: Literal["used", "ignored", "refused"] = "ignored"
     """What transformers does with a share of a head below 1: kinds that ignore it turn whole heads, and fail if
     positions are stretched, too."""
+    stretches: bool = True
+    """False: a kind with plain positions alone, or stretched in a way that is not computed here."""
     latent: bool = False
     """Latent attention: mscale_all_dim enlarges the scores."""
     stretched: RopeScaling | None = None
@@ -286,6 +288,9 @@ class Rope:
             fields["rope_scaling"] = self.stretched
         else:
             fields["rope_scaling"] = scaling(rope, fields["seq_len"])
+            if not self.stretches and fields["rope_scaling"] != RopeScaling():
+                kind = fields["rope_scaling"].kind
+                rope.problem("rope_type", f"is {kind}, with which transformers computes no positions of this kind")
         fields["rotary_fraction"] = self._share(
             rope if rope.holds("partial_rotary_factor") else source, fraction, fields["rope_scaling"]
         )
@@ -312,7 +317,8 @@ class Rope:
         return 1.0
 
     def write(self, model: ModelConfig) -> Fields:
-        values = rope_values(model, partial=self.partial == "used")
+        plain = model if self.stretches else replace(model, rope_scaling=RopeScaling())
+        values = rope_values(plain, partial=self.partial == "used")
         stretched = model.rope_scaling
         if self.latent and stretched.kind == "yarn" and stretched.factor > 1 and model.attention_scale:
             # (0.1 m ln factor + 1)² is what multiplies the scores; mscale gives rotated parts the size they have.
@@ -527,3 +533,85 @@ class Context:
         if self.exact or stretched.kind == "linear":
             reached = 0
         return {self.theirs: max(model.seq_len, reached)}
+
+
+@dataclass(frozen=True)
+class PlainHeads:
+    """Heads that share the width."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        size, width = source.take("head_dim", int, 0) * fields["n_heads"], fields["d_model"]
+        if size and size != width:
+            source.problem("head_dim", f"× num_attention_heads is {size:,}, supported: hidden_size {width:,}")
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {}
+
+
+@dataclass(frozen=True)
+class AttentionMultiplier:
+    """Granite: what multiplies the scores, 1 if the configuration names nothing."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        head = fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"])
+        scale = source.take("attention_multiplier", float, 1.0)
+        fields["attention_scale"] = 0.0 if scale == max(1, head) ** -0.5 else scale
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {"attention_multiplier": model.attention_scale or model.head_size**-0.5}
+
+
+@dataclass(frozen=True)
+class NoRope:
+    """SmolLM3: the layers without rotary positions."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        every = source.take("no_rope_layer_interval", int, 4)
+        turns = source.take("no_rope_layers", list, [])[: fields["n_layers"]]
+        if turns:
+            every = turns.index(0) + 1 if 0 in turns else 0
+            if turns != _turns(every, fields["n_layers"]):
+                source.problem("no_rope_layers", "is not 0 in every n-th of the num_hidden_layers alone")
+        fields["nope_every"] = every
+
+    def write(self, model: ModelConfig) -> Fields:
+        turns = _turns(model.nope_every, model.n_layers)
+        return {"no_rope_layers": turns, "no_rope_layer_interval": model.nope_every or model.n_layers + 1}
+
+
+@dataclass(frozen=True)
+class RotaryDim:
+    """MiniMax-M2: the share of a head that positions turn, as a number of elements; rope parameters come first."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        size = source.take("rotary_dim", int, 0)
+        if size and fields["rotary_fraction"] == 1:
+            fields["rotary_fraction"] = size / (fields["head_dim"] or fields["d_model"] // max(1, fields["n_heads"]))
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {}
+
+
+@dataclass(frozen=True)
+class AllEqual:
+    """A list with one of a few values for every layer, since ours computes nothing else."""
+
+    theirs: str
+    values: tuple[Any, ...]
+    reason: str
+    required: bool = False
+    """Without the list, layers are of another kind: it is written, too."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        for layer, value in enumerate(source.take(self.theirs, list, REQUIRED if self.required else [])):
+            if value not in self.values:
+                known = " or ".join(map(shown, self.values))
+                source.problem(self.theirs, f"has {shown(value)} for layer {layer}, supported: {known} ({self.reason})")
+                return
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {self.theirs: [self.values[0]] * model.n_layers} if self.required else {}
+
+
+def _turns(nope_every: int, layers: int) -> list[int]:
+    return [int(not nope_every or (layer + 1) % nope_every != 0) for layer in range(layers)]
