@@ -74,6 +74,7 @@ class Counterpart:
 _SMALL_LLAMA3 = {"rope_scaling": {"original_seq_len": 16}}
 _SMALL_EXPERTS = {"n_experts": 8, "top_k": 3, "d_ff": 12, "aux_loss": 0.0}
 _SMALL_LATENT = {"q_rank": 12, "kv_rank": 10, "rope_head_dim": 6, "nope_head_dim": 8, "v_head_dim": 7}
+_SMALL_DELTA = {"n_heads": 4, "key_heads": 2, "key_head_dim": 6, "head_dim": 5}
 
 COUNTERPARTS: dict[str, Counterpart] = {
     "llama3.1-8b": Counterpart("llama", _SMALL_LLAMA3),
@@ -96,6 +97,11 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "granite4-micro": Counterpart("granitemoehybrid", {"positions": "none"}),
     "phi3-mini": Counterpart("phi3", {"window": 7}),
     "minimax-m2": Counterpart("minimax_m2", {"moe": _SMALL_EXPERTS}),
+    "qwen3-next-80b-a3b": Counterpart("qwen3_next", {"n_layers": 4, "moe": _SMALL_EXPERTS, "delta": _SMALL_DELTA}),
+    "qwen3.5-9b": Counterpart("qwen3_5_text", {"n_layers": 4, "delta": _SMALL_DELTA}),
+    "qwen3.5-35b-a3b": Counterpart(
+        "qwen3_5_moe_text", {"n_layers": 4, "moe": _SMALL_EXPERTS, "delta": _SMALL_DELTA, "seq_len": 80}
+    ),
     "gpt-oss-20b": Counterpart(
         "gpt_oss", {"window": 7, "moe": _SMALL_EXPERTS, "rope_scaling": {"original_seq_len": 64}}
     ),
@@ -136,7 +142,7 @@ def small_model(model: ModelConfig, fields: Mapping[str, Any]) -> ModelConfig:
         "vocab_size": 50,
         "seq_len": 24,
     } | fields
-    for part in ("moe", "mla", "rope_scaling"):
+    for part in ("moe", "mla", "delta", "rope_scaling"):
         if part in sizes:
             sizes[part] = replace(getattr(model, part), **sizes[part])
     return replace(model, **sizes)

@@ -22,6 +22,7 @@ CASES = {
     "gpt-oss-20b": ("dp_shard=2,tp=2,sp=true,ep=2", "cp=2,pp=2,recompute=full"),
     "glm-4.5": ("dp_shard=2,tp=2,sp=true,ep=2",),
     "smollm3-3b": ("cp=2,tp=2,sp=true,pp=2",),
+    "qwen3-next-80b-a3b": ("dp_shard=2,tp=2,sp=true,ep=2,zero=3", "cp=2,pp=2", "cp=4,cp_ulysses=2,tp=2"),
     "granite3-8b": ("dp_shard=2,tp=2,sp=true", "pp=2,cp=2,recompute=full"),
     "kimi-k2": ("cp=2,tp=2,sp=true",),
 }

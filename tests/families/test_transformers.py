@@ -114,12 +114,12 @@ LIKE = {name: name for name in COUNTERPARTS} | {
 
 @pytest.mark.parametrize("name", LIKE)
 def test_transformers_model_has_as_many_parameters(name: str):
-    """Built on the meta device with one layer of the last kind, and with two: the rest are alike."""
+    """Built on the meta device with one layer of each last kind, and with two: the rest are alike."""
     counterpart, model = COUNTERPARTS[LIKE[name]], PRESETS[name]
-    dense = model.moe.n_dense_layers
-    one, two = (_size(counterpart, replace(model, n_layers=dense + layers)) for layers in (1, 2))
+    dense, kinds = model.moe.n_dense_layers, len(model.attention.split(","))
+    one, two = (_size(counterpart, replace(model, n_layers=dense + kinds * turns)) for turns in (1, 2))
     balancing = model.moe.n_experts * (model.n_layers - dense) if model.moe.bias_balanced else 0
-    assert one + (two - one) * (model.n_layers - dense - 1) + balancing == count(model)
+    assert one + (two - one) * ((model.n_layers - dense) // kinds - 1) + balancing == count(model)
 
 
 def _size(counterpart: Counterpart, model: ModelConfig) -> int:

@@ -16,7 +16,8 @@ from phalanx.techniques.technique import Problem
 
 def kinds_without_cores(model: ModelConfig) -> list[str]:
     """Returns the model's kinds of attention whose layers need whole sequences."""
-    return [name for name in dict.fromkeys(kind.attention for kind in block_kinds(model)) if not ATTENTION[name].cores]
+    names = dict.fromkeys(kind.attention for kind in block_kinds(model))
+    return [name for name in names if not ATTENTION[name].cores and not ATTENTION[name].by_heads]
 
 
 def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
@@ -34,6 +35,9 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
         f"seq_len {tokens}" if slices == 1 else f"a slice of {tokens} tokens (seq_len {job.model.seq_len} / {slices})"
     )
     tp, alternative = layout.tp if layout.sp else 1, ""
+    if problem := _without_heads(layout, job.model, slices):
+        yield problem
+        return
     if tokens % layout.cp:
         equation = f"{length} / cp {layout.cp} is not an integer"
     elif layout.cp % layout.cp_ulysses or layout.cp == 1:
@@ -58,6 +62,24 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
     sizes = multiples(2 * slices * layout.cp * tp, job.model.seq_len)
     choices = {"layout.cp": legal or [1], "model.seq_len": sizes}
     yield "layout.cp", Misfit(equation, layout.cp, choices, f"{both}{alternative}")
+
+
+def _without_heads(layout: Layout, model: ModelConfig, slices: int) -> Problem | None:
+    """Returns the problem of kinds without cores whose heads context ranks share, if there is one."""
+    for name in dict.fromkeys(kind.attention for kind in block_kinds(model)):
+        count = ATTENTION[name].by_heads
+        if count is None or (layout.cp == 1 and slices == 1):
+            continue
+        if slices > 1:
+            return "layout.pp_slices", f"states of attention {name} do not pass between slices; nearest legal: 1"
+        heads, shared = (max(1, each // layout.tp) for each in count(model))
+        if heads % layout.cp or (shared % layout.cp and layout.cp % shared):
+            legal = [n for n in divisors(heads) if not shared % n or not n % shared]
+            equation = (
+                f"attention {name}: {heads} heads per tensor rank, {shared} of keys, / cp {layout.cp} is not whole"
+            )
+            return "layout.cp", Misfit(equation, layout.cp, {"layout.cp": legal})
+    return None
 
 
 def _evenly(tokens: int, layout: Layout, tp: int) -> bool:

@@ -82,6 +82,9 @@ class AttentionKind(SublayerKind):
     `phalanx.model.attention.Attention` takes."""
 
     name_in_block: str = "attn"
+    by_heads: Callable[[ModelConfig], tuple[int, int]] | None = None
+    """The numbers of heads, and of what they share, of a kind without cores whose heads are computed each by itself:
+    context-parallel ranks exchange tokens for them. None: no rank may hold a part of a sequence."""
     cores: tuple[str, ...]
     """The names of the CoreAttention modules in its module, outside which tokens do not meet: selective recomputation
     repeats them, and context parallelism replaces them. None: no rank may hold a part of a sequence."""
@@ -247,7 +250,7 @@ def latent_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "model.positions", f"latent attention needs rotary positions: rope, is {positions}"
 
 
-SMALL_EXPERTS = 8
+SMALL_EXPERTS, SMALL_DELTAS = 8, 4
 SMALL_Q_RANK, SMALL_KV_RANK, SMALL_PART = 16, 8, 4
 """Latent attention: the ranks of its compressions, and the size of each part of a head."""
 
@@ -287,6 +290,29 @@ def smaller_latents(model: ModelConfig, small: ModelConfig, max_ranks: int) -> M
         v_head_dim=min(mla.v_head_dim, SMALL_PART),
     )
     return replace(small, mla=latents)
+
+
+def delta_problems(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yields the problems of gated delta nets."""
+    delta = model.delta
+    if delta.n_heads % delta.key_heads:
+        yield (
+            "model.delta.key_heads",
+            Misfit(
+                f"n_heads {delta.n_heads} / key_heads {delta.key_heads} is not an integer",
+                delta.key_heads,
+                {"model.delta.key_heads": divisors(delta.n_heads)},
+            ),
+        )
+
+
+def smaller_deltas(model: ModelConfig, small: ModelConfig, max_ranks: int) -> ModelConfig:
+    """Returns `small` with smaller heads of gated delta nets than `model`, and fewer of them."""
+    delta = model.delta
+    keys = alike(delta.key_heads, min(delta.key_heads, SMALL_DELTAS), max_ranks)
+    heads = keys * (delta.n_heads // delta.key_heads)
+    size, own = (min(each, SMALL_PART) for each in (delta.key_head_dim, delta.head_dim))
+    return replace(small, delta=DeltaNet(heads, keys, size, own, delta.conv))
 
 
 def nothing(place: Place) -> Iterator[Operator]:
@@ -339,16 +365,21 @@ ATTENTION: Registry[AttentionKind] = Registry(
             title="multi-head attention with a gate of its output",
             source="Qwen Team 2025, Qwen3-Next; Qiu et al. 2025 (arXiv 2505.06708)",
             operators=gated_attention,
-            module=None,
-            cores=(),
+            module="phalanx.model.attention:GatedAttention",
+            connection=Connection(reads=("wq", "wk", "wv", "wg"), writes=("wo",)),
+            cores=("core",),
         ),
         "delta": AttentionKind(
             title="gated delta net, a linear attention",
             source="Yang et al. 2025 (arXiv 2412.06464), section 3",
             operators=delta_net,
-            module=None,
+            module="phalanx.model.recurrent:DeltaNet",
+            connection=Connection(reads=("wq", "wk", "wv", "wz", "wb", "wa"), writes=("wo",)),
             cores=(),
+            by_heads=lambda model: (model.delta.n_heads, model.delta.key_heads),
             needs=("delta.n_heads",),
+            problems=delta_problems,
+            shrink=smaller_deltas,
         ),
         "mamba": AttentionKind(
             title="Mamba-2, a state space model",
@@ -480,7 +511,6 @@ def untrained(model: ModelConfig) -> list[str]:
     fields = [
         (model.activation == "relu2", "activation=relu2"),
         (model.moe.latent, f"moe.latent={model.moe.latent}"),
-        (model.moe.shared_gate, "moe.shared_gate=true"),
         (model.mtp, f"mtp={model.mtp}"),
     ]
     return parts + [text for is_set, text in fields if is_set]

@@ -20,9 +20,10 @@ Cut = Literal["whole", "rows", "columns"]
 Gradient = Literal["tokens", "partial", "whole"]
 """The part of a replicated weight's gradient that one tensor rank computes. tokens: that of its own tokens, which are
 all of them without sequence parallelism. partial: that of its part of the layer. whole: all of it in every layout."""
-Initial = Literal["by name", "zeros", "ones", "normal", "residual", "adapter"]
+Initial = Literal["by name", "zeros", "ones", "normal", "residual", "adapter", "rates", "steps"]
 """Initial values. normal: with standard deviation `model.init_std`; residual: smaller, for a matrix that writes to the
-residual stream; adapter: with variance 1 / (3 inputs), as Hu et al. 2022's code."""
+residual stream; adapter: with variance 1 / (3 inputs), as Hu et al. 2022's code; rates and steps: those of a state's
+decay, spread over the heads."""
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send"]
 NumberType = Literal["activation", "wide", "index"]
 """The number format of a message. activation: the width of the computation; wide: at least fp32; index: 8 bytes."""

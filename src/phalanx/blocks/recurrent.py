@@ -1,5 +1,5 @@
 """Layers whose state is of fixed size: the gated delta net (Yang et al. 2025, arXiv 2412.06464) and Mamba-2 (Dao and Gu
-2024, arXiv 2405.21060). They are predicted and not trained: there is no module.
+2024, arXiv 2405.21060), which is predicted and not trained.
 
 Sequences pass in chunks: within one tokens meet in small matrix products, between chunks the states pass. The kernels
 of flash-linear-attention (fla/ops/gated_delta_rule) and of mamba_ssm (ops/triton/ssd_combined.py) write what they pass
@@ -13,7 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from phalanx.blocks.attention import PARTIAL, ROWS
-from phalanx.blocks.operator import PLAIN, WIDE, FusedProducts, MemoryBound, Operator, Place, SavedTensor, Weight
+from phalanx.blocks.operator import (
+    PLAIN,
+    WIDE,
+    FusedProducts,
+    MemoryBound,
+    Message,
+    Operator,
+    Place,
+    SavedTensor,
+    Weight,
+)
 from phalanx.blocks.residual import enter, leave, linear_weights
 
 DELTA_CHUNK = 64
@@ -32,6 +42,15 @@ def delta_net(place: Place) -> Iterator[Operator]:
     delta, tp, tokens = place.model.delta, place.tp, place.tokens
     keys, values = delta.key_heads * delta.key_head_dim, delta.n_heads * delta.head_dim
     shared = ROWS._replace(unit=delta.key_head_dim)
+    yield Operator(
+        "states",
+        (
+            *(shared._replace(name=f"attn.conv_{name}", shape=(keys, delta.conv), initial="adapter") for name in "qk"),
+            ROWS._replace(name="attn.conv_v", shape=(values, delta.conv), initial="adapter"),
+            ROWS._replace(name="attn.decay", shape=(delta.n_heads,), initial="rates"),
+            ROWS._replace(name="attn.dt_bias", shape=(delta.n_heads,), initial="steps"),
+        ),
+    )
     yield _inputs(
         place,
         (
@@ -44,10 +63,6 @@ def delta_net(place: Place) -> Iterator[Operator]:
     convolved = (2 * spread + values) // tp * tokens
     yield Operator(
         "conv",
-        (
-            *(shared._replace(name=f"attn.conv_{name}", shape=(keys, delta.conv)) for name in "qk"),
-            ROWS._replace(name="attn.conv_v", shape=(values, delta.conv)),
-        ),
         memory_bound=(MemoryBound("conv", 2 * convolved, 3 * convolved, 2, cheap=True),),
         saved=(SavedTensor("conv", (2 * spread + values) * place.width, "width"),),
     )
@@ -57,10 +72,7 @@ def delta_net(place: Place) -> Iterator[Operator]:
     flops = heads * (2 * chunk * (3 * k + 2 * v) + 2 * chunk**2 / 3 + 6 * k * v)
     yield Operator(
         "scan",
-        (
-            ROWS._replace(name="attn.decay", shape=(delta.n_heads,)),
-            ROWS._replace(name="attn.dt_bias", shape=(delta.n_heads,)),
-        ),
+        messages=tuple(_exchanges(place, 2 * spread, values + 2 * delta.n_heads)),
         fused=FusedProducts(flops, 2 * flops),
         memory_bound=(
             MemoryBound(
@@ -82,6 +94,14 @@ def delta_net(place: Place) -> Iterator[Operator]:
         ),
     )
     yield from _gated_output(place, values, norm=delta.head_dim)
+
+
+def _exchanges(place: Place, keys: int, values: int) -> Iterator[Message]:
+    """Yields the exchanges of tokens for heads over the context ranks: of what goes in and what comes out."""
+    if place.cp > 1:
+        inner, local = place.model.delta, place.tokens / place.tp
+        for each in (keys, values, inner.n_heads * inner.head_dim):
+            yield Message("cp", "all_to_all", local * each, forward=1, full=1, backward=1)
 
 
 def mamba(place: Place) -> Iterator[Operator]:

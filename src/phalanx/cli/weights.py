@@ -20,7 +20,7 @@ from phalanx.checkpoint.inventory import by_age, check
 from phalanx.checkpoint.manifest import MANIFEST, Manifest
 from phalanx.cli.verb import JSON, WHOLE, Command, Option, Verb, Words, alone, filled, flag_of
 from phalanx.config import kinds
-from phalanx.config.hugging_face.families import BY_TYPE
+from phalanx.config.hugging_face.predicted import TRAINED
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import WeightFormat
 from phalanx.config.presets import CATALOGUE, FROM_FILE, Preset, named, preset_of, unknown
@@ -227,7 +227,7 @@ IMPORT = Verb(
         "SOURCE is a Hugging Face folder (config.json, safetensors, tokenizer.json), its files, a LoRA folder of PEFT, "
         "which is merged into its base, a GGUF file, which is dequantised, or hub:OWNER/NAME, which the hub's library "
         "downloads. The run has one checkpoint, at step 0. Nothing but `hub:` is downloaded, and no pickle is read.",
-        f"Model types: {', '.join(BY_TYPE)}.",
+        f"Model types: {', '.join(TRAINED)}.",
     ),
     hint=lambda word: f"name the format first: `phalanx import hf {word}`" if Path(word).exists() else "",
 )

@@ -223,7 +223,7 @@ class ModelConfig(Hashed):
     """With a window: every n-th layer attends to all keys, with n this number, counted from 1 (Gemma 2 and gpt-oss: 2,
     Gemma 3: 6); 0 means no layer."""
     attention: Annotated[str, Example("latent")] = ""
-    """Kind of attention: heads, latent, one that is predicted but not trained (sparse, gated_heads, delta, mamba,
+    """Kind of attention: heads, latent, gated_heads, delta, one that is predicted but not trained (sparse, mamba,
     none), or one that a package adds (docs/reference/extending.md); a list such as latent,heads repeats over the
     layers; empty: sparse with sparse.top_k, latent with mla.kv_rank, otherwise heads."""
     feed_forward: Annotated[str, Example("experts")] = ""

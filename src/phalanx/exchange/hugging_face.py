@@ -10,8 +10,13 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from phalanx.exchange.links import (
+    CONVOLUTIONS,
+    GATES_BY_KEY_HEAD,
     HEADS_IN_A_ROW,
+    INPUTS_BY_KEY_HEAD,
+    INPUTS_IN_A_ROW,
     INTERLEAVED,
+    SAME,
     STACKED,
     TRANSPOSED,
     Conversion,
@@ -124,6 +129,73 @@ _PHI3 = (
     _gate_and_up("mlp.gate_up_proj"),
 )
 
+
+def _of_kind(kind: str, room: str, links: Mapping[str, tuple[tuple[str, ...], Conversion]]) -> tuple[WeightLink, ...]:
+    """Returns the links of matrices of layers with one kind of attention, by the names of theirs."""
+    return tuple(
+        WeightLink(tuple(f"blocks.{{}}.attn.{name}" for name in ours), (f"{_LAYER}.{room}.{theirs}",), conversion, kind)
+        for theirs, (ours, conversion) in links.items()
+    )
+
+
+def _weights(names: str) -> tuple[str, ...]:
+    return tuple(f"{name}.weight" for name in names.split())
+
+
+_QWEN_MIXED = (
+    *_plus_one((*_ends(), *_NORMS, *_QK_NORM)),
+    *_MLP,
+    *_of_kind(
+        "gated_heads",
+        "self_attn",
+        {
+            "q_proj.weight": (_weights("wq wg"), per_head(2)),
+            **{f"{name[1]}_proj.weight": (_weights(name), SAME) for name in ("wk", "wv", "wo")},
+        },
+    ),
+    *_of_kind(
+        "delta",
+        "linear_attn",
+        {
+            "conv1d.weight": (("conv_q", "conv_k", "conv_v"), CONVOLUTIONS),
+            "A_log": (("decay",), SAME),
+            "dt_bias": (("dt_bias",), SAME),
+            "norm.weight": (_weights("norm"), SAME),
+            "out_proj.weight": (_weights("wo"), SAME),
+        },
+    ),
+)
+"""What Qwen3-Next and Qwen 3.5 share."""
+_QWEN_SHARED = _block(
+    {
+        **{f"moe.shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+        "moe.shared_gate": "mlp.shared_expert_gate",
+    }
+)
+_QWEN3_NEXT = (
+    *_QWEN_MIXED,
+    *_QWEN_EXPERTS,
+    *_QWEN_SHARED,
+    *_of_kind(
+        "delta",
+        "linear_attn",
+        {
+            "in_proj_qkvz.weight": (_weights("wq wk wv wz"), INPUTS_BY_KEY_HEAD),
+            "in_proj_ba.weight": (_weights("wb wa"), GATES_BY_KEY_HEAD),
+        },
+    ),
+)
+_QWEN3_5 = (
+    *_QWEN_MIXED,
+    *_of_kind(
+        "delta",
+        "linear_attn",
+        {
+            "in_proj_qkv.weight": (_weights("wq wk wv"), INPUTS_IN_A_ROW),
+            **{f"in_proj_{name[1]}.weight": (_weights(name), SAME) for name in ("wz", "wb", "wa")},
+        },
+    ),
+)
 _NEOX_LAYER = "gpt_neox.layers.{}"
 _NEOX = (
     *_each({"embed": "gpt_neox.embed_in", "head": "embed_out"}),
@@ -198,6 +270,7 @@ _IN_IMAGES = (
     (r"^language_model\.lm_head\.", "lm_head."),
 )
 _IMAGES = (r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\.")
+_MTP, _VISUAL = r"^mtp\.", r"^(model\.)?visual\."
 _INVERSE_FREQUENCIES = r"\.rotary_emb\.inv_freq$"
 
 WEIGHTS: Mapping[str, WeightFamily] = {
@@ -250,6 +323,11 @@ WEIGHTS: Mapping[str, WeightFamily] = {
     ),
     "olmo2": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_MLP, *_NORMS_AFTER), (_BASE,)),
     "olmo3": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_MLP, *_NORMS_AFTER), (_BASE,)),
+    "qwen3_next": WeightFamily(_QWEN3_NEXT, (_BASE,), (_MTP,)),
+    "qwen3_5_text": WeightFamily(_QWEN3_5, (_BASE, *_IN_IMAGES), (_MTP, *_IMAGES, _VISUAL)),
+    "qwen3_5_moe_text": WeightFamily(
+        (*_QWEN3_5, *_QWEN_EXPERTS, *_QWEN_SHARED), (_BASE, *_IN_IMAGES), (_MTP, *_IMAGES, _VISUAL)
+    ),
     "gpt_oss": WeightFamily(_GPT_OSS, (_BASE,)),
     "deepseek_v3": WeightFamily(_DEEPSEEK, (_BASE,), (_INVERSE_FREQUENCIES,), next_token_layers=True),
     "glm4_moe": WeightFamily((*_LLAMA, *_QK_NORM, *_QWEN_EXPERTS, *_SHARED), (_BASE,), next_token_layers=True),

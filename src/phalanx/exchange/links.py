@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import Shapes, parameter_shapes
 from phalanx.config.model import ModelConfig
 from phalanx.errors import JobError
@@ -71,13 +72,48 @@ def equal_parts(parts: int) -> Conversion:
     return Conversion(lambda theirs, _: list(theirs[0].chunk(parts)), lambda ours, _: [torch.cat(list(ours))])
 
 
-def _rows_of_heads(theirs: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
-    heads = model.n_heads, model.kv_heads, model.kv_heads
-    return list(theirs[0].split([number * model.head_size for number in heads]))
+def _split_rows(sizes: Callable[[ModelConfig], Sequence[int]], groups: Callable[[ModelConfig], int]) -> Conversion:
+    """Returns the conversion of rows that are, for each of some groups, those of several of ours."""
+
+    def ours(theirs: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
+        parts = theirs[0].unflatten(0, (groups(model), -1)).split(list(sizes(model)), 1)
+        return [part.flatten(0, 1) for part in parts]
+
+    def theirs(ours: Sequence[Tensor], model: ModelConfig) -> list[Tensor]:
+        return [torch.cat([each.unflatten(0, (groups(model), -1)) for each in ours], 1).flatten(0, 1)]
+
+    return Conversion(ours, theirs)
 
 
-HEADS_IN_A_ROW = Conversion(_rows_of_heads, lambda ours, _: [torch.cat(list(ours))])
+def _per_key_head(model: ModelConfig) -> tuple[int, int]:
+    return model.delta.key_head_dim, model.delta.n_heads // model.delta.key_heads
+
+
+def _of_all_heads(model: ModelConfig) -> tuple[int, int, int]:
+    keys = model.delta.key_heads * model.delta.key_head_dim
+    return keys, keys, model.delta.n_heads * model.delta.head_dim
+
+
+HEADS_IN_A_ROW = _split_rows(
+    lambda model: [number * model.head_size for number in (model.n_heads, model.kv_heads, model.kv_heads)], lambda _: 1
+)
 """One tensor of theirs holds all queries' heads, then the keys' and the values' (Phi-3)."""
+INPUTS_BY_KEY_HEAD = _split_rows(
+    lambda model: [_per_key_head(model)[0]] * 2 + [_per_key_head(model)[1] * model.delta.head_dim] * 2,
+    lambda model: model.delta.key_heads,
+)
+"""One tensor of theirs holds, for each key head, its query, its key, its values and their gates (Qwen3-Next)."""
+GATES_BY_KEY_HEAD = _split_rows(lambda model: [_per_key_head(model)[1]] * 2, lambda model: model.delta.key_heads)
+"""The same of the logits of β and the steps of the decay."""
+INPUTS_IN_A_ROW = _split_rows(_of_all_heads, lambda _: 1)
+"""One tensor of theirs holds all queries, then all keys and all values (Qwen 3.5)."""
+CONVOLUTIONS = then(
+    Conversion(
+        lambda theirs, _: [each.squeeze(1) for each in theirs], lambda ours, _: [each.unsqueeze(1) for each in ours]
+    ),
+    INPUTS_IN_A_ROW,
+)
+"""The same of the taps of a convolution, (channels, 1, taps) in theirs."""
 
 
 def per_head(parts: int = 3) -> Conversion:
@@ -136,6 +172,8 @@ class WeightLink:
     ours: tuple[str, ...]
     theirs: tuple[str, ...]
     conversion: Conversion
+    kind: str = ""
+    """The kind of attention of the layers that it is for; empty: of any."""
 
 
 @dataclass(frozen=True)
@@ -183,12 +221,14 @@ def links(model: ModelConfig, family: WeightFamily) -> Iterator[WeightLink]:
     """Yields the links of all parameters of a model, in the order of its modules. Raises JobError for parameters that
     the family does not have."""
     shapes = parameter_shapes(model)
-    by_pattern = {name: match for match in family.matches for name in match.ours}
+    by_pattern = {(name, match.kind): match for match in family.matches for name in match.ours}
+    kinds = block_kinds(model)
     missing = []
     for name in shapes:
         found = re.match(r"blocks\.(\d+)\.", name)
         layer, pattern = (found[1], f"blocks.{{}}.{name[found.end() :]}") if found else ("", name)
-        match = by_pattern.get(pattern)
+        kind = kinds[int(layer)].attention if layer else ""
+        match = by_pattern.get((pattern, kind)) or by_pattern.get((pattern, ""))
         if match is None:
             missing.append(name)
         elif pattern == match.ours[0]:

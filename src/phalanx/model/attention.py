@@ -189,6 +189,8 @@ class Attention(nn.Module):
     project: Project = staticmethod(project)
     run_cheap: RunCheap = staticmethod(run)
     norm_all_heads: NormPair = staticmethod(norm_pair)
+    gated = False
+    """Whether the sigmoid of a projection of the input multiplies the heads' outputs."""
 
     def __init__(self, model: ModelConfig, layer: int):
         super().__init__()
@@ -199,6 +201,7 @@ class Attention(nn.Module):
         self.wq = Linear(model.d_model, queries, bias=qkv_bias)
         self.wk = Linear(model.d_model, keys, bias=qkv_bias)
         self.wv = Linear(model.d_model, keys, bias=qkv_bias)
+        self.wg = Linear(model.d_model, queries, bias=qkv_bias) if self.gated else None
         self.qk_norm = model.qk_norm
         if self.qk_norm != "none":
             whole = self.qk_norm == "width"
@@ -220,8 +223,9 @@ class Attention(nn.Module):
         return self.wo(self.attend(self.qkv(x), rotary, noise, cache, documents))
 
     def qkv(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Returns queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model)."""
-        return self.project((self.wq, self.wk, self.wv), x)
+        """Returns queries, keys and values, each (batch, seq, heads × head_size), of `x` (batch, seq, d_model), and
+        the gate's scores if there is one."""
+        return self.project((self.wq, self.wk, self.wv, *([] if self.wg is None else [self.wg])), x)
 
     def attend(
         self,
@@ -232,7 +236,7 @@ class Attention(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         """Returns the heads' outputs, (batch, seq, heads × head_size), from the results of `qkv`."""
-        q, k, v = qkv
+        q, k, v, *gate = qkv
         if self.qk_norm == "width":
             q, k = self.norm_all_heads(self.q_norm, self.k_norm, q, k)
         q, k, v = (heads.unflatten(-1, (-1, self.head_size)) for heads in (q, k, v))
@@ -243,13 +247,24 @@ class Attention(nn.Module):
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))
         if cache is not None:
             k, v = all_keys(cache, self, k, v)
-        return self.core(q, k, v, noise, documents, self.sinks).transpose(1, 2).flatten(2)
+        attended = self.core(q, k, v, noise, documents, self.sinks).transpose(1, 2).flatten(2)
+        return self.run_cheap(_gated, attended, *gate) if gate else attended
 
     def place(self, q: Tensor, k: Tensor, rotary: Tensor | None) -> tuple[Tensor, Tensor]:
         """Returns queries and keys, (batch, seq, heads, head_size) each, with their norm and rotated."""
         if self.qk_norm == "head":
             q, k = norm_pair(self.q_norm, self.k_norm, q, k)
         return (q, k) if rotary is None else (rotate(q, rotary), rotate(k, rotary))
+
+
+def _gated(attended: Tensor, gate: Tensor) -> Tensor:
+    return attended * gate.sigmoid()
+
+
+class GatedAttention(Attention):
+    """The same with a gate per element of the heads' outputs (Qwen3-Next; Qiu et al. 2025, arXiv 2505.06708)."""
+
+    gated = True
 
 
 class CoreAttention(nn.Module):

@@ -378,6 +378,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(model)
         self.experts = Experts(model)
         self.shared = MLP(model, moe.n_shared * model.expert_ff_size) if moe.n_shared else None
+        self.shared_gate = Linear(model.d_model, 1, bias=False) if moe.shared_gate else None
 
     def forward(self, x: Tensor, conversations: Conversations | None = None) -> Tensor:
         """Applies the layer, (batch, seq, d_model) to the same shape. Without `conversations` every sequence is one."""
@@ -388,6 +389,8 @@ class MixtureOfExperts(nn.Module):
             gates = gates.where(slots.kept, 0)
         rows = self.run_cheap(_Dispatch.apply, tokens, slots.choices, slots.rows, slots.kept)
         routed, shared = self.compute(rows, slots.ends, tokens)
+        if shared is not None and self.shared_gate is not None:
+            shared = shared * self.shared_gate(tokens).sigmoid()
         out: Tensor = _Combine.apply(routed, gates.to(routed.dtype), slots.choices, slots.rows)  # pyright: ignore[reportAssignmentType]
         return (out if shared is None else out + shared).view_as(x)
 

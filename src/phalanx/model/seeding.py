@@ -72,6 +72,10 @@ def initialise_part(
     if kind == "zeros" or (kind == "ones" and places is None):
         value.fill_(kind == "ones")
         return
+    if kind in ("rates", "steps"):
+        where = places(0, value.numel(), value.device) if places else torch.arange(len(value), device=value.device)
+        value.copy_(_decay(kind, where, shape[0]).view_as(value))
+        return
     std = (3 * shape[-1]) ** -0.5 if kind == "adapter" else model.init_std
     if kind == "residual":
         std /= (2 * model.n_layers) ** 0.5
@@ -82,6 +86,15 @@ def initialise_part(
         where = places(first, last, value.device) if places else torch.arange(first, last, device=value.device)
         drawn = torch.ones(len(where), device=value.device) if kind == "ones" else normal(where, key).mul_(std)
         flat[first:last] = drawn if places is None else drawn.masked_fill_(where < 0, 0)
+
+
+def _decay(kind: Initial, heads: Tensor, count: int) -> Tensor:
+    """Returns, for `heads` (n,) of `count`, the logarithm of their rate, from 1 to 16, or what softplus takes to a
+    step from 0.1 to 0.001 (Gu and Dao 2023, section 3.6, drawn there): 0 for padding, at -1."""
+    share = heads.double() / max(1, count - 1)
+    steps = 0.1 * 0.01**share
+    value = (1 + 15 * share).log() if kind == "rates" else steps + (-(-steps).expm1()).log()
+    return value.masked_fill(heads < 0, 0)
 
 
 def normal(places: Tensor, key: int) -> Tensor:

@@ -190,7 +190,7 @@ def apply_context_parallel(parts: Construction) -> None:
     layout = parts.job.layout
     if layout.cp == 1:
         return
-    context.connect(parts.model, parts.mesh)
+    context.connect(parts.model, parts.mesh, layout)
     parts.model.routing.sequences = context.SplitSequences(layout, parts.mesh.axis("cp"))
     ways = [f"ring of {layout.ring}"] if layout.ring > 1 else []
     ways += [f"Ulysses over {layout.cp_ulysses}"] if layout.cp_ulysses > 1 else []

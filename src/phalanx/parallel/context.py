@@ -8,7 +8,7 @@ else in a model works on single tokens, except for experts' counts over whole se
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from phalanx.model.attention import CoreAttention, Reach
 from phalanx.model.documents import Documents
 from phalanx.model.layers import uncompiled
 from phalanx.model.moe import Sequences
+from phalanx.model.recurrent import DeltaNet, Mix
 from phalanx.model.seeding import Noise
 from phalanx.parallel.linear import replace_modules
 from phalanx.parallel.mesh import Mesh
@@ -81,8 +82,11 @@ def _exchanged(parts: Tensor, ulysses: Axis) -> Tensor:
     return received
 
 
-def connect(model: nn.Module, mesh: Mesh) -> None:
+def connect(model: nn.Module, mesh: Mesh, layout: Layout) -> None:
     """Lets the attention of `model`, which gets a part of every sequence's tokens, see those of all cp ranks."""
+    for module in model.modules():
+        if isinstance(module, DeltaNet):
+            module.mix = ContextMix(module.mix, layout, mesh.axis("cp"))
     ring, ulysses = mesh.axis("ring"), mesh.axis("ulysses")
     replace_modules(model, CoreAttention, lambda core: ContextAttention(core, ring, ulysses))
 
@@ -130,6 +134,34 @@ class ContextAttention(CoreAttention):
         return to_tokens(o, ulysses) if ulysses.size > 1 else o
 
 
+@dataclass(frozen=True)
+class ContextMix:
+    """The `mix` of gated delta nets of a rank that has a part of every sequence's tokens: ranks exchange tokens for
+    heads, whatever part of their heads attention exchanges."""
+
+    alone: Mix
+    layout: Layout
+    cp: Axis
+
+    @uncompiled
+    def __call__(
+        self, keys: Tensor, values: Tensor, constants: tuple[Tensor, ...], documents: Documents | None
+    ) -> Tensor:
+        """Computes what `alone` computes, for the tokens here of all heads."""
+        seq_len = self.cp.size * keys.shape[2]
+        order = torch.cat([places_of(self.layout, seq_len, rank, keys.device) for rank in range(self.cp.size)])
+        own = keys.shape[1], values.shape[1]
+        keys, values = (to_heads(x, self.cp)[:, :, order.argsort()] for x in (keys, values))
+        shared = (own[0], own[0], own[1], own[1], own[1])
+        mine = tuple(self._mine(each, heads) for each, heads in zip(constants, shared, strict=True))
+        return to_tokens(self.alone(keys, values, mine, documents)[:, :, order], self.cp)
+
+    def _mine(self, constant: Tensor, heads: int) -> Tensor:
+        """Returns the part of a constant (heads, ...) that belongs to the heads here."""
+        copies = max(1, self.cp.size // heads)
+        return constant.repeat_interleave(copies, dim=0).chunk(self.cp.size)[self.cp.rank]
+
+
 class SplitSequences(Sequences):
     """Access to whole sequences, of which every cp rank holds a part."""
 
@@ -149,13 +181,15 @@ class SplitSequences(Sequences):
         seq_len = self.cp.size * x.shape[1]
         whole = x.new_empty(x.shape[0], seq_len, *x.shape[2:])
         for rank, part in enumerate(parts):
-            whole[:, self._places(seq_len, rank, x.device)] = part
+            whole[:, places_of(self.layout, seq_len, rank, x.device)] = part
         return whole
 
     @uncompiled
     def mine(self, x: Tensor) -> Tensor:
-        return x[:, self._places(x.shape[1], self.cp.rank, x.device)]
+        return x[:, places_of(self.layout, x.shape[1], self.cp.rank, x.device)]
 
-    def _places(self, seq_len: int, rank: int, device: torch.device) -> Tensor:
-        runs = rank_positions(self.layout, seq_len, rank)
-        return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])
+
+def places_of(layout: Layout, seq_len: int, rank: int, device: torch.device) -> Tensor:
+    """Returns the positions that context-parallel rank `rank` holds, (seq_len / cp,), in storage order."""
+    runs = rank_positions(layout, seq_len, rank)
+    return torch.cat([torch.arange(run.start, run.stop, device=device) for run in runs])

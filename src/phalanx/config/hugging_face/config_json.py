@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx import bounded
-from phalanx.config.hugging_face.families import BY_TYPE, FAMILIES, HARMLESS, OWN_VALUES, REFUSED, ConfigFamily
-from phalanx.config.hugging_face.predicted import PREDICTED
+from phalanx.config.hugging_face.families import FAMILIES, HARMLESS, OWN_VALUES, REFUSED, ConfigFamily, by_type
+from phalanx.config.hugging_face.predicted import PREDICTED, TRAINED, WITH_DELTAS
 from phalanx.config.hugging_face.terms import ConfigReader, Fields, refuse_unknown, shown, value_of, written
 from phalanx.config.model import MLA, DeltaNet, Mamba, ModelConfig, MoE, RopeScaling, SparseAttention
 from phalanx.errors import JobError
@@ -115,14 +115,7 @@ _TRAINING_ONLY = (
     "feed_forward",
     "lora",
 )
-READ: Mapping[str, ConfigFamily] = {
-    **BY_TYPE,
-    **{
-        name: family
-        for family in PREDICTED
-        for name in (family.model_type, *([family.inside_of] if family.inside_of else []))
-    },
-}
+READ: Mapping[str, ConfigFamily] = {**TRAINED, **by_type(PREDICTED)}
 """Every model type that is read, those that are predicted and not trained last."""
 _PARTS: dict[str, type[Any]] = {"moe": MoE, "mla": MLA, "sparse": SparseAttention, "delta": DeltaNet, "mamba": Mamba}
 """The parts of a model with fields of their own."""
@@ -249,7 +242,7 @@ def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Field
 
     Raises JobError if no family does: it names the fields that the nearest one cannot express."""
     nearest: tuple[bool, list[str], str] | None = None
-    for family in (BY_TYPE[model_type],) if model_type else FAMILIES:
+    for family in (TRAINED[model_type],) if model_type else (*FAMILIES, *WITH_DELTAS):
         values = {"architectures": [family.architecture], "model_type": family.model_type}
         values |= written(family.terms, model)
         refused = False

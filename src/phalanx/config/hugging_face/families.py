@@ -5,7 +5,7 @@ Defaults are those of transformers' configuration classes (release 5.23), since 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -686,11 +686,17 @@ FAMILIES: tuple[ConfigFamily, ...] = (
 )
 """The model_types that are read and written. To write a model the first that says all of it is taken."""
 
-BY_TYPE: Mapping[str, ConfigFamily] = {
-    name: family
-    for family in FAMILIES
-    for name in (family.model_type, *family.also, *((family.inside_of,) if family.inside_of else ()))
-}
+
+def by_type(families: Iterable[ConfigFamily]) -> dict[str, ConfigFamily]:
+    """Returns families by every model type that they are read under."""
+    return {
+        name: family
+        for family in families
+        for name in (family.model_type, *family.also, *((family.inside_of,) if family.inside_of else ()))
+    }
+
+
+BY_TYPE: Mapping[str, ConfigFamily] = by_type(FAMILIES)
 _OTHER_LAYERS = "a kind with layers that are not implemented (state spaces, convolutions, or its own attention)"
 _OTHERS = """
 mamba mamba2 falcon_mamba jamba bamba zamba zamba2 recurrent_gemma rwkv granitemoehybrid falcon_h1

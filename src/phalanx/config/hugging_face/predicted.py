@@ -1,8 +1,9 @@
-"""The model types of transformers that are read as shapes to predict and plan, and neither trained nor written: sparse
-attention, linear attention, state space models, and experts in latents."""
+"""The model types of transformers with layers of several kinds. Those with gated delta nets are trained and written;
+sparse attention, state space models and experts in latents are read as shapes to predict and plan."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,9 +19,11 @@ from phalanx.config.hugging_face.families import (
     UNUSED_BALANCING,
     ConfigFamily,
     HeadDim,
+    by_type,
     sizes,
 )
 from phalanx.config.hugging_face.terms import (
+    REQUIRED,
     ConfigReader,
     Context,
     Field,
@@ -31,6 +34,7 @@ from phalanx.config.hugging_face.terms import (
     Written,
     shown,
 )
+from phalanx.config.model import ModelConfig
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 UNREAD = frozenset({"mrope_section", "mrope_interleaved"})
@@ -39,7 +43,7 @@ NO_MTP_HERE = f"{NO_MTP} (one more of model.n_layers with model.mtp=1 prices one
 
 
 @dataclass(frozen=True)
-class LayersWithState(ReadOnly):
+class LayersWithState:
     """Qwen: gated delta nets, and attention in every n-th layer."""
 
     def read(self, source: ConfigReader, fields: Fields) -> None:
@@ -53,6 +57,11 @@ class LayersWithState(ReadOnly):
             source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {_FULL}, {_LINEAR}")
         fields["attention"] = ",".join(_shortest(["delta" if kind == _LINEAR else "gated_heads" for kind in kinds]))
 
+    def write(self, model: ModelConfig) -> Fields:
+        kinds = model.attention.split(",")
+        names = [kinds[layer % len(kinds)] for layer in range(model.n_layers)]
+        return {"layer_types": [_LINEAR if name == "delta" else _FULL for name in names]}
+
 
 def _shortest(kinds: list[str]) -> list[str]:
     """Returns the shortest beginning of a list that repeats to make it."""
@@ -61,7 +70,7 @@ def _shortest(kinds: list[str]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class SharedExperts(ReadOnly):
+class SharedExperts:
     """The width of the shared experts, as so many of the routed ones' size."""
 
     theirs: str
@@ -71,6 +80,9 @@ class SharedExperts(ReadOnly):
         fields["moe.n_shared"], rest = divmod(width, max(1, one))
         if rest:
             source.problem(self.theirs, f"is {width:,}, supported: a multiple of moe_intermediate_size {one:,}")
+
+    def write(self, model: ModelConfig) -> Fields:
+        return {self.theirs: model.moe.n_shared * model.expert_ff_size}
 
 
 _SYMBOLS = {"M": "mamba", "*": "heads", "E": "experts", "-": "dense"}
@@ -137,7 +149,7 @@ _QWEN_TERMS = (
 _QWEN_EXPERTS = (
     Field("num_experts", "moe.n_experts", int, most=MOST_EXPERTS, least=1, also=("num_local_experts",)),
     Field("num_experts_per_tok", "moe.top_k", int),
-    Field("moe_intermediate_size", "moe.d_ff", int),
+    Field("moe_intermediate_size", "moe.d_ff", int, REQUIRED, lambda model: model.expert_ff_size),
     Field("router_aux_loss_coef", "moe.aux_loss", float, 0.0),
     SharedExperts("shared_expert_intermediate_size"),
     Fixed("decoder_sparse_step", (1,), 1),
@@ -159,21 +171,7 @@ _MAMBA_UNUSED = frozenset(
     )
 )
 
-PREDICTED: tuple[ConfigFamily, ...] = (
-    replace(
-        BY_TYPE["deepseek_v3"],
-        model_type="deepseek_v32",
-        architecture="DeepseekV32ForCausalLM",
-        terms=(
-            *BY_TYPE["deepseek_v3"].terms,
-            Field("index_topk", "sparse.top_k", int, 2048, least=1),
-            Field("index_n_heads", "sparse.index_heads", int, 64, least=1),
-            Field("index_head_dim", "sparse.index_head_dim", int, 128, least=1),
-        ),
-        harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types", "mlp_bias"},
-        also=(),
-        notes=(NO_MTP_HERE,),
-    ),
+WITH_DELTAS: tuple[ConfigFamily, ...] = (
     ConfigFamily(
         "qwen3_next",
         "Qwen3NextForCausalLM",
@@ -205,6 +203,26 @@ PREDICTED: tuple[ConfigFamily, ...] = (
         harmless=_QWEN_UNUSED,
         inside="text_config",
         inside_of="qwen3_5_moe",
+        notes=(NO_MTP_HERE,),
+    ),
+)
+"""The model types with gated delta nets, which are trained and written as those of families.py."""
+TRAINED: Mapping[str, ConfigFamily] = {**BY_TYPE, **by_type(WITH_DELTAS)}
+"""Every model type that is trained and written."""
+
+PREDICTED: tuple[ConfigFamily, ...] = (
+    replace(
+        BY_TYPE["deepseek_v3"],
+        model_type="deepseek_v32",
+        architecture="DeepseekV32ForCausalLM",
+        terms=(
+            *BY_TYPE["deepseek_v3"].terms,
+            Field("index_topk", "sparse.top_k", int, 2048, least=1),
+            Field("index_n_heads", "sparse.index_heads", int, 64, least=1),
+            Field("index_head_dim", "sparse.index_head_dim", int, 128, least=1),
+        ),
+        harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types", "mlp_bias"},
+        also=(),
         notes=(NO_MTP_HERE,),
     ),
     ConfigFamily(
