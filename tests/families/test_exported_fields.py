@@ -26,7 +26,7 @@ from phalanx.verify.exchange import InFloat64
 WHOLE = "PHALANX_FAMILIES" in os.environ
 NO_SHAPE = {"preset", "from_", "ignore_config", "lora.rank", "lora.alpha", "lora.targets"}
 """Where a model comes from, and adapters, which an export merges."""
-PRICED = ("mtp", "moe.latent", "moe.shared_gate", "sparse.", "delta.", "mamba.")
+PRICED = ("mtp", "moe.latent", "sparse.", "mamba.")
 """Begin fields of layers that are predicted and not trained (tests/blocks/test_predicted_kinds.py)."""
 SWITCHES = (False, True)
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -40,7 +40,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "seq_len": (19,),
     "window": (0, 5),
     "full_every": (0, 1, 2, 3),
-    "attention": ("heads", "latent"),
+    "attention": ("heads", "latent", "gated_heads", "delta", "delta,gated_heads"),
     "feed_forward": ("dense", "experts"),
     "norm": ("layernorm", "rmsnorm"),
     "norm_place": ("before", "after", "both"),
@@ -96,11 +96,17 @@ VALUES: dict[str, tuple[Any, ...]] = {
             "aux_loss": (0.1,),
             "z_loss": (0.1,),
             "router_bias": SWITCHES,
+            "shared_gate": SWITCHES,
             "bias_balanced": SWITCHES,
             "bias_rate": (0.1,),
             "capacity": (1.5,),
         }.items()
     },
+    "delta.n_heads": (0, 2, 6),
+    "delta.key_heads": (1, 4),
+    "delta.key_head_dim": (4,),
+    "delta.head_dim": (7,),
+    "delta.conv": (1, 3),
     "mla.q_rank": (0, 5),
     "mla.kv_rank": (0, 6),
     "mla.rope_head_dim": (4,),

@@ -378,7 +378,7 @@ class MixtureOfExperts(nn.Module):
         self.router = Router(model)
         self.experts = Experts(model)
         self.shared = MLP(model, moe.n_shared * model.expert_ff_size) if moe.n_shared else None
-        self.shared_gate = Linear(model.d_model, 1, bias=False) if moe.shared_gate else None
+        self.shared_gate = Linear(model.d_model, 1, bias=False) if moe.shared_gate and moe.n_shared else None
 
     def forward(self, x: Tensor, conversations: Conversations | None = None) -> Tensor:
         """Applies the layer, (batch, seq, d_model) to the same shape. Without `conversations` every sequence is one."""

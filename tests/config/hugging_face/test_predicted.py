@@ -139,9 +139,9 @@ def test_a_model_with_an_encoder_of_images_is_its_language_model() -> None:
 
 
 def test_its_weights_are_refused_with_the_reason(tmp_path: Path) -> None:
-    config = {"model_type": "qwen3_next", **SMALL["qwen3_next"]}
+    config = {"model_type": "nemotron_h", **SMALL["nemotron_h"]}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    with pytest.raises(CheckpointError, match="attention=delta .*its weights cannot be read"):
+    with pytest.raises(CheckpointError, match="attention=mamba .*its weights cannot be read"):
         open_folder([tmp_path])
 
 

@@ -111,8 +111,6 @@ _TRAINING_ONLY = (
     "seq_len",
     "dropout",
     "init_std",
-    "attention",
-    "feed_forward",
     "lora",
 )
 READ: Mapping[str, ConfigFamily] = {**TRAINED, **by_type(PREDICTED)}
@@ -287,8 +285,11 @@ def plain(model: ModelConfig) -> ModelConfig:
         n_kv_heads=model.n_heads if mla.kv_rank else model.kv_heads,
         head_dim=0 if mla.kv_rank else model.head_size,
         d_ff=0 if only_experts else model.ff_size,
-        moe=moe if moe.n_experts else MoE(),
+        attention=_of_layers(model, model.attention, "heads" if not mla.kv_rank else "latent"),
+        feed_forward=_of_layers(model, model.feed_forward, "experts" if moe.n_experts else "dense"),
+        moe=replace(moe, shared_gate=moe.shared_gate and moe.n_shared > 0) if moe.n_experts else MoE(),
         mla=mla,
+        delta=model.delta if "delta" in model.attention.split(",") else DeltaNet(),
         attention_scale=0.0
         if isclose(model.attention_scale, model.head_size**-0.5, rel_tol=1e-12)
         else model.attention_scale,
@@ -304,6 +305,13 @@ def plain(model: ModelConfig) -> ModelConfig:
             name: getattr(default, name) for name in _TRAINING_ONLY if name != "seq_len" or model.positions != "learned"
         },
     )
+
+
+def _of_layers(model: ModelConfig, kinds: str, usual: str) -> str:
+    """Returns the kind of each layer; nothing where all have the `usual` one, which other fields say."""
+    names = kinds.split(",") if kinds and kinds != "sparse" else [usual]
+    every = [names[layer % len(names)] for layer in range(model.n_layers)]
+    return "" if set(every) == {usual} else ",".join(every)
 
 
 def _plain_scaling(scaling: RopeScaling) -> RopeScaling:
