@@ -11,7 +11,7 @@ from typing import Any
 
 from phalanx.axes.catalogue import OWN as OWN_AXES
 from phalanx.axes.catalogue import axes_of
-from phalanx.blocks.kinds import alike, model_kinds
+from phalanx.blocks.kinds import HALVES, alike, model_kinds
 from phalanx.blocks.parameters import count
 from phalanx.check.effect import effect_problems
 from phalanx.check.job import by_cause, out_of_range, problems_of
@@ -265,7 +265,9 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     model = replace(model, seq_len=seq_len, window=window)
     if count(model, vocab) <= CHEAP_PARAMETERS:
         return model
-    n_layers = min(model.n_layers, SMALL_LAYERS)
+    # At least one layer of each kind in turn.
+    halves = {half: tuple(dict.fromkeys(getattr(model, half).split(","))) for half in HALVES}
+    n_layers = min(model.n_layers, max(SMALL_LAYERS, *map(len, halves.values())))
     # Of layers with and without a window at least one each.
     full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
     head = min(model.head_size, SMALL_HEAD)
@@ -274,6 +276,7 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     small = replace(
         model,
         n_layers=n_layers,
+        **{half: ",".join(kinds) for half, kinds in halves.items()},
         full_every=full_every,
         nope_every=min(model.nope_every, n_layers),
         d_model=width,
