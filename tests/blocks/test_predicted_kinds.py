@@ -173,17 +173,17 @@ def test_it_is_said_once_at_load_and_predicted(name: str, capsys: pytest.Capture
 
 @pytest.mark.parametrize("verb", ["train", "verify", "launch"])
 def test_who_trains_refuses_it(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = heard(capsys, verb, "model=qwen3.5-9b")
+    code, text = heard(capsys, verb, "model=nemotron3-nano-30b-a3b")
     assert code == 2, text
-    assert "no module here for attention=delta (gated delta net, a linear attention)" in text
+    assert "no module here for attention=mamba (Mamba-2, a state space model)" in text
     with pytest.raises(JobError, match="predicted and planned, not trained"):
-        Transformer(replace(PRESETS["qwen3.5-9b"], n_layers=4, vocab_size=64))
+        Transformer(replace(PRESETS["nemotron3-nano-30b-a3b"], n_layers=4, vocab_size=64))
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("model=qwen3.5-9b cp=2 global_batch=2", "attention delta, gated_heads states no cores"),
+        ("model=nemotron3-nano-30b-a3b cp=2 global_batch=2", "attention mamba states no cores"),
         ("model=qwen3.5-9b pp=2 schedule=terapipe accumulation=2 global_batch=2", "its layers need whole sequences"),
         ("model=llama3-8b model.attention=delta", "needs it above 0"),
         ("model=llama3-8b model.delta.n_heads=8", "is for layers with attention delta"),

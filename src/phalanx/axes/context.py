@@ -14,10 +14,11 @@ from phalanx.nearest import Misfit, divisors, multiples
 from phalanx.techniques.technique import Problem
 
 
-def kinds_without_cores(model: ModelConfig) -> list[str]:
-    """Returns the model's kinds of attention whose layers need whole sequences."""
+def kinds_without_cores(model: ModelConfig, *, by_heads: bool = False) -> list[str]:
+    """Returns the model's kinds of attention whose layers need whole sequences; `by_heads`: also those of which ranks
+    may share the heads."""
     names = dict.fromkeys(kind.attention for kind in block_kinds(model))
-    return [name for name in names if not ATTENTION[name].cores and not ATTENTION[name].by_heads]
+    return [name for name in names if not ATTENTION[name].cores and (by_heads or not ATTENTION[name].by_heads)]
 
 
 def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
@@ -35,7 +36,7 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
         f"seq_len {tokens}" if slices == 1 else f"a slice of {tokens} tokens (seq_len {job.model.seq_len} / {slices})"
     )
     tp, alternative = layout.tp if layout.sp else 1, ""
-    if problem := _without_heads(layout, job.model, slices):
+    if problem := _without_heads(layout, job.model):
         yield problem
         return
     if tokens % layout.cp:
@@ -64,14 +65,12 @@ def context_problems(job: Job, slices: int = 1) -> Iterator[Problem]:
     yield "layout.cp", Misfit(equation, layout.cp, choices, f"{both}{alternative}")
 
 
-def _without_heads(layout: Layout, model: ModelConfig, slices: int) -> Problem | None:
+def _without_heads(layout: Layout, model: ModelConfig) -> Problem | None:
     """Returns the problem of kinds without cores whose heads context ranks share, if there is one."""
     for name in dict.fromkeys(kind.attention for kind in block_kinds(model)):
         count = ATTENTION[name].by_heads
-        if count is None or (layout.cp == 1 and slices == 1):
+        if count is None or layout.cp == 1:
             continue
-        if slices > 1:
-            return "layout.pp_slices", f"states of attention {name} do not pass between slices; nearest legal: 1"
         heads, shared = (max(1, each // layout.tp) for each in count(model))
         if heads % layout.cp or (shared % layout.cp and layout.cp % shared):
             legal = [n for n in divisors(heads) if not shared % n or not n % shared]

@@ -118,7 +118,7 @@ def _slices(job: Job, slices: int) -> Iterator[Problem]:
     if slices == 1:
         return
     layout, tokens = job.layout, job.model.seq_len
-    if without_cores := kinds_without_cores(job.model):
+    if without_cores := kinds_without_cores(job.model, by_heads=True):
         yield (
             "layout.pp_slices",
             f"attention {', '.join(without_cores)} states no cores, so its layers need whole sequences, and slices "
