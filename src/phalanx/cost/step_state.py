@@ -328,7 +328,7 @@ def offloaded_work(spec: StepSpec, held: ParameterCounts, backward: float, updat
         return None
     widths = spec.framework.memory_profile.gradient_bytes or spec.width, spec.width
     stored = spec.framework.memory_profile.parameter_bytes or spec.width
-    state = offloaded_bytes(optimizer_costs(spec.optimizer, spec.model, stored).state, stored)
+    state = offloaded_bytes(spec.optimizer, optimizer_costs(spec.optimizer, spec.model, stored).state, stored)
     return host_work(spec, updated_parameters(spec, held), widths, state, backward, update)
 
 

@@ -74,7 +74,10 @@ def _precision(fields: Fields) -> None:
     states = fields.take("bf16.bf16_optimizer_states", bool, False)
     if masters or states:
         names = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"]
-        fields.set("optimizer.state_dtype", "bf16" if masters else "bf16_moments", names)
+        fields.set("optimizer.state", "bf16", names)
+        fields.set("optimizer.rounding", "nearest", names)
+        if masters:
+            fields.set("optimizer.master", "none", names)
 
 
 def _zero(fields: Fields) -> None:

@@ -30,7 +30,9 @@ from train.test_memory import held
 
 SGD = Optimizer(name="sgd", lr=1e-2, momentum=0.9, nesterov=True, clip=0.5, weight_decay=0.01)
 LION = Optimizer(name="lion", lr=1e-2, betas=(0.9, 0.99), clip=0.5)
-ADAMW8BIT = Optimizer(name="adamw8bit", lr=1e-2, clip=0.5)
+ADAMW8BIT = Optimizer(state="8bit", lr=1e-2, clip=0.5)
+BF16 = Optimizer(state="bf16", master="none", lr=1e-2, clip=0.5)
+KAHAN = Optimizer(name="lion", state="8bit", master="none", rounding="kahan", lr=1e-2, clip=0.5)
 GPT = ModelConfig(n_layers=2, d_model=128, n_heads=4, seq_len=8)
 LLAMA = ModelConfig(
     n_layers=2, d_model=128, n_heads=4, n_kv_heads=2, d_ff=384, seq_len=8,
@@ -49,11 +51,17 @@ CASES = [
     (ADAMW8BIT, LLAMA, "dp_shard=3"),
     (ADAMW8BIT, GPT, "dp_shard=2,tiles=2"),
     (ADAMW8BIT, EXPERTS, "dp_shard=4,ep=2,zero=1"),
+    (BF16, GPT, "dp_shard=3,zero=1,bucket_mb=0.3"),
+    (BF16, GPT, "dp_replicate=2,bucket_mb=0.3,offload=optimizer"),
+    (BF16, GPT, "dp_shard=2,tiles=2"),
+    (BF16, LLAMA, "tp=2,pp=2,accumulation=2"),
+    (BF16, EXPERTS, "dp_shard=2,ep=2"),
+    (KAHAN, LLAMA, "dp_shard=2,tp=2,zero=2,bucket_mb=0.3"),
 ]
 
 
 def case_id(value) -> str:
-    return value.name if isinstance(value, Optimizer) else value if isinstance(value, str) else ""
+    return f"{value.name} {value.state} {value.master}" if isinstance(value, Optimizer) else value if isinstance(value, str) else ""
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +84,7 @@ def job_of(optimizer: Optimizer, model: ModelConfig, layout: Layout) -> Job:
 @pytest.mark.parametrize(("optimizer", "model", "line"), CASES, ids=case_id)
 def test_a_layout_equals_one_process(ranks, alone, optimizer, model, line):
     job = job_of(optimizer, model, layout_line.parse(line))
-    assert not problems_of(job)
+    assert not problems_of(change(job, "train", precision="bf16"))
     compare_and_check_bytes(ranks, job, alone(optimizer, model))
 
 
@@ -252,7 +260,7 @@ def muon_job(model: ModelConfig, layout: Layout) -> Job:
 @pytest.mark.parametrize(("model", "line"), MUON_LAYOUTS, ids=[line for _, line in MUON_LAYOUTS])
 def test_muon_in_a_layout_equals_one_process(ranks, muon_alone, model, line):
     job = muon_job(model, layout_line.parse(line))
-    assert not problems_of(job)
+    assert not problems_of(change(job, "train", precision="bf16"))
     compare_and_check_bytes(ranks, job, muon_alone(model))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import sqrt
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.utils._triton import has_triton
 
 from phalanx.config.job import Optimizer
 from phalanx.parallel.parameter_shards import MatrixUpdates, ParameterShard
+
+if TYPE_CHECKING:
+    from phalanx.train.optimizers.narrow import NarrowUpdate
 
 Groups = list[dict[str, Any]]
 """torch's parameter groups. `params` are tensors in the optimizer's precision, `shards` the parameter shard of each
@@ -53,6 +56,8 @@ class UpdateRule(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self.copies: dict[Tensor, Tensor] = {}
         """By parameter, the copy in another type that this step writes, too: the update takes out what it writes."""
+        self.starts: dict[Tensor, int] = {}
+        """By parameter, the element of its shard with which it begins, if that is not the first."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,6 +97,8 @@ class ElementwiseRule(UpdateRule):
     kinds: tuple[str, ...] = ()
     """The kinds of its state, each of the parameter's shape."""
     formula: ClassVar[Formula]
+    narrow: NarrowUpdate | None = None
+    """Updates parameters and state with fewer bits than the update computes with; None if there are none."""
     has_fused: ClassVar[bool] = False
     """Whether torch has a kernel of the formula for gradients in the parameter's type, which `fused` calls."""
 
@@ -109,13 +116,15 @@ class ElementwiseRule(UpdateRule):
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             together: list[tuple[Tensor, Tensor, list[Tensor]]] = []
-            for parameter in group["params"]:
+            for parameter, shard in zip(group["params"], group["shards"], strict=True):
                 if parameter.grad is None:
                     continue
-                if self.has_fused and parameter not in self.copies and self._is_ready(parameter):
+                if self.narrow is not None:
+                    self.narrow.update(self, parameter, shard, group, self.starts.pop(parameter, 0))
+                elif self.has_fused and parameter not in self.copies and self._is_ready(parameter):
                     together.append((parameter.detach(), parameter.grad, self._state(parameter)))
                 else:
-                    self.update(parameter, None, group)
+                    self.update(parameter, shard, group)
             if together:
                 weights, gradients, state = zip(*together, strict=True)
                 by_kind = [list(each) for each in zip(*state, strict=True)]
