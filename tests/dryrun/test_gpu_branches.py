@@ -166,6 +166,7 @@ UNREACHED = {
     "parallel/apply.py: apply_compile": "torch compiles for real tensors only",
     "parallel/apply.py: apply_data_parallel": "refuses threads, which a rehearsal refuses before",
     "train/optimizers/rule.py: ElementwiseRule.update": "a kernel that Triton compiles",
+    "train/optimizers/narrow.py: NarrowUpdate.update": "a kernel that Triton compiles",
     "train/profile/report.py: of_step": "times of a GPU's kernels",
     "train/profile/window.py: StepProfile._start_tracing": "torch's profiler of a GPU",
     "train/profile/window.py: StepProfile._snapshot": "torch's record of a GPU's memory",

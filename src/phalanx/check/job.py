@@ -95,8 +95,8 @@ def unguarded(job: Job) -> str:
 def _without_masters(job: Job) -> str:
     """Returns why parameters need a copy in fp32, with the nearest legal choice, or nothing."""
     precision, layout = job.train.precision, job.layout
-    if precision in ("fp32", "fp64"):
-        return f"parameters in {precision} have no copy; nearest legal: fp32, or train.precision=bf16"
+    if precision == "fp32":  # in fp64, in which layouts are verified, parameters get bf16's values
+        return "parameters in fp32 have no copy; nearest legal: fp32, or train.precision=bf16"
     if precision == "fp16":
         return "in fp16 updates below 6e-8 underflow; nearest legal: train.precision=bf16, or fp32"
     if layout.sync != "bsp":

@@ -232,12 +232,6 @@ def keeps_masters(config: Optimizer, width: int) -> bool:
     return width < 4 and config.master != "none"
 
 
-def offloaded_bytes(config: Optimizer, state: float, stored: int) -> float:
-    """Returns the bytes per parameter of an offloaded optimizer, whose `state` has the masters of parameters stored in
-    `stored` bytes, with the copies that it also has of those without."""
-    return state + (0 if keeps_masters(config, stored) else stored)
-
-
 @dataclass(frozen=True)
 class OptimizerCosts:
     """An optimizer's costs per trained parameter. Where parameters differ, they are the mean over a model's."""
@@ -254,6 +248,8 @@ class OptimizerCosts:
     """Bytes of temporary tensors during the step."""
     widened: float
     """Bytes of a copy in fp32 of a gradient in half precision."""
+    copied: float
+    """Bytes of the copy that an offloaded optimizer has of a parameter without a master."""
 
 
 @lru_cache(256)
@@ -283,7 +279,8 @@ def _costs_of_one(config: Optimizer, name: str, whole: Shape, width: int) -> Opt
     state = state_bytes_of(config, name, whole, size, width)
     moved = entry.moved, entry.moved_on_cpu or entry.moved
     facts = (fact(config, name, whole) for fact in (*moved, entry.flops, entry.transient, entry.widened))
-    costs = OptimizerCosts(state if size == 1 else state / size, *facts)
+    copied = 0 if keeps_masters(config, width) else width
+    costs = OptimizerCosts(state if size == 1 else state / size, *facts, copied)
     return _narrow(config, costs, moments(config, name, whole), block_of(whole)) if config.is_narrow else costs
 
 

@@ -23,13 +23,7 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.optimizers.entry import is_hidden_matrix
 from phalanx.parallel.mesh import Mesh
-from phalanx.partition.matrices import (
-    Piece,
-    Round,
-    ShardRanges,
-    SharedMatrix,
-    rounds,
-)
+from phalanx.partition.matrices import Piece, Round, ShardRanges, SharedMatrix, rounds
 from phalanx.partition.tensor_slices import TensorSlice
 
 BALANCING_BIAS = "router.bias"

@@ -63,7 +63,7 @@ class ShardedOptimizer:
         self.rule: torch.optim.Optimizer = make_rule([group for group in groups if group["params"]] or nothing, config)
         """The update rule."""
         if config.is_narrow and isinstance(self.rule, ElementwiseRule):
-            self.rule.narrow = NarrowUpdate(config, seed)
+            self.rule.narrow = NarrowUpdate(config, seed).update
         if isinstance(self.rule, MatrixRule):
             self.rule.connect(MatrixUpdates(shards, tp or Axis("tp")), self.masters)
         self.one_pass = one_pass_of(self.rule)

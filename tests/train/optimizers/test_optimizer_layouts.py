@@ -84,7 +84,7 @@ def job_of(optimizer: Optimizer, model: ModelConfig, layout: Layout) -> Job:
 @pytest.mark.parametrize(("optimizer", "model", "line"), CASES, ids=case_id)
 def test_a_layout_equals_one_process(ranks, alone, optimizer, model, line):
     job = job_of(optimizer, model, layout_line.parse(line))
-    assert not problems_of(change(job, "train", precision="bf16"))
+    assert not problems_of(job)
     compare_and_check_bytes(ranks, job, alone(optimizer, model))
 
 
@@ -123,6 +123,9 @@ def test_a_checkpoint_has_codes_with_scales_of_matrices_and_moments_of_the_rest(
         (ADAMW8BIT, "dp_shard=3,zero=2,bucket_mb=0.3,micro_batch=1"),
         (ADAMW8BIT, "dp_shard=2,tp=2"),
         (ADAMW8BIT, ""),
+        (BF16, "dp_shard=3,zero=1"),
+        (BF16, "dp_shard=2,tp=2"),
+        (KAHAN, "dp_shard=2,zero=2,bucket_mb=0.3"),
     ],
     ids=case_id,
 )
@@ -260,7 +263,7 @@ def muon_job(model: ModelConfig, layout: Layout) -> Job:
 @pytest.mark.parametrize(("model", "line"), MUON_LAYOUTS, ids=[line for _, line in MUON_LAYOUTS])
 def test_muon_in_a_layout_equals_one_process(ranks, muon_alone, model, line):
     job = muon_job(model, layout_line.parse(line))
-    assert not problems_of(change(job, "train", precision="bf16"))
+    assert not problems_of(job)
     compare_and_check_bytes(ranks, job, muon_alone(model))
 
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._triton import has_triton
 
 from phalanx.config.job import Optimizer
 from phalanx.model.seeding import derive_seed
 from phalanx.optimizers.entry import COMPENSATION, POSITIVE, block_of, scale_of
 from phalanx.parallel.parameter_shards import ParameterShard
-from phalanx.train.optimizers.rule import CHUNK, LARGE_CHUNK, ElementwiseRule, Formula, undone
+from phalanx.train.optimizers.rule import CHUNK, LARGE_CHUNK, ElementwiseRule, Formula, compiles, undone
 
 DECADES = 7
 SIGN = 128
@@ -114,10 +113,10 @@ class NarrowUpdate:
         assert w is not None and g is not None
         key = derive_seed(self.seed, "rounding", shard.whole_name, rule.count) % 2**31
         start, *cut = shard.place_numbers(first)
-        if not block and parameter.is_cuda and has_triton():
+        if not block and compiles(parameter):
             cut = cut if cut[0] else (2**62, 0, 0)  # one kernel for all
             numbers, places = (
-                torch.tensor(values, dtype=dtype, pin_memory=True).to(parameter.device, non_blocking=True)
+                torch.tensor(values, dtype=dtype, pin_memory=parameter.is_cuda).to(parameter.device, non_blocking=True)
                 for values, dtype in ((rule.numbers(group), wide), ([key, start, *cut], torch.int64))
             )
             _compiled()(self._whole, type(rule).formula, (w, g, copy, kept), rule.scale, rule.bad, numbers, places)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from math import sqrt
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,9 +19,6 @@ from torch.utils._triton import has_triton
 
 from phalanx.config.job import Optimizer
 from phalanx.parallel.parameter_shards import MatrixUpdates, ParameterShard
-
-if TYPE_CHECKING:
-    from phalanx.train.optimizers.narrow import NarrowUpdate
 
 Groups = list[dict[str, Any]]
 """torch's parameter groups. `params` are tensors in the optimizer's precision, `shards` the parameter shard of each
@@ -97,8 +94,9 @@ class ElementwiseRule(UpdateRule):
     kinds: tuple[str, ...] = ()
     """The kinds of its state, each of the parameter's shape."""
     formula: ClassVar[Formula]
-    narrow: NarrowUpdate | None = None
-    """Updates parameters and state with fewer bits than the update computes with; None if there are none."""
+    narrow: Callable[[ElementwiseRule, Tensor, ParameterShard, Options, int], None] | None = None
+    """Updates a parameter, the elements of a shard from a number on, if it or its state has fewer bits than the update
+    computes with (narrow.py); None if none has."""
     has_fused: ClassVar[bool] = False
     """Whether torch has a kernel of the formula for gradients in the parameter's type, which `fused` calls."""
 
@@ -120,7 +118,7 @@ class ElementwiseRule(UpdateRule):
                 if parameter.grad is None:
                     continue
                 if self.narrow is not None:
-                    self.narrow.update(self, parameter, shard, group, self.starts.pop(parameter, 0))
+                    self.narrow(self, parameter, shard, group, self.starts.pop(parameter, 0))
                 elif self.has_fused and parameter not in self.copies and self._is_ready(parameter):
                     together.append((parameter.detach(), parameter.grad, self._state(parameter)))
                 else:
@@ -134,7 +132,7 @@ class ElementwiseRule(UpdateRule):
     def update(self, parameter: Tensor, shard: ParameterShard | None, group: dict[str, Any]) -> None:
         """Updates a parameter in one pass over memory."""
         state = self._state(parameter)
-        if parameter.is_cuda and has_triton():
+        if compiles(parameter):
             assert parameter.grad is not None, "only such parameters are updated"
             tensors = [parameter, parameter.grad.contiguous(), self.copies.pop(parameter, None), *state]
             w, g, copy, *flat = (None if t is None else t.detach().view(-1) for t in tensors)
@@ -189,6 +187,11 @@ def one_pass(
         old.copy_(new if bad is None else torch.where(bad, old, new))
     if copy is not None:
         copy.copy_(w)
+
+
+def compiles(parameter: Tensor) -> bool:
+    """Returns whether one kernel is made of an update of this parameter."""
+    return parameter.is_cuda and has_triton()
 
 
 @cache
