@@ -15,7 +15,7 @@ from checkpoint.contents import contents, require_same_bits
 from parallel.steps import micro_batches, steps, worst
 from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import count
-from phalanx.config.job import Job, Optimizer, Train
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.cost.held import block_parameters

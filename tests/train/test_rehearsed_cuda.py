@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from parallel.steps import micro_batches, steps, worst
-from phalanx.config.job import Data, Job, Optimizer, ProfileOptions, Train
+from phalanx.config.job import Data, Job, ProfileOptions, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.parallel.mesh import build

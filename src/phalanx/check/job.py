@@ -103,7 +103,7 @@ def _without_masters(job: Job) -> str:
         return f"sync={layout.sync} averages parameters, which bf16 would round; nearest legal: sync=bsp, or fp32"
     if job.model.moe.bias_balanced:
         return (
-            "balancing biases change by 1/1000 (model.moe.bias_rate), which bf16 would round away; nearest legal: fp32, "
+            "balancing biases change by model.moe.bias_rate, which bf16 would round away; nearest legal: fp32, "
             "or model.moe.bias_balanced=false"
         )
     return ""

@@ -78,8 +78,8 @@ def block_problems(job: Job) -> Iterator[Problem]:
                 yield (
                     f"layout.{field}",
                     Misfit(
-                        f"the optimizer's state has a scale per {block} elements of a row, and {field} {parts} cuts the rows of "
-                        f"{weight} ({whole[-1]}) into parts of {held.size}",
+                        f"the optimizer's state has a scale per {block} elements of a row, and {field} {parts} cuts "
+                        f"the rows of {weight} ({whole[-1]}) into parts of {held.size}",
                         parts,
                         {f"layout.{field}": legal},
                         ", or optimizer.state=bf16",

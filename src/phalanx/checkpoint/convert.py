@@ -33,8 +33,8 @@ from phalanx.config.precision import STORED
 from phalanx.data.files import Progress, meter, silent, write_atomic
 from phalanx.data.tokenizer import FILE as TOKENIZER
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, RunError
-from phalanx.optimizers.catalogue import kinds as kinds_of_state
 from phalanx.optimizers.catalogue import keeps_masters, state_tensors
+from phalanx.optimizers.catalogue import kinds as kinds_of_state
 from phalanx.optimizers.entry import Shape
 from phalanx.partition.derived import PARAMETER_BYTES
 

@@ -280,7 +280,7 @@ def _costs_of_one(config: Optimizer, name: str, whole: Shape, width: int) -> Opt
     moved = entry.moved, entry.moved_on_cpu or entry.moved
     facts = (fact(config, name, whole) for fact in (*moved, entry.flops, entry.transient, entry.widened))
     copied = 0 if keeps_masters(config, width) else width
-    costs = OptimizerCosts(state if size == 1 else state / size, *facts, copied)
+    costs = OptimizerCosts(state if size == 1 else state / size, *facts, copied=copied)
     return _narrow(config, costs, moments(config, name, whole), block_of(whole)) if config.is_narrow else costs
 
 

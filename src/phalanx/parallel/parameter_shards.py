@@ -92,8 +92,8 @@ class ParameterShard:
         return replace(self, tensor_slices=slices, start=self.start // block, gradient=None)
 
     def place_numbers(self, first: int) -> tuple[int, int, int, int]:
-        """Returns the place in the flattened slice of element `first` of this shard, and three numbers that turn a
-        place p there into that in the whole parameter: p // row × whole row + p % row + offset; p itself if row is 0."""
+        """Returns the place of element `first` of this shard in the flattened slice, and three numbers that turn a
+        place p there into one in the whole parameter: p // row × whole row + p % row + offset; p itself if row is 0."""
         part, start = self.tensor_slice, self.start + first
         if part.dim is None:
             return start, 0, 0, 0

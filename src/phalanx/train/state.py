@@ -238,9 +238,9 @@ class TrainState:
             pass  # the codes' turn has set it, too
         elif codes is not None and not has_scale:
             wide = read(kind, torch.empty(value.shape, dtype=codes.dtype, device=value.device))
-            blocks = (each.view(max(1, len(codes)), -1) for each in (wide, value))
-            if len(codes):
-                table(value.device, codes.dtype, signed=kind != POSITIVE).quantise(*blocks, codes)
+            if blocks := len(codes):
+                coder = table(value.device, codes.dtype, signed=kind != POSITIVE)
+                coder.quantise(wide.view(blocks, -1), value.view(blocks, -1), codes)
         elif codes is None and has_scale:
             held_codes = HeldTensor(_of_replica(replica, kind) + name, shard, value)
             if shard.tensor_slice.padding:

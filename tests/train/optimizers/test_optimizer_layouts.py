@@ -61,7 +61,13 @@ CASES = [
 
 
 def case_id(value) -> str:
-    return f"{value.name} {value.state} {value.master}" if isinstance(value, Optimizer) else value if isinstance(value, str) else ""
+    return (
+        f"{value.name} {value.state} {value.master}"
+        if isinstance(value, Optimizer)
+        else value
+        if isinstance(value, str)
+        else ""
+    )
 
 
 @pytest.fixture(scope="module")

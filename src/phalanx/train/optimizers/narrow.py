@@ -110,7 +110,8 @@ class NarrowUpdate:
         kinds = [*rule.kinds, *([COMPENSATION] if self.compensates else ())]
         tensors = [parameter, gradient.contiguous(), rule.copies.pop(parameter, None), *(state[kind] for kind in kinds)]
         w, g, copy, *kept = (None if t is None else t.detach().view(-1) for t in tensors)
-        assert w is not None and g is not None
+        assert w is not None
+        assert g is not None
         key = derive_seed(self.seed, "rounding", shard.whole_name, rule.count) % 2**31
         start, *cut = shard.place_numbers(first)
         if not block and compiles(parameter):
@@ -215,8 +216,8 @@ class NarrowUpdate:
 
 
 def noise(elements: int, places: Sequence[Any], device: torch.device) -> Tensor:
-    """Returns 32 random bits per element, (elements,) of int32: the hash (Wellons 2018, lowbias32) of the key, the first
-    number of `places`, and the element's place, of which the others are `ParameterShard.place_numbers`."""
+    """Returns 32 random bits per element, (elements,) of int32: the hash (Wellons 2018, lowbias32) of a key and the
+    element's place in the whole parameter. `places` are the key and `ParameterShard.place_numbers`."""
     key, first, row, whole_row, offset = places
     if isinstance(row, int) and not row and first + elements < 2**31:  # the same in fewer bytes
         x = torch.arange(first, first + elements, dtype=torch.int32, device=device) ^ key
