@@ -212,7 +212,7 @@ def test_narrow_state_has_and_moves_fewer_bytes(words: str, state: int, moved: i
     ("words", "precision", "message"),
     [
         ("muon state=bf16", "bf16", "muon does not read it, adamw and sgd and lion do"),
-        ("adamw master=none", "fp32", "none: parameters in fp32 have no copy; nearest legal: fp32, or train.precision"),
+        ("adamw master=none", "fp32", "parameters in fp32 have no copy; nearest legal: fp32, or train.precision"),
         ("adamw master=none", "fp16", "in fp16 updates below 6e-8 underflow; nearest legal: train.precision=bf16"),
         ("adamw rounding=kahan", "bf16", "kahan is for parameters without a copy in fp32; nearest legal: stochastic"),
         ("adamw8bit", "bf16", "no optimizer 'adamw8bit'; did you mean optimizer=adamw optimizer.state=8bit?"),

@@ -133,7 +133,7 @@ def optimizer_problems(job: Job) -> Iterator[tuple[str, str]]:
     layout = job.layout
     if config.master == "none":
         if problem := _without_masters(job):
-            yield "optimizer.master", f"none: {problem}"
+            yield "optimizer.master", problem
     elif config.rounding == "kahan":
         yield (
             "optimizer.rounding",
