@@ -33,7 +33,13 @@ SUMMED, SIDE = 2**24, 1024
 """Elements of the sum, and rows of the square matrices."""
 
 
-def steps(name: str) -> Callable[[], float]:
+CASES = {name: Optimizer(name=name) for name in OPTIMIZERS} | {
+    f"adamw, state={state}": Optimizer(state=state) for state in ("bf16", "8bit")
+}
+"""Optimizers by their words in the table."""
+
+
+def steps(config: Optimizer) -> Callable[[], float]:
     """Returns a function that takes a step of an optimizer and returns its seconds, without the gradients'."""
     generator = torch.Generator().manual_seed(0)
     shapes = parameter_shapes(MODEL, VOCAB)
@@ -42,7 +48,7 @@ def steps(name: str) -> Callable[[], float]:
         ParameterShard(key, (TensorSlice(shapes[key]),), 0, 0, (0.02 * value).requires_grad_())
         for key, value in drawn.items()
     ]
-    optimizer = ShardedOptimizer(shards, Optimizer(name=name))
+    optimizer = ShardedOptimizer(shards, config)
 
     def step() -> float:
         for shard in shards:
@@ -64,7 +70,7 @@ def rows(rounds: int) -> Iterator[str]:
     """Yields the lines of the table."""
     total, added = torch.randn(SUMMED), torch.randn(SUMMED)
     square = torch.randn(SIDE, SIDE)
-    every = {name: steps(name) for name in OPTIMIZERS}
+    every = {name: steps(config) for name, config in CASES.items()}
     every |= {
         "sum": lambda: seconds(lambda: total.add_(added)),
         "product": lambda: seconds(lambda: square @ square),
@@ -79,8 +85,8 @@ def rows(rounds: int) -> Iterator[str]:
     yield f"{count:,} parameters; {machine}, {rounds} rounds"
     yield "| optimizer | state, bytes | moved, bytes | measured, ns | predicted, ns | |"
     yield "|---|---:|---:|---:|---:|---:|"
-    for name in OPTIMIZERS:
-        costs = optimizer_costs(Optimizer(name=name), MODEL, 4)
+    for name, config in CASES.items():
+        costs = optimizer_costs(config, MODEL, 4)
         predicted = costs.moved_on_cpu / bandwidth + costs.flops / rate
         measured = best[name] / count
         yield (

@@ -37,7 +37,7 @@ ELSEWHERE = {
         corpus mix document_mask val_fraction dir prefetch on_corruption
     """,
     "optimizer": """
-        name lr betas eps momentum nesterov newton_schulz state_dtype options weight_decay clip schedule warmup_steps
+        name lr betas eps momentum nesterov newton_schulz state master options weight_decay clip schedule warmup_steps
         batch_scaling
     """,
     "train": """
@@ -85,6 +85,7 @@ SET = {
     "optimizer.outer_lr": "0.5",
     "optimizer.decay_fraction": "0.5",
     "optimizer.base_batch": "8",
+    "optimizer.rounding": "nearest",
     "data.path": "book.txt",
     "data.template": "chatml",
     "data.loss_on": "all",

@@ -535,7 +535,7 @@ SHAPES = {"norm.weight": (128,), "down.weight": (128, 512)}
 
 def test_scales_are_needed_of_quantised_parameters_only():
     kinds = ["exp_avg", "exp_avg_scale", "master", "replica1/exp_avg_scale"]
-    assert set(_needed(Optimizer(name="adamw8bit"), kinds, SHAPES)) == {
+    assert set(_needed(Optimizer(state="8bit"), kinds, SHAPES)) == {
         *(f"{kind}/down.weight" for kind in kinds),
         "exp_avg/norm.weight",
         "master/norm.weight",

@@ -136,6 +136,30 @@ def test_refusals(words, said, capsys):
     assert "Traceback" not in message
 
 
+def test_states_are_chosen_only_where_that_is_allowed(capsys):
+    job = [*JOB[:1], "model=llama3-8b", "cluster=dgx-a100-40gb:1", "tp=1", "pp=1", *JOB[3:]]
+    plain, free = planned(capsys, *job), planned(capsys, *job, "--allow", "states")
+    assert "states" not in plain
+    assert [(each["state"], each["master"]) for each in free["states"]][:4] == [
+        *(("fp32", "fp32"), ("bf16", "fp32"), ("8bit", "fp32"), ("fp32", "none"))
+    ]
+    assert free["states"][0]["seconds"] == plain["candidates"][0]["simulated_step_time_s"]
+    (chosen,) = (each for each in free["states"] if each["chosen"])
+    assert (
+        chosen["seconds"]
+        == min(each["seconds"] for each in free["states"])
+        == free["candidates"][0]["simulated_step_time_s"]
+    )
+    assert chosen["layout"] == free["best"]["line"]
+
+
+def test_the_largest_models_are_those_of_the_lecture(capsys):
+    found = planned(capsys, "predict", "dp_shard=8", "precision=bf16", "--largest", "80")
+    (form,) = (each for each in found["forms"] if (each["state"], each["master"]) == ("fp32", "none"))
+    assert form["bytes"] == [12, 5, 2 + 10 / 8, 12 / 8]
+    assert form["billions"] == pytest.approx([6.66, 16, 24.62, 53.33], abs=0.01)
+
+
 def test_on_this_machine_fewer_processes_are_weighed_too(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PHALANX_HOME", str(tmp_path))
     machine = "{name: a cpu, fp32_tflops: 0.2, memory_gib: 8.0, bandwidth_gbs: 20.0}"

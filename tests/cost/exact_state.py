@@ -17,7 +17,7 @@ from phalanx.blocks.parameters import weight_of
 from phalanx.config.job import Optimizer
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
-from phalanx.optimizers.catalogue import entry_of, outer_bytes, state_bytes_of
+from phalanx.optimizers.catalogue import depends_on_shape, granularity_of, outer_bytes, state_bytes_of
 from phalanx.optimizers.entry import Granularity, Shape
 from phalanx.partition.derived import (
     PARAMETER_BYTES,
@@ -148,7 +148,7 @@ def _alike(
     """Returns the state of parameters that are all trained, if there are any."""
     if not held:
         return StateBytes(0, 0, 0)
-    entry, ranks, sizes = entry_of(optimizer.name), layout.shard_ranks, [each.size for each in held]
+    ranks, sizes = layout.shard_ranks, [each.size for each in held]
     whole = [state_bytes_of(optimizer, each.name, each.whole, each.size, width) for each in held]
 
     outer = outer_bytes(layout, width)
@@ -164,11 +164,11 @@ def _alike(
     sums = layout.summed_replicas > 1 and layout.data_parallel == "ddp"
     if ranks == 1 and not sums:
         return StateBytes(sum(sizes) * width * versions, sum(sizes) * width * waiting, state(sizes))
-    cuts = list(_cuts(held, layout, width, entry.granularity))
+    cuts = list(_cuts(held, layout, width, granularity_of(optimizer)))
     padded = sum(cut.each for _, cut in cuts) * ranks
     kept = padded // ranks if layout.zero == 2 and ranks > 1 else padded
     # Where all parameters need the same, the first rank has the most.
-    fullest = max(state(_owned(cuts, sizes, rank)) for rank in range(ranks if entry.by_shape else 1))
+    fullest = max(state(_owned(cuts, sizes, rank)) for rank in range(ranks if depends_on_shape(optimizer) else 1))
     return StateBytes(padded * width * versions, kept * gradient_width * waiting, fullest)
 
 

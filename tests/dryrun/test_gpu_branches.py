@@ -18,7 +18,7 @@ from dryrun.gpu_lines import running, statements
 from phalanx.checkpoint.parts import Snapshot
 from phalanx.config.cluster import Cluster
 from phalanx.config.clusters import ACCELERATORS
-from phalanx.config.job import Data, GuardOptions, Job, Optimizer, Train
+from phalanx.config.job import Data, GuardOptions, Job, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
 from phalanx.dryrun.rehearse import device_type_of, distinct_ranks, rehearse
@@ -27,6 +27,7 @@ from phalanx.errors import JobError, RunError
 from phalanx.train import device as devices
 from phalanx.train.agreement import program_facts
 from phalanx.train.step import free_bytes
+from train.runs import optimizer_of
 
 ALL = "PHALANX_REHEARSAL" in os.environ
 VOCAB = 64
@@ -60,7 +61,7 @@ FEW: list[Case] = [
     ("experts", "dp_shard=4,ep=2,zero=3,accumulation=2", {}),
     ("gpt", "pp=2,offload=all,accumulation=2", {"precision": "fp16"}),
     ("sinks", "tp=2,sp=true,cp=2", {"data": DOCUMENTS}),
-    ("dropout", "dp_shard=2,zero=2", {"optimizer": "adamw8bit"}),
+    ("dropout", "dp_shard=2,zero=2", {"optimizer": "adamw state=8bit"}),
     ("adapters", "tp=2,dp_shard=2,zero=1", {"data": PAIRS}),
     ("latent", "pp=2,schedule=zb_h1,accumulation=2", {"chip": "b200"}),
     ("llama", "dp_replicate=2,sync=diloco,sync_every=1", {"optimizer": "sgd"}),
@@ -76,7 +77,7 @@ MORE: list[Case] = [
     ),
     ("llama", "dp_shard=2,zero=2", {"gradients": "fp32"}),
     ("llama", "dp_replicate=1", {"deterministic": True}),
-    *(("llama", "dp_shard=2,zero=1", {"optimizer": name}) for name in ("sgd", "lion", "muon", "adamw8bit")),
+    *(("llama", "dp_shard=2,zero=1", {"optimizer": name}) for name in ("sgd", "lion", "muon", "adamw state=8bit")),
     *(("llama", "dp_shard=2,zero=2,offload=optimizer", {"optimizer": name}) for name in ("sgd", "lion", "muon")),
     *(("llama", f"recompute={how}", {}) for how in ("products", "mlp", "selective", "full", "0.5")),
     *(
@@ -140,7 +141,7 @@ def job_of(case: Case) -> Job:
         model=replace(model, n_layers=more.get("layers", model.n_layers)),
         layout=layout,
         data=more.get("data", Data()),
-        optimizer=Optimizer(name=more.get("optimizer", "adamw")),
+        optimizer=optimizer_of(more.get("optimizer", "adamw")),
         train=Train(**options),
         guard=GuardOptions(every=1),
         cluster=Cluster(accelerator=ACCELERATORS[more.get("chip", "h100-80gb")]),
@@ -173,6 +174,7 @@ UNREACHED = {
     "parallel/apply.py: apply_compile": "torch compiles for real tensors only",
     "parallel/apply.py: apply_data_parallel": "refuses threads, which a rehearsal refuses before",
     "train/optimizers/rule.py: ElementwiseRule.update": "a kernel that Triton compiles",
+    "train/optimizers/narrow.py: NarrowUpdate.update": "a kernel that Triton compiles",
     "train/profile/report.py: of_step": "times of a GPU's kernels",
     "train/profile/window.py: StepProfile._start_tracing": "torch's profiler of a GPU",
     "train/profile/window.py: StepProfile._snapshot": "torch's record of a GPU's memory",

@@ -70,7 +70,7 @@ def test_every_layout_trains_the_adapters_as_one_process(ranks, model, line):
 
 def test_8_bit_moments_of_adapters_do_not_depend_on_the_layout(ranks):
     model = replace(LLAMA, d_model=128, d_ff=256, head_dim=32)
-    model, optimizer = replace(model, lora=LoRA(rank=32)), Optimizer(name="adamw8bit", eps=1e-6)
+    model, optimizer = replace(model, lora=LoRA(rank=32)), Optimizer(state="8bit", eps=1e-6)
     train = Train(global_batch=4, precision="fp64")
     results = [
         ranks(steps, layout.world, Job(model, layout=layout, train=train, optimizer=optimizer), VOCAB)[0]

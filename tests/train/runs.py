@@ -5,17 +5,24 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from checkpoint.contents import contents, require_same_bits
 from phalanx.checkpoint.inventory import newest_valid
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer
 from phalanx.config.layout import Layout
 from phalanx.errors import StoppedError
 from phalanx.train import loop
 from phalanx.train.requests import Requests, StopRequest
+
+
+def optimizer_of(words: str, **options: Any) -> Optimizer:
+    """Returns an optimizer by its name, and its other fields as `state=8bit`, after spaces."""
+    name, *fields = words.split()
+    return Optimizer(name=name, **dict(field.split("=") for field in fields), **options)
 
 
 def change(job: Job, section: str, **values) -> Job:

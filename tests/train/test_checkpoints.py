@@ -93,7 +93,7 @@ def test_a_state_that_holds_nan_is_not_saved_and_ends_the_run(ranks, saving, roo
 
 @pytest.mark.parametrize("kind", ["exp_avg_scale", "exp_avg_sq_scale"])
 def test_a_scale_of_codes_that_is_nan_is_not_saved_and_ends_the_run(ranks, saving, root, kind):
-    job = change(change(saving, "optimizer", name="adamw8bit"), "model", d_ff=256)
+    job = change(change(saving, "optimizer", state="8bit"), "model", d_ff=256)
     (message,) = ranks(spoiled, 1, dataclasses.replace(job, layout=Layout()), 0, 4, kind, "mlp.down.weight")
     assert message.startswith(f"step 4: {kind}/blocks.0.mlp.down.weight holds NaN or infinity, so this state was not")
     assert names(root)[-1] == "step-000002"

@@ -15,7 +15,7 @@ from checkpoint.contents import contents, require_same_bits
 from parallel.steps import micro_batches, steps, worst
 from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import count
-from phalanx.config.job import Job, Optimizer, Train
+from phalanx.config.job import Job, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.cost.held import block_parameters
@@ -29,7 +29,7 @@ from phalanx.train import saving
 from phalanx.train.optimizers import rule
 from phalanx.train.step import StepInputs, Stepper
 from train.measured_memory import least_device_peak
-from train.runs import change, losses, moves_between, require_same_weights, rows, stop, train, weights
+from train.runs import change, losses, moves_between, optimizer_of, require_same_weights, rows, stop, train, weights
 
 # An optimizer on the host: equal to one on the device, its tensors counted, within a budget that it would exceed.
 
@@ -42,7 +42,7 @@ EXPERTS = replace(GPT, moe=MoE(n_experts=4, top_k=2, d_ff=32, n_shared=1))
 
 def job_of(layout: Layout, model: ModelConfig = GPT, name: str = "adamw", **train: Any) -> Job:
     train = {"global_batch": 8, "precision": "fp64"} | train
-    return Job(model=model, layout=layout, train=Train(**train), optimizer=Optimizer(name=name))
+    return Job(model=model, layout=layout, train=Train(**train), optimizer=optimizer_of(name))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,8 @@ def compare(results, expected) -> None:
     assert worst(parameters, expected[2], 1e-2) < 1e-9
 
 
-RULES = [("adamw", "fp32"), *((name, "bf16") for name in ("adamw", "sgd", "lion", "adamw8bit"))]
+NARROW = ("adamw state=8bit", "adamw state=bf16 master=none", "sgd master=none rounding=kahan")
+RULES = [("adamw", "fp32"), *((name, "bf16") for name in ("adamw", "sgd", "lion", *NARROW))]
 
 
 @pytest.mark.parametrize(("name", "precision"), RULES)

@@ -13,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from parallel.steps import micro_batches, steps, worst
-from phalanx.config.job import Data, Job, Optimizer, ProfileOptions, Train
+from phalanx.config.job import Data, Job, ProfileOptions, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import MLA, ModelConfig, MoE
 from phalanx.parallel.mesh import build
@@ -24,7 +24,7 @@ from phalanx.train.profile import tracing
 from phalanx.train.requests import StopRequest
 from phalanx.train.step import StepInputs, Stepper
 from rehearsed_cuda import CUDA, rehearsal
-from train.runs import change, require_same_weights, rows, train
+from train.runs import change, optimizer_of, require_same_weights, rows, train
 
 VOCAB = 13
 LLAMA = ModelConfig(
@@ -50,7 +50,7 @@ def job_of(
         model=model,
         layout=parse(line),
         data=data or Data(),
-        optimizer=Optimizer(name=optimizer),
+        optimizer=optimizer_of(optimizer),
         train=Train(**options),
     )
 
@@ -74,7 +74,7 @@ CASES = {
     "documents": job_of(data=Data(document_mask=True), precision="fp64"),
     "lion": job_of(optimizer="lion", precision="bf16"),
     "muon": job_of(optimizer="muon", precision="bf16"),
-    "8-bit AdamW": job_of(optimizer="adamw8bit"),
+    "8-bit AdamW": job_of(optimizer="adamw state=8bit"),
     "offloaded optimizer": job_of("offload=optimizer", precision="bf16"),
     "offloaded optimizer and activations": job_of("offload=optimizer+activations"),
 }

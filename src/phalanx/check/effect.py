@@ -77,6 +77,10 @@ def _vocabulary(job: Job) -> str:
     )
 
 
+_IN_BF16: Condition = (
+    lambda job: job.optimizer.state == "bf16" or job.optimizer.master == "none",
+    "is for what updates round to bf16: optimizer.state=bf16, or optimizer.master=none",
+)
 _DECAYS: Condition = (lambda job: job.optimizer.schedule != "constant", "is for a schedule that decays: not constant")
 
 CONDITIONS: dict[str, Condition] = {
@@ -151,6 +155,7 @@ CONDITIONS: dict[str, Condition] = {
     "run.node_lost_s": _NODES,
     "run.trackers_wait_s": (lambda job: job.run.trackers, "is for run.trackers"),
     "optimizer.decay_fraction": is_one_of("optimizer.schedule", "wsd"),
+    "optimizer.rounding": _IN_BF16,
     "optimizer.decay_steps": _DECAYS,
     "optimizer.min_lr_ratio": _DECAYS,
     "optimizer.base_batch": is_one_of("optimizer.batch_scaling", "linear", "sqrt"),

@@ -92,6 +92,23 @@ def unguarded(job: Job) -> str:
     return f"steps overlap (schedule={job.layout.schedule})" if overlaps(job.layout) else ""
 
 
+def _without_masters(job: Job) -> str:
+    """Returns why parameters need a copy in fp32, with the nearest legal choice, or nothing."""
+    precision, layout = job.train.precision, job.layout
+    if precision == "fp32":  # in fp64, in which layouts are verified, parameters get bf16's values
+        return "parameters in fp32 have no copy; nearest legal: fp32, or train.precision=bf16"
+    if precision == "fp16":
+        return "in fp16 updates below 6e-8 underflow; nearest legal: train.precision=bf16, or fp32"
+    if layout.sync != "bsp":
+        return f"sync={layout.sync} averages parameters, which bf16 would round; nearest legal: sync=bsp, or fp32"
+    if job.model.moe.bias_balanced:
+        return (
+            "balancing biases change by model.moe.bias_rate, which bf16 would round away; nearest legal: fp32, "
+            "or model.moe.bias_balanced=false"
+        )
+    return ""
+
+
 def optimizer_problems(job: Job) -> Iterator[tuple[str, str]]:
     """Yields the dotted path of each wrong field, and the message with the nearest legal choice."""
     config = job.optimizer
@@ -113,12 +130,15 @@ def optimizer_problems(job: Job) -> Iterator[tuple[str, str]]:
         yield "optimizer.options", str(error)
     if "nesterov" in entry.options and config.nesterov and not config.momentum:
         yield "optimizer.nesterov", "Nesterov's momentum needs a momentum above 0; nearest legal: nesterov=false"
-    if config.state_dtype != "fp32" and job.train.precision in ("fp32", "fp64"):
-        yield (
-            "optimizer.state_dtype",
-            f"{config.state_dtype} is for parameters in 16 bits, not {job.train.precision}; nearest legal: fp32",
-        )
     layout = job.layout
+    if config.master == "none":
+        if problem := _without_masters(job):
+            yield "optimizer.master", problem
+    elif config.rounding == "kahan":
+        yield (
+            "optimizer.rounding",
+            "kahan is for parameters without a copy in fp32; nearest legal: stochastic, or optimizer.master=none",
+        )
     if entry.needs_whole_matrices and layout.sync == "asp" and layout.tp * layout.shard_ranks > 1:
         yield (
             "layout.sync",

@@ -9,7 +9,7 @@ from phalanx.blocks.parameters import parameter_shapes
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
 from phalanx.nearest import Misfit, divisors
-from phalanx.optimizers.catalogue import OPTIMIZERS
+from phalanx.optimizers.catalogue import OPTIMIZERS, granularity_of
 from phalanx.optimizers.entry import block_of
 from phalanx.partition import derived as batch
 from phalanx.partition.tensor_slices import first_rank_tiles
@@ -63,8 +63,8 @@ def _batch(job: Job) -> Iterator[Problem]:
 
 def block_problems(job: Job) -> Iterator[Problem]:
     """Yields the tensor ranks, or the tiles, that cut the blocks over which an optimizer's state has a scale."""
-    layout, model, name = job.layout, job.model, job.optimizer.name
-    if name not in OPTIMIZERS or OPTIMIZERS[name].granularity != "block":
+    layout, model = job.layout, job.model
+    if job.optimizer.name not in OPTIMIZERS or granularity_of(job.optimizer) != "block":
         return
     shapes = parameter_shapes(model, model.vocab_size or 1)
     for field, of_ranks in (("tp", Layout(tp=layout.tp)), ("tiles", layout)):
@@ -78,11 +78,11 @@ def block_problems(job: Job) -> Iterator[Problem]:
                 yield (
                     f"layout.{field}",
                     Misfit(
-                        f"{name} has a scale per {block} elements of a row, and {field} {parts} cuts the rows of "
-                        f"{weight} ({whole[-1]}) into parts of {held.size}",
+                        f"the optimizer's state has a scale per {block} elements of a row, and {field} {parts} cuts "
+                        f"the rows of {weight} ({whole[-1]}) into parts of {held.size}",
                         parts,
                         {f"layout.{field}": legal},
-                        ", or optimizer=adamw",
+                        ", or optimizer.state=bf16",
                     ),
                 )
                 break

@@ -32,7 +32,7 @@ from phalanx.config.presets import FROM_FILE, preset_of, states_no_rows
 from phalanx.config.values import row_of
 from phalanx.config.yaml_file import SET_FIELDS, Setting
 from phalanx.errors import JobError
-from phalanx.optimizers.catalogue import OPTIMIZERS, not_updated
+from phalanx.optimizers.catalogue import OPTIMIZERS
 from phalanx.partition.derived import solve
 from phalanx.schedule import catalogue
 
@@ -367,7 +367,7 @@ def resolve(
     found += [_at(path, message, origins) for path, message in problems_found]
     if found:
         raise JobError(found)
-    answers += filter(None, (not_trained(job.model), not_updated(job.optimizer)))
+    answers += filter(None, (not_trained(job.model),))
     if presets and not _states_all("model", settings) and (rows := _rows_that_give_way(job)):
         answers.append(rows)
     if batch := equation(job, derived):

@@ -33,10 +33,10 @@ from phalanx.config.precision import STORED
 from phalanx.data.files import Progress, meter, silent, write_atomic
 from phalanx.data.tokenizer import FILE as TOKENIZER
 from phalanx.errors import CheckpointError, DamagedCheckpointError, JobError, RunError
+from phalanx.optimizers.catalogue import keeps_masters, state_tensors
 from phalanx.optimizers.catalogue import kinds as kinds_of_state
-from phalanx.optimizers.catalogue import state_tensors
 from phalanx.optimizers.entry import Shape
-from phalanx.parallel.precision import DTYPES, needs_master_weights
+from phalanx.partition.derived import PARAMETER_BYTES
 
 
 def merged(source: Reader) -> Reader:
@@ -267,7 +267,7 @@ def _prepare_run(work: _Work) -> None:
         return
     work.notes.append("no optimizer state: a run that resumes from it begins with new moments")
     work.source.manifest = dataclasses.replace(manifest, meta=manifest.meta | {"updates": 0, "replicas": 1})
-    if needs_master_weights(DTYPES[job.train.precision]):
+    if keeps_masters(job.optimizer, PARAMETER_BYTES[job.train.precision]):
         weights, read = {name: tensor for name, tensor in work.tensors.items() if name in trained}, work.read
         work.tensors |= {f"master/{name}": dataclasses.replace(each, dtype="F32") for name, each in weights.items()}
         work.read = lambda name: read(name.removeprefix("master/")).float() if kind_of(name) else read(name)

@@ -8,10 +8,11 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from math import isfinite
+from math import inf, isfinite, prod
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
+from phalanx.check.job import optimizer_problems
 from phalanx.check.load import LoadedJob
 from phalanx.cli import foreign
 from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
@@ -19,12 +20,13 @@ from phalanx.cli.dryrun import checked, struck_lines
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, job_verb
 from phalanx.config import values
-from phalanx.config.job import Job
+from phalanx.config.job import Job, Optimizer
 from phalanx.cost.breakdown import document, duration, memory_lines, slow_format, subject, time_lines
 from phalanx.cost.frameworks import FRAMEWORKS, PHALANX, calibrated
 from phalanx.cost.job_spec import step_spec
 from phalanx.cost.money import Prices, amount, is_asked, run_cost, tokens_of
 from phalanx.cost.prediction import Prediction, predict
+from phalanx.cost.rank_memory import by_stage
 from phalanx.cost.spec import StepSpec
 from phalanx.data.files import Progress, silent, stderr_progress
 from phalanx.data.settings import vocabulary_size
@@ -32,7 +34,8 @@ from phalanx.echo import echo, terminal_columns
 from phalanx.errors import DoesNotFitError, JobError
 from phalanx.gc import gc_paused
 from phalanx.nearest import did_you_mean
-from phalanx.partition.derived import solve
+from phalanx.optimizers.catalogue import state_bytes_of
+from phalanx.partition.derived import PARAMETER_BYTES, solve
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
@@ -47,7 +50,7 @@ from phalanx.simulate import goodput
 from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
 from phalanx.simulate.step import AXES, Disturbance, Figures, check, figures, simulate
 from phalanx.simulate.timeline import Timeline
-from phalanx.units import gib
+from phalanx.units import aligned, gib
 from phalanx.validation import table
 
 if TYPE_CHECKING:
@@ -126,6 +129,12 @@ VERB = job_verb(
         ),
         **OPTIONS,
         "tokens": TOKENS,
+        "largest": Option(
+            "print, instead of a step, the largest model whose state fits into so many GB (10^9 bytes) on each of the "
+            "job's data ranks, by ZeRO stage and by the formats of the optimizer's state",
+            0.0,
+            value="GB",
+        ),
         **FROM,
         "table": Option("predict every row of a CSV file of configurations instead of one job", value="FILE"),
         "out": Option("with --table: the CSV file to write (default: standard output)", value="FILE"),
@@ -141,6 +150,9 @@ def run(words: Words) -> int:
     if options["table"]:
         prices = Prices(job.cluster, options["tokens"])
         return table.run(options["table"], options["out"], prices, as_json=words.as_json, progress=stderr_progress)
+    if options["largest"]:
+        words.show(*_largest(job, options["largest"]))
+        return 0
     if options["picture"] != "prediction" and not options["svg"]:
         raise JobError(f"--picture {options['picture']} says what --svg draws: name a file, such as --svg step.svg")
     files = OutputFiles.of(words, "svg")
@@ -165,6 +177,33 @@ def run(words: Words) -> int:
     if not words.as_json:
         echo(f"\n{shortfall(spec)}", file=sys.stderr, wrap=True)
     return DoesNotFitError.exit_code
+
+
+def _states(job: Job) -> list[Optimizer]:
+    """Returns the job's optimizer, and it with every legal format of its state."""
+    formats = ((state, master) for master in ("fp32", "none") for state in ("fp32", "bf16", "8bit"))
+    every = [job.optimizer, *(replace(job.optimizer, state=state, master=master) for state, master in formats)]
+    return [each for each in dict.fromkeys(every) if not [*optimizer_problems(replace(job, optimizer=each))]]
+
+
+def _largest(job: Job, gigabytes: float) -> tuple[dict[str, Any], str]:
+    """Returns the document and the text of --largest."""
+    if gigabytes < 0:
+        raise JobError("--largest: the memory of a device in GB must be above 0, such as --largest 80")
+    width, ranks = PARAMETER_BYTES[job.train.precision], job.layout.data_ranks
+    gradient, whole = 4 if job.train.gradients == "fp32" else width, (4096, 4096)
+    forms, lines = list[dict[str, Any]](), list[Sequence[str]]()
+    for each in _states(job):
+        state = state_bytes_of(each, "blocks.0.mlp.up.weight", whole, prod(whole), width) / prod(whole)
+        stages = [sum(by_stage(zero, ranks, width, gradient, state)) for zero in range(4)]
+        form = {"state": each.state, "master": each.master, "rounding": each.rounding, "state_bytes": state}
+        forms.append(form | {"bytes": stages, "billions": [gigabytes / size for size in stages]})
+        cells = (f"{gigabytes / size:.2f}" for size in stages)
+        lines.append((each.state, each.master, f"{width}+{gradient}+{state:.3g}", *cells))
+    names = ("state", "master", "bytes", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3")
+    head = f"billions of parameters whose state fits on {ranks} x {gigabytes:g} GB"
+    text = "\n".join([f"{head} ({job.optimizer.name}, {job.train.precision}):", *aligned([names, *lines])])
+    return {"gigabytes": gigabytes, "ranks": ranks, "forms": forms}, text
 
 
 def as_json(spec: StepSpec, prediction: Prediction, traffic: dict[str, dict[str, float]]) -> dict[str, Any]:
@@ -228,6 +267,11 @@ PLAN = job_verb(
         **FROM,
         **OPTIONS,
         "tokens": TOKENS,
+        "allow": Option(
+            "what the planner may choose, too, that changes training's numbers: states (optimizer.state and master)",
+            "layouts",
+            Literal["layouts", "states"],
+        ),
     },
     exits={3: "no layout fits"},
     auto="always",
@@ -256,13 +300,29 @@ def run_plan(words: Words) -> int:
         said = ",".join(f"{name}={str(value).lower()}" for name, value in fixed.items())
         echo(f"fixed layout fields: {said}; the planner chooses the others", file=sys.stderr)
     with stderr_progress() as progress:
-        plan = _searched(words, request, progress, MAP_POINTS if files.paths else 0)
-        plan, struck = checked(plan, loaded.job, progress) if checks else (plan, [])
+        states = _states(loaded.job) if words.options["allow"] == "states" else [request.optimizer]
+        sample = MAP_POINTS if files.paths else 0
+        plans = [(each, _searched(words, replace(request, optimizer=each), progress, sample)) for each in states]
+        chosen, plan = min(plans, key=lambda each: each[1].best[0].seconds if each[1].best else inf)
+        plan, struck = checked(plan, replace(loaded.job, optimizer=chosen), progress) if checks else (plan, [])
     plan = replace(plan, best=plan.best[: words.options["top"]])
     files.write({name: lambda name=name: _drawn(plan, name) for name in files.paths})
     text = plan_text.text(plan, min(terminal_columns(sys.stdout) or plan_text.WIDTH, MOST_COLUMNS))
     costs = next(((top.prediction.devices, top.tokens_per_s) for top in plan.best), None)
     document = plan_text.as_json(plan)
+    if len(plans) > 1:
+        found = [(each, own.best[0] if own.best else None) for each, own in plans]
+        document["states"] = [
+            {"state": each.state, "master": each.master, "seconds": best and best.seconds, "chosen": each is chosen}
+            | {"layout": best and best.layout.line()}
+            for each, best in found
+        ]
+        rows = [
+            (f"{'*' if each is chosen else ' '} state={each.state}", f"master={each.master}")
+            + ((f"{best.seconds:.4g} s", best.layout.line()) if best else ("does not fit", ""))
+            for each, best in found
+        ]
+        text = "\n".join([text, "", "states, each with its fastest layout (* taken):", *aligned(rows)])
     if checks:
         document["struck"] = struck
     if struck:

@@ -390,7 +390,6 @@ class Verb:
         """Returns the words with the job, or None after printing it. Raises JobError with every problem of both."""
         from phalanx.blocks.kinds import not_trained
         from phalanx.check.load import as_dict, as_yaml, load_words, repeated
-        from phalanx.optimizers.catalogue import not_updated
 
         words, line = self.command_line(argv)
         if twice := [*repeated(line.settings)]:
@@ -402,9 +401,8 @@ class Verb:
             theirs = foreign.put_below(path, words.options["ignore"], line, needs_cluster=self.name in PREDICTING)
             before = load_words(line) if self._opens else None
         given = load_words(line, opens=self._opens)
-        reasons = [*filter(None, (not_trained(given.job.model), not_updated(given.job.optimizer)))]
-        if self.name not in PREDICTING and reasons:
-            raise JobError([f"{reason}; phalanx {', '.join(PREDICTING)} take it" for reason in reasons])
+        if self.name not in PREDICTING and (reason := not_trained(given.job.model)):
+            raise JobError(f"{reason}; phalanx {', '.join(PREDICTING)} take it")
         tell(given.answers)
         loaded = given
         if given.job.layout.auto and self.auto not in ("open", "always"):

@@ -215,11 +215,11 @@ class Optimizer:
     """The optimizer with its options, and its learning rate. docs/techniques/optimizers.md says which reads what."""
 
     name: Annotated[str, Example("muon")] = "adamw"
-    """adamw, sgd, lion, muon, adamw8bit, or one that a package adds."""
+    """adamw, sgd, lion, muon, or one that a package adds."""
     lr: Annotated[float, Interval(above=0), Example("3e-4")] = 1e-3
     """Peak learning rate, before batch_scaling."""
     betas: Annotated[tuple[float, float], Interval(0, below=1), Example("[0.9, 0.98]")] = (0.9, 0.95)
-    """adamw, adamw8bit: decay of the first and second moment; lion: of the step's interpolation and the momentum."""
+    """adamw: decay of the first and second moment; lion: of the step's interpolation and the momentum."""
     eps: Annotated[float, Interval(above=0)] = 1e-8
     """Added to the root of the second moment; lion: elements that are not above it take no step."""
     momentum: Annotated[float, Interval(0, below=1)] = 0.9
@@ -228,9 +228,16 @@ class Optimizer:
     """sgd, muon: Nesterov's momentum."""
     newton_schulz: Literal["master", "bf16"] = "master"
     """muon: precision in which matrices are orthogonalised: that of the optimizer's weights, or bf16."""
-    state_dtype: Literal["fp32", "bf16_moments", "bf16"] = "fp32"
-    """Precision of the state: fp32; moments in bf16 beside fp32 master weights (bf16_moments); or bf16 without master
-    weights, as torch's AdamW over a bf16 model keeps it. Other than fp32 is predicted and planned, not trained."""
+    state: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """adamw, sgd, lion: format of the moments: fp32 (fp64 with precision fp64), bf16, or codes of 8 bits with a scale
+    per block of a row."""
+    master: Literal["fp32", "none"] = "fp32"
+    """adamw, sgd, lion: whether parameters in bf16 have a copy in fp32, which updates change; none: updates change the
+    parameters themselves."""
+    rounding: Literal["stochastic", "nearest", "kahan"] = "stochastic"
+    """How an update rounds to bf16 (state=bf16, master=none): stochastic, whose mean is exact; nearest, which loses
+    changes below 1/256 of a number; or kahan: what rounding cuts off a parameter is kept, in two bytes more (moments:
+    stochastic)."""
     options: Annotated[str, Example("rho=0.04")] = ""
     """Numbers for an optimizer that a package adds, such as rho=0.04,period=10."""
     weight_decay: Annotated[float, Interval(0)] = 0.1
@@ -256,6 +263,16 @@ class Optimizer:
     """Multiply the rate by global batch / base_batch (Goyal et al. 2017) or its square root (Krizhevsky 2014)."""
     base_batch: Annotated[int, Interval(0), Example("256")] = 0
     """batch_scaling: the global batch, in sequences, for which lr was chosen."""
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether moments, or parameters that updates change, have fewer bits than fp32."""
+        return self.state != "fp32" or self.master == "none"
+
+    @property
+    def compensates(self) -> bool:
+        """Whether what rounding cuts off a parameter is kept."""
+        return self.master == "none" and self.rounding == "kahan"
 
 
 _NODES = Matches("[1-9][0-9]{0,4}(:[1-9][0-9]{0,4})?", "a number of nodes, such as 2, or a range of it, such as 1:2")

@@ -37,7 +37,7 @@ from phalanx.cost.held import (
 )
 from phalanx.cost.matrices import matrix_work
 from phalanx.cost.spec import StepSpec
-from phalanx.optimizers.catalogue import OptimizerCosts, offloaded_bytes, optimizer_costs, outer_bytes
+from phalanx.optimizers.catalogue import OptimizerCosts, optimizer_costs, outer_bytes
 from phalanx.partition.derived import (
     BUFFER_BYTES,
     BUFFERS,
@@ -114,7 +114,7 @@ class MemoryFormulas:
         self.resident = self.parameter if parameters_tier == "device" else 0
         """Bytes of a parameter on the device between its uses."""
         costs = optimizer(self.parameter)
-        self.kept = costs.state
+        self.kept, self.host_copy = costs.state, costs.copied
         """Bytes of optimizer state per parameter, in whatever tier."""
         self.offloads = optimizer_tier != "device"
         self.optimizer, self.transient = (0.0, 0.0) if self.offloads else (costs.state, costs.transient)
@@ -176,11 +176,10 @@ class MemoryFormulas:
         if not self.offloads:
             return 0.0, 0.0
         own = max(4, self.parameter)
-        state = offloaded_bytes(self.kept, self.parameter)
-        if self.tier == "host" and self.parameter >= own and not self.resident:
-            state -= own  # the optimizer updates the parameters themselves
+        # With parameters in host memory the optimizer updates these themselves, if they have no masters.
+        state = self.kept + (0 if self.tier == "host" and not self.resident else self.host_copy)
         arriving = self.gradient + (self.gradient < own) * self.widened
-        arriving += self.parameter * (self.parameter != self.gradient and self.parameter < own)
+        arriving += self.parameter * (self.parameter != self.gradient and not self.host_copy)
         updated = sum(trained / ranks for _, trained, ranks in shards)
         parameters = sum(numbers / ranks for numbers, _, ranks in shards) * (self.parameter - self.resident)
         if self.tier == "host":

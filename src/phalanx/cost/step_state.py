@@ -22,7 +22,7 @@ from phalanx.cost.matrices import matrix_seconds
 from phalanx.cost.rank_memory import StepParts
 from phalanx.cost.spec import Framework, StepSpec
 from phalanx.errors import JobError
-from phalanx.optimizers.catalogue import OptimizerCosts, entry_of, offloaded_bytes, optimizer_costs, own_width
+from phalanx.optimizers.catalogue import OptimizerCosts, entry_of, optimizer_costs, own_width
 from phalanx.partition.derived import (
     BUFFER_BYTES,
     figures,
@@ -328,7 +328,8 @@ def offloaded_work(spec: StepSpec, held: ParameterCounts, backward: float, updat
         return None
     widths = spec.framework.memory_profile.gradient_bytes or spec.width, spec.width
     stored = spec.framework.memory_profile.parameter_bytes or spec.width
-    state = offloaded_bytes(optimizer_costs(spec.optimizer, spec.model, stored).state, stored)
+    costs = optimizer_costs(spec.optimizer, spec.model, stored)
+    state = costs.state + costs.copied
     return host_work(spec, updated_parameters(spec, held), widths, state, backward, update)
 
 

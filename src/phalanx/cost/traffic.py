@@ -26,7 +26,7 @@ from phalanx.config.precision import FP8_UNITS, Fp8Scaling
 from phalanx.cost.communication import Collective, sent_bytes, state_messages
 from phalanx.cost.held import LayerKind, kinds_of
 from phalanx.cost.traffic_parameters import HeldParameter, LayerRun, RankPasses, held_parameters, pipeline_work
-from phalanx.optimizers.catalogue import entry_of
+from phalanx.optimizers.catalogue import granularity_of
 from phalanx.optimizers.entry import Granularity, is_hidden_matrix, matrix_elements
 from phalanx.partition.derived import (
     PARAMETER_BYTES,
@@ -212,7 +212,7 @@ class Spread:
         widths = width, 4 if gradients == "fp32" else width, max(width, 4)
         place = rank // layout.tp % layout.shard_ranks, rank % layout.tp
         serves = rank // (layout.tp * layout.shard_ranks) % layout.dp_replicate == 0
-        return cls(layout, *widths, *place, entry_of(optimizer.name).granularity, serves, share, unit)
+        return cls(layout, *widths, *place, granularity_of(optimizer), serves, share, unit)
 
     @property
     def shard(self) -> tuple[str, int]:

@@ -32,7 +32,7 @@ OPTIMIZERS = {
     "torch.optim.adamw": ("adamw", ""),
     "transformer_engine.pytorch.optimizers.fused_adam.fusedadam": ("adamw", ""),
     "transformer_engine.pytorch.optimizers.fusedadam": ("adamw", ""),
-    "flashoptim.flashadamw": ("adamw8bit", ""),
+    "flashoptim.flashadamw": ("adamw", "8bit"),
     "torch.optim.sgd": ("sgd", ""),
 }
 

@@ -21,7 +21,7 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_hf", "ad
 _EIGHT = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adamw_torch_8bit", "ao_adamw_8bit")
 OPTIMIZERS = {
     **dict.fromkeys(_ADAMW, ("adamw", "")),
-    **dict.fromkeys(_EIGHT, ("adamw8bit", "")),
+    **dict.fromkeys(_EIGHT, ("adamw", "8bit")),
     "paged_adamw_32bit": ("adamw", ""),
     "adamw_bnb_32bit": ("adamw", ""),
     "lion_32bit": ("lion", ""),

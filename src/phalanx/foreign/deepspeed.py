@@ -70,11 +70,11 @@ def _precision(fields: Fields) -> None:
         fields.set("train.precision", word, ["torch_autocast.enabled", "torch_autocast.dtype"])
     elif not auto and "train.precision" not in fields.settings:
         fields.set("train.precision", "fp32", ["bf16.enabled", "fp16.enabled"])
-    masters = fields.take("bf16.bf16_master_weights_and_grads", bool, False)
-    states = fields.take("bf16.bf16_optimizer_states", bool, False)
+    names = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"]
+    masters, states = (fields.take(name, bool, False) for name in names)
     if masters or states:
-        names = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"]
-        fields.set("optimizer.state_dtype", "bf16" if masters else "bf16_moments", names)
+        fields.set("optimizer.state", "bf16", names)
+        fields.set("optimizer.master", "none" if masters else "fp32", names)
 
 
 def _zero(fields: Fields) -> None:

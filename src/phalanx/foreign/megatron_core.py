@@ -104,7 +104,7 @@ def _optimizer(fields: Fields) -> None:
     moments = {fields.take(each, str, "fp32") for each in ("exp_avg_dtype", "exp_avg_sq_dtype")}
     if moments <= {"bf16", "fp16", "torch.bfloat16", "torch.float16"}:
         how = "moments of two bytes"
-        fields.set("optimizer.state_dtype", "bf16_moments", ("exp_avg_dtype", "exp_avg_sq_dtype"), how)
+        fields.set("optimizer.state", "bf16", ("exp_avg_dtype", "exp_avg_sq_dtype"), how)
     elif not moments <= {*_FP32}:
         fields.leave("exp_avg_dtype", "these moments are predicted in fp32")
     if fields.take("main_params_dtype", str, "fp32") not in _FP32:

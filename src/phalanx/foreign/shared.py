@@ -194,7 +194,7 @@ def set_optimizer(fields: Fields, name: str, known: Mapping[str, tuple[str, str]
     ours, state = known[word]
     fields.set("optimizer.name", ours, name)
     if state:
-        fields.set("optimizer.state_dtype", state, name)
+        fields.set("optimizer.state", state, name)
 
 
 _MATRICES = {

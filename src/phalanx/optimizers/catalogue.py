@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from math import isfinite, prod
@@ -15,7 +15,11 @@ from phalanx.errors import JobError
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.entry import (
     COMMON,
+    COMPENSATION,
+    NARROW,
     NOTHING_MORE,
+    POSITIVE,
+    Granularity,
     OptimizerEntry,
     Shape,
     StateKind,
@@ -24,6 +28,7 @@ from phalanx.optimizers.entry import (
     is_hidden_matrix,
     newton_schulz_flops,
     problems,
+    scale_of,
 )
 from phalanx.registry import Registry
 
@@ -64,13 +69,6 @@ def _lion_moved_on_cpu(config: Optimizer, name: str, shape: Shape) -> float:
     return 60
 
 
-def _adamw8bit_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind, ...]:
-    if not (block := block_of(shape)):
-        return ADAM_MOMENTS
-    codes = tuple(StateKind(moment.kind, bytes=1) for moment in ADAM_MOMENTS)
-    return *codes, *(StateKind(f"{moment.kind}_scale", block=block) for moment in ADAM_MOMENTS)
-
-
 ELEMENTWISE_BYTES = 32
 """Bytes that count for an element that a kernel handles alone, as in a look-up in a table: a processor then loads one
 element instead of a vector of 32 bytes, and a GPU's memory a sector of 32 bytes."""
@@ -78,16 +76,18 @@ SHORT_ROW = 32
 """Rows with fewer elements are reduced element by element: torch reduces four vectors of eight at a time."""
 
 
-def _adamw8bit_moved(config: Optimizer, name: str, shape: Shape) -> float:
-    """Returns the bytes of its kernels: the step on moments in fp32 (80), and for each of the two that has codes,
-    reading these: index (5), look-up, scale (8); and finding new ones: largest (4), scale (8), cell (16), look-up, sum
-    with the bits (12), shift (8), as a byte (5). The largest of the signed moment needs magnitudes (8)."""
-    if not (block := block_of(shape)):
-        return 80
+HASH_BYTES, ROUND_BYTES = 112, 36
+"""Bytes of the kernels over chunks per element: of random bits, and of rounding one number with them."""
+
+
+def _coded_bytes(kinds: Sequence[StateKind], block: int) -> float:
+    """Returns the bytes of the kernels of moments in 8 bits. Of each: reading codes: index (5), look-up, scale (8); and
+    finding new ones: largest (4), scale (8), cell (16), look-up, sum with the bits (12), shift (8), as a byte (5). The
+    largest of a signed moment needs magnitudes (8)."""
     largest = ELEMENTWISE_BYTES if block < SHORT_ROW else 4
     read = 5 + ELEMENTWISE_BYTES + 8
     written = largest + 8 + 16 + ELEMENTWISE_BYTES + 12 + 8 + 5
-    return 80 + 2 * (read + written) + 8
+    return sum(read + written + 8 * (kind.kind != POSITIVE) for kind in kinds)
 
 
 def _muon_state(config: Optimizer, name: str, shape: Shape) -> tuple[StateKind, ...]:
@@ -121,7 +121,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             rule="phalanx.train.optimizers.rule:adamw",
             state=_adamw_state,
             moved=_adamw_moved,
-            options=("betas", "eps", "state_dtype"),
+            options=("betas", "eps", *NARROW),
         ),
         "sgd": OptimizerEntry(
             "stochastic gradient descent with momentum, also Nesterov's",
@@ -129,7 +129,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             rule="phalanx.train.optimizers.rule:sgd",
             state=_sgd_state,
             moved=_sgd_moved,
-            options=("momentum", "nesterov", "state_dtype"),
+            options=("momentum", "nesterov", *NARROW),
             defaults={"weight_decay": 1e-4},
         ),
         "lion": OptimizerEntry(
@@ -139,7 +139,7 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             state=_lion_state,
             moved=_lion_moved,
             moved_on_cpu=_lion_moved_on_cpu,
-            options=("betas", "eps", "state_dtype"),
+            options=("betas", "eps", *NARROW),
             defaults={"betas": (0.9, 0.99), "lr": 1e-4, "weight_decay": 1.0},
         ),
         "muon": OptimizerEntry(
@@ -155,38 +155,54 @@ OPTIMIZERS: Registry[OptimizerEntry] = Registry(
             granularity="matrix",
             by_shape=True,
         ),
-        "adamw8bit": OptimizerEntry(
-            "AdamW whose moments have 8 bits and a scale per block of a row",
-            "Dettmers et al. 2022, section 2",
-            rule="phalanx.train.optimizers.adamw8bit:adamw8bit",
-            state=_adamw8bit_state,
-            moved=_adamw8bit_moved,
-            options=("betas", "eps"),
-            granularity="block",
-            by_shape=True,
-        ),
     },
     problems,
 )
 """The optimizers by their names in `optimizer.name`."""
 
 
+RENAMED = {"adamw8bit": "optimizer=adamw optimizer.state=8bit"}
+"""What optimizers of other names are called here."""
+
+
 def entry_of(name: str) -> OptimizerEntry:
     """Returns the facts of an optimizer. Raises JobError with the nearest name if it is unknown."""
     if name not in OPTIMIZERS:
-        raise JobError(f"no optimizer {name!r}{did_you_mean(name, OPTIMIZERS)} (known: {', '.join(OPTIMIZERS)})")
+        meant = f"; did you mean {RENAMED[name]}?" if name in RENAMED else did_you_mean(name, OPTIMIZERS)
+        raise JobError(f"no optimizer {name!r}{meant} (known: {', '.join(OPTIMIZERS)})")
     return OPTIMIZERS[name]
 
 
-def state_tensors(config: Optimizer, name: str, whole: Shape) -> tuple[StateKind, ...]:
-    """Returns the state tensors of the parameter `name`, whose whole shape is `whole`."""
+def granularity_of(config: Optimizer) -> Granularity:
+    """Returns where shards may be cut."""
+    return "block" if config.state == "8bit" else entry_of(config.name).granularity
+
+
+def depends_on_shape(config: Optimizer) -> bool:
+    """Returns whether an optimizer's facts depend on a parameter's name and shape."""
+    return entry_of(config.name).by_shape or config.state == "8bit"
+
+
+def moments(config: Optimizer, name: str, whole: Shape) -> tuple[StateKind, ...]:
+    """Returns the kinds of state of the update rule itself, in whatever format they are kept."""
     entry = entry_of(config.name)
     return entry.state(config, name, whole) if entry.by_shape else entry.state(config, "", ())
 
 
+def state_tensors(config: Optimizer, name: str, whole: Shape) -> tuple[StateKind, ...]:
+    """Returns the state tensors of the parameter `name`, whose whole shape is `whole`."""
+    found = moments(config, name, whole)
+    if config.state == "bf16":
+        found = tuple(replace(each, bytes=2) for each in found)
+    elif config.state == "8bit" and (block := block_of(whole)):
+        scales = (StateKind(scale_of(each.kind), block=block) for each in found)
+        found = (*(replace(each, bytes=1) for each in found), *scales)
+    return (*found, StateKind(COMPENSATION, bytes=2)) if config.compensates else found
+
+
 def kinds(config: Optimizer, shapes: Mapping[str, Shape]) -> tuple[str, ...]:
     """Returns every kind of state of a model's parameters, in a stable order."""
-    if not entry_of(config.name).by_shape:
+    if not depends_on_shape(config):
         return tuple(tensor.kind for tensor in state_tensors(config, "", ()))
     found = {tensor.kind: None for name, whole in shapes.items() for tensor in state_tensors(config, name, whole)}
     return tuple(found)
@@ -196,9 +212,8 @@ def state_bytes_of(config: Optimizer, name: str, whole: Shape, elements: int, wi
     """Returns the bytes of the state of `elements` elements of a parameter, whose numbers have `width` bytes: of whole
     blocks, as the optimizer's granularity cuts shards."""
     tensors, own = state_tensors(config, name, whole), own_width(width)
-    own = own if config.state_dtype == "fp32" else min(2, width)
     kept = sum((tensor.bytes or own) * (elements // tensor.block) for tensor in tensors)
-    return kept + elements * _master_width(width) * (config.state_dtype != "bf16")
+    return kept + elements * (4 if keeps_masters(config, width) else 0)
 
 
 def outer_bytes(layout: Layout, width: int) -> int:
@@ -212,15 +227,9 @@ def own_width(width: int) -> int:
     return max(4, width)
 
 
-def _master_width(width: int) -> int:
-    """Returns the bytes per parameter of the fp32 copy: half precisions have one."""
-    return 4 if width < 4 else 0
-
-
-def offloaded_bytes(state: float, stored: int) -> float:
-    """Returns the bytes per parameter of an offloaded optimizer, whose `state` has copies of half-precision parameters,
-    with the copy that it also has of others: those stored in `stored` bytes."""
-    return state + (stored if stored >= 4 else 0)
+def keeps_masters(config: Optimizer, width: int) -> bool:
+    """Returns whether parameters of `width` bytes have a copy in fp32, which is a part of the state."""
+    return width < 4 and config.master != "none"
 
 
 @dataclass(frozen=True)
@@ -239,6 +248,8 @@ class OptimizerCosts:
     """Bytes of temporary tensors during the step."""
     widened: float
     """Bytes of a copy in fp32 of a gradient in half precision."""
+    copied: float
+    """Bytes of the copy that an offloaded optimizer has of a parameter without a master."""
 
 
 @lru_cache(256)
@@ -252,8 +263,7 @@ def optimizer_costs(
         moved, on_cpu = own.moved + more.moved, own.moved_on_cpu + more.moved
         sums = {"flops": own.flops + more.flops, "transient": max(own.transient, more.transient)}
         return replace(own, moved=moved, moved_on_cpu=on_cpu, **sums)
-    entry = entry_of(config.name)
-    if not entry.by_shape:
+    if not depends_on_shape(config):
         return _costs_of_one(config, "", (), width)
     sizes, sums = 0, [0.0] * len(fields(OptimizerCosts))
     for name, whole in trained_shapes(model, model.vocab_size).items():
@@ -269,22 +279,25 @@ def _costs_of_one(config: Optimizer, name: str, whole: Shape, width: int) -> Opt
     state = state_bytes_of(config, name, whole, size, width)
     moved = entry.moved, entry.moved_on_cpu or entry.moved
     facts = (fact(config, name, whole) for fact in (*moved, entry.flops, entry.transient, entry.widened))
-    costs = OptimizerCosts(state if size == 1 else state / size, *facts)
-    if config.state_dtype == "fp32":
-        return costs
-    # Two bytes less for each moment, and for the weight, read and written; and for the gradient, read.
-    spared = 4 * len(entry.state(config, name, whole)) + (6 if config.state_dtype == "bf16" else 0)
-    return replace(costs, moved=costs.moved - spared, moved_on_cpu=costs.moved_on_cpu - spared)
+    copied = 0 if keeps_masters(config, width) else width
+    costs = OptimizerCosts(state if size == 1 else state / size, *facts, copied=copied)
+    return _narrow(config, costs, moments(config, name, whole), block_of(whole)) if config.is_narrow else costs
 
 
-def not_updated(config: Optimizer) -> str:
-    """Returns why an optimizer is predicted and planned but not trained, or nothing."""
-    if config.state_dtype == "fp32":
-        return ""
-    return (
-        f"optimizer.state_dtype={config.state_dtype}: predicted and planned, not trained or verified: updates here "
-        "keep moments and weights in fp32, as bf16 loses every change below 1/256 of a number"
-    )
+def _narrow(config: Optimizer, costs: OptimizerCosts, kinds: Sequence[StateKind], block: int) -> OptimizerCosts:
+    """Returns the costs of an update with narrow moments or parameters, of which a rule has some `kinds`."""
+    has_masters, random = config.master != "none", config.rounding != "nearest"
+    narrow = len(kinds) * (config.state == "bf16") + (not has_masters)
+    # In one kernel: two bytes less for a narrow number, read and written; a parameter's gradient, and no copy of it.
+    spared = 4 * narrow + 2 * (not has_masters) - 4 * config.compensates
+    # In kernels over chunks: numbers are widened and written back (6 each), with random bits (HASH, ROUND) for some.
+    rounds = random * (len(kinds) * (config.state == "bf16") + (not has_masters and not config.compensates))
+    more = 12 * narrow + (HASH_BYTES * (rounds > 0) + ROUND_BYTES * rounds) + 28 * config.compensates
+    chunks = costs.moved_on_cpu + more
+    if config.state == "8bit" and block:
+        chunks += _coded_bytes(kinds, block)
+        return replace(costs, moved=chunks, moved_on_cpu=chunks)
+    return replace(costs, moved=costs.moved - spared, moved_on_cpu=chunks)
 
 
 def extra_options(config: Optimizer) -> dict[str, float]:

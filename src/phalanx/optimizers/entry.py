@@ -79,7 +79,13 @@ def newton_schulz_products(rows: int, columns: int) -> tuple[tuple[int, int, int
 Shape = tuple[int, ...]
 Granularity = Literal["element", "block", "matrix"]
 MASTER = "master"
-"""The kind of the fp32 copy of a half-precision parameter, which every optimizer keeps."""
+"""The kind of the fp32 copy of a half-precision parameter, which every optimizer keeps unless optimizer.master=none."""
+COMPENSATION = "compensation"
+"""The kind of what rounding to bf16 has cut off a parameter (optimizer.rounding=kahan)."""
+POSITIVE = "exp_avg_sq"
+"""The kind of moments that are never negative, whose codes of 8 bits have no sign."""
+NARROW = ("state", "master", "rounding")
+"""Fields of `optimizer` that an elementwise rule reads, whose moments and parameters may have fewer bits than fp32."""
 COMMON = ("name", "lr", "weight_decay", "clip", "schedule", "warmup_steps", "decay_steps", "decay_fraction")
 COMMON = (*COMMON, "min_lr_ratio", "outer_lr", "outer_momentum", "batch_scaling", "base_batch", "options")
 """Fields of `optimizer` that do not belong to one update rule."""
@@ -119,6 +125,11 @@ class ExtraOption:
     default: float
     description: str
     constraint: Interval | None = None
+
+
+def scale_of(kind: str) -> str:
+    """Returns the kind of the scales of a kind in 8 bits."""
+    return f"{kind}_scale"
 
 
 def nothing(config: Optimizer, name: str, shape: Shape) -> float:

@@ -20,7 +20,7 @@ from phalanx.errors import JobError
 from phalanx.model.layers import prepare_compiler
 from phalanx.model.seeding import initialise_part
 from phalanx.model.transformer import Transformer
-from phalanx.optimizers.catalogue import entry_of
+from phalanx.optimizers.catalogue import granularity_of
 from phalanx.parallel import context, expert, tensor
 from phalanx.parallel.compiled import compile_blocks, keep_compiled, missing
 from phalanx.parallel.data import GradientSum, LocalModel, PartialGradients, Replica, TensorSlices, ThreadReplicas
@@ -330,7 +330,7 @@ def apply_data_parallel(parts: Construction, objective: Objective) -> Replica:
         replicate=Axis("dp_replicate") if layout.sync != "bsp" else mesh.axis("dp_replicate"),
         dtype=torch.float32 if job.train.gradients == "fp32" else None,
         every_micro_batch=layout.accumulate == "sharded",
-        granularity=entry_of(job.optimizer.name).granularity,
+        granularity=granularity_of(job.optimizer),
         experts=(mesh.axis("ep"), mesh.axis("edp")) if layout.ep > 1 else None,
     )
     shards, replicas = sums.shard.size, sums.replicate.size

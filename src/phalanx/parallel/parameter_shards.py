@@ -23,13 +23,7 @@ from torch import Tensor
 from phalanx.comm.axis import Axis
 from phalanx.optimizers.entry import is_hidden_matrix
 from phalanx.parallel.mesh import Mesh
-from phalanx.partition.matrices import (
-    Piece,
-    Round,
-    ShardRanges,
-    SharedMatrix,
-    rounds,
-)
+from phalanx.partition.matrices import Piece, Round, ShardRanges, SharedMatrix, rounds
 from phalanx.partition.tensor_slices import TensorSlice
 
 BALANCING_BIAS = "router.bias"
@@ -97,17 +91,25 @@ class ParameterShard:
         slices = tuple(part.in_blocks(block) for part in self.tensor_slices)
         return replace(self, tensor_slices=slices, start=self.start // block, gradient=None)
 
+    def place_numbers(self, first: int) -> tuple[int, int, int, int]:
+        """Returns the place of element `first` of this shard in the flattened slice, and three numbers that turn a
+        place p there into one in the whole parameter: p // row × whole row + p % row + offset; p itself if row is 0."""
+        part, start = self.tensor_slice, self.start + first
+        if part.dim is None:
+            return start, 0, 0, 0
+        each = prod(part.whole[part.dim + 1 :])  # elements per row (column) of the slice
+        return start, part.size * each, part.whole[part.dim] * each, part.start * each
+
     def places(self, first: int, last: int, device: torch.device) -> Tensor:
         """Returns the places in the flattened whole parameter of elements `first` to `last` - 1 of this shard, (n,) of
         int64; -1 for padding."""
-        part = self.tensor_slice
-        places = torch.arange(self.start + first, self.start + last, device=device)
-        if part.dim is None:
+        part, (start, row, whole_row, offset) = self.tensor_slice, self.place_numbers(first)
+        places = torch.arange(start, self.start + last, device=device)
+        if not row:
             return places
-        each = prod(part.whole[part.dim + 1 :])  # elements per row (column) of the slice
-        before, inside = places // (part.size * each), places % (part.size * each)
-        whole = before * (part.whole[part.dim] * each) + inside + part.start * each
-        return whole.masked_fill_(inside >= part.real * each, -1) if part.padding else whole
+        inside = places % row
+        whole = places // row * whole_row + inside + offset
+        return whole.masked_fill_(inside >= part.real * (row // part.size), -1) if part.padding else whole
 
     @torch.no_grad()
     def assign(self, whole: Tensor, into: Tensor | None = None) -> None:

@@ -23,7 +23,7 @@ from phalanx.cost.breakdown import subject
 from phalanx.cost.job_spec import framework_of
 from phalanx.cost.rank_memory import state_bytes
 from phalanx.cost.spec import StepSpec
-from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of
+from phalanx.optimizers.catalogue import OPTIMIZERS, granularity_of
 from phalanx.partition.derived import PARAMETER_BYTES, Batch, bucket_bytes, even
 from phalanx.partition.matrices import granular_cut
 from phalanx.partition.tensor_slices import TensorSlice, experts_of, in_buckets, slice_of
@@ -168,7 +168,7 @@ def _shards(job: Job, vocab: int) -> dict[str, list[float]]:
     names, found = list(shapes)[::-1], {}
     sizes = [prod(shapes[name]) for name in names]
     width = PARAMETER_BYTES[job.train.precision]
-    granularity = entry_of(job.optimizer.name).granularity
+    granularity = granularity_of(job.optimizer)
     for group in in_buckets([size * width for size in sizes], bucket_bytes(layout)):
         named = [(names[place], shapes[names[place]]) for place in group]
         starts, each = granular_cut(granularity, [sizes[place] for place in group], named, ranks)
@@ -240,9 +240,16 @@ def _stages(job: Job, vocab: int) -> Iterator[tuple[str, State]]:
 
 def _optimizers(job: Job, vocab: int) -> Iterator[tuple[str, State]]:
     """Yields the state with each optimizer, in the job's layout."""
+    chosen = job.optimizer
     for name in OPTIMIZERS:
-        own = job.optimizer if name == job.optimizer.name else Optimizer(name=name)
-        yield name + _mark(own is job.optimizer), _state(job, vocab, job.layout, own)
+        own = chosen if name == chosen.name and not chosen.is_narrow else Optimizer(name=name)
+        yield name + _mark(own is chosen), _state(job, vocab, job.layout, own)
+    half = PARAMETER_BYTES[job.train.precision] < 4
+    narrow = [Optimizer(state="bf16"), Optimizer(state="8bit"), *([Optimizer(state="bf16", master="none")] * half)]
+    for own in narrow:
+        mark = _mark((chosen.name, chosen.state, chosen.master) == (own.name, own.state, own.master))
+        words = f"{own.name} {own.state}{', no master' if own.master == 'none' else ''}"
+        yield words + mark, _state(job, vocab, job.layout, own)
 
 
 def _mark(chosen: bool) -> str:

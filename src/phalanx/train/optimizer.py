@@ -13,12 +13,11 @@ from torch import Tensor
 
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Optimizer
-from phalanx.errors import JobError
-from phalanx.optimizers.catalogue import OPTIMIZERS, not_updated, state_tensors
+from phalanx.optimizers.catalogue import OPTIMIZERS, keeps_masters, state_tensors
 from phalanx.optimizers.entry import MASTER, StateKind
 from phalanx.parallel.parameter_shards import MatrixUpdates, ParameterShard, counted
-from phalanx.parallel.precision import needs_master_weights
-from phalanx.train.optimizers.rule import CHUNK, Groups, MatrixRule, UpdateRule, one_pass_of
+from phalanx.train.optimizers.narrow import NarrowUpdate
+from phalanx.train.optimizers.rule import CHUNK, ElementwiseRule, Groups, MatrixRule, UpdateRule, one_pass_of
 from phalanx.train.residence import OnDevice, state_shapes
 
 AfterUpdate = Callable[[ParameterShard, Tensor, int], None]
@@ -37,18 +36,18 @@ class ShardedOptimizer:
         tp: Axis | None = None,
         residence: OnDevice | None = None,
         after_update: Sequence[AfterUpdate] = (),
+        seed: int = 0,
     ):
         """Groups the shards by weight decay. `bias_rate` is the change of the routers' balancing biases per step, `tp`
-        the axis of the ranks that hold the other slices, if there are any; `residence` is where the state lives, and
-        `after_update` what techniques do to a shard's new values."""
-        if reason := not_updated(config):
-            raise JobError(reason)
+        the axis of the ranks that hold the other slices, if there are any; `residence` is where the state lives,
+        `after_update` what techniques do to a shard's new values, and `seed` the run's, for stochastic rounding."""
         self.shards, self.residence, self.after_update = shards, residence or OnDevice(), after_update
+        self.residence.has_masters = config.master != "none"
         self.before_write: Callable[[], None] = lambda: None
         """Called before parameters or state change in a step."""
         self.config, self.bias_rate = config, bias_rate
         self.masters = {f.name: self.residence.master(f) for f in shards}
-        self.keeps_masters = any(needs_master_weights(f.value.dtype) for f in shards)
+        self.keeps_masters = any(keeps_masters(config, f.value.element_size()) for f in shards)
         """True if masters hold more than the parameters, so that checkpoints need them."""
         self.updates = 0
         # A shard may be empty: another rank of dp_shard then updates all of that parameter.
@@ -63,6 +62,8 @@ class ShardedOptimizer:
         make_rule = OPTIMIZERS.code(config.name, "rule")
         self.rule: torch.optim.Optimizer = make_rule([group for group in groups if group["params"]] or nothing, config)
         """The update rule."""
+        if config.is_narrow and isinstance(self.rule, ElementwiseRule):
+            self.rule.narrow = NarrowUpdate(config, seed).update
         if isinstance(self.rule, MatrixRule):
             self.rule.connect(MatrixUpdates(shards, tp or Axis("tp")), self.masters)
         self.one_pass = one_pass_of(self.rule)
@@ -146,9 +147,10 @@ class ShardedOptimizer:
         """Returns the factor of this step's gradients in the optimizer's precision, where its state is: clipping and
         the loss scale; None if there is neither. The host does not wait for it."""
         master = next(iter(self.masters.values()), norm)
+        dtype = torch.promote_types(master.dtype, torch.float32)
         if self.config.clip:
-            return ((self.config.clip / (norm + 1e-6)).clamp(max=1.0) * self.unscale).to(master.device, master.dtype)
-        return None if self.unscale == 1 else torch.full((), self.unscale, dtype=master.dtype, device=master.device)
+            return ((self.config.clip / (norm + 1e-6)).clamp(max=1.0) * self.unscale).to(master.device, dtype)
+        return None if self.unscale == 1 else torch.full((), self.unscale, dtype=dtype, device=master.device)
 
     @torch.no_grad()
     def write(self) -> None:
@@ -243,7 +245,8 @@ class ShardedOptimizer:
     def _zeros(self, shard: ParameterShard, kind: str) -> Tensor:
         """Returns a tensor of a shard's state, of zeros: (elements / block,), or of the shard's shape."""
         master = self.masters[shard.name]
-        shape, dtype, _ = state_shapes(self.config, shard, master.dtype)[kind]
+        precision = torch.promote_types(master.dtype, torch.float32)
+        shape, dtype, _ = state_shapes(self.config, shard, precision)[kind]
         return torch.zeros(shape, dtype=dtype, device=master.device)
 
 

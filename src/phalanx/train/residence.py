@@ -44,6 +44,9 @@ which nothing hides, is short; large enough for many threads."""
 class OnDevice:
     """State beside the parameters."""
 
+    has_masters = True
+    """Whether parameters in half precisions have a copy in fp32."""
+
     def memory(self) -> AbstractContextManager[None]:
         """Returns the context in which the optimizer's tensors are made."""
         return nullcontext()
@@ -51,7 +54,8 @@ class OnDevice:
     def master(self, shard: ParameterShard) -> Tensor:
         """Returns the tensor that the optimizer updates for a shard: a leaf, in its precision."""
         value = shard.value
-        return value.detach().float().requires_grad_() if needs_master_weights(value.dtype) else value
+        narrow = self.has_masters and needs_master_weights(value.dtype)
+        return value.detach().float().requires_grad_() if narrow else value
 
     def kept(self, shard: ParameterShard) -> Mapping[str, Tensor]:
         """Returns the tensors that this residence keeps for a shard's state, by kind; none if the optimizer makes
@@ -95,9 +99,13 @@ class OnHost(OnDevice):
             with on_host():
                 return super().master(shard)
         value = shard.value.detach()
-        master = self.host.empty(value, torch.promote_types(value.dtype, torch.float32))
+        master = self.host.empty(value, self.dtype(value))
         with on_host():
             return master.copy_(value).requires_grad_()
+
+    def dtype(self, value: Tensor) -> torch.dtype:
+        """Returns the type of the master of a parameter."""
+        return torch.promote_types(value.dtype, torch.float32) if self.has_masters else value.dtype
 
     def move(self, shard: ParameterShard, gradient: Tensor) -> Tensor:
         """Starts copying a shard's final gradient to host memory, and returns the copy."""
@@ -182,7 +190,7 @@ def parts(sizes: Sequence[int]) -> Iterator[range]:
             first, total = number + 1, 0
 
 
-DTYPES = {1: torch.uint8}
+DTYPES = {1: torch.uint8, 2: torch.bfloat16}
 """Types of state with a stated number of bytes per element; the rest has the optimizer's precision."""
 
 
@@ -342,12 +350,13 @@ class InFiles(OnHost):
         of all ranks. Raises JobError on all of them if the disks have too little space, OffloadError if the file cannot
         be made."""
         super().__init__(host, beside=beside)
+        self.has_masters = config.master != "none"
         self.places: dict[str, dict[str, Region]] = {}
         """By shard, the place of each kind of tensor; of shards that the optimizer updates."""
         size, trained = 0, [shard for shard in shards if shard.value.numel() and not shard.balances]
         for shard in trained:
             precision = torch.promote_types(shard.value.dtype, torch.float32)
-            shapes = {MASTER: (shard.value.shape, precision, 1), **state_shapes(config, shard, precision)}
+            shapes = {MASTER: (shard.value.shape, self.dtype(shard.value), 1), **state_shapes(config, shard, precision)}
             self.places[shard.name] = {}
             for kind, (shape, dtype, block) in shapes.items():
                 region = self.places[shard.name][kind] = Region(size, shape, dtype, block)
@@ -432,6 +441,8 @@ class InFiles(OnHost):
                     counters = {kind: value.clone() for kind, value in state.items() if kind not in own}
                     rule.state[master] = {kind: own.get(kind, counters.get(kind)) for kind in state}
             copies = {m: c for piece, m, _ in bound if (c := self._copy(piece, m)) is not None}
+            if (one_pass := one_pass_of(rule)) is not None:
+                one_pass.starts = {master: piece.start for piece, master, _ in bound}
             step(rule, copies)
         for (piece, master, own), state in zip(bound, before, strict=True):
             after, shard, master.grad = rule.state.pop(master), piece.shard, None

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.blocks.residual import is_adapter
 from phalanx.check.load import as_dict
 from phalanx.checkpoint.inventory import check, check_digests
-from phalanx.checkpoint.manifest import Manifest, job_of, require_resumable
-from phalanx.checkpoint.parts import HeldTensor, Share, held, is_finite, shares
+from phalanx.checkpoint.manifest import Box, Manifest, job_of, require_resumable
+from phalanx.checkpoint.parts import HeldTensor, Part, Share, held, is_finite, shares
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.comm.agree import on_every_rank
 from phalanx.errors import CheckpointError, DamagedCheckpointError
 from phalanx.launch.watchdog import heartbeat
 from phalanx.optimizers.catalogue import kinds
-from phalanx.optimizers.entry import MASTER
+from phalanx.optimizers.entry import COMPENSATION, MASTER, POSITIVE, scale_of
 from phalanx.parallel.offload import on_host
+from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.train.guard import History
 from phalanx.train.learning_rate import ScheduleEnd, end_of, resumed_end
+from phalanx.train.optimizers.narrow import table
 from phalanx.train.run_directory import extension_facts
 from phalanx.train.step import Stepper
 
@@ -192,14 +195,73 @@ class TrainState:
         with Reader(manifest) as tensors:
             tensors.require(parameter_shapes(self.stepper.job.model, self.vocab_size))
             state = [*held(shards, {f.name: f.value for f in shards})]
-            for kind, of_kind in optimizer.make_state(meta["updates"]).items():
-                prefix = f"{kind}/" if kind == MASTER else _of_replica(replica, kind)
-                state += held(optimizer.places(kind), of_kind, prefix)
+            own = optimizer.make_state(meta["updates"])
             # A run that becomes DiLoCo begins without an outer momentum.
             for kind, of_kind in sync.state_tensors().items() if sync else ():
                 if all(f"{kind}/{shard.whole_name}" in manifest.tensors for shard in optimizer.shards):
                     state += held(optimizer.shards, of_kind, f"{kind}/")
             _fill_all(state, tensors)
+            for kind, of_kind in own.items():
+                for shard in optimizer.places(kind):
+                    heartbeat.beat()
+                    self._fill_state(kind, shard, of_kind[shard.name], own, replica, tensors)
+
+    @torch.no_grad()
+    def _fill_state(
+        self,
+        kind: str,
+        shard: ParameterShard,
+        value: Tensor,
+        own: Mapping[str, Mapping[str, Tensor]],
+        replica: int,
+        tensors: Reader,
+    ) -> None:
+        """Reads a shard's tensor of a kind, in whatever format the checkpoint has it; `own` are those of all kinds."""
+        name, known = shard.whole_name, tensors.manifest.tensors
+
+        def read(kind: str, into: Tensor) -> Tensor:
+            prefix = "" if not kind else f"{kind}/" if kind == MASTER else _of_replica(replica, kind)
+            fill(HeldTensor(prefix + name, shard, into), tensors)
+            return into
+
+        scale, codes = scale_of(kind), own.get(scale_of(kind), {}).get(shard.name)
+        has_scale = _of_replica(replica, scale) + name in known
+        if kind == MASTER and f"{MASTER}/{name}" not in known:
+            read("", value)
+            if f"{COMPENSATION}/{name}" in known:
+                value += read(COMPENSATION, torch.empty_like(value))
+        elif kind == COMPENSATION and f"{COMPENSATION}/{name}" not in known:
+            if f"{MASTER}/{name}" in known:  # else nothing has been cut off
+                wide = torch.empty_like(value, dtype=torch.float32)
+                value.copy_(read(MASTER, wide) - shard.value.view(value.shape))
+        elif kind.endswith("_scale") and _of_replica(replica, kind) + name not in known:
+            pass  # the codes' turn has set it, too
+        elif codes is not None and not has_scale:
+            wide = read(kind, torch.empty(value.shape, dtype=codes.dtype, device=value.device))
+            if blocks := len(codes):
+                coder = table(value.device, codes.dtype, signed=kind != POSITIVE)
+                coder.quantise(wide.view(blocks, -1), value.view(blocks, -1), codes)
+        elif codes is None and has_scale:
+            held_codes = HeldTensor(_of_replica(replica, kind) + name, shard, value)
+            if shard.tensor_slice.padding:
+                value.zero_()
+            for part in held_codes.parts():
+                with on_host():
+                    part.value.copy_(decoded(part, _of_replica(replica, scale) + name, tensors, kind != POSITIVE))
+        else:
+            read(kind, value)
+
+
+def decoded(part: Part, scale: str, tensors: Reader, signed: bool) -> Tensor:
+    """Returns the elements of a part of moments that a checkpoint holds as codes of 8 bits, with scales of this name:
+    the part may cut their blocks."""
+    known, box = tensors.manifest.tensors, part.box
+    block = known[part.tensor].shape[-1] // known[scale].shape[-1]
+    first, last = box.offsets[-1] // block, -(-(box.offsets[-1] + box.sizes[-1]) // block)
+    scales = tensors.read(scale, Box((*box.offsets[:-1], first), (*box.sizes[:-1], last - first)))
+    each = scales.repeat_interleave(block, -1)[..., box.offsets[-1] - first * block :][..., : box.sizes[-1]]
+    codes, values = tensors.read(part.tensor, box), table(scales.device, scales.dtype, signed=signed).values
+    return values[codes.long()] * each
 
 
 def _fill_all(state: Iterable[HeldTensor], tensors: Reader) -> None:

@@ -270,7 +270,8 @@ class Stepper:
         with self.memory.allocating("optimizer"):
             residence = self._residence(shards, level)
             self.optimizer = ShardedOptimizer(
-                shards, job.optimizer, job.model.moe.bias_rate, mesh.axis("tp"), residence, updates_of(job)
+                *(shards, job.optimizer, job.model.moe.bias_rate, mesh.axis("tp"), residence, updates_of(job)),
+                seed=job.train.seed,
             )
         if isinstance(residence, OnHost):
             self.replica.offload(residence.move)

@@ -464,8 +464,8 @@ _FILLED_IN = re.compile("(layout|global batch|micro_batch|seq_len) blank")
 """Assumptions on which the time depends most."""
 
 
-OPTIMIZER_STATES: Mapping[str, Literal["bf16_moments", "bf16"]] = {"bf16 moments": "bf16_moments", "bf16": "bf16"}
-"""The words for the optimizer's state that a job has, too (optimizer.state_dtype)."""
+OPTIMIZER_STATES = {"bf16 moments": Optimizer(state="bf16"), "bf16": Optimizer(state="bf16", master="none")}
+"""The words for the optimizer's state that a job has, too."""
 
 
 def read(row: Mapping[str, str]) -> Reading:
@@ -499,7 +499,7 @@ def read(row: Mapping[str, str]) -> Reading:
         program = replace(program, moe_slowdown=UNEVEN * program.moe_slowdown)
     state = row_layout.state_of(cells)
     program = replace(program, memory_profile=row_layout.with_state(state, program.memory_profile))
-    optimizer = Optimizer(state_dtype=OPTIMIZER_STATES.get(state, "fp32"))
+    optimizer = OPTIMIZER_STATES.get(state, Optimizer())
     cluster, program = as_used_by(layout.world, cluster, program)
     spec = StepSpec(model, cluster, layout, batch, products, width, program, optimizer=optimizer)
     reading = _measured(cells, _unmeasured(cells, spec, framework))

@@ -71,7 +71,7 @@ def test_a_run_has_the_same_bits(ranks, job, layout):
 MIXTURE = MoE(n_experts=4, top_k=2, d_ff=8, aux_loss=0.01, bias_balanced=True)
 KINDS: dict[str, dict[str, dict[str, Any]]] = {
     "muon": {"optimizer": {"name": "muon"}},
-    "adamw8bit": {"optimizer": {"name": "adamw8bit"}},
+    "adamw 8bit": {"optimizer": {"state": "8bit"}},
     "fp16": {"train": {"precision": "fp16"}},
     "experts": {"model": {"moe": MIXTURE}},
 }
@@ -167,7 +167,7 @@ def without_reads(ranks: Any, job: Job) -> list[float]:
     [
         *((layout, "adamw") for layout in (Layout(), Layout(dp_replicate=2), Layout(dp_shard=2))),
         *((Layout(dp_shard=2), name) for name in ("lion", "muon", "fp16", "experts")),
-        *((Layout(dp_replicate=2), name) for name in ("sgd", "adamw8bit", "fp16")),
+        *((Layout(dp_replicate=2), name) for name in ("sgd", "adamw 8bit", "fp16")),
         *((Layout(dp_shard=2, zero=zero), "adamw") for zero in (1, 2)),
         *((Layout(dp_shard=2, offload=part), "adamw") for part in ("optimizer", "activations", "all")),
         *((Layout(dp_shard=2, recompute=mode), "adamw") for mode in ("products", "mlp", "full")),

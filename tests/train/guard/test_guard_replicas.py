@@ -69,7 +69,7 @@ def test_a_majority_heals_a_flipped_bit(ranks, job, layout, fault, tensor):
 
 def with_codes(job):
     """The job with 8-bit AdamW, which quantises the moments of mlp.down: rows of 256."""
-    return change(change(job, "optimizer", name="adamw8bit"), "model", d_ff=256)
+    return change(change(job, "optimizer", state="8bit"), "model", d_ff=256)
 
 
 def test_bits_of_codes_and_of_scales_are_healed(ranks, job):

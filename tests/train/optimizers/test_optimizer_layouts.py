@@ -30,7 +30,9 @@ from train.test_memory import held
 
 SGD = Optimizer(name="sgd", lr=1e-2, momentum=0.9, nesterov=True, clip=0.5, weight_decay=0.01)
 LION = Optimizer(name="lion", lr=1e-2, betas=(0.9, 0.99), clip=0.5)
-ADAMW8BIT = Optimizer(name="adamw8bit", lr=1e-2, clip=0.5)
+ADAMW8BIT = Optimizer(state="8bit", lr=1e-2, clip=0.5)
+BF16 = Optimizer(state="bf16", master="none", lr=1e-2, clip=0.5)
+KAHAN = Optimizer(name="lion", state="8bit", master="none", rounding="kahan", lr=1e-2, clip=0.5)
 GPT = ModelConfig(n_layers=2, d_model=128, n_heads=4, seq_len=8)
 LLAMA = ModelConfig(
     n_layers=2, d_model=128, n_heads=4, n_kv_heads=2, d_ff=384, seq_len=8,
@@ -49,11 +51,23 @@ CASES = [
     (ADAMW8BIT, LLAMA, "dp_shard=3"),
     (ADAMW8BIT, GPT, "dp_shard=2,tiles=2"),
     (ADAMW8BIT, EXPERTS, "dp_shard=4,ep=2,zero=1"),
+    (BF16, GPT, "dp_shard=3,zero=1,bucket_mb=0.3"),
+    (BF16, GPT, "dp_replicate=2,bucket_mb=0.3,offload=optimizer"),
+    (BF16, GPT, "dp_shard=2,tiles=2"),
+    (BF16, LLAMA, "tp=2,pp=2,accumulation=2"),
+    (BF16, EXPERTS, "dp_shard=2,ep=2"),
+    (KAHAN, LLAMA, "dp_shard=2,tp=2,zero=2,bucket_mb=0.3"),
 ]
 
 
 def case_id(value) -> str:
-    return value.name if isinstance(value, Optimizer) else value if isinstance(value, str) else ""
+    return (
+        f"{value.name} {value.state} {value.master}"
+        if isinstance(value, Optimizer)
+        else value
+        if isinstance(value, str)
+        else ""
+    )
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +129,9 @@ def test_a_checkpoint_has_codes_with_scales_of_matrices_and_moments_of_the_rest(
         (ADAMW8BIT, "dp_shard=3,zero=2,bucket_mb=0.3,micro_batch=1"),
         (ADAMW8BIT, "dp_shard=2,tp=2"),
         (ADAMW8BIT, ""),
+        (BF16, "dp_shard=3,zero=1"),
+        (BF16, "dp_shard=2,tp=2"),
+        (KAHAN, "dp_shard=2,zero=2,bucket_mb=0.3"),
     ],
     ids=case_id,
 )

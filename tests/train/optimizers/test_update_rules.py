@@ -21,7 +21,7 @@ from phalanx.parallel.precision import LossScale
 from phalanx.partition.tensor_slices import TensorSlice
 from phalanx.train.optimizer import ShardedOptimizer
 from phalanx.train.optimizers import rule
-from phalanx.train.optimizers.adamw8bit import table
+from phalanx.train.optimizers.narrow import table
 from train.measured_memory import tensors_in
 
 # The update rules: equal to torch's or to the paper's formulas, in one pass, and in 8-bit codes.
@@ -93,7 +93,7 @@ def test_lion_does_not_move_by_noise():
 @pytest.mark.parametrize("chunk", [2**16, 4096])
 def test_eight_bit_moments_move_weights_nearly_as_adamw(monkeypatch, chunk):
     monkeypatch.setitem(rule.CHUNK, "cpu", chunk)
-    found, exact = trained(dataclasses.replace(CONFIG, name="adamw8bit")), trained(CONFIG)
+    found, exact = trained(dataclasses.replace(CONFIG, state="8bit")), trained(CONFIG)
     for name, start in drawn(0).items():
         moved, wanted = found[name] - start, exact[name] - start
         assert (moved - wanted).norm() < (1e-6 if name == "norm.weight" else 0.05) * wanted.norm(), name
@@ -111,7 +111,7 @@ CONFIGS = {
     "sgd": Optimizer(name="sgd", lr=1e-2, momentum=0.9, clip=0.5),
 }
 SEVERAL_KERNELS = {
-    "adamw8bit": Optimizer(name="adamw8bit", lr=1e-2, clip=0.5),
+    "adamw 8bit": Optimizer(state="8bit", lr=1e-2, clip=0.5),
     "muon": Optimizer(name="muon", lr=1e-2, clip=0.5),
 }
 UNMOVED = ("detach", "split", "new_empty")

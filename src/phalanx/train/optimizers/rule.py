@@ -53,6 +53,8 @@ class UpdateRule(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self.copies: dict[Tensor, Tensor] = {}
         """By parameter, the copy in another type that this step writes, too: the update takes out what it writes."""
+        self.starts: dict[Tensor, int] = {}
+        """By parameter, the element of its shard with which it begins, if that is not the first."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -92,6 +94,9 @@ class ElementwiseRule(UpdateRule):
     kinds: tuple[str, ...] = ()
     """The kinds of its state, each of the parameter's shape."""
     formula: ClassVar[Formula]
+    narrow: Callable[[ElementwiseRule, Tensor, ParameterShard, Options, int], None] | None = None
+    """Updates a parameter, the elements of a shard from a number on, if it or its state has fewer bits than the update
+    computes with (narrow.py); None if none has."""
     has_fused: ClassVar[bool] = False
     """Whether torch has a kernel of the formula for gradients in the parameter's type, which `fused` calls."""
 
@@ -109,13 +114,15 @@ class ElementwiseRule(UpdateRule):
         """Updates every parameter that has a gradient."""
         for group in self.param_groups:
             together: list[tuple[Tensor, Tensor, list[Tensor]]] = []
-            for parameter in group["params"]:
+            for parameter, shard in zip(group["params"], group["shards"], strict=True):
                 if parameter.grad is None:
                     continue
-                if self.has_fused and parameter not in self.copies and self._is_ready(parameter):
+                if self.narrow is not None:
+                    self.narrow(self, parameter, shard, group, self.starts.pop(parameter, 0))
+                elif self.has_fused and parameter not in self.copies and self._is_ready(parameter):
                     together.append((parameter.detach(), parameter.grad, self._state(parameter)))
                 else:
-                    self.update(parameter, None, group)
+                    self.update(parameter, shard, group)
             if together:
                 weights, gradients, state = zip(*together, strict=True)
                 by_kind = [list(each) for each in zip(*state, strict=True)]
@@ -125,7 +132,7 @@ class ElementwiseRule(UpdateRule):
     def update(self, parameter: Tensor, shard: ParameterShard | None, group: dict[str, Any]) -> None:
         """Updates a parameter in one pass over memory."""
         state = self._state(parameter)
-        if parameter.is_cuda and has_triton():
+        if compiles(parameter):
             assert parameter.grad is not None, "only such parameters are updated"
             tensors = [parameter, parameter.grad.contiguous(), self.copies.pop(parameter, None), *state]
             w, g, copy, *flat = (None if t is None else t.detach().view(-1) for t in tensors)
@@ -180,6 +187,11 @@ def one_pass(
         old.copy_(new if bad is None else torch.where(bad, old, new))
     if copy is not None:
         copy.copy_(w)
+
+
+def compiles(parameter: Tensor) -> bool:
+    """Returns whether one kernel is made of an update of this parameter."""
+    return parameter.is_cuda and has_triton()
 
 
 @cache
