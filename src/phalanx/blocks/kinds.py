@@ -373,7 +373,7 @@ ATTENTION: Registry[AttentionKind] = Registry(
             title="gated delta net, a linear attention",
             source="Yang et al. 2025 (arXiv 2412.06464), section 3",
             operators=delta_net,
-            module="phalanx.model.recurrent:DeltaNet",
+            module="phalanx.model.recurrent:GatedDeltaNet",
             connection=Connection(reads=("wq", "wk", "wv", "wz", "wb", "wa"), writes=("wo",)),
             cores=(),
             by_heads=lambda model: (model.delta.n_heads, model.delta.key_heads),

@@ -31,7 +31,7 @@ Mix = Callable[[Tensor, Tensor, tuple[Tensor, ...], Documents | None], Tensor]
 """Computes `mix`: (keys, values, constants, documents)."""
 
 
-class DeltaNet(nn.Module):
+class GatedDeltaNet(nn.Module):
     """A layer of gated delta nets. A layout may replace `project`, which applies the matrices that read the input, and
     `mix`, in which tokens meet."""
 

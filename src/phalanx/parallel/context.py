@@ -21,7 +21,7 @@ from phalanx.model.attention import CoreAttention, Reach
 from phalanx.model.documents import Documents
 from phalanx.model.layers import uncompiled
 from phalanx.model.moe import Sequences
-from phalanx.model.recurrent import DeltaNet, Mix
+from phalanx.model.recurrent import GatedDeltaNet, Mix
 from phalanx.model.seeding import Noise
 from phalanx.parallel.linear import replace_modules
 from phalanx.parallel.mesh import Mesh
@@ -85,7 +85,7 @@ def _exchanged(parts: Tensor, ulysses: Axis) -> Tensor:
 def connect(model: nn.Module, mesh: Mesh, layout: Layout) -> None:
     """Lets the attention of `model`, which gets a part of every sequence's tokens, see those of all cp ranks."""
     for module in model.modules():
-        if isinstance(module, DeltaNet):
+        if isinstance(module, GatedDeltaNet):
             module.mix = ContextMix(module.mix, layout, mesh.axis("cp"))
     ring, ulysses = mesh.axis("ring"), mesh.axis("ulysses")
     replace_modules(model, CoreAttention, lambda core: ContextAttention(core, ring, ulysses))
