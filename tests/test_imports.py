@@ -29,14 +29,14 @@ INNER_FLOORS = {
 }
 """Rooms whose files have an order of their own."""
 MOST_LINES = {
-    "axes": 750,
+    "axes": 772,
     "blocks": 2730,
     "check": 2050,
     "checkpoint": 3975,
-    "cli": 6630,
+    "cli": 6650,
     "comm": 1800,
     "config": 6150,
-    "cost": 6520,
+    "cost": 6540,
     "data": 6400,
     "dryrun": 1310,
     "evaluate": 700,
@@ -47,20 +47,20 @@ MOST_LINES = {
     "machine": 5390,
     "model": 2500,
     "optimizers": 550,
-    "parallel": 6535,
+    "parallel": 6585,
     "partition": 1050,
-    "pictures": 3620,
+    "pictures": 3660,
     "plan": 4300,
     "report": 1700,
-    "schedule": 2050,
+    "schedule": 2056,
     "serve": 850,
-    "simulate": 1110,
+    "simulate": 1240,
     "techniques": 1120,
     "trackers": 750,
     "train": 8675,
     "validation": 1660,
     "": 1770,
-    "verify": 3902,
+    "verify": 3965,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
 whoever needs more finds first what stands twice."""

@@ -183,6 +183,7 @@ def expected(spec: FailureSpec) -> GoodputByCause:
     if spec.spares < 0:
         raise JobError(f"spares: {spec.spares}, where 0 or more is needed")
     rate, shortage = math.fsum(spec.rates), spec.shortage
+    rate = rate if rate > 1e-300 else 0.0
     total = rate / spec.devices * SECONDS_PER_DAY if spec.devices > 0 else 0.0
     waits = [(spec.restart(each, spare=True), spec.restart(each, spare=False)) for each in spec.causes]
     least = min(min(pair) for pair in waits)
