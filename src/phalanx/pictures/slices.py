@@ -1,5 +1,5 @@
-"""A picture of TeraPipe's slices: a panel per cut, a row per pipeline rank, time to the right. Forward passes come first,
-as in the paper, then backward passes from the last slice to the first."""
+"""A picture of TeraPipe's slices: a panel per cut, a row per pipeline rank, time to the right. Forward passes come
+first, as in the paper, then backward passes, the last slice first."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ def slices_svg(cuts: dict[str, SliceCut]) -> str:
         cut, rows = cuts[name], min(cuts[name].ranks, _MOST_ROWS)
         tokens = ", ".join(map(str, cut.tokens[:12])) + (", …" if len(cut.tokens) > 12 else "")
         parts.append(text(16, top, f"{name}: {duration(cut.latency)} per step; tokens {tokens}"))
-        for rank in range(rows):
-            parts.append(text(_LEFT - 8, top + 20 + rank * _ROW, f"rank {rank}", f"{END} {SMALL}"))
+        parts += [text(_LEFT - 8, top + 20 + rank * _ROW, f"rank {rank}", f"{END} {SMALL}") for rank in range(rows)]
         for kind, rank, number, start, seconds in passes:
             if rank < rows:
                 tip = f"{kind} of slice {number}: {cut.tokens[number]} tokens, {duration(seconds)}"

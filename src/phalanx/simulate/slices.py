@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import numpy as np
 
@@ -125,6 +126,7 @@ def lines(cuts: dict[str, SliceCut]) -> list[str]:
     """Returns a line per cut."""
     found = ["slices of a sequence (Li et al. 2021, section 3.3), slowest stage; equal ones are trained:"]
     for name, cut in cuts.items():
-        sizes = f"{len(cut.tokens)} × {cut.tokens[0]}" if len({*cut.tokens}) == 1 else "+".join(map(str, cut.tokens))
+        runs = [(size, len([*run])) for size, run in groupby(cut.tokens)]
+        sizes = " + ".join(f"{many} × {size}" if many > 1 else f"{size}" for size, many in runs)
         found.append(f"  {name:<11} {duration(cut.latency):>8}  {sizes}")
     return found
