@@ -54,7 +54,7 @@ MOST_LINES = {
     "report": 1700,
     "schedule": 2056,
     "serve": 850,
-    "simulate": 1240,
+    "simulate": 1245,
     "techniques": 1120,
     "trackers": 750,
     "train": 8675,
