@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -78,9 +79,20 @@ def test_a_failure_is_told_and_restarted(folder):
     assert "no-such-program cannot be started: No such file or directory" in absent.stderr
 
 
+@contextmanager
+def ended_with(running: subprocess.Popen):
+    try:
+        yield
+    finally:
+        running.terminate()
+
+
 def test_a_run_is_ended_by_its_name(folder):
     command = words("--nproc", "2", "--", sys.executable, "program.py", "--wait")
-    with subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True) as running:
+    with (
+        subprocess.Popen(command, cwd=folder, env=environment(), stderr=subprocess.DEVNULL) as running,
+        ended_with(running),
+    ):
         while not all((folder / f"ready{rank}").exists() for rank in range(2)):
             assert running.poll() is None
             time.sleep(0.05)
@@ -128,7 +140,10 @@ def test_every_host_gets_one_copy_from_one_that_has_it(count):
 def test_the_copies_arrive_and_their_interpreter_is_used(folder, capsys, monkeypatch):
     """A stand-in for ssh, under which each host sees a /disk of its own."""
     shell = folder / "shell"
-    shell.write_text(f'#!/bin/bash\nmkdir -p {folder}/$1/disk\nexec bash -c "${{2//\\/disk\\//{folder}/$1/disk/}}"\n')
+    # Of a sender's command only the first path is its own, the others are the receiver's.
+    here = f"/\\/disk\\//{folder}/$1/disk/"
+    choice = f'case "$2" in bash*) c="${{2{here}}}" ;; *) c="${{2/{here}}}" ;; esac'
+    shell.write_text(f'#!/bin/bash\nmkdir -p {folder}/$1/disk\n{choice}\nexec bash -c "$c"\n')
     shell.chmod(shell.stat().st_mode | stat.S_IXUSR)
     (folder / "env/bin").mkdir(parents=True)
     (folder / "env/bin/python").write_text("x")

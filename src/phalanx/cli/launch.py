@@ -511,7 +511,7 @@ def own_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in argv[:end]:
         flag, equals, value = word.partition("=")
         words.append(f"{ALIASES.get(flag, flag)}{equals}{value}")
-    for flag, value in zip(words, [*words[1:], ""], strict=True):
+    for flag, value in zip(words, [*words, ""][1:], strict=True):
         launcher = flag.removeprefix("--launcher=") if "=" in flag else value if flag == "--launcher" else ""
         if launcher in OTHER_LAUNCHERS:
             raise JobError(f"--launcher {launcher}: {OTHER_LAUNCHERS[launcher]}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli.launch import OPTIONS
-from phalanx.cli.verb import JSON, Option, Verb, Words, alone
+from phalanx.cli.verb import JSON, WHOLE, Option, Verb, Words, alone
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
 from phalanx.launch.grid import GridRequest, ProcessGrid, solve
@@ -44,6 +44,7 @@ VERB = Verb(
         switches={"all_ranks": "Show the output of every rank.", "dry_run": "Print commands, and exit.", **JSON},
     ),
     (("launch --nproc 4 -- python -m my.module --lr 1e-3", "four ranks of a program"),),
+    default=WHOLE,
 )
 
 
