@@ -375,6 +375,7 @@ OPTIONS = {
     "cpu_bind": Option("The launcher's binding of processes to processors.", rare=True),
     "port": Option("Port of the rendezvous; by default a hash of the job's id.", 0, at_least=1, rare=True),
     "remote_shell": Option("Program that takes HOST and a command for its shell.", SSH, str, rare=True),
+    "kill": Option("End a run on this host; alone.", value="RUN", rare=True),
     "ship": Option(
         "Copy a folder, such as this environment, to all hosts' local disks first, from host to host.",
         value="FOLDER:TO",
@@ -416,14 +417,11 @@ SWITCHES = {
 }
 VERB = job_verb(
     "launch",
-    "Starts a job where it is called: inside an allocation of Slurm or PBS with srun or mpiexec, over ssh on the hosts "
-    "of a file, or on this machine; or submits it to Slurm, PBS, Kubernetes or SkyPilot. Words after -- are options "
-    "of srun or mpiexec; a PROGRAM there is started as ranks in place of the job (`phalanx docs launch`).",
+    "Starts a job where it is called, in an allocation, over ssh, or on this machine; or submits it. Words after -- are "
+    "options of srun or mpiexec, or a program to start in place of the job.",
     (
-        ("launch job.yaml --nnodes 2", "here: inside an allocation, or on this machine"),
-        ("launch --nproc 4 -- python -m my.module", "any program, with ranks, logs and restarts"),
-        ("launch --kill runs/main", "end a run on this host, with a checkpoint"),
-        ("launch job.yaml --submit slurm -N 2 -t 2h --dry-run", "show the batch script"),
+        ("launch job.yaml --nnodes 2", "in an allocation, or here"),
+        ("launch --nproc 4 -- python -m my.module", "any program"),
     ),
     SWITCHES,
     OPTIONS,
@@ -466,7 +464,7 @@ def _start_program(argv: Sequence[str], program: Sequence[str]) -> int:
     """Starts any program as ranks."""
     from phalanx.cli import program as programs
 
-    words = programs.parse(argv)
+    words = programs.parse(argv, OPTIONS)
     if words is None:
         return 0
     grid, place, hosts = programs.grid_of(words, os.environ, shutil.which)

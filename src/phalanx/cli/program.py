@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from phalanx.cli.launch import OPTIONS
 from phalanx.cli.verb import JSON, WHOLE, Option, Verb, Words, alone
 from phalanx.echo import echo
 from phalanx.errors import JobError, RunError
@@ -28,28 +27,29 @@ from phalanx.launch.verdict import Restarts
 
 _OF_JOBS = (
     *("submit", "site", "time", "account", "queue", "signal", "batch_option", "k8s_kind", "image", "pvc", "namespace"),
-    *("secret", "shm_gib", "ranks_by", "stop_after", "bucket"),
-)
-VERB = Verb(
-    "launch",
-    "Starts any program as ranks: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them.",
-    alone(
-        (),
-        {
-            **{name: option for name, option in OPTIONS.items() if name not in _OF_JOBS},
-            "name": Option("Name of the run; by default that of the program.", value="NAME"),
-            "dir": Option("Folder of runs.", "runs", value="DIR"),
-            "max_restarts": Option("Restarts after failures, in an hour.", 0, at_least=0),
-        },
-        switches={"all_ranks": "Show the output of every rank.", "dry_run": "Print commands, and exit.", **JSON},
-    ),
-    (("launch --nproc 4 -- python -m my.module --lr 1e-3", "four ranks of a program"),),
-    default=WHOLE,
+    *("secret", "shm_gib", "ranks_by", "stop_after", "bucket", "kill"),
 )
 
 
-def parse(argv: Sequence[str]) -> Words | None:
-    return VERB.parse(argv)
+def parse(argv: Sequence[str], of_jobs: Mapping[str, Option]) -> Words | None:
+    """Returns the words before `--`, or None after printing the help page; `of_jobs` are the options of a job's launch.
+    Raises JobError with every problem."""
+    return Verb(
+        "launch",
+        "Starts any program as ranks: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT as torchrun sets them.",
+        alone(
+            (),
+            {
+                **{name: option for name, option in of_jobs.items() if name not in _OF_JOBS},
+                "name": Option("Name of the run; by default that of the program.", value="NAME"),
+                "dir": Option("Folder of runs.", "runs", value="DIR"),
+                "max_restarts": Option("Restarts after failures, in an hour.", 0, at_least=0),
+            },
+            switches={"all_ranks": "Show the output of every rank.", "dry_run": "Print commands, and exit.", **JSON},
+        ),
+        (("launch --nproc 4 -- python -m my.module --lr 1e-3", "four ranks of a program"),),
+        default=WHOLE,
+    ).parse(argv)
 
 
 def grid_of(words: Words, env: Mapping[str, str], which: Callable[[str], str | None]) -> tuple[ProcessGrid, Any, Any]:

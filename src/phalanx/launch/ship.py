@@ -55,8 +55,11 @@ def copy_words(sender: str, receiver: str, source: Path, to: Path, shell: Sequen
 def ship(source: Path, to: Path, hosts: Sequence[str], shell: Sequence[str]) -> None:
     """Copies the folder to all hosts. Raises RunError with every host that a copy did not reach."""
     for pairs in rounds(hosts):
-        files = {"stdin": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        running = [(pair, subprocess.Popen(copy_words(*pair, source, to, shell), **files)) for pair in pairs]
+        commands = [copy_words(*pair, source, to, shell) for pair in pairs]
+        running = [
+            (pair, subprocess.Popen(command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE))
+            for pair, command in zip(pairs, commands, strict=True)
+        ]
         failed = []
         for (sender, receiver), process in running:
             errors = process.communicate()[1].decode(errors="replace").strip()
