@@ -392,7 +392,7 @@ OPTIONS = {
     "site": Option("Site (--list-sites), or a YAML file of one; found out by default.", value="NAME"),
     "time": Option("Time limit: 1:30:00, 90m, 2-00:00:00; -t for short.", value="TIME"),
     "account": Option("Account or project; -A for short.", value="NAME", rare=True),
-    "queue": Option("Queue, partition or quality of service; -q or -p for short.", value="NAME"),
+    "queue": Option("Queue, partition or quality of service; -q or -p for short.", value="NAME", rare=True),
     "signal": Option(
         "Seconds before the time limit at which the run stops with a checkpoint.", 120, at_least=0, rare=True
     ),
@@ -417,8 +417,8 @@ SWITCHES = {
 }
 VERB = job_verb(
     "launch",
-    "Starts a job where it is called, in an allocation, over ssh, or on this machine; or submits it. Words after -- are "
-    "options of srun or mpiexec, or a program to start in place of the job.",
+    "Starts a job where it is called, in an allocation, over ssh, or on this machine; or submits it. Words after -- "
+    "are options of srun or mpiexec, or a program to start in place of the job.",
     (
         ("launch job.yaml --nnodes 2", "in an allocation, or here"),
         ("launch --nproc 4 -- python -m my.module", "any program"),
