@@ -167,9 +167,9 @@ def test_mistakes_are_one_message_and_exit_code_2(shell, words, env, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("python3", "-m", "phalanx", "train", "job.yaml"), "starts `phalanx train` of a job, and no other program"),
+        (("python3", "-m", "phalanx", "train", "job.yaml"), "and other programs after --: phalanx launch"),
         (("train", "job.yaml"), "leave out 'train'"),
-        (("test-dist", "job.yaml"), "start `phalanx test-dist` with srun, mpiexec or torchrun"),
+        (("test-dist", "job.yaml"), "put -- before another verb: phalanx launch --nproc 2 -- phalanx test-dist"),
     ],
 )
 def test_a_program_in_place_of_a_job(shell, words, message):

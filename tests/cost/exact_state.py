@@ -28,6 +28,7 @@ from phalanx.partition.derived import (
     sent_as,
     shards_parameters,
     stage_shapes,
+    stashes,
     wire_bytes,
 )
 from phalanx.partition.matrices import BucketCut, ShardRanges, granular_cut
@@ -160,7 +161,7 @@ def _alike(
     if shards_parameters(layout):
         shares = [_largest_share(each.shape, ranks) for each in held]
         return StateBytes(sum(shares) * width, sum(shares) * width, state(shares))
-    versions, waiting = (1, 1) if flushes(layout) else (3, 2)
+    versions, waiting = (1 + stashes(layout), 1) if flushes(layout) else (3, 2)
     sums = layout.summed_replicas > 1 and layout.data_parallel == "ddp"
     if ranks == 1 and not sums:
         return StateBytes(sum(sizes) * width * versions, sum(sizes) * width * waiting, state(sizes))

@@ -24,11 +24,13 @@ from covering import covering
 from parallel.stale import emulated, streamed
 from parallel.steps import micro_batches, steps, worst
 from parallel.test_composition import MODELS, VOCAB, compare, compare_and_check_bytes, job_of
+from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis, Ledger
 from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.parallel import mesh as meshes
+from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipeline import RECEIVE_AHEAD, Execution, StepMailbox, Transfers, _split_by_batch, version
 from phalanx.partition.cut import stages_of
 from phalanx.schedule import catalogue, check, file
@@ -38,6 +40,7 @@ from phalanx.schedule.generators import pipedream
 from phalanx.schedule.schedule import Action, Kind, Schedule
 from phalanx.schedule.timing import time
 from phalanx.train.step import StepInputs, Stepper
+from phalanx.verify.measure import rate, stashed
 from train.measured_memory import Made, state_memory, storages_of
 
 # A pipeline equals one process in float64 to 1e-9: under every schedule, with every other technique, and under
@@ -47,7 +50,7 @@ from train.measured_memory import Made, state_memory, storages_of
 DEEP = {kind: dataclasses.replace(model, n_layers=4) for kind, model in MODELS.items()}
 """A layer for each stage of two ranks that hold two each. The GPT has biases and a tied embedding; the Llama dropout,
 fewer key/value heads and a head of its own."""
-FLUSHING = [name for name, entry in SCHEDULES.items() if entry.steps == 1]
+FLUSHING = [name for name, entry in SCHEDULES.items() if entry.steps == 1 and not entry.stashes]
 Reference = Callable[[ModelConfig], tuple]
 
 
@@ -628,3 +631,70 @@ def test_connecting_is_not_counted_and_leaves_nothing_behind(ranks):
     first, second = ranks(connected, 2)
     assert [entry.calls for entry in first[0].values()] == [1]
     assert second == ({}, 1.0)
+
+
+# PipeDream as first published: an update per micro-batch, and a version of the weights for each in flight.
+
+
+def stashing(ranks, job: Job, count: int):
+    """Losses and norms of some steps, whole parameters, and the versions that this rank stashed at most."""
+    mesh = meshes.build(job.layout, "cpu")
+    stepper = Stepper(job, mesh, torch.device("cpu"), STALE_VOCAB)
+    runner, most, shown = stepper.stashing, 0, []
+    assert runner is not None
+    after = runner.after
+
+    def watched(action):
+        nonlocal most
+        most = max(most, len(runner.stash))
+        after(action)
+
+    with mock.patch.object(runner, "after", watched):
+        for step in range(count):
+            batches, valid = micro_batches(job, step, mesh.data_rank, STALE_VOCAB)
+            taken = stepper.step(StepInputs(batches, step, valid, rate(job, step)))
+            shown.append((taken.loss, taken.grad_norm))
+    shards = stepper.replica.shards
+    return shown, dict(wholes(shards, {f.name: f.value for f in shards}, mesh, ranks.rank == 0)), most
+
+
+def stashing_alone(ranks, job: Job, layout: Layout, count: int):
+    stepper = Stepper(job, meshes.build(job.layout, "cpu"), torch.device("cpu"), STALE_VOCAB)
+    taken = stashed(stepper, lambda step: micro_batches(job, step, 0, STALE_VOCAB), count, layout)
+    return [(step.loss, step.grad_norm) for step in taken], {f.name: f.value.detach() for f in stepper.replica.shards}
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"),
+    [
+        (Layout(pp=2, accumulation=4), GPT),
+        (Layout(pp=4, accumulation=6), LLAMA),
+        (Layout(pp=4, accumulation=2), GPT),
+        (Layout(pp=2, tp=2, sp=True, accumulation=3, recompute="full"), LLAMA),
+    ],
+    ids=lambda value: value.line() if isinstance(value, Layout) else value.norm,
+)
+def test_stashed_weights_equal_one_process_that_updates_stages_in_the_same_order(ranks, model, layout):
+    layout, model = dataclasses.replace(layout, schedule="pipedream_stash"), dataclasses.replace(model, tied=False)
+    train = Train(precision="fp64", global_batch=layout.accumulation)
+    whole = Job(model=model, layout=layout, optimizer=Optimizer(eps=1e-8, clip=0.0), train=train)
+    alone = dataclasses.replace(whole, layout=Layout(accumulation=layout.accumulation))
+    results = ranks(stashing, layout.world, whole, 3)
+    expected, theirs = ranks(stashing_alone, 1, alone, layout, 3)[0]
+    assert results[0][0] == [pytest.approx(pair, rel=1e-9) for pair in expected]
+    assert worst(results[0][1], theirs, floor=1e-2) < 1e-9
+    for rank, (_, _, most) in enumerate(results):
+        assert most == min(layout.accumulation, layout.pp - rank // layout.tp)
+
+
+def test_between_steps_stashing_keeps_one_version_besides_the_optimizers(ranks):
+    model = dataclasses.replace(GPT, tied=False)
+    for measured, formula in ranks(held, 2, job(model, Layout(pp=2, accumulation=2, schedule="pipedream_stash"), 2)):
+        assert measured == formula
+
+
+def test_what_does_not_go_with_stashed_weights_is_named():
+    layout = Layout(pp=2, dp_replicate=2, accumulation=2, schedule="pipedream_stash")
+    found = dict(problems_of(job(dataclasses.replace(GPT, tied=True), layout, 4)))
+    assert found.keys() >= {"optimizer.clip", "layout.dp_replicate", "model.tied"}
+    assert "nearest legal: clip=0, or schedule=pipedream" in found["optimizer.clip"]

@@ -56,6 +56,8 @@ def _named(job: Job) -> Iterator[Problem]:
         yield from _slices(job, layout.pp_slices or entry.slices)
     if entry.steps > 1:
         yield from _without_flush(job)
+    if entry.stashes:
+        yield from _stashing(job)
 
 
 def _file(job: Job) -> Iterator[Problem]:
@@ -167,6 +169,34 @@ def _without_flush(job: Job) -> Iterator[Problem]:
             f"{name} keeps two versions of the weights whole on each rank, {axis} {degree} shards state; nearest "
             f"legal: {axis}=1 with dp_replicate={degree * layout.dp_replicate}, or schedule=1f1b",
         )
+
+
+def _stashing(job: Job) -> Iterator[Problem]:
+    """Yields the options that exclude an update of each stage after each micro-batch, at weights of its own."""
+    layout, name = job.layout, job.layout.schedule
+    each = f"{name} updates a stage as soon as a micro-batch has returned there"
+    if job.optimizer.clip:
+        yield (
+            "optimizer.clip",
+            f"{each}, before the norm of all stages' gradients is known; nearest legal: clip=0, or schedule=pipedream",
+        )
+    for field in ("dp_replicate", "dp_shard", "cp", "ep"):
+        if (degree := getattr(layout, field)) > 1:
+            yield (
+                f"layout.{field}",
+                f"{each}, and {field} {degree} would exchange its gradients each time, which is not built; "
+                f"nearest legal: {field}=1, or schedule=pipedream",
+            )
+    for field, value, legal in (
+        ("model.tied", job.model.tied, "false"),
+        ("model.moe.n_experts", job.model.moe.n_experts, 0),
+        ("layout.offload", layout.offload != "none", "none"),
+    ):
+        if value:
+            why = "both ends share a matrix" if field == "model.tied" else f"{field} counts on whole steps"
+            yield field, f"{each}, and {why}; nearest legal: {field.rpartition('.')[2]}={legal}, or 1f1b"
+    if job.train.precision == "fp16":
+        yield "train.precision", f"{each}, with one loss scale per step; nearest legal: precision=bf16, or 1f1b"
 
 
 def _fewer(job: Job) -> str:

@@ -26,6 +26,8 @@ from phalanx.errors import JobError, RunError
 from phalanx.launch.exported import Exported, exported
 from phalanx.launch.grid import GridRequest, ProcessGrid, solve
 from phalanx.launch.hosts import HostSlots, names_of, read_hosts
+from phalanx.launch.ship import interpreter, ship
+from phalanx.launch.ship import parse as parse_ship
 from phalanx.launch.site import GENERIC, Site, chosen, known, user_folder
 from phalanx.launch.start import (
     IN_WORDS,
@@ -50,6 +52,7 @@ from phalanx.launch.submit import (
     batch_submission,
     kubernetes_submission,
     parse_time,
+    sky_submission,
     submit,
 )
 
@@ -270,7 +273,7 @@ class LaunchPlan:
             secrets=self.exported.secrets,
             secret=options["secret"],
             image=options["image"],
-            claim=claim,
+            claim=options["bucket"] or claim,
             mount=mount or ManifestRequest.mount,
             namespace=options["namespace"],
             devices=self.grid.per_node if _wants_devices(job, None) else 0,
@@ -372,6 +375,12 @@ OPTIONS = {
     "cpu_bind": Option("The launcher's binding of processes to processors.", rare=True),
     "port": Option("Port of the rendezvous; by default a hash of the job's id.", 0, at_least=1, rare=True),
     "remote_shell": Option("Program that takes HOST and a command for its shell.", SSH, str, rare=True),
+    "kill": Option("End a run on this host; alone.", value="RUN", rare=True),
+    "ship": Option(
+        "Copy a folder, such as this environment, to all hosts' local disks first, from host to host.",
+        value="FOLDER:TO",
+        rare=True,
+    ),
     "env": Option(
         "Variable for the job; may be repeated.", (), str, many=True, like=_ONE, value="NAME=VALUE", rare=True
     ),
@@ -379,11 +388,11 @@ OPTIONS = {
         "Variable or pattern to export too; may be repeated.", (), str, many=True, like=_ONE, value="NAME", rare=True
     ),
     "stop_after": Option("Seconds after which the run stops with a checkpoint (75).", 0, at_least=1, rare=True),
-    "submit": Option("Write and submit a batch script or a manifest.", None, Literal["slurm", "pbs", "k8s"]),
+    "submit": Option("Write and submit a batch script or a manifest.", None, Literal["slurm", "pbs", "k8s", "sky"]),
     "site": Option("Site (--list-sites), or a YAML file of one; found out by default.", value="NAME"),
     "time": Option("Time limit: 1:30:00, 90m, 2-00:00:00; -t for short.", value="TIME"),
     "account": Option("Account or project; -A for short.", value="NAME", rare=True),
-    "queue": Option("Queue, partition or quality of service; -q or -p for short.", value="NAME"),
+    "queue": Option("Queue, partition or quality of service; -q or -p for short.", value="NAME", rare=True),
     "signal": Option(
         "Seconds before the time limit at which the run stops with a checkpoint.", 120, at_least=0, rare=True
     ),
@@ -391,7 +400,8 @@ OPTIONS = {
         "Further option of sbatch or qsub; may be repeated.", (), str, many=True, like=_ONE, value="WORD", rare=True
     ),
     "k8s_kind": Option("Kubernetes: what to create.", "job", Literal["job", "jobset", "trainjob"], rare=True),
-    "image": Option("Kubernetes: image that holds Phalanx.", rare=True),
+    "image": Option("Kubernetes, SkyPilot: image that holds Phalanx.", rare=True),
+    "bucket": Option("SkyPilot: storage of the run directories, such as s3://NAME/FOLDER.", value="URL", rare=True),
     "pvc": Option("Kubernetes: NAME[:/PATH] of the claim that holds the run directories.", rare=True),
     "namespace": Option("Kubernetes: namespace.", rare=True),
     "secret": Option("Kubernetes: Secret that has the values of --export-env.", rare=True),
@@ -407,12 +417,11 @@ SWITCHES = {
 }
 VERB = job_verb(
     "launch",
-    "Starts a job where it is called: inside an allocation of Slurm or PBS with srun or mpiexec, over ssh on the hosts "
-    "of a file, or on this machine; or submits it to Slurm, PBS or Kubernetes. Words after -- are options of srun or "
-    "mpiexec.",
+    "Starts a job where it is called, in an allocation, over ssh, or on this machine; or submits it. Words after -- "
+    "are options of srun or mpiexec, or a program to start in place of the job.",
     (
-        ("launch job.yaml --nnodes 2", "here: inside an allocation, or on this machine"),
-        ("launch job.yaml --submit slurm -N 2 -t 2h --dry-run", "show the batch script"),
+        ("launch job.yaml --nnodes 2", "in an allocation, or here"),
+        ("launch --nproc 4 -- python -m my.module", "any program"),
     ),
     SWITCHES,
     OPTIONS,
@@ -425,6 +434,10 @@ def run(argv: Sequence[str]) -> int:
     words, extra = own_names(argv)
     if "--list-sites" in words:
         return _list_sites("--json" in words)
+    if words[:1] == ["--kill"] or (words[:1] and words[0].startswith("--kill=")):
+        return _kill(words)
+    if extra and not extra[0].startswith("-"):
+        return _start_program(words, extra)
     parsed = VERB.parse(words)
     if parsed is None:
         return 0
@@ -438,6 +451,55 @@ def run(argv: Sequence[str]) -> int:
     return _submit(parsed, plan) if parsed.options["submit"] else _start(parsed, plan)
 
 
+def _kill(words: Sequence[str]) -> int:
+    from phalanx.cli.program import kill
+
+    runs = [words[0].partition("=")[2], *words[1:]] if "=" in words[0] else list(words[1:])
+    if len(runs) != 1 or not runs[0]:
+        raise JobError("--kill takes one run's directory: phalanx launch --kill runs/NAME")
+    return kill(runs[0])
+
+
+def _start_program(argv: Sequence[str], program: Sequence[str]) -> int:
+    """Starts any program as ranks."""
+    from phalanx.cli import program as programs
+
+    words = programs.parse(argv, OPTIONS)
+    if words is None:
+        return 0
+    grid, place, hosts = programs.grid_of(words, os.environ, shutil.which)
+    options = words.options
+    launcher = launcher_for(
+        place,
+        nodes=grid.nodes,
+        wanted=options["launcher"],
+        hosts_given=bool(options["hostfile"]),
+        site=None,
+        version=lambda: mpiexec_version(shutil.which),
+    )
+    variables = exported(os.environ, options["export_env"], options["env"], {})
+    starts = "dry_run" not in words.switches
+    request = programs.start_request(words, program, grid, place, hosts, variables)
+    echo(f"phalanx: {programs.sentence(grid, place, launcher, program)}", file=sys.stderr)
+    request = _shipped(request, options["ship"], starts)
+    if launcher == "local":
+        if starts:
+            os.environ.update(variables.values)
+            settings = json.loads(request.words[0].partition("=")[2])
+            return programs.run_node(settings, program)
+        commands = [HostCommand((request.python, "-P", "-m", "phalanx.cli.node", *request.words))]
+    else:
+        commands = commands_of(launcher, request, options["hostfile"])
+        commands = [with_own_mpiexec(launcher, command, shutil.which, starts=starts) for command in commands]
+    if not starts:
+        shells = [command.shell for command in commands]
+        words.show(
+            {"launcher": launcher, "processes": grid.processes, "commands": shells}, "\n".join(shells), wrap=False
+        )
+        return 0
+    return _run(commands, launcher, request, bare_stdout=words.as_json)
+
+
 def own_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Returns the words before and after --, the former with this verb's names. Raises JobError for the words of a
     program, and for a launcher by another name."""
@@ -447,7 +509,7 @@ def own_names(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     for word in argv[:end]:
         flag, equals, value = word.partition("=")
         words.append(f"{ALIASES.get(flag, flag)}{equals}{value}")
-    for flag, value in zip(words, [*words[1:], ""], strict=True):
+    for flag, value in zip(words, [*words, ""][1:], strict=True):
         launcher = flag.removeprefix("--launcher=") if "=" in flag else value if flag == "--launcher" else ""
         if launcher in OTHER_LAUNCHERS:
             raise JobError(f"--launcher {launcher}: {OTHER_LAUNCHERS[launcher]}")
@@ -459,16 +521,13 @@ def _refuse_program(first: Sequence[str]) -> None:
         return
     if first[0] in PROGRAMS or first[0].endswith(".py"):
         raise JobError(
-            f"phalanx launch {first[0]}: this verb starts `phalanx train` of a job, and no other program: "
-            "phalanx launch JOB.yaml [key=value ...]"
+            f"phalanx launch {first[0]}: this verb starts `phalanx train` of a job, and other programs after --: "
+            f"phalanx launch JOB.yaml [key=value ...], or phalanx launch --nproc 2 -- {first[0]} ..."
         )
     if first[0] == "train":
         raise JobError("leave out 'train': phalanx launch JOB.yaml [key=value ...] starts `phalanx train`")
     if first[0] in ("doctor", "test-dist", "verify", "generate"):
-        raise JobError(
-            f"phalanx launch starts training only; start `phalanx {first[0]}` with srun, mpiexec or torchrun "
-            "(`phalanx docs launch`)"
-        )
+        raise JobError(f"put -- before another verb: phalanx launch --nproc 2 -- phalanx {first[0]} ...")
 
 
 def _start(words: Words, plan: LaunchPlan) -> int:
@@ -481,13 +540,17 @@ def _start(words: Words, plan: LaunchPlan) -> int:
         site=plan.site,
         version=lambda: mpiexec_version(shutil.which),
     )
-    request = plan.start_request(launcher)
-    commands = commands_of(launcher, request, options["hostfile"])
     starts = "dry_run" not in words.switches
+    request = _shipped(plan.start_request(launcher), options["ship"], starts)
+    commands = commands_of(launcher, request, options["hostfile"])
     commands = [with_own_mpiexec(launcher, command, shutil.which, starts=starts) for command in commands]
     if not starts:
         _show(words, plan, launcher, commands)
         return 0
+    return _run(commands, launcher, request, bare_stdout="json" in words.switches)
+
+
+def _run(commands: Sequence[HostCommand], launcher: Launcher, request: StartRequest, *, bare_stdout: bool) -> int:
     for command in commands:
         echo(f"phalanx: {command.shell}", file=sys.stderr, flush=True)
     env = {**os.environ, **request.exported.values}
@@ -498,12 +561,25 @@ def _start(words: Words, plan: LaunchPlan) -> int:
             least=request.grid.least_nodes,
             secrets=secrets,
             grace_s=request.grace_s,
-            bare_stdout="json" in words.switches,
+            bare_stdout=bare_stdout,
         )
         return nodes.run()
     if launcher in _PASS_ON_SIGUSR1:
         return run_in_foreground(commands[0].argv, env)
     return _become(commands[0].argv, env)
+
+
+def _shipped(request: StartRequest, folder: str, starts: bool) -> StartRequest:
+    """Returns the request with the interpreter on local disks, after copying the folder of --ship if it `starts`."""
+    if not folder:
+        return request
+    source, to = parse_ship(folder)
+    if not request.hosts:
+        raise JobError("--ship needs the hosts: call this inside the allocation, or give --hostfile FILE")
+    if starts:
+        echo(f"phalanx: copies {source} to {to} on {len(request.hosts)} hosts", file=sys.stderr, flush=True)
+        ship(source, to, request.hosts, request.remote_shell)
+    return replace(request, python=interpreter(request.python, source, to))
 
 
 def _become(argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -554,6 +630,9 @@ def _submit(words: Words, plan: LaunchPlan) -> int:
         raise JobError("--fresh with --submit would start over whenever the job is requeued: choose another run.name")
     if words.options["submit"] == "k8s":
         wanted = kubernetes_submission(plan.manifest_request, words.options["k8s_kind"], words.job.run.dir)
+    elif words.options["submit"] == "sky":
+        name = words.job.cluster.accelerator.name
+        wanted = sky_submission(plan.manifest_request, name, words.job.run.dir)
     else:
         wanted = batch_submission(plan.submit_request)
     if "dry_run" in words.switches:

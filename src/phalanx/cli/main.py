@@ -46,6 +46,7 @@ VERBS = {
     "profile": "where the time of profiled steps went, beside the prediction",
     "dryrun": "run the real program of a rank, at any size, without hardware",
     "simulate": "a step as a timeline, with slow devices, links and failures",
+    "goodput": "the time that failures take, by cause, and what remedies bring",
     "doctor": "check this machine, or all nodes, before a run",
     "bench": "measure this machine, for predictions on cluster=local",
     "test-dist": "test the started ranks: collectives, stragglers, slow pairs",

@@ -43,6 +43,10 @@ def main(argv: Sequence[str]) -> int:
         _start(_stop_after, stop_after_s)
     if await_s := int(flags.get("await-host", 0)):
         _await_host(words, await_s)
+    if "program" in flags:
+        from phalanx.cli.program import run_node
+
+        return run_node(parse_json(flags["program"]), words)
     sys.argv = ["phalanx", "train", *words]  # command.txt records it
     return phalanx_main(sys.argv[1:])
 
@@ -53,7 +57,7 @@ def rank_variables(env: Mapping[str, str]) -> list[str]:
 
 
 def _flags(words: list[str]) -> Iterator[tuple[str, str]]:
-    while words and words[0].partition("=")[0] in ("--stop-after", "--await-host", "--controlled"):
+    while words and words[0].partition("=")[0] in ("--stop-after", "--await-host", "--controlled", "--program"):
         name, _, value = words.pop(0)[2:].partition("=")
         yield name, value
 

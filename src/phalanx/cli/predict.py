@@ -35,10 +35,11 @@ from phalanx.errors import DoesNotFitError, JobError
 from phalanx.gc import gc_paused
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import state_bytes_of
-from phalanx.partition.derived import PARAMETER_BYTES, solve
+from phalanx.partition.derived import PARAMETER_BYTES, slices_of, solve
 from phalanx.pictures import context as context_picture
 from phalanx.pictures import layout as layout_picture
 from phalanx.pictures import prediction as prediction_picture
+from phalanx.pictures.slices import slices_svg
 from phalanx.plan import page as plan_text
 from phalanx.plan.page import advice, shortfall
 from phalanx.plan.plan import Candidate, Plan
@@ -46,7 +47,7 @@ from phalanx.plan.planner import search
 from phalanx.plan.simplicity import EQUAL
 from phalanx.plan.space import plan_request
 from phalanx.report.figures import rank_traffic
-from phalanx.simulate import goodput
+from phalanx.simulate import goodput, slices
 from phalanx.simulate.goodput import LLAMA_3_RATE, Goodput, best
 from phalanx.simulate.step import AXES, Disturbance, Figures, check, figures, simulate
 from phalanx.simulate.timeline import Timeline
@@ -123,9 +124,10 @@ VERB = job_verb(
         "picture": Option(
             "svg: time and memory by part with the roofline of a block; or which rank holds which part of the "
             "parameters (layout); or which tokens each context-parallel rank holds and computes (context); or time "
-            "against memory for every recomputation (recompute)",
+            "against memory for every recomputation (recompute); or TeraPipe's slices, of equal and of unequal length "
+            "(slices)",
             "prediction",
-            Literal["prediction", "layout", "context", "recompute"],
+            Literal["prediction", "layout", "context", "recompute", "slices"],
         ),
         **OPTIONS,
         "tokens": TOKENS,
@@ -159,7 +161,12 @@ def run(words: Words) -> int:
     spec = asked(step_spec(job, vocabulary_size(job)), words)
     prediction = predict(spec)
     traffic = rank_traffic(job, spec)
+    sliced = job.layout.pp > 1 and slices_of(job.layout) > 1
+    cuts = slices.compared(slices.slice_times(spec), slices_of(job.layout)) if sliced else {}
+    if options["picture"] == "slices" and not cuts:
+        raise JobError("--picture slices draws a pipeline with slices of sequences: set pp and schedule=terapipe")
     pictures = {
+        "slices": lambda: slices_svg(cuts),
         "prediction": lambda: prediction_picture.svg(spec, prediction),
         "layout": lambda: layout_picture.svg(job, spec.model.vocab_size),
         "context": lambda: context_picture.svg(job),
@@ -168,6 +175,9 @@ def run(words: Words) -> int:
     files.write({"svg": pictures[options["picture"]]})
     costs = prediction.devices, prediction.tokens_per_s
     document, text = as_json(spec, prediction, traffic), report(spec, prediction, traffic)
+    if cuts:
+        document["slices"] = {name: {**vars(cut), "latency_s": cut.latency} for name, cut in cuts.items()}
+        text = "\n".join([text, "", *slices.lines(cuts)])
     if words.theirs is not None:
         document["from"] = foreign.document(words.theirs, spec.framework.name)
         text = "\n".join([text, "", *foreign.lines(words.theirs, spec.framework.name, words.loaded)])

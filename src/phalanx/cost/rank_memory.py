@@ -49,6 +49,7 @@ from phalanx.partition.derived import (
     is_offloaded,
     near_ranks,
     offloaded_layers,
+    stashes,
     tier_of,
     wire_width,
     written,
@@ -142,11 +143,12 @@ class MemoryFormulas:
         *,
         shared: Any = True,
         flushes: bool = True,
+        stashed: int = 0,
     ) -> StateBytes:
         """Returns the bytes of a rank's state; `shared`: whether ranks share parameters, or they come from the host. A
         pipeline without a flush has two versions of the weights besides the optimizer's own, and gradients that wait
-        for their step."""
-        versions, waiting = (1, 1) if flushes else (3, 2)
+        for their step; one that stashes weights has `stashed` versions besides it."""
+        versions, waiting = (1 + stashed, 1) if flushes else (3, 2)
         parameters = gradients = optimizer = 0.0
         for numbers, trained, ranks in shards:
             each = self.per_parameter(zero, ranks, data_ranks)
@@ -247,7 +249,9 @@ def state_bytes(spec: StepSpec, layers: range) -> tuple[float, float, float]:
     blocks = [(kind.block, many) for kind, many in kinds_of(model, written(layout), layers)]
     held = parameter_counts(model, layout, blocks, 0 in layers, model.n_layers - 1 in layers)
     formulas, data_ranks = formulas_of(spec, spec.framework.memory_profile), layout.data_ranks * layout.cp
-    return formulas.state(shards_of(held, layout), data_ranks, layout.zero, flushes=flushes(layout))[:3]
+    stashed = int(stashes(layout))  # between steps, when no micro-batch is in flight
+    found = formulas.state(shards_of(held, layout), data_ranks, layout.zero, flushes=flushes(layout), stashed=stashed)
+    return found[:3]
 
 
 def expert_ranks(shard_ranks: Any, ep: Any) -> Any:
@@ -296,11 +300,18 @@ class StepParts(StepSizes):
         """Returns the kinds of blocks of a stage, with the number of each."""
         return kinds_of(self.spec.model, self.recomputes, self.cut[stage])
 
-    def state(self, shards: Shards, *, flushes: bool = True) -> StateBytes:
+    def state(self, shards: Shards, *, flushes: bool = True, stashed: int = 0) -> StateBytes:
         """Returns the bytes of the state of some parameters."""
         layout, m, shared = self.spec.layout, self.spec.batch.accumulation, gathers_parameters(self.spec.layout)
         return self.formulas.state(
-            shards, self.data_ranks, layout.zero, layout.accumulate, m, shared=shared, flushes=flushes
+            shards,
+            self.data_ranks,
+            layout.zero,
+            layout.accumulate,
+            m,
+            shared=shared,
+            flushes=flushes,
+            stashed=stashed,
         )
 
     def context(self) -> int:
@@ -333,7 +344,8 @@ class RankParts:
 
     def state(self) -> StateBytes:
         """Returns the bytes of the rank's state, with whole matrices among the temporary tensors of its step."""
-        found = self.step.state(self.shards, flushes=flushes(self.layout))
+        stashed = int(max(max(counts) for counts in self.flight.most)) if stashes(self.layout) else 0
+        found = self.step.state(self.shards, flushes=flushes(self.layout), stashed=stashed)
         whole = matrix_work(self.step.spec, tuple(self.of_kind.items()), (self.first, self.last))
         temporary = max((each.most_elements for each in whole), default=0) * max(4, self.width)
         return found._replace(copied=found.copied + temporary)
@@ -701,6 +713,8 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     passes = step.spec.batch.accumulation * len(flight.held)
     stays = step.formulas.stays(passes, max(map(sum, flight.most)))
     early = state.early(stays, rank.bucket())
+    if stashes(step.spec.layout):  # the optimizer works while others are in flight
+        early = state.gradients + state.copied
     again, moving = rank.backward(stays or state.unsent > 0)
     host, disk = step.formulas.beside(rank.shards)
     # Losses in chunks that wait for their backward pass have one gradient of the head.

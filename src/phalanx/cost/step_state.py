@@ -29,6 +29,7 @@ from phalanx.partition.derived import (
     gathers_parameters,
     is_copied,
     is_offloaded,
+    stashes,
     tier_of,
     wire_width,
 )
@@ -313,7 +314,8 @@ def optimizer_seconds(spec: StepSpec, held: ParameterCounts, content: Content) -
     layout, updated = spec.layout, updated_parameters(spec, held)
     clipped = updated if layout.zero > 1 and layout.shard_ranks > 1 else held.trained
     clips = clip_bytes(spec.framework, spec.width)
-    return update_seconds(spec.cluster, layout, costs_of(spec), updated, clipped, clips) + matrix_seconds(spec, content)
+    seconds = update_seconds(spec.cluster, layout, costs_of(spec), updated, clipped, clips)
+    return (seconds + matrix_seconds(spec, content)) * (spec.batch.accumulation if stashes(layout) else 1)
 
 
 def updated_parameters(spec: StepSpec, held: ParameterCounts) -> float:

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -308,6 +308,51 @@ def _check(request: ManifestRequest) -> None:
         )
     if problems:
         raise JobError(problems)
+
+
+def sky_submission(request: ManifestRequest, accelerator: str, folder: str) -> Submission:
+    """Returns the task of SkyPilot, on machines with `request.devices` of an accelerator each, for example
+    "h100-80gb". `request.claim` is the address of a bucket for the run directories. Raises JobError without one on
+    several nodes, and for devices that nothing names."""
+    problems = []
+    if request.claim and not re.fullmatch(r"[a-z0-9]{1,10}://[A-Za-z0-9._/-]{1,200}", request.claim):
+        problems.append(f"--bucket {request.claim[:80]!r}: expected an address, such as s3://NAME/FOLDER")
+    if request.grid.nodes > 1 and not request.claim:
+        problems.append("--bucket is missing: the storage that all nodes share, such as s3://NAME/FOLDER")
+    if request.devices and not accelerator:
+        problems.append("nothing names the devices: set cluster.accelerator=h100-80gb, or a cluster such as dgx-h100:2")
+    if "END_OF_JOB" in request.job_yaml:
+        problems.append("the job holds END_OF_JOB, which ends it in the task's script")
+    if problems:
+        raise JobError(problems)
+    form, resource = template("sky.yaml"), request.resource
+    file = Path(os.path.abspath(folder)) / request.name / FILE
+    # SkyPilot's names: the memory is part of that of the A100 alone.
+    kind = accelerator.upper() if accelerator.startswith("a100") else accelerator.partition("-")[0].upper()
+    resources: dict[str, Any] = {"accelerators": f"{kind}:{request.devices}"}
+    if not request.devices:
+        resources = {"cpus": f"{request.grid.per_node}+"}
+    if request.image:
+        resources["image_id"] = f"docker:{request.image}"
+    several = request.grid.nodes > 1
+    values = {
+        **vars(request),
+        "resource": resource,
+        "nodes": request.grid.nodes,
+        "resources": resources,
+        "env": request.values or None,
+        "secrets_of": dict.fromkeys(request.secrets) or None,
+        "mounts": {request.mount: {"source": request.claim, "mode": "MOUNT"}} if request.claim else None,
+        "mount": request.mount if request.claim else "$HOME",
+        "job_yaml": request.job_yaml.rstrip(),
+        "meet": f'run.nnodes={request.grid.nnodes} run.rdzv_endpoint="$host:{port_for(resource)}"' if several else " ",
+        "setup": None if request.image else form["setup"],
+        "file": str(file),
+    }
+    values["run"] = filled(form["run"], values)
+    text = yaml.dump(filled(form["task"], values), Dumper=_Readable, sort_keys=False, allow_unicode=True, width=120)
+    command = (*filled(form["command"], values), *(f"--secret={name}" for name in request.secrets))
+    return Submission(text, file, command, filled(form["steps"], values), resource)
 
 
 def kubernetes_submission(request: ManifestRequest, kind: Kind, folder: str) -> Submission:

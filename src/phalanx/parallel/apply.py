@@ -36,7 +36,7 @@ from phalanx.parallel.linear import (
 from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import Objective, PairLoss
 from phalanx.parallel.offload import Host, offload_activations, on_host
-from phalanx.parallel.pipeline import PipeDream, Pipeline
+from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
 from phalanx.parallel.recompute import recompute
 from phalanx.parallel.stages import Stages
 from phalanx.parallel.tiling import project_tiles, tile
@@ -51,6 +51,7 @@ from phalanx.partition.derived import (
     is_offloaded,
     recompute_of,
     schedule_of,
+    stashes,
     written,
 )
 from phalanx.partition.tensor_slices import padded_vocabulary
@@ -367,7 +368,8 @@ def run_by_schedule(parts: Construction, replica: Replica) -> None:
     if parts.stages is None or parts.p2p_groups is None:
         return
     token_parts = parts.mesh.axis("tp").size if parts.job.layout.sp else 1
-    kind = Pipeline if parts.stages.schedule.steps == 1 else PipeDream
+    kind = StashingPipeline if stashes(parts.job.layout) else Pipeline
+    kind = kind if parts.stages.schedule.steps == 1 else PipeDream
     deferred = parts.deferred or DeferredWeightGrads()
     replica.runner = kind(replica, parts.stages, parts.p2p_groups, deferred, token_parts, parts.device)
 

@@ -13,6 +13,9 @@ of the weights; batch k of a run of batches computes with the version before the
 
 so that two versions suffice, in alternating buffers. The optimizer has the newest in tensors of its own. The pipeline
 drains only where the run of batches ends (a checkpoint, a validation).
+
+PipeDream as first published (Narayanan et al. 2019, section 3.3) updates a stage after each backward pass, and stashes
+a version of its weights for each micro-batch in flight.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -192,10 +196,18 @@ class Pipeline:
         for place, action in enumerate(self.program):
             for coming in self.program[place : place + 1 + RECEIVE_AHEAD]:
                 mailbox.expect(coming)
+            self.before(action, execution)
             execution.act(action, last=place in self.last_backward)
+            self.after(action)
         self.replica.finish()
         mailbox.settle()
         return execution.loss
+
+    def before(self, action: Action, execution: Execution) -> None:
+        """Called before an action."""
+
+    def after(self, action: Action) -> None:
+        """Called after an action."""
 
     def loss(self, micro: MicroTensors) -> Tensor:
         """Returns a validation loss: the micro-batch goes forward through all stages, in the first direction. Zero
@@ -345,6 +357,43 @@ class Execution:
     def _pass_on(self, action: Action, reader: Action, result: Tensor) -> None:
         if not self.mailbox.send(action, result):
             self.local_results[reader] = result
+
+
+class StashingPipeline(Pipeline):
+    """One rank's part of a step in which every micro-batch updates each stage as soon as it has returned there."""
+
+    def __init__(self, replica: Replica, *arguments: Any):
+        super().__init__(replica, *arguments)
+        self.weights = [shard.value for shard in replica.shards]
+        self.factors: Sequence[float] = ()
+        """By micro-batch of the next step: the factor of its loss."""
+        self.update: Callable[[], Sequence[Tensor]] = lambda: self.weights
+        """Takes the optimizer's step with the shards' gradients, and returns its weights, one for every shard."""
+
+    def before(self, action: Action, execution: Execution) -> None:
+        if action.kind == "F":
+            self.stash[action.micro] = [weight.data for weight in self.weights]
+            execution.factor = self.factors[action.micro]
+        else:
+            self._use(self.stash.pop(action.micro))
+
+    def after(self, action: Action) -> None:
+        if action.kind == "B":
+            self.replica.finish()
+            self._use(self.newest)  # frees the version of this micro-batch
+            self.newest = [value.detach().clone() for value in self.update()]
+        self._use(self.newest)
+
+    def gradients(self, micros: Sequence[MicroTensors], factor: float) -> Tensor:
+        """Runs a step's program, with an update per micro-batch. Returns the loss as Pipeline.gradients does."""
+        self.stash: dict[int, list[Tensor]] = {}
+        self.newest = [weight.data for weight in self.weights]
+        return super().gradients(micros, factor)
+
+    def _use(self, values: Sequence[Tensor]) -> None:
+        """Computes with a version of the weights. Tensors saved by earlier forward passes stay valid."""
+        for weight, value in zip(self.weights, values, strict=True):
+            weight.data = value
 
 
 Due = Callable[[int], None]

@@ -131,6 +131,11 @@ def flushes(layout: Layout) -> bool:
     return catalogue.SCHEDULES[layout.schedule].steps == 1
 
 
+def stashes(layout: Layout) -> bool:
+    """Returns whether each stage is updated after each micro-batch, with stashed weights."""
+    return layout.pp > 1 and layout.schedule in catalogue.SCHEDULES and catalogue.SCHEDULES[layout.schedule].stashes
+
+
 def overlaps(layout: Layout) -> bool:
     """Returns whether steps overlap, in a pipeline without a flush; a wrong schedule has a message of its own."""
     try:

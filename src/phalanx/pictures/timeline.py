@@ -16,11 +16,11 @@ from typing import NamedTuple, cast
 
 from phalanx.errors import JobError
 from phalanx.pictures import schedule as schedule_picture
-from phalanx.pictures.elements import COLOURS, document, heading, rule, text, ticks
+from phalanx.pictures.elements import COLOURS, END, Scale, across, box, document, fill_of, heading, rule, text, ticks
 from phalanx.pictures.elements import seconds as duration
 from phalanx.pictures.panels import Panel, panels_svg
 from phalanx.schedule.schedule import Action, Kind
-from phalanx.simulate.goodput import at, best
+from phalanx.simulate.goodput import Goodput, at, best
 from phalanx.simulate.timeline import HOST_ROWS, Span, Timeline, TimeShares, span_name
 from phalanx.units import counted
 
@@ -405,3 +405,28 @@ def goodput_svg(sizes: Sequence[int], failures_per_device_day: float, saves: Seq
         )
     rate = f"{failures_per_device_day:.3g} failures per device and day"
     return panels_svg(f"Productive time: {rate}, a restart takes {restart_s / 60:g} minutes", panels)
+
+
+_LOST = {"saving": COLOURS[0], "rework": COLOURS[1], "restarting": COLOURS[2]}
+
+
+def remedies_svg(title: str, remedies: Mapping[str, Goodput]) -> str:
+    """Returns a row per remedy with the shares of time that are still lost, as an SVG document."""
+    left, right, base = 250.0, 700.0, 66 + 24.0 * len(remedies)
+    most = max(1 - each.fraction for each in remedies.values())
+    scale = Scale(0, 1.05 * max(most, 1e-9), left, right)
+    parts = [heading(16, 28, title)]
+    for number, (name, each) in enumerate(remedies.items()):
+        y, lost = 66 + 24.0 * number, 0.0
+        parts.append(text(left - 8, y + 12, name, END))
+        for part, colour in _LOST.items():
+            share = getattr(each, part)
+            parts.append(box(scale(lost), y, scale(share) - left, 15, fill_of(colour), f"{part} {share:.2%}"))
+            lost += share
+        parts.append(text(right + 70, y + 12, f"{each.fraction:.1%}", END))
+    parts.append(text(right + 70, 56, "productive", END))
+    marks = [(tick, f"{100 * tick:.3g}%") for tick in ticks(0, scale.high)]
+    parts += across(scale, marks, 62, base + 6)
+    for x, (part, colour) in zip((left, left + 110, left + 220), _LOST.items(), strict=True):
+        parts += [box(x, 44, 12, 12, fill_of(colour)), text(x + 18, 54, f"lost to {part}")]
+    return document(title, right + 90, base + 40, parts)

@@ -19,6 +19,7 @@ from phalanx.schedule.generators import (
     naive,
     one_f_one_b,
     pipedream,
+    pipedream_stash,
     terapipe,
     v_half,
     zb_h1,
@@ -204,9 +205,21 @@ _OWN = {
         searched=False,
         also_called=("2bw", "pipedream2bw"),
     ),
+    "pipedream_stash": ScheduleEntry(
+        pipedream_stash,
+        "1f1b with an update per micro-batch, and stashed weights",
+        "Narayanan et al. 2019, section 3.3",
+        stashes=True,
+        in_flight=_until_first_gradient,
+        idle=_warm_up_and_drain,
+        idle_is_exact=_exact,
+        searched=False,
+        also_called=("weightstashing", "pipedream2019"),
+    ),
 }
 """The project's own schedules. The planner does not search those with the bubble of another one and more activations
-(naive, gpipe, looped_bfs), one that trains with older weights (pipedream), and one that needs slices (terapipe)."""
+(naive, gpipe, looped_bfs), those that train with older weights (pipedream, pipedream_stash), and one that needs slices
+(terapipe)."""
 
 
 def _entry_problems(name: str, entry: ScheduleEntry) -> Iterator[str]:

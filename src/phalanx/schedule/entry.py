@@ -131,6 +131,8 @@ class ScheduleEntry:
     """Default number of slices of a sequence; 1: whole sequences only."""
     steps: int = 1
     """Default number of optimizer steps without a flush; 1: a flush at the end of every step."""
+    stashes: bool = False
+    """Whether each stage is updated after each micro-batch, with a version of its weights per micro-batch in flight."""
     splits: bool = False
     """Whether backward passes are split into I and W."""
     also_called: tuple[str, ...] = ()

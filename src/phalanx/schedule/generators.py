@@ -206,6 +206,18 @@ def pipedream(ranks: int, micro_batches: int, steps: int = 2) -> Schedule:
     return replace(one_f_one_b(ranks, steps * micro_batches), name="pipedream", steps=steps)
 
 
+def pipedream_stash(ranks: int, micro_batches: int) -> Schedule:
+    """Runs PipeDream as first published: 1F1B, in which a stage's optimizer takes a step after each backward pass, and
+    a micro-batch returns through the weights with which it went forward, which the stage has stashed.
+
+    Bubble (P - 1) / M, as the pipeline drains at the end of a step of M = `micro_batches`. Peak on rank r: the
+    activations of min(M, P - r) micro-batches, and as many versions of the weights. On rank r the gradient of
+    micro-batch b is taken at the weights before the last min(b, P - 1 - r) updates. Source: Narayanan et al. 2019
+    (PipeDream: Generalized Pipeline Parallelism for DNN Training), section 3.3.
+    """
+    return replace(one_f_one_b(ranks, micro_batches), name="pipedream_stash")
+
+
 def zb_h1(ranks: int, micro_batches: int) -> Schedule:
     """Runs 1F1B with rank r's W passes r micro-batches behind.
 

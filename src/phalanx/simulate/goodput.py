@@ -148,4 +148,5 @@ def _rate(devices: int, failures_per_device_day: float, checkpoint_s: float, res
     problems += [f"{n}: {v:g}, where 0 or more is needed" for n, v in figures.items() if not 0 <= v < math.inf]
     if problems:
         raise JobError(problems)
-    return devices * failures_per_device_day / SECONDS_PER_DAY
+    rate = devices * failures_per_device_day / SECONDS_PER_DAY
+    return rate if rate > 1e-300 else 0.0  # of less no computer has the inverse

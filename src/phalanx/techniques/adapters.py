@@ -12,7 +12,7 @@ from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.nearest import did_you_mean
 from phalanx.optimizers.catalogue import OPTIMIZERS
-from phalanx.partition.derived import flushes
+from phalanx.partition.derived import flushes, stashes
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.techniques.technique import Problem, Technique, above
 
@@ -64,7 +64,7 @@ def lora_problems(job: Job) -> Iterator[Problem]:
             f"{layout.sync} averages all parameters between replicas, and with lora.rank {job.model.lora.rank} most "
             "are frozen; nearest legal: sync=bsp, or lora.rank=0",
         )
-    if layout.pp > 1 and layout.schedule in SCHEDULES and not flushes(layout):
+    if layout.pp > 1 and layout.schedule in SCHEDULES and (not flushes(layout) or stashes(layout)):
         yield (
             "layout.schedule",
             f"{layout.schedule} keeps several versions of all weights, and with lora.rank {job.model.lora.rank} most "

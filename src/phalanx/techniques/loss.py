@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from phalanx.config.corpora import PAIR, has_pairs
 from phalanx.config.job import DpoOptions, Job
 from phalanx.partition import derived as batch
-from phalanx.partition.derived import flushes
+from phalanx.partition.derived import flushes, stashes
 from phalanx.techniques.technique import Problem, Technique
 
 
@@ -30,7 +30,7 @@ def preference_problems(job: Job) -> Iterator[Problem]:
         yield "layout.sync", f"the loss of pairs needs sync=bsp, is {layout.sync}; nearest legal: sync=bsp"
     if layout.data_parallel == "threads":
         yield "layout.data_parallel", "threads would cut pairs; nearest legal: data_parallel=ddp"
-    if layout.pp > 1 and not flushes(layout):
+    if layout.pp > 1 and (not flushes(layout) or stashes(layout)):
         yield "layout.schedule", f"{layout.schedule} does not end a step's pairs with it; nearest legal: schedule=1f1b"
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.comm.axis import Pending
-from phalanx.config.job import Job
+from phalanx.config.job import IGNORE, Job
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import RankParts, StepParts
 from phalanx.data.loader import MicroBatch
@@ -31,7 +31,7 @@ from phalanx.parallel.mesh import Mesh
 from phalanx.parallel.objective import MicroTensors, PairFacts
 from phalanx.parallel.offload import BudgetError, Host
 from phalanx.parallel.parameter_shards import ParameterShard
-from phalanx.parallel.pipeline import PipeDream, Pipeline
+from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
 from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition import derived as batch
 from phalanx.partition.derived import HOST, Part, is_offloaded, named, tier_of
@@ -264,7 +264,10 @@ class Stepper:
             # The first replica's ranks hold the server's parameters beside those they compute with.
             serves = mesh.coordinates["dp_replicate"] == 0
             shards = [_copy(shard) for shard in shards] if serves else []
-        if isinstance(self.replica.runner, PipeDream):
+        self.stashing = self.replica.runner if isinstance(self.replica.runner, StashingPipeline) else None
+        self.lr, self.squares = 0.0, list[Tensor]()
+        """With a pipeline that updates per micro-batch: the rate of this step, and its gradients' squared norms."""
+        if self.stashing or isinstance(self.replica.runner, PipeDream):
             shards = [_copy(shard) for shard in shards]  # it computes with older versions
         level = logging.INFO if mesh.axis("world").rank == 0 else logging.DEBUG
         with self.memory.allocating("optimizer"):
@@ -314,8 +317,24 @@ class Stepper:
         Afterwards the shards' gradients are those of the mean loss over `global_tokens`, times the loss scale."""
         heartbeat.enter(Phase.FORWARD_BACKWARD)
         tensors = [self.tensors(micro, step) for micro in micro_batches]
+        if self.stashing:
+            counts = [global_tokens * 0 + float((micro.targets != IGNORE).sum()) for micro in micro_batches]
+            self.stashing.factors = [self.factor(count, micro_batches) for count in counts]
+            self.stashing.update, self.squares = self._update, []
         with self.memory.allocating("activations", "logits", "gradients"):
             return self.replica.gradients(tensors, self.factor(global_tokens, micro_batches))
+
+    def _update(self) -> list[Tensor]:
+        """Takes the optimizer's step with this stage's gradients of one micro-batch, and returns the new weights. What
+        is not finite changes none; the step then fails on all ranks."""
+        for own, shard in zip(self.optimizer.shards, self.trained, strict=True):
+            own.gradient = shard.gradient
+        square = self.optimizer.square_norm(self.loss_scale.value)
+        self.squares.append(square)
+        if math.isfinite(square.item()):
+            self.optimizer.step(self.lr, square.sqrt())
+        self.discard()
+        return [shard.value for shard in self.optimizer.shards]
 
     def factor(self, global_tokens: float, micro_batches: Sequence[MicroBatch]) -> float:
         """Returns the factor of a backward pass's loss, summed over valid tokens, and sets that of the routers'
@@ -338,7 +357,7 @@ class Stepper:
     def compute(self, inputs: StepInputs) -> Computed:
         """Computes the gradients of a step, and starts summing what decides about it."""
         # Along an axis of a package the mean over replicas is that of the whole batch, to the last digit.
-        exact = bool(self.job.layout.axes.sizes)
+        exact, self.lr = bool(self.job.layout.axes.sizes), inputs.lr
         replicas = self.independent_replicas
         tokens = inputs.tokens / replicas if exact else inputs.tokens // replicas
         # Where ranks hold whole gradients, the optimizer does not wait for the requests: NaN keeps it from writing.
@@ -353,7 +372,7 @@ class Stepper:
         norm, inputs = computed.square.sqrt(), computed.inputs
         grad_norm = norm.item()
         heartbeat.enter(Phase.OPTIMIZER)
-        if math.isfinite(grad_norm):
+        if math.isfinite(grad_norm) and not self.stashing:
             with self.memory.allocating("optimizer"):
                 self.optimizer.step(inputs.lr, norm)
             self.loss_scale.fine()
@@ -376,7 +395,7 @@ class Stepper:
     @property
     def launches(self) -> bool:
         """Whether `launch` can take the steps: the host decides nothing in them, and updates nothing itself."""
-        return self.optimizer.skips and self.sync is None
+        return self.optimizer.skips and self.sync is None and self.stashing is None
 
     def launch(self, computed: Computed) -> None:
         """Updates the parameters with a step's gradients as `finish` does, but the host waits for nothing, and the
@@ -414,6 +433,8 @@ class Stepper:
         with self.memory.allocating("gradients"):
             # torch's norm of no gradients is on the CPU.
             square = self.optimizer.square_norm(self.loss_scale.value).to(loss.device)
+        if self.stashing:  # the optimizer has used them: the mean over the micro-batches
+            square = torch.stack(self.squares).mean().to(loss.device)
         # One rank counts each value: a loss, one of those that read the same samples, a gradient's element, one of
         # those that hold it.
         first_replica = self.job.layout.sync != "bsp" or self.mesh.coordinates["dp_replicate"] == 0

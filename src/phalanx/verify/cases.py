@@ -169,7 +169,7 @@ class LayoutRun(NamedTuple):
     layout: Layout
     job: Job
     alone: Job
-    stale: bool
+    stale: Layout | None
     vocab: int
     steps: int
     path: Path

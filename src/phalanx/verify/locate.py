@@ -182,7 +182,7 @@ class Comparison:
         step: int,
         *,
         lr: float = 0.0,
-        stale: bool = False,
+        stale: Layout | None = None,
     ):
         self.whole, self.ranks, self.layout, self.seq_len, self.lr = whole, ranks, layout, seq_len, lr
         self.names, self.step, self.stale = names, step, stale

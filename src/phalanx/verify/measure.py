@@ -23,6 +23,7 @@ from phalanx.blocks.parameters import parameter_shapes, trained_shapes
 from phalanx.comm.axis import Pending
 from phalanx.config.corpora import CORPORA, PAIR, has_answers, has_pairs
 from phalanx.config.job import IGNORE, Job
+from phalanx.config.layout import Layout
 from phalanx.data.loader import MicroBatch
 from phalanx.launch.process_group import device_of
 from phalanx.launch.ranks import Ranks
@@ -35,6 +36,8 @@ from phalanx.parallel.parameter_shards import wholes
 from phalanx.parallel.pipeline import PipeDream
 from phalanx.parallel.precision import DTYPES, LossScale
 from phalanx.partition import derived as batch
+from phalanx.partition.cut import stages_of
+from phalanx.partition.derived import stage_shapes, stashes
 from phalanx.train.agreement import agree_on_job
 from phalanx.train.drivers import UnflushedSteps
 from phalanx.train.evaluate import validation_loss
@@ -82,6 +85,35 @@ def delayed(stepper: Stepper, read: Read, steps: int) -> list[Step]:
         stepper.replica.clear()
         older, newest = newest, _copies(weights)
         taken.append(Step((status[0] / valid).item(), square.sqrt().item()))
+    return taken
+
+
+def stashed(
+    stepper: Stepper, read: Read, steps: int, layout: Layout, note: Callable[[], None] = lambda: None
+) -> list[Step]:
+    """Takes steps with an update per micro-batch on one process, each gradient of a stage at the weights that it has
+    when the micro-batch goes forward there in 1F1B, and returns them. `note` is called with every gradient."""
+    job, vocab = stepper.job, stepper.vocab_size
+    cut = [stage_shapes(job.model, [layers], vocab) for layers in stages_of(job.model, layout, layout.pp, vocab)]
+    stage = {name: number for number, names in enumerate(cut) for name in names}
+    weights = [shard.value for shard in stepper.replica.shards]
+    behind = [layout.pp - 1 - stage[shard.whole_name] for shard in stepper.replica.shards]
+    taken = []
+    for step in range(steps):
+        batches, valid = read(step)
+        versions, losses, squares = [_copies(weights)], 0.0, []
+        for number, micro in enumerate(batches):
+            _put(weights, [versions[max(0, number - late)][n] for n, late in enumerate(behind)])
+            loss = stepper.gradients([micro], step, float((micro.targets != IGNORE).sum()))
+            _put(weights, versions[-1])
+            note()
+            square = stepper.optimizer.square_norm(stepper.loss_scale.value)
+            stepper.optimizer.step(rate(job, step), square.sqrt())
+            stepper.replica.clear()
+            versions.append(_copies(weights))
+            losses, squares = losses + float(loss), [*squares, float(square)]
+        stepper.status(torch.zeros((), dtype=torch.float64, device=stepper.device))[2].wait()
+        taken.append(Step(losses / valid, math.sqrt(sum(squares) / len(squares))))
     return taken
 
 
@@ -149,9 +181,9 @@ def nothing(_: Ranks) -> None:
     """Does nothing; starts the ranks of a pool."""
 
 
-def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stale: bool = False) -> None:
-    """Writes losses, gradients and parameters of `steps` steps of a job of one process, as safetensors. `stale`: of one
-    whose gradients are one update late."""
+def record(ranks: Ranks, job: Job, vocab_size: int, steps: int, path: Path, stale: Layout | None = None) -> None:
+    """Writes losses, gradients and parameters of `steps` steps of a job of one process, as safetensors. `stale`: as
+    `run_steps`."""
     tensors: dict[str, Tensor] = {}
 
     def observe(key: str, whole: Tensor) -> None:
@@ -174,7 +206,7 @@ def compare(
     *,
     own_precision: bool = False,
     chunks: int = 1,
-    stale: bool = False,
+    stale: Layout | None = None,
 ) -> Differences | None:
     """Runs the same steps on the ranks of a layout and compares them with the record. Rank 0 returns the result.
     With `own_precision` they run in the job's own precision, and not in float64; with `chunks`, on one process, linear
@@ -359,11 +391,11 @@ def run_steps(
     vocab_size: int,
     steps: int,
     prepare: Callable[[ObservedStepper], None],
-    stale: bool = False,
+    stale: Layout | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Scalars:
     """Trains with a stepper that `prepare` gets first, and returns what is no tensor. `stale`: on one process,
-    gradients are one update late, as those of a pipeline without a flush."""
+    gradients are as late as those of this layout: of a pipeline without a flush, or with stashed weights."""
     device = device_of(ranks, job.cluster.device)
     agree_on_job(job, device)
     mesh = meshes.build(job.layout, device.type)
@@ -372,6 +404,11 @@ def run_steps(
     read, runner = partial(micro_batches, job, vocab_size, mesh), stepper.replica.runner
     if isinstance(runner, PipeDream):
         taken = streamed(stepper, runner, read, steps)
+    elif stale and stashes(stale):
+        whole = batch.solve(job.train.global_batch, stale)
+        sizes = {"micro_batch": whole.micro_batch, "accumulation": whole.accumulation}
+        of_its_size = replace(job, layout=replace(job.layout, **sizes))
+        taken = stashed(stepper, partial(micro_batches, of_its_size, vocab_size, mesh), steps, stale, stepper.add)
     elif stale:
         taken = delayed(stepper, read, steps)
     else:
@@ -398,10 +435,13 @@ class ObservedStepper(Stepper):
         self.loss_scale = LossScale(dtype, LOSS_SCALE)
         self.observe: Observe = lambda key, whole: None
         self.keep, self.seen = False, 0
+        self.sums: dict[str, Tensor] = {}
+        """Of a step with an update per micro-batch: the sums of their gradients."""
         self.held, self.copies = Replicas(self, exact=repeats_exactly(device)), list[list[str]]()
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
-        found = {f.name: f.gradient for f in self.optimizer.shards if f.gradient is not None}
+        found = self.sums or {f.name: f.gradient for f in self.optimizer.shards if f.gradient is not None}
+        self.sums = {}
         if (scale := self.loss_scale.value) != 1:
             found = {name: gradient.float() / scale for name, gradient in found.items()}
         self.show(f"gradient/{self.seen}", found)
@@ -409,6 +449,17 @@ class ObservedStepper(Stepper):
         status = super().status(loss, requests)
         self.compare_copies(gradients=True)
         return status
+
+    def add(self) -> None:
+        """Adds the gradient of an update within a step."""
+        for shard in self.trained:
+            if shard.gradient is not None:
+                before = self.sums.get(shard.name)
+                self.sums[shard.name] = shard.gradient.clone() if before is None else before + shard.gradient
+
+    def _update(self) -> list[Tensor]:
+        self.add()
+        return super()._update()
 
     def compare_copies(self, *, gradients: bool) -> None:
         """Notes the parameters that differ between ranks that hold the same, in their gradients or themselves."""

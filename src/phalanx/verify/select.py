@@ -26,7 +26,7 @@ from phalanx.config.model import ModelConfig, MoE
 from phalanx.config.precision import Precision
 from phalanx.errors import JobError
 from phalanx.partition import derived as batch
-from phalanx.partition.derived import MODES, flushes, is_file, legal_hpz, parse, parse_cut, schedule_of
+from phalanx.partition.derived import MODES, flushes, is_file, legal_hpz, parse, parse_cut, schedule_of, stashes
 from phalanx.schedule.catalogue import SCHEDULES
 from phalanx.schedule.schedule import Schedule
 from phalanx.techniques.catalogue import OWN, techniques_of
@@ -324,8 +324,13 @@ class Selection:
     """Problems of layouts that were named and cannot be compared, while others can."""
 
     def suited(self, job: Job, layout: Layout) -> Job:
-        """Returns a job with a model for a layout."""
-        return job if self.as_is else deep_enough(with_experts(job, layout), layout)
+        """Returns a job with a model for a layout; stashed weights take no clipping, and a head of its own."""
+        if self.as_is:
+            return job
+        if stashes(layout):
+            changed = {"optimizer": replace(job.optimizer, clip=0.0), "model": replace(job.model, tied=False)}
+            job = replace(job, **changed)
+        return deep_enough(with_experts(job, layout), layout)
 
     def case(self, layout: Layout) -> Job:
         """Returns the job of one case: the same model and optimizer, with the layout and a global batch divisible by
@@ -337,10 +342,10 @@ class Selection:
         """Returns the job of one process that the layout's case is compared with."""
         return replace(self.case(layout), layout=self.compared.job.layout)
 
-    def stale(self, layout: Layout) -> bool:
-        """Returns whether a layout's gradients are one update late by design (a pipeline without a flush). It is
-        compared with one process whose gradients are equally late."""
-        return not flushes(layout)
+    def stale(self, layout: Layout) -> Layout | None:
+        """Returns a layout whose gradients are late by design (a pipeline without a flush, or with stashed weights),
+        None for others. It is compared with one process whose gradients are equally late."""
+        return layout if stashes(layout) or not flushes(layout) else None
 
     def not_compared(self) -> list[str]:
         """Returns lines about layouts that are not compared, by reason, and about those that were refused."""
@@ -498,8 +503,11 @@ def _rest(selection: Selection, job: Job, full: bool, schedules: bool, max_ranks
 def _notes(selection: Selection, job: Job) -> Iterator[str]:
     if any(map(selection.stale, selection.layouts)):
         yield (
-            "pipelines without a flush are compared with one process whose gradients are one update late, as theirs are"
+            "pipelines without a flush, or with stashed weights, are compared with one process whose gradients are as "
+            "late as theirs"
         )
+    if any(map(stashes, selection.layouts)) and not selection.as_is and (job.optimizer.clip or job.model.tied):
+        yield "optimizer.clip: 0, and model.tied: false, in layouts with stashed weights"
     models = [selection.case(layout).model for layout in selection.layouts]
     written = [bool(layout.recompute_cut) for layout in selection.layouts]
     if cut := sum(mine and job.model.n_layers != model.n_layers for mine, model in zip(written, models, strict=True)):

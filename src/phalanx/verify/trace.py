@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from phalanx.comm.calls import Recording, recorded
 from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.launch.ranks import Ranks
 from phalanx.model.attention import CoreAttention
 from phalanx.model.layers import Linear
@@ -35,7 +36,7 @@ from phalanx.verify.measure import ObservedStepper, run_steps
 
 
 def trace_step(
-    ranks: Ranks, job: Job, vocab_size: int, steps: int, step: int, folder: Path, stale: bool = False
+    ranks: Ranks, job: Job, vocab_size: int, steps: int, step: int, folder: Path, stale: Layout | None = None
 ) -> None:
     """Runs `steps` steps and writes to `folder` what this rank computed in `step` (from 0): outputs and their
     gradients, the weights that modules used, shards and their gradients before and after the step, and the collectives
