@@ -13,7 +13,7 @@ import phalanx
 ROOT = Path(phalanx.__file__).parent
 FLOORS = [
     *("cli", "serve", "machine", "evaluate", "generate", "dryrun", "verify", "train", "exchange"),
-    *("checkpoint", "parallel", "comm", "launch", "model", "report", "trackers", "data"),
+    *("checkpoint", "parallel", "graph", "comm", "launch", "model", "report", "trackers", "data"),
     *("pictures", "validation", "plan", "simulate", "cost", "foreign", "check", "axes", "techniques", "partition"),
     *("optimizers", "blocks", "schedule", "config"),
 ]
@@ -43,6 +43,7 @@ MOST_LINES = {
     "exchange": 2300,
     "foreign": 4646,
     "generate": 1250,
+    "graph": 1800,
     "launch": 6850,
     "machine": 5390,
     "model": 2500,
