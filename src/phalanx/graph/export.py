@@ -6,12 +6,11 @@ operator that is not known here gets its inputs whole, and is named in the graph
 
 from __future__ import annotations
 
-import operator as python_operator
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,21 +21,32 @@ from phalanx.errors import JobError
 from phalanx.graph.operators import GraphOperator, OperatorGraph, Term, source
 
 TYPES = {
-    **{torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"},
-    **{torch.int64: "int64", torch.int32: "int32", torch.bool: "bool"},
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.int64: "int64",
+    torch.int32: "int32",
+    torch.bool: "bool",
 }
-ELEMENTWISE = frozenset(
-    "abs add bitwise_and bitwise_not bitwise_or clamp clone contiguous cos detach detach_ div dropout elu eq exp ge gelu gt "
-    "hardswish leaky_relu le log logical_and logical_not logical_or lt masked_fill maximum minimum mish mul ne neg pow "
-    "reciprocal relu relu6 rsqrt rsub sigmoid silu sin softplus sqrt sub tanh to type_as where zeros_like ones_like "
-    "_to_copy alias lift_fresh_copy".split()
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+ELEMENTWISE = _words(
+    "abs add bitwise_and bitwise_not bitwise_or clamp clone contiguous cos detach detach_ div dropout elu eq exp "
+    "ge gelu gt hardswish leaky_relu le log logical_and logical_not logical_or lt masked_fill maximum minimum "
+    "mish mul ne neg pow reciprocal relu relu6 rsqrt rsub sigmoid silu sin softplus sqrt sub tanh to type_as "
+    "where zeros_like ones_like _to_copy alias lift_fresh_copy "
 )
-VIEWS = frozenset("view reshape _unsafe_view flatten unflatten squeeze unsqueeze transpose permute t expand movedim".split())
-RESHAPES = frozenset("view reshape _unsafe_view flatten unflatten squeeze unsqueeze".split())
-CREATES = frozenset("arange zeros ones full scalar_tensor empty eye tril_indices linspace".split())
-PARTS = frozenset("chunk split split_with_sizes unbind topk sort max min tensor_split".split())
+VIEWS = _words("view reshape _unsafe_view flatten unflatten squeeze unsqueeze transpose permute t expand movedim ")
+RESHAPES = _words("view reshape _unsafe_view flatten unflatten squeeze unsqueeze ")
+CREATES = _words("arange zeros ones full scalar_tensor empty eye tril_indices linspace ")
+PARTS = _words("chunk split split_with_sizes unbind topk sort max min tensor_split ")
 """Operators of several outputs, of which getitem takes one."""
-POOLS = frozenset("max_pool2d avg_pool2d adaptive_avg_pool2d max_pool1d avg_pool1d adaptive_avg_pool1d".split())
+POOLS = _words("max_pool2d avg_pool2d adaptive_avg_pool2d max_pool1d avg_pool1d adaptive_avg_pool1d ")
 MEANS = frozenset(("mean", "mse_loss", "cross_entropy_loss", "nll_loss", "l1_loss", "binary_cross_entropy_with_logits"))
 """Operators whose sum over a part must be divided by the number of parts."""
 
@@ -144,39 +154,40 @@ class _Reader:
         return next((path for path in paths if re.search(r"(^|\.)\d+$", path) and path in self.whole_modules), "")
 
     def _call(self, node: Node) -> None:
-        name = node.target.__name__ if node.target is python_operator.getitem else _plain(node)
-        if name == "getitem" or not isinstance(node.meta.get("val"), (Tensor, list, tuple)) or name == "_assert":
-            if name != "getitem":
+        name = _plain(node)
+        if not isinstance(node.meta.get("val"), Tensor):
+            return  # a check, or several outputs: computed where a part is taken
+        if name == "getitem" and _plain(whole := cast(Node, node.args[0])) == "broadcast_tensors":
+            taken = tensors_of(whole)[cast(int, node.args[1])]
+            if taken.meta["val"].shape == node.meta["val"].shape:
+                self.names[node.name] = self.names[taken.name]
                 return
-        elif name in PARTS and not isinstance(node.meta["val"], Tensor):
-            return  # done where a part is taken
-        elif not isinstance(node.meta["val"], Tensor):
-            self.unknown[name] = self.unknown.get(name, 0) + 1
-        tensors = tensors_of(node.args[0] if name == "getitem" else node)  # pyright: ignore[reportArgumentType]
+        tensors = tensors_of(cast(Node, node.args[0]) if name == "getitem" else node)
         letters = _Letters()
         value = node.meta["val"]
         described = self._described(name, node, tensors, value, letters)
         if described is None:
-            self.unknown[name] = self.unknown.get(name, 0) + 1
+            named = _plain(cast(Node, node.args[0])) if name == "getitem" else name
+            self.unknown[named] = self.unknown.get(named, 0) + 1
             terms = [letters.term(each.meta["val"].shape) for each in tensors]
             described = terms, letters.term(value.shape), {"whole": frozenset(letters.sizes)}
         terms, output, more = described
         stack = node.meta.get("nn_module_stack") or {}
         block = self._block([str(path).removeprefix("L['self'].") for path, *_ in stack.values()])
         bias = None
-        if name in ("linear", "conv1d", "conv2d", "addmm") and len(tensors) == 3:
+        if name in ("linear", "conv1d", "conv2d") and len(tensors) == 3:
             bias = tensors.pop()
-        if name == "addmm":
-            raise AssertionError("addmm is not in training IR")
         common: dict[str, Any] = {"block": block, "dtype": TYPES.get(value.dtype, "fp32")}
         inputs = tuple(self.names[each.name] for each in tensors)
         kind = "input" if name in CREATES and not inputs else "view" if name in VIEWS else "compute"
-        given = GraphOperator(node.name, kind, inputs, tuple(terms[: len(inputs)]), output, letters.sizes, **more, **common)
+        given = GraphOperator(
+            node.name, kind, inputs, tuple(terms[: len(inputs)]), output, letters.sizes, **more, **common
+        )
         self._add(given, node)
         self.names[node.name] = node.name
         if bias is not None:
             place = len(output) - 1 if name == "linear" else 1
-            sizes = {group: size for group, size in zip(output, value.shape, strict=True)}
+            sizes = dict(zip(output, value.shape, strict=True))
             terms, total = (output, (output[place],)), f"{node.name}.bias"
             added = (node.name, self.names[bias.name])
             self._add(GraphOperator(total, "compute", added, terms, output, sizes, **common), node)
@@ -198,15 +209,19 @@ class _Reader:
             kept = first[:2] if len(shapes[0]) > 2 else first[:1]
             output = (*kept, *letters.term(value.shape[len(kept) :]))
             return [first], output, {"whole": frozenset(letters.sizes) - {*kept}}
-        read: Callable[..., Described | None] | None = getattr(self, f"_{name}", None) or _ALIASES.get(name)
+        read: Callable[..., Described | None] | None = getattr(self, f"_{name}", None)
         return read(node, shapes, value, letters) if read else None
 
     def _part(self, node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters) -> Described | None:
         whole: Any = node.args[0]
+        if _plain(whole) not in PARTS:
+            return None
         if _plain(whole) == "unbind":
             return _selected(whole, shapes, value, letters)
         term = letters.term(shapes[0])
-        dim = _argument(whole, 1 if _plain(whole) in ("max", "min") else 2, "dim", -1 if _plain(whole) in ("topk", "sort") else 0)
+        dim = _argument(
+            whole, 1 if _plain(whole) in ("max", "min") else 2, "dim", -1 if _plain(whole) in ("topk", "sort") else 0
+        )
         if len(value.shape) != len(term):
             return None
         place = dim % len(term)
@@ -240,7 +255,10 @@ class _Reader:
             return None
         known: dict[str, str] = {}
         terms = [
-            tuple(known.setdefault(one, "") or known.update({one: letters.new(size)}) or known[one] for one, size in zip(text, shape, strict=True))
+            tuple(
+                known.setdefault(one, "") or known.update({one: letters.new(size)}) or known[one]
+                for one, size in zip(text, shape, strict=True)
+            )
             for text, shape in zip(left.split(","), shapes, strict=True)
         ]
         if any(len({*term}) < len(term) for term in terms):
@@ -278,23 +296,35 @@ class _Reader:
         q, k, d, e = (letters.new(size) for size in (query[-2], key[-2], query[-1], val[-1]))
         output = (*outer, q, e)
         causal = bool(_argument(node, 5, "is_causal", False))
-        more = [letters.beside(shape, output[:-1] + (k,)) for shape in shapes[3:]]
+        more = [letters.beside(shape, (*output[:-1], k)) for shape in shapes[3:]]
         flops = 2.0 * prod(query[:-1]) * key[-2] * (query[-1] + val[-1]) / (2 if causal else 1)
         moved = float(sum(prod(shape) for shape in (*shapes, tuple(value.shape))) * value.element_size())
         whole = frozenset((k, d, e, *([q] if causal else [])))
-        return [(*outer, q, d), (*heads, k, d), (*heads, k, e), *more], output, {"whole": whole, "flops": flops, "moved": moved}
+        return (
+            [(*outer, q, d), (*heads, k, d), (*heads, k, e), *more],
+            output,
+            {"whole": whole, "flops": flops, "moved": moved},
+        )
 
     def _embedding(self, node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters) -> Described:
         rows, width = letters.term(shapes[0])
         ids = letters.term(shapes[1])
         moved = 2.0 * value.numel() * value.element_size()
         padded = int(_argument(node, 2, "padding_idx", -1)) >= 0
-        return [(rows, width), ids], (*ids, width), {"flops": 0.0, "moved": moved, "whole": frozenset(rows if padded else "")}
+        return (
+            [(rows, width), ids],
+            (*ids, width),
+            {"flops": 0.0, "moved": moved, "whole": frozenset(rows if padded else "")},
+        )
 
     def _cross_entropy_loss(
         self, node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters
     ) -> Described | None:
-        if len(shapes) != 2 or shapes[0][:1] + shapes[0][2:] != shapes[1] or int(_argument(node, 3, "reduction", 1)) == 0:
+        if (
+            len(shapes) != 2
+            or shapes[0][:1] + shapes[0][2:] != shapes[1]
+            or int(_argument(node, 3, "reduction", 1)) == 0
+        ):
             return None
         first = letters.term(shapes[0])
         return [first, (first[0], *first[2:])], (), {"whole": frozenset(first[1])}
@@ -377,10 +407,8 @@ class _Reader:
         batch, channels, *space = letters.term(shapes[0])
         single = groups == shapes[0][1] == shapes[1][0]
         out = channels if single else letters.new(shapes[1][0])
-        inner, *window = (letters.new(size) for size in shapes[1][1:])
-        if groups == 1:
-            del letters.sizes[inner]
-            inner = channels
+        inner = channels if groups == 1 else letters.new(shapes[1][1])
+        window = [letters.new(size) for size in shapes[1][2:]]
         output = (batch, out, *(letters.new(size) for size in value.shape[2:]))
         whole = {*space, *window, *output[2:], *([] if groups == 1 or single else [channels, out, inner])}
         flops = 2.0 * value.numel() * prod(shapes[1][1:])
@@ -389,9 +417,6 @@ class _Reader:
         return [(batch, channels, *space), (out, inner, *window)], output, more
 
     _conv1d = _conv2d
-
-
-_ALIASES: dict[str, Any] = {}
 
 
 def _selected(node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters) -> Described:

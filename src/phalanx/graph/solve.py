@@ -2,7 +2,7 @@
 least time and the memory suffices, by an integer program (Zheng et al. 2022, section 4.2) that HiGHS solves.
 
 Beyond Alpa's program, a tensor that several operators need in the same form is communicated once, and so is its
-gradient: that is what makes Megatron's two all-reduces per block out of six. Equal blocks share their variables, so that a
+gradient, which makes Megatron's two all-reduces per block out of six. Equal blocks share their variables, so that a
 model's depth changes figures of the program and not its size.
 """
 
@@ -50,7 +50,7 @@ class GraphPlan:
                 wanted[self.chosen[consumer.name].demands[place]].append(consumer.name)
             given = self.chosen[each.name].output
             if not self.graph.consumers.get(each.name):
-                wanted[_result(given)] = ["the result"]
+                wanted[result_form(given)] = ["the result"]
             found += [
                 (each, form, tuple(names), edge(self.graph, self.mesh, each, given, form))
                 for form, names in wanted.items()
@@ -73,7 +73,7 @@ def edge(graph: OperatorGraph, mesh: GraphMesh, each: GraphOperator, given: Both
     return resharding(mesh, each.shape, each.nbytes, given, wanted, each.name in graph.differentiated)
 
 
-def _result(given: Both) -> Both:
+def result_form(given: Both) -> Both:
     """Returns the form of a result: partial sums are reduced, what is split stays split."""
     form = tuple("R" if place == "P" else place for place in given[0])
     return form, form
@@ -152,7 +152,7 @@ class _Program:
             given[option.output].append(column)
         if not users:
             for form, columns in given.items():
-                cost = edge(self.graph, self.mesh, each, form, _result(form)).times(count)
+                cost = edge(self.graph, self.mesh, each, form, result_form(form)).times(count)
                 for column in columns:
                     self.costs[column] += cost
             return

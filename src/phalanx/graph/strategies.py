@@ -26,7 +26,7 @@ Place = int | str
 Form = tuple[Place, ...]
 """A tensor on all axes, outermost first; a dimension split on two is split on the outer one first, as DTensor does."""
 Both = tuple[Form, Form]
-"""The form of a tensor and that of its gradient."""
+"""The form of a tensor and that of its gradient, which is empty where an operator has none to give."""
 STATE_BYTES = 16
 """Bytes of a parameter with its gradient and Adam's state, mixed precision: 2 + 2 + 12 (Rajbhandari et al. 2020)."""
 
@@ -165,7 +165,7 @@ def resharding(mesh: GraphMesh, shape: tuple[int, ...], nbytes: float, given: Bo
     """Returns what an edge costs: the tensor forward, its gradient backward if it has one, and the copy that is kept
     if the tensor had to be communicated."""
     forward = path(mesh, shape, nbytes, given[0], wanted[0])
-    backward = path(mesh, shape, nbytes, wanted[1], given[1]) if graded else ()
+    backward = path(mesh, shape, nbytes, wanted[1], given[1]) if graded and wanted[1] else ()
     every = [change for change in (*forward, *backward) if change.collective]
     return Cost(
         sum(change_seconds(mesh, change) for change in every),
@@ -199,6 +199,8 @@ def strategy_of(
     try:
         output = _both(each, each.output, split, summed=True)
         demands = tuple(_both(each, term, split, summed=False) for term in each.terms)
+        if each.name not in graph.differentiated:
+            demands = tuple((form, ()) for form, _ in demands)
     except ValueError:
         return None
     return Strategy(split, output, demands, _cost(graph, each, mesh, parts, output[0]))

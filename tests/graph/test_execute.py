@@ -1,0 +1,92 @@
+"""Plans run on gloo ranks: equal to one process in float64, and the bytes that the objective counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import graph_modules
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from phalanx.comm.axis import Ledger
+from phalanx.config.clusters import cluster_of
+from phalanx.graph.execute import PlannedModule, counted
+from phalanx.graph.export import export_graph
+from phalanx.graph.operators import OperatorGraph, parse_graph
+from phalanx.graph.solve import GraphPlan, baselines, solve
+from phalanx.graph.strategies import GraphMesh, strategies
+
+pytest.importorskip("scipy")
+NAMES = [*graph_modules.examples()]
+
+
+def made(name: str) -> graph_modules.Example:
+    torch.manual_seed(0)
+    module, args = graph_modules.examples()[name]()
+    return module.double(), tuple(each.double() if each.is_floating_point() else each for each in args)
+
+
+def plans(graph: OperatorGraph, sizes: tuple[int, ...]) -> Iterator[GraphPlan]:
+    """Returns the fastest plan, the one of least memory, those of data parallelism and ZeRO, and arbitrary ones that
+    take the strategies of each operator in turn."""
+    mesh = GraphMesh(cluster_of("dgx-h100:1"), sizes, direct=False)
+    yield solve(graph, mesh)
+    if len(sizes) == 1:
+        yield solve(graph, mesh, objective="memory")
+        yield from (solve(graph, mesh, allowed=allowed) for allowed in baselines(graph).values())
+    for turn in range(2):
+        count = itertools.count(turn)
+        options = {each.name: strategies(graph, each, mesh) for each in graph.operators}
+        yield GraphPlan(graph, mesh, {name: every[next(count) * 7 % len(every)] for name, every in options.items()})
+
+
+def planned(name: str, sizes: tuple[int, ...]) -> list[GraphPlan]:
+    return [*plans(export_graph(*made(name)).graph, sizes)]
+
+
+def check(ranks: Any, name: str, every: list[GraphPlan]) -> list[str]:
+    alone, args = made(name)
+    loss = alone(*args)
+    loss.backward()
+    wrong = list[str]()
+    mesh = init_device_mesh("cpu", every[0].mesh.sizes)
+    exported = export_graph(alone, args, name)
+    for number, plan in enumerate(every):
+        module, ledger = made(name)[0], Ledger()
+        run = PlannedModule(module, exported, plan, mesh)
+        with counted(ledger):
+            result = run(*args)
+            result.backward()
+        if not torch.allclose(result.full_tensor(), loss, rtol=1e-9, atol=0):
+            wrong.append(f"{number}: loss {result.full_tensor().item()} for {loss.item()}")
+        for (path, one), two in zip(alone.named_parameters(), module.parameters(), strict=True):
+            difference = (two.grad.full_tensor() - one.grad).abs().max()
+            if difference > 1e-9 * one.grad.abs().max().clamp(min=1e-3):
+                wrong.append(f"{number}: gradient of {path} differs by {difference:.1e}")
+        sent = sum(entry.sent for entry in ledger.entries.values())
+        if sent != pytest.approx(plan.cost.sent, rel=1e-12):
+            wrong.append(f"{number}: {sent} bytes sent, {plan.cost.sent} expected; {ledger.traffic()}")
+    return wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_plan_computes_what_one_process_does_and_sends_what_it_counts(ranks, name):
+    assert ranks(check, 2, name, planned(name, (2,))) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_so_it_does_on_two_dimensions(ranks, name):
+    assert ranks(check, 4, name, planned(name, (2, 2))) == [[]] * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operator_of_the_modules_is_known_and_written_as_json(name):
+    module, args = made(name)
+    graph = export_graph(module, args, name).graph
+    assert not graph.notes
+    again, problems = parse_graph(graph.as_json())
+    assert not problems
+    assert again.operators == graph.operators
