@@ -4,6 +4,7 @@ local tensors, and DTensor brings tensors from one form into the next, forward a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -21,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.comm.axis import Ledger
 from phalanx.cost.communication import Collective
 from phalanx.errors import JobError
-from phalanx.graph.export import CREATES, MEANS, RESHAPES, Exported, plain
+from phalanx.graph.export import CREATES, MEANS, RESHAPES, ExportedModule, export_graph, module_of, plain
 from phalanx.graph.operators import GraphOperator
 from phalanx.graph.solve import GraphPlan, result_form
 from phalanx.graph.strategies import Both, Form, path, places
@@ -36,7 +37,7 @@ class PlannedModule(nn.Module):
     """A module that computes as a plan says. `module` keeps its parameters, by their names; all ranks begin with the
     same ones. It takes whole inputs on every rank, and returns DTensors."""
 
-    def __init__(self, module: nn.Module, exported: Exported, plan: GraphPlan, mesh: DeviceMesh):
+    def __init__(self, module: nn.Module, exported: ExportedModule, plan: GraphPlan, mesh: DeviceMesh):
         super().__init__()
         self.module, self.exported, self.plan, self.mesh = module, exported, plan, mesh
         self.graph = exported.graph
@@ -237,3 +238,53 @@ def counted(ledger: Ledger) -> Iterator[None]:
     """Counts the bytes that DTensor sends in a `with` block."""
     with _Counter(ledger):
         yield
+
+
+def check_plan(place: str, plan: GraphPlan) -> dict[str, Any]:
+    """Runs a plan of the function `place` on gloo processes of this machine, and compares it with one process."""
+    from phalanx.launch.pool import Pool
+
+    with Pool(plan.mesh.devices) as pool:
+        return pool.run(_compare, plan.mesh.devices, place, plan, timeout=600)[0]
+
+
+def _compare(_: Any, place: str, plan: GraphPlan) -> dict[str, Any]:
+    torch.manual_seed(0)
+    alone, args = module_of(place)
+    args = tuple(each.double() if isinstance(each, Tensor) and each.is_floating_point() else each for each in args)
+    return compare(alone.double(), args, plan)
+
+
+def compare(alone: nn.Module, args: tuple[Any, ...], plan: GraphPlan) -> dict[str, Any]:
+    """Returns how far a plan on the ranks of this process's group is from one process: the loss (or the sum of what the
+    module returns), gradients, and bytes. A plan counts bytes in its graph's types, and the run sends those of float64:
+    the plan's strategies are counted anew for the module as it is."""
+    exported = export_graph(alone, args)
+    plan = GraphPlan(exported.graph, plan.mesh, plan.chosen)
+    loss = _summed(alone(*args))
+    loss.backward()
+    loss = loss.detach()
+    run, ledger = (
+        PlannedModule(copy.deepcopy(alone), exported, plan, init_device_mesh("cpu", plan.mesh.sizes)),
+        Ledger(),
+    )
+    with counted(ledger):
+        result = _summed(run(*args))
+        result.backward()
+    found = cast(DTensor, result.detach()).full_tensor()
+    gradients = 0.0
+    for one, two in zip(alone.parameters(), run.module.parameters(), strict=True):
+        if one.grad is not None:
+            other = cast(DTensor, two.grad).full_tensor() if two.grad is not None else torch.zeros_like(one)
+            # What is zero but for rounding, such as a key's bias, has no relative error.
+            gradients = max(gradients, float((other - one.grad).abs().max() / one.grad.abs().max().clamp(min=1e-3)))
+    sent, expected = sum(entry.sent for entry in ledger.entries.values()), plan.cost.sent
+    away = float((found - loss).abs() / loss.abs().clamp(min=1e-30))
+    ok = max(away, gradients) <= 1e-9 and abs(sent - expected) <= 1e-9 * expected
+    figures = {"loss_max_rel": away, "grad_max_rel": gradients, "sent_bytes": sent, "expected_bytes": expected}
+    return {"ok": ok, "processes": plan.mesh.devices, **figures}
+
+
+def _summed(result: Any) -> Any:
+    first = result[0] if isinstance(result, (tuple, list)) else result
+    return first if first.dim() == 0 else first.sum()

@@ -6,7 +6,10 @@ operator that is not known here gets its inputs whole, and is named in the graph
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -19,6 +22,9 @@ from torch.fx import Node
 
 from phalanx.errors import JobError
 from phalanx.graph.operators import GraphOperator, OperatorGraph, Term, source
+from phalanx.registry import package_code
+
+Example = tuple[nn.Module, tuple[Any, ...]]
 
 TYPES = {
     torch.float64: "fp64",
@@ -52,7 +58,7 @@ MEANS = frozenset(("mean", "mse_loss", "cross_entropy_loss", "nll_loss", "l1_los
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedModule:
     """A module as a graph, with what is needed to run it."""
 
     graph: OperatorGraph
@@ -66,7 +72,32 @@ class Exported:
     """The operator that has the value of each node."""
 
 
-def export_graph(module: nn.Module, args: tuple[Any, ...], name: str = "") -> Exported:
+def module_of(place: str) -> Example:
+    """Returns the module and the example inputs of a function that the user names, as `package.module:function`, from
+    the current folder or an installed package: its code runs, as any code that one imports. Raises JobError."""
+    name, _, function = place.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.insert(0, here)
+    with package_code(f"--graph {place}", passing=(JobError,), raising=JobError):
+        found: Any = importlib.import_module(name)
+        for part in function.split("."):
+            found = getattr(found, part)
+        if not callable(found):
+            raise JobError(f"--graph {place} is no function")
+        made = found()
+    if (
+        not isinstance(made, tuple)
+        or len(made) != 2
+        or not isinstance(made[0], nn.Module)
+        or not isinstance(made[1], tuple)
+    ):
+        raise JobError(
+            f"--graph {place} must return (module, inputs), the inputs as a tuple; it returns {type(made).__name__}"
+        )
+    return made
+
+
+def export_graph(module: nn.Module, args: tuple[Any, ...], name: str = "") -> ExportedModule:
     """Returns the graph of a module. Raises JobError if torch cannot export it."""
     try:
         program = torch.export.export(module, args)
@@ -113,7 +144,7 @@ class _Reader:
         self.unknown: dict[str, int] = {}
         self.whole_modules = {path for path, each in module.named_modules() if any(True for _ in each.children())}
 
-    def read(self) -> Exported:
+    def read(self) -> ExportedModule:
         specs = {each.arg.name: each for each in self.program.graph_signature.input_specs}
         for node in self.program.graph.nodes:
             if node.op == "placeholder" and isinstance(node.meta.get("val"), Tensor):
@@ -125,7 +156,7 @@ class _Reader:
             for target, count in self.unknown.items()
         ]
         graph = OperatorGraph(self.name, tuple(self.operators), tuple(notes))
-        return Exported(graph, self.program, self.nodes, self.sources, self.names)
+        return ExportedModule(graph, self.program, self.nodes, self.sources, self.names)
 
     def _source(self, node: Node, spec: Any) -> None:
         kind = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.USER_INPUT: "input"}

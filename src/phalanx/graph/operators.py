@@ -117,6 +117,8 @@ class OperatorGraph:
     operators: tuple[GraphOperator, ...]
     notes: tuple[str, ...] = ()
     """What a reader should know, such as operators that are not understood."""
+    received: frozenset[str] = frozenset()
+    """Inputs that come from another stage of a pipeline, to which gradients go back."""
 
     @cached_property
     def by_name(self) -> dict[str, GraphOperator]:
@@ -136,7 +138,8 @@ class OperatorGraph:
         """The operators whose outputs have gradients."""
         found = set[str]()
         for each in self.operators:
-            if each.floating and (each.kind == "parameter" or any(name in found for name in each.inputs)):
+            begins = each.kind == "parameter" or each.name in self.received
+            if each.floating and (begins or any(name in found for name in each.inputs)):
                 found.add(each.name)
         return frozenset(found)
 
@@ -189,7 +192,7 @@ class OperatorGraph:
     def _signature(self, name: str) -> Any:
         source = self.by_name[name]
         # What comes from another block is alike if it has the same form; what all share must be the same.
-        return (source.shape, source.dtype) if source.block else name
+        return name if source.kind in ("input", "parameter") else (source.shape, source.dtype)
 
     @property
     def parameters(self) -> int:

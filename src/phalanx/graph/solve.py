@@ -85,10 +85,11 @@ def solve(
     limit: float = np.inf,
     allowed: Allowed | None = None,
     objective: Objective = "seconds",
+    in_flight: int = 1,
 ) -> GraphPlan:
-    """Returns the fastest plan that needs at most `limit` bytes on each device. Raises DoesNotFitError with the least
-    that any plan needs."""
-    program = _Program(graph, mesh, allowed)
+    """Returns the fastest plan that needs at most `limit` bytes on each device, with the activations of `in_flight`
+    micro-batches. Raises DoesNotFitError with the least that any plan needs."""
+    program = _Program(graph, mesh, allowed, in_flight)
     found = program.solve(limit, objective)
     if found is None:
         least = program.solve(np.inf, "memory")
@@ -112,8 +113,8 @@ class _Program:
     """The integer program. Its columns are the strategies of each kind of operator, and what each tensor is brought
     from and into."""
 
-    def __init__(self, graph: OperatorGraph, mesh: GraphMesh, allowed: Allowed | None):
-        self.graph, self.mesh = graph, mesh
+    def __init__(self, graph: OperatorGraph, mesh: GraphMesh, allowed: Allowed | None, in_flight: int):
+        self.graph, self.mesh, self.in_flight = graph, mesh, in_flight
         same = graph.representatives
         self.counts = Counter(same.values())
         self.options: dict[str, list[Strategy]] = {}
@@ -127,7 +128,7 @@ class _Program:
             kept = [one for one in every if allowed(each, one)] if allowed else every
             self.options[name] = kept or [one for one in every if not any(one.split)]
             self.first[name] = len(self.costs)
-            self._columns([one.cost.times(count) for one in self.options[name]], whole=True)
+            self._columns([self._kept(each, one.cost).times(count) for one in self.options[name]], whole=True)
             self.rows.append((dict.fromkeys(self._of(name), 1.0), 1.0, 1.0))
         edges: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
         for each in graph.operators:
@@ -142,6 +143,10 @@ class _Program:
         self.whole += [whole] * len(costs)
         return range(begin, len(self.costs))
 
+    def _kept(self, each: GraphOperator, cost: Cost) -> Cost:
+        """Returns a cost with the memory of every micro-batch in flight."""
+        return cost if each.kind == "parameter" else Cost(cost.seconds, cost.sent, cost.memory * self.in_flight)
+
     def _of(self, name: str) -> range:
         return range(self.first[name], self.first[name] + len(self.options[name]))
 
@@ -152,7 +157,7 @@ class _Program:
             given[option.output].append(column)
         if not users:
             for form, columns in given.items():
-                cost = edge(self.graph, self.mesh, each, form, result_form(form)).times(count)
+                cost = self._kept(each, edge(self.graph, self.mesh, each, form, result_form(form))).times(count)
                 for column in columns:
                     self.costs[column] += cost
             return
@@ -162,7 +167,9 @@ class _Program:
             for column, option in zip(self._of(user), self.options[user], strict=True):
                 wanted[option.demands[place]].append(column)
             pairs = {
-                (one, two): edge(self.graph, self.mesh, each, one, two).times(count) for one in given for two in wanted
+                (one, two): self._kept(each, edge(self.graph, self.mesh, each, one, two)).times(count)
+                for one in given
+                for two in wanted
             }
             if not any(cost != Cost() for cost in pairs.values()):
                 continue

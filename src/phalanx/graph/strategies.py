@@ -9,7 +9,7 @@ All seconds are those of phalanx.cost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heappop, heappush
@@ -230,10 +230,10 @@ def _cost(graph: OperatorGraph, each: GraphOperator, mesh: GraphMesh, parts: dic
     if each.kind == "view":
         return Cost()
     # A partial sum is not kept: what it is reduced to is, where it is used.
-    return Cost(_seconds(graph, each, mesh, parts), 0.0, here if graded and "P" not in output else 0.0)
+    return Cost(compute_seconds(graph, each, mesh, parts), 0.0, here if graded and "P" not in output else 0.0)
 
 
-def _seconds(graph: OperatorGraph, each: GraphOperator, mesh: GraphMesh, parts: dict[str, int]) -> float:
+def compute_seconds(graph: OperatorGraph, each: GraphOperator, mesh: GraphMesh, parts: Mapping[str, int] = {}) -> float:
     device = mesh.cluster.accelerator
     kind = "bf16" if each.dtype in ("bf16", "fp16") else "fp32"
     gradients = sum(name in graph.differentiated for name in each.inputs)
@@ -274,10 +274,10 @@ def is_product(each: GraphOperator) -> bool:
 
 
 def meshes(cluster: Cluster, devices: int, direct: bool = True) -> Iterator[GraphMesh]:
-    """Returns the meshes of so many devices: in one row, and in two dimensions, where the inner axis divides a node or
-    is made of whole ones."""
+    """Returns meshes of so many devices: one row, and two dimensions whose inner one is a node or half of it; within a
+    node two devices, or half of them."""
+    near = cluster.joined
     yield GraphMesh(cluster, (devices,), direct)
-    for inner in range(2, devices):
-        near = cluster.joined
-        if devices % inner == 0 and (near % inner == 0 or inner % near == 0):
-            yield GraphMesh(cluster, (devices // inner, inner), direct)
+    for size in sorted({2, devices // 2} if devices <= near else {near, near // 2}):
+        if 1 < size < devices and devices % size == 0:
+            yield GraphMesh(cluster, (devices // size, size), direct)
