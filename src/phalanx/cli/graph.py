@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.cli.verb import Option, Words
 from phalanx.config.cluster import Cluster
-from phalanx.data.files import stderr_progress
-from phalanx.errors import DoesNotFitError, JobError
+from phalanx.errors import JobError
 from phalanx.graph.operators import OperatorGraph, read_graph
-from phalanx.graph.solve import GraphPlan, baselines, solve
+from phalanx.graph.solve import GraphPlan, GraphTooLargeError, baselines, solve
 from phalanx.graph.stages import PipelinePlan, pipeline
 from phalanx.graph.strategies import GraphMesh, meshes
 from phalanx.nearest import nearest_divisors
@@ -63,24 +62,19 @@ def run(words: Words, cluster: Cluster) -> int:
     if problems:
         raise JobError(problems)
     begun = time.monotonic()
-    plan, failure = None, None
+    plan, failures = None, list[GraphTooLargeError]()
     for mesh in candidates:
         try:
             found = solve(graph, mesh, limit)
-        except DoesNotFitError as error:
-            failure = error
+        except GraphTooLargeError as error:
+            failures.append(error)
             continue
         plan = found if plan is None or found.cost.seconds < plan.cost.seconds else plan
     stages = None
     if options["micro_batches"]:
-        with stderr_progress() as progress:
-            stages = pipeline(
-                *(graph, cluster, cluster.devices, limit, options["micro_batches"]),
-                progress=lambda done: progress("planning stages", done, 0),
-            )
+        stages = pipeline(graph, cluster, cluster.devices, limit, options["micro_batches"])
     if plan is None and stages is None:
-        assert failure is not None
-        raise failure
+        raise min(failures, key=lambda each: each.needed)
     spent = time.monotonic() - begun
     known = compared(graph, plan.mesh, limit) if plan else {}
     checked = None

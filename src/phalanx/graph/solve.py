@@ -66,6 +66,14 @@ class GraphPlan:
         return self.compute + self.communication
 
 
+class GraphTooLargeError(DoesNotFitError):
+    """No plan of a mesh fits; `needed` is the least bytes per device that one needs."""
+
+    def __init__(self, needed: float, message: str):
+        super().__init__(message)
+        self.needed = needed
+
+
 def edge(graph: OperatorGraph, mesh: GraphMesh, each: GraphOperator, given: Both, wanted: Both) -> Cost:
     """Returns what it costs to bring an operator's output into a form."""
     if given == wanted:
@@ -102,9 +110,10 @@ def solve(
             ] += int(least.chosen[each.name].cost.memory)
         parts["gathered copies"] = int(least.communication.memory)
         said = " + ".join(f"{gib(size)} {name}" for name, size in parts.items() if size)
-        raise DoesNotFitError(
+        raise GraphTooLargeError(
+            needed.memory,
             f"{graph.name or 'the graph'} on {mesh} devices: {said} = {gib(int(needed.memory))} per device at least, "
-            f"more than {gib(int(limit))}; take more devices, a smaller batch, or devices with more memory"
+            f"more than {gib(int(limit))}; take more devices, a smaller batch, or devices with more memory",
         )
     return found
 

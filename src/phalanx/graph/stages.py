@@ -8,7 +8,7 @@ B - 1 times the slowest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
@@ -17,7 +17,7 @@ from phalanx.config.cluster import Cluster
 from phalanx.cost.communication import RankGroup, seconds
 from phalanx.errors import DoesNotFitError
 from phalanx.graph.operators import GraphOperator, OperatorGraph, source
-from phalanx.graph.solve import GraphPlan, solve
+from phalanx.graph.solve import GraphPlan, GraphTooLargeError, solve
 from phalanx.graph.strategies import GraphMesh, compute_seconds, meshes
 from phalanx.partition.cut import cut
 
@@ -98,14 +98,13 @@ def pipeline(
     limit: float,
     micro_batches: int,
     most: int = MOST_LAYERS,
-    progress: Callable[[int], None] = lambda done: None,
 ) -> PipelinePlan:
     """Returns the fastest stages. Raises DoesNotFitError if no plan fits."""
     layers = layers_of(graph, cluster, most)
     total = len(layers)
     sizes = sizes_of(devices, cluster.joined)
     same = graph.representatives
-    failure: list[DoesNotFitError] = []
+    failures: list[GraphTooLargeError] = []
     known: dict[object, GraphPlan | None] = {}
 
     @cache
@@ -126,13 +125,12 @@ def pipeline(
             for mesh in meshes(cluster, size):
                 try:
                     plan = solve(part, mesh, limit, in_flight=flight)
-                except DoesNotFitError as error:
-                    failure.append(error)
+                except GraphTooLargeError as error:
+                    failures.append(error)
                     continue
                 if found is None or plan.cost.seconds < found.cost.seconds:
                     found = plan
             known[key] = found
-            progress(len(known))
         if found is None:
             return None
         near = RankGroup(2, min(size, cluster.joined) if devices > cluster.joined and size >= cluster.joined else 1)
@@ -158,7 +156,8 @@ def pipeline(
         if spent + (micro_batches - 1) * slowest < best_seconds:
             best_seconds, chosen = spent + (micro_batches - 1) * slowest, cuts
     if not chosen:
-        raise failure[-1] if failure else DoesNotFitError(f"no stages of {total} layers tile {devices} devices")
+        none = DoesNotFitError(f"no stages of {total} layers take {devices} devices")
+        raise min(failures, key=lambda each: each.needed, default=none)
     found = [each for cut_at in chosen if (each := best(*cut_at))]
     return PipelinePlan(tuple(plan for plan, _ in found), micro_batches, tuple(send for _, send in found))
 
