@@ -9,12 +9,14 @@ from typing import Any
 import graph_modules
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from phalanx.config.clusters import cluster_of
-from phalanx.graph.execute import compare
+from phalanx.graph.execute import StagedModule, compare
 from phalanx.graph.export import export_graph
 from phalanx.graph.operators import OperatorGraph, parse_graph
 from phalanx.graph.solve import GraphPlan, baselines, solve
+from phalanx.graph.stages import layers_of, part_of
 from phalanx.graph.strategies import GraphMesh, strategies
 
 pytest.importorskip("scipy")
@@ -57,6 +59,37 @@ def test_any_plan_computes_what_one_process_does_and_sends_what_it_counts(ranks,
 @pytest.mark.parametrize("name", ["gpt", "moe"])
 def test_so_it_does_on_two_dimensions(ranks, name):
     assert ranks(check, 4, name, planned(name, (2, 2))) == [[]] * 4
+
+
+def staged(ranks: Any, name: str, stages: list[GraphPlan]) -> list[str]:
+    alone, args = made(name)
+    exported = export_graph(alone, args)
+    run = StagedModule(made(name)[0], exported, stages)
+    for _ in range(2):  # micro-batches
+        loss = alone(*args)
+        loss.backward()
+        found = run.step(args)
+        assert found is None or torch.allclose(found, loss, rtol=1e-9, atol=0)
+    own = dict(run.run.module.named_parameters())
+    mine = [name for name, each in own.items() if isinstance(each, DTensor)]
+    for path in mine:
+        one, two = alone.get_parameter(path).grad, own[path].grad.full_tensor()
+        assert (two - one).abs().max() <= 1e-9 * one.abs().max().clamp(min=1e-3), path
+    return mine
+
+
+@pytest.mark.parametrize("name", ["gpt", "mixer"])
+def test_stages_on_meshes_of_their_own_compute_what_one_process_does(ranks, name):
+    module, args = made(name)
+    graph, node = export_graph(module, args).graph, cluster_of("dgx-h100:1")
+    layers = layers_of(graph, node, 2)
+    stages = [
+        solve(part_of(graph, [layer]), GraphMesh(node, (size,), direct=False), objective="memory")
+        for layer, size in zip(layers, (1, 2), strict=True)
+    ]
+    first, *rest = ranks(staged, 3, name, stages)
+    assert {*first, *rest[0]} == {path for path, _ in module.named_parameters()}
+    assert not {*first} & {*rest[0]}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,7 +5,7 @@ local tensors, and DTensor brings tensors from one form into the next, forward a
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.comm.axis import Ledger
 from phalanx.cost.communication import Collective
 from phalanx.errors import JobError
-from phalanx.graph.export import CREATES, MEANS, RESHAPES, ExportedModule, export_graph, module_of, plain
+from phalanx.graph.export import CREATES, MEANS, RESHAPES, TYPES, ExportedModule, export_graph, module_of, plain
 from phalanx.graph.operators import GraphOperator
 from phalanx.graph.solve import GraphPlan, result_form
 from phalanx.graph.strategies import Both, Form, path, places
@@ -40,14 +40,14 @@ class PlannedModule(nn.Module):
     def __init__(self, module: nn.Module, exported: ExportedModule, plan: GraphPlan, mesh: DeviceMesh):
         super().__init__()
         self.module, self.exported, self.plan, self.mesh = module, exported, plan, mesh
-        self.graph = exported.graph
+        self.graph = plan.graph
         for node in exported.nodes.values():
             if plain(node) == "dropout" and float(cast(Any, node.args[1])) > 0 and node.args[2]:
                 raise JobError(
                     f"{node.name}: a dropout differs from rank to rank; set its p to 0, or call module.eval()"
                 )
         for kind, name in exported.sources.values():
-            if kind == "parameter":
+            if kind == "parameter" and name in plan.chosen:
                 owner, _, own = name.rpartition(".")
                 parameter = module.get_parameter(name)
                 form = placements(plan.chosen[name].output[0])
@@ -55,23 +55,27 @@ class PlannedModule(nn.Module):
                 setattr(module.get_submodule(owner), own, nn.Parameter(whole, parameter.requires_grad))
 
     def forward(self, *args: Any) -> Any:
-        values, copies, inputs = dict[str, Tensor](), dict[tuple[str, Both], Tensor](), iter(args)
-        outputs: Any = None
+        values, copies = self.values(args, {})
+        (output,) = (node for node in self.exported.program.graph.nodes if node.op == "output")
+        found = map_arg(output.args[0], lambda node: self.result(self.exported.names[node.name], values, copies))
+        return found if len(found) > 1 else found[0]
+
+    def values(
+        self, args: tuple[Any, ...], received: Mapping[str, DTensor]
+    ) -> tuple[dict[str, Tensor], dict[tuple[str, Both], Tensor]]:
+        """Returns the outputs of all operators of the plan's graph on this rank, and the forms they were brought into.
+        A stage is given what it receives."""
+        values, inputs = {name: value.to_local() for name, value in received.items()}, iter(args)
+        copies = dict[tuple[str, Both], Tensor]()
         for node in self.exported.program.graph.nodes:
             if node.op == "placeholder":
                 kind, name = self.exported.sources.get(node.name, ("", ""))
-                value = next(inputs) if kind in ("input", "") else self._stored(kind, name)
-                if name:
-                    values[name] = self._cut(value, name)
-            elif node.op == "output":
-                outputs = node.args[0]
-            elif node.name in self.exported.nodes:
+                given = next(inputs) if kind in ("input", "") else None
+                if name in self.graph.by_name:
+                    values[name] = self._cut(self._stored(kind, name) if given is None else given, name)
+            elif node.name in self.exported.nodes and node.name in self.graph.by_name and node.name not in received:
                 self._compute(node, values, copies)
-        return (
-            map_arg(outputs, lambda node: self._result(node, values, copies))
-            if len(outputs) > 1
-            else self._result(outputs[0], values, copies)
-        )
+        return values, copies
 
     def _stored(self, kind: str, name: str) -> Any:
         if kind == "parameter":
@@ -103,8 +107,7 @@ class PlannedModule(nn.Module):
                 copies[name, wanted] = _moved(values[name].detach(), self, each, given[0], wanted[0])
         return copies[name, wanted]
 
-    def _result(self, node: Node, values: dict[str, Tensor], copies: dict[tuple[str, Both], Tensor]) -> DTensor:
-        name = self.exported.names[node.name]
+    def result(self, name: str, values: dict[str, Tensor], copies: dict[tuple[str, Both], Tensor]) -> DTensor:
         given = self.plan.chosen[name].output
         form = given if name in self.graph.consumers else result_form(given)
         local, each = self._form(name, form, values, copies), self.graph.by_name[name]
@@ -211,6 +214,7 @@ def _strides(each: GraphOperator) -> tuple[int, ...]:
     return tuple(torch.empty(each.shape, device="meta").stride())
 
 
+NUMBERS = {name: kind for kind, name in TYPES.items()}
 COLLECTIVES: tuple[Collective, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 """The beginnings of the names of DTensor's collectives."""
 
@@ -288,3 +292,79 @@ def compare(alone: nn.Module, args: tuple[Any, ...], plan: GraphPlan) -> dict[st
 def _summed(result: Any) -> Any:
     first = result[0] if isinstance(result, (tuple, list)) else result
     return first if first.dim() == 0 else first.sum()
+
+
+class StagedModule:
+    """A module that runs as a pipeline: each rank has the operators and parameters of its stage, whose plan it follows.
+    Stages take a micro-batch in turn; what one needs of an earlier one, and its gradient, is sent whole."""
+
+    def __init__(self, module: nn.Module, exported: ExportedModule, stages: Sequence[GraphPlan]):
+        ends = [sum(plan.mesh.devices for plan in stages[: number + 1]) for number in range(len(stages))]
+        self.ranks = [range(end - plan.mesh.devices, end) for end, plan in zip(ends, stages, strict=True)]
+        groups = [
+            DeviceMesh("cpu", torch.tensor([*ranks]).view(plan.mesh.sizes))
+            for ranks, plan in zip(self.ranks, stages, strict=True)
+        ]
+        self.own = next(number for number, ranks in enumerate(self.ranks) if dist.get_rank() in ranks)
+        self.run = PlannedModule(module, exported, stages[self.own], groups[self.own])
+        maker = {each.name: number for number, plan in enumerate(stages) for each in _made(plan)}
+        self.sends = [
+            (name, maker[name], number)
+            for number, plan in enumerate(stages)
+            for name in (each.name for each in plan.graph.operators if each.kind == "input" and each.name in maker)
+            if maker[name] != number
+        ]
+        """Every tensor that a stage needs of another one: its name, the one's number and the other's."""
+
+    def step(self, args: tuple[Any, ...]) -> Tensor | None:
+        """Adds the gradients of one micro-batch, and returns its loss on the last stage."""
+        graph, form = self.run.exported.graph, self.run.plan.chosen
+        received, whole = dict[str, DTensor](), dict[str, Tensor]()
+        last = len(self.ranks) - 1
+        for name, source, target in self.sends:
+            if target == self.own:
+                each = graph.by_name[name]
+                value = self._pass(torch.empty(each.shape, dtype=NUMBERS[each.dtype]), source, target)
+                received[name] = distribute_tensor(value, self.run.mesh, placements(form[name].output[0]))
+                received[name].requires_grad_(name in graph.differentiated)
+        values, copies = self.run.values(args, received)
+        for name, source, target in self.sends:
+            if source == self.own:
+                if name not in whole:
+                    whole[name] = self.run.result(name, values, copies).full_tensor()
+                self._pass(whole[name].detach().contiguous(), source, target)
+        gradients = {name: torch.zeros_like(value) for name, value in whole.items() if value.requires_grad}
+        loss: DTensor | None = None
+        if self.own == last:
+            (output,) = (node for node in self.run.exported.program.graph.nodes if node.op == "output")
+            loss = self.run.result(self.run.exported.names[output.args[0][0].name], values, copies)
+            loss.backward()
+        for name, source, target in reversed(self.sends):
+            if source == self.own and name in gradients:
+                gradients[name] += self._pass(torch.empty_like(gradients[name]), target, source)
+        if gradients:
+            torch.autograd.backward([whole[name] for name in gradients], [*gradients.values()])
+        for name, source, target in reversed(self.sends):
+            if target == self.own and received[name].requires_grad:
+                back = received[name].grad
+                there = (
+                    torch.zeros(received[name].shape, dtype=received[name].dtype)
+                    if back is None
+                    else cast(DTensor, back).full_tensor()
+                )
+                self._pass(there.contiguous(), target, source)
+        return None if loss is None else loss.full_tensor().detach()
+
+    def _pass(self, value: Tensor, source: int, target: int) -> Tensor:
+        """Sends a tensor from the first rank of a stage to all ranks of another, and returns it."""
+        first = self.ranks[source][0]
+        for rank in self.ranks[target]:
+            if dist.get_rank() == first:
+                dist.send(value, rank)
+            elif dist.get_rank() == rank:
+                dist.recv(value, first)
+        return value
+
+
+def _made(plan: GraphPlan) -> Iterator[GraphOperator]:
+    return (each for each in plan.graph.operators if each.kind != "input" or each.name not in plan.graph.received)

@@ -56,7 +56,8 @@ def layers_of(graph: OperatorGraph, cluster: Cluster, most: int = MOST_LAYERS) -
     for each in graph.operators:
         if each.kind in ("parameter", "input"):
             continue
-        if not units or each.block == "" or units[-1][-1].block != each.block:
+        bias = bool(units) and each.name == f"{units[-1][-1].name}.bias"  # the exporter's, which stays with its product
+        if not units or not (bias or (each.block and units[-1][-1].block == each.block)):
             units.append([])
         units[-1].append(each)
     costs = [sum(compute_seconds(graph, each, alone) for each in unit) for unit in units]
