@@ -33,6 +33,8 @@ X = {"name": "x", "kind": "input", "shape": [4, 6]}
         ),
         ([X, {"name": "y", "einsum": "ab->a", "inputs": ["x"], "flops": -1}], "'flops' must be a number of at least 0"),
         ([{"name": "x", "kind": "input"}], "an input has a shape"),
+        ([X], "no operator computes anything"),
+        ([{**X, "dtype": []}], "dtype [] is none of fp64"),
     ],
 )
 def test_a_wrong_graph_is_refused_in_words(operators, said):

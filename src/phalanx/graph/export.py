@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import string
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -114,7 +115,11 @@ class _Letters:
         self.sizes: dict[str, int] = {}
 
     def new(self, size: int) -> str:
-        letter = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"[len(self.sizes)]
+        if len(self.sizes) == len(string.ascii_letters):
+            raise JobError(
+                "--graph: an operator has more than 52 different dimensions, such as a cat of so many tensors"
+            )
+        letter = string.ascii_letters[len(self.sizes)]
         self.sizes[letter] = size
         return letter
 
@@ -185,10 +190,10 @@ class _Reader:
         return next((path for path in paths if re.search(r"(^|\.)\d+$", path) and path in self.whole_modules), "")
 
     def _call(self, node: Node) -> None:
-        name = _plain(node)
+        name = plain(node)
         if not isinstance(node.meta.get("val"), Tensor):
             return  # a check, or several outputs: computed where a part is taken
-        if name == "getitem" and _plain(whole := cast(Node, node.args[0])) == "broadcast_tensors":
+        if name == "getitem" and plain(whole := cast(Node, node.args[0])) == "broadcast_tensors":
             taken = tensors_of(whole)[cast(int, node.args[1])]
             if taken.meta["val"].shape == node.meta["val"].shape:
                 self.names[node.name] = self.names[taken.name]
@@ -198,7 +203,7 @@ class _Reader:
         value = node.meta["val"]
         described = self._described(name, node, tensors, value, letters)
         if described is None:
-            named = _plain(cast(Node, node.args[0])) if name == "getitem" else name
+            named = plain(cast(Node, node.args[0])) if name == "getitem" else name
             self.unknown[named] = self.unknown.get(named, 0) + 1
             terms = [letters.term(each.meta["val"].shape) for each in tensors]
             described = terms, letters.term(value.shape), {"whole": frozenset(letters.sizes)}
@@ -245,13 +250,13 @@ class _Reader:
 
     def _part(self, node: Node, shapes: list[tuple[int, ...]], value: Any, letters: _Letters) -> Described | None:
         whole: Any = node.args[0]
-        if _plain(whole) not in PARTS:
+        if plain(whole) not in PARTS:
             return None
-        if _plain(whole) == "unbind":
+        if plain(whole) == "unbind":
             return _selected(whole, shapes, value, letters)
         term = letters.term(shapes[0])
         dim = _argument(
-            whole, 1 if _plain(whole) in ("max", "min") else 2, "dim", -1 if _plain(whole) in ("topk", "sort") else 0
+            whole, 1 if plain(whole) in ("max", "min") else 2, "dim", -1 if plain(whole) in ("topk", "sort") else 0
         )
         if len(value.shape) != len(term):
             return None
@@ -489,13 +494,10 @@ def tensors_of(node: Node) -> list[Node]:
     return [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), Tensor)]
 
 
-def _plain(node: Node) -> str:
+def plain(node: Node) -> str:
     """Returns the name of an aten operator without its overload: `_softmax` is `softmax`, `add_` is `add`."""
     name = str(getattr(node.target, "_opname", getattr(node.target, "__name__", node.target)))
     return name.rstrip("_") if name not in ("_to_copy",) else name
-
-
-plain = _plain
 
 
 def _argument(node: Node, place: int, name: str, default: Any) -> Any:

@@ -79,7 +79,7 @@ class GraphOperator:
         Raises ValueError if a split of it is none of any dimension: it is not the outermost of its group."""
         for place, group in enumerate(term):
             if letter in group:
-                if any(self.sizes[before] > 1 for before in group[: group.index(letter)]):
+                if _inner(self, group, letter):
                     raise ValueError(letter)
                 return place
         return None
@@ -103,6 +103,11 @@ class GraphOperator:
         entry |= {"flops": self.flops} if self.flops is not None else {}
         entry |= {"bytes": self.moved} if self.moved is not None else {}
         return {**entry, "dtype": self.dtype, **({"block": self.block} if self.block else {})}
+
+
+def _inner(each: GraphOperator, group: str, letter: str) -> bool:
+    """Returns whether a letter is not the outermost of its group."""
+    return any(each.sizes[before] > 1 for before in group[: group.index(letter)])
 
 
 def _text(term: Term) -> str:
@@ -153,9 +158,10 @@ class OperatorGraph:
             for name, term in zip(each.inputs, each.terms, strict=True):
                 source = self.by_name[name]
                 letter = found.get(name, "")
-                if letter and letter in "".join(source.output):
-                    place = source.dimension(source.output, letter)
-                    group = term[place] if place is not None else ""
+                place = next((at for at, group in enumerate(source.output) if letter and letter in group), None)
+                if place is not None:
+                    # Of a group that the batch is not the outermost of, no split is one of the batch.
+                    group = term[place] if not _inner(source, source.output[place], letter) else ""
                     first = next((one for one in group if each.sizes[one] > 1), "")
                     found.setdefault(each.name, first if first in each.letters else "")
         return found
@@ -253,6 +259,8 @@ def parse_graph(document: Any) -> tuple[OperatorGraph, list[str]]:
             problems += [f"operator {name!r}: {problem}" for problem in wrong]
             if found:
                 read[name] = found
+    if not problems and all(each.kind in ("input", "parameter") for each in read.values()):
+        problems.append("no operator computes anything: all are inputs and parameters")
     return OperatorGraph(str(document.get("name", "")), tuple(read.values())), problems
 
 
@@ -266,7 +274,7 @@ def _wrong_types(entry: dict[str, Any], named: Mapping[str, Any]) -> Iterator[st
             yield f"{key!r} must be a number of at least 0, is {value!r:.60}"
         elif key == "kind" and value not in KINDS:
             yield f"kind {value!r:.60} is none of {', '.join(KINDS)}"
-        elif key == "dtype" and value not in WIDTHS:
+        elif key == "dtype" and (not isinstance(value, str) or value not in WIDTHS):
             yield f"dtype {value!r:.60} is none of {', '.join(WIDTHS)}"
         elif key == "shape" and not (isinstance(value, list) and all(type(each) is int and each > 0 for each in value)):
             yield f"'shape' must be a list of whole numbers above 0, is {value!r:.60}"
