@@ -18,7 +18,9 @@ from phalanx.cli import foreign
 from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
 from phalanx.cli.dryrun import checked, struck_lines
 from phalanx.cli.files import DARK, OutputFiles
-from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, job_verb
+from phalanx.cli.graph import GRAPH
+from phalanx.cli.graph import run as plan_graph
+from phalanx.cli.verb import FROM, MOST_COLUMNS, Option, Words, flag_of, job_verb
 from phalanx.config import values
 from phalanx.config.job import Job, Optimizer
 from phalanx.cost.breakdown import document, duration, memory_lines, slow_format, subject, time_lines
@@ -282,6 +284,7 @@ PLAN = job_verb(
             "layouts",
             Literal["layouts", "states"],
         ),
+        **GRAPH,
     },
     exits={3: "no layout fits"},
     auto="always",
@@ -293,6 +296,10 @@ def run_plan(words: Words) -> int:
     files = OutputFiles.of(words, "html", "svg")
     loaded = on_known_devices(words.loaded, measures=True)
     cluster = loaded.job.cluster
+    if words.options["graph"]:
+        return plan_graph(words, cluster)
+    if unused := words.stated & {*GRAPH}:
+        raise JobError([f"{flag_of(name)} belongs to --graph, which is not given" for name in sorted(unused)])
     check_calibration(cluster, cluster.devices)
     fixed = {name: getattr(loaded.job.layout, name) for name in fixed_of(loaded)}
     request = plan_request(_with_batch(loaded.job, words.before), vocabulary_size(loaded.job), fixed)

@@ -1,0 +1,251 @@
+"""The intra-operator choice: one strategy for every operator such that computation and communication together take
+least time and the memory suffices, by an integer program (Zheng et al. 2022, section 4.2) that HiGHS solves.
+
+Beyond Alpa's program, a tensor that several operators need in the same form is communicated once, and so is its
+gradient, which makes Megatron's two all-reduces per block out of six. Equal blocks share their variables, so that a
+model's depth changes figures of the program and not its size.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+
+from phalanx.errors import DoesNotFitError, JobError
+from phalanx.graph.operators import GraphOperator, OperatorGraph
+from phalanx.graph.strategies import Both, Cost, GraphMesh, Strategy, resharding, strategies
+from phalanx.units import gib
+
+Allowed = Callable[[GraphOperator, Strategy], bool]
+Objective = Literal["seconds", "memory"]
+GAP = 1e-6
+"""Relative gap to the optimum at which HiGHS stops."""
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """A strategy for every operator of a graph on a mesh."""
+
+    graph: OperatorGraph
+    mesh: GraphMesh
+    chosen: Mapping[str, Strategy]
+    """By the operator's name."""
+
+    @cached_property
+    def compute(self) -> Cost:
+        return sum((self.chosen[each.name].cost for each in self.graph.operators), Cost())
+
+    @cached_property
+    def edges(self) -> list[tuple[GraphOperator, Both, tuple[str, ...], Cost]]:
+        """Every form into which a tensor is brought, with the operators that need it."""
+        found = list[tuple[GraphOperator, Both, tuple[str, ...], Cost]]()
+        for each in self.graph.operators:
+            wanted: dict[Both, list[str]] = defaultdict(list)
+            for consumer, place in self.graph.consumers.get(each.name, ()):
+                wanted[self.chosen[consumer.name].demands[place]].append(consumer.name)
+            given = self.chosen[each.name].output
+            if not self.graph.consumers.get(each.name):
+                wanted[result_form(given)] = ["the result"]
+            found += [
+                (each, form, tuple(names), edge(self.graph, self.mesh, each, given, form))
+                for form, names in wanted.items()
+            ]
+        return found
+
+    @cached_property
+    def communication(self) -> Cost:
+        return sum((cost for *_, cost in self.edges), Cost())
+
+    @property
+    def cost(self) -> Cost:
+        return self.compute + self.communication
+
+
+class GraphTooLargeError(DoesNotFitError):
+    """No plan of a mesh fits; `needed` is the least bytes per device that one needs."""
+
+    def __init__(self, needed: float, message: str):
+        super().__init__(message)
+        self.needed = needed
+
+
+def edge(graph: OperatorGraph, mesh: GraphMesh, each: GraphOperator, given: Both, wanted: Both) -> Cost:
+    """Returns what it costs to bring an operator's output into a form."""
+    if given == wanted:
+        return Cost()
+    return resharding(mesh, each.shape, each.nbytes, given, wanted, each.name in graph.differentiated)
+
+
+def result_form(given: Both) -> Both:
+    """Returns the form of a result: partial sums are reduced, what is split stays split."""
+    form = tuple("R" if place == "P" else place for place in given[0])
+    return form, form
+
+
+def solve(
+    graph: OperatorGraph,
+    mesh: GraphMesh,
+    limit: float = np.inf,
+    allowed: Allowed | None = None,
+    objective: Objective = "seconds",
+    in_flight: int = 1,
+) -> GraphPlan:
+    """Returns the fastest plan that needs at most `limit` bytes on each device, with the activations of `in_flight`
+    micro-batches. Raises DoesNotFitError with the least that any plan needs."""
+    program = _Program(graph, mesh, allowed, in_flight)
+    found = program.solve(limit, objective)
+    if found is None:
+        least = program.solve(np.inf, "memory")
+        assert least is not None, "each operator can be replicated"
+        needed = least.cost
+        parts: Counter[str] = Counter()
+        for each in graph.operators:
+            parts[
+                {"parameter": "parameters, gradients and Adam's state", "input": "inputs"}.get(each.kind, "activations")
+            ] += int(least.chosen[each.name].cost.memory)
+        parts["gathered copies"] = int(least.communication.memory)
+        said = " + ".join(f"{gib(size)} {name}" for name, size in parts.items() if size)
+        raise GraphTooLargeError(
+            needed.memory,
+            f"{graph.name or 'the graph'} on {mesh} devices: {said} = {gib(int(needed.memory))} per device at least, "
+            f"more than {gib(int(limit))}; take more devices, a smaller batch, or devices with more memory",
+        )
+    return found
+
+
+class _Program:
+    """The integer program. Its columns are the strategies of each kind of operator, and what each tensor is brought
+    from and into."""
+
+    def __init__(self, graph: OperatorGraph, mesh: GraphMesh, allowed: Allowed | None, in_flight: int):
+        self.graph, self.mesh, self.in_flight = graph, mesh, in_flight
+        same = graph.representatives
+        self.counts = Counter(same.values())
+        self.options: dict[str, list[Strategy]] = {}
+        self.first: dict[str, int] = {}
+        self.costs = list[Cost]()
+        self.whole = list[bool]()
+        self.rows = list[tuple[dict[int, float], float, float]]()
+        for name, count in self.counts.items():
+            each = graph.by_name[name]
+            every = strategies(graph, each, mesh)
+            kept = [one for one in every if allowed(each, one)] if allowed else every
+            self.options[name] = kept or [one for one in every if not any(one.split)]
+            self.first[name] = len(self.costs)
+            self._columns([self._kept(each, one.cost).times(count) for one in self.options[name]], whole=True)
+            self.rows.append((dict.fromkeys(self._of(name), 1.0), 1.0, 1.0))
+        edges: Counter[tuple[str, tuple[tuple[str, int], ...]]] = Counter()
+        for each in graph.operators:
+            users = graph.consumers.get(each.name, ())
+            edges[same[each.name], tuple(sorted({(same[user.name], place) for user, place in users}))] += 1
+        for (name, users), count in edges.items():
+            self._edges(name, users, count)
+
+    def _columns(self, costs: list[Cost], *, whole: bool) -> range:
+        begin = len(self.costs)
+        self.costs += costs
+        self.whole += [whole] * len(costs)
+        return range(begin, len(self.costs))
+
+    def _kept(self, each: GraphOperator, cost: Cost) -> Cost:
+        """Returns a cost with the memory of every micro-batch in flight."""
+        return cost if each.kind == "parameter" else Cost(cost.seconds, cost.sent, cost.memory * self.in_flight)
+
+    def _of(self, name: str) -> range:
+        return range(self.first[name], self.first[name] + len(self.options[name]))
+
+    def _edges(self, name: str, users: tuple[tuple[str, int], ...], count: int) -> None:
+        each = self.graph.by_name[name]
+        given: dict[Both, list[int]] = defaultdict(list)
+        for column, option in zip(self._of(name), self.options[name], strict=True):
+            given[option.output].append(column)
+        if not users:
+            for form, columns in given.items():
+                cost = self._kept(each, edge(self.graph, self.mesh, each, form, result_form(form))).times(count)
+                for column in columns:
+                    self.costs[column] += cost
+            return
+        shared: dict[tuple[Both, Both], int] = {}
+        for user, place in users:
+            wanted: dict[Both, list[int]] = defaultdict(list)
+            for column, option in zip(self._of(user), self.options[user], strict=True):
+                wanted[option.demands[place]].append(column)
+            pairs = {
+                (one, two): self._kept(each, edge(self.graph, self.mesh, each, one, two)).times(count)
+                for one in given
+                for two in wanted
+            }
+            if not any(cost != Cost() for cost in pairs.values()):
+                continue
+            alone = len(users) == 1
+            flows = self._columns([cost if alone else Cost() for cost in pairs.values()], whole=False)
+            at = dict(zip(pairs, flows, strict=True))
+            for one, columns in given.items():
+                self.rows.append(({**{at[one, two]: 1.0 for two in wanted}, **dict.fromkeys(columns, -1.0)}, 0.0, 0.0))
+            for two, columns in wanted.items():
+                self.rows.append(({**{at[one, two]: 1.0 for one in given}, **dict.fromkeys(columns, -1.0)}, 0.0, 0.0))
+            if alone:
+                continue
+            for pair, cost in pairs.items():
+                if cost != Cost():
+                    if pair not in shared:
+                        (shared[pair],) = self._columns([cost], whole=False)
+                    self.rows.append(({shared[pair]: 1.0, at[pair]: -1.0}, 0.0, np.inf))
+
+    def solve(self, limit: float, objective: Objective) -> GraphPlan | None:
+        try:
+            from scipy.optimize import Bounds, LinearConstraint, milp
+            from scipy.sparse import coo_array
+        except ImportError:
+            raise JobError("phalanx plan --graph needs scipy, for HiGHS: pip install 'phalanx[graph]'") from None
+        time = np.array([cost.seconds for cost in self.costs])
+        memory = np.array([cost.memory for cost in self.costs])
+        rows = list(self.rows)
+        if limit < np.inf:
+            rows.append(({column: size / limit for column, size in enumerate(memory) if size}, -np.inf, 1.0))
+        places = [(row, column, value) for row, (entries, *_) in enumerate(rows) for column, value in entries.items()]
+        at, columns, values = zip(*places, strict=True)
+        matrix: Any = coo_array((values, (at, columns)), shape=(len(rows), len(self.costs))).tocsr()
+        # Of equally fast plans the one with the least memory.
+        wanted = memory / (memory.max() or 1.0) if objective == "memory" else time / (time.max() or 1.0)
+        wanted = wanted + (
+            1e-7 * memory / (memory.max() or 1.0) if objective == "seconds" else 1e-7 * time / (time.max() or 1.0)
+        )
+        result = milp(
+            wanted,
+            integrality=np.array(self.whole, np.int8),
+            bounds=Bounds(0, 1),
+            constraints=LinearConstraint(matrix, *np.array([[low, high] for _, low, high in rows]).T),
+            options={"mip_rel_gap": GAP},
+        )
+        if result.x is None:
+            return None
+        picked = {
+            name: max(zip(result.x[self.first[name] :], options, strict=False), key=lambda pair: pair[0])[1]
+            for name, options in self.options.items()
+        }
+        return GraphPlan(
+            self.graph, self.mesh, {name: picked[same] for name, same in self.graph.representatives.items()}
+        )
+
+
+def baselines(graph: OperatorGraph) -> dict[str, Allowed]:
+    """Returns data parallelism and ZeRO-2 as restrictions: every operator splits the batch; parameters are replicated,
+    or split and gathered in every step."""
+
+    def batched(each: GraphOperator, strategy: Strategy) -> bool:
+        letter = graph.batch.get(each.name)
+        return all(one == letter for one in strategy.split) if letter else not any(strategy.split)
+
+    def data(each: GraphOperator, strategy: Strategy) -> bool:
+        return not any(strategy.split) if each.kind == "parameter" else batched(each, strategy)
+
+    def zero(each: GraphOperator, strategy: Strategy) -> bool:
+        return all(strategy.split) if each.kind == "parameter" else batched(each, strategy)
+
+    return {"data parallel": data, "ZeRO-2": zero}

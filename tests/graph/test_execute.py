@@ -1,0 +1,102 @@
+"""Plans run on gloo ranks: equal to one process in float64, and the bytes that the objective counts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import graph_modules
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from phalanx.config.clusters import cluster_of
+from phalanx.graph.execute import StagedModule, compare
+from phalanx.graph.export import export_graph
+from phalanx.graph.operators import OperatorGraph, parse_graph
+from phalanx.graph.solve import GraphPlan, baselines, solve
+from phalanx.graph.stages import layers_of, part_of
+from phalanx.graph.strategies import GraphMesh, strategies
+
+pytest.importorskip("scipy")
+NAMES = [*graph_modules.examples()]
+
+
+def made(name: str) -> graph_modules.Example:
+    torch.manual_seed(0)
+    module, args = graph_modules.examples()[name]()
+    return module.double(), tuple(each.double() if each.is_floating_point() else each for each in args)
+
+
+def plans(graph: OperatorGraph, sizes: tuple[int, ...]) -> Iterator[GraphPlan]:
+    """Returns the fastest plan, the one of least memory, those of data parallelism and ZeRO, and arbitrary ones that
+    take the strategies of each operator in turn."""
+    mesh = GraphMesh(cluster_of("dgx-h100:1"), sizes, direct=False)
+    yield solve(graph, mesh)
+    if len(sizes) == 1:
+        yield solve(graph, mesh, objective="memory")
+        yield from (solve(graph, mesh, allowed=allowed) for allowed in baselines(graph).values())
+    for turn in range(2):
+        count = itertools.count(turn)
+        options = {each.name: strategies(graph, each, mesh) for each in graph.operators}
+        yield GraphPlan(graph, mesh, {name: every[next(count) * 7 % len(every)] for name, every in options.items()})
+
+
+def planned(name: str, sizes: tuple[int, ...]) -> list[GraphPlan]:
+    return [*plans(export_graph(*made(name)).graph, sizes)]
+
+
+def check(ranks: Any, name: str, every: list[GraphPlan]) -> list[dict[str, Any]]:
+    return [found for plan in every if not (found := compare(*made(name), plan))["ok"]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_plan_computes_what_one_process_does_and_sends_what_it_counts(ranks, name):
+    assert ranks(check, 2, name, planned(name, (2,))) == [[], []]
+
+
+@pytest.mark.parametrize("name", ["gpt", "moe"])
+def test_so_it_does_on_two_dimensions(ranks, name):
+    assert ranks(check, 4, name, planned(name, (2, 2))) == [[]] * 4
+
+
+def staged(ranks: Any, name: str, stages: list[GraphPlan]) -> list[str]:
+    alone, args = made(name)
+    exported = export_graph(alone, args)
+    run = StagedModule(made(name)[0], exported, stages)
+    for _ in range(2):  # micro-batches
+        loss = alone(*args)
+        loss.backward()
+        found = run.step(args)
+        assert found is None or torch.allclose(found, loss, rtol=1e-9, atol=0)
+    own = dict(run.run.module.named_parameters())
+    mine = [name for name, each in own.items() if isinstance(each, DTensor)]
+    for path in mine:
+        one, two = alone.get_parameter(path).grad, own[path].grad.full_tensor()
+        assert (two - one).abs().max() <= 1e-9 * one.abs().max().clamp(min=1e-3), path
+    return mine
+
+
+@pytest.mark.parametrize("name", ["gpt", "mixer"])
+def test_stages_on_meshes_of_their_own_compute_what_one_process_does(ranks, name):
+    module, args = made(name)
+    graph, node = export_graph(module, args).graph, cluster_of("dgx-h100:1")
+    layers = layers_of(graph, node, 2)
+    stages = [
+        solve(part_of(graph, [layer]), GraphMesh(node, (size,), direct=False), objective="memory")
+        for layer, size in zip(layers, (1, 2), strict=True)
+    ]
+    first, *rest = ranks(staged, 3, name, stages)
+    assert {*first, *rest[0]} == {path for path, _ in module.named_parameters()}
+    assert not {*first} & {*rest[0]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_operator_of_the_modules_is_known_and_written_as_json(name):
+    module, args = made(name)
+    graph = export_graph(module, args, name).graph
+    assert not graph.notes
+    again, problems = parse_graph(graph.as_json())
+    assert not problems
+    assert again.operators == graph.operators
