@@ -114,9 +114,26 @@ def test_plan_recommends_nothing_if_nothing_fits(monkeypatch, capsys):
     assert "100.0GiB" in error
 
 
-def test_plan_shows_the_rehearsed_peak(capsys):
-    assert main([*PLAN, "n_layers=2"]) == 0
+def test_plan_shows_the_rehearsed_peak(tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    assert main([*PLAN, "n_layers=2", "--html", str(page)]) == 0
     assert "rehearsed" in capsys.readouterr().out
+    assert ">rehearsed" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("verb", ["plan", "dryrun"])
+def test_ctrl_c_ends_a_rehearsal_and_leaves_nothing_behind(verb, tmp_path, monkeypatch, capsys):
+    def interrupted(*args, **rest):
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(checking, "rehearse", interrupted)
+    words = [*PLAN, "--html", "plan.html"] if verb == "plan" else ["dryrun", *WORDS, "--svg", "memory.svg"]
+    assert main(words) == 130
+    error = capsys.readouterr().err
+    assert error.splitlines()[-1] == "phalanx: interrupted"
+    assert "Traceback" not in error
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("word", ["--framework=megatron", "--products=fp8"])

@@ -64,6 +64,7 @@ _EXPLAINED = {
     "MFU": "model FLOPs, attention counted in full, over the data sheet's peak",
     "memory": "of the fullest rank at its fullest moment, and its share of what the device has",
     "bubble": "time in which the busiest pipeline rank waits for others, over the rest of the step",
+    "rehearsed": "memory that the fullest rank needs, by a run of the real program without hardware",
 }
 
 
@@ -142,7 +143,7 @@ def _code(line: str) -> Html:
 
 def _table(best: Sequence[Candidate]) -> Iterator[str]:
     """Yields the best layouts, one row each, in sortable columns."""
-    rows = []
+    rows, rehearsed = [], any(each.rehearsed is not None for each in best)
     for rank, each in enumerate(best, 1):
         layout, *others = cells(each)
         values = [
@@ -154,8 +155,12 @@ def _table(best: Sequence[Candidate]) -> Iterator[str]:
             each.prediction.fullest.peak,
             each.prediction.bubble,
         ]
+        if rehearsed:
+            others.append("" if each.rehearsed is None else gib(each.rehearsed))
+            values.append(each.rehearsed or 0)
         rows.append([(str(rank), None), (_code(layout), None), *zip(others, values, strict=True)])
-    yield from table(("#", *COLUMNS), rows, words=(1,), tips=_EXPLAINED, first=True)
+    columns = (*COLUMNS, "rehearsed") if rehearsed else COLUMNS
+    yield from table(("#", *columns), rows, words=(1,), tips=_EXPLAINED, first=True)
 
 
 def _parts(layouts: Sequence[Candidate]) -> Iterator[str]:
