@@ -14,6 +14,7 @@ from phalanx.cli.verb import FROM, Option, Words, flag_of, job_verb
 from phalanx.data.files import stderr_progress
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
+from phalanx.units import counted
 from phalanx.verify.select import resumed_pairs, select
 
 if TYPE_CHECKING:
@@ -150,7 +151,7 @@ def _of_job(words: Words) -> int:
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
     if "resume" in words.switches:
-        clashing = [flag_of(name) for name in ("full", "schedules") if name in words.switches]
+        clashing = [flag_of(name) for name in ("full", "schedules", "static") if name in words.switches]
         clashing += [flag_of(name) for name in ("precision", "svg") if words.options[name]]
         if clashing:
             raise JobError(f"--resume has its own layouts, or those of --layouts: leave {', '.join(clashing)} out")
@@ -186,17 +187,18 @@ def _of_job(words: Words) -> int:
 def _static(words: Words, selection: Selection) -> int:
     from phalanx.dryrun.sums import prove_sums
 
-    proofs = list[SumProof]()
+    proofs: list[SumProof] = []
     with stderr_progress() as progress:
         for done, layout in enumerate(selection.layouts):
             progress("rehearsing layouts", done, len(selection.layouts))
             proofs.append(prove_sums(selection.case(layout), selection.compared.vocab_size))
     failed, left = sum(bool(each.findings) for each in proofs), sum(bool(each.not_judged) for each in proofs)
-    last = f"Sums over ranks: {len(proofs) - failed - left} layouts hold, {failed} do not, {left} not judged"
+    last = f"Sums over ranks: {counted(len(proofs) - failed - left, 'layout')} ok, {failed} failed, {left} not judged"
     lines = [*(each.text() for each in proofs), *selection.not_compared(), "", last]
-    words.show({"cases": [each.as_dict() for each in proofs]}, "\n".join(lines))
-    asked = bool(selection.refused) or (left and (words.options["layouts"] or left == len(proofs)))
-    return 1 if failed else JobError.exit_code if asked else 0
+    asked = bool(selection.refused) or bool(left and (words.options["layouts"] or left == len(proofs)))
+    code = 1 if failed else JobError.exit_code if asked else 0
+    words.show({"ok": code == 0, "cases": [each.as_dict() for each in proofs]}, "\n".join(lines))
+    return code
 
 
 def _announce(selection: Selection, *lines: str) -> None:

@@ -132,7 +132,7 @@ def distinct_ranks(job: Job) -> list[int]:
     return [stage * stride for stage in range(job.layout.pp)]
 
 
-class Observer(Protocol):
+class RehearsalObserver(Protocol):
     """A mode of torch that sees every operation of a rehearsal, and is told what the program has."""
 
     def __enter__(self) -> Any: ...
@@ -153,7 +153,12 @@ class Observer(Protocol):
 
 
 def rehearse(
-    job: Job, rank: int, vocab_size: int, device_type: str, steps: int = STEPS, observer: Observer | None = None
+    job: Job,
+    rank: int,
+    vocab_size: int,
+    device_type: str,
+    steps: int = STEPS,
+    observer: RehearsalObserver | None = None,
 ) -> RankRehearsal:
     """Runs `steps` steps of rank `rank` of a job. Raises JobError for one that cannot be rehearsed, and what the
     program raises."""

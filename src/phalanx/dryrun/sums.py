@@ -52,7 +52,7 @@ LIMIT = 64
 """Most ranks whose programs are compared."""
 
 
-class Place(NamedTuple):
+class BytesOf(NamedTuple):
     """Where a tensor's elements lie."""
 
     storage: int
@@ -64,14 +64,14 @@ class Place(NamedTuple):
     content: str = ""
 
 
-class Event(NamedTuple):
+class RecordedOperation(NamedTuple):
     """An operation, a collective or a check of one rank's program."""
 
     name: str
     where: str
     constants: str
-    reads: tuple[Place, ...]
-    writes: tuple[Place, ...]
+    reads: tuple[BytesOf, ...]
+    writes: tuple[BytesOf, ...]
     group: tuple[int, ...] = ()
     """The ranks of a collective."""
     fresh: tuple[bool, ...] = ()
@@ -82,21 +82,21 @@ class Event(NamedTuple):
         return self.name, self.where, len(self.reads), tuple(each.shape for each in self.writes)
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Records the operations of a rank's program in its `with` block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[Event] = []
+        self.events: list[RecordedOperation] = []
         self.numbers: dict[int, int] = {}
         self.storages = 0
         self.mesh: Mesh | None = None
 
-    def place(self, x: Tensor, fresh: bool = False) -> Place:
+    def place(self, x: Tensor, fresh: bool = False) -> BytesOf:
         if type(x).__name__ != "FakeTensor":
             with on_real_tensors():
                 content = bytes(x.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
-            return Place(-1, 0, 0, True, tuple(x.shape), hashlib.sha256(content).hexdigest()[:16])
+            return BytesOf(-1, 0, 0, True, tuple(x.shape), hashlib.sha256(content).hexdigest()[:16])
         key = x.untyped_storage()._cdata
         if fresh or key not in self.numbers:
             self.numbers[key] = self.storages
@@ -104,13 +104,13 @@ class Recorder(TorchDispatchMode):
         size = x.element_size()
         first = int(x.storage_offset()) * size
         span = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)) + 1 if x.numel() else 0
-        return Place(self.numbers[key], first, first + span * size, span == x.numel(), tuple(x.shape))
+        return BytesOf(self.numbers[key], first, first + span * size, span == x.numel(), tuple(x.shape))
 
     def check(self, name: str, shards: Iterable[tuple[str, Tensor]]) -> None:
         """Records tensors with what they are: on ranks where that is the same, they must be equal."""
         for what, x in shards:
             where = self.place(x.detach() if type(x).__name__ == "FakeTensor" else x)
-            self.events.append(Event(f"{name} {what.split(' | ')[0]}", "", what, (where,), (where,)))
+            self.events.append(RecordedOperation(f"{name} {what.split(' | ')[0]}", "", what, (where,), (where,)))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -135,7 +135,7 @@ class Recorder(TorchDispatchMode):
                 writes = []
             if name == "c10d.allreduce_" and not next(_tensors(args[0])).is_floating_point():
                 name = "c10d.votes"  # flags of ranks are counted, and equal ones on purpose
-            self.events.append(Event(name, where, constants, tuple(reads), tuple(writes), group))
+            self.events.append(RecordedOperation(name, where, constants, tuple(reads), tuple(writes), group))
             return out
         written = [
             x
@@ -156,7 +156,7 @@ class Recorder(TorchDispatchMode):
             writes.append(self.place(x, new and key not in seen))
             seen.add(key)
         if writes:
-            self.events.append(Event(name, where, constants, tuple(reads), tuple(writes), (), tuple(fresh)))
+            self.events.append(RecordedOperation(name, where, constants, tuple(reads), tuple(writes), (), tuple(fresh)))
         return out
 
     # What rehearse() tells
@@ -206,13 +206,13 @@ def _constants(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-class States:
+class DifferingBytes:
     """Which bytes of a rank's storages differ from those of its neighbour."""
 
     def __init__(self) -> None:
         self.ranges: defaultdict[int, list[tuple[int, int, bool]]] = defaultdict(list)
 
-    def pieces(self, at: Place) -> list[tuple[int, int, bool]]:
+    def pieces(self, at: BytesOf) -> list[tuple[int, int, bool]]:
         """Returns (first, last, differs) of the parts of a place, in order; what was never written is equal."""
         found, here = list[tuple[int, int, bool]](), at.first
         for start, end, differs in self.ranges[at.storage]:
@@ -224,15 +224,15 @@ class States:
                 here = last
         return [*found, (here, at.last, False)] if here < at.last else found
 
-    def differs(self, at: Place) -> bool:
+    def differs(self, at: BytesOf) -> bool:
         return any(differs for _, _, differs in self.pieces(at))
 
-    def write(self, at: Place, differs: bool) -> None:
+    def write(self, at: BytesOf, differs: bool) -> None:
         if not at.dense:  # elements between them keep theirs
             differs = differs or self.differs(at)
         self.put(at, [(at.first, at.last, differs)])
 
-    def put(self, at: Place, pieces: Sequence[tuple[int, int, bool]]) -> None:
+    def put(self, at: BytesOf, pieces: Sequence[tuple[int, int, bool]]) -> None:
         kept = list[tuple[int, int, bool]]()
         for first, last, differs in self.ranges[at.storage]:
             if first < at.first:
@@ -297,11 +297,11 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
     proof = SumProof(layout.line(), not_judged="; ".join(problems(job)))
     if proof.not_judged:
         return proof
-    events = list[list[Event]]()
+    events = list[list[RecordedOperation]]()
     # The backend's own collectives, not those that are composed on gloo.
     with mock.patch.object(Axis, "gloo", property(lambda _: False, lambda *_: None), create=True):
         for rank in range(layout.processes):
-            recorder = Recorder()
+            recorder = OperationRecorder()
             rehearse(job, rank, vocab_size, "cpu", 1, recorder)
             events.append(recorder.events)
     found = dict[tuple[str, str], SumFinding]()
@@ -310,7 +310,9 @@ def prove_sums(job: Job, vocab_size: int) -> SumProof:
             other = rank + line.stride
             if line.place(rank) + 1 < line.size and other < layout.processes:
                 proof.pairs += 1
-                for each in _Pair((rank, other), axes_between(layout, rank, other)).run(events[rank], events[other]):
+                for each in _NeighbourRanks((rank, other), axes_between(layout, rank, other)).run(
+                    events[rank], events[other]
+                ):
                     found.setdefault((each.axis, each.what), each)
     proof.findings = list(found.values())
     return proof
@@ -330,19 +332,19 @@ def problems(job: Job) -> Iterator[str]:
     yield from rehearsal_problems(job)
 
 
-class _Pair:
+class _NeighbourRanks:
     """Two neighbours' programs."""
 
     def __init__(self, ranks: tuple[int, int], axis: str):
         self.ranks, self.axis = ranks, axis
-        self.states, self.findings = States(), list[SumFinding]()
+        self.states, self.findings = DifferingBytes(), list[SumFinding]()
         self.same: dict[int, int] = {}
         """By storage of the other rank, that of this one."""
         self.sent: dict[tuple[int, ...], bool] = {}
         self.held = set[int]()
         """Storages of parameters."""
 
-    def run(self, mine: Sequence[Event], theirs: Sequence[Event]) -> list[SumFinding]:
+    def run(self, mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> list[SumFinding]:
         for event, other in _aligned(mine, theirs):
             if event is None:
                 for at in other.writes:  # it wrote what this rank did not
@@ -356,11 +358,11 @@ class _Pair:
                 self._step(event, other)
         return self.findings
 
-    def _fresh(self, at: Place, fresh: bool) -> None:
+    def _fresh(self, at: BytesOf, fresh: bool) -> None:
         if fresh:
             self.states.ranges.pop(at.storage, None)
 
-    def _reads(self, at: Place, other: Place) -> bool:
+    def _reads(self, at: BytesOf, other: BytesOf) -> bool:
         """Returns whether two ranks read something different."""
         if at.storage < 0 or other.storage < 0:
             return at.content != other.content
@@ -368,7 +370,7 @@ class _Pair:
             return True
         return (at.first, at.last, at.shape) != (other.first, other.last, other.shape) or self.states.differs(at)
 
-    def _step(self, event: Event, other: Event) -> None:
+    def _step(self, event: RecordedOperation, other: RecordedOperation) -> None:
         if not event.group and not event.fresh:
             return self._check(event, other)
         for at, beside in zip(event.writes, other.writes, strict=True):
@@ -403,13 +405,13 @@ class _Pair:
             self.states.write(at, constants or any(joined))
         return None
 
-    def _same_place(self, event: Event, other: Event, at: Place) -> bool:
+    def _same_place(self, event: RecordedOperation, other: RecordedOperation, at: BytesOf) -> bool:
         beside = other.reads[event.reads.index(at)]
         return at.storage >= 0 and (self.same.get(beside.storage), beside.first, beside.last) == (
             at.storage, at.first, at.last
         )  # fmt: skip
 
-    def _piecewise(self, event: Event, other: Event, at: Place, constants: bool) -> bool:
+    def _piecewise(self, event: RecordedOperation, other: RecordedOperation, at: BytesOf, constants: bool) -> bool:
         """Writes the states of an operation on elements at the same places; False if it is not one here."""
         if constants or not at.dense or at.first == at.last:
             return False
@@ -430,7 +432,7 @@ class _Pair:
         self.states.put(at, found)
         return True
 
-    def _check(self, event: Event, other: Event) -> None:
+    def _check(self, event: RecordedOperation, other: RecordedOperation) -> None:
         (at,), (beside,) = event.reads, other.reads
         kind, _, name = event.name.partition(" ")
         self.same[beside.storage] = at.storage
@@ -443,7 +445,7 @@ class _Pair:
                 SumFinding(self.axis, self.ranks, what, "both ranks hold it, and it differs: a sum is missing")
             )
 
-    def _collective(self, event: Event, other: Event) -> None:
+    def _collective(self, event: RecordedOperation, other: RecordedOperation) -> None:
         inside = self.ranks[1] in event.group
         name = event.name
         if name == "c10d.barrier":
@@ -471,7 +473,7 @@ class _Pair:
             else:
                 self.states.write(at, inside or differs)
 
-    def _apart(self, at: Place, event: Event, differs: bool) -> None:
+    def _apart(self, at: BytesOf, event: RecordedOperation, differs: bool) -> None:
         """Writes the result of a reduce-scatter or an all-gather of two groups: this rank's part keeps the states
         of its place. What arrives of parameters is as what was there: each rank has its own proof."""
         source, position = event.reads[0], event.group.index(self.ranks[0])
@@ -491,7 +493,7 @@ class _Pair:
         return None
 
 
-def _aligned(mine: Sequence[Event], theirs: Sequence[Event]) -> Iterator[tuple[Any, Any]]:
+def _aligned(mine: Sequence[RecordedOperation], theirs: Sequence[RecordedOperation]) -> Iterator[tuple[Any, Any]]:
     """Yields the events of two programs in pairs; None where only one of them has it."""
     a, b = [each.key for each in mine], [each.key for each in theirs]
     if a == b:
