@@ -66,8 +66,8 @@ chain: setup ## compare memory, bytes and FLOPs, predicted and rehearsed, of eve
 zero-plus-plus: setup ## try ZeRO++ in all its layouts: a minute
 	PHALANX_ZERO_PLUS_PLUS=1 $(BIN)/python -m pytest tests/parallel/test_quantised.py $(ARGS)
 
-planted: setup ## plant every bug of tests/verify/bugs.py, each of which verify must find: minutes
-	PHALANX_PLANTED=1 $(BIN)/python -m pytest -s tests/verify/test_planted.py $(ARGS)
+planted: setup ## plant every bug of tests/verify/bugs.py, each of which verify must find, and --static those of sums: minutes
+	PHALANX_PLANTED=1 $(BIN)/python -m pytest -s tests/verify/test_planted.py tests/dryrun/test_sums.py $(ARGS)
 
 whole: setup ## run the whole tables of the tests that try every pair of their parts: minutes
 	PHALANX_WHOLE=1 $(BIN)/python -m pytest tests/parallel $(ARGS)

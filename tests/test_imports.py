@@ -38,7 +38,7 @@ MOST_LINES = {
     "config": 6420,
     "cost": 6540,
     "data": 6400,
-    "dryrun": 1310,
+    "dryrun": 1845,
     "evaluate": 700,
     "exchange": 2470,
     "foreign": 4646,

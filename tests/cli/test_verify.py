@@ -55,6 +55,7 @@ def test_the_main_example_under_many_techniques():
         (["--layouts", "tp=3", "tpp=2"], ["layout 'tp=3': layout.tp: n_heads 4", "did you mean tp?"]),
         (["--layots", "tp=2"], ["unknown option --layots; did you mean --layouts?"]),
         (["--full", "--layouts", "tp=2"], ["--full and --layouts exclude each other"]),
+        (["--static", "--precision", "bf16"], ["--static compares no values: leave --precision out"]),
         (["--schedules", "--full"], ["--schedules excludes --full, which includes it, and --layouts"]),
         (["--schedules", "--layouts", "tp=2"], ["--schedules excludes --full"]),
         (["--precision", "bf17"], ["--precision: expected one of bf16, fp16, fp8, found 'bf17'"]),

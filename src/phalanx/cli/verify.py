@@ -14,10 +14,12 @@ from phalanx.cli.verb import FROM, Option, Words, flag_of, job_verb
 from phalanx.data.files import stderr_progress
 from phalanx.echo import echo, visible
 from phalanx.errors import JobError
+from phalanx.units import counted
 from phalanx.verify.select import resumed_pairs, select
 
 if TYPE_CHECKING:
     from phalanx.config.layout import Layout
+    from phalanx.dryrun.sums import SumProof
     from phalanx.verify.cases import CaseReport, VerifyCase
     from phalanx.verify.select import Selection
 
@@ -37,6 +39,8 @@ VERB = job_verb(
         "schedules": "Compare only the job's own layout and every pipeline schedule, on 2 to 4 ranks with 2 to 8 "
         "micro-batches.",
         "as_is": "Compare the job's model at full size.",
+        "static": "Prove instead, by rehearsing every rank in this process, that no sum over ranks is missing or made "
+        "twice: no values, no other processes.",
         "resume": "Prove instead that runs resume in other layouts: from the job's own to others, back, and between "
         "them, as if never interrupted.",
         **DARK,
@@ -147,11 +151,13 @@ def _of_job(words: Words) -> int:
             "--schedules excludes --full, which includes it, and --layouts, which names the layouts to compare"
         )
     if "resume" in words.switches:
-        clashing = [flag_of(name) for name in ("full", "schedules") if name in words.switches]
+        clashing = [flag_of(name) for name in ("full", "schedules", "static") if name in words.switches]
         clashing += [flag_of(name) for name in ("precision", "svg") if words.options[name]]
         if clashing:
             raise JobError(f"--resume has its own layouts, or those of --layouts: leave {', '.join(clashing)} out")
         return _resume(words)
+    if "static" in words.switches and (clashing := [flag_of(n) for n in ("precision", "svg") if words.options[n]]):
+        raise JobError(f"--static compares no values: leave {', '.join(clashing)} out")
     alone = words.theirs is not None and not (full or schedules)
     precision, files = words.options["precision"] or None, OutputFiles.of(words, "svg")
     if precision and files.paths:
@@ -161,6 +167,8 @@ def _of_job(words: Words) -> int:
         )
     chosen: dict[str, Any] = {"lines": lines, "full": full, "schedules": schedules, "max_ranks": max_ranks}
     selection = select(words.job, **chosen, as_is=as_is, precision=precision, alone=alone)
+    if "static" in words.switches:
+        return _static(words, selection)
     from phalanx.verify import rounding, run  # here, because they import torch, which --help and errors do not need
 
     _announce(selection, *run.introduction(selection, steps, own_precision=bool(precision)))
@@ -174,6 +182,23 @@ def _of_job(words: Words) -> int:
     elif files.paths:
         echo(f"no layout was found to differ: {files.paths['svg']} is not written", file=sys.stderr)
     return _exit_code(report, selection)
+
+
+def _static(words: Words, selection: Selection) -> int:
+    from phalanx.dryrun.sums import prove_sums
+
+    proofs: list[SumProof] = []
+    with stderr_progress() as progress:
+        for done, layout in enumerate(selection.layouts):
+            progress("rehearsing layouts", done, len(selection.layouts))
+            proofs.append(prove_sums(selection.case(layout), selection.compared.vocab_size))
+    failed, left = sum(bool(each.findings) for each in proofs), sum(bool(each.not_judged) for each in proofs)
+    last = f"Sums over ranks: {counted(len(proofs) - failed - left, 'layout')} ok, {failed} failed, {left} not judged"
+    lines = [*(each.text() for each in proofs), *selection.not_compared(), "", last]
+    asked = bool(selection.refused) or bool(left and (words.options["layouts"] or left == len(proofs)))
+    code = 1 if failed else JobError.exit_code if asked else 0
+    words.show({"ok": code == 0, "cases": [each.as_dict() for each in proofs]}, "\n".join(lines))
+    return code
 
 
 def _announce(selection: Selection, *lines: str) -> None:

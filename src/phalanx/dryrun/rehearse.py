@@ -7,9 +7,9 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -132,7 +132,34 @@ def distinct_ranks(job: Job) -> list[int]:
     return [stage * stride for stage in range(job.layout.pp)]
 
 
-def rehearse(job: Job, rank: int, vocab_size: int, device_type: str, steps: int = STEPS) -> RankRehearsal:
+class RehearsalObserver(Protocol):
+    """A mode of torch that sees every operation of a rehearsal, and is told what the program has."""
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Any: ...
+
+    def begins(self, stepper: Stepper) -> None:
+        """Notes the parameters, before the first step."""
+        ...
+
+    def gradients(self, stepper: Stepper) -> None:
+        """Notes the final gradients of a step."""
+        ...
+
+    def ends(self, stepper: Stepper) -> None:
+        """Notes the parameters after the last step."""
+        ...
+
+
+def rehearse(
+    job: Job,
+    rank: int,
+    vocab_size: int,
+    device_type: str,
+    steps: int = STEPS,
+    observer: RehearsalObserver | None = None,
+) -> RankRehearsal:
     """Runs `steps` steps of rank `rank` of a job. Raises JobError for one that cannot be rehearsed, and what the
     program raises."""
     if found := list(problems(job)):
@@ -148,17 +175,19 @@ def rehearse(job: Job, rank: int, vocab_size: int, device_type: str, steps: int 
         mesh = meshes.build(job.layout, device.type)
         places = {axis: place for axis, place in mesh.coordinates.items() if mesh.sizes[axis] > 1}
         found = RankRehearsal(rank, places, offloads=bool(named(job.layout)))
-        with FakeTensorMode(allow_non_fake_inputs=True), dry.counting():
-            stepper = _MarkingStepper(job, mesh, device, vocab_size, dry)
+        with FakeTensorMode(allow_non_fake_inputs=True), dry.counting(), observer or nullcontext():
+            stepper = _MarkingStepper(job, mesh, device, vocab_size, dry, observer)
             dry.known_bytes = KNOWN_BYTES
             state = TrainState(stepper, "", vocab_size)
             dry.mark("parameters", parameters_of(stepper.replica, stepper.optimizer))
+            if observer:
+                observer.begins(stepper)
             mesh.ledger.clear()
             dry.flops.clear()
             guard = guard_of(stepper, state.history, lambda *_, **__: None)
             driver = driver_of(stepper)(
                 stepper=stepper,
-                feed=cast(Feed, _DrawnFeed(job, vocab_size, mesh)),
+                feed=cast(Feed, _DrawnFeed(job, vocab_size, mesh, observer is not None)),
                 milestones=Milestones(steps, 1, 0, 0),
                 requests=lambda: NO_REQUESTS,
                 lr=lambda _: job.optimizer.lr,
@@ -171,6 +200,8 @@ def rehearse(job: Job, rank: int, vocab_size: int, device_type: str, steps: int 
                 dry.mark("optimizer", (x for of in stepper.optimizer.state_tensors().values() for x in of.values()))
                 if number < steps:
                     last = len(recording.calls)
+            if observer:
+                observer.ends(stepper)
             found.traffic_bytes = mesh.ledger.traffic(steps)
             found.flops = _by_kind(dry.flops, steps)
             found.calls = recording.calls[last:]
@@ -208,13 +239,16 @@ def _without_warnings_of_torch() -> Iterator[None]:
 class _MarkingStepper(Stepper):
     """A Stepper that says which tensors are its gradients."""
 
-    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, dry: DryWorld):
+    def __init__(self, job: Job, mesh: Mesh, device: torch.device, vocab_size: int, dry: DryWorld, observer: Any):
         super().__init__(job, mesh, device, vocab_size)
-        self.dry = dry
+        self.dry, self.observer = dry, observer
 
     def gradients(self, micro_batches: Sequence[MicroBatch], step: int, global_tokens: float) -> Tensor:
         heartbeat.enter_module("")  # that of the backward pass before
-        return super().gradients(micro_batches, step, global_tokens)
+        loss = super().gradients(micro_batches, step, global_tokens)
+        if self.observer:
+            self.observer.gradients(self)
+        return loss
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
         self.dry.mark("gradients", gradients_of(self.replica, self.optimizer))
@@ -241,10 +275,11 @@ def gradients_of(replica: Replica, optimizer: ShardedOptimizer) -> list[Tensor]:
 
 
 class _DrawnFeed:
-    """Random micro-batches of one rank: a Feed without data."""
+    """Random micro-batches of one rank: a Feed without data. They are those of the first rank, as large as any, or, if
+    an observer compares ranks, its `own`."""
 
-    def __init__(self, job: Job, vocab_size: int, mesh: Mesh):
-        self.job, self.vocab_size, self.mesh = job, vocab_size, mesh
+    def __init__(self, job: Job, vocab_size: int, mesh: Mesh, own: bool):
+        self.job, self.vocab_size, self.mesh, self.own = job, vocab_size, mesh, own
         self.batch = batch.solve(job.train.global_batch, job.layout)
         self.next: list[MicroBatch] | None = None
         self.step = 0
@@ -252,8 +287,9 @@ class _DrawnFeed:
     def peek(self) -> list[MicroBatch]:
         if self.next is None:
             share = self.batch.global_batch // self.mesh.data_ranks
-            self.next, valid = drawn(self.job, self.vocab_size, share, range(share), self.step)
-            self.valid = valid * self.mesh.data_ranks
+            rows, first = (self.batch.global_batch, self.mesh.data_rank * share) if self.own else (share, 0)
+            self.next, valid = drawn(self.job, self.vocab_size, rows, range(first, first + share), self.step)
+            self.valid = valid if self.own else valid * self.mesh.data_ranks
             self.step += 1
         return self.next
 

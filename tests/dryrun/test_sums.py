@@ -1,0 +1,116 @@
+"""`phalanx verify --static` finds missing and double sums without a value: of the bugs of tests/verify/bugs.py those of
+this kind, and nothing in layouts without a bug.
+
+By default a few; `make planted` judges every bug and every layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import nullcontext
+
+import pytest
+
+from phalanx.api import load_job
+from phalanx.cli.main import main
+from phalanx.dryrun.sums import SumProof, prove_sums
+from phalanx.verify.select import select
+from verify.bugs import BUGS, MODELS
+from verify.plant import Bug, planted
+
+WHOLE = "PHALANX_PLANTED" in os.environ
+FOUND = {
+    "shards are not summed over the replicas": "gradient of embed.weight",
+    "one bucket's parameters are not gathered after the optimizer": "after a step",
+    "parameters are gathered before the optimizer has written them": "after a step",
+    "with sequence parallelism the gradients of norms are not summed over the tensor ranks": "attn_norm.weight",
+    "the gradients of key and value heads with copies on several tensor ranks are not summed": "attn.wk.weight",
+    "the gradients of matrices that compress for all heads are not summed over the tensor ranks": "attn.wq_a.weight",
+    "the gradients of adapters' B are not summed over the tensor ranks that hold parts of A": "attn.wo.lora_b.weight",
+    "the gradients of routers are not summed over the tensor ranks": "moe.router.weight",
+    "the summed gradients of norms reach the first tensor rank alone": "attn_norm.weight",
+}
+"""By bug, what is named."""
+FAST = ("the gradients of routers are not summed over the tensor ranks",)
+LAYOUTS = (
+    ("llama", "tp=2,sp=true"),
+    ("llama", "cp=2,zero=1"),
+    *(
+        (
+            ("gpt", "dp_replicate=2"),
+            ("gpt", "dp_shard=2,zero=2,accumulation=2"),
+            ("llama", "dp_replicate=2,tp=2,sp=true"),
+            ("llama", "tp=2,cp=2,zero=2"),
+            ("llama", "cp=2,cp_ulysses=2,zero=1"),
+            ("llama", "tp=4"),
+            ("latent", "tp=2"),
+            ("adapters", "tp=2"),
+            ("experts", "tp=2,sp=true"),
+            ("experts", "dp_shard=2,ep=2,zero=1"),
+            ("experts", "dp_shard=2,tp=2,ep=2,zero=1"),
+        )
+        if WHOLE
+        else ()
+    ),
+)
+
+
+def proof(model: str, line: str, job: str = "", bug: Bug | None = None) -> SumProof:
+    selection = select(load_job(*MODELS[model].split(), *job.split()), lines=[line])
+    (layout,) = selection.layouts
+    with planted(bug) if bug else nullcontext():
+        return prove_sums(selection.case(layout), selection.compared.vocab_size)
+
+
+@pytest.mark.parametrize(("model", "line"), LAYOUTS)
+def test_no_sum_is_missing_or_made_twice(model, line):
+    found = proof(model, line)
+    assert found.pairs
+    assert found.text().endswith("ok")
+    assert found.as_dict()["ok"]
+
+
+def line_of(bug: Bug) -> str:
+    """Returns the layout of a bug, with parameters that are not gathered where it names no stage of ZeRO."""
+    shards = "zero" not in bug.layout and ("dp_shard" in bug.layout or "cp=" in bug.layout)
+    return f"{bug.layout},zero=2" if shards else bug.layout
+
+
+@pytest.mark.parametrize("bug", [bug for bug in BUGS if WHOLE or bug.what in FAST], ids=lambda bug: bug.what)
+def test_it_finds_sums_that_are_missing_and_nothing_else(bug):
+    found = proof(bug.model, line_of(bug), bug.job, bug)
+    if bug.what in FOUND:
+        assert any(FOUND[bug.what] in each.line() for each in found.findings), found.text()
+    else:
+        assert not found.findings, found.text()
+
+
+def test_a_sum_of_what_all_ranks_hold_is_found():
+    bug = Bug(
+        "gradients of weights that every tensor rank holds whole are summed",
+        "tp=2",
+        "parallel.data:Replica._sum_partials",
+        (
+            (
+                "for partial in self.model.partials:",
+                "for partial in [type('', (), {'axis': self.model.tp, 'names': {'final_norm.weight'}})]:",
+            ),
+        ),
+        "",
+        model="llama",
+    )
+    (found,) = proof("llama", "tp=2", bug=bug).findings
+    assert found.axis == "tp"
+    assert "counted twice" in found.line()
+
+
+def test_layouts_that_it_cannot_judge_say_why(capsys):
+    job = [*MODELS["llama"].split(), "--static", "--json", "--layouts", "tp=2", "pp=2", "dp_shard=2,zero=3"]
+    assert main(["verify", *job]) == 2
+    report = json.loads(capsys.readouterr().out)
+    tp, pp, fsdp = report["cases"]
+    assert not report["ok"]
+    assert tp["ok"]
+    assert not pp["ok"]
+    assert "another rank's program" in pp["not_judged"]
+    assert "zero=2" in fsdp["not_judged"]
