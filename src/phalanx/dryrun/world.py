@@ -38,6 +38,7 @@ from phalanx.comm import calls
 from phalanx.config.cluster import Cluster
 from phalanx.dryrun.gpu import NamedDevices, device_of_torch, pretended_gpu
 from phalanx.dryrun.operations import FAKE, flops_of, on_real_tensors, result_without_data
+from phalanx.dryrun.results import Remembered, described, make, remember, remembered_on
 from phalanx.errors import JobError
 from phalanx.launch.process_group import shutdown
 from phalanx.launch.watchdog import heartbeat
@@ -51,6 +52,7 @@ _UNWRITTEN = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_l
 """Operations whose result has no elements yet; integers are written before they are read."""
 _IN_PLACE = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr}
 """Operations without a result that torch's fake tensors do not have."""
+_DEVICE_OF = torch.ops.prim.device.default
 _DEPENDS = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
@@ -69,6 +71,8 @@ class Allocation:
     """The module of the model whose pass ran; empty outside of any."""
     part: str = ""
     """Its part of the memory, once that is known: parameters, gradients, optimizer or communication."""
+    end: Any = None
+    """The reference that notices when the storage ends."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +90,15 @@ class MemoryChange:
 class DryWorld(TorchDispatchMode):
     """Runs operations on fake tensors in its `with` block, and records storages, FLOPs and small values."""
 
-    def __init__(self, phase: Callable[[], str], device: str):
+    def __init__(self, phase: Callable[[], str], device: str, results: dict[Any, Remembered]):
         super().__init__()
         self.phase = phase
         """Returns what the rank is doing."""
         self.device = device
         """The type of its device."""
         self.named = NamedDevices() if device == "cuda" else None
+        self.results = results
+        """By what operations are given, what they return."""
         self.live: dict[int, Allocation] = {}
         """By storage."""
         self.events: list[MemoryChange] = []
@@ -108,6 +114,10 @@ class DryWorld(TorchDispatchMode):
         """The elements of the latest message of each shape and type: another rank sends the same."""
 
     # Memory
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and keeping torch.compile out of each operation takes time
 
     def allocation(self, x: Tensor) -> Allocation | None:
         """Returns the storage of a tensor of this rank."""
@@ -127,7 +137,7 @@ class DryWorld(TorchDispatchMode):
         on_host = is_on_host() if self.device == "cpu" else x.device.type == "cpu"
         made = self.live[key] = Allocation(0, on_host, operator, self.phase(), heartbeat.module())
         self._change(made, storage.nbytes())
-        weakref.finalize(storage, self._forget, key).atexit = False
+        made.end = weakref.ref(storage, lambda _: self._forget(key))
 
     def _change(self, made: Allocation, change: int) -> None:
         made.size += change
@@ -234,35 +244,59 @@ class DryWorld(TorchDispatchMode):
     # Operations
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+        if func is _DEVICE_OF and type(args[0]) is FakeTensor:
+            return device_of_torch(args[0])
+        with torch._C.DisableTorchFunction():  # what follows is no call of the program's
+            return self._run(func, types, args, kwargs)
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if DTensor in types:
             return NotImplemented  # what counts are the local tensors inside
-        if func is torch.ops.prim.device.default:
-            return device_of_torch(args[0]) if isinstance(args[0], FakeTensor) else args[0].device
-        kwargs = dict(kwargs or {})
-        given = _flat(args, kwargs)
+        if func is _DEVICE_OF:
+            return args[0].device
+        kwargs = dict(kwargs) if kwargs else {}
+        kwargs.pop("pin_memory", None)
         device = kwargs.get("device")
-        if all(type(x) in (Tensor, Parameter) and x.is_meta for x in given) and (
-            device.type == "meta" if device is not None else given
+        key, given = described(func, args, kwargs)
+        if (device.type == "meta" if device is not None else given and key is None) and all(
+            type(x) in (Tensor, Parameter) and x.is_meta for x in given
         ):
             with on_real_tensors():  # a model without memory is on no device
                 return func(*args, **kwargs)
-        if torch._C._get_dispatch_mode(FAKE) is None:  # torch computes something of its own
+        if (mode := torch._C._get_dispatch_mode(FAKE)) is None:  # torch computes something of its own
             return func(*args, **kwargs)
+        if self.named and device is not None and (meant := self.named.meant(device, given)) is not device:
+            kwargs["device"] = meant
+            key, given = described(func, args, kwargs)
+        if found := self.results.get(key):
+            elements = None
+            if all(x.untyped_storage()._cdata in self.values for x in given):
+                elements = self._computed(func, args, kwargs, given)
+            if elements is None:
+                for place in found.written:
+                    self.know(given[place], None)
+            out = make(found, given, mode)
+            self._note(found.operator, found.flops, out, elements)
+            return out
         if any(type(x) is not FakeTensor for x in given):
             args, kwargs = tree_map(self._faked, (args, kwargs))
-            given = _flat(args, kwargs)
+            given = described(func, args, kwargs)[1]
         if func.namespace == "c10d":
             return self._collective(func, args)
+        if func.namespace == "profiler":
+            with on_real_tensors():
+                return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
         if func in _IN_PLACE:
             return self._forget_written(func, args, kwargs)
         if func is aten._pin_memory.default:
             func = aten.clone.default
-        kwargs.pop("pin_memory", None)
-        if self.named and device is not None:
-            kwargs["device"] = self.named.meant(device, given)
-        elements = self._computed(func, args, kwargs, given)
+        return self._run_first(func, args, kwargs, given, key)
+
+    def _run_first(self, func: Any, args: Any, kwargs: Any, given: list[Any], key: Any) -> Any:
+        """Runs an operation on fake tensors whose result is not remembered."""
+        elements, assumed = self._computed(func, args, kwargs, given), None
         if (
             elements is None
             and func is aten.index.Tensor
@@ -280,18 +314,24 @@ class DryWorld(TorchDispatchMode):
                 raise self.refusal(str(func), f"its result depends on data ({type(error).__name__})") from None
         if elements is None and func._schema.is_mutable:
             self._forget_written(func, args, kwargs)
-        made = [out] if isinstance(out, Tensor) else _tensors(out)
-        operator = func._overloadpacket.__name__
+        flops = flops_of(func, args, kwargs, out)
+        self._note(func._overloadpacket.__name__, flops, out, elements)
+        if assumed is None and key is not None and described(func, args, kwargs)[0] == key:
+            remember(self.results, key, args, kwargs, given, out, flops)
+        return out
+
+    def _note(self, operator: str, flops: float, out: Any, elements: Any) -> None:
+        """Records what an operation made and computed."""
+        made = (out,) if isinstance(out, Tensor) else out if type(out) in (list, tuple) else _tensors(out)
         for x in made:
-            if x.device.type != "meta":
+            if isinstance(x, Tensor) and x.device.type != "meta":
                 self._meet(x, operator)
         if elements is not None:
-            for x, known in zip(made, _tensors(elements), strict=True):
+            for x, known in zip(_tensors(out), _tensors(elements), strict=True):
                 if x.untyped_storage()._cdata not in self.values:
                     self.know(x, known)
-        if count := flops_of(func, args, kwargs, out):
-            self.flops[operator] += count
-        return out
+        if flops:
+            self.flops[operator] += flops
 
     def _faked(self, x: Any) -> Any:
         """Returns a fake tensor for one of the host that was made without an operation, as from numpy."""
@@ -355,13 +395,6 @@ class DryWorld(TorchDispatchMode):
                     self.know(x, None)
 
 
-def _flat(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors among arguments and lists of them; torch's own walk takes several times as long."""
-    found = [x for x in args if isinstance(x, Tensor)]
-    found += [x for x in kwargs.values() if isinstance(x, Tensor)]
-    return found + [x for each in args if isinstance(each, (list, tuple)) for x in each if isinstance(x, Tensor)]
-
-
 def _like(x: Any, device: torch.device) -> Any:
     return torch.empty(x.shape, dtype=x.dtype, device=device) if isinstance(x, Tensor) else x
 
@@ -406,7 +439,7 @@ def pretended(
 ) -> Iterator[DryWorld]:
     """Makes this process rank `rank` of `world` on a device of `cluster` in the `with` block: process groups whose
     other members are not there. In its `counting` tensors have no elements."""
-    dry = DryWorld(phase, device.type)
+    dry = DryWorld(phase, device.type, remembered_on(device.type, cluster.accelerator.name))
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     plain: Callable[..., Any] = torch.UntypedStorage.resize_
 
