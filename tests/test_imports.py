@@ -41,7 +41,7 @@ MOST_LINES = {
     "dryrun": 1310,
     "evaluate": 700,
     "exchange": 2300,
-    "foreign": 4646,
+    "foreign": 4677,
     "generate": 1250,
     "launch": 6850,
     "machine": 5390,
