@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 VERB = job_verb(
     "dryrun",
     "Runs the real program of a rank without its hardware and without the other ranks: it builds the model, applies "
-    "the layout, takes a few steps and collects a checkpoint, on tensors without elements and with collectives that end "
-    "at once, at any number of ranks. It reports the memory of every moment by part and by operation, bytes sent, "
+    "the layout, takes a few steps and collects a checkpoint, on tensors without elements and with collectives that "
+    "end at once, at any number of ranks. It reports the memory of every moment by part and by operation, bytes sent, "
     "FLOPs and the calls in order, beside the prediction.",
     (
         ("dryrun job.yaml", "the first rank"),
