@@ -60,7 +60,7 @@ MOST_LINES = {
     "train": 8675,
     "validation": 1660,
     "": 1770,
-    "verify": 3902,
+    "verify": 3904,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
 whoever needs more finds first what stands twice."""
