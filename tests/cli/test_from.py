@@ -75,6 +75,44 @@ def test_names_that_are_not_understood_are_refused_unless_they_are_ignored(tmp_p
     assert "read as if absent" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"source env.sh\n{SCRIPT}", "source env.sh: not understood: another script is not read"),
+        (f"if grep -q x y; then\n{SCRIPT}fi\n", "command torchrun: not understood: the condition on line 1"),
+        (SCRIPT.replace("--bf16", '"--bf16'), "not a script that can be read: what begins on line 2 has no closing"),
+    ],
+)
+def test_what_a_script_may_do_besides_is_said(text, message, tmp_path, capsys):
+    path = tmp_path / "train.sh"
+    path.write_text(text)
+    assert main(["predict", "--from", str(path), "cluster=dgx-h100:2"]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("train.toml", "[model\n", "not valid TOML"),
+        ("zero.json", '{"zero_optimization": {"stage": 3}, "bf16": {"enabled": "auto"}}', "set train.precision"),
+        ("train.sh:main", SCRIPT, "there is no such file"),
+        ("run.yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_version: 3}\n", "fsdp_version 3: not understood"),
+    ],
+)
+def test_what_a_file_leaves_open_is_refused(name, text, message, tmp_path, capsys):
+    (tmp_path / name.partition(":")[0]).write_text(text)
+    assert main(["predict", "model=gpt2", "cluster=dgx-h100:1", "--from", str(tmp_path / name)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_name_to_ignore_that_the_file_lacks_is_refused(script, capsys):
+    assert main(["predict", "--from", script, "--ignore", "log-interval", "cluster=dgx-h100:2"]) == 2
+    error = capsys.readouterr().err
+    assert "--ignore cluster=dgx-h100:2: " in error
+    assert "has no such name; key=value goes before --ignore" in error
+    assert "--ignore log-interval" not in error
+
+
 def test_a_folder_and_a_missing_file(tmp_path, capsys):
     assert main(["predict", "--from", str(tmp_path)]) == 2
     assert "model.from=" in capsys.readouterr().err

@@ -611,3 +611,9 @@ def test_dark_is_for_a_png(capsys):
     assert "--dark is for a PNG, an SVG follows the reader's preference: give --svg a name in .png" in (
         capsys.readouterr().err
     )
+
+
+def test_two_outputs_in_one_file_are_refused(tmp_path, capsys):
+    both = str(tmp_path / "a.svg")
+    assert main(["plan", "model=gpt2", "cluster=dgx-h100:1", "--svg", both, "--html", both]) == 2
+    assert f"both are {both}; name two files" in capsys.readouterr().err

@@ -60,13 +60,38 @@ def test_nothing_is_executed(tmp_path):
     assert [tmp_path.exists(), target.exists()] == [True, False]
 
 
-BROKEN = ("(", "'", '"', "${", "$((", "if", "case", "case x in", "a=(", "<<", "<<EOF\n", "for", "f() {", "`", "\\")
+UNCLOSED = ("'", '"', "${", "$((")
+BROKEN = ("(", "if", "case", "case x in", "a=(", "<<", "<<EOF\n", "for", "f() {", "`", "\\")
 
 
 @pytest.mark.parametrize("text", BROKEN)
 def test_broken_scripts_are_read_to_their_end(text):
     run_through(text)
     run_through(f"A=1\n{text}\nrun $A")
+
+
+@pytest.mark.parametrize("text", UNCLOSED)
+def test_what_is_not_closed_is_refused_with_its_line(text):
+    with pytest.raises(ValueError, match="line 2 has no closing"):
+        run_through(f"A=1\n{text}--x\nrun $A")
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("cd a && run --x 1", "run --x 1"),
+        ("for T in 1 2; do\nrun --x $T\ndone", "run --x $T"),
+        ("f() {\nrun --x 1\n}\nf", "run --x 1"),
+    ],
+)
+def test_commands_of_lists_loops_and_functions_count(text, command):
+    assert command in [" ".join(word.text for word in each) for each in run_through(text).commands]
+
+
+def test_commands_of_an_unknown_branch_are_doubtful():
+    script = run_through("if grep -q x y; then\nrun --x 1\nelse\nrun --x 2\nfi")
+    assert [words[2].text for words, why in script.doubtful if "condition on line 1" in why] == ["1", "2"]
+    assert not any(words[0].text == "run" for words in script.commands)
 
 
 def test_arithmetic():

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 VERB = job_verb(
     "dryrun",
     "Runs the real program of a rank without its hardware and without the other ranks: it builds the model, applies "
-    "the layout, takes two steps and collects a checkpoint, on tensors without elements and with collectives that end "
-    "at once, at any number of ranks. It reports the memory of every moment by part and by operation, bytes sent, "
+    "the layout, takes a few steps and collects a checkpoint, on tensors without elements and with collectives that "
+    "end at once, at any number of ranks. It reports the memory of every moment by part and by operation, bytes sent, "
     "FLOPs and the calls in order, beside the prediction.",
     (
         ("dryrun job.yaml", "the first rank"),
@@ -35,7 +35,7 @@ VERB = job_verb(
     options={
         "rank": Option("the rank to run", 0, at_least=0),
         "ranks": Option("distinct: the first rank of every pipeline stage instead", "", value="distinct"),
-        "steps": Option("optimizer steps to take", 2, at_least=1),
+        "steps": Option("optimizer steps to take (default: 2, in a pipeline without a flush 3)", None, int, at_least=1),
         "svg": Option("draw the memory of the fullest of these ranks", value="FILE"),
         "trace": Option("write its memory, phases and calls as trace events, for ui.perfetto.dev", value="FILE"),
     },

@@ -88,6 +88,8 @@ class OutputFiles:
                 problems.append(f"--{name} {path}: folder {folder} does not exist; create it, or name another")
             elif os.path.isdir(path):
                 problems.append(f"--{name} {path} is a folder; name a file in it")
+            first = next(each for each, other in paths.items() if os.path.abspath(other) == os.path.abspath(path))
+            problems += [f"--{first} and --{name}: both are {path}; name two files"] if first != name else []
         if "dark" in words.switches and not any(paths.get(name, "").endswith(".png") for name in drawn):
             flags = " or ".join(map(flag_of, drawn))
             problems.append(f"--dark is for a PNG, an SVG follows the reader's preference: give {flags} a name in .png")

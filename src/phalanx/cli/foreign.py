@@ -38,6 +38,14 @@ def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cl
     problems += [
         f"{path}: {what} is missing: set {field}" for field, what in theirs.needed.items() if field not in given
     ]
+    names = {_plainly(each.name) for each in (*theirs.unknown, *theirs.without_counterpart, *theirs.became)}
+    names |= {ALL, *map(_plainly, theirs.stated), *(_plainly(each.shown) for each in theirs.stated.values())}
+    names |= {_plainly(each.origin.rpartition(" ")[2]) for each in theirs.settings}
+    problems += [
+        f"--ignore {name}: {path} has no such name{'; key=value goes before --ignore' if '=' in name else ''}"
+        for name in ignored
+        if _plainly(name) not in names
+    ]
     if unknown:
         problems.append("set the fields that are meant, or read the names as if they were absent: --ignore NAME …")
     settings = [each for each in theirs.settings if not _is_ignored(each, ignored)]
@@ -63,14 +71,17 @@ def put_below(path: Path, ignored: Sequence[str], line: CommandLine, *, needs_cl
     return theirs
 
 
+def _plainly(name: str) -> str:
+    return name.lstrip("-").replace("-", "_")
+
+
 def _is_settled(each: Leftover, ignored: Sequence[str], given: set[str]) -> bool:
-    plain = {name.lstrip("-").replace("-", "_") for name in ignored}
-    return each.name.lstrip("-").replace("-", "_") in plain or (bool(each.path) and each.path in given)
+    return _plainly(each.name) in map(_plainly, ignored) or (bool(each.path) and each.path in given)
 
 
 def _is_ignored(setting: Setting, ignored: Sequence[str]) -> bool:
     name = setting.origin.rpartition(" ")[2]
-    return name in ignored or name.lstrip("-").replace("-", "_") in ignored
+    return _plainly(name) in map(_plainly, ignored)
 
 
 def _with_field(each: Leftover) -> str:

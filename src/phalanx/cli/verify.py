@@ -30,7 +30,7 @@ VERB = job_verb(
     "and names the first module that differs. By default the job's own layout, each technique alone, and a small set "
     "in which every two features meet. A large model is compared as a small one of the same kind.",
     (
-        ("verify examples/main.yaml", "every technique against one process, about a minute"),
+        ("verify examples/main.yaml", "every technique against one process, minutes"),
         ("verify job.yaml --precision bf16", "is the difference in bf16 normal?"),
     ),
     {

@@ -12,7 +12,7 @@ from phalanx.config.job import Job
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import RankMemory, step_memory
 from phalanx.data.files import Progress, silent
-from phalanx.dryrun.rehearse import STEPS, RankRehearsal, device_type_of, distinct_ranks, rehearse
+from phalanx.dryrun.rehearse import RankRehearsal, device_type_of, distinct_ranks, rehearse
 from phalanx.errors import JobError
 from phalanx.partition import derived as batch
 from phalanx.techniques.compiling import compiles
@@ -96,7 +96,7 @@ class JobRehearsal:
 
 
 def rehearse_ranks(
-    job: Job, vocab_size: int, ranks: Sequence[int], steps: int = STEPS, progress: Progress = silent
+    job: Job, vocab_size: int, ranks: Sequence[int], steps: int | None = None, progress: Progress = silent
 ) -> JobRehearsal:
     """Rehearses ranks of a job. Raises JobError for a job that cannot be rehearsed, or if there is no such rank."""
     if wrong := [rank for rank in ranks if not 0 <= rank < job.layout.processes]:

@@ -42,8 +42,6 @@ from phalanx.train.state import TrainState
 from phalanx.train.step import Stepper
 from phalanx.verify.measure import drawn
 
-STEPS = 2
-"""Steps of a rehearsal: the optimizer's state is made in the first, so that the second is like all others."""
 PARTS: tuple[str, ...] = ("parameters", "gradients", "optimizer", "activations", "logits", "communication")
 
 
@@ -157,14 +155,15 @@ def rehearse(
     rank: int,
     vocab_size: int,
     device_type: str,
-    steps: int = STEPS,
+    steps: int | None = None,
     observer: RehearsalObserver | None = None,
 ) -> RankRehearsal:
-    """Runs `steps` steps of rank `rank` of a job. Raises JobError for one that cannot be rehearsed, and what the
-    program raises."""
+    """Runs `steps` steps of rank `rank` of a job; by default up to the first that is like all others: the optimizer's
+    state is made at the end of the first step, and without a flush in the second. Raises JobError for a job that
+    cannot be rehearsed, and what the program raises."""
     if found := list(problems(job)):
         raise JobError("this job cannot be rehearsed:\n" + "\n".join(f"  {each}" for each in found))
-    began = time.perf_counter()
+    began, steps = time.perf_counter(), steps or (3 if batch.overlaps(job.layout) else 2)
     job = replace(job, train=replace(job.train, steps=steps, compile=False))
     recording, device = Recording(), torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu")
     with (

@@ -39,6 +39,8 @@ def finish(fields: Fields) -> None:
     fields.set("train.compile", dynamo.upper() != "NO", "dynamo_config.dynamo_backend")
     kind = str(fields.take("distributed_type", object, "NO")).upper().replace("FALSE", "NO")  # NO is false in YAML
     version = fields.take(f"{_F}fsdp_version", int, 1)
+    if version not in (1, 2):
+        fields.unknown_value(f"{_F}fsdp_version", ("1", "2"))
     _parallelism(fields, replicas=kind == "NO" or kind.startswith("MULTI_"))
     if kind == "FSDP":
         set_fsdp(fields, _F, version)

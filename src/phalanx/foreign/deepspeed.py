@@ -55,6 +55,8 @@ def set_deepspeed(fields: Fields) -> None:
 def finish(fields: Fields) -> None:
     """Sets what a file alone says."""
     set_deepspeed(fields)
+    if "train.precision" not in fields.settings:
+        fields.need("train.precision", 'the precision, which is "auto",')
     no_model(fields)
 
 

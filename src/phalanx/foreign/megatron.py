@@ -24,7 +24,7 @@ _MARKS = {"num_layers", "hidden_size", "tensor_model_parallel_size", "micro_batc
 
 def in_script(source: Source) -> bool:
     """Returns whether a text is a shell script with Megatron-LM's arguments."""
-    found = {each[1].replace("-", "_") for each in _OPTION.finditer(source.text)}
+    found = {each.replace("-", "_") for each in re.findall(r"--([A-Za-z][\w-]*)", source.text)}
     return len(found & _MARKS) >= 2 and not in_yaml(source)
 
 
@@ -42,8 +42,11 @@ def parse_script(source: Source) -> Sequence[Stated]:
         script = shell.run_through(source.text)
     except ValueError as error:
         raise JobError(f"{source.path}: not a script that can be read: {error}") from None
-    words = _command(script)
+    words, doubt = _command(script)
     stated = _options(words)
+    if doubt:
+        line, text = words[0].place
+        stated.append(Stated("command", Unresolved(words[0].text, doubt), line, text))
     program = next((word for word in words if re.search(r"\.py$", word.text)), None)
     if program and _OTHER_MODELS.search(program.text.rpartition("/")[2]):
         line, text = program.place
@@ -61,16 +64,16 @@ def parse_script(source: Source) -> Sequence[Stated]:
     return stated
 
 
-def _command(script: Script) -> list[ScriptWord]:
-    """Returns the words of the command that trains: of all that run, those with the most options of a model; if none
-    does, those of all variables."""
-    several = [_flat(words) for words in script.commands]
-    several += [_flat(words) for words in script.variables.values()]
-    best = max(several, key=lambda words: (_rank(words), len(words)), default=[])
-    if _rank(best)[0]:
+def _command(script: Script) -> tuple[list[ScriptWord], str]:
+    """Returns the words of the command that trains, and why it may not run: of all commands, those with the most
+    options of a model; if none has any, those of all variables."""
+    several = [(_flat(words), "") for words in (*script.commands, *script.variables.values())]
+    doubtful = [(_flat(words), why) for words, why in script.doubtful]
+    best = max([*several, *doubtful], key=lambda each: (_rank(each[0]), len(each[0])), default=([], ""))
+    if _rank(best[0])[0]:
         return best
     with_options = [words for words in map(_flat, script.variables.values()) if any(map(_is_option, words))]
-    return [word for words in (with_options or several) for word in words]
+    return [word for words in (with_options or [words for words, _ in several]) for word in words], ""
 
 
 def _flat(words: Sequence[ScriptWord]) -> list[ScriptWord]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -45,6 +46,11 @@ def read(path: Path) -> ForeignJob:
     """Returns a file of another framework as a job. Nothing in it is executed. Raises JobError with every problem."""
     source = _source(path)
     found = next((each for each in FORMATS if each.recognises(source)), None)
+    if found is None and path.suffix == ".toml":
+        try:
+            tomllib.loads(source.text)
+        except ValueError as error:
+            raise JobError(f"{path}: not valid TOML: {error}") from None
     if found is None and path.suffix in (".yaml", ".yml", ".json") and source.root is None:
         raise JobError(yaml_file.parse(source.text, str(path))[1] or f"{path}: is empty")
     if found is None:
@@ -67,7 +73,7 @@ def format_named(kind: str) -> ForeignFormat:
 
 def _source(path: Path) -> Source:
     part = ""
-    if ":" in path.name and not path.exists():
+    if ".py:" in path.name and not path.exists():
         name, _, part = path.name.rpartition(":")
         path = path.with_name(name)
     try:

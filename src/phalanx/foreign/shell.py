@@ -96,8 +96,8 @@ _DECLARES = {"export", "local", "declare", "readonly", "typeset"}
 class _ScriptParser:
     """Parses a script into statements."""
 
-    def __init__(self, text: str):
-        self.text, self.place = text, 0
+    def __init__(self, text: str, *, strict: bool = False):
+        self.text, self.place, self.strict = text, 0, strict
         self.starts = [0, *(found.end() for found in re.finditer("\n", text))]
         self.waiting: list[tuple[str, bool, _ScriptStatement]] = []
         """Here documents whose text begins after this line."""
@@ -363,7 +363,7 @@ class _ScriptParser:
                 break
             elif letter == "'":
                 end = self.text.find("'", self.place + 1)
-                end = len(self.text) if end < 0 else end
+                end = self._unclosed("'", self.line()) if end < 0 else end
                 self._literal(parts, self.text[self.place + 1 : end], self.place + 1, True)
                 self.place = end + 1
             elif letter == '"':
@@ -389,9 +389,15 @@ class _ScriptParser:
             parts.append(_WordPart("literal", ("\n" if number else "") + row, line, quoted))
             place += len(row) + 1
 
+    def _unclosed(self, end: str, line: int) -> int:
+        """Returns the end of the text, which has no `end`. Raises ValueError in a script."""
+        if self.strict:
+            raise ValueError(f"what begins on line {line} has no closing {end}")
+        return len(self.text)
+
     def _until(self, parts: Parts, end: str, quoted: bool) -> None:
         """Reads text with expansions up to `end`."""
-        start = self.place
+        start, opened = self.place, self.line()
         while self.place < len(self.text) and not self.peek(end):
             letter = self.text[self.place]
             if letter == "\\":
@@ -414,6 +420,8 @@ class _ScriptParser:
             else:
                 self.place += 1
         self._literal(parts, self.text[start : self.place], start, quoted)
+        if self.place >= len(self.text):
+            self._unclosed(end, opened)
 
     def _expansion(self, quoted: bool) -> _WordPart:
         line, start = self.line(), self.place
@@ -511,6 +519,8 @@ class Script:
 
     commands: list[list[ScriptWord]]
     """Commands that run, expanded, and the words of here documents, in order."""
+    doubtful: list[tuple[list[ScriptWord], str]]
+    """Commands of which it does not follow that they run, and why."""
     variables: dict[str, list[ScriptWord]]
     """The last value of every variable; one of an array has several words."""
     sourced: list[ScriptWord]
@@ -525,15 +535,17 @@ MOST_WORDS = 50_000
 def run_through(text: str) -> Script:
     """Returns what follows from a script. Raises RecursionError if it is nested too deeply."""
     reader = _ScriptReader()
-    reader.block(_ScriptParser(text).statements())
+    text = text.replace("\r\n", "\n")
+    reader.block(_ScriptParser(text, strict=True).statements())
     comments = [(n, row) for n, row in enumerate(text.splitlines(), start=1) if row.startswith("#SBATCH")]
-    return Script(reader.commands, reader.variables, reader.sourced, comments)
+    return Script(reader.commands, reader.doubtful, reader.variables, reader.sourced, comments)
 
 
 class _ScriptReader:
     def __init__(self) -> None:
         self.variables: dict[str, list[ScriptWord]] = {}
         self.commands: list[list[ScriptWord]] = []
+        self.doubtful: list[tuple[list[ScriptWord], str]] = []
         self.sourced: list[ScriptWord] = []
         self.words = 0
 
@@ -543,7 +555,7 @@ class _ScriptReader:
 
     def _run(self, statement: _ScriptStatement) -> None:
         if statement.joint in ("&&", "||") and statement.kind == "simple":
-            self._assign(statement, "whether it runs depends on the command before it")
+            self._lose(statement, "whether it runs depends on the command before it")
         elif statement.kind == "simple":
             self._simple(statement)
         elif statement.kind == "group":
@@ -572,20 +584,26 @@ class _ScriptReader:
                 why = f"the condition on line {statement.line} does not follow from the file"
                 for _, each in statement.branches:
                     for inner in each:
-                        self._lose(inner, why)
+                        self._lose(inner, why, doubtful=True)
                 return
             if held:
                 self.block(body)
                 return
 
-    def _lose(self, statement: _ScriptStatement, why: str) -> None:
+    def _lose(self, statement: _ScriptStatement, why: str, *, doubtful: bool = False) -> None:
+        """Makes unknown what a statement sets. Its commands count, unless it is doubtful that they run."""
         self._assign(statement, why)
+        for words in (statement.words, statement.heredoc):
+            if words and statement.kind == "simple":
+                command = self._expanded(words)
+                self.doubtful += [(command, why)] if doubtful else []
+                self.commands += [] if doubtful else [command]
         for head, body in statement.branches:
             for each in (
                 *(head if isinstance(head, list) and head and isinstance(head[0], _ScriptStatement) else ()),
                 *body,
             ):
-                self._lose(each, why)
+                self._lose(each, why, doubtful=doubtful)
 
     def _simple(self, statement: _ScriptStatement) -> None:
         words = self._expanded(statement.words)

@@ -286,6 +286,8 @@ class RunComparison:
         if self.environment:
             lines += ["", "Environments differ:"]
             lines += [f"  {name}: {a}, {b}" for name, (a, b) in self.environment.items()]
+        lines += [] if self.curves else ["", "Curves were not compared: metrics.jsonl has no step in both."]
+        lines += [] if self.checkpoints else ["", "Tensors were not compared: no step has a checkpoint in both."]
         lines += ["", *self.history] if self.history else []
         summary = self.summary()
         lines += ["", f"{summary[0].upper()}{summary[1:]}."]
