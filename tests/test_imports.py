@@ -38,7 +38,7 @@ MOST_LINES = {
     "config": 6150,
     "cost": 6520,
     "data": 6400,
-    "dryrun": 1310,
+    "dryrun": 1501,
     "evaluate": 700,
     "exchange": 2300,
     "foreign": 4646,
