@@ -151,6 +151,15 @@ def test_it_has_the_memory_of_a_real_one(ranks, name, layout):
         assert rehearse(job, rank, VOCAB, "cpu").peak == pytest.approx(found[rank], rel=0.03)
 
 
+def test_remembered_results_are_those_of_torch(monkeypatch):
+    job = job_of(MODELS["experts"], Layout(dp_shard=2, zero=3, micro_batch=1))
+    first, again = (rehearse(job, 1, VOCAB, "cuda").as_dict() for _ in range(2))
+    monkeypatch.setattr("phalanx.dryrun.world.remember", lambda *_: None)
+    monkeypatch.setattr("phalanx.dryrun.world.remembered_on", lambda *_: {})
+    torchs = rehearse(job, 1, VOCAB, "cuda").as_dict()
+    assert {**first, "seconds": 0} == {**again, "seconds": 0} == {**torchs, "seconds": 0}
+
+
 def test_any_number_of_ranks_costs_one():
     layout = Layout(dp_replicate=1024, dp_shard=16, tp=4, pp=2, zero=2, micro_batch=1)
     job = replace(job_of(LLAMA, layout), train=Train(global_batch=2 * layout.data_ranks))

@@ -73,7 +73,7 @@ def test_ranks_that_are_not_there():
 
 
 def test_a_value_that_depends_on_data_is_refused_by_operation_and_module():
-    dry = DryWorld(lambda: "forward", "cpu")
+    dry = DryWorld(lambda: "forward", "cpu", {})
     with pytest.raises(JobError, match=r"operation item in no module \(forward\).*torch.int64.*phalanx predict"):
         dry._read(torch.ones((), dtype=torch.int64))
 

@@ -71,23 +71,18 @@ class NamedDevices(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[bool, bool]] = []
-        """Pairs for the calls that Python is in, innermost last: whether it names a CPU, and has tensors of the GPU."""
+        self.calls: list[tuple[Any, ...]] = []
+        """The arguments of the calls that Python is in, innermost last."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        named = on_gpu = False
-        for each in (*args, *kwargs.values()):
-            for x in each if isinstance(each, (list, tuple)) else (each,):
-                if isinstance(x, FakeTensor):
-                    on_gpu = on_gpu or x.fake_device == CUDA
-                elif _is_cpu(x):
-                    named = True
-        self.calls.append((named, on_gpu))
+        given = (*args, *kwargs.values()) if kwargs else args
+        self.calls.append(given)
         try:
-            if on_gpu and (own := _OWN_KERNELS.get(func)):  # torch's code takes them where its device is a GPU
-                return own(*args, **kwargs)
-            return func(*args, **kwargs)
+            if (
+                func in _OWN_KERNELS and _named_and_on_gpu(given)[1]
+            ):  # torch's code takes them where its device is a GPU
+                func = _OWN_KERNELS[func]
+            return func(*args, **kwargs) if kwargs else func(*args)
         finally:
             self.calls.pop()
 
@@ -97,7 +92,7 @@ class NamedDevices(TorchFunctionMode):
             return device
         here = any(isinstance(x, FakeTensor) and x.fake_device == CUDA for x in given)
         if self.calls:
-            named, has_gpu = self.calls[-1]
+            named, has_gpu = _named_and_on_gpu(self.calls[-1])
             return CUDA if not named and (here or has_gpu) else device
         return CUDA if here and torch._C._current_graph_task_id() >= 0 else device
 
@@ -141,8 +136,11 @@ def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps
 _OWN_KERNELS = {F.rms_norm: _rms_norm, F.scaled_dot_product_attention: attention_on_gpu}
 
 
-def _is_cpu(x: Any) -> bool:
-    return (isinstance(x, torch.device) and x.type == "cpu") or (isinstance(x, str) and x == "cpu")
+def _named_and_on_gpu(given: Iterable[Any]) -> tuple[bool, bool]:
+    """Returns whether the arguments of a call name a CPU, and have tensors of the GPU."""
+    flat = [x for each in given for x in (each if isinstance(each, (list, tuple)) else (each,))]
+    named = any((isinstance(x, torch.device) and x.type == "cpu") or (isinstance(x, str) and x == "cpu") for x in flat)
+    return named, any(isinstance(x, FakeTensor) and x.fake_device == CUDA for x in flat)
 
 
 @contextmanager

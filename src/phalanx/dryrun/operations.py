@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,15 +15,15 @@ aten = torch.ops.aten
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-@contextmanager
-def on_real_tensors() -> Iterator[None]:
+class on_real_tensors:  # noqa: N801 - a context manager; torch has one per tensor of a model
     """Runs the `with` block, inside of an operation of a DryWorld, on real tensors."""
-    mode = torch._C._unset_dispatch_mode(FAKE)
-    try:
-        yield
-    finally:
-        if mode is not None:
-            torch._C._set_dispatch_mode(mode)
+
+    def __enter__(self) -> None:
+        self.mode = torch._C._unset_dispatch_mode(FAKE)
+
+    def __exit__(self, *_: object) -> None:
+        if self.mode is not None:
+            torch._C._set_dispatch_mode(self.mode)
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, out: Any) -> float:

@@ -333,12 +333,15 @@ def part_of(made: Allocation) -> str:
 def _measure_memory(found: RankRehearsal, dry: DryWorld) -> None:
     """Finds the fullest moment among the changes of memory, and what was there."""
     parts, sizes, device, host, most, when = dict.fromkeys(PARTS, 0), defaultdict[Allocation, int](int), 0, 0, -1, 0
+    part_by: dict[Allocation, str] = {}
     for number, event in enumerate(dry.events):
         if event.allocation.on_host:
             host += event.change
             found.host_peak_bytes = max(found.host_peak_bytes, host)
             continue
-        parts[part_of(event.allocation)] += event.change
+        if not (part := part_by.get(event.allocation)):
+            part = part_by[event.allocation] = part_of(event.allocation)
+        parts[part] += event.change
         device += event.change
         found.timeline.append(MemoryMoment(dict(parts), event.phase, event.at))
         if device > most:
@@ -348,7 +351,7 @@ def _measure_memory(found: RankRehearsal, dry: DryWorld) -> None:
             sizes[event.allocation] += event.change
     groups: defaultdict[tuple[str, str, str], int] = defaultdict(int)
     for made, size in sizes.items():
-        groups[part_of(made), made.operator, made.module] += size
+        groups[part_by[made], made.operator, made.module] += size
     for (part, operator, module), size in sorted(groups.items(), key=lambda pair: -pair[1]):
         if size:
             found.by_operator.append({"part": part, "operator": operator, "module": module, "bytes": size})

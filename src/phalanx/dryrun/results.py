@@ -1,4 +1,4 @@
-"""Results of operations on fake tensors, made as those of an equal operation before: with their sizes, types and aliases.
+"""Results of operations on fake tensors, made like those of an equal operation before: sizes, types and aliases.
 
 torch's fake tensors have such a cache, too, which takes ten times as long: it also serves symbolic sizes."""
 
@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_leaves
 aten = torch.ops.aten
 MOST = 2**16
 """Most results that are remembered."""
+LARGE_FLOATS = 2**18
+"""Bytes of floats from which nothing reads their elements."""
 _NAMESPACES = {"aten", "fsdp"}
 _BY_OFFSET = {aten.as_strided.default, aten.view.dtype}
 """Operations whose result lies at a place that is no fixed distance from their argument's."""
@@ -47,6 +49,8 @@ class Remembered(NamedTuple):
     kind: type
     """list or tuple of those `made`; of other types it is the only one, or nothing."""
     made: tuple[_Made, ...]
+    is_large: bool
+    """Whether it is made of so many floats that nothing reads them, such as rotary tables."""
     written: tuple[int, ...]
     """Places, among the tensors given, of those that it writes."""
 
@@ -121,7 +125,8 @@ def remember(
         if argument.alias_info is not None and argument.alias_info.is_write:
             each = args[place] if place < len(args) else kwargs.get(argument.name)
             written += [places[id(x)] for x in tree_leaves(each) if isinstance(x, Tensor)]
-    found = Remembered(func._overloadpacket.__name__, flops, kind, tuple(parts), tuple(written))
+    is_large = any(x.is_floating_point() and x.nbytes > LARGE_FLOATS for x in made)
+    found = Remembered(func._overloadpacket.__name__, flops, kind, tuple(parts), is_large, tuple(written))
     again = make(found, given, made[0].fake_mode) if made else None
     again = [again] if kind is FakeTensor else again or ()
     if all(map(_is_like, made, again)):
@@ -157,7 +162,6 @@ def make(found: Remembered, given: Sequence[Any], mode: FakeTensorMode) -> Any:
                 meta.set_(of.untyped_storage(), of.storage_offset() + offset, shape, stride)
             x = Tensor._make_subclass(FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device)
             torch._C._set_throw_on_mutable_data_ptr(x)
-            x.__dict__.update(attributes)
-            x.__dict__["fake_mode"] = mode
+            cast(dict[str, Any], vars(x)).update(attributes, fake_mode=mode)
             results.append(x)
     return found.kind(results) if found.kind in (list, tuple) else results[0] if results else None

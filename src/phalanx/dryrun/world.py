@@ -38,7 +38,7 @@ from phalanx.comm import calls
 from phalanx.config.cluster import Cluster
 from phalanx.dryrun.gpu import NamedDevices, device_of_torch, pretended_gpu
 from phalanx.dryrun.operations import FAKE, flops_of, on_real_tensors, result_without_data
-from phalanx.dryrun.results import Remembered, described, make, remember, remembered_on
+from phalanx.dryrun.results import LARGE_FLOATS, Remembered, described, make, remember, remembered_on
 from phalanx.errors import JobError
 from phalanx.launch.process_group import shutdown
 from phalanx.launch.watchdog import heartbeat
@@ -47,7 +47,7 @@ from phalanx.parallel.offload import is_on_host
 aten = torch.ops.aten
 KNOWN_BYTES, KNOWN_AT_START = 2**26, 2**14
 """Size of the largest storage whose values are kept: the guard's table of what other ranks hold is one. Less while the
-model is built, whose elements are drawn from integers."""
+model is built, whose elements are drawn from integers, and where they are no integers (LARGE_FLOATS)."""
 _UNWRITTEN = {aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default, aten.new_empty.default}
 """Operations whose result has no elements yet; integers are written before they are read."""
 _IN_PLACE = {aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr}
@@ -173,7 +173,7 @@ class DryWorld(TorchDispatchMode):
     def know(self, x: Tensor, elements: Tensor | None) -> None:
         """Keeps the elements of a tensor, or forgets those of its storage."""
         storage = x.untyped_storage()
-        if elements is None or storage.nbytes() > self.known_bytes:
+        if elements is None or storage.nbytes() > (LARGE_FLOATS if x.is_floating_point() else self.known_bytes):
             self.values.pop(storage._cdata, None)
             return
         with on_real_tensors():
@@ -189,7 +189,7 @@ class DryWorld(TorchDispatchMode):
             return None
         most = self.known_bytes // 8
         if (dtype := kwargs.get("dtype")) and dtype.is_floating_point:
-            most = min(most, KNOWN_AT_START)  # nothing is read of large ones, such as the output of ring attention
+            most = min(most, LARGE_FLOATS // 8)
         if not given and _largest(args) > most:
             return None
         plain, options = tree_map(lambda x: self.elements(x) if isinstance(x, Tensor) else x, (args, kwargs))
@@ -270,7 +270,7 @@ class DryWorld(TorchDispatchMode):
             key, given = described(func, args, kwargs)
         if found := self.results.get(key):
             elements = None
-            if all(x.untyped_storage()._cdata in self.values for x in given):
+            if not found.is_large and all(x.untyped_storage()._cdata in self.values for x in given):
                 elements = self._computed(func, args, kwargs, given)
             if elements is None:
                 for place in found.written:

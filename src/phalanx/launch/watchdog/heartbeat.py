@@ -8,6 +8,7 @@ call, and the file survives the process. The functions of this module do nothing
 from __future__ import annotations
 
 import faulthandler
+import functools
 import itertools
 import json
 import math
@@ -57,7 +58,7 @@ class Phase(IntEnum):
     END = 9
     DONE = 10  # the process group has been left: nobody waits for this rank any more, and it may take any time
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         return "forward/backward" if self is Phase.FORWARD_BACKWARD else self.name.lower()
 
