@@ -38,7 +38,7 @@ MOST_LINES = {
     "config": 6420,
     "cost": 6540,
     "data": 6400,
-    "dryrun": 2040,
+    "dryrun": 2045,
     "evaluate": 700,
     "exchange": 2470,
     "foreign": 4680,
