@@ -276,6 +276,21 @@ def test_links_bring_nodes_together_and_notice_who_goes(monkeypatch: pytest.Monk
     again.close(0, "")
 
 
+def test_what_a_link_says_last_is_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.launch.nodes._FAREWELL_S", 0.2)
+    membership = Membership(Terms(2, 2, 2, 600.0), plan)
+    host = HostLink(("127.0.0.1", 0), membership, A, silence_s=5.0)
+    guest = GuestLink(("127.0.0.1", host.port), B, silence_s=5.0)
+    soon(lambda: guest.notice.round)
+    for link in (host, guest):
+        link.exchange(waits=False, round=1)
+    guest.exchange(done=True)
+    guest.close(0, "")
+    soon(lambda: 1 not in membership.nodes)
+    assert membership.ending is None, "its ranks ended well, and those of the host go on"
+    host.close(0, "")
+
+
 def test_the_addresses_of_this_machine() -> None:
     assert is_this_machine("127.0.0.1")
     assert is_this_machine("localhost")

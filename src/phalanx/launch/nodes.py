@@ -389,10 +389,10 @@ class GuestLink:
                 self._changed.wait_for(lambda: self._closed, _RETRY_S)
 
     def _talk(self, connection: socket.socket) -> None:
-        lines, key = connection.makefile("rb"), self._key()
-        while not self._closed:
-            with self._changed:
-                self._said = self._state
+        lines, key, closed = connection.makefile("rb"), self._key(), False
+        while not closed:
+            with self._changed:  # what was said last before it closed is heard, too
+                self._said, closed = self._state, self._closed
             connection.sendall(encode(replace(self._said, key=key)))
             line = lines.readline(MOST_BYTES)
             if not line:
