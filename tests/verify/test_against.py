@@ -175,6 +175,16 @@ def test_steps_that_only_one_run_has_are_left_out(tmp_path):
     assert "first tensor: blocks.0.attn.wk.bias" in found.summary()
 
 
+def test_what_was_not_compared_is_said(tmp_path):
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", saved={})
+    (b / "config.yaml").unlink()
+    (b / "metrics.jsonl").write_text("")
+    said = compare_runs(a, b).text()
+    assert "Jobs were not compared: no config.yaml of b." in said
+    assert "Curves were not compared: metrics.jsonl has no step in both." in said
+    assert "Tensors were not compared: no step has a checkpoint in both." in said
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path, capsys):
     a, b = write(tmp_path / "a"), write(tmp_path / "b")
     (file,) = (b / "checkpoints" / "step-000020").glob("*.safetensors")

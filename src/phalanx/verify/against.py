@@ -280,7 +280,9 @@ class RunComparison:
         if meta := [(each.step, *item) for each in self.checkpoints for item in each.meta.items()][:8]:
             lines += ["", "Checkpoints differ beside their tensors:"]
             lines += [f"  step {step:,}: {name}: {a} in {first}, {b} in {second}" for step, name, (a, b) in meta]
-        lines += ["", "Fields that differ:" if self.fields else "No field of the jobs differs."]
+        jobless = [run.name for run in self.runs if run.loaded is None]
+        compared = "Fields that differ:" if self.fields else "No field of the jobs differs."
+        lines += ["", f"Jobs were not compared: no config.yaml of {' and '.join(jobless)}." if jobless else compared]
         for path, sides in self.fields.items():
             lines.append(f"  {path}: " + ", ".join(f"{value} ({origin})" for value, origin in sides))
         if self.environment:
