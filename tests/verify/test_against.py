@@ -178,11 +178,12 @@ def test_steps_that_only_one_run_has_are_left_out(tmp_path):
 def test_what_was_not_compared_is_said(tmp_path):
     a, b = write(tmp_path / "a"), write(tmp_path / "b", saved={})
     (b / "config.yaml").unlink()
-    (b / "metrics.jsonl").write_text("")
     said = compare_runs(a, b).text()
     assert "Jobs were not compared: no config.yaml of b." in said
-    assert "Curves were not compared: metrics.jsonl has no step in both." in said
     assert "Tensors were not compared: no step has a checkpoint in both." in said
+    c = write(tmp_path / "c")
+    (c / "metrics.jsonl").write_text("")
+    assert "Curves were not compared: metrics.jsonl has no step in both." in compare_runs(a, c).text()
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path, capsys):
