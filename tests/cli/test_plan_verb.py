@@ -289,7 +289,7 @@ def test_a_table_is_predicted_row_by_row(tmp_path: Path, capsys: pytest.CaptureF
     ("words", "message"),
     [
         (["--picture", "layout"], "--picture layout says what --svg draws: name a file"),
-        (["--picture", "layuot", "--svg", "a.svg"], "prediction, layout, context, recompute, found 'layuot'"),
+        (["--picture", "layuot", "--svg", "a.svg"], "prediction, layout, context, recompute, slices, found 'layuot'"),
         (["--picture", "context", "--svg", "a.svg"], "layout.cp is 1"),
         (["--picture", "context", "--svg", "a.svg", "cp=3"], "is not an integer; nearest cp:"),
     ],

@@ -86,7 +86,7 @@ def core_of(case: StepSpec) -> CoreAttention:
 def connected(core: CoreAttention, layout: Layout, mesh: Mesh) -> nn.Module:
     """The attention core of a rank with a share of every sequence."""
     layers = nn.ModuleList([core])
-    connect(layers, mesh)
+    connect(layers, mesh, layout)
     return layers[0]
 
 
@@ -175,7 +175,7 @@ def a_whole_model(ranks: Any, layout: Layout, recomputed: bool) -> None:
     documents = Documents(torch.arange(SEQ).div(20, rounding_mode="floor").expand(BATCH, -1))
     noise = Noise(3, 4, (5, 6))
     model, alone = transformer(), transformer()
-    connect(model, mesh)
+    connect(model, mesh, layout)
     if recomputed:
         recompute(model, Layout(recompute="selective"))
     mine = here(layout, ranks.rank, 1)

@@ -33,8 +33,9 @@ def test_no_layout_is_faster_or_smaller_than_its_bounds(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
 def test_bounds_hold_for_every_schedule(name: str) -> None:
-    one = request("llama3-8b", "dgx-h100:2", 64, schedule=name, cp=1)
-    assert compare(one, random.Random(name)) >= 10
+    alone = {"dp_replicate": 1, "dp_shard": 1} if SCHEDULES[name].stashes else {}  # with no data ranks
+    one = request("llama3-8b", "dgx-h100:2", 64, schedule=name, cp=1, **alone)
+    assert compare(one, random.Random(name)) >= (1 if alone else 10)
 
 
 @pytest.mark.parametrize("fixed", [{}, {"quantise_weights": "int8", "quantise_gradients": "int4"}])

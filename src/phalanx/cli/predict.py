@@ -168,7 +168,7 @@ def run(words: Words) -> int:
     if options["picture"] == "slices" and not cuts:
         raise JobError("--picture slices draws a pipeline with slices of sequences: set pp and schedule=terapipe")
     pictures = {
-        "slices": lambda: slices_svg(cuts),
+        "slices": lambda: slices_svg(cuts, subject(spec, spec.layout.world)),
         "prediction": lambda: prediction_picture.svg(spec, prediction),
         "layout": lambda: layout_picture.svg(job, spec.model.vocab_size),
         "context": lambda: context_picture.svg(job),

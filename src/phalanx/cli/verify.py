@@ -53,7 +53,7 @@ VERB = job_verb(
             str,
             many=True,
         ),
-        "steps": Option("Optimizer steps to compare.", 2, at_least=1),
+        "steps": Option("Optimizer steps to compare.", 2, at_least=1, rare=True),
         **FROM,
         "max_ranks": Option("Maximum number of processes to start at once.", 8, at_least=1, rare=True),
         "precision": Option(

@@ -14,11 +14,11 @@ _MOST_ROWS = 16
 """Ranks in a picture; of a longer pipeline only the first."""
 
 
-def slices_svg(cuts: dict[str, SliceCut]) -> str:
-    """Returns the first micro-batch under every cut, on one scale of time."""
+def slices_svg(cuts: dict[str, SliceCut], where: str) -> str:
+    """Returns the first micro-batch under every cut, on one scale of time; `where` names model and machine."""
     drawn = {name: list(_passes(cut)) for name, cut in cuts.items()}
     longest = max(start + seconds for passes in drawn.values() for *_, start, seconds in passes)
-    parts, top = [heading(16, 28, "Slices of a sequence: the first micro-batch on the slowest stage's times")], 60.0
+    parts, top = [heading(16, 28, f"{where}: the first micro-batch in slices, on the slowest stage's times")], 60.0
     for name, passes in drawn.items():
         cut, rows = cuts[name], min(cuts[name].ranks, _MOST_ROWS)
         tokens = ", ".join(map(str, cut.tokens[:12])) + (", …" if len(cut.tokens) > 12 else "")
@@ -30,7 +30,7 @@ def slices_svg(cuts: dict[str, SliceCut]) -> str:
                 x, width = _LEFT + _WIDTH * start / longest, max(0.3, _WIDTH * seconds / longest - 0.5)
                 parts.append(box(x, top + 9 + rank * _ROW, width, _ROW - 3, fill_of(COLOURS[kind == "B"]), tip))
         top += rows * _ROW + 44
-    return document("Slices of a sequence", _LEFT + _WIDTH + 24, top, parts)
+    return document(where, _LEFT + _WIDTH + 24, top, parts)
 
 
 def _passes(cut: SliceCut) -> Iterator[tuple[str, int, int, float, float]]:
