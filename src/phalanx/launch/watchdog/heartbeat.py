@@ -316,7 +316,8 @@ def own() -> Heartbeat | None:
 
 
 def adopt(heartbeat: Heartbeat | None) -> None:
-    _Process.beat = heartbeat
+    """Makes a heartbeat that of this process, which begins outside all modules: those of an earlier one are over."""
+    _Process.beat, _Process.module = heartbeat, ""
 
 
 def start(directory: Path, rank: int, world: int) -> None:
