@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from phalanx.blocks.kinds import block_kinds
 from phalanx.check.job import problems_of
 from phalanx.config.job import Data, Job, Train
 from phalanx.config.layout import Layout
@@ -137,6 +138,16 @@ def test_a_case_has_a_layer_more_than_stages_and_a_sequence_in_each_micro_batch(
         assert problems_of(case) == []
         found.add(case.train.global_batch)
     assert found == {3, 5, 6, 8}
+
+
+def test_a_small_model_has_every_kind_of_layer():
+    """The second kind of Qwen3-Next's pattern is that of its fourth layer."""
+
+    def kinds(name: str):
+        return block_kinds(select(Job(model=PRESETS[name])).compared.job.model)
+
+    assert [kind.attention for kind in kinds("qwen3-next-80b-a3b")] == ["delta", "gated_heads"]
+    assert [kind.rotates for kind in kinds("smollm3-3b")] == [True, False]
 
 
 def test_a_model_as_it_is_gets_no_layers():
