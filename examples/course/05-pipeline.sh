@@ -6,6 +6,11 @@ done
 phalanx train examples/pipeline.yaml train.steps=20 run.name=course-pipeline --fresh
 phalanx verify examples/pipeline.yaml --layouts pp=2,schedule=gpipe,accumulation=4 pp=2,schedule=1f1b,accumulation=4 \
     pp=2,schedule=zb_v,accumulation=4
+# PipeDream as first published: a version of the weights per micro-batch in flight, an update for each.
+phalanx verify examples/pipeline.yaml clip=0 tied=false --layouts pp=2,schedule=pipedream_stash,accumulation=4
+# TeraPipe's slices: the best cut is uneven, since later slices attend to more keys.
+phalanx predict model=llama3-8b cluster=dgx-h100:1 pp=8 micro_batch=1 train.global_batch=4 precision=bf16 \
+    model.seq_len=32768 schedule=terapipe recompute=full
 # A straggler: every rank waits for it.
 phalanx simulate model=llama3-8b cluster=a100-pcie:2 tp=2 sp=true pp=4 dp_shard=2 zero=1 layout.schedule=zb_h1 \
     micro_batch=1 train.global_batch=16 train.precision=bf16 --straggler 2=1.2 --svg straggler.svg
