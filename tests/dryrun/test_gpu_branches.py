@@ -184,7 +184,7 @@ UNREACHED = {
 
 
 def ask_the_device() -> None:
-    """What a run asks of its GPU outside of its steps."""
+    """Makes the calls to torch.cuda that a run makes outside its steps."""
     cluster, device = Cluster(accelerator=ACCELERATORS["h100-80gb"], devices_per_node=8), torch.device("cuda", 0)
     with pretended(0, 1, device, cluster, str) as dry:
         assert devices.choose("auto", 0) == devices.choose("cuda", 0) == device

@@ -15,7 +15,7 @@ aten = torch.ops.aten
 FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 
-class on_real_tensors:  # noqa: N801 - a context manager; torch has one per tensor of a model
+class RealTensors:
     """Runs the `with` block, inside of an operation of a DryWorld, on real tensors."""
 
     def __enter__(self) -> None:
@@ -81,7 +81,7 @@ def result_without_data(func: Any, args: Any, kwargs: Any) -> Any:
         # Where each expert's tokens end in a sorted list of the tokens' experts: evenly divided.
         out = func(*args, **kwargs)
         if not args[1].dtype.is_floating_point:
-            with on_real_tensors():
+            with RealTensors():
                 return out, torch.arange(1, len(args[1]) + 1) * args[0].shape[-1] // len(args[1])
     return None
 

@@ -131,7 +131,8 @@ def distinct_ranks(job: Job) -> list[int]:
 
 
 class RehearsalObserver(Protocol):
-    """A mode of torch that sees every operation of a rehearsal, and is told what the program has."""
+    """A dispatch mode of torch, which sees every operation of a rehearsal. The rehearsal tells it when steps begin,
+    when gradients are final, and when the last step has ended."""
 
     def __enter__(self) -> Any: ...
 

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from phalanx.comm.axis import Axis
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout
-from phalanx.dryrun.operations import on_real_tensors
+from phalanx.dryrun.operations import RealTensors
 from phalanx.dryrun.rehearse import problems as rehearsal_problems
 from phalanx.dryrun.rehearse import rehearse
 from phalanx.launch.watchdog import heartbeat
@@ -94,7 +94,7 @@ class OperationRecorder(TorchDispatchMode):
 
     def place(self, x: Tensor, fresh: bool = False) -> BytesOf:
         if type(x).__name__ != "FakeTensor":
-            with on_real_tensors():
+            with RealTensors():
                 content = bytes(x.detach().reshape(-1).contiguous().view(torch.uint8).tolist())
             return BytesOf(-1, 0, 0, True, tuple(x.shape), hashlib.sha256(content).hexdigest()[:16])
         key = x.untyped_storage()._cdata

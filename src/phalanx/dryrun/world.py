@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from phalanx.comm import calls
 from phalanx.config.cluster import Cluster
 from phalanx.dryrun.gpu import NamedDevices, device_of_torch, pretended_gpu
-from phalanx.dryrun.operations import FAKE, flops_of, on_real_tensors, result_without_data
+from phalanx.dryrun.operations import FAKE, RealTensors, flops_of, result_without_data
 from phalanx.dryrun.results import LARGE_FLOATS, Remembered, described, make, remember, remembered_on
 from phalanx.errors import JobError
 from phalanx.launch.process_group import shutdown
@@ -167,7 +167,7 @@ class DryWorld(TorchDispatchMode):
         kept = self.values.get(x.untyped_storage()._cdata)
         if kept is None:
             return None
-        with on_real_tensors():
+        with RealTensors():
             return torch.empty(0, dtype=x.dtype).set_(kept, x.storage_offset(), x.shape, x.stride())
 
     def know(self, x: Tensor, elements: Tensor | None) -> None:
@@ -176,7 +176,7 @@ class DryWorld(TorchDispatchMode):
         if elements is None or storage.nbytes() > (LARGE_FLOATS if x.is_floating_point() else self.known_bytes):
             self.values.pop(storage._cdata, None)
             return
-        with on_real_tensors():
+        with RealTensors():
             if (kept := self.values.get(storage._cdata)) is None:
                 kept = self.values[storage._cdata] = torch.zeros(storage.nbytes(), dtype=torch.uint8).untyped_storage()
             torch.empty(0, dtype=x.dtype).set_(kept, x.storage_offset(), x.shape, x.stride()).copy_(elements)
@@ -195,7 +195,7 @@ class DryWorld(TorchDispatchMode):
         plain, options = tree_map(lambda x: self.elements(x) if isinstance(x, Tensor) else x, (args, kwargs))
         if "device" in options:
             options["device"] = torch.device("cpu")
-        with on_real_tensors():
+        with RealTensors():
             out = func(*plain, **options)
             if func in _UNWRITTEN:
                 return None if out.dtype.is_floating_point else out.zero_()
@@ -212,7 +212,7 @@ class DryWorld(TorchDispatchMode):
     def _read(self, x: Tensor) -> Any:
         """Returns the element that the host reads. Raises JobError if it is not known."""
         if (known := self.elements(x)) is not None:
-            with on_real_tensors():
+            with RealTensors():
                 return known.item()
         if x.dtype.is_floating_point:
             return 0.0  # a finite loss, and no request of another rank
@@ -230,7 +230,7 @@ class DryWorld(TorchDispatchMode):
         """Returns an array of elements that the host reads. Raises JobError if they are not known."""
         if (known := self.elements(x)) is None:
             raise self.refusal("numpy", f"it reads {x.numel()} elements of {x.dtype}, which depend on data")
-        with on_real_tensors():
+        with RealTensors():
             return known.numpy()
 
     def _none_of(self, numbers: Tensor) -> Tensor | None:
@@ -238,7 +238,7 @@ class DryWorld(TorchDispatchMode):
         nothing, as other ranks hold what this one does."""
         if numbers.dim() != 1 or (known := self.elements(numbers)) is None:
             return None
-        with on_real_tensors():
+        with RealTensors():
             return known[:0].clone()
 
     # Operations
@@ -261,7 +261,7 @@ class DryWorld(TorchDispatchMode):
         if (device.type == "meta" if device is not None else given and key is None) and all(
             type(x) in (Tensor, Parameter) and x.is_meta for x in given
         ):
-            with on_real_tensors():  # a model without memory is on no device
+            with RealTensors():  # a model without memory is on no device
                 return func(*args, **kwargs)
         if (mode := torch._C._get_dispatch_mode(FAKE)) is None:  # torch computes something of its own
             return func(*args, **kwargs)
@@ -284,7 +284,7 @@ class DryWorld(TorchDispatchMode):
         if func.namespace == "c10d":
             return self._collective(func, args)
         if func.namespace == "profiler":
-            with on_real_tensors():
+            with RealTensors():
                 return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return self._read(args[0])
@@ -354,7 +354,7 @@ class DryWorld(TorchDispatchMode):
         for x in tensors[0]:
             if name != "send" and (made := self.allocation(x)) and not made.part:
                 made.part = "communication"
-        with on_real_tensors():
+        with RealTensors():
             self._exchange(name, args, tensors, size, rank)
         work = FakeWork().boxed()
         returns = func._schema.returns

@@ -160,6 +160,12 @@ class _Reader:
             f"{target} is not known: its inputs and outputs stay whole on every rank ({count} ×)"
             for target, count in self.unknown.items()
         ]
+        notes += [
+            f"{name}: where the batch is split, the mean of the parts' means; the same only if each part ignores as "
+            "many targets (ignore_index)"
+            for name in ("cross_entropy_loss", "nll_loss")
+            if any(plain(node) == name for node in self.nodes.values())
+        ]
         graph = OperatorGraph(self.name, tuple(self.operators), tuple(notes))
         return ExportedModule(graph, self.program, self.nodes, self.sources, self.names)
 

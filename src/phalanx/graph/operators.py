@@ -62,11 +62,11 @@ class GraphOperator:
         """Letters that the output lacks: split ones leave partial sums."""
         return frozenset(self.letters) - frozenset("".join(self.output))
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...]:
         return tuple(prod(self.sizes[letter] for letter in group) for group in self.output)
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return prod(self.shape) * WIDTHS[self.dtype]
 
@@ -121,7 +121,7 @@ class OperatorGraph:
     name: str
     operators: tuple[GraphOperator, ...]
     notes: tuple[str, ...] = ()
-    """What a reader should know, such as operators that are not understood."""
+    """Notes for the reader, such as operators that were not recognised."""
     received: frozenset[str] = frozenset()
     """Inputs that come from another stage of a pipeline, to which gradients go back."""
 

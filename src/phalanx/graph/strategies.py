@@ -79,7 +79,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Strategy:
-    """What an operator splits on each axis of the mesh."""
+    """One way to split an operator over the axes of the mesh."""
 
     split: tuple[str | None, ...]
     """The letter on each axis, or None."""

@@ -436,7 +436,7 @@ class ObservedStepper(Stepper):
         self.observe: Observe = lambda key, whole: None
         self.keep, self.seen = False, 0
         self.sums: dict[str, Tensor] = {}
-        """Of a step with an update per micro-batch: the sums of their gradients."""
+        """The gradients, summed over micro-batches, of a step that updates after each micro-batch."""
         self.held, self.copies = Replicas(self, exact=repeats_exactly(device)), list[list[str]]()
 
     def status(self, loss: Tensor, requests: Requests = NO_REQUESTS) -> tuple[Tensor, Tensor, Pending]:
