@@ -13,13 +13,14 @@ import pytest
 from covering import covering
 from phalanx.blocks.parameters import train_flops_per_step
 from phalanx.check.job import problems_of
-from phalanx.config.job import Job, Train
+from phalanx.config.job import Job, Optimizer, Train
 from phalanx.config.layout import Layout
 from phalanx.config.model import MLA, LoRA, ModelConfig, MoE
 from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.prediction import hardware_flops_per_step
 from phalanx.cost.rank_memory import step_memory
 from phalanx.dryrun.rehearse import distinct_ranks, rehearse
+from phalanx.partition.derived import stashes
 from phalanx.report.figures import rank_traffic
 
 VOCAB = 512
@@ -85,6 +86,7 @@ LAYOUTS = [
     Layout(pp=2, schedule="interleaved_1f1b", pp_chunks=2, micro_batch=1),
     Layout(pp=2, schedule="zb_h1", micro_batch=1),
     Layout(pp=2, schedule="pipedream", micro_batch=1),
+    Layout(pp=2, schedule="pipedream_stash", micro_batch=1),
     Layout(pp=2, dp_shard=2, tp=2, sp=True, zero=2, micro_batch=1),
     Layout(pp=2, dp_shard=2, zero=3, micro_batch=1, recompute="full"),
     Layout(dp_shard=2, ep=2, zero=3),
@@ -132,7 +134,13 @@ def named(value: Any) -> str:
 
 
 def job_of(name, layout):
-    return Job(model=MODELS[name], layout=layout, train=Train(global_batch=4 * layout.data_ranks))
+    clip = 0.0 if stashes(layout) else 1.0
+    return Job(
+        model=MODELS[name],
+        layout=layout,
+        train=Train(global_batch=4 * layout.data_ranks),
+        optimizer=Optimizer(clip=clip),
+    )
 
 
 CELLS = [pair for pair in product(MODELS, LAYOUTS) if not problems_of(job_of(*pair))]

@@ -711,10 +711,9 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     forward, whole = whole + (0.0 if arrives else later + passing), whole + later + passing
     # Where all are in flight at once, none has left gradients yet.
     passes = step.spec.batch.accumulation * len(flight.held)
-    stays = step.formulas.stays(passes, max(map(sum, flight.most)))
+    updates_each = stashes(step.spec.layout)
+    stays = step.formulas.stays(passes, max(map(sum, flight.most))) and not updates_each
     early = state.early(stays, rank.bucket())
-    if stashes(step.spec.layout):  # the optimizer works while others are in flight
-        early = state.gradients + state.copied
     again, moving = rank.backward(stays or state.unsent > 0)
     host, disk = step.formulas.beside(rank.shards)
     # Losses in chunks that wait for their backward pass have one gradient of the head.
@@ -723,7 +722,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
         ("backward", early, kept + again, waiting + head, moving + whole),
         ("loss", early, kept + hidden, logits + waiting, forward),
     ]
-    if flight.later and not stays:
+    if flight.later and not stays and not updates_each:
         again, moving = rank.backward(True)
         moments.append(
             (
@@ -734,6 +733,9 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
                 moving + whole,
             )
         )
+    if updates_each:  # while the others are in flight
+        others = [tuple(max(0.0, count - 1) for count in counts) for counts in flight.most]
+        moments.append(("optimizer", state.gradients + state.copied, rank.kept(others)[0], 0, 0))
     moment, early, activations, logits, moving = max(moments, key=lambda each: sum(each[1:]))
     allocated = state.fullest(early, activations + logits, moving)
     # Where the optimizer's copy finds no room it takes more than the fullest moment needs.

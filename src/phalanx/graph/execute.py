@@ -268,10 +268,8 @@ def compare(alone: nn.Module, args: tuple[Any, ...], plan: GraphPlan) -> dict[st
     loss = _summed(alone(*args))
     loss.backward()
     loss = loss.detach()
-    run, ledger = (
-        PlannedModule(copy.deepcopy(alone), exported, plan, init_device_mesh("cpu", plan.mesh.sizes)),
-        Ledger(),
-    )
+    mesh, ledger = init_device_mesh("cpu", plan.mesh.sizes), Ledger()
+    run = PlannedModule(copy.deepcopy(alone), exported, plan, mesh)
     with counted(ledger):
         result = _summed(run(*args))
         result.backward()

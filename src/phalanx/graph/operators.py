@@ -71,6 +71,12 @@ class GraphOperator:
         return prod(self.shape) * WIDTHS[self.dtype]
 
     @property
+    def form(self) -> tuple[Any, ...]:
+        """All but its name, its block and the names of its inputs."""
+        sizes = tuple(self.sizes.items())
+        return self.kind, self.terms, self.output, sizes, self.whole, self.flops, self.moved, self.dtype
+
+    @property
     def floating(self) -> bool:
         return self.dtype.startswith(("fp", "bf"))
 
@@ -177,19 +183,7 @@ class OperatorGraph:
         for block, members in blocks.items():
             places = {each.name: place for place, each in enumerate(members)}
             signature = tuple(
-                (
-                    *(
-                        each.kind,
-                        each.terms,
-                        each.output,
-                        tuple(each.sizes.items()),
-                        each.whole,
-                        each.flops,
-                        each.moved,
-                    ),
-                    *(each.dtype, tuple(places.get(name, self._signature(name)) for name in each.inputs)),
-                )
-                for each in members
+                (*each.form, tuple(places.get(name, self._signature(name)) for name in each.inputs)) for each in members
             )
             model = blocks[first.setdefault(signature, block)] if block else members
             found |= {each.name: same.name for each, same in zip(members, model, strict=True)}

@@ -333,6 +333,8 @@ class Stepper:
         self.squares.append(square)
         if math.isfinite(square.item()):
             self.optimizer.step(self.lr, square.sqrt())
+        for own in self.optimizer.shards:  # or they would lie beside those of the next micro-batch
+            own.gradient = None
         self.discard()
         return [shard.value for shard in self.optimizer.shards]
 
