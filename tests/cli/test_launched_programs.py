@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from phalanx.cli.main import main
-from phalanx.launch.ship import interpreter, rounds
+from phalanx.errors import RunError
+from phalanx.launch.ship import MARK, interpreter, rounds
 
 PROGRAM = """
 import os, sys, time
@@ -160,6 +161,13 @@ def test_the_copies_arrive_and_their_interpreter_is_used(folder, capsys, monkeyp
     for host in "abc":
         assert (folder / host / "disk/env/bin/python").read_text() == "x"
         assert os.listdir(folder / host / "disk") == ["env"]
+    (folder / "env/bin/python").write_text("newer")
+    ship(folder / "env", Path("/disk/env"), ["a", "b"], [str(shell)])
+    assert (folder / "b/disk/env/bin/python").read_text() == "newer"
+    (folder / "b/disk/env" / MARK).unlink()
+    with pytest.raises(RunError, match="is there, and is no copy that --ship has made"):
+        ship(folder / "env", Path("/disk/env"), ["a", "b"], [str(shell)])
+    assert (folder / "b/disk/env/bin/python").read_text() == "newer", "a folder of somebody stays"
     assert interpreter("/usr/bin/python3", folder / "env", Path("/disk/env")) == "/usr/bin/python3"
 
 

@@ -16,6 +16,9 @@ from pathlib import Path
 from phalanx.errors import JobError, RunError
 from phalanx.units import listed
 
+MARK = ".phalanx-shipped"
+"""A file in every copy."""
+
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Returns the copies of each round as (sender, receiver), in which "" is this machine."""
@@ -42,11 +45,13 @@ def parse(text: str) -> tuple[Path, Path]:
 
 
 def copy_words(sender: str, receiver: str, source: Path, to: Path, shell: Sequence[str]) -> list[str]:
-    """Returns the command that copies the folder, to be run here. It appears under its name when it is whole; an
-    older copy is replaced."""
-    part, folder = shlex.quote(f"{to}.part"), source if not sender else to
-    take = f"rm -rf {part} && mkdir -p {part} && tar -C {part} -xf - && rm -rf {shlex.quote(str(to))} && "
-    take += f"mv {part} {shlex.quote(str(to))}"
+    """Returns the command that copies the folder, to be run here. It appears under its name when it is whole. An older
+    copy is replaced, and nothing else that is there: a mark tells them apart."""
+    part, there, folder = shlex.quote(f"{to}.part"), shlex.quote(str(to)), source if not sender else to
+    other = shlex.quote(f"{to} is there, and is no copy that --ship has made: remove it, or choose another place")
+    take = f"if [ -e {there} ] && [ ! -e {there}/{MARK} ]; then cat > /dev/null; echo {other} >&2; exit 1; fi; "
+    take += f"rm -rf {part} && mkdir -p {part} && tar -C {part} -xf - && touch {part}/{MARK} && "
+    take += f"rm -rf {there} && mv {part} {there}"
     send = f"set -o pipefail; tar -C {shlex.quote(str(folder))} -cf - . | {shlex.join([*shell, receiver, take])}"
     inside = ["bash", "-c", send]
     return [*shell, sender, shlex.join(inside)] if sender else inside
