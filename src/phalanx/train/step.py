@@ -318,7 +318,8 @@ class Stepper:
         heartbeat.enter(Phase.FORWARD_BACKWARD)
         tensors = [self.tensors(micro, step) for micro in micro_batches]
         if self.stashing:
-            counts = [global_tokens * 0 + float((micro.targets != IGNORE).sum()) for micro in micro_batches]
+            void = math.isnan(global_tokens)
+            counts = [math.nan if void else float((micro.targets != IGNORE).sum()) for micro in micro_batches]
             self.stashing.factors = [self.factor(count, micro_batches) for count in counts]
             self.stashing.update, self.squares = self._update, []
         with self.memory.allocating("activations", "logits", "gradients"):
@@ -359,7 +360,8 @@ class Stepper:
     def compute(self, inputs: StepInputs) -> Computed:
         """Computes the gradients of a step, and starts summing what decides about it."""
         # Along an axis of a package the mean over replicas is that of the whole batch, to the last digit.
-        exact, self.lr = bool(self.job.layout.axes.sizes), inputs.lr
+        exact = bool(self.job.layout.axes.sizes)
+        self.lr = inputs.lr
         replicas = self.independent_replicas
         tokens = inputs.tokens / replicas if exact else inputs.tokens // replicas
         # Where ranks hold whole gradients, the optimizer does not wait for the requests: NaN keeps it from writing.
