@@ -33,7 +33,7 @@ MOST_LINES = {
     "blocks": 2800,
     "check": 2050,
     "checkpoint": 3975,
-    "cli": 7240,
+    "cli": 7440,
     "comm": 1800,
     "config": 6420,
     "cost": 6540,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from phalanx.blocks.parameters import count, count_active, count_trained, trained_text
 from phalanx.check.job import optimizer_problems
 from phalanx.check.load import LoadedJob
-from phalanx.cli import foreign
+from phalanx.cli import foreign, sweep
 from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
 from phalanx.cli.dryrun import checked, struck_lines
 from phalanx.cli.files import DARK, OutputFiles
@@ -119,6 +119,7 @@ VERB = job_verb(
     (
         ("predict model=llama3-8b cluster=dgx-h100 dp_shard=8 precision=bf16", "one layout"),
         ("predict job.yaml --svg step.svg", "with a picture"),
+        ("predict job.yaml --sweep micro_batch=1,2,4,8", "one prediction per value"),
     ),
     switches=DARK,
     options={
@@ -139,6 +140,15 @@ VERB = job_verb(
             0.0,
             value="GB",
         ),
+        "sweep": Option(
+            "predict every combination of the values of one or more fields, such as micro_batch=1,2,4 "
+            "recompute=none,full, as a table; svg: tokens/s and memory over the first field",
+            (),
+            str,
+            many=True,
+            like=r"[^-/]*=",
+            value="FIELD=A,B",
+        ),
         **FROM,
         "table": Option("predict every row of a CSV file of configurations instead of one job", value="FILE"),
         "out": Option("with --table: the CSV file to write (default: standard output)", value="FILE"),
@@ -157,6 +167,8 @@ def run(words: Words) -> int:
     if options["largest"]:
         words.show(*_largest(job, options["largest"]))
         return 0
+    if options["sweep"]:
+        return _swept(words)
     if options["picture"] != "prediction" and not options["svg"]:
         raise JobError(f"--picture {options['picture']} says what --svg draws: name a file, such as --svg step.svg")
     files = OutputFiles.of(words, "svg")
@@ -189,6 +201,25 @@ def run(words: Words) -> int:
     if not words.as_json:
         echo(f"\n{shortfall(spec)}", file=sys.stderr, wrap=True)
     return DoesNotFitError.exit_code
+
+
+def _swept(words: Words) -> int:
+    """Predicts the combinations of --sweep."""
+    if clashing := sorted(words.stated & {"from", "picture", "tokens"}):
+        raise JobError(f"--sweep excludes {', '.join(map(flag_of, clashing))}")
+    files = OutputFiles.of(words, "svg")
+
+    def predicted(job: Job) -> tuple[Prediction, float]:
+        spec = asked(step_spec(job, vocabulary_size(job)), words)
+        sent = (size for collectives in rank_traffic(job, spec).values() for size in collectives.values())
+        return predict(spec), sum(sent)
+
+    with stderr_progress() as progress:
+        found = sweep.points(words, predicted, progress)
+    files.write({"svg": lambda: sweep.picture(found)})
+    words.show({"points": [point.as_dict() for point in found]}, sweep.text(found), wrap=False)
+    files.tell()
+    return 0 if any(point.prediction and point.prediction.fits for point in found) else DoesNotFitError.exit_code
 
 
 def _states(job: Job) -> list[Optimizer]:

@@ -47,6 +47,8 @@ class Panel:
     """Measurements beside a line, by its name."""
     log: int = 0
     """Base of the labels at a logarithmic x axis, 2 or 10; 0: both axes are linear."""
+    x_marks: Sequence[tuple[float, str]] = ()
+    """Labels at a linear x axis in place of round numbers."""
 
 
 def panels_svg(title: str, panels: Sequence[Panel]) -> str:
@@ -90,7 +92,7 @@ def _plot(
         yield from axes(x, y, x_marks, _log_marks(y), panel.x, panel.y)
     else:
         x_marks, y_marks = ([(value, f"{value:g}") for value in ticks(scale.low, scale.high)] for scale in (x, y))
-        yield from axes(x, y, x_marks, y_marks, panel.x, panel.y)
+        yield from axes(x, y, panel.x_marks or x_marks, y_marks, panel.x, panel.y)
     pale = " stroke-opacity='.75'" if panel.dots else ""
     for name, line in panel.lines.items():
         yield polyline([(x(a), y(b)) for a, b in line], f"stroke='{colours[name]}' stroke-width='2'{pale}")
