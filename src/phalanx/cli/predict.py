@@ -118,8 +118,7 @@ VERB = job_verb(
     "Predicts time, memory and traffic of one step of a job on any machine, from formulas.",
     (
         ("predict model=llama3-8b cluster=dgx-h100 dp_shard=8 precision=bf16", "one layout"),
-        ("predict job.yaml --svg step.svg", "with a picture"),
-        ("predict job.yaml --sweep micro_batch=1,2,4,8", "one prediction per value"),
+        ("predict job.yaml --sweep micro_batch=1,2,4 --svg step.svg", "one prediction per value, with a picture"),
     ),
     switches=DARK,
     options={
