@@ -1,5 +1,5 @@
-"""Turns a folder of web pages into documents for pre-training, as FineWeb was made (Penedo et al. 2024, section 3): text
-out of HTML, filters of quality, near-duplicates removed by MinHash. It runs on datatrove, in as many processes as
+"""Turns a folder of web pages into documents for pre-training, as FineWeb was made (Penedo et al. 2024, section 3):
+text out of HTML, filters of quality, near-duplicates removed by MinHash. It runs on datatrove, in as many processes as
 there are cores; what a step has finished is not done again.
 
     pip install "datatrove[io,processing]" spacy lxml_html_clean
