@@ -49,6 +49,29 @@ def test_a_module_is_planned_run_and_compared(monkeypatch, capsys, tmp_path):
     assert main(["plan", "--graph", str(out), *SMALL]) == 0
 
 
+def test_a_plan_by_hand_is_compared_and_drawn(written, capsys, tmp_path):
+    hand, picture = tmp_path / "hand.json", tmp_path / "plans.svg"
+    hand.write_text(json.dumps({"layers.*.up": ["f"], "layers.*.down": ["f"]}))
+    assert main(["plan", "--graph", written, *SMALL, "--splits", str(hand), "--svg", str(picture), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["compared"]["by hand"]["step_time_s"] >= found["best"]["step_time_s"]
+    for row in ("this plan", "data parallel", "ZeRO-2", "by hand"):
+        assert f"<title>{row}</title>" in picture.read_text()
+    hand.write_text(json.dumps(found))  # what --json printed
+    assert main(["plan", "--graph", written, *SMALL, "--splits", str(hand), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["compared"]["by hand"]["step_time_s"] == pytest.approx(found["best"]["step_time_s"])
+
+
+@pytest.mark.parametrize("said", ["[]", "{}", '{"x": "f"}', '{"x": [1]}', "{", "nothing"])
+def test_a_file_of_splits_that_is_none_is_refused(written, capsys, tmp_path, said):
+    hand = tmp_path / "hand.json"
+    if said != "nothing":
+        hand.write_text(said)
+    assert main(["plan", "--graph", written, *SMALL, "--splits", str(hand)]) in (2, 4)
+    assert f"--splits {hand}: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from phalanx.config.clusters import cluster_of
-from phalanx.errors import DoesNotFitError
+from phalanx.errors import DoesNotFitError, JobError
 from phalanx.graph.operators import OperatorGraph, parse_graph
-from phalanx.graph.solve import GraphPlan, solve
+from phalanx.graph.solve import GraphPlan, by_hand, solve
 from phalanx.graph.strategies import GraphMesh, path, strategies
 
 pytest.importorskip("scipy")
@@ -101,3 +101,26 @@ def test_equal_blocks_are_one_in_the_program_which_splits_the_batch_between_node
     plan = solve(graphs[1], GraphMesh(cluster_of("dgx-h100:8"), (8, 8)), 80e9)
     assert {plan.chosen[f"layers.{layer}.up"] for layer in range(48)} == {plan.chosen["layers.0.up"]}
     assert split(plan, "q", "attention", "proj", "up", "down") == ["b | f", "b | n", "b | P(f)", "b | f", "b | P(f)"]
+
+
+MEGATRON = {"layers.*.[qkv]": ["f"], "layers.*.proj": ["f"], "layers.*.up": ["f"], "layers.*.down": ["f"]}
+
+
+def test_a_plan_by_hand_is_a_restriction_of_the_program():
+    graph, mesh = graph_of(graph_models.gpt(4, b=8)), GraphMesh(NODE, (8,))
+    best = solve(graph, mesh)
+    own = {name: strategy.split for name, strategy in best.chosen.items()}
+    assert solve(graph, mesh, allowed=by_hand(graph, mesh, own)).cost == best.cost
+    hand = solve(graph, mesh, allowed=by_hand(graph, mesh, MEGATRON))
+    assert split(hand, "q", "proj", "up", "down") == ["f", "P(f)", "f", "P(f)"]
+    assert hand.cost.seconds > best.cost.seconds  # a batch of 8 on 8 devices is better split
+
+
+def test_an_illegal_plan_by_hand_is_refused_with_every_problem():
+    graph, mesh = graph_of(graph_models.gpt(1, b=8)), GraphMesh(NODE, (8,))
+    with pytest.raises(JobError) as raised:
+        by_hand(graph, mesh, {"layers.0.upp": ["f"], "layers.0.up": ["x"], "layers.0.down": ["f", "f"]})
+    said = str(raised.value)
+    assert "no operator is called layers.0.upp; did you mean layers.0.up?" in said
+    assert 'layers.0.up cannot be split ["x"] on 8 devices; its splits: [[null], ["b"]' in said
+    assert 'layers.0.down cannot be split ["f", "f"]' in said

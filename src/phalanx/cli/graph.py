@@ -7,6 +7,7 @@ import os
 import re
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from math import inf, prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,15 @@ from phalanx.cli.verb import Option, Words
 from phalanx.config.cluster import Cluster
 from phalanx.errors import JobError
 from phalanx.graph.operators import OperatorGraph, read_graph
-from phalanx.graph.solve import GraphPlan, GraphTooLargeError, baselines, solve
+from phalanx.graph.solve import GraphPlan, GraphTooLargeError, baselines, by_hand, read_splits, solve
 from phalanx.graph.stages import PipelinePlan, pipeline
 from phalanx.graph.strategies import GraphMesh, meshes
 from phalanx.nearest import nearest_divisors
+from phalanx.pictures.plan_page import parts_picture
 from phalanx.units import aligned, duration, gib
 
 if TYPE_CHECKING:
+    from phalanx.cli.files import OutputFiles
     from phalanx.graph.export import ExportedModule
 
 GRAPH = {
@@ -34,13 +37,18 @@ GRAPH = {
         "with --graph: its devices in one or two dimensions, such as 8x8 (default: the best)", value="AxB", rare=True
     ),
     "micro_batches": Option("with --graph: plan pipeline stages for so many", 0, at_least=1, rare=True),
+    "splits": Option(
+        "with --graph: a plan by hand to compare, as JSON: the letters that operators split, the rest is chosen",
+        value="FILE",
+        rare=True,
+    ),
     "graph_out": Option("with --graph: write the graph as JSON", value="FILE", rare=True),
 }
 """The options of a graph. With --check its plan runs on as many gloo processes, and is compared with one."""
 MOST_PROCESSES = 8
 
 
-def run(words: Words, cluster: Cluster) -> int:
+def run(words: Words, cluster: Cluster, files: OutputFiles) -> int:
     options = words.options
     graph, exported = _graph(options["graph"])
     if options["graph_out"]:
@@ -49,7 +57,8 @@ def run(words: Words, cluster: Cluster) -> int:
         except OSError as error:
             raise JobError(f"--graph-out {options['graph_out']}: {error.strerror}") from None
     checks = "check" in words.switches
-    problems = [f"--{name} says nothing about a graph" for name in ("html", "svg", "from") if name in words.stated]
+    splits = read_splits(Path(os.path.expanduser(options["splits"]))) if options["splits"] else {}
+    problems = [f"--{name} says nothing about a graph" for name in ("html", "from") if name in words.stated]
     if checks and exported is None:
         problems.append("--check runs a module: give --graph MODULE:FUNCTION, not a file")
     if checks and cluster.devices > MOST_PROCESSES:
@@ -76,13 +85,17 @@ def run(words: Words, cluster: Cluster) -> int:
     if plan is None and stages is None:
         raise min(failures, key=lambda each: each.needed)
     spent = time.monotonic() - begun
-    known = compared(graph, plan.mesh, limit) if plan else {}
+    known = compared(graph, plan.mesh, limit, splits) if plan else {}
     checked = None
     if checks and plan is not None:
         from phalanx.graph.execute import check_plan
 
         checked = check_plan(options["graph"], plan)
+    if plan is not None:
+        drawn = {name: each for name, each in {"this plan": plan, **known}.items() if not isinstance(each, str)}
+        files.write({"svg": lambda: _picture(graph, drawn)})
     words.show(document(graph, plan, stages, known, spent, checked), text(graph, plan, stages, known, spent, checked))
+    files.tell()
     return 0 if checked is None or checked["ok"] else 1
 
 
@@ -110,8 +123,21 @@ def _meshes(said: str, cluster: Cluster, *, direct: bool, problems: list[str]) -
     return [] if problems else [GraphMesh(cluster, sizes, direct)]
 
 
-def compared(graph: OperatorGraph, mesh: GraphMesh, limit: float) -> dict[str, GraphPlan | str]:
-    """Returns data parallelism and ZeRO-2 on the same devices in one row, or why they are not possible."""
+def _picture(graph: OperatorGraph, plans: Mapping[str, GraphPlan]) -> str:
+    """Returns the time of every plan by part, as an SVG document."""
+    parts = {
+        name: {"compute": each.compute.seconds, "communication exposed": each.communication.seconds}
+        for name, each in plans.items()
+    }
+    devices = next(iter(plans.values())).mesh.devices
+    return parts_picture(f"{graph.name} on {devices} devices: time of a step, in ms", parts)
+
+
+def compared(
+    graph: OperatorGraph, mesh: GraphMesh, limit: float, splits: Mapping[str, Sequence[str | None]]
+) -> dict[str, GraphPlan | str]:
+    """Returns data parallelism and ZeRO-2 on the same devices in one row, and the plan by hand on the same mesh, or why
+    they are not possible. Raises JobError if the plan by hand is illegal."""
     found: dict[str, GraphPlan | str] = {}
     row = GraphMesh(mesh.cluster, (mesh.devices,), mesh.direct)
     sizes = {
@@ -121,9 +147,14 @@ def compared(graph: OperatorGraph, mesh: GraphMesh, limit: float) -> dict[str, G
         if any(size % mesh.devices for size in sizes):
             found[name] = f"a batch of {min(sizes)} on {mesh.devices} devices"
             continue
-        plan = solve(graph, row, inf, allowed)
-        found[name] = plan if plan.cost.memory <= limit else f"needs {gib(int(plan.cost.memory))} of {gib(int(limit))}"
+        found[name] = _within(solve(graph, row, inf, allowed), limit)
+    if splits:
+        found["by hand"] = _within(solve(graph, mesh, inf, by_hand(graph, mesh, splits)), limit)
     return found
+
+
+def _within(plan: GraphPlan, limit: float) -> GraphPlan | str:
+    return plan if plan.cost.memory <= limit else f"needs {gib(int(plan.cost.memory))} of {gib(int(limit))}"
 
 
 def document(

@@ -327,7 +327,7 @@ def run_plan(words: Words) -> int:
     loaded = on_known_devices(words.loaded, measures=True)
     cluster = loaded.job.cluster
     if words.options["graph"]:
-        return plan_graph(words, cluster)
+        return plan_graph(words, cluster, files)
     if unused := words.stated & {*GRAPH}:
         raise JobError([f"{flag_of(name)} belongs to --graph, which is not given" for name in sorted(unused)])
     check_calibration(cluster, cluster.devices)

@@ -202,16 +202,20 @@ class OperatorGraph:
         return {"format": FORMAT, "name": self.name, "operators": [each.written() for each in self.operators]}
 
 
-def read_graph(path: Path) -> OperatorGraph:
-    """Reads a graph file. Raises NotFoundError, and JobError with every problem."""
+def json_of(option: str, path: Path) -> Any:
+    """Returns the document of an option's JSON file. Raises NotFoundError, and JobError if it is none."""
     try:
-        document = parse_json(read_bytes(path, 256 * 2**20))
+        return parse_json(read_bytes(path, 256 * 2**20))
     except FileNotFoundError:
-        raise NotFoundError(f"--graph {path}: there is no such file") from None
+        raise NotFoundError(f"--{option} {path}: there is no such file") from None
     except (OSError, ValueError) as error:
         said = f"line {error.lineno}: {error.msg}" if isinstance(error, json.JSONDecodeError) else error
-        raise JobError(f"--graph {path}: cannot be read as JSON: {said}") from None
-    graph, problems = parse_graph(document)
+        raise JobError(f"--{option} {path}: cannot be read as JSON: {said}") from None
+
+
+def read_graph(path: Path) -> OperatorGraph:
+    """Reads a graph file. Raises NotFoundError, and JobError with every problem."""
+    graph, problems = parse_graph(json_of("graph", path))
     if problems:
         raise JobError([f"--graph {path}: {problem}" for problem in problems])
     return graph

@@ -8,17 +8,21 @@ model's depth changes figures of the program and not its size.
 
 from __future__ import annotations
 
+import fnmatch
+import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from phalanx.errors import DoesNotFitError, JobError
-from phalanx.graph.operators import GraphOperator, OperatorGraph
+from phalanx.graph.operators import GraphOperator, OperatorGraph, json_of
 from phalanx.graph.strategies import Both, Cost, GraphMesh, Strategy, resharding, strategies
+from phalanx.nearest import did_you_mean
 from phalanx.units import gib
 
 Allowed = Callable[[GraphOperator, Strategy], bool]
@@ -249,3 +253,44 @@ def baselines(graph: OperatorGraph) -> dict[str, Allowed]:
         return all(strategy.split) if each.kind == "parameter" else batched(each, strategy)
 
     return {"data parallel": data, "ZeRO-2": zero}
+
+
+def by_hand(graph: OperatorGraph, mesh: GraphMesh, splits: Mapping[str, Sequence[str | None]]) -> Allowed:
+    """Returns a plan of the user's as a restriction: the letter that each operator splits on each axis, None where it
+    does not, by the operator's name or a pattern of names (`layers.*.up`); a later one wins. The other operators are
+    free. Equal operators of equal blocks are split alike.
+
+    Raises JobError with every name that no operator has, and every split that its operator does not allow."""
+    stated: dict[str, tuple[str | None, ...]] = {}
+    problems: list[str] = []
+    for pattern, split in splits.items():
+        names = fnmatch.filter(graph.by_name, pattern)
+        if not names:
+            problems.append(f"--splits: no operator is called {pattern}{did_you_mean(pattern, graph.by_name)}")
+        stated |= {graph.representatives[name]: tuple(split) for name in names}
+    for name, split in stated.items():
+        legal = [each.split for each in strategies(graph, graph.by_name[name], mesh)]
+        if split not in legal:
+            shown, others = (json.dumps(each) for each in (split, legal))
+            problems.append(f"--splits: {name} cannot be split {shown} on {mesh} devices; its splits: {others}")
+    if problems:
+        raise JobError(problems)
+    return lambda each, strategy: stated.get(graph.representatives[each.name], strategy.split) == strategy.split
+
+
+def read_splits(path: Path) -> dict[str, list[str | None]]:
+    """Returns the splits of a JSON file: an object of operators, or a document of `phalanx plan --graph --json`, whose
+    best plan counts. Raises NotFoundError, and JobError for a file that is neither."""
+    found = json_of("splits", path)
+    if isinstance(found, dict) and isinstance(found.get("best"), dict):
+        found = found["best"].get("split")
+    if not isinstance(found, dict) or not found:
+        raise JobError(f'--splits {path}: expected an object such as {{"layers.*.up": ["f"], "layers.*.down": ["f"]}}')
+    if wrong := [name for name, split in found.items() if not _is_split(split)]:
+        what = "a split is a list with a letter or null for each axis of the mesh"
+        raise JobError([f"--splits {path}: {name}: {what}, not {json.dumps(found[name])}" for name in wrong])
+    return found
+
+
+def _is_split(said: object) -> bool:
+    return isinstance(said, list) and all(one is None or isinstance(one, str) for one in said)

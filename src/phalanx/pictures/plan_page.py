@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -54,6 +54,7 @@ from phalanx.plan.page import (
 )
 from phalanx.plan.plan import Candidate, Plan, SpacePoint
 from phalanx.units import counted, gib
+from phalanx.units import duration as precise
 
 _DRAWN = 10  # layouts in the pictures of time and memory
 _EXPLAINED = {
@@ -218,6 +219,12 @@ def time_picture(layouts: Sequence[Candidate]) -> str:
     ]
     foot = "The parts are predicted; the upright mark is the simulated time."
     return _stacked("Time of a step by part, in seconds", rows, 1.0, time_fill, seconds, 0.0, foot)
+
+
+def parts_picture(title: str, plans: Mapping[str, Mapping[str, float]]) -> str:
+    """Draws the parts of a step's time, given in seconds, one bar per plan in milliseconds, as an SVG document."""
+    rows = [_LayoutRow(name, [*parts.items()], precise(sum(parts.values()))) for name, parts in plans.items()]
+    return _stacked(title, rows, 1e-3, time_fill, precise, 0.0, "Predicted, without overlap.")
 
 
 def memory_picture(layouts: Sequence[Candidate]) -> str:
