@@ -160,5 +160,5 @@ def test_a_picture_of_a_job_names_model_and_machine(name):
     if "cluster" not in given or name == "goodput.svg":
         return
     title = ElementTree.fromstring(shown(name)).findtext("{http://www.w3.org/2000/svg}title") or ""
-    assert title.startswith(f"{given.get('model', '4 layers, 128 wide,')} on ")
+    assert re.match(rf"{given.get('model', '4 layers, 128 wide,')}( with \d+ layers, \d+ wide,)? on ", title)
     assert f"({given['cluster']})" in title.replace("own cluster", given["cluster"])

@@ -9,6 +9,7 @@ from typing import Any
 from phalanx.config.job import Job
 from phalanx.config.model import ModelConfig
 from phalanx.config.precision import HALF
+from phalanx.config.presets import CATALOGUE
 from phalanx.cost.prediction import Parts, Prediction
 from phalanx.cost.rank_memory import RankMemory
 from phalanx.cost.spec import StepSpec
@@ -24,12 +25,16 @@ def subject(of: StepSpec | Job, devices: int) -> str:
     ranks only."""
     model, device, cluster = model_name(of.model), of.cluster.accelerator.name, of.cluster.preset or "own cluster"
     machine = f"{devices:,} × {device} ({cluster})" if device else counted(devices, "rank")
-    return f"{model}{'' if of.model.preset else ','} on {machine}"
+    return f"{model}{'' if model == of.model.preset else ','} on {machine}"
 
 
 def model_name(model: ModelConfig) -> str:
-    """Names a model: its preset, or its size."""
-    return model.preset or f"{counted(model.n_layers, 'layer')}, {model.d_model} wide"
+    """Names a model: its preset, also with another depth or width than its own, or its size."""
+    size = f"{counted(model.n_layers, 'layer')}, {model.d_model} wide"
+    known = CATALOGUE.get(model.preset)
+    if known and (model.n_layers, model.d_model) != (known.model.n_layers, known.model.d_model):
+        return f"{model.preset} with {size}"
+    return model.preset or size
 
 
 FASTER = 2.0
