@@ -138,7 +138,8 @@ class Bench:
         def tried() -> dict[str, Any]:
             command = launcher.command(self.rig)
             trials = Trials(launcher, command, self.root / launcher.key, self.rig.per_node, control)
-            found = {"good": trials.good(), "mistake": trials.mistake()}
+            found: dict[str, Any] = {"good": trials.good(), "mistake": trials.mistake()}
+            found |= {"program": program} if (program := trials.program()) else {}
             return found if self.quick else {**found, "killed": trials.killed()}
 
         return {**row, **_outcome(tried)}

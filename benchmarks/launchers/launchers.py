@@ -24,6 +24,8 @@ class Command:
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     others: Sequence[Callable[[Sequence[str]], list[str]]] = ()
     """The commands of further nodes."""
+    program: Callable[[Sequence[str]], list[str]] | None = None
+    """The command that starts a program, with its options, in place of the job; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,17 @@ def launch(*options: str, extra: Sequence[str] = ()) -> Callable[[Sequence[str]]
     return lambda words: [*PHALANX, "launch", "job.yaml", *words, *options, *(["--", *extra] if extra else [])]
 
 
+def launch_program(per_node: int, *options: str) -> Callable[[Sequence[str]], list[str]]:
+    """Returns how the words of a `phalanx launch` follow from those of a program."""
+    return lambda words: [*PHALANX, "launch", *options, "--nproc-per-node", str(per_node), "--", *words]
+
+
 def _alone(_: Rig) -> Command:
     return Command(lambda words: _train(*words))
 
 
-def _here(_: Rig) -> Command:
-    return Command(launch("--launcher", "local"))
+def _here(rig: Rig) -> Command:
+    return Command(launch("--launcher", "local"), program=launch_program(rig.ranks, "--launcher", "local"))
 
 
 def _torchrun(rig: Rig) -> Command:
@@ -76,9 +83,9 @@ def _torchrun_on_two(rig: Rig) -> Command:
 
 
 def _hostfile(rig: Rig) -> Command:
-    words_of = launch("--hostfile", str(rig.hostfile), "--remote-shell", str(rig.remote_shell))
-    prefix = rig.nodes.prefix(0)
-    return Command(lambda words: [*prefix, *words_of(words)])
+    options = ["--hostfile", str(rig.hostfile), "--remote-shell", str(rig.remote_shell)]
+    prefix, job, program = rig.nodes.prefix(0), launch(*options), launch_program(rig.per_node, *options)
+    return Command(lambda words: [*prefix, *job(words)], program=lambda words: [*prefix, *program(words)])
 
 
 def _openmpi(rig: Rig) -> Command:
@@ -133,7 +140,12 @@ def _salloc(*options: str) -> Callable[[Rig], Command]:
     def command(rig: Rig) -> Command:
         slurm = rig.slurm
         salloc = ["salloc", "--quiet", "--nodes=2", f"--ntasks-per-node={rig.per_node if options else 1}"]
-        return Command(lambda words: slurm.command(*salloc, *launch(*options)(words)), slurm.env)
+        job, program = launch(*options), launch_program(rig.per_node)
+        return Command(
+            lambda words: slurm.command(*salloc, *job(words)),
+            slurm.env,
+            program=None if options else lambda words: slurm.command(*salloc, *program(words)),
+        )
 
     return command
 

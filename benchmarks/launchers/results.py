@@ -25,7 +25,7 @@ SHRUNK_BOUND = 1e-6
 """The same for a run that has gone on with fewer data ranks."""
 _COLUMNS = (
     *("launcher", "nodes × ranks", "ranks started by", "final loss", "differs by", "exit", "first step"),
-    *("mistake: exit, printed by", "rank killed: exit, then"),
+    *("mistake: exit, printed by", "rank killed: exit, then", "program"),
 )
 _VERSIONS = {
     "Slurm": ["slurmd", "-V"],  # srun asks for a cluster first
@@ -105,9 +105,22 @@ def problems(key: str, row: Result) -> list[str]:
             found.append(f"a mistake ends with {mistake['exit']}")
         if mistake["times"] != 1:
             found.append(f"a mistake is printed {mistake['times']} times")
+    if program := row.get("program"):
+        found += _wrong_with(program, row["ranks"])
     if (killed := row.get("killed")) and (not killed["exit"] or killed["steps"] == STEPS):
         found += [f"after SIGKILL: {problem}" for problem in _differs(killed)]
     return found
+
+
+def _wrong_with(program: Result, ranks: int) -> list[str]:
+    """Returns what is wrong with the ranks of a program: their numbers, their sum, and the verdict on a failure."""
+    said = [line.split()[2:] for line in program.get("said", {}).values()]
+    if program["exit"] or said != [[str(ranks), str(float(sum(range(ranks))))]] * ranks:
+        return [f"a program ends with {_code(program['exit'])} and says {said}"]
+    failed = program["failed"]
+    if not failed["exit"] or "exit code 7" not in (failed["message"] or ""):
+        return [f"a program whose rank 1 ends with 7 ends with {_code(failed['exit'])}: {failed['message']}"]
+    return []
 
 
 def _differs(run: Result, bound: float = BOUND) -> list[str]:
@@ -143,6 +156,8 @@ def page(results: Results) -> str:
         "- first step: seconds from the command to the end of the first step, imports included.",
         f"- mistake: `{MISTAKE}`. rank killed: SIGKILL to rank 1 after step {KILL_AT}. Launchers of ours start the "
         "ranks again; srun, mpiexec and torchrun (without --max-restarts) end.",
+        "- program: `phalanx launch … -- PROGRAM`, whose ranks sum their numbers; if rank 1 ends with 7, the message "
+        "says so.",
         "- stand-in: a program of the bench that sets the variables that the manual documents.",
     ]
     lines += ["", "## Jobs of Slurm that are interrupted", ""]
@@ -178,7 +193,7 @@ def _cells(launcher: Launcher, row: Result, ranks: int) -> list[str]:
     what = f"{launcher.what} ({launcher.note})" if launcher.note else launcher.what
     head = [what, f"{launcher.nodes} × {ranks // launcher.nodes}"]
     if reason := row.get("missing") or row.get("failed"):
-        return [*head, launcher.starts, f"**{reason}**", *[""] * 5]
+        return [*head, launcher.starts, f"**{reason}**", *[""] * 6]
     good, mistake, killed = row["good"], row.get("mistake"), row.get("killed")
     loss = f"{good['loss']:.12f}" if good["loss"] is not None else "none"
     first = f"{good['first_step_s']:.1f} s" if "first_step_s" in good else "none"
@@ -186,7 +201,9 @@ def _cells(launcher: Launcher, row: Result, ranks: int) -> list[str]:
     if mistake and mistake["times"] != 1:
         said += f", **{mistake['times']} times**"
     then = f"{_code(killed['exit'])}, {_fate(killed)}" if killed else ""
-    return [*head, launcher.starts, loss, _difference(good), _code(good["exit"]), first, said, then]
+    program = row.get("program")
+    programs = ("wrong" if _wrong_with(program, ranks) else f"{ranks} ranks, verdict") if program else ""
+    return [*head, launcher.starts, loss, _difference(good), _code(good["exit"]), first, said, then, programs]
 
 
 def _fate(killed: Result) -> str:

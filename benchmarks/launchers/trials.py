@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,17 @@ from benchmarks.launchers.job import MISTAKE, MISTAKE_SAID, STEPS, Run, compare
 from benchmarks.launchers.launchers import Command, Launcher
 
 LIMIT_S = 400.0
+_PROGRAM = """
+import os, platform, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank, total = dist.get_rank(), torch.tensor(float(dist.get_rank()))
+dist.all_reduce(total)
+with open(f"rank-{rank}", "w") as file:
+    print(platform.node(), os.environ["LOCAL_RANK"], dist.get_world_size(), total.item(), file=file)
+dist.destroy_process_group()
+sys.exit(int(sys.argv[1]) if rank == 1 else 0)
+"""
 KILL_AT = 15
 """Step at which a rank is killed: the first checkpoint is written."""
 _KILLED = 1
@@ -68,6 +80,24 @@ class Trials:
         said = [line for line in ended.text.splitlines() if re.search(_SAYS_KILLED, line)]
         message = said[0][:300] if said else None
         return {**self._shown(ended), **compare(trained, self.control, STEPS), "message": message}
+
+    def program(self) -> Result | None:
+        """A program that knows nothing of Phalanx: its ranks sum their numbers; then rank 1 ends with 7."""
+        if self.command.program is None:
+            return None
+        (self.folder / "program.py").write_text(_PROGRAM, encoding="utf-8")
+        command = self.command.program
+        ended, failed = (
+            run([command([sys.executable, "program.py", str(code)])], self.folder, self.command.env, LIMIT_S)
+            for code in (0, 7)
+        )
+        seen = {file.name: file.read_text("utf-8") for file in self.folder.glob("rank-*")}
+        said = [line for line in failed.text.splitlines() if "Rank 1" in line]
+        return {
+            **self._shown(ended),
+            "said": seen,
+            "failed": {"exit": failed.code, "message": said[0] if said else None},
+        }
 
     def _shown(self, ended: Ended) -> Result:
         """Returns the exit code and the seconds, and the end of the output if it did not end well."""

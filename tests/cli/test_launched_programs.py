@@ -206,3 +206,14 @@ def test_a_task_of_skypilot(folder, capsys, monkeypatch):
     assert "--bucket is missing" in capsys.readouterr().err
     assert main([*given, "--bucket", "me"]) == 2
     assert "expected an address" in capsys.readouterr().err
+
+
+def test_a_node_that_cannot_meet_the_others_says_so(folder):
+    """Its part is started by srun or a remote shell: what it prints is all that a person sees."""
+    settings = {"per_node": 1, "directory": str(folder / "run"), "max_restarts": 0, "all_ranks": False}
+    meeting = ["run.nnodes=2", "run.rdzv_endpoint=no-such-host.invalid:29400"]
+    command = [sys.executable, "-m", "phalanx.cli.node", f"--program={json.dumps(settings)}", "program", *meeting]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "no-such-host.invalid is no known host" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -10,7 +10,7 @@ import platform
 import signal
 import stat
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
@@ -131,9 +131,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run_and_tell(argv: Sequence[str]) -> int:
+    return told(lambda: run(argv))
+
+
+def told(work: Callable[[], int]) -> int:
+    """Returns the exit code of some work, of which a user's mistake is a message. Raises OutputError after it."""
     try:
         with noting_package():
-            return run(argv)
+            return work()
     except ToldError as error:  # another rank prints it
         return error.exit_code
     except OutputError as error:

@@ -18,6 +18,7 @@ from io import TextIOWrapper
 
 from phalanx.bounded import parse_json
 from phalanx.cli.main import main as phalanx_main
+from phalanx.cli.main import told
 
 PARENT_POLL_S = 0.5
 _NAME_POLL_S = 2.0
@@ -46,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     if "program" in flags:
         from phalanx.cli.program import run_node
 
-        return run_node(parse_json(flags["program"]), words)
+        return told(lambda: run_node(parse_json(flags["program"]), words))
     sys.argv = ["phalanx", "train", *words]  # command.txt records it
     return phalanx_main(sys.argv[1:])
 
