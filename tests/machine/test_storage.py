@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.trained import small_job
-from disks import fill, mounted
+from disks import fill, lustre, mounted
 from machine.machines import machine, only, program, statuses, with_torch, write
 from phalanx.config.layout import Layout
 from phalanx.data.prepare import prepare
@@ -65,8 +65,20 @@ def test_a_disk_of_one_node_for_a_run_of_several(tmp_path):
 def test_the_innermost_mount_counts_and_names_are_unescaped(tmp_path):
     write(tmp_path, "/proc/self/mountinfo", MOUNTS.format(point="/a\\040b", options="rw", kind="nfs4"))
     found = machine(tmp_path)
-    assert storage.mount_of(found, storage.Path("/a b/c"))[0] == "nfs4"
-    assert storage.mount_of(found, storage.Path("/a"))[0] == "ext4"
+    assert storage.mount_of(storage.Path("/a b/c"), found.read("/proc/self/mountinfo"))[0] == "nfs4"
+    assert storage.mount_of(storage.Path("/a"), found.read("/proc/self/mountinfo"))[0] == "ext4"
+
+
+def test_striping_is_told_of_the_run_and_the_shards(tmp_path, monkeypatch):
+    calls = lustre(tmp_path, monkeypatch)
+    write(tmp_path, "/proc/self/mountinfo", (tmp_path / ".mounts").read_text())
+    found = machine(tmp_path, job=f"model=tiny run.dir={tmp_path} run.name=run data.dir=/data")
+    found = replace(found, env={"PATH": os.environ["PATH"]})
+    line = only(storage.striping(found), "OK").text
+    assert f"{tmp_path}/run: lustre, stripe count 4 × 1.0MiB, 16 storage targets; /data: ext4" == line
+    assert "setstripe" not in calls.read_text()
+    without = replace(found, env={"PATH": str(tmp_path)})
+    assert "there is no lfs on PATH" in only(storage.striping(without), "WARN").text
 
 
 def test_writing_here(tmp_path):

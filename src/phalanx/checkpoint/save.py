@@ -25,8 +25,9 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -47,6 +48,7 @@ from phalanx.checkpoint.inventory import (
 from phalanx.checkpoint.manifest import MANIFEST, Box, Manifest, ShardFile, StoredTensor
 from phalanx.checkpoint.parts import Part, whole_parts
 from phalanx.data.files import TEMPORARY, write_atomic
+from phalanx.data.striping import stripe
 from phalanx.errors import CheckpointError, NotFiniteError, PhalanxError, RunError
 from phalanx.launch import logs
 from phalanx.units import gib
@@ -100,6 +102,7 @@ def _write_visibly(path: Path, content: bytes) -> None:
 
 
 log = logging.getLogger(__name__)
+_log_once = cache(log.info)
 
 LATEST = "latest"
 KEEP_ALL = Retention()
@@ -126,10 +129,17 @@ class Save:
 
     @classmethod
     def begin(
-        cls, root: Path, step: int, ranks: int, need: int, token: str = "", retention: Retention = KEEP_ALL
+        cls,
+        root: Path,
+        step: int,
+        ranks: int,
+        need: int,
+        token: str = "",
+        retention: Retention = KEEP_ALL,
+        stripes: int | Literal["auto"] = "auto",
     ) -> Save | None:
-        """Prepares the temporary directory, on rank 0, for a state of `need` bytes. Returns None if the checkpoint of
-        this step exists and is whole; a damaged one is renamed first.
+        """Prepares the temporary directory, on rank 0, for a state of `need` bytes, on Lustre with files of so many
+        `stripes`. Returns None if the checkpoint of this step exists and is whole; a damaged one is renamed first.
 
         One save at a time works in `root`: remains of interrupted ones are deleted. Raises RunError if there is too
         little space, the directory cannot be written, or a later attempt has taken over the run; warns if there is too
@@ -149,6 +159,8 @@ class Save:
                     return None
             _require_space(root, need, retention)
             save.directory.mkdir(_MODE)
+        if message := stripe(save.directory, stripes, ranks, need):
+            _log_once(message.replace(str(save.directory), str(root)))
         return save
 
     @property

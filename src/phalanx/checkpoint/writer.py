@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from phalanx.checkpoint import manifest as manifests
 from phalanx.checkpoint.inventory import Retention, directory_of, name_of
@@ -53,6 +53,8 @@ class Order:
     retention: Retention
     timeout_s: float
     """Seconds without progress after which storage is said to hang."""
+    stripes: int | Literal["auto"] = "auto"
+    """`checkpoint.stripes`."""
 
     @property
     def final(self) -> Path:
@@ -152,7 +154,9 @@ class Writer:
     def _lead(self) -> None:
         """Writes rank 0's part, waits for the others', and commits."""
         order = self.order
-        save = Save.begin(order.root, order.step, order.ranks, order.need, order.token, order.retention)
+        save = Save.begin(
+            *(order.root, order.step, order.ranks, order.need, order.token, order.retention, order.stripes)
+        )
         if save is None:
             self.path = order.final
             return

@@ -35,6 +35,9 @@ class Checkpoint:
     """If a checkpoint cannot be written: warn and train on while there is an earlier one, or stop."""
     timeout_s: Annotated[float, Interval(above=0)] = 300.0
     """Seconds without progress after which storage is said to hang, and a checkpoint is given up."""
+    stripes: Annotated[int | Literal["auto"], Interval(0), Example("8")] = "auto"
+    """On Lustre: storage targets that each file is spread over. auto: one per GiB of the file, as long as the ranks'
+    files together have targets enough; 0: as the folder is set. Elsewhere it does nothing."""
     remote: Annotated[str, StoreUrl(), Example("s3://bucket/runs")] = ""
     """Object store that checkpoints are copied to: s3://BUCKET/PREFIX, or another URL of fsspec. The run's are in a
     folder with its name. Credentials come from the environment."""

@@ -49,6 +49,7 @@ from phalanx.data.index import (
 from phalanx.data.megatron import cut_of, index_splits, open_megatron
 from phalanx.data.rows import RowText, encode_rows, row_texts, scan_rows
 from phalanx.data.settings import is_made_of_text, overrides, prepared_path, source_settings, tokenizer_path
+from phalanx.data.striping import stripe
 from phalanx.data.template import find_template
 from phalanx.data.tokenizer import (
     FORMAT,
@@ -268,7 +269,7 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
             if force:
                 (folder / INDEX).unlink(missing_ok=True)
             if not _is_ready(folder, data):
-                if told := prepared_otherwise(folder, data):
+                for told in filter(None, (stripe(folder, 1, 1, 0), prepared_otherwise(folder, data))):
                     show(told, 0, 0)
                 _build(folder, data, show, force=force)
     except OSError as error:

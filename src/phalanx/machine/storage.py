@@ -25,6 +25,7 @@ from phalanx.cost.job_spec import rank_spec
 from phalanx.cost.rank_memory import state_bytes, step_memory
 from phalanx.data.files import TEMPORARY, open_regular, sync, write_atomic
 from phalanx.data.settings import vocabulary_size
+from phalanx.data.striping import LUSTRE, MOUNTS, mount_of, striping_in, targets_in
 from phalanx.errors import CheckpointError, DataError, JobError, RunError
 from phalanx.machine.checks import CheckedMachine, CheckResult, Problems, check, error, ok, warn
 from phalanx.machine.system import memory_bytes
@@ -197,27 +198,9 @@ _WEAK = ("9p", "cifs", "smb3", "vboxsf", "fuse.sshfs", "fuse.s3fs", "fuse.gcsfus
 """File systems without some of what a run relies on, or across a slow link."""
 
 
-def mount_of(machine: CheckedMachine, path: Path) -> tuple[str, str, set[str]]:
-    """Returns type, source and options of the file system that a path is on, from the kernel's table alone, which no
-    file server can make hang. Links on the way are not resolved."""
-    best: tuple[str, str, set[str]] = ("an unknown file system", "?", set())
-    length = -1
-    wanted = Path(os.path.abspath(path))
-    for line in machine.read("/proc/self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        fields, behind = before.split(), after.split()
-        if len(fields) < 6 or len(behind) < 3:
-            continue
-        point = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), fields[4]))
-        if len(point.parts) >= length and wanted.is_relative_to(point):
-            length = len(point.parts)
-            best = behind[0], behind[1], {*fields[5].split(","), *behind[2].split(",")}
-    return best
-
-
 def mounted(machine: CheckedMachine) -> str:
     """Returns the folder of the run, and its file system."""
-    kind, source, _ = mount_of(machine, machine.folder)
+    kind, source, _ = mount_of(machine.folder, machine.read(str(MOUNTS)))
     return f"{machine.folder} on {kind} ({source})"
 
 
@@ -230,7 +213,7 @@ def nearest_folder(path: Path) -> Path:
 @check("storage", "file system", _SERVER, _PATIENCE, mounted)
 def file_system(machine: CheckedMachine) -> Problems:
     folder = machine.folder
-    kind, source, options = mount_of(machine, nearest_folder(folder).resolve())
+    kind, source, options = mount_of(nearest_folder(folder).resolve(), machine.read(str(MOUNTS)))
     text = f"{folder}: {kind} ({source})"
     if kind in _IN_MEMORY:
         yield warn(f"{text}, in memory: checkpoints are gone after a restart of the machine", _ELSEWHERE)
@@ -242,11 +225,37 @@ def file_system(machine: CheckedMachine) -> Problems:
         yield warn(f"{text}: slow, or without reliable renames and locks", _ELSEWHERE)
     elif kind.startswith("nfs") and options & {"nolock", "local_lock=all", "local_lock=flock"}:
         yield warn(f"{text} with locks that other nodes do not see", "mount it without nolock and local_lock")
-    elif kind == "lustre" and "flock" not in options:
+    elif kind == LUSTRE and "flock" not in options:
         yield warn(f"{text} without locks across nodes", "mount it with -o flock")
     elif machine.several_nodes and not machine.is_compared and not kind.startswith(_SHARED):
         yield warn(f"{text}: perhaps a disk of this node alone", "set run.dir to a file system that all nodes mount")
     return text
+
+
+@check("storage", "striping", _SERVER, _PATIENCE, mounted)
+def striping(machine: CheckedMachine) -> Problems:
+    """Yields what file systems the run and its token shards are on, and on Lustre how new files are striped."""
+    shown: list[str] = []
+    for folder in dict.fromkeys((machine.folder, Path(machine.job.data.dir).expanduser())):
+        there = nearest_folder(folder).resolve()
+        kind = mount_of(there, machine.read(str(MOUNTS)))[0]
+        if kind != LUSTRE:
+            shown.append(f"{folder}: {kind}")
+            continue
+        try:
+            layout, targets = (machine.call(["lfs", *words, str(there)]) for words in (("getstripe", "-d"), ("osts",)))
+            problem = next((ran.err.strip()[-200:] or "no answer" for ran in (layout, targets) if ran.code != 0), "")
+        except OSError:
+            problem = "there is no lfs on PATH"
+        if problem:
+            yield warn(
+                f"{folder}: {kind}, and its striping is neither seen nor set: {problem}",
+                "put Lustre's lfs on PATH, or set the stripes of large checkpoints: lfs setstripe -c 8 FOLDER",
+            )
+        else:
+            known = counted(targets_in(targets.out), "storage target")
+            shown.append(f"{folder}: {kind}, {striping_in(layout.out)}, {known}")
+    return "; ".join(shown)
 
 
 @check("storage", "writes", _SERVER, _PATIENCE, mounted)

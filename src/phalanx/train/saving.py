@@ -108,8 +108,8 @@ class Saving(Callback):
         self.told = False
         uploading = self.mirror.current if self.mirror else None
         retention = replace(self.retention, uploading=uploading.step if uploading else None)
-        meta, timeout_s = copy.deepcopy(self.state.meta()), self.options.timeout_s
-        order = Order(self.root, self.state.step, self.world.size, token, need, meta, retention, timeout_s)
+        facts = copy.deepcopy(self.state.meta()), retention, self.options.timeout_s, self.options.stripes
+        order = Order(self.root, self.state.step, self.world.size, token, need, *facts)
         if values is not None:
             self.snapshot.begin()
         copies = zip(shares, values or [None] * len(shares), strict=True)
