@@ -48,7 +48,7 @@ ELSEWHERE = {
         headroom
     """,
     "checkpoint": """
-        every every_minutes verify background on_failure timeout_s remote
+        every every_minutes verify background on_failure timeout_s stripes remote
     """,
     "guard": """
         every repeat_every on_corruption on_spike on_nan limit
@@ -68,6 +68,7 @@ SET = {
     "model.lora.alpha": "8",
     "model.rope_scaling.kind": "yarn",
     "data.skip_quota": "5",
+    "data.readers": "1",
     "layout.zero": "1",
     "layout.bucket_mb": "50",
     "layout.data_parallel": "threads",

@@ -13,13 +13,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from checkpoint.contents import contents
+from checkpoint.contents import contents, save_tensors
 from phalanx.checkpoint import save as saves
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.inventory import Retention, check
 from phalanx.checkpoint.manifest import Box
 from phalanx.checkpoint.parts import Part, Snapshot
-from phalanx.checkpoint.save import save_tensors
 from phalanx.checkpoint.writer import Order, Writer
 from phalanx.errors import NotFiniteError, RunError
 

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from checkpoint.contents import save_tensors
 from checkpoint.test_save import SHARDS
 from phalanx.checkpoint import diff
 from phalanx.checkpoint.consolidated import open_source
@@ -16,7 +17,7 @@ from phalanx.checkpoint.diff import MISSING, FieldDifference, compare
 from phalanx.checkpoint.inventory import Retention
 from phalanx.checkpoint.manifest import MOST_DIVIDED, Box, flat_boxes, tiles
 from phalanx.checkpoint.parts import HeldTensor, Part, is_finite, shares
-from phalanx.checkpoint.save import Save, save_tensors
+from phalanx.checkpoint.save import Save
 from phalanx.config.model import ModelConfig
 from phalanx.errors import DamagedCheckpointError
 from phalanx.parallel.parameter_shards import ParameterShard, cut

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.contents import contents
+from checkpoint.contents import contents, save_tensors
 from checkpoint.test_save import flip_a_bit, forge
 from checkpoint.trained import small_job
 from generate.written import write_run
@@ -24,7 +24,6 @@ from phalanx.checkpoint.convert import convert, merged
 from phalanx.checkpoint.diff import compare
 from phalanx.checkpoint.inventory import damage, newest_valid
 from phalanx.checkpoint.manifest import Box, Manifest, job_of, problems, read, require_resumable
-from phalanx.checkpoint.save import save_tensors
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.job import Job
 from phalanx.config.layout import Layout

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from checkpoint.contents import save_tensors
 from checkpoint.s3 import serving
 from phalanx.check.job import problems_of
 from phalanx.checkpoint import manifest as manifests
@@ -26,7 +27,7 @@ from phalanx.checkpoint.remote import (
     manifest_of,
     with_patience,
 )
-from phalanx.checkpoint.save import Save, save_tensors
+from phalanx.checkpoint.save import Save
 from phalanx.checkpoint.writer import Mirror, Upload
 from phalanx.config.fields import replace
 from phalanx.config.job import Job

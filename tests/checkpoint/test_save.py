@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from checkpoint.contents import contents
+from checkpoint.contents import contents, save_tensors
 from phalanx.checkpoint import inventory as files
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.convert import _needed
@@ -21,7 +21,7 @@ from phalanx.checkpoint.inventory import Retention, check, expired, newest_valid
 from phalanx.checkpoint.manifest import MANIFEST, Box, manifest_digest
 from phalanx.checkpoint.new_target import target_problems, written_beside
 from phalanx.checkpoint.parts import Part
-from phalanx.checkpoint.save import Save, save_tensors
+from phalanx.checkpoint.save import Save
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.config.job import Optimizer
 from phalanx.errors import CheckpointError, DamagedCheckpointError, RunError

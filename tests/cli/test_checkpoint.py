@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import phalanx
+from checkpoint.contents import save_tensors
 from checkpoint.test_save import flip_a_bit, forge
 from generate.written import write_run
 from model.kinds import KINDS
 from phalanx.check.load import as_dict
 from phalanx.checkpoint import inventory, manifest
-from phalanx.checkpoint.save import save_tensors
 from phalanx.cli.main import main
 from phalanx.config.job import Checkpoint, Job
 from phalanx.config.layout import Layout

@@ -366,6 +366,7 @@ def test_every_number_has_a_range():
         "run.nnodes",
         "run.rdzv_endpoint",
         "checkpoint.remote",
+        "checkpoint.stripes",
         "model.from",
     }
 

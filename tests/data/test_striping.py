@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.contents import contents
+from checkpoint.contents import contents, save_tensors
 from disks import lustre
 from phalanx.checkpoint import save as saving
-from phalanx.checkpoint.save import Save, save_tensors
+from phalanx.checkpoint.save import Save
 from phalanx.config.job import Data
 from phalanx.data.prepare import prepare
 from phalanx.data.striping import auto_stripes, mount_of, stripe, striping_in

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from checkpoint.contents import save_tensors
 from exchange import gguf_files
 from exchange.test_gguf import llama
 from families.counterparts import COUNTERPARTS, small_model
@@ -20,7 +21,6 @@ from model.kinds import build
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.load import as_dict
 from phalanx.checkpoint.consolidated import open_source
-from phalanx.checkpoint.save import save_tensors
 from phalanx.cli.main import main
 from phalanx.config.hugging_face.families import FAMILIES
 from phalanx.config.hugging_face.predicted import WITH_DELTAS

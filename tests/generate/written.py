@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from checkpoint.contents import save_tensors
 from model.kinds import build
 from phalanx.check.load import as_dict
-from phalanx.checkpoint.save import save_tensors
 from phalanx.config.job import Data, Job, Train
 from phalanx.config.model import ModelConfig
 from phalanx.data.tokenizer import NumberTokenizer

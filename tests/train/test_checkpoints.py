@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from checkpoint.contents import contents, require_same_bits
+from checkpoint.contents import contents, require_same_bits, save_tensors
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.inventory import check
-from phalanx.checkpoint.save import save_tensors
 from phalanx.checkpoint.shard_file import Reader
 from phalanx.cli.train import _is_finished
 from phalanx.config.layout import Layout

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from checkpoint.contents import save_tensors
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.check.load import as_dict, as_yaml, load_words
-from phalanx.checkpoint.save import save_tensors
 from phalanx.cli.main import main
 from phalanx.config import overrides
 from phalanx.verify.against import compare_runs

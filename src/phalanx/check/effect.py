@@ -144,6 +144,10 @@ CONDITIONS: dict[str, Condition] = {
     **{f"layout.{name}": _PIPELINE for name in ("schedule", "pp_chunks", "pp_slices", "pp_cut")},
     **{f"layout.{name}": _GATHERED for name in ("reshard", "prefetch")},
     **{f"guard.{name}": _SPIKES for name in ("spike_norm", "spike_loss", "spike_window", "spike_warmup")},
+    "data.readers": (
+        lambda job: job.layout.auto or (job.layout.processes > 1 and job.layout.sync != "asp"),
+        "is for several processes that take steps together: not layout.sync=asp, whose replicas take samples in turn",
+    ),
     "checkpoint.keep": (
         lambda job: job.checkpoint.every or job.checkpoint.every_minutes,
         "is for checkpoints before the end: checkpoint.every or checkpoint.every_minutes above 0",

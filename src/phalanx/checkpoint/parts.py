@@ -133,13 +133,6 @@ def shares(state: Iterable[HeldTensor]) -> Iterator[Share]:
             position += tensor.value.nbytes
 
 
-def whole_parts(tensors: Mapping[str, Tensor]) -> Iterator[Part]:
-    """Yields whole tensors as parts, for a checkpoint that one process writes."""
-    for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
-        yield Part(name, shape, Box.of(shape), tensor.detach())
-
-
 def is_finite(tensor: Tensor) -> Tensor:
     """Returns, as a tensor without dimensions, whether all elements are finite: one pass, and no memory of the tensor's
     size."""

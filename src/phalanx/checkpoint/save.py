@@ -29,8 +29,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-
 from phalanx.checkpoint import shard_file
 from phalanx.checkpoint.inventory import (
     DAMAGED,
@@ -46,7 +44,7 @@ from phalanx.checkpoint.inventory import (
     space_for,
 )
 from phalanx.checkpoint.manifest import MANIFEST, Box, Manifest, ShardFile, StoredTensor
-from phalanx.checkpoint.parts import Part, whole_parts
+from phalanx.checkpoint.parts import Part
 from phalanx.data.files import TEMPORARY, write_atomic
 from phalanx.data.striping import stripe
 from phalanx.errors import CheckpointError, NotFiniteError, PhalanxError, RunError
@@ -287,21 +285,6 @@ class Save:
         if wrong:
             raise OSError(f"the ranks' parts are not every element once of {', '.join(wrong)}: a bug")
         return Manifest(self.final, self.step, True, meta, shards, tensors)
-
-
-def save_tensors(
-    root: Path, step: int, tensors: Mapping[str, Tensor], meta: dict[str, Any], retention: Retention | None = None
-) -> Path:
-    """Writes a checkpoint of whole tensors, which are finite, from one process. Returns its path. Raises RunError."""
-    save = Save.begin(root, step, 1, sum(tensor.nbytes for tensor in tensors.values()))
-    if save is None:
-        return directory_of(root, step)
-    try:
-        save.write(0, whole_parts(tensors))
-        return save.commit(meta, retention or KEEP_ALL)
-    except RunError:
-        save.discard()
-        raise
 
 
 class _TooLittleSpaceError(OSError):

@@ -130,6 +130,9 @@ class Data:
     """Processes that tokenize in `phalanx data prepare`; 0: one per core."""
     prefetch: Annotated[int, Interval(0)] = 4
     """Steps whose batches are read ahead in the background."""
+    readers: Annotated[int, Interval(0), Example("2")] = 0
+    """Ranks that read training samples from storage, each once, and send the others theirs; at most the data ranks. 0:
+    every rank reads its own, so that those of tp, cp and pp read the same."""
     on_corruption: Literal["stop", "skip"] = "stop"
     """What to do about a block of a token shard that does not match its digest: stop when it is read, or check all
     blocks at the start and read other samples instead of the damaged ones, the same ones in any layout."""

@@ -244,10 +244,11 @@ def striping(machine: CheckedMachine) -> Problems:
             continue
         try:
             layout, targets = (machine.call(["lfs", *words, str(there)]) for words in (("getstripe", "-d"), ("osts",)))
-            problem = next((ran.err.strip()[-200:] or "no answer" for ran in (layout, targets) if ran.code != 0), "")
         except OSError:
-            problem = "there is no lfs on PATH"
-        if problem:
+            problem, layout, targets = "there is no lfs on PATH", None, None
+        else:
+            problem = next((ran.err.strip()[-200:] or "no answer" for ran in (layout, targets) if ran.code != 0), "")
+        if problem or not layout or not targets:
             yield warn(
                 f"{folder}: {kind}, and its striping is neither seen nor set: {problem}",
                 "put Lustre's lfs on PATH, or set the stripes of large checkpoints: lfs setstripe -c 8 FOLDER",

@@ -8,7 +8,7 @@ are a grid, ring × ulysses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import prod
@@ -74,11 +74,7 @@ class Mesh:
     @property
     def data_rank(self) -> int:
         """The group of this rank among those."""
-        rank = 0
-        for axis, size in self.sizes.items():
-            if axis not in ("pp", "cp", "tp"):
-                rank = rank * size + self.coordinates[axis]
-        return rank
+        return data_rank(self.sizes, self.coordinates)
 
     @property
     def owns_loss(self) -> bool:
@@ -182,6 +178,15 @@ def place(layout: Layout, rank: int) -> tuple[dict[str, int], dict[str, int]]:
     for axis in reversed(sizes):
         rest, coordinates[axis] = divmod(rest, sizes[axis])
     return sizes, {axis: coordinates[axis] for axis in sizes}
+
+
+def data_rank(sizes: Mapping[str, int], coordinates: Mapping[str, int]) -> int:
+    """Returns the group of a rank, which `place` has placed, among those that read different samples."""
+    rank = 0
+    for axis, size in sizes.items():
+        if axis not in ("pp", "cp", "tp"):
+            rank = rank * size + coordinates[axis]
+    return rank
 
 
 def lines(layout: Layout) -> dict[str, AxisGeometry]:

@@ -1,24 +1,101 @@
-"""The micro-batches of a run's steps: step by step, and for asynchronous training replica by replica."""
+"""The micro-batches of a run's steps: step by step, and for asynchronous training replica by replica.
+
+With `data.readers` only some ranks read from storage, each for as many data ranks, and send every other rank its
+micro-batches at the beginning of a step. What a rank gets is the same at any number of readers.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
+import torch
 
+from phalanx.comm.axis import Axis, Pending
 from phalanx.config.corpora import has_pairs
 from phalanx.config.job import Job
+from phalanx.config.layout import Layout
 from phalanx.data.loader import Batches, MicroBatch, ShardData
+from phalanx.launch.process_group import new_group
 from phalanx.launch.watchdog import heartbeat
 from phalanx.launch.watchdog.heartbeat import Phase
-from phalanx.parallel.mesh import Mesh
+from phalanx.parallel.mesh import Mesh, data_rank, place
 from phalanx.partition.derived import Batch
 from phalanx.train.metrics import Meter
 
 _POLL_S = 0.2
 _PATIENCE_S = 3.0  # for data that come after a request to stop: dropping a step is for storage that hangs
+
+
+_SENT = {"tokens": "<i4", "targets": "<i4", "documents": "<i4", "conversations": "<i4"}
+_SENT |= {"sample_ids": "<i8", "reference": "<f8", "valid_share": "<f8"}
+"""The fields of a micro-batch that are sent, with their types: an id is below 2^24."""
+_MOST_UNSENT = 8  # steps that followers have not asked for yet: stages of a pipeline without a flush are so far apart
+
+
+def packed(micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
+    """Returns the micro-batches of a step as one message (bytes,) uint8, whose first byte is 1."""
+    values = ((getattr(micro, name), dtype) for micro in micro_batches for name, dtype in _SENT.items())
+    content = b"".join(np.asarray(value, dtype).tobytes() for value, dtype in values if value is not None)
+    return torch.frombuffer(bytearray(b"\1" + content), dtype=torch.uint8)
+
+
+def unpacked(message: torch.Tensor, like: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Returns the micro-batches of a message, of the form of others; none if its first byte is 0."""
+    content, found = message.numpy(), list[MicroBatch]()
+    first = 1
+    for micro in like if content[0] else ():
+        fields: dict[str, np.ndarray | float] = {}
+        for name, dtype in _SENT.items():
+            if (form := getattr(micro, name)) is None:
+                continue
+            values = np.frombuffer(content, dtype, np.size(form), first)
+            first += values.nbytes
+            own = values.reshape(np.shape(form)).astype(np.asarray(form).dtype)
+            fields[name] = own if own.ndim else own.item()
+        found.append(replace(micro, **fields))
+    return found
+
+
+class DataReaders:
+    """The ranks that one rank reads for, the first of them. A process group of their own, created with this."""
+
+    def __init__(self, readers: int, layout: Layout, mesh: Mesh):
+        self.axis, self.followers = Axis("data"), list[int]()
+        """Of a reader: the data rank of each rank of `axis` but itself."""
+        self._unsent = deque[tuple[torch.Tensor, Pending]]()
+        if not readers:
+            return
+        rank, part = mesh.axis("world").rank, mesh.data_rank * readers // layout.data_ranks
+        data_ranks = {each: data_rank(*place(layout, each)) for each in range(layout.world)}
+        mine = [each for each, own in data_ranks.items() if own * readers // layout.data_ranks == part]
+        # With a ledger of its own: what is sent is no step's traffic.
+        self.axis = Axis("data", len(mine), mine.index(rank), new_group(mine, "gloo"))
+        self.followers = [data_ranks[each] for each in mine[1:]] if self.is_reader else []
+
+    @property
+    def is_reader(self) -> bool:
+        return self.axis.rank == 0
+
+    def send(self, messages: Mapping[int, torch.Tensor]) -> None:
+        """Sends the followers the message of their data rank, without waiting for them."""
+        for rank, data in enumerate(self.followers, start=1):
+            self._unsent.append((messages[data], self.axis.start_send(messages[data], rank)))
+        self.settle(_MOST_UNSENT * len(self.followers))
+
+    def settle(self, most: int = 0) -> None:
+        """Waits until at most so many messages are under way."""
+        while len(self._unsent) > most:
+            self._unsent.popleft()[1].wait()
+
+    def receive(self, like: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """Returns this rank's micro-batches, of the form of others; none if its reader has given up."""
+        message = torch.empty_like(packed(like))
+        self.axis.receive(message, 0)
+        return unpacked(message, like)
 
 
 class Feed:
@@ -29,20 +106,33 @@ class Feed:
     """
 
     def __init__(
-        self, job: Job, data: ShardData, batch: Batch, mesh: Mesh, meter: Meter, *, first_step: int, first_sample: int
+        self,
+        job: Job,
+        data: ShardData,
+        batch: Batch,
+        mesh: Mesh,
+        meter: Meter,
+        *,
+        first_step: int,
+        first_sample: int,
+        readers: DataReaders,
     ):
         self.job, self.data, self.batch, self.mesh, self.meter = job, data, batch, mesh, meter
         self.first_step, self.first_sample = first_step, first_sample
-        self.batches: Batches | None = None
+        self.readers = readers
+        self.streams: dict[int, Batches] = {}
+        """By data rank: the steps that this rank reads, its own and those of its followers."""
         self.next: list[MicroBatch] | None = None
         meter.tokens_of = self._tokens_of if data.most_conversations else None
 
     def __enter__(self) -> Feed:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.batches is not None:
-            self.batches.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for stream in self.streams.values():
+            stream.close()
+        if kind is None:
+            self.readers.settle()
 
     def samples(self, done: int) -> range:
         """Returns the samples of the global batch of the step after `done` steps."""
@@ -72,12 +162,13 @@ class Feed:
         hold: slow storage must not keep a run from stopping."""
         began, patience = time.perf_counter(), _PATIENCE_S
         with heartbeat.within(Phase.DATA):
-            while not self._opened().wait(_POLL_S):
+            while not all(stream.wait(_POLL_S) for stream in self._opened().values()):
                 patience -= _POLL_S * give_up()
                 if patience <= 0:
+                    self.readers.send(dict.fromkeys(self.streams, torch.zeros_like(packed(self.blank()))))
                     return None
         self.meter.waited += time.perf_counter() - began
-        return self.take()
+        return self.take() or None  # the reader may have given up
 
     def blank(self) -> list[MicroBatch]:
         """Returns micro-batches of the right shapes without data, for a step that will be dropped."""
@@ -96,9 +187,18 @@ class Feed:
             return self.next
         with heartbeat.within(Phase.DATA):
             began = time.perf_counter()
-            self.next = next(self._opened())
+            self.next = self._read()
             self.meter.waited += time.perf_counter() - began
         return self.next
+
+    def _read(self) -> list[MicroBatch]:
+        """Reads this rank's micro-batches of the next step, and sends its followers theirs."""
+        if not self.readers.is_reader:
+            return self.readers.receive(self.blank())
+        steps = {data: next(stream) for data, stream in self._opened().items()}
+        if self.readers.followers:
+            self.readers.send({data: packed(micro_batches) for data, micro_batches in steps.items()})
+        return steps[self.mesh.data_rank]
 
     def share(self, chunk: int) -> list[MicroBatch]:
         """Reads this rank's micro-batches of one replica's part of a step.
@@ -127,18 +227,18 @@ class Feed:
     def _valid(self, first: int, samples: int) -> int:
         return self.data.valid_tokens(first, samples, self.job.train.seed)
 
-    def _opened(self) -> Batches:
-        """Returns the stream of this rank's steps, opened at the first call."""
-        if self.batches is None:
-            self.batches = self._open(
-                self.first_sample,
-                self.batch.global_batch,
-                self.mesh.data_rank,
-                self.mesh.data_ranks,
-                prefetch=self.job.data.prefetch,
-                replicas=self.job.layout.independent_replicas,
-            )
-        return self.batches
+    def _opened(self) -> dict[int, Batches]:
+        """Returns the streams of steps that this rank reads, opened at the first call; none on a follower."""
+        if not self.streams and self.readers.is_reader:
+            self.streams = {
+                data: self._open(
+                    *(self.first_sample, self.batch.global_batch, data, self.mesh.data_ranks),
+                    prefetch=self.job.data.prefetch,
+                    replicas=self.job.layout.independent_replicas,
+                )
+                for data in sorted({self.mesh.data_rank, *self.readers.followers})
+            }
+        return self.streams
 
     def _open(self, first: int, samples: int, rank: int, ranks: int, *, prefetch: int, replicas: int = 1) -> Batches:
         """Opens the `rank`-th of `ranks` equal parts of `samples` samples per step, from sample `first` on, of which

@@ -23,7 +23,7 @@ from phalanx.train.agreement import agree_on_job, open_data
 from phalanx.train.callbacks import Callback, Done, NotFiniteAdvice
 from phalanx.train.drivers import UNKNOWN, StepDriver, driver_of
 from phalanx.train.evaluate import Validator, refer
-from phalanx.train.feed import Feed
+from phalanx.train.feed import DataReaders, Feed
 from phalanx.train.guard import Guard, Rewind, guard_of
 from phalanx.train.metrics import ExpertLoads, Meter, Recorder
 from phalanx.train.profile.window import StepProfile
@@ -62,6 +62,7 @@ class Trainer:
             self._start()
         self.profile = StepProfile(self.stepper, self.directory, ranks.rank, self.state.step)
         self.first_step = self.state.step
+        self.readers = DataReaders(job.data.readers, job.layout, self.mesh)
         self.per_node = max(1, job.layout.processes // job.cluster.nodes)
         self.peak = devices.peak_of(job, device, self.per_node)
 
@@ -115,6 +116,7 @@ class Trainer:
             *(self.job, self.train_data, self.batch, self.mesh, recorder.meter),
             first_step=state.step,
             first_sample=state.samples,
+            readers=self.readers,
         ) as feed:
             driver = driver_of(self.stepper)(
                 stepper=self.stepper,

@@ -1,0 +1,102 @@
+"""Few ranks read the samples and send the others theirs (data.readers): the same bits at any number of readers."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from phalanx.check.load import load_words
+from phalanx.config import overrides
+from phalanx.config.layout import Layout
+from phalanx.data.loader import MicroBatch, SplitReader
+from phalanx.errors import JobError
+from phalanx.train import feed
+from phalanx.train.feed import packed, unpacked
+from train.runs import change, losses, require_same_weights, stop, stopped, train
+
+
+def trained_reading(ranks, job):
+    """Trains. Returns how often this rank has read tokens."""
+    reads, before = [], SplitReader.read
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SplitReader, "read", lambda *words: reads.append(1) or before(*words))
+        train(ranks, job)
+    return len(reads)
+
+
+@pytest.mark.parametrize(
+    ("layout", "readers", "who"),
+    [
+        (Layout(dp_replicate=2, tp=2), 2, [0, 2]),  # one of the ranks with the same samples
+        (Layout(dp_replicate=2, tp=2), 1, [0]),
+        (Layout(dp_shard=3, zero=3), 2, [0, 2]),  # one of them for two data ranks
+        (Layout(pp=2, dp_shard=2, zero=1, accumulation=2), 1, [0]),
+        (Layout(pp=2, accumulation=3, schedule="pipedream"), 1, [0]),  # stages ask at other times
+        (Layout(dp_replicate=2, sync="local_sgd", sync_every=3), 1, [0]),
+    ],
+    ids=lambda value: value.line() if isinstance(value, Layout) else None,
+)
+def test_few_readers_train_as_many_do_and_the_others_read_nothing(ranks, job, layout, readers, who):
+    job = replace(change(job, "train", eval_samples=0), layout=layout)
+    ranks(train, layout.processes, job)
+    few = change(change(job, "run", name="few"), "data", readers=readers)
+    reads = ranks(trained_reading, layout.processes, few)
+    assert [rank for rank, count in enumerate(reads) if count] == who
+    require_same_weights(few, job)
+
+
+def test_a_run_goes_on_with_another_number_of_readers(ranks, job):
+    job = replace(job, layout=Layout(dp_replicate=2, tp=2))
+    ranks(train, 4, job)
+    moved = change(change(job, "run", name="moved"), "data", readers=1)
+    stop(ranks, moved, 3)
+    ranks(train, 4, change(moved, "data", readers=2, prefetch=0))
+    require_same_weights(moved, job)
+    assert len(losses(moved)) == 6
+
+
+def stopped_by_slow_storage(ranks, job):
+    """Trains with a storage that hangs in step 3, in which a signal comes."""
+    ready, calls = feed.Batches.wait, iter(range(1000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(feed, "_PATIENCE_S", feed._POLL_S / 2)
+        # The reader has a stream of each of two data ranks.
+        patch.setattr(feed.Batches, "wait", lambda self, _: next(calls) < 2 * 2 and ready(self, 60))
+        return stopped(ranks, job, 3)
+
+
+def test_a_reader_whose_storage_hangs_lets_all_ranks_stop(ranks, job):
+    job = change(replace(job, layout=Layout(dp_replicate=2)), "data", readers=1)
+    for message in ranks(stopped_by_slow_storage, 2, job):
+        assert re.search("stopped by a signal at step 2 of 6, with a checkpoint", message)
+
+
+def test_a_message_holds_all_of_a_micro_batch_of_any_form():
+    ids = np.arange(8).reshape(2, 4)
+    plain = MicroBatch(ids, ids - 100, np.array([1 << 40, -1]))
+    full = replace(plain, documents=ids, conversations=ids - 1, reference=np.array([0.1, np.nan]), valid_share=0.3)
+    for micro in (plain, full):
+        blank = replace(micro, tokens=np.zeros_like(ids), sample_ids=np.zeros(2, dtype=np.int64), valid_share=1.0)
+        for found in unpacked(packed([micro, micro]), [blank, blank]):
+            for name, value in vars(micro).items():
+                np.testing.assert_array_equal(getattr(found, name), value)
+                assert np.asarray(getattr(found, name)).dtype == np.asarray(value).dtype
+    assert unpacked(torch.zeros_like(packed([plain])), [plain]) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("data.readers=3 dp_replicate=2 tp=2", "is 3, and the layout has 2 data ranks; nearest legal: 2"),
+        ("data.readers=1", "is for several processes that take steps together"),
+        ("data.readers=1 dp_replicate=2 sync=asp", "is for several processes that take steps together"),
+        ("data.readers=1 dp_replicate=2 data_parallel=threads", "are one process; nearest legal: 0"),
+    ],
+)
+def test_readers_that_cannot_be_are_refused(words, message):
+    with pytest.raises(JobError, match=re.escape(message)):
+        load_words(overrides.parse(f"model=tiny global_batch=8 {words}".split()))
