@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from phalanx.check.job import data_problems
 from phalanx.config.job import IGNORE, Data
+from phalanx.data import rows as rows_module
 from phalanx.data.conversations import PreferenceData, pair_of, preference_rows
 from phalanx.data.corpus import text_files
 from phalanx.data.loader import Batches, evaluation_batches
@@ -214,6 +215,28 @@ def test_a_name_and_tools_that_the_template_only_mentions_are_refused(tmp_path: 
     assert "rows.jsonl:2: tools of the row: they are not written by the template" in str(caught.value)
     template.write_text("{% for m in messages %}{{ m.name }}{{ m.content }}{% endfor %}{{ tools }}")
     assert "BOB2+2?" in "".join(row.text for row in row_texts(row_files(data), data))
+
+
+def test_several_processes_make_the_same_shards_and_find_the_same_problems(tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ tools }}")
+    rows = [
+        {"messages": [{**ASKED, "content": f"{n} é?"}, {**ANSWER, "weight": n % 2}, ASKED, ANSWER]} for n in range(40)
+    ]
+    found, told = list[dict[str, bytes]](), list[str]()
+    monkeypatch.setattr(rows_module, "RENDERED_HERE_BYTES", 0)
+    monkeypatch.setattr(rows_module, "_ROWS_AT_ONCE", 8)
+    data = replace(written(tmp_path / "rows.jsonl", *rows), template=str(tmp_path / "t.jinja"), tokenizer="byte")
+    bad = written(tmp_path / "bad.jsonl", *rows, *BAD)
+    for workers in (1, 2):
+        folder = prepare(replace(data, dir=str(tmp_path / f"out{workers}"), workers=workers))
+        found.append({file.name: file.read_bytes() for file in folder.iterdir() if file.name != ".lock"})
+        told.append(capsys.readouterr().err)
+        with pytest.raises(DataError, match=f"{len(BAD)} rows cannot be used") as refused:
+            list(row_texts(row_files(bad), bad, processes=workers))
+        told.append(str(refused.value))
+    assert found[0] == found[1]
+    assert "no answer ends with a stop token" in told[0]
+    assert told[:2] == told[2:]
 
 
 # Fields of rows: each is used as its format defines, or refused by name; nothing is left out silently.

@@ -369,7 +369,7 @@ GROUPS = [[Segment("ab\n", False), Segment("é", True)], [Segment("b", False)], 
 
 
 def pids(encoder: Encoder) -> list[int]:
-    return [process._child.pid for process in encoder._processes]
+    return [process.child.pid for process in encoder.processes]
 
 
 def test_separators_go_between_documents() -> None:
@@ -402,5 +402,5 @@ def test_a_child_that_dies_is_reported(tmp_path: Path) -> None:
     with Encoder(ByteTokenizer(), tmp_path, 1) as encoder:
         encoder.submit(GROUPS[0]).result(30)
         os.kill(pids(encoder)[0], signal.SIGKILL)
-        with pytest.raises(RunError, match="a tokenizing process ended with exit code -9; run the same command again"):
+        with pytest.raises(RunError, match="a process that prepares data ended with exit code -9; run the same"):
             encoder.submit([Segment("x" * 1_000_000, False)]).result(30)

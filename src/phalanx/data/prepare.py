@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from phalanx.config.job import Data
 from phalanx.data import corpus
 from phalanx.data.corpus import Scan, Segment
 from phalanx.data.encode import Encoder
-from phalanx.data.files import SPLITS, TEMPORARY, TOKEN_SHARD_TOKENS, Progress, locked, silent
+from phalanx.data.files import SPLITS, TEMPORARY, TOKEN_SHARD_TOKENS, Progress, locked, open_regular, silent
 from phalanx.data.formats import missing, pair_of
 from phalanx.data.index import (
     BLOCK_BYTES,
@@ -59,6 +59,7 @@ from phalanx.data.tokenizer import (
     read_definition,
     require_in_vocabulary,
 )
+from phalanx.data.workers import cores
 from phalanx.echo import echo
 from phalanx.errors import DataError, ExtensionError, JobError, PhalanxError
 
@@ -500,7 +501,7 @@ def _build_mix(folder: Path, data: Data, old: Index | None, progress: Progress, 
 def _scan(files: list[Path], data: Data, progress: Progress) -> Scan:
     """Reads a corpus of text or of rows once."""
     if CORPORA[data.corpus].rows is not None:
-        return scan_rows(row_texts(files, data))
+        return scan_rows(row_texts(files, data, processes=cores(data.workers)))
     return corpus.scan(watched(corpus.segments(files, data), files, progress))
 
 
@@ -513,7 +514,7 @@ def _texts(files: list[Path], data: Data, cut: int) -> Iterator[tuple[str, Segme
     """Yields the text of a corpus of text or of rows in order, with its split."""
     if CORPORA[data.corpus].rows is None:
         return split_segments(corpus.segments(files, data), cut)
-    rows = enumerate(row_texts(files, data))
+    rows = enumerate(row_texts(files, data, processes=cores(data.workers)))
     return ((SPLITS[n >= cut], Segment(row.text, separated=False)) for n, row in rows)
 
 
@@ -539,7 +540,7 @@ def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress)
     tokenizer = _stored_tokenizer(folder, old, record) or _make_tokenizer(data, scan.counts, parts, progress)
     index = _begin(folder, data, record, tokenizer)
     size = max(SHARD_CHARACTERS, scan.characters // MAX_SHARDS)
-    workers = min(data.workers or len(os.sched_getaffinity(0)), -(-scan.characters // size))
+    workers = min(cores(data.workers), -(-scan.characters // size))
     with Encoder(tokenizer, folder, workers if tokenizer.slow and workers > 1 else 0) as encoder:
         work = (
             BuildTask(split, sum(map(len, group)), partial(encoder.submit, group))
@@ -549,10 +550,20 @@ def _build_text(folder: Path, data: Data, old: Index | None, progress: Progress)
 
 
 def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
-    """Builds shards of conversations."""
+    """Builds shards of conversations. Rows are rendered once, into a file of texts, from which they are encoded."""
+    texts = folder / f".rows{TEMPORARY}"
+    try:
+        _build_rows_by(texts, folder, data, old, progress)
+    finally:
+        texts.unlink(missing_ok=True)
+
+
+def _build_rows_by(texts: Path, folder: Path, data: Data, old: Index | None, progress: Progress) -> None:
     files = corpus.sources(data)
     progress("reading and checking rows", 0, 0)
-    scan = scan_rows(row_texts(files, data, warn=partial(echo, file=sys.stderr)))
+    rows = row_texts(files, data, warn=partial(echo, file=sys.stderr), processes=cores(data.workers))
+    with open(open_regular(texts, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w", encoding="utf-8") as file:
+        scan = scan_rows(_noted(rows, file))
     if not scan.documents:
         raise DataError(f"the data set is empty: {len(files)} files of {corpus.describe(data)} hold no rows")
     stamp = corpus.stamp(files) if files else ""
@@ -562,10 +573,11 @@ def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress)
     cut = _cut(scan, data)
 
     def parts() -> Iterator[tuple[str, RowText]]:
-        return ((SPLITS[n >= cut], row) for n, row in enumerate(row_texts(files, data)))
+        with texts.open(encoding="utf-8") as file:
+            yield from ((SPLITS[n >= cut], RowText.from_json(json.loads(line))) for n, line in enumerate(file))
 
-    texts = partial(_texts, files, data, cut)
-    tokenizer = _stored_tokenizer(folder, old, record) or _make_tokenizer(data, scan.counts, texts, progress)
+    plain = ((split, Segment(row.text, separated=False)) for split, row in parts())
+    tokenizer = _stored_tokenizer(folder, old, record) or _make_tokenizer(data, scan.counts, lambda: plain, progress)
     find_template(data).save(folder)
     row_size = CORPORA[data.corpus].row_size
     index = replace(_begin(folder, data, record, tokenizer), dtype="uint32", row_size=row_size)
@@ -576,6 +588,13 @@ def _build_rows(folder: Path, data: Data, old: Index | None, progress: Progress)
             for split, group in grouped(parts(), size)
         )
         ShardMaker(folder, index, old, progress).run(work, scan.characters, ahead=1)
+
+
+def _noted(rows: Iterable[RowText], file: TextIO) -> Iterator[RowText]:
+    """Yields the rows, and writes each to a file as a line of JSON."""
+    for row in rows:
+        file.write(json.dumps([row.where, row.conversations]) + "\n")
+        yield row
 
 
 def _stored_tokenizer(folder: Path, old: Index | None, record: CorpusRecord) -> Tokenizer | None:

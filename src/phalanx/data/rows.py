@@ -11,7 +11,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,9 @@ from phalanx.data.answers import ANSWERS, Part, replaced, texts_of
 from phalanx.data.corpus import SAVED_FACTS, Scan, chosen_files, code_points, describe, in_order
 from phalanx.data.formats import ROW_SUFFIXES, missing, records, records_inside
 from phalanx.data.index import ANSWER, EncodedRows
-from phalanx.data.template import Renderer, find_template
+from phalanx.data.template import ChatTemplate, Renderer, find_template
 from phalanx.data.tokenizer import Tokenizer, require_in_vocabulary
+from phalanx.data.workers import Workers
 from phalanx.errors import DataError
 from phalanx.nearest import did_you_mean
 
@@ -37,6 +39,12 @@ class RowText:
     where: str
     conversations: tuple[list[Part], ...]
 
+    @classmethod
+    def from_json(cls, found: Sequence[Any]) -> RowText:
+        """Returns the row of its fields, with lists for tuples."""
+        where, conversations = found
+        return cls(where, tuple([(text, answer) for text, answer in parts] for parts in conversations))
+
     @property
     def text(self) -> str:
         """The text of all its conversations."""
@@ -46,19 +54,23 @@ class RowText:
         return sum(len(text) for parts in self.conversations for text, _ in parts)
 
 
-def row_texts(files: Sequence[Path], data: Data, warn: Callable[[str], object] | None = None) -> Iterator[RowText]:
+def row_texts(
+    files: Sequence[Path], data: Data, warn: Callable[[str], object] | None = None, processes: int = 1
+) -> Iterator[RowText]:
     """Yields the rows of a data set as text, at most data.limit_mb megabytes of it. After the last row,
-    calls `warn` if answers end without a stop token, and with the day that the template writes.
+    calls `warn` if answers end without a stop token, and with the day that the template writes. Several `processes`
+    render the rows of large files.
 
     Raises DataError, after the last row, with the first problems of rows that cannot be used: of their form, and those
     that the template has with them."""
     causes, left = Causes(), round(data.limit_mb * 1e6) or sys.maxsize
+    rows = CORPORA.code(data.corpus, "rows")(files, data)
+    if sum(file.stat().st_size for file in files) < RENDERED_HERE_BYTES:
+        processes = 1
     with Renderer(find_template(data)) as renderer:
-        for row in CORPORA.code(data.corpus, "rows")(files, data):
-            try:
-                found = _rendered(row, renderer)
-            except ValueError as error:
-                causes.add(row.where, str(error))
+        for found in _rendered_rows(rows, renderer) if processes == 1 else _shared_out(rows, renderer, processes):
+            if isinstance(found, tuple):
+                causes.add(*found)
                 continue
             left -= len(found.text.encode())
             if left < 0:
@@ -72,6 +84,50 @@ def row_texts(files: Sequence[Path], data: Data, warn: Callable[[str], object] |
                 warn(f"{renderer.template.origin} writes a date: {renderer.template.date} in every conversation")
     if causes.rows:
         raise DataError("\n  ".join([f"{describe(data)}: {causes.head()}:", *causes.lines()]))
+
+
+RENDERED_HERE_BYTES = 4_000_000
+"""Bytes of files below which rows are rendered before other processes would have begun to."""
+_ROWS_AT_ONCE = 64
+
+
+def _rendered_rows(rows: Iterable[Row], renderer: Renderer) -> Iterator[RowText | tuple[str, str]]:
+    """Yields each row as text, or its place and why it cannot be used."""
+    for row in rows:
+        try:
+            yield _rendered(row, renderer)
+        except ValueError as error:
+            yield row.where, str(error)
+
+
+def _shared_out(rows: Iterable[Row], renderer: Renderer, processes: int) -> Iterator[RowText | tuple[str, str]]:
+    """Yields what `_rendered_rows` does, in the same order, by several processes. `renderer` counts the answers."""
+    left = iter(rows)
+    several = iter(lambda: [vars(row) for row in islice(left, _ROWS_AT_ONCE)], [])
+    with Workers("phalanx.data.rows:row_renderer", json.dumps(asdict(renderer.template)), processes) as workers:
+        for answer in workers.map(json.dumps(some, default=_refused).encode() for some in several):
+            found, answers, open_answers = json.loads(answer)
+            renderer.answers, renderer.open_answers = renderer.answers + answers, renderer.open_answers + open_answers
+            yield from (RowText.from_json(each) if isinstance(each[1], list) else (each[0], each[1]) for each in found)
+
+
+def _refused(value: object) -> str:
+    raise DataError(f"a row holds a value of type {type(value).__name__}, which no template writes")
+
+
+def row_renderer(setting: str) -> Callable[[bytes], bytes]:
+    """Returns the work of a child process: it renders rows in JSON, and says how many answers they have, and how many
+    of these no token ends."""
+    template = ChatTemplate(**json.loads(setting))
+
+    def render(request: bytes) -> bytes:
+        renderer.answers = renderer.open_answers = 0
+        rows = [Row(**row) for row in json.loads(request)]
+        found = [vars(each).values() if isinstance(each, RowText) else each for each in _rendered_rows(rows, renderer)]
+        return json.dumps([[*map(tuple, found)], renderer.answers, renderer.open_answers]).encode()
+
+    renderer = Renderer(template)
+    return render
 
 
 def _rendered(row: Row, renderer: Renderer) -> RowText:

@@ -7,7 +7,6 @@ can make a prompt for its model.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -15,8 +14,6 @@ import re
 import resource
 import secrets
 import signal
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +41,7 @@ from phalanx.data.answers import (
 )
 from phalanx.data.files import write_atomic
 from phalanx.data.tokenizer import Tokenizer
+from phalanx.data.workers import Worker, WorkerEndedError
 from phalanx.errors import DataError, JobError, NotFoundError, RunError
 from phalanx.nearest import near_file
 
@@ -217,33 +215,30 @@ class TemplateRenderer:
         return "".join(pieces)
 
 
-def serve() -> None:
-    """Renders conversations until standard input ends: the main function of a child process.
+def renderer(setting: str) -> Callable[[bytes], bytes]:
+    """Returns the work of a child process that may do nothing else (data/workers.py): to render conversations.
 
-    The first line is the template, {"source": ..., "variables": ..., "date": ..., "seconds": ...}. Each further one is
-    a request, {"messages": ...}, or with "prompt" true for the text that an answer follows; each reply {"parts": ...},
-    {"text": ...} or {"error": ...}. A conversation that takes longer than those seconds ends the process with
-    SIGPROF."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its children
-    renderer, problem = None, ""
-    first = json.loads(sys.stdin.buffer.readline())
+    `setting` is the template, {"source": ..., "variables": ..., "date": ..., "seconds": ...}. A request is {"messages":
+    ...}, or with "prompt" true for the text that an answer follows; an answer {"parts": ...}, {"text": ...} or
+    {"error": ...}. A conversation that takes longer than those seconds ends the process with SIGPROF."""
+    first, problem = json.loads(setting), ""
     _confine()
+    made = None
     try:
-        renderer = _within(
-            first["seconds"], partial(TemplateRenderer, first["source"], first["variables"], first["date"])
-        )
+        made = _within(first["seconds"], partial(TemplateRenderer, first["source"], first["variables"], first["date"]))
     except ValueError as error:
         problem = str(error)
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
+
+    def render(request: bytes) -> bytes:
         try:
-            if renderer is None:
+            if made is None:
                 raise ValueError(problem)
-            reply = _within(first["seconds"], partial(_reply, renderer, request))
+            reply = _within(first["seconds"], partial(_reply, made, json.loads(request)))
         except ValueError as error:
             reply = {"error": str(error)}
-        sys.stdout.buffer.write(json.dumps(reply).encode() + b"\n")
-        sys.stdout.buffer.flush()
+        return json.dumps(reply).encode()
+
+    return render
 
 
 def _reply(renderer: TemplateRenderer, request: dict[str, Any]) -> dict[str, Any]:
@@ -432,7 +427,6 @@ MOST_TEMPLATE = 1 << 20
 """Most bytes of a template. The longest published one has about 20 kB."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 """The special tokens that a template may write, by the names that it knows them by."""
-CHILD = "import sys; sys.path[:] = sys.argv[1:]; from phalanx.data.template import serve; serve()"
 
 
 @dataclass(frozen=True)
@@ -529,7 +523,7 @@ class Renderer:
     def __init__(self, template: ChatTemplate, seconds: float = RENDER_S):
         _require_jinja()
         self.template, self.seconds = template, seconds
-        self._child: subprocess.Popen[bytes] | None = None
+        self._child: Worker | None = None
         self._renderer: TemplateRenderer | None = None
         self.answers = self.open_answers = 0
         """The answers of all conversations so far, and those of them that no token ends."""
@@ -571,12 +565,8 @@ class Renderer:
 
     def close(self) -> None:
         """Ends the child process."""
-        if (child := self._child) is not None:
-            child.kill()
-            child.wait()
-            for pipe in (child.stdin, child.stdout):
-                with contextlib.suppress(BrokenPipeError):
-                    pipe.close() if pipe else None
+        if self._child is not None:
+            self._child.close()
         self._child = None
 
     def _here(self) -> TemplateRenderer:
@@ -585,41 +575,22 @@ class Renderer:
         return self._renderer
 
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        child = self._child or self._start()
-        line = self._exchange(child, json.dumps(request).encode() + b"\n")
-        if not line:
-            code = child.wait()
+        if self._child is None:
+            template, variables = self.template, dict(self.template.variables)
+            setting = {"source": template.source, "variables": variables, "date": template.date}
+            self._child = Worker("phalanx.data.template:renderer", json.dumps(setting | {"seconds": self.seconds}))
+        try:
+            reply = json.loads(self._child.ask(json.dumps(request).encode()))
+        except WorkerEndedError as error:
             self.close()
-            if code == -signal.SIGPROF:
-                raise ValueError(f"the template did not end within {self.seconds:g} s of processor time")
-            if code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT):
-                raise ValueError(f"the process that renders the template ended with signal {-code}")
-            raise RunError(f"a process that renders chat templates ended with exit code {code}")
-        reply = json.loads(line)
+            if error.code == -signal.SIGPROF:
+                raise ValueError(f"the template did not end within {self.seconds:g} s of processor time") from None
+            if error.code in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGABRT):
+                raise ValueError(f"the process that renders the template ended with signal {-error.code}") from None
+            raise RunError(f"a process that renders chat templates ended with exit code {error.code}") from None
         if "error" in reply:
             raise ValueError(reply["error"])
         return reply
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        # Without -P a file in the working directory could stand for a module.
-        command = [sys.executable, "-P", "-c", CHILD, *sys.path]
-        child = self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        source, variables = self.template.source, dict(self.template.variables)
-        first = {"source": source, "variables": variables, "date": self.template.date, "seconds": self.seconds}
-        assert child.stdin is not None
-        child.stdin.write(json.dumps(first).encode() + b"\n")
-        return child
-
-    @staticmethod
-    def _exchange(child: subprocess.Popen[bytes], request: bytes) -> bytes:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        try:
-            child.stdin.write(request)
-            child.stdin.flush()
-        except BrokenPipeError:
-            return b""
-        return child.stdout.readline()
 
 
 def _require_jinja() -> None:
