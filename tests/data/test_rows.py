@@ -235,7 +235,7 @@ def test_several_processes_make_the_same_shards_and_find_the_same_problems(tmp_p
             list(row_texts(row_files(bad), bad, processes=workers))
         told.append(str(refused.value))
     assert found[0] == found[1]
-    assert "no answer ends with a stop token" in told[0]
+    assert "20 answers do not end with a stop token" in told[0]
     assert told[:2] == told[2:]
 
 
