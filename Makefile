@@ -135,6 +135,7 @@ bench: setup ## measure this machine and write benchmarks/results
 	$(BIN)/python -m benchmarks.heartbeat $(ARGS)
 	$(BIN)/python -m benchmarks.checkpoints $(ARGS)
 	$(BIN)/python -m benchmarks.remote $(ARGS)
+	$(BIN)/python -m benchmarks.preparing $(ARGS)
 
 verify-families: setup ## compare every model family in every kind of layout with one process: ARGS='--only gemma3-27b'
 	$(BIN)/python -m benchmarks.families $(ARGS)

@@ -37,7 +37,7 @@ MOST_LINES = {
     "comm": 1800,
     "config": 6423,
     "cost": 6540,
-    "data": 6577,
+    "data": 6590,
     "dryrun": 2045,
     "evaluate": 700,
     "exchange": 2470,

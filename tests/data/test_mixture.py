@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from phalanx.check.load import as_dict, from_dict, load_words
 from phalanx.config.corpora import MIX_ROUND
 from phalanx.config.job import IGNORE, Data, MixSource
 from phalanx.config.overrides import parse
+from phalanx.data import prepare as prepare_module
 from phalanx.data.index import open_shards, read_index, write_index
 from phalanx.data.loader import Batches, MicroBatch, evaluation_batches
 from phalanx.data.mixture import MixedData, Rounds, open_split
@@ -66,6 +69,23 @@ def test_one_tokenizer_serves_all_sources_and_each_is_prepared_once(mix: Data) -
     assert prepare(other) == folder  # weights are no part of what is prepared
     assert {each: (each / "index.json").stat().st_mtime_ns for each in before} == before
     assert index.tokens("train") == sum(read_index(each).tokens("train") for each in before)
+
+
+def test_a_process_that_waits_for_another_prepares_sources_meanwhile(mix: Data, monkeypatch) -> None:
+    mix = replace(mix, tokenizer="byte")
+    alone, made = read_index(prepare(replace(mix, dir=f"{mix.dir}-alone"))), list[bool]()
+
+    @contextmanager
+    def taken(path: Path, waiting: Callable[[str], None]) -> Iterator[None]:
+        waiting("7")
+        made.append(all((Path(mix.dir) / each.folder / "index.json").exists() for each in alone.sources))
+        yield
+
+    monkeypatch.setattr(prepare_module, "locked", taken)
+    found = read_index(prepare(mix))
+    assert made[-1]
+    assert len(made) == 1 + len(mix.mix), "each source was prepared once"
+    assert found.sources == alone.sources
 
 
 @pytest.mark.parametrize("weights", [[0.7, 0.2, 0.1], [1, 1], [5], [1, 1e-5], [3, 7, 11, 13, 1e-5]])

@@ -92,7 +92,7 @@ def test_a_message_holds_all_of_a_micro_batch_of_any_form():
     ("words", "message"),
     [
         ("data.readers=3 dp_replicate=2 tp=2", "is 3, and the layout has 2 data ranks; nearest legal: 2"),
-        ("data.readers=1", "is for several processes that take steps together"),
+        ("data.readers=2", "is for several processes that take steps together"),
         ("data.readers=1 dp_replicate=2 sync=asp", "is for several processes that take steps together"),
         ("data.readers=1 dp_replicate=2 data_parallel=threads", "are one process; nearest legal: 0"),
     ],

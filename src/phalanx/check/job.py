@@ -259,7 +259,7 @@ def _data(job: Job) -> Iterator[Problem]:
     readers, most = job.data.readers, job.layout.data_ranks
     if job.layout.data_parallel == "threads" and readers:
         yield "data.readers", "replicas of data_parallel=threads are one process; nearest legal: 0"
-    elif readers > most and not job.layout.auto:
+    elif readers > most and job.layout.processes > 1 and not job.layout.auto:
         yield "data.readers", f"is {readers}, and the layout has {counted(most, 'data rank')}; nearest legal: {most}"
     corpus = CORPORA[job.data.corpus]
     if corpus.rows is not None and job.data.packing and job.model.positions == "learned":

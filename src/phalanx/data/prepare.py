@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -256,7 +257,8 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
     """Builds the token shards of `data` where they are missing, and returns their folder.
 
     A call returns at once if everything is in place, builds the rest if some shards exist, and rebuilds all with
-    `force`. Several processes may call at once: one works, the others wait for it.
+    `force`. Several processes may call at once, also on several nodes: one works, and the others wait for it, or
+    prepare other sources of a mixture meanwhile.
 
     Raises JobError for invalid settings, DataError for a corpus or a folder that cannot be used.
     """
@@ -266,7 +268,7 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
         return folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder / ".lock", lambda pid: show(f"waiting for process {pid}, which prepares {folder}", 0, 0)):
+        with locked(folder / ".lock", partial(_while_waiting, folder, data, show, force=force)):
             if force:
                 (folder / INDEX).unlink(missing_ok=True)
             if not _is_ready(folder, data):
@@ -279,6 +281,17 @@ def prepare(data: Data, *, force: bool = False, progress: Progress | None = None
             "fix the cause, then run the same command again"
         ) from error
     return folder
+
+
+def _while_waiting(folder: Path, data: Data, progress: Progress, pid: str, *, force: bool) -> None:
+    """Prepares sources of a mixture, from any of them on, while another process works on others."""
+    progress(f"waiting for process {pid}, which prepares {folder}", 0, 0)
+    if not data.mix or force or (is_made_of_text(data.tokenizer) and not (folder / INDEX).exists()):
+        return  # the other one still makes the tokenizer
+    sources = source_settings(data, folder)
+    first = secrets.randbelow(len(sources))
+    for source in sources[first:] + sources[:first]:
+        prepare(source, progress=partial(_of_source, progress, source.path))
 
 
 def absent(data: Data) -> Iterator[str]:
