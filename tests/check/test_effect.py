@@ -68,7 +68,6 @@ SET = {
     "model.lora.alpha": "8",
     "model.rope_scaling.kind": "yarn",
     "data.skip_quota": "5",
-    "data.readers": "1",
     "layout.zero": "1",
     "layout.bucket_mb": "50",
     "layout.data_parallel": "threads",

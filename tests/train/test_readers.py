@@ -88,15 +88,16 @@ def test_a_message_holds_all_of_a_micro_batch_of_any_form():
     assert unpacked(torch.zeros_like(packed([plain])), [plain]) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("data.readers=3 dp_replicate=2 tp=2", "is 3, and the layout has 2 data ranks; nearest legal: 2"),
-        ("data.readers=2", "is for several processes that take steps together"),
-        ("data.readers=1 dp_replicate=2 sync=asp", "is for several processes that take steps together"),
-        ("data.readers=1 dp_replicate=2 data_parallel=threads", "are one process; nearest legal: 0"),
-    ],
-)
-def test_readers_that_cannot_be_are_refused(words, message):
-    with pytest.raises(JobError, match=re.escape(message)):
-        load_words(overrides.parse(f"model=tiny global_batch=8 {words}".split()))
+@pytest.mark.parametrize("words", ["sync=asp", "data_parallel=threads"])
+def test_replicas_that_take_samples_in_turn_have_no_readers(words):
+    with pytest.raises(JobError, match="is for ranks that take steps together"):
+        load_words(overrides.parse(f"model=tiny global_batch=8 dp_replicate=2 data.readers=1 {words}".split()))
+
+
+def test_a_job_that_loses_data_ranks_keeps_its_readers(ranks, job):
+    job = change(job, "data", readers=2)
+    ranks(train, 2, replace(job, layout=Layout(dp_replicate=2)))
+    for name, layout in (("tp", Layout(tp=2)), ("one", Layout())):
+        fewer = change(replace(job, layout=layout), "run", name=name)
+        ranks(train, layout.processes, fewer)
+        assert losses(fewer) == pytest.approx(losses(job), rel=1e-9)

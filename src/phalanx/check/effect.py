@@ -145,8 +145,8 @@ CONDITIONS: dict[str, Condition] = {
     **{f"layout.{name}": _GATHERED for name in ("reshard", "prefetch")},
     **{f"guard.{name}": _SPIKES for name in ("spike_norm", "spike_loss", "spike_window", "spike_warmup")},
     "data.readers": (
-        lambda job: job.layout.auto or (job.layout.processes > 1 and job.layout.sync != "asp"),
-        "is for several processes that take steps together: not layout.sync=asp, whose replicas take samples in turn",
+        lambda job: job.layout.sync != "asp" and job.layout.data_parallel != "threads",
+        "is for ranks that take steps together: neither layout.sync=asp nor data_parallel=threads",
     ),
     "checkpoint.keep": (
         lambda job: job.checkpoint.every or job.checkpoint.every_minutes,

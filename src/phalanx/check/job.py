@@ -25,7 +25,6 @@ from phalanx.optimizers.catalogue import OPTIMIZERS, entry_of, extra_options, un
 from phalanx.partition.derived import overlaps
 from phalanx.techniques.catalogue import technique_problems
 from phalanx.techniques.technique import Problem
-from phalanx.units import counted
 
 
 def profile_problems(job: Job) -> Iterator[Problem]:
@@ -256,11 +255,6 @@ def _data(job: Job) -> Iterator[Problem]:
             "data.val_fraction",
             f"is 0, but train.eval_samples is {job.train.eval_samples}: set one above 0 or the other to 0",
         )
-    readers, most = job.data.readers, job.layout.data_ranks
-    if job.layout.data_parallel == "threads" and readers:
-        yield "data.readers", "replicas of data_parallel=threads are one process; nearest legal: 0"
-    elif readers > most and job.layout.processes > 1 and not job.layout.auto:
-        yield "data.readers", f"is {readers}, and the layout has {counted(most, 'data rank')}; nearest legal: {most}"
     corpus = CORPORA[job.data.corpus]
     if corpus.rows is not None and job.data.packing and job.model.positions == "learned":
         yield (

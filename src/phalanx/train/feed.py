@@ -67,8 +67,9 @@ class DataReaders:
         self.axis, self.followers = Axis("data"), list[int]()
         """Of a reader: the data rank of each rank of `axis` but itself."""
         self._unsent = deque[tuple[torch.Tensor, Pending]]()
-        if not readers:
+        if not readers or layout.world == 1:
             return
+        readers = min(readers, layout.data_ranks)
         rank, part = mesh.axis("world").rank, mesh.data_rank * readers // layout.data_ranks
         data_ranks = {each: data_rank(*place(layout, each)) for each in range(layout.world)}
         mine = [each for each, own in data_ranks.items() if own * readers // layout.data_ranks == part]
