@@ -511,7 +511,6 @@ def untrained(model: ModelConfig) -> list[str]:
     fields = [
         (model.activation == "relu2", "activation=relu2"),
         (model.moe.latent, f"moe.latent={model.moe.latent}"),
-        (model.mtp, f"mtp={model.mtp}"),
     ]
     return parts + [text for is_set, text in fields if is_set]
 

@@ -519,18 +519,21 @@ class RankParts:
 
     def waiting_logits(self, *, later: bool = False) -> float:
         """Returns the bytes of what the loss saves (the gradient of the logits, log-probabilities in fp32, or logits)
-        and of what the head read, of micro-batches in flight other than the one that the moment is about.
-        `later`: when all stages have gradients of an earlier one."""
+        and of what the head read, of micro-batches in flight other than the one that the moment is about, and of that
+        one's losses before its last one (model.mtp). `later`: when all stages have gradients of an earlier one."""
         others = (self.flight.later_losses if later else self.flight.losses) - 1 / self.step.slices
-        if not self.last or others <= 0:
+        step, layout, further = self.step, self.layout, self.model.mtp
+        losses = max(0.0, others) * step.slices * (1 + further) + further
+        if not self.last or not losses:
             return 0
-        step, layout = self.step, self.layout
         chunked = self.logits_of or head_tiles(self.model, layout) > 1
         rows = 0 if chunked else table(self.model, layout.tp) // self.model.d_model
         each = self.width
         if not self.memory_profile.saves_slopes:
             each = (max(4, self.width) if self._loss_tensors()[0] else self.width) + self._capped()
-        return others * step.slices * (step.pass_tokens * rows * each + step.head_reads)
+        # Losses in chunks have computed gradients of what they read and of the head, one for each factor.
+        early = further * step.stream + self.head_gradient() if further and chunked else 0
+        return losses * (step.pass_tokens * rows * each + step.head_reads) + early
 
     def _loss_tensors(self) -> tuple[int, int]:
         """Returns the tensors as large as the logits at the peak of the loss: in fp32, and in the width of the

@@ -115,7 +115,7 @@ def empty_model(manifest: Manifest) -> Transformer:
     """Returns the model of a checkpoint on the meta device, where it takes no memory until it is filled."""
     job = job_of(manifest)
     with torch.device("meta"):
-        return Transformer(job.model, vocabulary_of(manifest)).to(DTYPES[job.train.precision])
+        return Transformer(job.model.main, vocabulary_of(manifest)).to(DTYPES[job.train.precision])
 
 
 def vocabulary_of(manifest: Manifest) -> int:
