@@ -195,7 +195,9 @@ def _stashing(job: Job) -> Iterator[Problem]:
         ("layout.offload", layout.offload != "none", "none"),
     ):
         if value:
-            why = "both ends share a matrix" if field in ("model.tied", "model.mtp") else f"{field} counts on whole steps"
+            why = (
+                "both ends share a matrix" if field in ("model.tied", "model.mtp") else f"{field} counts on whole steps"
+            )
             yield field, f"{each}, and {why}; nearest legal: {field.rpartition('.')[2]}={legal}, or 1f1b"
     if job.train.precision == "fp16":
         yield "train.precision", f"{each}, with one loss scale per step; nearest legal: precision=bf16, or 1f1b"

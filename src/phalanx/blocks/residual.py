@@ -317,15 +317,19 @@ def joined(place: Place) -> Iterator[Operator]:
         embedding(place, place.model.vocab_size),
         name="join embedding",
         weights=(),
-        messages=tuple(leave(place, again=False)),
+        # A frozen embedding has no gradient.
+        messages=tuple(each._replace(backward=0) if model.lora.rank else each for each in leave(place, again=False)),
     )
     saved = 2 * norm_saved(place, width), 2 * width * saved_input(place, "attention")
     yield Operator(
         "join",
-        (
-            *norm_weights(model, "join.hidden_norm", width),
-            *norm_weights(model, "join.embed_norm", width),
-            *linear_weights("join.proj", width, 2 * width, False),
+        frozen(
+            model,
+            (
+                *norm_weights(model, "join.hidden_norm", width),
+                *norm_weights(model, "join.embed_norm", width),
+                *linear_weights("join.proj", width, 2 * width, False),
+            ),
         ),
         place.tokens // place.token_share,
         memory_bound=(MemoryBound("join", 6 * numbers, 9 * numbers, 2 * norm_kernels(model), 2),),
@@ -342,7 +346,7 @@ def predicted(place: Place) -> Iterator[Operator]:
         if operator.name == "head":
             weights = tuple(weight._replace(shared=True) for weight in weights)
         elif weights:
-            weights = norm_weights(place.model, "predict_norm", place.model.d_model)
+            weights = frozen(place.model, norm_weights(place.model, "predict_norm", place.model.d_model))
         messages = tuple(message._replace(full=0) for message in operator.messages)
         yield replace(operator, name=f"predict {operator.name}", weights=weights, messages=messages)
 

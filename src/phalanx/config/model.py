@@ -7,6 +7,7 @@ default. `parameters.py` beside this file derives every parameter's name and sha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Annotated, Literal
@@ -225,7 +226,8 @@ class ModelConfig(Hashed):
     attention: Annotated[str, Example("latent")] = ""
     """Kind of attention: heads, latent, gated_heads, delta, one that is predicted but not trained (sparse, mamba,
     none), or one that a package adds (docs/reference/extending.md); a list such as latent,heads repeats over the
-    layers; empty: sparse with sparse.top_k, latent with mla.kv_rank, otherwise heads."""
+    layers (modules of mtp have the kind of the layer before them, unless it has n_layers kinds); empty: sparse with
+    sparse.top_k, latent with mla.kv_rank, otherwise heads."""
     feed_forward: Annotated[str, Example("experts")] = ""
     """Kind of feed-forward layer: dense, experts, none, or one that a package adds; a list repeats over the layers;
     empty: experts with moe.n_experts, otherwise dense."""
@@ -346,6 +348,13 @@ class ModelConfig(Hashed):
     def main(self) -> ModelConfig:
         """The model without its modules for further tokens."""
         return replace(self, n_layers=self.n_layers - self.mtp, mtp=0) if self.mtp else self
+
+    def kind_of(self, kinds: Sequence[str], layer: int) -> str:
+        """Returns the kind of a layer from a list that repeats over the layers. Modules for further tokens have that of
+        the last layer before them, unless the list states every layer."""
+        if len(kinds) != self.n_layers:
+            layer = min(layer, self.n_layers - self.mtp - 1)
+        return kinds[layer % len(kinds)]
 
     @property
     def most_stages(self) -> int:

@@ -468,7 +468,9 @@ def placed(spec: StepSpec) -> tuple[tuple[range, ...], tuple[Flight, ...]]:
 def stages_of_case(spec: StepSpec, stages: int) -> tuple[range, ...]:
     """Returns the layers of each of `stages` stages: `spec.stages`, else those of `layout.pp_cut`, else as even as
     possible. Raises JobError if pp_cut does not fit."""
-    return spec.stages or _cut(spec.layout.pp_cut if spec.layout.pp > 1 else "", stages, spec.model.n_layers, spec.model.mtp)
+    return spec.stages or _cut(
+        spec.layout.pp_cut if spec.layout.pp > 1 else "", stages, spec.model.n_layers, spec.model.mtp
+    )
 
 
 @lru_cache(1024)

@@ -137,7 +137,7 @@ def fill(model: Transformer, manifest: Manifest, device: torch.device, tp: int =
     time: all that `model` has of them, or the slices of tensor rank `rank` of `tp`. Raises CheckpointError if the
     checkpoint does not match."""
     model.to_empty(device=device)
-    shapes = parameter_shapes(model.config, vocabulary_of(manifest))
+    shapes = parameter_shapes(job_of(manifest).model, vocabulary_of(manifest))  # with modules for further tokens
     with Reader(manifest) as tensors:
         tensors.require(shapes)
         for name, parameter in model.named_parameters():

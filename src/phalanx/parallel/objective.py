@@ -36,6 +36,7 @@ class FurtherTokens(NamedTuple):
     @classmethod
     def of(cls, tokens: Tensor, targets: Tensor, documents: Documents | None, depth: int) -> FurtherTokens:
         """Returns those of depth `depth` of whole sequences (micro_batch, seq): documents are not crossed."""
+        depth = min(depth, tokens.shape[1])
         further = cls(F.pad(tokens[:, depth:], (0, depth)), F.pad(targets[:, depth:], (0, depth), value=IGNORE))
         if documents is None:
             return further
@@ -290,8 +291,8 @@ class Objective(nn.Module):
         return weighted - weighted.detach()
 
     def take_further(self, like: Tensor) -> Tensor:
-        """Returns the losses of the modules for further tokens since the last call, summed over valid targets: (1,) fp64
-        on the device of `like`."""
+        """Returns the losses of the modules for further tokens since the last call, summed over valid targets: (1,)
+        fp64 on the device of `like`."""
         found, self._further = self._further, []
         return torch.stack(found).sum(0, keepdim=True) if found else like.new_zeros(1, dtype=torch.float64)
 

@@ -259,8 +259,8 @@ def written_stages(text: str, stages: int, layers: int, mtp: int = 0) -> tuple[r
         problems.append(f"{text} = {sum(sizes)} layers, the model has {layers}")
     if 0 < sizes[-1] < mtp:
         problems.append(
-            f"{text} leaves {mtp - sizes[-1]} of the {mtp} modules for further tokens to earlier stages: the last stage "
-            "has all of them"
+            f"{text} leaves {mtp - sizes[-1]} of the {mtp} modules for further tokens to earlier stages: the last "
+            "stage has all of them"
         )
     if problems:
         fits = stages <= layers - max(0, mtp - 1)

@@ -122,8 +122,9 @@ def line(row: dict[str, float], memory: int) -> str:
     step: 10 loss: 2.1234 grad_norm: 0.51 lr: 3.0e-04 tps: 9,999 tps_total: 79,992 tflops: 1.23 mfu: 40.1% memory:
     12.3GiB
 
-    Of modules for further tokens, the mean of their losses stands after the loss. Of preference pairs, margin and accuracy of the rewards stand before `tps`; of conversations, the share of the
-    positions that are padding, which no figure counts.
+    Of modules for further tokens, the mean of their losses stands after the loss; of preference pairs, margin and
+    accuracy of the rewards stand before `tps`; of conversations, the share of the positions that are padding, which no
+    figure counts.
     """
     pairs, value = "", row["tflops"]
     tflops = f"{value:.0f}" if value >= 100 else f"{value:#.3g}".rstrip(".")  # 163, 1.23, 0.0519

@@ -490,9 +490,7 @@ class Stepper:
                 torch.from_numpy(micro.conversations).to(self.device, non_blocking=True), micro.most_conversations
             )
         seq_len = tokens.shape[1]
-        further = tuple(
-            FurtherTokens.of(tokens, targets, documents, depth + 1) for depth in range(self.job.model.mtp)
-        )
+        further = tuple(FurtherTokens.of(tokens, targets, documents, depth + 1) for depth in range(self.job.model.mtp))
         if places is not None:
             further = tuple(each.map(lambda x: x[:, places]) for each in further)
             tokens, targets = tokens[:, places], targets[:, places]
