@@ -320,7 +320,10 @@ def joined(place: Place) -> Iterator[Operator]:
         # A frozen embedding has no gradient.
         messages=tuple(each._replace(backward=0) if model.lora.rank else each for each in leave(place, again=False)),
     )
-    saved = 2 * norm_saved(place, width), 2 * width * saved_input(place, "attention")
+    # Of all tokens the hidden states are the input of the head of the depth before, which counts them.
+    norms = norm_saved(place, width, shared=place.token_share == 1) + norm_saved(place, width)
+    own = (1 + (place.token_share > 1)) * width * place.width
+    joined = 2 * width * saved_input(place, "attention")
     yield Operator(
         "join",
         frozen(
@@ -333,7 +336,7 @@ def joined(place: Place) -> Iterator[Operator]:
         ),
         place.tokens // place.token_share,
         memory_bound=(MemoryBound("join", 6 * numbers, 9 * numbers, 2 * norm_kernels(model), 2),),
-        saved=(SavedTensor("join", sum(saved), "tokens", cheap=saved[0] - 2 * width * place.width + saved[1]),),
+        saved=(SavedTensor("join", norms + joined, "tokens", cheap=norms - own),),
     )
 
 
@@ -347,8 +350,12 @@ def predicted(place: Place) -> Iterator[Operator]:
             weights = tuple(weight._replace(shared=True) for weight in weights)
         elif weights:
             weights = frozen(place.model, norm_weights(place.model, "predict_norm", place.model.d_model))
+        saved = ()
+        if operator.name == "final norm":
+            size, read = norm_saved(place, place.model.d_model), place.model.d_model * place.width
+            saved = (SavedTensor("predict_norm", size, "tokens", cheap=size - read),)
         messages = tuple(message._replace(full=0) for message in operator.messages)
-        yield replace(operator, name=f"predict {operator.name}", weights=weights, messages=messages)
+        yield replace(operator, name=f"predict {operator.name}", weights=weights, messages=messages, saved=saved)
 
 
 def boundary(place: Place) -> Message:
