@@ -74,7 +74,7 @@ LAYOUTS = {
     "further tokens with experts": [
         "dp_shard=2,ep=2,tp=2,sp=true,zero=3,recompute=full",
         "pp=2,accumulation=3,dp_shard=2,zero=3",
-        "pp=2,accumulation=3,schedule=zb_h1,cp=2,zero=1",
+        "pp=2,accumulation=4,schedule=dualpipe,cp=2,zero=1",
     ],
 }
 SENT = {

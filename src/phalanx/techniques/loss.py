@@ -28,8 +28,8 @@ def preference_problems(job: Job) -> Iterator[Problem]:
     if modules := job.model.mtp:
         yield (
             "model.mtp",
-            f"the loss of pairs has no part for further tokens, which {modules} modules predict; nearest legal: mtp=0 "
-            f"with n_layers={job.model.main.n_layers}, as `phalanx import hf` reads it with --layers",
+            f"the loss of pairs has no part for further tokens, mtp is {modules}; nearest legal: mtp=0 with "
+            f"n_layers={job.model.main.n_layers}, as `phalanx import hf` reads it with --layers",
         )
     layout = job.layout
     if layout.sync != "bsp":
