@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from model.kinds import KINDS, MOE_AND_MLA, build
-from phalanx.blocks.parameters import parameter_shapes, train_flops_per_token
+from phalanx.blocks.parameters import count, parameter_shapes, train_flops_per_token
 from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE
 from phalanx.config.model import ModelConfig
+from phalanx.config.presets import PRESETS
 from phalanx.model.documents import Documents
 from phalanx.parallel.objective import FurtherTokens, MicroTensors, Objective
 from phalanx.parallel.vocabulary import CrossEntropy
@@ -133,3 +135,14 @@ def test_a_sequence_shorter_than_the_depth_has_no_further_targets():
     further = FurtherTokens.of(tokens, tokens + 1, None, 3)
     assert further.tokens.tolist() == [[0, 0]]
     assert further.targets.tolist() == [[IGNORE] * 2]
+
+
+@pytest.mark.parametrize(
+    ("preset", "total", "copies"),
+    [("qwen3-next-80b-a3b", 81_324_862_720, 0), ("glm-4.5", 358_337_791_296, 2), ("glm-4.5-air", 110_468_824_832, 2)],
+)
+def test_the_hub_has_as_many_parameters(preset: str, total: int, copies: int):
+    """With the copies of embedding and head that GLM-4.5's files have."""
+    main = PRESETS[preset]
+    whole = replace(main, n_layers=main.n_layers + 1, mtp=1)
+    assert count(whole) + copies * main.vocab_size * main.d_model == total
