@@ -9,13 +9,17 @@ import torch
 
 from model.kinds import KINDS, MOE_AND_MLA, build
 from phalanx.blocks.parameters import count, parameter_shapes, train_flops_per_token
+from phalanx.check.job import problems_of
 from phalanx.comm.axis import Axis
-from phalanx.config.job import IGNORE
+from phalanx.config.job import IGNORE, Data, Job
+from phalanx.config.layout import Layout
 from phalanx.config.model import ModelConfig
 from phalanx.config.presets import PRESETS
 from phalanx.model.documents import Documents
 from phalanx.parallel.objective import FurtherTokens, MicroTensors, Objective
 from phalanx.parallel.vocabulary import CrossEntropy
+from phalanx.partition.cut import stages_of
+from phalanx.partition.derived import even, stage_shapes
 
 LLAMA = replace(KINDS["llama"], n_layers=4, mtp=2)
 DEEPSEEK = replace(MOE_AND_MLA["deepseek"], n_layers=3, mtp=1)
@@ -146,3 +150,26 @@ def test_the_hub_has_as_many_parameters(preset: str, total: int, copies: int):
     main = PRESETS[preset]
     whole = replace(main, n_layers=main.n_layers + 1, mtp=1)
     assert count(whole) + copies * main.vocab_size * main.d_model == total
+
+
+def test_all_modules_belong_to_the_last_stage():
+    model = replace(LLAMA, n_layers=8)
+    assert [len(stage) for stage in even(8, 4, 2)] == [2, 2, 2, 2]
+    assert [len(stage) for stage in even(8, 7, 2)] == [1] * 6 + [2]
+    for stages in (2, 4, 7):
+        cut = stages_of(model, Layout(pp=stages), stages)
+        assert (cut[-1].stop, cut[-1].start <= 6, len(cut)) == (8, True, stages)
+    # The head of each module counts: the last stage has fewer layers.
+    assert len(stages_of(replace(model, vocab_size=4000), Layout(pp=2), 2)[-1]) == 2
+    job = Job(model=replace(model, vocab_size=37), layout=Layout(pp=4, pp_cut="3+2+2+1", micro_batch=1))
+    assert any("leaves 1 of the 2 modules for further tokens to earlier stages" in text for _, text in problems_of(job))
+    deep = replace(job, layout=Layout(pp=8, micro_batch=1))
+    assert any("nearest legal: pp 7" in text for _, text in problems_of(deep))
+    assert "embed.weight" in stage_shapes(model, [range(6, 8)])
+
+
+def test_preference_pairs_and_tiles_of_the_head_are_refused():
+    pairs = Job(model=LLAMA, data=Data(corpus="preferences", path="pairs.jsonl"))
+    assert any(path == "model.mtp" and "n_layers=2" in text for path, text in problems_of(pairs))
+    tiled = Job(model=LLAMA, layout=Layout(dp_shard=2, zero=3, tiles=2, tile="head"))
+    assert any("model.mtp=2" in text for path, text in problems_of(tiled) if path == "layout.tile")
