@@ -211,6 +211,11 @@ def pretended_gpu(cluster: Cluster) -> Iterator[None]:
     torch._C._set_only_lift_cpu_tensors(True)  # torch.tensor(…, device="cuda") is made on the host and moved
     with ExitStack() as held:
         held.callback(torch._C._set_only_lift_cpu_tensors, before)
+        if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::silu_backward", "CUDA"):
+            # torch without CUDA would compose it of seven operations, whose results no GPU has.
+            kernels = torch.library.Library("aten", "IMPL")
+            held.callback(kernels._destroy)
+            kernels.impl("silu_backward", lambda gradient, _: torch.empty_like(gradient), "CUDA")
         count = cluster.devices_per_node or 8
         for attribute, stand_in in stand_ins(reported, memory, capability, count, architecture).items():
             held.enter_context(mock.patch(f"torch.cuda.{attribute}", stand_in))
