@@ -338,12 +338,27 @@ def _workspace(place: Place, heads: int, kv_heads: int) -> float:
     elif masked and place.profile.masks == "runs" and place.ring == 1 and not saves_scores(place):
         rows, seen = largest_run(model.seq_len, place.ring, place.window, place.slices)
         made = rows * seen * (MASK + width)
+    elif place.ring > 1:
+        return place.sequences * _ring_gradients(place, tokens, keys, heads, kv_heads)
     else:
         return 0.0
     of_queries = heads * (model.head_size + model.v_head_size) * width
     of_keys = kv_heads * (model.head_size + model.v_head_size) * wide
     inside = made + arriving + (tokens + 2 * rows) * of_queries + 2 * keys * of_keys
     return max(place.sequences * inside, masks and place.sequences * masks + drawn)
+
+
+def _ring_gradients(place: Place, tokens: int, keys: int, heads: int, kv_heads: int) -> float:
+    """Returns the bytes of a sequence in the backward pass of ring attention by a fused kernel, whose contributions are
+    summed in fp32: with the first block of keys, with a later one, or once the gradients are there."""
+    size, width, wide = place.model.head_size + place.model.v_head_size, place.width, max(place.width, WIDE)
+    of_queries, of_keys = tokens * heads * place.model.head_size, keys * kv_heads * size
+    # The block's keys, those that arrive, and the kernel's results.
+    first = wide * (of_queries + of_keys) + width * (3 * of_keys + of_queries)
+    # This rank's own gradients wait, and beyond two ranks those of the block before travel on as the next keys arrive.
+    more = place.ring > 2
+    later = wide * (of_queries + (4 if more else 2) * of_keys) + width * ((2 + more) * of_keys + of_queries / 2)
+    return max(first, later, wide * (of_queries + 3 * of_keys))
 
 
 def _compressed_norm(place: Place, name: str, rank: int) -> Operator:

@@ -21,20 +21,23 @@ from phalanx.blocks.residual import norm_backward, norm_saved, saved_input
 from phalanx.config.precision import SCALED
 from phalanx.cost.held import BlockParameters, LayerKind, block_parameters
 from phalanx.cost.spec import StepSpec
-from phalanx.partition.derived import Mode, slices_of, splits_backward
+from phalanx.partition.derived import Mode, gathers_parameters, slices_of, splits_backward
 
 
 @lru_cache(maxsize=4096)
-def workspace(place: Place, kind: BlockKind, *, splits: bool = False) -> float:
+def workspace(place: Place, kind: BlockKind, *, splits: bool = False, gathers: bool = False) -> float:
     """Returns the bytes that the backward pass of attention needs for a moment, of a micro-batch or of the last of its
     slices, less those that the second half of the block has saved and released by then, all or with deferred weight
-    gradients (`splits`) all but what these need; 0 where fused kernels need none."""
+    gradients (`splits`) all but what these need; 0 where fused kernels need none. With ZeRO-3 (`gathers`) the gradients
+    of the second half wait for those of the first."""
     needed = sum(operator.workspace for operator in half_block(place, kind, "attention"))
     if not needed:
         return 0.0
     second = half_block(place, kind, "feed_forward")
     released = sum(tensor.size / _shares(place)[tensor.cut] for operator in second for tensor in operator.saved)
     released -= _deferred(place, second) if splits else 0.0
+    weights = (weight for operator in second for weight in operator.weights if gathers and not weight.frozen)
+    needed += sum(weight.size_on(place.tp, place.ep) for weight in weights) * place.width
     return max(0.0, needed - place.tokens / place.slices * released)
 
 
@@ -115,7 +118,7 @@ def _shares(place: Place) -> dict[str, int]:
 
 
 TRANSIT = 2
-"""Number of messages between stages that a rank has in transit at a time: one that arrives and one that leaves."""
+"""Messages between two neighbouring stages that a rank has in transit at a time: one that arrives, one that leaves."""
 
 
 class StepSizes:
@@ -142,7 +145,7 @@ class StepSizes:
         self.final_norm = self.pass_tokens * norm_backward(place, spec.model.d_model) / self.share
         """Bytes in the backward pass of the final norm, with its input."""
         self.under_way = TRANSIT * self.stream / self.share
-        """Bytes of messages between stages."""
+        """Bytes of messages between a stage and a neighbour on another rank."""
         # In place of an input that is gathered again, a parallel block has the gradient of the feed-forward layer's
         # input, of all tokens, while it computes that of attention's.
         again = layout.sp_regather or self.memory_profile.regathers or spec.model.parallel_block
@@ -187,7 +190,8 @@ class BlockBytes:
         reads = saved_input(place, "feed_forward", last) > 0
         # With deferred weight gradients it needs it still.
         tensors = (2 if model.gated else 1) + (0 if reads and not step.splits else 1)
-        wide = FEED_FORWARD[kind.block.feed_forward].width(model) * tensors / layout.tp
+        hidden = FEED_FORWARD[kind.block.feed_forward].width(model) / layout.tp
+        wide = hidden * tensors
         if kind.block.routed:
             rows = model.moe.top_k * (memory_profile.imbalance if layout.ep > 1 else 1)
             spread = step.share if memory_profile.routes_shards else 1
@@ -195,9 +199,17 @@ class BlockBytes:
         # What is computed again ends with an output that nothing needs.
         outputs = 2 if kind.recompute == "full" else 1
         batch = place._replace(sequences=step.spec.batch.micro_batch, documents=step.spec.document_mask)
-        attention = workspace(batch, kind.block, splits=step.splits)
+        attention = workspace(batch, kind.block, splits=step.splits, gathers=gathers_parameters(layout))
         self.backward = self.again + max(step.pass_tokens * wide * width, attention), outputs * step.stream / step.share
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
+        whole = (weight for each in half_block(place, kind.block, "feed_forward") for weight in each.weights)
+        matrix = sum(
+            weight.size_on(place.tp, place.ep) for weight in whole if weight.name == f"{last}.weight" and not weight.frozen
+        )
+        rows = model.moe.top_k if kind.block.routed else 1
+        self.adding = max(self.backward[0], self.again + (step.pass_tokens * rows * hidden + matrix) * width)
+        """Bytes inside the block where gradients are added to those of earlier micro-batches: that of the last matrix of
+        the MLP is there beside that of what it reads, until it is added."""
 
     def kept_of(self, slices: int) -> float:
         """Returns the bytes that the block keeps of the first slices of a micro-batch, as many as of sequences of these

@@ -334,6 +334,10 @@ class RankParts:
         ]
         self.runs = [self._runs(held, stage) for held, stage in zip(self.blocks, flight.held, strict=True)]
         self.first, self.last = 0 in flight.held, flight.stages - 1 in flight.held
+        receives = any(stage and stage - 1 not in flight.held for stage in flight.held)
+        sends = any(stage < flight.stages - 1 and stage + 1 not in flight.held for stage in flight.held)
+        self.between = (receives + sends) * step.under_way
+        """Bytes of messages between this rank's stages and those of others."""
         self.of_kind = Counter[BlockKind]()
         for kind, many in (pair for held in self.blocks for pair in held):
             self.of_kind[kind.block] += many
@@ -438,9 +442,8 @@ class RankParts:
         messages in transit. `gradients`: those of all weights are counted already. `modules`: of modules for further
         tokens alone."""
         step = self.step
-        between = step.under_way if self.layout.pp > 1 else 0
         most = max(self._backward(runs, gradients, step.gathered, modules=modules) for runs in self.runs)
-        return most, step.gathered + between
+        return most, step.gathered + self.between
 
     def _backward(self, held: Sequence[BlockRun], gradients: bool, gathered: float, *, modules: bool) -> float:
         """Returns the same for one stage. Blocks with the same recomputation count as one run. From block to block it
@@ -456,12 +459,15 @@ class RankParts:
             ]
             return inside + max(0.0, sum(grown[1:])) + moved or self.step.stream / self.step.share
         most = given_up = arrived = 0.0
+        adds = gradients and not self.memory_profile.gradients_stay and not gathers_parameters(self.layout)
         # Of gradients in flat buckets one bucket is counted already.
         bucket = 0.0 if self.layout.zero == 2 and self.layout.shard_ranks > 1 else self.bucket()
         parts = groupby(held[::-1], lambda run: (run.recompute, run.leaves, run.block.kind.block.predicts))
         for (_, leaves, predicts), run in parts:
             here = list(run)
             inside, stream = (max(parts) for parts in zip(*(run.block.backward for run in here), strict=True))
+            if adds:
+                inside = max(run.block.adding for run in here)
             many, last = sum(run.many for run in here), here[-1].block
             gained = 0.0 if gradients else sum(run.many * self._gradients(run.block) for run in here)
             first_has = max(0.0, arrived - bucket)
@@ -730,7 +736,7 @@ def _fullest(step: StepParts, flight: Flight) -> RankMemory:
     head = rank.head_gradient() if rank.last and rank.logits_of and flight.losses > 1 else 0
     moments: list[tuple[Moment, float, float, float, float]] = [
         ("backward", early, kept + again, rank.waiting_logits(further=0) + head, moving + whole),
-        ("loss", early, kept + hidden, logits + waiting, forward),
+        ("loss", early, kept + hidden, logits + waiting, forward + rank.between),
     ]
     if rank.last and rank.model.mtp:  # their backward pass comes before that of the main loss, whose logits are there
         again, moving = rank.backward(stays or state.unsent > 0, modules=True)

@@ -259,6 +259,7 @@ class Around:
             pending, received = self.moving
             pending.wait()
             gradients += received
+            self.moving = None
 
 
 class Straight:
@@ -324,6 +325,7 @@ class Straight:
                 length = run.stop - run.start
                 whole[:, :, run] += part[:, :, start : start + length]
                 start += length
+        self.moving = None
 
 
 @uncompiled
@@ -378,8 +380,8 @@ class _Ring(torch.autograd.Function):
             gradient = gradient.contiguous()
         of_q = torch.zeros_like(q, dtype=lse.dtype)
         keep = sight.keep(q.device)
-        messages = travel(sight, k, v)
-        for source, keys, values in messages.arriving():
+
+        def contribution(source: int, keys: Tensor, values: Tensor) -> Tensor:
             both, of_k, of_v = pair(keys, values, lse.dtype)
             both.zero_()
             for block in sight.blocks[source]:
@@ -389,7 +391,12 @@ class _Ring(torch.autograd.Function):
                 results = gradients(gradient[:, :, rows], *inputs, seen, sight.scoring)
                 for whole, part, part_of in zip((of_q, of_k, of_v), results, (rows, columns, columns), strict=True):
                     whole[:, :, part_of].add_(part)
-            messages.give_back(source, both)
+            return both
+
+        messages = travel(sight, k, v)
+        for source, keys, values in messages.arriving():
+            messages.give_back(source, contribution(source, keys, values))
+        keys = values = None  # nothing of the last block is there while the gradients are narrowed
         of_k, of_v = messages.collected()
         of_sinks = gradient_of_sinks(gradient, o, lse, sinks)
         return of_q.to(q.dtype), of_k.to(k.dtype), of_v.to(v.dtype), of_sinks, None
