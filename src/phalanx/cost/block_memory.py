@@ -204,7 +204,9 @@ class BlockBytes:
         """Bytes of the backward pass besides what is kept: inside the block, and of its residual stream."""
         whole = (weight for each in half_block(place, kind.block, "feed_forward") for weight in each.weights)
         matrix = sum(
-            weight.size_on(place.tp, place.ep) for weight in whole if weight.name == f"{last}.weight" and not weight.frozen
+            weight.size_on(place.tp, place.ep)
+            for weight in whole
+            if weight.name == f"{last}.weight" and not weight.frozen
         )
         rows = model.moe.top_k if kind.block.routed else 1
         self.adding = max(self.backward[0], self.again + (step.pass_tokens * rows * hidden + matrix) * width)
