@@ -210,8 +210,8 @@ class BlockBytes:
         )
         rows = model.moe.top_k if kind.block.routed else 1
         self.adding = max(self.backward[0], self.again + (step.pass_tokens * rows * hidden + matrix) * width)
-        """Bytes inside the block where gradients are added to those of earlier micro-batches: that of the last matrix of
-        the MLP is there beside that of what it reads, until it is added."""
+        """Bytes inside the block where gradients are added to those of earlier micro-batches: that of the MLP's last
+        matrix is there beside that of what it reads, until it is added."""
 
     def kept_of(self, slices: int) -> float:
         """Returns the bytes that the block keeps of the first slices of a micro-batch, as many as of sequences of these
