@@ -100,6 +100,7 @@ BEYOND = {
     ("pp=4,micro_batch=1", "windows"): 0.037,
     ("pp=2,schedule=zb_h1,micro_batch=1", "gpt"): 0.033,
     ("pp=2,schedule=zb_h1,micro_batch=1", "llama"): 0.033,
+    ("pp=2,schedule=zb_h1,micro_batch=1", "windows"): 0.033,
     # Gradients of the first block computed again are there before its activations have gone.
     ("recompute=mlp", ""): 0.036,
     ("tp=2,sp=true,recompute=full", "gpt"): 0.045,
