@@ -16,7 +16,6 @@ from phalanx.check.job import optimizer_problems
 from phalanx.check.load import LoadedJob
 from phalanx.cli import foreign, sweep
 from phalanx.cli.auto_layout import calibration_document, check_calibration, fixed_of, on_known_devices, worlds_of
-from phalanx.cli.dryrun import checked, struck_lines
 from phalanx.cli.files import DARK, OutputFiles
 from phalanx.cli.graph import GRAPH
 from phalanx.cli.graph import run as plan_graph
@@ -351,7 +350,10 @@ def run_plan(words: Words) -> int:
         sample = MAP_POINTS if files.paths else 0
         plans = [(each, _searched(words, replace(request, optimizer=each), progress, sample)) for each in states]
         chosen, plan = min(plans, key=lambda each: each[1].best[0].seconds if each[1].best else inf)
-        plan, struck = checked(plan, replace(loaded.job, optimizer=chosen), progress) if checks else (plan, [])
+        if checks:
+            from phalanx.dryrun.check import check_plan  # here, because it imports torch
+
+            plan = check_plan(plan, replace(loaded.job, optimizer=chosen), progress)
     plan = replace(plan, best=plan.best[: words.options["top"]])
     files.write({name: lambda name=name: _drawn(plan, name) for name in files.paths})
     text = plan_text.text(plan, min(terminal_columns(sys.stdout) or plan_text.WIDTH, MOST_COLUMNS))
@@ -371,9 +373,9 @@ def run_plan(words: Words) -> int:
         ]
         text = "\n".join([text, "", "states, each with its fastest layout (* taken):", *aligned(rows)])
     if checks:
-        document["struck"] = struck
-    if struck:
-        text = "\n".join([text, "", "struck, when rehearsed:", *struck_lines(struck)])
+        document["struck"] = [{"line": line, "why": why} for line, why in plan.struck.items()]
+    if plan.struck:
+        text = "\n".join([text, "", "struck, when rehearsed:", *plan.struck_lines()])
     if words.theirs is not None and words.before is not None:
         before = asked(step_spec(words.before.job, vocabulary_size(words.before.job)), words)
         own = Candidate.of(before)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -104,3 +105,8 @@ class Plan:
     """The reasons for the choice, as sentences."""
     fastest: Candidate | None = None
     """The fastest layout found, whatever it uses."""
+    struck: Mapping[str, str] = field(default_factory=dict)
+    """Layouts that did not fit when they were rehearsed, with the reasons; empty without a rehearsal."""
+
+    def struck_lines(self) -> list[str]:
+        return [f"  {line}: {why}" for line, why in self.struck.items()]
