@@ -12,6 +12,7 @@ from phalanx.foreign.frame import Fields, Leftover, Source, Stated, Unresolved, 
 from phalanx.foreign.megatron import SCRIPT, launched
 from phalanx.foreign.megatron_core import core, start_from
 from phalanx.foreign.python_config import TARGET, Built, RecipeModule, RecipeReader, stated
+from phalanx.foreign.shared import lora_targets
 
 SECTIONS = (
     *("model.config", "model.language_transformer_config", "model", "train", "optimizer.config", "optimizer", "ddp"),
@@ -216,9 +217,11 @@ def _precision(fields: Fields) -> None:
 
 def _adapters(fields: Fields) -> None:
     kind = fields.take("peft._target_", str, "") or fields.take("peft", str, "")
-    if rank := fields.take("peft.dim", int, 0):
-        fields.set("model.lora.rank", rank, "peft.dim")
+    if rank := fields.take("peft.dim", int, 32 if kind == "LoRA" else 0):
+        fields.set("model.lora.rank", rank, ("peft.dim", "peft._target_"))
         fields.set("model.lora.alpha", fields.take("peft.alpha", float, 32.0), "peft.alpha")
+        targets = fields.take("peft.target_modules", object, None)
+        lora_targets(fields, "peft.target_modules", targets, everything=targets is None)
     elif kind and kind.lower() not in ("none", "null"):
         fields.need("model.lora.rank", f"the rank of the adapters ({kind})")
 

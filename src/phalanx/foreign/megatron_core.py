@@ -66,7 +66,10 @@ def _contradictions(fields: Fields) -> None:
 def _precision(fields: Fields) -> None:
     fp16, bf16 = fields.take("fp16", bool, False), fields.take("bf16", bool, False)
     narrow = fields.take("fp8_format", str, "") or fields.take("fp8", str, "")
-    if narrow:
+    if narrow and "model.lora.rank" in fields.settings:
+        fields.set("train.precision", "bf16", ("fp8_format", "fp8", "fp8_recipe"), "products in 8 bits are priced")
+        fields.recipe["products"] = "fp8"
+    elif narrow:
         fields.set("train.precision", "fp8", ("fp8_format", "fp8"))
         recipe = fields.take("fp8_recipe", str, "delayed")
         scaling = {"mxfp8": "mxfp8", "blockwise": "rowwise"}.get(recipe, "tensorwise")

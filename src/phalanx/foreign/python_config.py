@@ -94,6 +94,9 @@ def beside(path: Path, package: str) -> Path | None:
 _PLAIN_CALLS: dict[str, Callable[..., Any]] = {
     each.__name__: each for each in (int, float, str, bool, len, list, max, min)
 }
+_OF_TEXT: dict[str, Callable[..., Any]] = {
+    each.__name__: each for each in (str.lower, str.upper, str.strip, str.startswith, str.endswith, str.removeprefix)
+}
 _BINARY: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -154,11 +157,12 @@ class RecipeReader:
                 env[each.arg] = frame.value(default)
         env |= dict(zip(names, positional, strict=False))
         env |= {key: value for key, value in named.items() if key in env}
+        found = None
         try:
             frame.block(function.body)
         except _ReturnedError as returned:
-            return returned.value
-        return None
+            found = returned.value
+        return found if found is not None or not frame.unsure else _unknown(f"{name}(…)", frame.unsure)
 
 
 def _unknown(text: str, why: str) -> Unresolved:
@@ -173,6 +177,8 @@ class _Evaluation:
     depth: int
     discards: bool = False
     """Whether the next call is a statement, which is made for what it changes."""
+    unsure: str = ""
+    """Why it is not known whether the function returns sooner; empty if it does not."""
 
     def block(self, statements: Sequence[ast.stmt]) -> None:
         for each in statements:
@@ -212,7 +218,9 @@ class _Evaluation:
         """Takes what statements would set as unknown."""
         for each in statements:
             for inner in ast.walk(each):
-                if isinstance(inner, ast.Assign):
+                if isinstance(inner, ast.Return):
+                    self.unsure = self.unsure or why
+                elif isinstance(inner, ast.Assign):
                     for target in inner.targets:
                         self._store(target, _unknown(ast.unparse(inner.value), why), inner.value)
 
@@ -266,6 +274,18 @@ class _Evaluation:
         if isinstance(node, ast.List | ast.Tuple):
             found = [self.value(each) for each in node.elts]
             return next((each for each in found if isinstance(each, Unresolved)), found)
+        if isinstance(node, ast.ListComp) and len(node.generators) == 1 and not node.generators[0].ifs:
+            (each,) = node.generators
+            items = self.value(each.iter)
+            if not isinstance(items, list) or not isinstance(each.target, ast.Name):
+                return _unknown(text, "it does not follow from literals")
+            inner = [
+                _Evaluation(self.reader, self.module, {**self.env, each.target.id: item}, self.depth + 1).value(
+                    node.elt
+                )
+                for item in items
+            ]
+            return next((item for item in inner if isinstance(item, Unresolved)), inner)
         if isinstance(node, ast.Dict):
             keys = [self.value(key) if key else None for key in node.keys]
             return Built(
@@ -305,8 +325,10 @@ class _Evaluation:
             return value
         if isinstance(node, ast.Compare) and len(node.ops) == 1:
             one, other = self.value(node.left), self.value(node.comparators[0])
-            if _is_unsure(one) or _is_unsure(other):
+            if _is_unsure(one) or (_is_unsure(other) and getattr(other, "target", "") != "dict"):
                 return _unknown(text, "it does not follow from literals")
+            if isinstance(other, Built) and isinstance(node.ops[0], ast.In | ast.NotIn):
+                one, other = str(one), other.fields
             return _COMPARED[type(node.ops[0])](one, other)
         if isinstance(node, ast.IfExp):
             held = self.value(node.test)
@@ -348,8 +370,12 @@ class _Evaluation:
             owner = self.value(node.func.value)
             if isinstance(owner, Built) and owner.target == "dict" and last == "get" and positional:
                 return owner.fields.get(str(positional[0]), positional[1] if len(positional) > 1 else None)
+            if isinstance(owner, Built) and owner.target == "Path":
+                return _unknown(text, "it is a file")
             if isinstance(owner, Built):
                 return owner if last.startswith(("to_", "get_")) else self._not_followed(node, text, [owner])
+            if isinstance(owner, str) and last in _OF_TEXT and all(isinstance(each, str) for each in positional):
+                return _OF_TEXT[last](owner, *positional)
         if name in _PLAIN_CALLS and all(isinstance(each, int | float | str | list) for each in positional):
             return _PLAIN_CALLS[name](*positional)
         if last in self.reader.known and positional and isinstance(positional[0], Built):
@@ -378,8 +404,9 @@ class _Evaluation:
         """Returns what getattr, hasattr or isinstance say of an object that is built."""
         owner, key = self.value(node.args[0]), self.value(node.args[1])
         if name == "isinstance":
-            known = isinstance(owner, str | Built) and str(key) == "str"
-            return isinstance(owner, str) if known else _unknown(text, "it is a question about a type")
+            if isinstance(owner, str):
+                return "str" in (map(str, key) if isinstance(key, list) else [str(key)])
+            return False if isinstance(owner, Built) and str(key) == "str" else _unknown(text, "it asks for a type")
         if not isinstance(owner, Built) or not isinstance(key, str):
             return _unknown(text, "it is not known here")
         if name == "hasattr":

@@ -197,25 +197,21 @@ def set_optimizer(fields: Fields, name: str, known: Mapping[str, tuple[str, str]
         fields.set("optimizer.state", state, name)
 
 
-_MATRICES = {
-    "q_proj": "wq",
-    "k_proj": "wk",
-    "v_proj": "wv",
-    "o_proj": "wo",
-    "gate_proj": "gate",
-    "up_proj": "up",
-    "down_proj": "down",
-}
-"""Hugging Face's names of matrices, and ours."""
+_NAMES = (
+    "q_proj=wq k_proj=wk v_proj=wv o_proj=wo gate_proj=gate up_proj=up down_proj=down "
+    "linear_qkv=wq+wk+wv linear_proj=wo linear_fc1=gate+up linear_fc2=down linear_q=wq linear_kv=wk+wv"
+)
+_MATRICES = {word.partition("=")[0]: word.partition("=")[2].split("+") for word in _NAMES.split()}
+"""Hugging Face's and Megatron Core's names of matrices, and ours."""
 
 
 def lora_targets(fields: Fields, name: str, targets: object, *, everything: bool) -> None:
-    """Sets the matrices that have adapters to those of a list of Hugging Face's names of modules, or all of them."""
+    """Sets the matrices that have adapters to those of a list of names of modules, or all of them."""
     several = [targets] if isinstance(targets, str) else targets if isinstance(targets, list) else []
     short = [str(each).lstrip("*").rpartition(".")[2] for each in several]
-    ours = list(dict.fromkeys(_MATRICES[each] for each in short if each in _MATRICES))
+    ours = list(dict.fromkeys(each for theirs in short for each in _MATRICES.get(theirs, ())))
     whole = everything or any(str(each) in ("all-linear", "*", "*_proj") for each in several)
-    if whole or len(ours) == len(_MATRICES) or not ours:
+    if whole or len(ours) == 7 or not ours:
         how = "" if whole or ours else "these names are not known one by one"
         fields.set("model.lora.targets", "all", name, how)
     else:

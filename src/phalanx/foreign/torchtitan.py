@@ -54,7 +54,16 @@ def parse(source: Source) -> list[Stated]:
     except tomllib.TOMLDecodeError as error:
         raise JobError(f"{source.path}: not valid TOML: {error}") from None
     lines = _lines(source)
-    return [Stated(name, value, *lines.get(name, (0, ""))) for name, value in _leaves(content, "")]
+    found = list[Stated]()
+    for old, value in _leaves(content, ""):
+        name = _WARMUP.sub("lr_scheduler.", _DEGREE.sub(_P, old))
+        found.append(Stated(name, value, *lines.get(old, (0, "")), label=old if old != name else ""))
+    return found
+
+
+_DEGREE = re.compile(r"^(?:training|experimental)\.(?=[a-z]+_parallel_|enable_async_tensor_parallel)")
+_WARMUP = re.compile(r"^training\.(?=warmup_steps)")
+"""Sections of names before v0.1.0."""
 
 
 def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -220,7 +229,9 @@ def _batch(fields: Fields) -> None:
         (n for n in (f"{_T}local_batch_size", f"{_T}batch_size") if n in fields.stated), f"{_T}local_batch_size"
     )
     local, batch = fields.take(local_name, int, 8), fields.take(f"{_T}global_batch_size", int, -1)
-    count = fields.take(some, int, 0)
+    degree = fields.stated.get(f"{_P}pipeline_parallel_degree")
+    old = degree is not None and degree.label.startswith("experimental.")  # as many micro-batches as stages
+    count = fields.take(some, int, whole(fields, "layout.pp") if old else 0)
     micro = fields.take(size, int, local // count if count else 1)
     if not pipelined:
         micro = local
