@@ -14,7 +14,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 
@@ -404,6 +404,7 @@ class _ScriptParser:
             self.place += 1
 
 
+LARGEST = 2**62
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -411,7 +412,6 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
     ast.Div: lambda a, b: int(a / b),
     ast.Mod: operator.mod,
 }
-LARGEST = 2**62
 
 
 def arithmetic(text: str) -> int:
@@ -424,10 +424,9 @@ def arithmetic(text: str) -> int:
             return -value(node.operand)
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             found = _OPERATORS[type(node.op)](value(node.left), value(node.right))
-            if abs(found) > LARGEST:
-                raise ValueError("too large")
-            return found
-        raise ValueError("not a sum of whole numbers")
+            if abs(found) <= LARGEST:
+                return found
+        raise ValueError("not a sum of whole numbers, or too large")
 
     try:
         return value(ast.parse(text.strip(), mode="eval").body)
@@ -439,15 +438,15 @@ def arithmetic(text: str) -> int:
 class Script:
     """The commands and variables that follow from a script."""
 
-    commands: list[list[ScriptWord]]
+    commands: list[list[ScriptWord]] = field(default_factory=list)
     """Commands that run, expanded, and the words of here documents, in order."""
-    doubtful: list[tuple[list[ScriptWord], str]]
+    doubtful: list[tuple[list[ScriptWord], str]] = field(default_factory=list)
     """Commands of which it does not follow that they run, and why."""
-    variables: dict[str, list[ScriptWord]]
+    variables: dict[str, list[ScriptWord]] = field(default_factory=dict)
     """The last value of every variable; one of an array has several words."""
-    sourced: list[ScriptWord]
+    sourced: list[ScriptWord] = field(default_factory=list)
     """Files whose commands run, too, and that are not read."""
-    comments: list[tuple[int, str]]
+    comments: list[tuple[int, str]] = field(default_factory=list)
     """Lines that begin with #SBATCH."""
 
 
@@ -456,156 +455,151 @@ MOST_WORDS = 50_000
 
 def run_through(text: str) -> Script:
     """Returns what follows from a script. Raises RecursionError if it is nested too deeply."""
-    reader = _ScriptReader()
     text = text.replace("\r\n", "\n")
-    reader.block(_ScriptParser(text, strict=True).statements())
-    comments = [(n, row) for n, row in enumerate(text.splitlines(), start=1) if row.startswith("#SBATCH")]
-    return Script(reader.commands, reader.doubtful, reader.variables, reader.sourced, comments)
+    script = Script(comments=[(n, row) for n, row in enumerate(text.splitlines(), 1) if row.startswith("#SBATCH")])
+    _ScriptReader(script).block(_ScriptParser(text, strict=True).statements())
+    return script
+
+
+def _is_unset(word: ScriptWord) -> bool:
+    return word.why.endswith("is not set in the file")
+
+
+def _all(several: Sequence[bool | None]) -> bool | None:
+    """Returns whether all hold; None if that is not known."""
+    return False if False in several else None if None in several else True
+
+
+def _not(held: bool | None) -> bool | None:
+    return None if held is None else not held
+
+
+_ORDERS: dict[str, Callable[[int, int], bool]] = {
+    f"-{each.__name__}": each for each in (operator.eq, operator.ne, operator.gt, operator.ge, operator.lt, operator.le)
+}
 
 
 class _ScriptReader:
-    def __init__(self) -> None:
-        self.variables: dict[str, list[ScriptWord]] = {}
-        self.commands: list[list[ScriptWord]] = []
-        self.doubtful: list[tuple[list[ScriptWord], str]] = []
-        self.sourced: list[ScriptWord] = []
-        self.words = 0
+    """Fills a script with what its statements do."""
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.variables, self.words = script, script.variables, 0
 
     def block(self, statements: Sequence[_ScriptStatement]) -> None:
         for statement in statements:
             self._run(statement)
 
     def _run(self, statement: _ScriptStatement) -> None:
-        if statement.joint in ("&&", "||") and statement.kind == "simple":
+        branches = statement.branches
+        if statement.kind == "simple" and statement.joint in ("&&", "||"):
             self._lose(statement, "whether it runs depends on the command before it")
         elif statement.kind == "simple":
             self._simple(statement)
         elif statement.kind == "group":
-            self.block(statement.branches[0][1])
+            self.block(branches[0][1])
         elif statement.kind == "if":
-            self._branch(statement, [self._holds(condition) for condition, _ in statement.branches])
+            self._branch(statement, [self._holds(condition) for condition, _ in branches])
         elif statement.kind == "case":
-            subject = self._one(statement.words[0])
-            matches = [
-                None if subject.why else any(fnmatchcase(subject.text, self._one(each).text) for each in patterns)
-                for patterns, _ in statement.branches
-            ]
-            self._branch(statement, matches)
-        else:
-            loop = statement.kind == "loop"
-            if loop and self._holds(statement.branches[0][0]) is False:
-                return
-            why = "it is set in a loop" if loop else "it is set in a function"
-            for each in (*(statement.branches[0][0] or ()), *statement.branches[0][1]):
-                self._lose(each, why)
+            subject, names = self._one(statement.words[0]), [[self._one(p).text for p in some] for some, _ in branches]
+            held = [None if subject.why else any(fnmatchcase(subject.text, name) for name in some) for some in names]
+            self._branch(statement, held)
+        elif statement.kind == "function" or self._holds(branches[0][0]) is not False:
+            for each in (*(branches[0][0] or ()), *branches[0][1]):
+                self._lose(each, f"it is set in a {statement.kind}")
 
     def _branch(self, statement: _ScriptStatement, holds: Sequence[bool | None]) -> None:
         """Runs the branch whose condition holds; if that is not known, what the branches set is not known either."""
         for held, (_, body) in zip(holds, statement.branches, strict=True):
             if held is None:
                 why = f"the condition on line {statement.line} does not follow from the file"
-                for _, each in statement.branches:
-                    for inner in each:
-                        self._lose(inner, why, doubtful=True)
-                return
-            if held:
+                for inner in chain.from_iterable(each for _, each in statement.branches):
+                    self._lose(inner, why, doubtful=True)
+            elif held:
                 self.block(body)
+            if held is not False:
                 return
 
     def _lose(self, statement: _ScriptStatement, why: str, *, doubtful: bool = False) -> None:
         """Makes unknown what a statement sets. Its commands count, unless it is doubtful that they run."""
         self._assign(statement, why)
         for words in (statement.words, statement.heredoc):
-            if words and statement.kind == "simple":
-                command = self._expanded(words)
-                self.doubtful += [(command, why)] if doubtful else []
-                self.commands += [] if doubtful else [command]
+            if words and statement.kind == "simple" and doubtful:
+                self.script.doubtful.append((self._expanded(words), why))
+            elif words and statement.kind == "simple":
+                self.script.commands.append(self._expanded(words))
         for head, body in statement.branches:
-            for each in (
-                *(head if isinstance(head, list) and head and isinstance(head[0], _ScriptStatement) else ()),
-                *body,
-            ):
+            for each in (*(each for each in head or () if isinstance(each, _ScriptStatement)), *body):
                 self._lose(each, why, doubtful=doubtful)
 
     def _simple(self, statement: _ScriptStatement) -> None:
         words = self._expanded(statement.words)
-        if words and words[0].text in ("source", ".") and len(words) > 1:
-            self.sourced.append(words[1])
-        elif words and words[0].text == "unset":
-            for word in words[1:]:
+        name = words[0].text if words else ""
+        if name in ("source", ".") and len(words) > 1:
+            self.script.sourced.append(words[1])
+        for word in words[1:]:
+            if name == "unset":
                 self.variables.pop(word.text, None)
-        if not words or words[0].text in _DECLARES:
+            elif name == "read":
+                text = ScriptText(word.text, 0, "", why="it is read as the script runs")
+                self.variables[word.text] = [ScriptWord([text])]
+        if not words or name in _DECLARES:
             self._assign(statement)
-        elif words[0].text == "read":
-            for word in words[1:]:
-                self.variables[word.text] = [
-                    ScriptWord([ScriptText(word.text, 0, "", why="it is read as the script runs")])
-                ]
-        if words:
-            self.commands.append(words)
-        if statement.heredoc:
-            self.commands.append(self._expanded(statement.heredoc))
+        self.script.commands += [words] if words else []
+        self.script.commands += [self._expanded(statement.heredoc)] if statement.heredoc else []
 
     def _assign(self, statement: _ScriptStatement, why: str = "") -> None:
         for name, appends, value, is_array in statement.assignments:
-            if is_array:
-                words = self._expanded(value)
-            else:
-                words = [ScriptWord([each._replace(quoted=True) for each in self._segments(value[0])])]
-            if why and not is_array:
-                words = [ScriptWord([ScriptText(f"${name}", statement.line, "", True, why)])]
-            elif why:
+            words = self._expanded(value) if is_array else [self._one(value[0], quoted=True)]
+            if why and is_array:
                 empty = [ScriptText(name, statement.line, "", True)]
                 words = [
-                    ScriptWord([each._replace(why=each.why or why) for each in word.segments or empty])
-                    for word in words
+                    ScriptWord([each._replace(why=each.why or why) for each in w.segments or empty]) for w in words
                 ]
+            elif why:
+                words = [ScriptWord([ScriptText(f"${name}", statement.line, "", True, why)])]
             before = self.variables.get(name, []) if appends else []
-            if appends and not is_array and before:
-                self.variables[name] = [*before[:-1], ScriptWord([*before[-1].segments, *words[0].segments])]
-            else:
-                self.variables[name] = words
-            self.words += len(self.variables[name]) if not appends else len(words)
-            if appends and is_array:
-                self.variables[name] = [*before, *words]
+            if before and not is_array:
+                words = [ScriptWord([*before[-1].segments, *words[0].segments])]
+                before = before[:-1]
+            self.variables[name] = [*before, *words]
+            self._count(len(words))
+
+    def _count(self, words: int) -> None:
+        self.words += words
         if self.words > MOST_WORDS:
             raise ValueError(f"more than {MOST_WORDS:,} words")
 
-    def _one(self, parts: Parts) -> ScriptWord:
-        return ScriptWord(self._segments(parts))
+    def _one(self, parts: Parts, *, quoted: bool = False) -> ScriptWord:
+        found = self._segments(parts)
+        return ScriptWord([each._replace(quoted=True) for each in found] if quoted else found)
 
     def _expanded(self, words: Sequence[Parts]) -> list[ScriptWord]:
         found = list[ScriptWord]()
         for parts in words:
             found += _split(self._segments(parts), keeps=any(part.quoted for part in parts))
-        self.words += len(found)
-        if self.words > MOST_WORDS:
-            raise ValueError(f"more than {MOST_WORDS:,} words")
+        self._count(len(found))
         return found
 
     def _segments(self, parts: Parts) -> Value:
-        found = Value()
-        for part in parts:
-            found += self._part(part)
+        found = [*chain.from_iterable(map(self._part, parts))]
         if sum(len(each.text) for each in found) > 2**20:
             raise ValueError("a value of more than a million characters")
         return found
 
     def _part(self, part: _WordPart) -> Value:
-        if part.kind == "literal":
-            return [ScriptText(part.text, part.line, part.text, part.quoted)]
+        text, why = part.text, ""
+        if part.kind == "variable":
+            return self._variable(part)
         if part.kind == "command":
-            return [ScriptText(part.text, part.line, part.text, part.quoted, "a command is not executed")]
-        if part.kind == "arithmetic":
-            inner = self._segments(part.parts)
-            text = "".join(each.text for each in inner)
-            why = next((each.why for each in inner if each.why), "")
-            known = re.sub(r"[A-Za-z_]\w*", lambda name: self._plain(name[0]), text)
+            why = "a command is not executed"
+        elif part.kind == "arithmetic":
+            inner = self._one(part.parts)
             try:
-                return [ScriptText(str(arithmetic(known)), part.line, part.text, part.quoted, why)]
+                text = str(arithmetic(re.sub(r"[A-Za-z_]\w*", lambda name: self._plain(name[0]), inner.text)))
+                why = inner.why
             except ValueError:
-                return [ScriptText(part.text, part.line, part.text, part.quoted, why or "it is not computed")]
-        return self._variable(part)
+                why = inner.why or "it is not computed"
+        return [ScriptText(text, part.line, part.text, part.quoted, why)]
 
     def _plain(self, name: str) -> str:
         words = self.variables.get(name, [])
@@ -617,45 +611,37 @@ class _ScriptReader:
         if name == "#":
             return [ScriptText("0", part.line, "$#", part.quoted)]
         words = self.variables.get(name)
-        empty = words is None or not "".join(word.text for word in words)
-        missing = empty if operation.startswith(":") else words is None
+        missing = words is None or (operation.startswith(":") and not "".join(word.text for word in words))
         if operation[-1:] in ("-", "=") and missing:
             return [each._replace(quoted=each.quoted or part.quoted) for each in self._segments(part.parts)]
         if operation[-1:] == "+":
             return [] if missing else self._segments(part.parts)
         if words is None:
-            if name.isdigit() or name in "@*":
-                return [ScriptText(source, part.line, source, part.quoted, "it is an argument of the script")]
-            why = f"{name} is not set in the file"
+            argument = name.isdigit() or name in "@*"
+            why = "it is an argument of the script" if argument else f"{name} is not set in the file"
             return [ScriptText(source, part.line, source, part.quoted, why)]
         found = Value()
         for number, word in enumerate(words):
-            if number:
-                found.append(ScriptText(" ", part.line, " ", False))
+            found += [ScriptText(" ", part.line, " ", False)] if number else []
             found += [each._replace(quoted=part.quoted and len(words) == 1) for each in word.segments]
         return found
 
     def _holds(self, statements: Sequence[_ScriptStatement] | None) -> bool | None:
         """Returns whether a condition holds; None if that does not follow from the file."""
-        if statements is None:
-            return True
-        found: bool | None = None
+        found = True if statements is None else None
         negates = False
-        for statement in statements:
+        for statement in statements or ():
             if statement.kind == "group" and not statement.branches[0][1]:
                 negates = True
                 continue
             if statement.kind != "simple":
                 return None
             held = self._test([self._one(parts) for parts in statement.words])
-            held = held if held is None or not negates else not held
-            negates = False
+            held, negates = _not(held) if negates else held, False
             if statement.joint == "&&":
-                found = False if False in (found, held) else None if None in (found, held) else True
-            elif statement.joint == "||":
-                found = True if True in (found, held) else None if None in (found, held) else False
+                found = _all((found, held))
             else:
-                found = held
+                found = _not(_all((_not(found), _not(held)))) if statement.joint == "||" else held
         return found
 
     def _test(self, words: list[ScriptWord]) -> bool | None:
@@ -664,37 +650,26 @@ class _ScriptReader:
         if not words or words[0].text not in ("[", "[[", "test"):
             return None
         inner = words[1:-1] if words[-1].text == "]" else words[1:]
-        for joint, joined in (("||", any), ("&&", all)):
+        for joint in ("||", "&&"):
             places = [n for n, word in enumerate(inner) if word.text == joint]
             if places:
-                edges = [-1, *places, len(inner)]
-                several = [self._compared(inner[a + 1 : b]) for a, b in pairwise(edges)]
-                decisive = joint == "||"
-                return decisive if decisive in several else None if None in several else joined(map(bool, several))
+                several = [self._compared(inner[a + 1 : b]) for a, b in pairwise([-1, *places, len(inner)])]
+                return _all(several) if joint == "&&" else _not(_all([*map(_not, several)]))
         return self._compared(inner)
 
     def _compared(self, words: list[ScriptWord]) -> bool | None:
         if words and words[0].text == "!":
-            found = self._compared(words[1:])
-            return None if found is None else not found
-        unset = [each.why.endswith("is not set in the file") for each in words]
+            return _not(self._compared(words[1:]))
         if len(words) == 2 and words[0].text in ("-z", "-n"):
-            if words[1].why and not unset[1]:
-                return None
-            empty = unset[1] or not words[1].text
-            return empty if words[0].text == "-z" else not empty
-        if len(words) != 3 or any(each.why and not missing for each, missing in zip(words, unset, strict=True)):
+            empty = _is_unset(words[1]) or not words[1].text
+            return None if words[1].why and not _is_unset(words[1]) else empty == (words[0].text == "-z")
+        if len(words) != 3 or any(each.why and not _is_unset(each) for each in words):
             return None
-        one, comparison, other = ("" if missing else each.text for each, missing in zip(words, unset, strict=True))
-        if comparison in ("=", "=="):
-            return fnmatchcase(one, other)
-        if comparison == "!=":
-            return not fnmatchcase(one, other)
-        orders = {"-eq": operator.eq, "-ne": operator.ne, "-gt": operator.gt, "-ge": operator.ge}
-        orders |= {"-lt": operator.lt, "-le": operator.le}
-        if comparison in orders and re.fullmatch("-?[0-9]{1,18}", one) and re.fullmatch("-?[0-9]{1,18}", other):
-            return orders[comparison](int(one), int(other))
-        return None
+        one, comparison, other = ("" if _is_unset(each) else each.text for each in words)
+        if comparison in ("=", "==", "!="):
+            return fnmatchcase(one, other) == (comparison != "!=")
+        numbers = all(re.fullmatch("-?[0-9]{1,18}", each) for each in (one, other))
+        return _ORDERS[comparison](int(one), int(other)) if comparison in _ORDERS and numbers else None
 
 
 def _split(segments: Value, *, keeps: bool) -> list[ScriptWord]:
@@ -705,13 +680,11 @@ def _split(segments: Value, *, keeps: bool) -> list[ScriptWord]:
             current.append(segment)
             continue
         for piece in re.findall(r"\s+|[^\s]+", segment.text):
-            if piece.isspace():
-                if current:
-                    found.append(ScriptWord(current))
+            if not piece.isspace():
+                current.append(ScriptText(piece, segment.line, segment.source if piece == segment.text else piece))
+            elif current:
+                found.append(ScriptWord(current))
                 current = Value()
-            else:
-                source = segment.source if piece == segment.text else piece
-                current.append(ScriptText(piece, segment.line, source, False))
     if current and (keeps or any(each.text or each.why for each in current)):
         found.append(ScriptWord(current))
     return found
