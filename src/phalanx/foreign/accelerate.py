@@ -83,11 +83,11 @@ def _devices(fields: Fields) -> None:
 
 
 def _parallelism(fields: Fields, *, replicas: bool) -> None:
-    fields.set_above("layout.dp_replicate", f"{_P}dp_replicate_size", 0)
+    fields.put("layout.dp_replicate", f"{_P}dp_replicate_size", 0)
     shard = fields.take(f"{_P}dp_shard_size", int, 0)
     if shard > 0 and not (replicas and shard == 1):
         fields.set("layout.dp_shard", shard, f"{_P}dp_shard_size")
-    if (sp := fields.set_above("layout.cp", f"{_P}sp_size", 1)) > 1:
+    if (sp := fields.put("layout.cp", f"{_P}sp_size", 1)) > 1:
         fields.set("layout.cp_ulysses", sp, f"{_P}sp_size", "Ulysses")
 
 

@@ -65,8 +65,8 @@ def finish(fields: Fields) -> None:
 
 
 def _layout(fields: Fields) -> None:
-    fields.set_above("layout.dp_replicate", "dp_replicate_size", 0)
-    shard = fields.set_above("layout.dp_shard", "dp_shard_size", 0)
+    fields.put("layout.dp_replicate", "dp_replicate_size", 0)
+    shard = fields.put("layout.dp_shard", "dp_shard_size", 0)
     fsdp = [name for name in ("fsdp", "fsdp_config") if fields.has(name) and fields.stated[name].value]
     fsdp += [name for name in fields.stated if name.startswith(_F)]
     version = max(fields.take("fsdp_version", int, 1), fields.take(f"{_F}fsdp_version", int, 1))

@@ -43,12 +43,12 @@ def set_deepspeed(fields: Fields) -> None:
         fields.set(
             "optimizer.lr", fields.take("scheduler.params.warmup_max_lr", float, 0.0), "scheduler.params.warmup_max_lr"
         )
-    fields.set_above("train.global_batch", "train_batch_size", 0)
+    fields.put("train.global_batch", "train_batch_size", 0)
     if (printed := fields.take("steps_per_print", float, 0.0)) >= 1 and printed < 2**31:
         fields.set("train.log_every", int(printed), "steps_per_print")
     _zero(fields)
     _offload(fields)
-    if (sp := fields.set_above("layout.cp", "sequence_parallel_size", 1)) > 1:
+    if (sp := fields.put("layout.cp", "sequence_parallel_size", 1)) > 1:
         fields.set("layout.cp_ulysses", sp, "sequence_parallel_size", "Ulysses")
 
 
@@ -99,7 +99,7 @@ def _zero(fields: Fields) -> None:
     fields.framework = "fsdp1"  # Hugging Face's models in eager mode, with fused attention
     narrow = "train.precision" in fields.settings and fields.settings["train.precision"].text != "fp32"
     fields.recipe["parameter_bytes"] = 2 if narrow else 4
-    fields.set_above("layout.hpz", f"{_Z}zero_hpz_partition_size", 1)
+    fields.put("layout.hpz", f"{_Z}zero_hpz_partition_size", 1)
     if (size := fields.take(f"{_Z}reduce_bucket_size", float, 0.0)) > 0 and level < 3:
         wide = 2 if narrow else 4
         fields.set("layout.bucket_mb", size * wide / 2**20, f"{_Z}reduce_bucket_size", f"{wide} bytes per element")

@@ -289,9 +289,22 @@ class Fields:
         self.became = [each for each in self.became if each.path != path]
         self.became.append(Became(shown, theirs[0] if len(theirs) == 1 else theirs or None, path, value, how))
 
-    def set_above(self, path: str, name: str, least: int, how: str = "") -> int:
-        """Sets a field to the whole number of a name if it is above `least`, the default, and returns the number."""
-        if (value := self.take(name, int, least)) > least:
+    def on(self, *names: str) -> bool:
+        """Returns whether one of several switches is on."""
+        return True in [self.take(name, bool, False) for name in names]
+
+    def word(self, *names: str) -> str:
+        """Returns the first text of several names that is not empty; "" if there is none."""
+        return next(filter(None, [self.take(name, str, "") for name in names]), "")
+
+    def first(self, *names: str) -> int:
+        """Returns the first whole number of several names that is not 0; 0 if there is none."""
+        return next(filter(None, [self.take(name, int, 0) for name in names]), 0)
+
+    def put(self, path: str, name: str, default: T, how: str = "") -> T:
+        """Sets a field to the value of a name if it is above the default, which says its type, and returns it."""
+        value: Any = self.take(name, type(default), default)
+        if value > default:
             self.set(path, value, name, how)
         return value
 
