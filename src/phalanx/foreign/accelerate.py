@@ -47,11 +47,9 @@ def finish(fields: Fields) -> None:
     elif kind == "DEEPSPEED":
         _deepspeed(fields)
     elif kind == "MEGATRON_LM":
-        sharded = fields.take(f"{_M}megatron_lm_use_distributed_optimizer", bool, False)
-        fields.set("layout.zero", 1, f"{_M}megatron_lm_use_distributed_optimizer")
-        fields.set(
-            "layout.dp_shard" if sharded else "layout.dp_replicate", -1, f"{_M}megatron_lm_use_distributed_optimizer"
-        )
+        name = f"{_M}megatron_lm_use_distributed_optimizer"
+        fields.set("layout.zero", 1, name)
+        fields.set("layout.dp_shard" if fields.on(name) else "layout.dp_replicate", -1, name)
         fields.framework = "megatron-core"
     else:
         if "layout.dp_shard" not in fields.settings and "layout.dp_replicate" not in fields.settings:
@@ -78,7 +76,7 @@ def _devices(fields: Fields) -> None:
             text = f"{total} processes on {machines} machines are not the same number on each"
             fields.problems.append(f"{fields.origin('num_processes')}: {text}")
         fields.set("cluster.devices_per_node", total // machines, ["num_processes", "num_machines"])
-    if "use_cpu" in fields.stated and fields.take("use_cpu", bool, False):
+    if fields.on("use_cpu"):
         fields.set("cluster.device", "cpu", "use_cpu")
 
 
@@ -142,9 +140,7 @@ FORMAT = ForeignFormat(
     parse=parse,
     finish=finish,
     written=written,
-    covers=frozenset(
-        ("zero", "dp_shard", "dp_replicate", "offload", "accumulation", "reshard", "recompute", "micro_batch")
-    ),
+    covers=deepspeed.FORMAT.covers - {"hpz"} | {"reshard", "recompute"},
     keeps=(*KEPT, "pp", "ep", "sp", "sp_regather"),
     chooses=WHOLE,
     marks="YAML with distributed_type",

@@ -7,18 +7,10 @@ from typing import Any
 
 from phalanx.config.layout import Layout
 from phalanx.foreign.frame import Fields, ForeignFormat, ForeignJob, Source
-from phalanx.foreign.shared import AUTO, KEPT, deepspeed_values, no_model, set_optimizer
+from phalanx.foreign.shared import AUTO, KEPT, deepspeed_values, no_model
 
 _Z = "zero_optimization."
-OPTIMIZERS = {
-    "adam": ("adamw", ""),
-    "adamw": ("adamw", ""),
-    "lion": ("lion", ""),
-    "sgd": ("sgd", ""),
-    "muon": ("muon", ""),
-}
 _MARKS = {"zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_accumulation_steps"}
-_SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 
 
 def recognises(source: Source) -> bool:
@@ -33,16 +25,8 @@ def set_deepspeed(fields: Fields) -> None:
         if found.text.strip("\"'") == AUTO and found.value is None and meaning and not meaning.why:
             fields.leave(name, "the trainer fills it in; give it here", affects=True)
     _precision(fields)
-    set_optimizer(fields, "optimizer.type", OPTIMIZERS)
-    word = fields.take("scheduler.type", str, "").lower()
-    if word in _SCHEDULES:
-        fields.set("optimizer.schedule", _SCHEDULES[word], "scheduler.type")
-    elif word:
-        fields.unknown_value("scheduler.type", [*_SCHEDULES], "optimizer.schedule")
-    if fields.take("scheduler.params.warmup_max_lr", float, 0.0) and "optimizer.lr" not in fields.settings:
-        fields.set(
-            "optimizer.lr", fields.take("scheduler.params.warmup_max_lr", float, 0.0), "scheduler.params.warmup_max_lr"
-        )
+    if "optimizer.lr" not in fields.settings:
+        fields.put("optimizer.lr", "scheduler.params.warmup_max_lr", 0.0)
     fields.put("train.global_batch", "train_batch_size", 0)
     if (printed := fields.take("steps_per_print", float, 0.0)) >= 1 and printed < 2**31:
         fields.set("train.log_every", int(printed), "steps_per_print")
@@ -61,8 +45,8 @@ def finish(fields: Fields) -> None:
 
 
 def _precision(fields: Fields) -> None:
-    narrow = [name for name in ("bf16.enabled", "bfloat16.enabled") if fields.take(name, bool, False)]
-    half, cast = fields.take("fp16.enabled", bool, False), fields.take("torch_autocast.enabled", bool, False)
+    narrow = [*filter(fields.on, ("bf16.enabled", "bfloat16.enabled"))]
+    half, cast = fields.on("fp16.enabled"), fields.on("torch_autocast.enabled")
     kind = fields.take("torch_autocast.dtype", str, "torch.bfloat16")
     auto = any(name in fields.stated and fields.stated[name].value is None for name in ("bf16.enabled", "fp16.enabled"))
     if narrow or half:
@@ -73,7 +57,7 @@ def _precision(fields: Fields) -> None:
     elif not auto and "train.precision" not in fields.settings:
         fields.set("train.precision", "fp32", ["bf16.enabled", "fp16.enabled"])
     names = ["bf16.bf16_master_weights_and_grads", "bf16.bf16_optimizer_states"]
-    masters, states = (fields.take(name, bool, False) for name in names)
+    masters, states = map(fields.on, names)
     if masters or states:
         fields.set("optimizer.state", "bf16", names)
         fields.set("optimizer.master", "none" if masters else "fp32", names)
@@ -113,7 +97,7 @@ def _offload(fields: Fields) -> None:
     parts, names = list[str](), list[str]()
     for part, name in places.items():
         word = fields.take(name, str, "none").lower()
-        said = [each for each in old[part] if fields.take(each, bool, False)]
+        said = [*filter(fields.on, old[part])]
         if word not in ("none", "cpu", "nvme"):
             fields.unknown_value(name, ["none", "cpu", "nvme"], "layout.offload")
         elif word != "none" or said:
@@ -123,9 +107,8 @@ def _offload(fields: Fields) -> None:
     if parts:
         fields.set("layout.offload", "+".join(parts), names)
     if fields.take(places["optimizer"], str, "none").lower() == "nvme":
-        fields.set(
-            "layout.offload_to", folder or "/local_nvme", [places["optimizer"], f"{_Z}offload_optimizer.nvme_path"]
-        )
+        names = [places["optimizer"], f"{_Z}offload_optimizer.nvme_path"]
+        fields.set("layout.offload_to", folder or "/local_nvme", names)
     if fields.take(places["param"], str, "none").lower() == "nvme":
         why = "parameters leave for the host's memory here, not for a disk; set offload_param.device to cpu"
         fields.refuse(places["param"], why, "layout.offload")

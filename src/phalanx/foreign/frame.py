@@ -149,7 +149,7 @@ class NameMeaning:
     path: str = ""
     """The field of a job."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Their values with another word for it here, by their text in lower case."""
+    """Their values with another word for it here, by their text in lower case, or with the fields that they set."""
     how: str = ""
     rule: bool = False
     """Whether the format's module reads it."""
@@ -325,6 +325,9 @@ class Fields:
         """Lists a value that has no counterpart."""
         self.refuse(name, f"no counterpart of this value is known (known: {', '.join(known)})", path)
 
+    def no_multiple(self, name: str, sequences: int, micro: int) -> None:
+        self.problems.append(f"{self.origin(name)}: {sequences} sequences are no multiple of micro-batches of {micro}")
+
     def need(self, path: str, what: str) -> None:
         """Says that a field of the job does not follow from the file: the user gives it."""
         self.needed[path] = what
@@ -350,16 +353,16 @@ class Fields:
 
     def _plain(self, name: str, value: Any, meaning: NameMeaning) -> None:
         if meaning.values:
-            word = _word(value)
-            if word in meaning.values:
-                if meaning.values[word] is not None:
-                    self.set(meaning.path, meaning.values[word], name, meaning.how)
-                else:
-                    shown = self.stated[name].shown
-                    self._told.add(name)
-                    self.became.append(Became(shown, value, meaning.path, "(its default)", meaning.how))
-            else:
-                self.unknown_value(name, [*meaning.values])
+            if (word := _word(value)) not in meaning.values:
+                self.unknown_value(name, [*meaning.values], meaning.path)
+                return
+            ours = meaning.values[word]
+            for path, to in ours.items() if isinstance(ours, dict) else [(meaning.path, ours)]:
+                if to is not None:
+                    self.set(path, to, name, meaning.how)
+                    continue
+                self._told.add(name)
+                self.became.append(Became(self.stated[name].shown, value, path, "(its default)", meaning.how))
             return
         if isinstance(value, Mapping):
             self.problems.append(f"{self.origin(name)}: expected a value, found an object")

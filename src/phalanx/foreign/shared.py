@@ -3,6 +3,7 @@ FSDP as accelerate names its options, DeepSpeed's files, and degrees of parallel
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -26,14 +27,9 @@ MOST_STAGES = 10_000
 """Most stages of a cut."""
 AUTO = "auto"
 """A value of DeepSpeed's files that the Hugging Face Trainer fills in."""
-SCHEDULES = {
-    "1F1B": "1f1b",
-    "GPipe": "gpipe",
-    "Interleaved1F1B": "interleaved_1f1b",
-    "LoopedBFS": "looped_bfs",
-    "ZBVZeroBubble": "zb_v",
-    "DualPipeV": "dualpipe_v",
-}
+_THEIRS = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBVZeroBubble", "DualPipeV")
+_OURS = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "zb_v", "dualpipe_v")
+SCHEDULES = dict(zip(_THEIRS, _OURS, strict=True))
 """Schedules of torch.distributed.pipelining, whose names may have any case, and ours."""
 ONE_STAGE = ("1f1b", "gpipe")
 """Those of ours with one stage per rank."""
@@ -124,13 +120,15 @@ def cut_of(layers: int, stages: int, first: int, last: int) -> str:
     return "+".join(map(str, sizes)) if min(sizes) > 0 else ""
 
 
+def fsdp_option(stated: Mapping[str, Stated], prefix: str, name: str) -> str:
+    """Returns the name of an option of FSDP as a file has it, with `fsdp_` before it or without; "" without it."""
+    return next((key for key in (f"{prefix}fsdp_{name}", f"{prefix}{name}") if key in stated), "")
+
+
 def set_fsdp(fields: Fields, prefix: str, version: int) -> None:
     """Sets the layout to FSDP as the options under `prefix` configure it: accelerate's, which Axolotl takes too, with
     `fsdp_` before them or without."""
-
-    def option(name: str) -> str:
-        return next((key for key in (f"{prefix}fsdp_{name}", f"{prefix}{name}") if key in fields.stated), "")
-
+    option = functools.partial(fsdp_option, fields.stated, prefix)
     strategy, reshard = option("sharding_strategy"), option("reshard_after_forward")
     words = {"1": "full_shard", "2": "shard_grad_op", "3": "no_shard", "4": "hybrid_shard", "5": "hybrid_shard_zero2"}
     given = fields.take(strategy, str, "FULL_SHARD") if strategy else "FULL_SHARD"
@@ -152,9 +150,9 @@ def set_fsdp(fields: Fields, prefix: str, version: int) -> None:
         if word.startswith("hybrid") and strategy and "layout.dp_replicate" not in fields.settings:
             why = "replicas of a group that shards inside a node: set dp_replicate and dp_shard"
             fields.unknown.append(Leftover(strategy, given, why, path="layout.dp_replicate"))
-    if (offload := option("offload_params")) and fields.take(offload, bool, False):
+    if (offload := option("offload_params")) and fields.on(offload):
         fields.set("layout.offload", "optimizer+parameters", offload)
-    if (again := option("activation_checkpointing")) and fields.take(again, bool, False):
+    if (again := option("activation_checkpointing")) and fields.on(again):
         fields.set("layout.recompute", "full", again)
     fields.framework = "torchtitan" if version == 2 else "fsdp1"
 
@@ -181,20 +179,6 @@ def included(source: Source, stated: Sequence[Stated], name: str) -> list[Stated
 def deepspeed_values(source: Source) -> list[Stated]:
     """Returns the values of a DeepSpeed file. Those that the Trainer fills in, "auto", are None."""
     return [replace(each, value=None) if each.value == AUTO else each for each in yaml_values(source)]
-
-
-def set_optimizer(fields: Fields, name: str, known: Mapping[str, tuple[str, str]]) -> None:
-    """Sets the optimizer, and the precision of its state, to those of a word in lower case."""
-    word = fields.take(name, str, "").lower()
-    if not word:
-        return
-    if word not in known:
-        fields.unknown_value(name, [*known], "optimizer.name")
-        return
-    ours, state = known[word]
-    fields.set("optimizer.name", ours, name)
-    if state:
-        fields.set("optimizer.state", state, name)
 
 
 _NAMES = (

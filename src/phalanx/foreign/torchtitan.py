@@ -236,9 +236,7 @@ def _batch(fields: Fields) -> None:
     if not pipelined:
         micro = local
     if micro < 1 or local % micro:
-        fields.problems.append(
-            f"{fields.origin(local_name)}: {local} sequences are no multiple of micro-batches of {micro}"
-        )
+        fields.no_multiple(local_name, local, micro)
         return
     fields.set("layout.micro_batch", micro, [local_name, size] if pipelined else local_name)
     if batch > 0:
