@@ -14,6 +14,7 @@ from phalanx.foreign.shared import (
     ONE_STAGE,
     PIPELINES,
     RECOMPUTES,
+    TORCH,
     cut_of,
     hub_model,
     layers_of,
@@ -241,12 +242,7 @@ FORMAT = ForeignFormat(
     parse=yaml_values,
     finish=finish,
     written=written,
-    covers=frozenset(
-        (
-            *("dp_replicate", "dp_shard", "ep", "sp", "recompute", "micro_batch", "accumulation", "schedule"),
-            *("pp_chunks", "pp_cut", "reshard", "loss_chunk"),
-        )
-    ),
+    covers=TORCH | {"dp_replicate", "dp_shard"},
     fixed={"pp_cut": "", "sp_regather": False},
     keeps=KEPT,
     chooses=RECOMPUTES | PIPELINES,

@@ -66,7 +66,7 @@ def parse(source: Source) -> Sequence[Stated]:
         what = f"has no function {name}" if name else f"has {len(names)} configurations"
         raise JobError(f"{source.path}: {what}; name one, --from {source.path}:NAME: {known or 'there is none'}")
     reader = RecipeReader(PRECISIONS, KNOWN)
-    built = reader.call(module, name)
+    built = reader.call(module, name, (), {}, 0)
     if not isinstance(built, Built):
         raise JobError(f"{source.path}: {name} returns no configuration that follows from the file")
     line = module.functions[name].lineno
