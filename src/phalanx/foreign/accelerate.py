@@ -92,18 +92,13 @@ def _parallelism(fields: Fields, *, replicas: bool) -> None:
 def _deepspeed(fields: Fields) -> None:
     """Sets what the DeepSpeed section says; what a file says that it names wins."""
     fields.take(f"{_DS}deepspeed_config_file", str, "")
-    pairs = {
-        "zero_stage": "zero_optimization.stage",
-        "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-        "offload_param_device": "zero_optimization.offload_param.device",
-        "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    }
+    pairs = {"zero_stage": "stage", "offload_optimizer_nvme_path": "offload_optimizer.nvme_path"}
+    pairs |= {f"offload_{part}_device": f"offload_{part}.device" for part in ("optimizer", "param")}
     for short, name in pairs.items():
-        found = fields.stated.get(f"{_DS}{short}")
-        if found is not None:
-            fields.take(f"{_DS}{short}", object, None)
-            fields.stated.setdefault(name, found)
-    fields.stated.setdefault("zero_optimization.stage", Stated("zero_optimization.stage", 2))
+        fields.take(f"{_DS}{short}", object, None)
+        if found := fields.stated.get(f"{_DS}{short}"):
+            fields.stated.setdefault(f"{deepspeed.ZERO}{name}", found)
+    fields.stated.setdefault(f"{deepspeed.ZERO}stage", Stated(f"{deepspeed.ZERO}stage", 2))
     deepspeed.set_deepspeed(fields)
 
 
@@ -117,11 +112,11 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
         found[f"{_DS}offload_optimizer_device"] = "cpu" if "optimizer" in parts else "none"
         found[f"{_DS}offload_param_device"] = "cpu" if "parameters" in parts else "none"
         found[f"{_DS}gradient_accumulation_steps"] = layout.accumulation
-    elif kind == "MEGATRON_LM":
+        return found
+    found["?micro-batch"] = f"{layout.micro_batch}, which the training program sets"
+    if kind == "MEGATRON_LM":
         found[f"{_M}megatron_lm_num_micro_batches"] = layout.accumulation
-        found["?micro-batch"] = f"{layout.micro_batch}, which the training program sets"
     else:
-        found["?micro-batch"] = f"{layout.micro_batch}, which the training program sets"
         found["gradient_accumulation_steps"] = layout.accumulation
         found["distributed_type"] = "FSDP" if layout.dp_shard * layout.cp > 1 else "MULTI_GPU"
         found[f"{_P}dp_replicate_size"] = layout.dp_replicate if layout.dp_replicate > 1 else None

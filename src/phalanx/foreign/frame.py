@@ -202,6 +202,7 @@ def table_of(name: str) -> NameTable:
         if "values" in stored:
             stored["values"] = {_word(theirs): ours for theirs, ours in stored["values"].items()}
         names[key] = read_as(NameMeaning, stored, f"{name}.yaml: {key}")
+    names |= {key: NameMeaning(rule=True) for key in written.get("rules") or ()}
     for section, affects in (("nothing", False), ("cost", True)):
         for why, several in (written.get(section) or {}).items():
             names |= {key: NameMeaning(why=why, affects=affects) for key in several}

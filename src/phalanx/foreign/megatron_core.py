@@ -297,9 +297,8 @@ def _layers(fields: Fields) -> int:
     count = count or _number(fields, "model.n_layers") - _number(fields, "model.mtp")
     if "model.moe.n_experts" not in fields.settings or found is None:
         return count
-    text = str(found)
     try:
-        freq = frequencies(text)
+        freq = frequencies(str(found))
     except ValueError as error:
         fields.problems.append(f"{fields.origin('moe_layer_freq')}: {error}")
         return count
@@ -556,21 +555,21 @@ def written(theirs: ForeignJob, layout: Layout) -> Mapping[str, Any]:
         virtual = {by_layers: None, name: chunks or None}
     mode = layout.recompute if layout.recompute in ("selective", "full") else None
     folds = layout.tp if str(theirs.value(ETP, "")) == "1" else 1
-    both = layout.dp_replicate if layout.dp_replicate > 1 < layout.dp_shard else None
     found = {
         "sequence_parallel": layout.sp or None,
         "recompute_granularity": mode,
         "recompute_method": "uniform" if mode == "full" else None,
         "recompute_num_layers": 1 if mode == "full" else None,
         "use_distributed_optimizer": layout.dp_shard > 1 or None,
-        "num_distributed_optimizer_instances": both,
+        "num_distributed_optimizer_instances": layout.dp_replicate
+        if layout.dp_replicate > 1 < layout.dp_shard
+        else None,
         **virtual,
     }
     if any(theirs.value(name) for name in ("use_torch_fsdp2", "use_megatron_fsdp", "use_custom_fsdp", "fsdp")):
-        found.pop("use_distributed_optimizer")
-    if theirs.value("num_experts") or theirs.value("num_moe_experts"):
-        found["expert_model_parallel_size"] = layout.ep * folds
-    return found
+        del found["use_distributed_optimizer"]
+    experts = theirs.value("num_experts") or theirs.value("num_moe_experts")
+    return found | ({"expert_model_parallel_size": layout.ep * folds} if experts else {})
 
 
 COVERS = frozenset(
