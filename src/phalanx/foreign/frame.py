@@ -3,6 +3,7 @@ become."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -180,11 +181,9 @@ class NameTable:
         return next((each for key, each in self._patterns if name.startswith(key[0]) and name.endswith(key[1])), None)
 
     @functools.cached_property
-    def _patterns(self) -> list[tuple[tuple[str, str], NameMeaning]]:
+    def _patterns(self) -> list[tuple[list[str], NameMeaning]]:
         """The names with a star, as what stands before and after it."""
-        return [
-            ((key.partition("*")[0], key.partition("*")[2]), each) for key, each in self.names.items() if "*" in key
-        ]
+        return [(key.split("*", 1), each) for key, each in self.names.items() if "*" in key]
 
     def by_path(self) -> dict[str, str]:
         """Returns the plain name of every field that has one."""
@@ -263,15 +262,11 @@ class Fields:
         """Returns the value of a name as a type, or the default. A value of another type is a problem; one that is
         unresolved is listed as not understood."""
         self.taken.add(name)
-        found = self.stated.get(name)
-        if found is None or found.value is None or kind is object:
-            return (
-                default if found is None or found.value is None or isinstance(found.value, Unresolved) else found.value
-            )
-        if isinstance(found.value, Unresolved):
-            return default  # `plain` lists it
+        value = self.stated[name].value if self.has(name) else None  # `plain` lists what is unresolved
+        if value is None or kind is object:
+            return default if value is None else value
         try:
-            return converted(found.value, kind)
+            return converted(value, kind)
         except ValueError as error:
             self.problems.append(f"{self.origin(name)}: {error}")
             return default
@@ -373,28 +368,17 @@ class Fields:
     def job(self, kind: str) -> ForeignJob:
         """Returns the job. Raises JobError with every problem."""
         for name, found in self.stated.items():
-            meaning = self.table.meaning_of(name)
+            meaning, taken = self.table.meaning_of(name), name in self.taken
             if meaning and meaning.rule and name not in self._told and not isinstance(found.value, Unresolved):
-                why = NO_EFFECT if name in self.taken else "it is not read beside the other values of this file"
-                where = self.leftovers if name in self.taken else self.unknown
-                where.append(Leftover(found.shown, found.value, why, affects=False))
+                why = NO_EFFECT if taken else "it is not read beside the other values of this file"
+                (self.leftovers if taken else self.unknown).append(
+                    Leftover(found.shown, found.value, why, affects=False)
+                )
         if self.problems:
             raise JobError(self.problems)
-        return ForeignJob(
-            self.source.path,
-            kind,
-            self.version,
-            tuple(self.settings.values()),
-            tuple(self.became),
-            tuple(self.leftovers),
-            tuple(self.unknown),
-            self.framework,
-            dict(self.recipe),
-            self.stated,
-            self.source,
-            self.model,
-            dict(self.needed),
-        )
+        several = tuple(self.settings.values()), tuple(self.became), tuple(self.leftovers), tuple(self.unknown)
+        facts = self.framework, dict(self.recipe), self.stated, self.source, self.model, dict(self.needed)
+        return ForeignJob(self.source.path, kind, self.version, *several, *facts)
 
 
 def converted(value: Any, kind: type[T]) -> T:
@@ -404,12 +388,9 @@ def converted(value: Any, kind: type[T]) -> T:
     if kind is bool and isinstance(value, str | int) and str(value).lower() in words:
         found = words[str(value).lower()]
     elif kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
-        try:
-            number = float(value)
-            found = int(value) if kind is int and isinstance(value, str) and value.strip("+-").isdigit() else number
-            found = int(number) if kind is int and number == int(number) else found if kind is int else number
-        except (ValueError, OverflowError):
-            found = value
+        with contextlib.suppress(ValueError, OverflowError):
+            found = float(value)
+            found = int(found) if kind is int and found == int(found) else found
     elif kind is str and isinstance(value, int | float):
         found = str(value)
     if not isinstance(found, kind) or (kind is int and isinstance(found, bool)):
@@ -419,9 +400,8 @@ def converted(value: Any, kind: type[T]) -> T:
 
 
 def _text(value: Any) -> str:
-    return (
-        str(value).lower() if isinstance(value, bool) else f"{value:.12g}" if isinstance(value, float) else str(value)
-    )
+    plain = f"{value:.12g}" if isinstance(value, float) else str(value)
+    return plain.lower() if isinstance(value, bool) else plain
 
 
 @dataclass(frozen=True)
@@ -520,17 +500,14 @@ def plain_value(node: yaml.ScalarNode) -> Any:
     if node.tag not in yaml_file.PLAIN_TAGS:
         return Unresolved(node.value, f"the tag {node.tag} is not followed")
     text = str(node.value)
-    if kind == "str":
-        try:  # YAML 1.1 reads 1e-5 as text, which no writer means
-            return float(text) if _EXPONENT.fullmatch(text) else text
-        except ValueError:
-            return text
+    if kind == "str" and _EXPONENT.fullmatch(text):  # YAML 1.1 reads 1e-5 as text, which no writer means
+        kind = "float"
+    if kind in ("null", "bool"):
+        return None if kind == "null" else text.lower() in values.TRUE
     try:
-        return {"int": lambda: int(text.replace("_", ""), 0), "float": lambda: float(text), "null": lambda: None}[
-            kind
-        ]()
-    except (KeyError, ValueError):
-        return text.lower() in values.TRUE if kind == "bool" else text
+        return int(text.replace("_", ""), 0) if kind == "int" else float(text) if kind == "float" else text
+    except ValueError:
+        return text
 
 
 _EXPONENT = re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+")
