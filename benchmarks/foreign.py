@@ -122,16 +122,22 @@ def main() -> int:
     parser.add_argument("clones", type=Path)
     parser.add_argument("--only", default="", help="only rows with this text in repository or file; write nothing")
     options = parser.parse_args()
+    asked = [row for row in published_files() if options.only in f"{row.repository} {row.file}"]
+    names = {row.repository: options.clones / row.repository.rpartition("/")[2] for row in asked}
+    if absent := [f"{path}: clone https://github.com/{name}" for name, path in names.items() if not path.is_dir()]:
+        print(*absent, sep="\n", file=sys.stderr)
+        return 2
+    if not asked:
+        print(f"--only {options.only}: no such row", file=sys.stderr)
+        return 2
     table = [("framework", "configuration", "tokens/s/device, published", "predicted", "error", "remark")]
     rows, errors, wrong = list[dict[str, Any]](), dict[str, list[float]](), list[str]()
     with tempfile.TemporaryDirectory(prefix="phalanx_foreign_") as folder:
-        for row in published_files():
-            if options.only not in f"{row.repository} {row.file}":
-                continue
+        for row in asked:
             project, name = row.repository.rpartition("/")[2], row.file.rpartition("/")[2].rpartition(":")[2]
             try:
                 document = predicted(row, options.clones, Path(folder))
-            except (RuntimeError, subprocess.CalledProcessError) as error:
+            except RuntimeError as error:
                 wrong.append(f"{row.file}: {error}")
                 continue
             differing = misread(row, document)
@@ -146,6 +152,9 @@ def main() -> int:
                 {"repository": row.repository, "commit": row.commit, "file": row.file, "page": row.page} | found
             )
     every = [each for several in errors.values() for each in several]
+    if not every:
+        print(*wrong, sep="\n", file=sys.stderr)
+        return 1
     medians = ", ".join(f"{name} {statistics.median(each):.1%} of {len(each)}" for name, each in errors.items())
     seen = f"Median error {statistics.median(every):.1%} of {len(every)} rows: {medians}. Largest {max(every):.1%}."
     if not options.only and not wrong:
