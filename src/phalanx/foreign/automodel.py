@@ -17,8 +17,8 @@ from phalanx.foreign.shared import (
     TORCH,
     cut_of,
     hub_model,
-    layers_of,
     lora_targets,
+    number_of,
     schedule_of,
     torch_schedule,
     unknown_model,
@@ -156,7 +156,7 @@ def _pipeline(fields: Fields) -> None:
         fields.no_multiple(local_name, local, micro)
     how = f"{local // micro} of them pass the pipeline before it is empty" if local > micro else ""
     fields.set("layout.micro_batch", micro, [names[1], local_name], how)
-    word, layers = schedule_of(fields, names[0], "1f1b"), layers_of(fields.settings.values())
+    word, layers = schedule_of(fields, names[0], "1f1b"), whole(fields, "model.n_layers", 0)
     chunks = 1 if word in (*ONE_STAGE, "") else 2
     if each and layers and chunks > 1:
         stages = -(-layers // each)
@@ -228,7 +228,7 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
         f"{section}pp_microbatch_size": layout.micro_batch if piped else None,
         f"{section}pp_schedule": (torch_schedule(layout.schedule) or "").lower() or None if piped else None,
     }
-    if piped and (layers := layers_of(theirs.settings)):
+    if piped and (layers := number_of(theirs.settings, "model.n_layers")):
         found[f"{section}layers_per_stage"] = -(-layers // (layout.pp * max(1, layout.pp_chunks)))
     if isinstance(theirs.value(f"{_D}dp_size"), int):
         found[f"{_D}dp_size"] = layout.dp_replicate * layout.dp_shard

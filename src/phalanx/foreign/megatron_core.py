@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.config.fields import get
 from phalanx.config.layout import Layout
 from phalanx.config.presets import PRESETS, named
 from phalanx.foreign.frame import Fields, ForeignJob
-from phalanx.foreign.shared import PIPELINES, RECOMPUTES
+from phalanx.foreign.python_config import literal
+from phalanx.foreign.shared import PIPELINES, RECOMPUTES, whole
 
 VOCABULARIES = {
     "GPT2BPETokenizer": 50257,
@@ -189,31 +188,22 @@ def start_from(fields: Fields, name: str, model: str) -> bool:
     return bool(preset)
 
 
-def _number(fields: Fields, path: str) -> int:
-    """Returns the whole number that a field of the job has, by itself or by its preset, or 0."""
-    if path in fields.settings:
-        text = fields.settings[path].text
-        return int(text) if isinstance(text, str) and text.isdigit() else 0
-    preset = fields.settings.get("model.preset")
-    return int(get(PRESETS[str(preset.text)], path.removeprefix("model."))) if preset else 0
-
-
 def _experts(fields: Fields) -> None:
     count, moe = fields.take("num_experts", int, 0) or fields.take("num_moe_experts", int, 0), "model.moe."
-    if count or _number(fields, f"{moe}n_experts"):
+    if count or whole(fields, f"{moe}n_experts", 0):
         _dispatcher(fields)
     if not count:
         return
     fields.set(f"{moe}n_experts", count, ("num_experts", "num_moe_experts"))
     top = fields.take("moe_router_topk", int, 2)
     fields.set(f"{moe}top_k", top, "moe_router_topk")
-    width, dense = fields.put(f"{moe}d_ff", "moe_ffn_hidden_size", 0), _number(fields, "model.d_ff")
+    width, dense = fields.put(f"{moe}d_ff", "moe_ffn_hidden_size", 0), whole(fields, "model.d_ff", 0)
     if shared := fields.take("moe_shared_expert_intermediate_size", int, 0):
-        whole, rest = divmod(shared, width or dense or shared)
-        if rest or not whole:
+        several, rest = divmod(shared, width or dense or shared)
+        if rest or not several:
             fields.leave("moe_shared_expert_intermediate_size", "it is no multiple of an expert's width")
         else:
-            fields.set(f"{moe}n_shared", whole, "moe_shared_expert_intermediate_size", "of an expert's width each")
+            fields.set(f"{moe}n_shared", several, "moe_shared_expert_intermediate_size", "of an expert's width each")
     fields.put(f"{moe}shared_gate", "moe_shared_expert_gate", False)
     scores = fields.take("moe_router_score_function", str, "softmax")
     before = fields.take("moe_router_pre_softmax", bool, False)
@@ -253,25 +243,9 @@ def frequencies(text: str) -> list[int] | int:
     """Returns a pattern of layers: a whole number, or a list such as ([0]*3+[1]*58). Raises ValueError."""
     wrong = f"expected a number or a list of zeros and ones such as [0]*3+[1]*58, found {text[:80]!r}"
 
-    def value(node: ast.AST) -> Any:
-        if isinstance(node, ast.Constant) and type(node.value) is int:
-            return node.value
-        if isinstance(node, ast.List):
-            return [value(each) for each in node.elts]
-        if isinstance(node, ast.BinOp):
-            one, other = value(node.left), value(node.right)
-            if isinstance(node.op, ast.Add) and isinstance(one, list) and isinstance(other, list):
-                return one + other
-            if isinstance(node.op, ast.Mult) and isinstance(one, list) and type(other) is int and 0 <= other <= 1000:
-                return one * other
-        raise ValueError(wrong)
-
-    try:
-        found = value(ast.parse(text.strip(), mode="eval").body) if len(text) < 10_000 else None
-    except (SyntaxError, RecursionError, MemoryError):
-        raise ValueError(wrong) from None
+    found = literal(text) if len(text) < 10_000 else None
     if not (type(found) is int and found > 0) and not (
-        isinstance(found, list) and found and all(each in (0, 1) for each in found) and len(found) < 100_000
+        isinstance(found, list) and found and all(type(each) is int and each in (0, 1) for each in found)
     ):
         raise ValueError(wrong)
     return found
@@ -284,7 +258,7 @@ def _layers(fields: Fields) -> int:
     if pattern := fields.word("hybrid_layer_pattern", "hybrid_override_pattern"):
         return _hybrid(fields, pattern)
     more = fields.take("mtp_num_layers", int, 0)
-    own = _number(fields, "model.n_layers") - _number(fields, "model.mtp")  # of a preset
+    own = whole(fields, "model.n_layers", 0) - whole(fields, "model.mtp", 0)  # of a preset
     if count or (more and own > 0):
         count = count or own
         names = (*several, *(["mtp_num_layers"] if more else []))
@@ -294,7 +268,7 @@ def _layers(fields: Fields) -> int:
         weight = fields.take("mtp_loss_scaling_factor", float, 0.1)
         fields.set("train.mtp_weight", weight, ["mtp_num_layers", "mtp_loss_scaling_factor"])
     found = fields.take("moe_layer_freq", object, None)
-    count = count or _number(fields, "model.n_layers") - _number(fields, "model.mtp")
+    count = count or whole(fields, "model.n_layers", 0) - whole(fields, "model.mtp", 0)
     if "model.moe.n_experts" not in fields.settings or found is None:
         return count
     try:
@@ -376,7 +350,7 @@ def _ranks(fields: Fields, tp: int) -> None:
         fields.set("layout.cp_ulysses", inner, ("cp_comm_type", "hierarchical_context_parallel_sizes"))
     elif cp > 1 and "p2p" not in kind:
         fields.leave("cp_comm_type", "a ring is predicted")
-    experts = _number(fields, "model.moe.n_experts") > 0
+    experts = whole(fields, "model.moe.n_experts", 0) > 0
     ep, etp = fields.take("expert_model_parallel_size", int, 1), fields.take(ETP, int, 0) or tp
     _data(fields, experts and ep > 1)
     if not experts:
@@ -447,7 +421,7 @@ def _pipeline(fields: Fields, pp: int, layers: int) -> int:
     else:
         chunks = 1
         fields.set("layout.schedule", "1f1b", names)
-    more = _number(fields, "model.mtp")
+    more = whole(fields, "model.mtp", 0)
     if sizes and "model.preset" in fields.settings and not more and 0 < (extra := sum(sizes) - layers) <= 2:
         more, how = extra, "modules for further tokens, by the stages"
         fields.set("model.mtp", more, cuts, how)
@@ -501,7 +475,7 @@ def _recompute(fields: Fields, layers: int, stages: int) -> None:
     modules = modules if isinstance(modules, list) else re.findall(r"[a-z_]+", str(modules or "core_attn"))
     method, count = fields.take("recompute_method", str, ""), fields.take("recompute_num_layers", int, 0)
     if mode == "full" and method == "block" and layers % stages == 0 and 0 < count < layers // stages:
-        more = _number(fields, "model.mtp")
+        more = whole(fields, "model.mtp", 0)
         runs = [f"{count}*full", f"{layers // stages - count}*none"] * stages + [f"{more}*none"] * bool(more)
         fields.set("layout.recompute_cut", "+".join(runs), names, f"the first {count} layers of each stage")
     elif mode == "full":

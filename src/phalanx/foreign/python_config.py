@@ -421,3 +421,12 @@ def stated(built: Built, path: Path, prefix: str = "", depth: int = 0) -> Iterat
             text,
             None if file == path else file,
         )
+
+
+def literal(text: str) -> Any:
+    """Returns the value of an expression of literals; Unresolved for all else."""
+    try:
+        node = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return _unknown(text, "it is no expression")
+    return _Evaluation(RecipeReader(), RecipeModule(Path(), ""), {}).value(node)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from phalanx.bounded import read_text
 from phalanx.config import presets
+from phalanx.config.fields import get
 from phalanx.config.yaml_file import Setting
 from phalanx.errors import JobError
 from phalanx.foreign.frame import MOST_BYTES, Fields, Leftover, Source, Stated, Unresolved, converted, yaml_values
@@ -75,24 +76,19 @@ def no_model(fields: Fields) -> None:
             fields.leftovers.append(Leftover(path, None, why, affects=True))
 
 
-def whole(fields: Fields, path: str, default: int = 1) -> int:
-    """Returns a whole number that a field of the job was set to, or the default."""
-    return _int(fields.settings[path].text, default) if path in fields.settings else default
-
-
-def _int(text: object, default: int) -> int:
+def number_of(settings: Iterable[Setting], path: str, default: int = 0) -> int:
+    """Returns the whole number that a field of the job has, by itself or by the model's preset, or the default."""
+    found = {each.path: str(each.text) for each in settings}
+    if path.startswith("model.") and (preset := presets.PRESETS.get(found.get("model.preset", ""))):
+        default = get(preset, path.removeprefix("model."))
     try:
-        return converted(str(text), int)
+        return converted(found.get(path, default), int)
     except ValueError:
         return default
 
 
-def layers_of(settings: Iterable[Setting]) -> int:
-    """Returns the layers of the model; 0 if they are not known."""
-    found = {each.path: str(each.text) for each in settings}
-    name = found.get("model.preset", "")
-    known = presets.PRESETS[name].n_layers if name in presets.PRESETS else 0
-    return _int(found.get("model.n_layers"), known)
+def whole(fields: Fields, path: str, default: int = 1) -> int:
+    return number_of(fields.settings.values(), path, default)
 
 
 def schedule_of(fields: Fields, name: str, default: str = "1F1B") -> str:

@@ -23,7 +23,7 @@ from phalanx.foreign.shared import (
     TORCH,
     cut_of,
     hub_model,
-    layers_of,
+    number_of,
     schedule_of,
     torch_schedule,
     unknown_model,
@@ -247,7 +247,7 @@ def _pipeline(fields: Fields) -> None:
         fields.take(name, str, "")
         return
     word = schedule_of(fields, name)
-    layers = layers_of(fields.settings.values())
+    layers = whole(fields, "model.n_layers", 0)
     chunks = 1 if word in (*ONE_STAGE, "") else 2
     if each and layers:
         chunks = max(1, -(-(layers + first + last) // each) // pp)
@@ -273,7 +273,7 @@ def _recompute(fields: Fields) -> None:
     for name in (*mms, f"{_AC}preserve_rng_state", "activation_checkpoint"):
         fields.take(name, object, None)
     names = [mode, option] if not saved else [mms[0], "activation_checkpoint"]
-    layers = layers_of(fields.settings.values())
+    layers = whole(fields, "model.n_layers", 0)
     if word == "memory_budget":
         fields.set("layout.recompute", share, [mode, budget])
     elif word in ("none", "full"):
@@ -354,7 +354,7 @@ def written(theirs: ForeignJob, layout: Layout) -> dict[str, Any]:
     found[f"{_P}fsdp_reshard_after_forward"] = "always" if layout.reshard else "never"
     if layout.pp > 1:
         found[f"{_P}pipeline_parallel_schedule"] = torch_schedule(layout.schedule)
-        layers, stages = layers_of(theirs.settings), layout.pp * max(1, layout.pp_chunks)
+        layers, stages = number_of(theirs.settings, "model.n_layers"), layout.pp * max(1, layout.pp_chunks)
         if layout.pp_chunks > 2 and layers:
             found[f"{_P}pipeline_parallel_layers_per_stage"] = -(-(layers + 2) // stages)
     if saved:
