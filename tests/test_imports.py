@@ -41,7 +41,7 @@ MOST_LINES = {
     "dryrun": 2075,
     "evaluate": 700,
     "exchange": 2510,
-    "foreign": 4680,
+    "foreign": 4301,
     "generate": 1250,
     "graph": 2050,
     "launch": 6980,
@@ -51,7 +51,7 @@ MOST_LINES = {
     "parallel": 6703,
     "partition": 1065,
     "pictures": 3690,
-    "plan": 4303,
+    "plan": 4305,
     "report": 1700,
     "schedule": 2056,
     "serve": 850,
@@ -60,7 +60,7 @@ MOST_LINES = {
     "trackers": 750,
     "train": 8975,
     "validation": 1660,
-    "": 1770,
+    "": 1774,
     "verify": 3975,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
