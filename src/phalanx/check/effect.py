@@ -40,7 +40,7 @@ _ROTARY: Condition = (
 )
 _ROWS: Condition = (
     lambda job: CORPORA[job.data.corpus].rows is not None,
-    "is for conversations: data.corpus=chat or preferences",
+    "is for conversations: data.corpus=chat, preferences or prompts",
 )
 _OF_ROWS = ("template", "template_date", "loss_on", "packing", "too_long", "columns", "ignore_keys")
 _PIPELINE = above("layout.pp", 1, "a pipeline: ", auto=True)

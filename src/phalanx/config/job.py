@@ -77,8 +77,8 @@ class Data:
 
     corpus: Annotated[str, Example("shakespeare_char")] = "stdlib"
     """stdlib (the text of this Python's own library, nothing to download), shakespeare_char, text (your own: set
-    data.path), chat (your own conversations, for fine-tuning: set data.path), or random (tokens without text, for
-    measuring)."""
+    data.path), chat (your own conversations, for fine-tuning: set data.path), prompts (with answers, for GRPO: set
+    data.path), or random (tokens without text, for measuring)."""
     path: Annotated[str, Example("corpus.jsonl")] = ""
     """A text or JSONL file, or a folder of them (corpora text and chat); a Megatron data set (corpus text): its .bin,
     .idx or the name without either; or a local copy of tiny Shakespeare."""
@@ -152,6 +152,50 @@ class DpoOptions:
     def line(self) -> str:
         """Returns the options as `name=value`, without those that do nothing."""
         return f"beta={self.beta:g}" + (f",label_smoothing={self.label_smoothing:g}" if self.label_smoothing else "")
+
+
+@dataclass(frozen=True)
+class GrpoOptions:
+    """Group relative policy optimisation, which corpus prompts trains with (docs/guides/grpo.md)."""
+
+    group: Annotated[int, Interval(2)] = 8
+    """Completions per prompt; train.global_batch counts completions."""
+    reward: Annotated[str, Example("rewards:score")] = "exact"
+    """What scores a completion: exact (it is the answer, white space aside), number (its last number equals the
+    answer), regex (what `pattern` finds in it is the answer), or your own function, MODULE:FUNCTION of the current
+    folder or an installed package, which gets prompt, completion and answer and returns a number."""
+    pattern: Annotated[str, Example("#### (-?[0-9]+)")] = ""
+    """reward=regex: the expression whose last match, or its first group, is compared with the answer."""
+    max_new_tokens: Annotated[int, Interval(1)] = 64
+    """Most tokens of a completion, which also ends at an end-of-text token and at model.seq_len."""
+    updates: Annotated[int, Interval(1)] = 1
+    """Optimizer steps per batch of completions."""
+    clip: Annotated[float, Interval(above=0), Interval(below=1)] = 0.2
+    """The ratio of probabilities counts up to 1 - clip and 1 + clip."""
+    clip_high: Annotated[float, Interval(0)] = 0.0
+    """The same above 1 (DAPO's clip-higher); 0: as clip."""
+    beta: Annotated[float, Interval(0)] = 0.04
+    """Strength of the tie to the reference model, by the KL divergence; 0: there is none, and no memory for it."""
+    scale: Literal["std", "none"] = "std"
+    """Divide advantages by the standard deviation of their group's rewards, or not (Dr. GRPO)."""
+    average: Literal["sequence", "token", "constant"] = "sequence"
+    """The loss is the mean over a sequence's tokens, then over sequences; over all tokens (DAPO); or the sum over
+    tokens divided by max_new_tokens (Dr. GRPO)."""
+    max_batch: Annotated[int, Interval(1)] = 64
+    """Completions that a replica generates at a time."""
+    max_gap: Annotated[float, Interval(0)] = 0.0
+    """Most difference between a token's log-probabilities in generation and in training; 0: by the precision, 1e-9 for
+    fp64, 1e-3 for fp32, 0.5 for 16 bits."""
+    on_gap: Literal["stop", "warn"] = "stop"
+    """What follows a larger difference."""
+
+    def line(self) -> str:
+        """Returns the options as `name=value`, without those that do nothing."""
+        high = f",clip_high={self.clip_high:g}" if self.clip_high else ""
+        return (
+            f"group={self.group},updates={self.updates},clip={self.clip:g}{high},beta={self.beta:g},scale={self.scale},"
+            f"average={self.average}"
+        )
 
 
 MOST_STEPS = 20
@@ -391,6 +435,7 @@ class Train:
     eval_samples: Annotated[int, Interval(0)] = 256
     """Sequences of the validation split per validation (at most the whole split)."""
     dpo: DpoOptions = field(default_factory=DpoOptions)
+    grpo: GrpoOptions = field(default_factory=GrpoOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
 
 

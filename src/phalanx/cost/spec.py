@@ -167,8 +167,9 @@ class StepSpec(Hashed):
     """What techniques add to the optimizer's step."""
     given: bool = True
     """Whether layout and batch are known; False: parts of them were filled in for a row of a table."""
-    pairs: bool = False
-    """Whether the loss compares pairs of sequences (DPO), so that the gradients of one follow the other."""
+    compared: bool = False
+    """Whether the loss compares sequences (DPO, GRPO), so that the factors of tokens' gradients are known at the end.
+    """
 
     @property
     def fitted(self) -> bool:

@@ -428,7 +428,7 @@ ADAMW = Optimizer()
 STATUS = 3 * 8
 """Bytes of loss, squared gradient norm, and whether to stop, in fp64."""
 PAIR_STATUS = 4 * 8
-"""Bytes of the sums over preference pairs beside them."""
+"""Bytes of the sums over preference pairs, or completions, beside them."""
 SEQUENCE_SUM = 8
 """Bytes of the log-probability of a sequence, which context-parallel ranks sum."""
 TICKET = 8
@@ -448,6 +448,7 @@ def step_traffic(
     rows: float | None = None,
     optimizer: Optimizer = ADAMW,
     pairs: bool = False,
+    completions: bool = False,
     conversations: int = 1,
     share: float = 1,
     fp8_scaling: Fp8Scaling = "rowwise",
@@ -461,8 +462,8 @@ def step_traffic(
     (phalanx.partition.cut.stages_of); None: those of `layout.pp_cut`. `rows` are those that this rank sent to other
     ranks' experts, or as an expert's rank back to theirs, in the forward passes of all layers and micro-batches, if
     known: each layer counts an equal share of them, which matters if layers recompute differently. An `optimizer` that
-    updates whole matrices sends pieces of them. `pairs`: the loss compares preference pairs. `conversations`: the most
-    that are packed into a sequence, known once the data are read.
+    updates whole matrices sends pieces of them. `pairs`: the loss compares preference pairs, or rewarded `completions`.
+    `conversations`: the most that are packed into a sequence, known once the data are read.
 
     Replicas that synchronize every sync_every steps (local_sgd, diloco) send a share of it per step. A pipeline without
     a flush sends the mean over a run of steps. With sync=asp a step's parts go to whichever replica is ready: `share`
@@ -506,7 +507,8 @@ def step_traffic(
             passed.take(row_traffic(place, *kind), rows * (blocks / routed.total()))
     passed.note("pp", "send", work.sends * place.bytes_of(boundary(place)))
     table.take(passed, share / work.steps)
-    _status(table, layout, STATUS + TICKET if layout.sync == "asp" else STATUS + pairs * PAIR_STATUS, share)
+    more = TICKET if layout.sync == "asp" else (pairs or completions) * PAIR_STATUS
+    _status(table, layout, STATUS + more, share)
     return table.traffic()
 
 

@@ -67,6 +67,8 @@ class Decoder:
     batches: dict[str, Cache] = field(default_factory=dict)
     leads: bool = False
     """Whether other ranks wait for each call (see `follow`)."""
+    alike: bool = False
+    """Whether all ranks make the same calls by themselves, and get the same logits, to the bit."""
 
     @classmethod
     def whole(cls, model: Transformer) -> Self:
@@ -139,7 +141,8 @@ class Decoder:
         if not self.stage.last:
             self.pp.send(x.contiguous(), self.pp.rank + 1)
             return self._from_last(texts, last)
-        return self._to_first(self._logits(x[:, -last:]))
+        logits = self._logits(x[:, -last:])
+        return self._to_all(logits) if self.alike else self._to_first(logits)
 
     def _logits(self, x: Tensor) -> Tensor:
         """Returns logits over the whole vocabulary from the last block's output (texts, tokens, d_model)."""
@@ -149,6 +152,12 @@ class Decoder:
         parts = part.new_empty(self.tp.size, *part.shape)
         self.tp.all_gather(parts.view(-1), part.contiguous().view(-1)).wait()
         return parts.permute(1, 2, 0, 3).flatten(2)[..., : self.vocab]  # beyond it is padding
+
+    def _to_all(self, logits: Tensor) -> Tensor:
+        """Gives the last stage's logits to every rank."""
+        logits = logits.contiguous()
+        self.pp.broadcast(logits, self.pp.size - 1).wait()
+        return logits
 
     def _to_first(self, logits: Tensor) -> Tensor:
         """Sends the last stage's logits to the first rank, which chooses."""
@@ -160,10 +169,12 @@ class Decoder:
         return logits
 
     def _from_last(self, texts: int, last: int) -> Tensor:
-        """Receives the last stage's logits on the first rank."""
-        if not self.stage.first or self.tp.rank:
+        """Receives the last stage's logits on the first rank, or on all."""
+        if not self.alike and (not self.stage.first or self.tp.rank):
             return NO_LOGITS
         logits = torch.empty(texts, last, self.vocab, dtype=self._dtype, device=self.device)
+        if self.alike:
+            return self._to_all(logits)
         self.pp.receive(logits, self.pp.size - 1)
         return logits
 

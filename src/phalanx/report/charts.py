@@ -12,6 +12,9 @@ from phalanx.units import gib
 
 _PLAIN = "{:.3g}".format
 _CHARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "reward": ("Mean reward", {"unit": _PLAIN, "from_zero": True}),
+    "kl": ("KL divergence from the reference, in nats per token", {"unit": _PLAIN, "robust": True}),
+    "length": ("Tokens per completion", {"unit": _PLAIN, "from_zero": True}),
     "reward_margin": ("Margin of the rewards", {"unit": _PLAIN, "robust": True}),
     "lr": ("Learning rate", {"unit": lambda v: f"{v:.1e}" if v else "0", "from_zero": True}),
     "grad_norm": ("Gradient norm", {"unit": _PLAIN, "robust": True}),

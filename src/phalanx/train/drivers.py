@@ -473,8 +473,8 @@ class StepDriver(ABC):
 
     def record_step(self, number: int, step: Step) -> None:
         """Records a step that was taken at its own learning rate."""
-        pairs = asdict(step.pairs) if step.pairs else {}
-        self.record(number, {"loss": step.loss, "grad_norm": step.grad_norm, "lr": self.lr(number - 1), **pairs})
+        facts = asdict(step.facts) if step.facts else {}
+        self.record(number, {"loss": step.loss, "grad_norm": step.grad_norm, "lr": self.lr(number - 1), **facts})
 
 
 class SynchronousDriver(StepDriver):

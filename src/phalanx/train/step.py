@@ -28,7 +28,7 @@ from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply, initialise
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import MicroTensors, PairFacts
+from phalanx.parallel.objective import MicroTensors, PairFacts, PairLoss, PolicyFacts, PolicyLoss
 from phalanx.parallel.offload import BudgetError, Host
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
@@ -186,8 +186,9 @@ class Step:
     grad_norm: float
     requests: Requests = NO_REQUESTS
     """Requests of any rank; independent replicas know them only when they synchronize."""
-    pairs: PairFacts | None = None
-    """Of preference pairs: rewards, margin and accuracy, over the global batch."""
+    facts: PairFacts | PolicyFacts | None = None
+    """Of preference pairs: rewards, margin and accuracy, over the global batch; of completions: KL, clipping, entropy.
+    """
 
 
 @dataclass
@@ -202,9 +203,10 @@ class Computed:
     square: Tensor
     """The square of the gradients' norm: of this rank's until the step is settled, then of all ranks'."""
     status: Tensor
-    """Loss, squared norm and requests, (3,) in fp64, and with preference pairs the sums of these, (7,): over all ranks
-    once `everywhere` has arrived."""
+    """Loss, squared norm and requests, (3,) in fp64, and with preference pairs or completions the sums of these, (7,):
+    over all ranks once `everywhere` has arrived."""
     everywhere: Pending
+    compared: PairLoss | PolicyLoss | None = None
     arrived: Any = None
     """The arrival of `status` on the host, if it was fetched from a GPU."""
 
@@ -240,9 +242,9 @@ class Computed:
         return Requests.decode(self.status[2].item())
 
     @property
-    def pairs(self) -> PairFacts | None:
-        """The facts of preference pairs, of a settled step; None of other data."""
-        return PairFacts.of(self.status[3:]) if len(self.status) > 3 else None
+    def facts(self) -> PairFacts | PolicyFacts | None:
+        """The facts of preference pairs or completions, of a settled step; None of other data."""
+        return self.compared and self.compared.facts(self.status[3:])
 
 
 class Stepper:
@@ -367,7 +369,8 @@ class Stepper:
         # Where ranks hold whole gradients, the optimizer does not wait for the requests: NaN keeps it from writing.
         loss = self.gradients(inputs.micro_batches, inputs.step, math.nan if inputs.requests.void else tokens)
         heartbeat.enter(Phase.EXCHANGE)
-        return Computed(inputs, loss, tokens, *self.status(loss, inputs.requests))
+        status = self.status(loss, inputs.requests)
+        return Computed(inputs, loss, tokens, *status, self.replica.objective.compared)
 
     def finish(self, computed: Computed) -> Step:
         """Updates the parameters with a step's gradients, or raises as `step` does."""
@@ -394,7 +397,7 @@ class Stepper:
         self.replica.publish()
         self.discard()
         heartbeat.enter(Phase.RECORD)
-        return Step(mean, grad_norm, requests, computed.pairs)
+        return Step(mean, grad_norm, requests, computed.facts)
 
     @property
     def launches(self) -> bool:
@@ -444,8 +447,8 @@ class Stepper:
         first_replica = self.job.layout.sync != "bsp" or self.mesh.coordinates["dp_replicate"] == 0
         counted = square * (math.nan if requests.void else first_replica)
         status = torch.stack((loss * self.mesh.owns_loss, counted, torch.full_like(loss, requests.encode())))
-        if pairs := self.replica.objective.pairs:
-            status = torch.cat((status, pairs.take(status) * self.mesh.owns_loss))
+        if compared := self.replica.objective.compared:
+            status = torch.cat((status, compared.take(status) * self.mesh.owns_loss))
         return square, status, self._reduce(status)
 
     def restart(self) -> None:
@@ -477,6 +480,7 @@ class Stepper:
         if micro.documents is not None:
             documents = Documents(torch.from_numpy(micro.documents)).to(self.device)
         reference = None if micro.reference is None else torch.from_numpy(micro.reference).to(self.device)
+        policy = None if micro.policy is None else torch.from_numpy(micro.policy).to(self.device, non_blocking=True)
         conversations = None
         if self.job.model.moe.n_experts and micro.conversations is not None:
             conversations = Conversations(
@@ -485,6 +489,7 @@ class Stepper:
         seq_len = tokens.shape[1]
         if places is not None:
             tokens, targets = tokens[:, places], targets[:, places]
+            policy = None if policy is None else policy[:, places]
             conversations = conversations and conversations.at(places)
         noise = None
         if self.job.model.dropout:
@@ -495,7 +500,7 @@ class Stepper:
             noise = Noise(
                 self.job.train.seed, step, samples, heads=part, tokens=tokens_here, places=places, seq_len=seq_len
             )
-        return MicroTensors(tokens, targets, noise, places, documents, reference, conversations)
+        return MicroTensors(tokens, targets, noise, places, documents, reference, policy, conversations)
 
     def _places(self, slices: int) -> Tensor | None:
         """Returns the positions of this rank's tokens of every sequence; None if it has all."""

@@ -19,7 +19,7 @@ from phalanx.check.load import spelled
 from phalanx.check.model import size_problems
 from phalanx.config import fields, layout_line
 from phalanx.config.cluster import Cluster
-from phalanx.config.corpora import PAIR, has_answers, has_pairs
+from phalanx.config.corpora import PAIR, has_answers, has_pairs, has_prompts
 from phalanx.config.job import Checkpoint, Job
 from phalanx.config.layout import AXES, Layout
 from phalanx.config.model import ModelConfig, MoE
@@ -529,6 +529,8 @@ def _notes(selection: Selection, job: Job) -> Iterator[str]:
         yield "data.document_mask: the random sequences are cut into documents at random places"
     if has_pairs(job.data):
         yield "data.corpus: pairs of random sequences, compared by DPO"
+    elif has_prompts(job.data):
+        yield "data.corpus: random completions with random rewards and log-probabilities; nothing is generated"
     elif has_answers(job.data):
         yield "data.loss_on: only random parts of the random sequences count in the loss, as answers do"
 
@@ -625,4 +627,7 @@ def _with(job: Job, layout: Layout) -> Job:
         global_batch = next((size for size in sizes if size % known == 0), known)
         if group > 1 and layout.pp > 1 and not layout.micro_batch and not layout.accumulation:
             layout = replace(layout, micro_batch=group)
-    return replace(job, layout=layout, train=replace(job.train, global_batch=global_batch))
+    grpo = job.train.grpo
+    if has_prompts(job.data):  # what is compared does not depend on groups
+        grpo = replace(grpo, group=max(2, global_batch), updates=1)
+    return replace(job, layout=layout, train=replace(job.train, global_batch=global_batch, grpo=grpo))
