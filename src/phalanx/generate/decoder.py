@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Self, TypeVar, cast
@@ -59,7 +59,10 @@ class Decoder:
     device: torch.device
     vocab: int
     """Tokens of the vocabulary."""
-    stage: Stage
+    stages: Mapping[int, Stage]
+    """This rank's, by number."""
+    placement: Sequence[int] = (0,)
+    """The rank of every stage."""
     pp: Axis = field(default_factory=lambda: Axis("pp"))
     """The ranks that hold the layers."""
     tp: Axis = field(default_factory=lambda: Axis("tp"))
@@ -74,7 +77,7 @@ class Decoder:
     def whole(cls, model: Transformer) -> Self:
         """Returns the decoder of a model that this process holds entirely."""
         weight = model.embed.weight
-        return cls(model, weight.device, model.embed.num_embeddings, Stage(tuple(model.blocks), True, True))
+        return cls(model, weight.device, model.embed.num_embeddings, {0: Stage(tuple(model.blocks), True, True)})
 
     @property
     def config(self) -> ModelConfig:
@@ -130,16 +133,22 @@ class Decoder:
         texts, seq = tokens.shape
         positions = torch.arange(seq, device=device) if cache is None else cache.positions(seq, device)
         documents = None if cache is None else cache.documents(seq, device)
-        if self.stage.first:
-            x = model.embed_tokens(tokens, positions, None)
-        else:
-            x = torch.empty(texts, seq, self.config.d_model, dtype=self._dtype, device=device)
-            self.pp.receive(x, self.pp.rank - 1)
-        x = model.through(self.stage.layers, x, positions, None, cache, documents)
+        x = NO_LOGITS
+        for number, rank in enumerate(self.placement):
+            if rank != self.pp.rank:
+                continue
+            stage = self.stages[number]
+            if stage.first:
+                x = model.embed_tokens(tokens, positions, None)
+            elif (before := self.placement[number - 1]) != rank:
+                x = torch.empty(texts, seq, self.config.d_model, dtype=self._dtype, device=device)
+                self.pp.receive(x, before)
+            x = model.through(stage.layers, x, positions, None, cache, documents)
+            if not stage.last and (after := self.placement[number + 1]) != rank:
+                self.pp.send(x.contiguous(), after)
         if cache is not None:
             cache.length += seq
-        if not self.stage.last:
-            self.pp.send(x.contiguous(), self.pp.rank + 1)
+        if self.placement[-1] != self.pp.rank:
             return self._from_last(texts, last)
         logits = self._logits(x[:, -last:])
         return self._to_all(logits) if self.alike else self._to_first(logits)
@@ -156,7 +165,7 @@ class Decoder:
     def _to_all(self, logits: Tensor) -> Tensor:
         """Gives the last stage's logits to every rank."""
         logits = logits.contiguous()
-        self.pp.broadcast(logits, self.pp.size - 1).wait()
+        self.pp.broadcast(logits, self.placement[-1]).wait()
         return logits
 
     def _to_first(self, logits: Tensor) -> Tensor:
@@ -170,12 +179,12 @@ class Decoder:
 
     def _from_last(self, texts: int, last: int) -> Tensor:
         """Receives the last stage's logits on the first rank, or on all."""
-        if not self.alike and (not self.stage.first or self.tp.rank):
+        if not self.alike and (self.pp.rank != self.placement[0] or self.tp.rank):
             return NO_LOGITS
         logits = torch.empty(texts, last, self.vocab, dtype=self._dtype, device=self.device)
         if self.alike:
             return self._to_all(logits)
-        self.pp.receive(logits, self.pp.size - 1)
+        self.pp.receive(logits, self.placement[-1])
         return logits
 
     @property

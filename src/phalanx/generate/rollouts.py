@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from phalanx.comm.agree import on_every_rank, on_rank_zero
+from phalanx.comm.axis import Axis
 from phalanx.config.job import IGNORE
 from phalanx.data.conversations import PADDING, PromptData, ends_of, without_end
 from phalanx.data.files import write_atomic
@@ -104,14 +105,15 @@ class Rollouts:
         with torch.device("meta"):
             dtype = next(stepper.replica.objective.parameters()).dtype
             model = Transformer(self.job.model, stepper.vocab_size).to(dtype)
-        stage = Stage(tuple(model.blocks), True, True)
+        here, placement = {0: Stage(tuple(model.blocks), True, True)}, (0,)
         if stages is not None:
             stages.keep(model)
-            [stage] = stages.local_stages.values()
+            here, placement = stages.local_stages, stages.schedule.placements[0]
         if tp.size > 1:
             tensor.cut_parameters(model, tp)
             tensor.connect(model, tensor.TensorParallel(tp))
-        return Decoder(model, stepper.device, stepper.vocab_size, stage, self.mesh.axis("pp"), tp, alike=True)
+        pp = self.mesh.axis("pp")
+        return Decoder(model, stepper.device, stepper.vocab_size, here, placement, pp, tp, alike=True)
 
     def refer(self, start: Callable[[], None]) -> bool:
         """Keeps the weights that the run begins with, which a new model has after `start`, as the reference model.
@@ -175,12 +177,7 @@ class Rollouts:
         answers = (place >= begins[:, None] - 1) & (place < ends[:, None] - 1)
         used = place < ends[:, None] - 1
         lengths = (ends - begins).double()
-        groups = rewards.view(-1, options.group)
-        varied = groups.amax(1, keepdim=True) > groups.amin(1, keepdim=True)
-        advantages = groups - groups.mean(1, keepdim=True)
-        if options.scale == "std":
-            advantages = advantages / groups.std(1, correction=0, keepdim=True).where(varied, 1)
-        advantages = advantages.where(varied, 0).flatten()
+        advantages = advantages_of(rewards, options.group, options.scale)
         weights = {
             "sequence": 1 / lengths,
             "token": rows / lengths.sum().expand(rows),
@@ -201,7 +198,7 @@ class Rollouts:
         self.facts = {
             "reward": float(rewards.mean()),
             "reward_std": float(rewards.std(correction=0)),
-            "zero_variance": 1 - float(varied.double().mean()),
+            "zero_variance": float((advantages.view(-1, options.group) == 0).all(1).double().mean()),
             "length": float(lengths.mean()),
             "gap": gap,
             "generation_s": generated,
@@ -257,7 +254,11 @@ class Rollouts:
         shards = {shard.name: shard for shard in replica.shards}
         for name, parameter in list(model.named_parameters()):
             value = trained[name].detach()
-            _set(model, name, _gathered(shards[name], parameter) if isinstance(value, DTensor) else value)
+            if isinstance(value, DTensor):
+                value = _gathered(shards[name])
+            if value.numel() < parameter.numel():  # the experts of one of the ranks of ep
+                value = _together(self.mesh.axis("ep"), value.flatten())
+            _set(model, name, value.view(parameter.shape))
         try:
             yield
         finally:
@@ -356,6 +357,17 @@ class Rollouts:
         return Validation(-reward, {}, RewardFacts(reward, float((ends - begins).double().mean())))
 
 
+def advantages_of(rewards: Tensor, group: int, scale: str) -> Tensor:
+    """Returns the advantage of each completion, (rows,), from the rewards of consecutive groups: what its reward is
+    above the group's mean, with `scale` "std" in standard deviations; 0 where a group's rewards are equal."""
+    groups = rewards.view(-1, group)
+    varied = groups.amax(1, keepdim=True) > groups.amin(1, keepdim=True)
+    found = groups - groups.mean(1, keepdim=True)
+    if scale == "std":
+        found = found / groups.std(1, correction=0, keepdim=True).where(varied, 1)
+    return found.where(varied, 0).flatten()
+
+
 def _columns(table: Tensor, seq_len: int) -> tuple[Tensor, ...]:
     """Returns the parts of a table of completions: tokens (rows, seq_len + 1) int64, the log-probability with which
     each but the first was drawn (rows, seq_len), where completions begin and end (rows,) int64, and rewards (rows,)."""
@@ -364,15 +376,23 @@ def _columns(table: Tensor, seq_len: int) -> tuple[Tensor, ...]:
     return tokens.long(), drawn, begins.long(), ends.long(), rewards
 
 
-def _gathered(shard: ParameterShard, like: Tensor) -> Tensor:
-    """Returns a whole parameter of the shape of `like` from every rank's shard."""
+def _gathered(shard: ParameterShard) -> Tensor:
+    """Returns the elements of a parameter from every rank's shard."""
     own, group = shard.value.detach().flatten(), shard.sharing
-    if group is None or group.axis.size == 1:
-        return own.view(like.shape)
-    part, whole = own.new_zeros(group.ranges.each), own.new_empty(group.axis.size * group.ranges.each)
+    if group is None:
+        return own
+    part = own.new_zeros(group.ranges.each)
     part[: own.numel()] = own
-    group.axis.all_gather(whole, part).wait()
-    return whole[: group.ranges.elements].view(like.shape)
+    return _together(group.axis, part)[: group.ranges.elements]
+
+
+def _together(axis: Axis, part: Tensor) -> Tensor:
+    """Returns the elements of all ranks of an axis, in their order, from each one's (n,)."""
+    if axis.size == 1:
+        return part
+    whole = part.new_empty(axis.size * part.numel())
+    axis.all_gather(whole, part.contiguous()).wait()
+    return whole
 
 
 def _set(model: nn.Module, name: str, value: Tensor) -> None:

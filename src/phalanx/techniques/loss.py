@@ -11,7 +11,7 @@ from phalanx.config.job import DpoOptions, GrpoOptions, Job
 from phalanx.facts import CodePlace
 from phalanx.nearest import did_you_mean
 from phalanx.partition import derived as batch
-from phalanx.partition.derived import flushes, is_offloaded, schedule_of, stashes
+from phalanx.partition.derived import flushes, is_offloaded, stashes
 from phalanx.techniques.technique import Problem, Technique
 
 
@@ -60,7 +60,6 @@ _REFUSED = {
     "model.dropout": (0.0, "makes training differ from generation"),
     "layout.sync": ("bsp", "replicas must train on completions of one policy"),
     "layout.data_parallel": ("ddp", "threads cannot generate"),
-    "layout.ep": (1, "generation has all experts on each rank"),
     "layout.tiles": (1, "generation computes whole matrices"),
     "layout.quantise_weights": ("none", "generation computes with the weights themselves"),
 }
@@ -85,6 +84,11 @@ def policy_problems(job: Job) -> Iterator[Problem]:
         yield "train.precision", "generation does not multiply in 8 bits (GRPO); nearest legal: bf16"
     if is_offloaded(job.layout, "parameters"):
         yield "layout.offload", "generation needs the parameters on the device; nearest legal: offload=optimizer"
+    if job.layout.pp > 1 and (not flushes(job.layout) or stashes(job.layout)):
+        yield (
+            "layout.schedule",
+            f"{job.layout.schedule} has no one policy to generate with; nearest legal: schedule=1f1b",
+        )
     for name in ("on_spike", "on_nan"):
         if getattr(job.guard, name) == "rewind":
             yield (
@@ -117,29 +121,19 @@ def _reward_problems(options: GrpoOptions) -> Iterator[Problem]:
         yield "train.grpo.clip_high", f"is below clip {options.clip:g}; nearest legal: clip_high={options.clip:g}, or 0"
 
 
-def policy_layout_problems(job: Job) -> Iterator[Problem]:
-    """Yields why groups do not fill a batch, and pipelines whose ranks have several stages."""
+def policy_batch_problems(job: Job) -> Iterator[Problem]:
+    """Yields why groups do not fill the batch of a whole layout."""
     if not has_prompts(job.data):
         return
     try:
-        solved = batch.solve(job.train.global_batch, job.layout)
-        size, group = solved.global_batch, job.train.grpo.group
-        if size % group:
-            yield (
-                "train.global_batch",
-                f"is {size} completions, which is no multiple of train.grpo.group {group}; nearest legal: "
-                f"{size + group - size % group}" + (f" or {size - size % group}" if size > group else ""),
-            )
-        if job.layout.pp == 1:
-            return
-        schedule = schedule_of(job.layout, solved.accumulation)
+        size = batch.solve(job.train.global_batch, job.layout).global_batch
     except ValueError:
         return  # reported with the layout
-    if not flushes(job.layout) or stashes(job.layout) or schedule.stages != job.layout.pp or schedule.placements[1:]:
+    if rest := size % (group := job.train.grpo.group):
         yield (
-            "layout.schedule",
-            f"{job.layout.schedule}: completions are generated with one stage per rank and one version of the weights; "
-            "nearest legal: schedule=1f1b",
+            "train.global_batch",
+            f"is {size} completions, which is no multiple of train.grpo.group {group}; nearest legal: "
+            f"{size + group - rest}" + (f" or {size - rest}" if size > group else ""),
         )
 
 
@@ -157,7 +151,7 @@ POLICY = Technique(
     is_on=lambda job: has_prompts(job.data),
     fields=tuple(f"train.grpo.{name}" for name in vars(GrpoOptions())),
     problems=policy_problems,
-    layout_problems=policy_layout_problems,
+    layout_problems=policy_batch_problems,
     samples="phalanx.generate.rollouts:Rollouts",
 )
 LOSS_CHUNK = Technique(
