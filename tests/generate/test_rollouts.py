@@ -15,11 +15,14 @@ from phalanx.config.cluster import Cluster
 from phalanx.config.job import Checkpoint, Data, GrpoOptions, Job, Optimizer, RunOptions, Train
 from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig, MoE
+from phalanx.cost.job_spec import stages
+from phalanx.cost.traffic import step_traffic
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
 from phalanx.errors import JobError, RunError
 from phalanx.generate import rollouts
 from phalanx.generate.rewards import reward_of
+from phalanx.partition import derived as batch
 from train.runs import change, require_same_weights, rows, stop, train, weights
 
 
@@ -81,6 +84,14 @@ def test_completions_are_learned_from(alone):
     assert all(row["gap"] < 1e-12 for row in rows(alone, "step"))
 
 
+def predicted(job: Job) -> dict:
+    """Returns the bytes per step that the cost model predicts for rank 0, of the updates alone."""
+    model = dataclasses.replace(job.model, vocab_size=len(weights(job)["embed.weight"]))
+    equation, cut = batch.solve(job.train.global_batch, job.layout), stages(model, job.layout) or None
+    found = step_traffic(model, job.layout, equation, precision="fp64", stages=cut, compared="completions")
+    return {axis: {name: pytest.approx(sent, 1e-13) for name, sent in by.items()} for axis, by in found.items()}
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -96,7 +107,8 @@ def test_completions_are_learned_from(alone):
 def test_any_layout_generates_and_trains_as_one_process(ranks, alone, line):
     layout = parse(line)
     other = change(dataclasses.replace(alone, layout=layout), "run", name=f"run-{line}")
-    ranks(train, layout.processes, other, timeout=200)
+    sent = ranks(train, layout.processes, other, timeout=200)[0]["traffic_bytes"]
+    assert {axis: by for axis, by in sent.items() if any(by.values())} == predicted(other)
     assert curve(other) == pytest.approx(curve(alone), rel=1e-9, abs=1e-12)
     found = weights(other)
     for name, tensor in weights(alone).items():

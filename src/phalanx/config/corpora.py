@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Literal
 
 from phalanx.bounded import read_json
 from phalanx.config.job import Data, MixSource
@@ -372,6 +373,14 @@ def has_pairs(data: Data) -> bool:
 def has_prompts(data: Data) -> bool:
     """Returns whether a job's data are prompts, whose completions it generates and rewards (GRPO)."""
     return data.corpus == "prompts"
+
+
+Compared = Literal["", "pairs", "completions"]
+
+
+def compared_in(data: Data) -> Compared:
+    """Returns what the loss of a job's data compares; empty if it only predicts tokens."""
+    return "pairs" if has_pairs(data) else "completions" if has_prompts(data) else ""
 
 
 def number_of(stated: int | str, data: Data) -> int:
