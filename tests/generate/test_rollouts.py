@@ -95,7 +95,7 @@ def predicted(job: Job) -> dict:
 @pytest.mark.parametrize(
     "line",
     [
-        "dp_replicate=2",
+        "dp_replicate=2,dp_shard=2,zero=1",
         "dp_shard=2,zero=3",
         "tp=2,sp=true",
         "pp=2,micro_batch=2",

@@ -321,7 +321,9 @@ def _text(summary: dict[str, Any]) -> str:
     tokens, positions = summary["tokens"], summary["positions"]
     padded = f" ({1 - tokens / positions:.1%} of {positions:,} positions are padding)" if tokens < positions else ""
     lines = [f"trained {tokens:,} tokens{padded} in {steps:,} step{'s' * (steps != 1)}{loss}"]
-    if summary["val_loss"] is not None:
+    if "val_reward" in summary:
+        lines.append(f"validation reward: {summary['val_reward']:.4f}")
+    elif summary["val_loss"] is not None:
         lines.append(f"validation loss: {summary['val_loss']:.4f}")
     if summary["sample"]:
         lines.append(f"sample:\n{summary['sample']}")

@@ -90,10 +90,11 @@ class Data:
     text_field: Annotated[str, Example("content")] = "text"
     """The field of each record (JSON, or a column of CSV, TSV, Parquet, Arrow) that holds the text of corpus text."""
     columns: tuple[str, ...] = ()
-    """Names of columns of corpora chat and preferences by the names here: [question:prompt,answer:completion]."""
+    """Names of columns of rows (corpora chat, preferences, prompts) by the names here: [question:prompt,
+    answer:completion]."""
     ignore_keys: tuple[str, ...] = ()
-    """Fields of rows of corpora chat and preferences that are left out on purpose, those of messages as messages.NAME;
-    others that no reader knows are errors."""
+    """Fields of such rows that are left out on purpose, those of messages as messages.NAME; others that no reader knows
+    are errors."""
     tokenizer: Annotated[str, Example("bpe")] = "char"
     """char, byte, bpe (trained on the corpus), or the path of a tokenizer.json, tekken.json, tokenizer.model or
     *.tiktoken."""

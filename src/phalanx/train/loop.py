@@ -210,12 +210,15 @@ class Trainer:
         recorder.rows.write("start", step=self.state.step, layout=layout.line(), **facts)
 
     def _summary(self, loss: float, elapsed: float) -> dict[str, Any]:
+        val_loss = self.state.val_loss
+        rewarded = {} if self.rollouts is None or val_loss is None else {"val_reward": -val_loss}
         steps = self.state.step - self.first_step  # none if the checkpoint was that of the last step
         return {
             "run": str(self.directory.path),
             "step": self.state.step,
             "loss": None if math.isnan(loss) else loss,  # a run that ended with its last checkpoint may take no step
-            "val_loss": self.state.val_loss,
+            "val_loss": val_loss,
+            **rewarded,
             "tokens": self.rollouts.all_used
             if self.rollouts
             else self.train_data.used_positions(0, self.state.samples, self.job.train.seed),
