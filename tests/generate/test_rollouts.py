@@ -17,6 +17,7 @@ from phalanx.config.layout_line import parse
 from phalanx.config.model import ModelConfig, MoE
 from phalanx.cost.job_spec import stages
 from phalanx.cost.traffic import step_traffic
+from phalanx.data.conversations import PromptData
 from phalanx.data.mixture import open_split
 from phalanx.data.prepare import prepare
 from phalanx.errors import JobError, RunError
@@ -237,6 +238,7 @@ def test_prompts_are_read_with_their_answers(job, tmp_path):
         job.data, path=str(tmp_path / "rows.jsonl"), columns=("question:prompt",), val_fraction=0.0, dir=str(tmp_path)
     )
     found = open_split(prepare(data), "train", 16, data)
+    assert isinstance(found, PromptData)
     read = [found.prompt(sample) for sample in range(3)]
     assert [(found.tokenizer.decode(tokens), answer) for tokens, answer in read] == [
         ("2+2=", "4"),
