@@ -60,6 +60,7 @@ _REFUSED = {
     "model.dropout": (0.0, "makes training differ from generation"),
     "layout.sync": ("bsp", "replicas must train on completions of one policy"),
     "layout.data_parallel": ("ddp", "threads cannot generate"),
+    "data.readers": (0, "each rank reads the prompts that it generates for"),
     "layout.tiles": (1, "generation computes whole matrices"),
     "layout.quantise_weights": ("none", "generation computes with the weights themselves"),
 }
