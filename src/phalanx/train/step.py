@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import resource
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from phalanx.model.seeding import Noise
 from phalanx.model.transformer import Transformer
 from phalanx.parallel.apply import apply, initialise
 from phalanx.parallel.mesh import Mesh
-from phalanx.parallel.objective import MicroTensors, PairFacts, PairLoss, PolicyFacts, PolicyLoss
+from phalanx.parallel.objective import FurtherTokens, MicroTensors, PairLoss, PolicyLoss
 from phalanx.parallel.offload import BudgetError, Host
 from phalanx.parallel.parameter_shards import ParameterShard
 from phalanx.parallel.pipeline import PipeDream, Pipeline, StashingPipeline
@@ -186,9 +186,9 @@ class Step:
     grad_norm: float
     requests: Requests = NO_REQUESTS
     """Requests of any rank; independent replicas know them only when they synchronize."""
-    facts: PairFacts | PolicyFacts | None = None
-    """Of preference pairs: rewards, margin and accuracy, over the global batch; of completions: KL, clipping, entropy.
-    """
+    facts: Mapping[str, float] = field(default_factory=dict)
+    """Further means over the global batch, by their names in metrics.jsonl: rewards, margin and accuracy of preference
+    pairs, KL, clipping and entropy of completions, or the loss of modules for further tokens."""
 
 
 @dataclass
@@ -203,8 +203,8 @@ class Computed:
     square: Tensor
     """The square of the gradients' norm: of this rank's until the step is settled, then of all ranks'."""
     status: Tensor
-    """Loss, squared norm and requests, (3,) in fp64, and with preference pairs or completions the sums of these, (7,):
-    over all ranks once `everywhere` has arrived."""
+    """Loss, squared norm and requests, (3,) in fp64, and with preference pairs or completions the sums of these, (7,),
+    or with modules for further tokens their loss, (4,): over all ranks once `everywhere` has arrived."""
     everywhere: Pending
     compared: PairLoss | PolicyLoss | None = None
     arrived: Any = None
@@ -242,9 +242,13 @@ class Computed:
         return Requests.decode(self.status[2].item())
 
     @property
-    def facts(self) -> PairFacts | PolicyFacts | None:
-        """The facts of preference pairs or completions, of a settled step; None of other data."""
-        return self.compared and self.compared.facts(self.status[3:])
+    def facts(self) -> dict[str, float]:
+        """Step.facts of a settled step."""
+        more = self.status[3:]
+        if len(more) == 1:
+            return {"mtp_loss": (more[0] / (self.tokens or 1)).item()}
+        found = self.compared and self.compared.facts(more)
+        return asdict(found) if found else {}
 
 
 class Stepper:
@@ -449,6 +453,8 @@ class Stepper:
         status = torch.stack((loss * self.mesh.owns_loss, counted, torch.full_like(loss, requests.encode())))
         if compared := self.replica.objective.compared:
             status = torch.cat((status, compared.take(status) * self.mesh.owns_loss))
+        elif self.job.model.mtp:
+            status = torch.cat((status, self.replica.objective.take_further(status) * self.mesh.owns_loss))
         return square, status, self._reduce(status)
 
     def restart(self) -> None:
@@ -487,7 +493,9 @@ class Stepper:
                 torch.from_numpy(micro.conversations).to(self.device, non_blocking=True), micro.most_conversations
             )
         seq_len = tokens.shape[1]
+        further = tuple(FurtherTokens.of(tokens, targets, documents, depth + 1) for depth in range(self.job.model.mtp))
         if places is not None:
+            further = tuple(each.map(lambda x: x[:, places]) for each in further)
             tokens, targets = tokens[:, places], targets[:, places]
             policy = None if policy is None else policy[:, places]
             conversations = conversations and conversations.at(places)
@@ -500,7 +508,7 @@ class Stepper:
             noise = Noise(
                 self.job.train.seed, step, samples, heads=part, tokens=tokens_here, places=places, seq_len=seq_len
             )
-        return MicroTensors(tokens, targets, noise, places, documents, reference, policy, conversations)
+        return MicroTensors(tokens, targets, noise, places, documents, reference, policy, conversations, further)
 
     def _places(self, slices: int) -> Tensor | None:
         """Returns the positions of this rank's tokens of every sequence; None if it has all."""
