@@ -56,7 +56,7 @@ MOST_LINES = {
     "schedule": 2056,
     "serve": 850,
     "simulate": 1245,
-    "techniques": 1120,
+    "techniques": 1121,
     "trackers": 750,
     "train": 8960,
     "validation": 1660,

@@ -252,7 +252,7 @@ def compared_job(job: Job, as_is: bool, max_ranks: int, own: Precision | None = 
         small.train, precision=precision, gradients=gradients, compile=False, cpu_linear="auto", global_batch=0
     )
     layout = Layout(bucket_mb=small.layout.bucket_mb)
-    cluster = Cluster(device="cuda" if job.cluster.device == "cuda" else "cpu")
+    cluster = Cluster(device="cpu" if job.cluster.device == "auto" else job.cluster.device)
     return ComparedJob(replace(small, train=train, layout=layout, cluster=cluster), vocab, changes)
 
 
