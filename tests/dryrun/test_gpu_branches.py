@@ -202,7 +202,7 @@ def ask_the_device() -> None:
         _ask(Cluster(accelerator=ACCELERATORS[chip], devices_per_node=8), wanted)
 
 
-def _ask(cluster: Cluster, wanted: str) -> None:
+def _ask(cluster: Cluster, wanted: Any) -> None:
     device = torch.device(DEVICE_TYPES[wanted], 0)
     assert device_type_of(Job(cluster=cluster)) == device_type_of(Job(cluster=Cluster(device=wanted))) == device.type
     with pretended(0, 1, device, cluster, str) as dry:

@@ -157,6 +157,7 @@ CONDITIONS: dict[str, Condition] = {
     "run.restart_window_s": above("run.max_restarts"),
     "run.rdzv_endpoint": _NODES,
     "run.node_lost_s": _NODES,
+    "run.metrics_host": above("run.metrics_port"),
     "run.trackers_wait_s": (lambda job: job.run.trackers, "is for run.trackers"),
     "optimizer.decay_fraction": is_one_of("optimizer.schedule", "wsd"),
     "optimizer.rounding": _IN_BF16,
