@@ -20,7 +20,7 @@ FLOORS = [
 """Rooms from the top down: a room may import those after it, and itself."""
 WITHOUT_TORCH = [*FLOORS[FLOORS.index("report") :]]
 """Rooms that never import torch: these verbs answer in well under a second."""
-GROUND = {"bounded", "echo", "errors", "facts", "gc", "hashed", "nearest", "registry", "safe_path", "units"}
+GROUND = {"bounded", "echo", "errors", "facts", "gc", "hashed", "nearest", "notebook", "registry", "safe_path", "units"}
 """Modules that every room may import."""
 DOOR = "extend"
 """The module through which packages add entries: it imports rooms, and only `cli` imports it."""
@@ -60,8 +60,8 @@ MOST_LINES = {
     "trackers": 750,
     "train": 8960,
     "validation": 1660,
-    "": 1770,
-    "verify": 3970,
+    "": 1791,
+    "verify": 3986,
 }
 """Lines that a room may have, "" being the modules beside the rooms: whoever makes one shorter lowers its figure, and
 whoever needs more finds first what stands twice."""

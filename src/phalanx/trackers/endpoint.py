@@ -37,7 +37,7 @@ class MetricsEndpoint:
         """The last row of each event."""
         self.place = ReadPosition()
         self.lock = threading.Lock()
-        self.server: _Server | None = None
+        self.server: _MetricsServer | None = None
 
     def __enter__(self) -> MetricsEndpoint:
         return self
@@ -51,7 +51,7 @@ class MetricsEndpoint:
         """Begins to answer. Raises RunError if the port cannot be had."""
         host, port = self.run.metrics_host, self.run.metrics_port
         try:
-            self.server = _Server(host, port, self.text)
+            self.server = _MetricsServer(host, port, self.text)
         except OSError as error:
             reason = error.strerror or error
             raise RunError(
@@ -97,21 +97,21 @@ def _sample(name: str, labels: Mapping[str, str], value: float) -> str:
     return f"{name}{{{inside}}} {'NaN' if value != value else value}\n"  # noqa: PLR0124
 
 
-class _Server(ThreadingTCPServer):
+class _MetricsServer(ThreadingTCPServer):
     daemon_threads = allow_reuse_address = True
 
     def __init__(self, host: str, port: int, text: Any):
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.text = text
-        super().__init__((host, port), _Handler)
+        super().__init__((host, port), _MetricsHandler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Says nothing: a client that goes away is not the run's affair."""
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _MetricsHandler(BaseHTTPRequestHandler):
     timeout = REQUEST_S
-    server: _Server
+    server: _MetricsServer
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] not in ("/", "/metrics"):
