@@ -46,6 +46,7 @@ class DeviceTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
     device = property(lambda _: CUDA)  # pyright: ignore[reportAssignmentType]
     is_cuda = property(lambda _: True)  # pyright: ignore[reportAssignmentType]
+    is_cpu = property(lambda _: False)  # pyright: ignore[reportAssignmentType]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

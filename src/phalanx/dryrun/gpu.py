@@ -237,7 +237,10 @@ def pretended_gpu(cluster: Cluster, kind: str = "cuda") -> Iterator[None]:
             (torch.version, "hip", "6.4" if architecture else None),
             (fake_tensor, "init_gpu_context", lambda _: None),
             (FakeTensor, "__torch_dispatch__", classmethod(dispatched)),
-            (FakeTensor, f"is_{kind}", property(lambda x: x.device.type == kind)),
+            *(
+                (FakeTensor, f"is_{each}", property(lambda x, each=each: x.device.type == each))
+                for each in ("cpu", kind)
+            ),
             (FakeTensor, "record_stream", lambda *_: None),
         ):
             held.enter_context(mock.patch.object(target, attribute, stand_in, create=True))
