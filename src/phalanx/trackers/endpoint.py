@@ -111,7 +111,7 @@ class _MetricsServer(ThreadingTCPServer):
 
 class _MetricsHandler(BaseHTTPRequestHandler):
     timeout = REQUEST_S
-    server: _MetricsServer
+    server: _MetricsServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_GET(self) -> None:
         if self.path.partition("?")[0] not in ("/", "/metrics"):

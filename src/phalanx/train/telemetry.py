@@ -53,7 +53,8 @@ class GpuTelemetry(Callback):
         """The newest sample that no row has, by name and GPU."""
         self.hot = set[str]()
         """GPUs that were throttled."""
-        self.nvml, self.gpus = _opened(count) if count else (None, {})
+        nothing: tuple[Any, dict[str, Any]] = (None, {})
+        self.nvml, self.gpus = _opened(count) if count else nothing
 
     @classmethod
     def of(cls, recorder: Recorder, device: torch.device, rank: int, local_world: int) -> GpuTelemetry:
