@@ -131,6 +131,8 @@ CONDITIONS: dict[str, Condition] = {
     "model.rope_theta": _ROTARY,
     "model.rotary_fraction": _ROTARY,
     "model.nope_every": _ROTARY,
+    "model.window_kind": above("model.window"),
+    **{f"model.query_growth.{name}": above("model.query_growth.rate") for name in ("length", "first")},
     "layout.zero": (
         lambda job: job.layout.shard_ranks > 1 or job.layout.auto,
         "is for state that ranks share: layout.dp_shard or layout.cp above 1",

@@ -69,7 +69,8 @@ def rotary_magnitude(model: ModelConfig, *, windowed: bool = False) -> float:
 
 def rotary_table(model: ModelConfig, positions: Tensor, dtype: torch.dtype, *, windowed: bool = False) -> Tensor:
     """Returns cosines and sines of `positions` (seq,): (2, seq, 1, rotary_size / 2), in at least float32; of positions
-    (batch, seq): (2, batch, seq, 1, rotary_size / 2). `windowed`: those of layers with a window.
+    (batch, seq): (2, batch, seq, 1, rotary_size / 2). `windowed`: those of layers with a window. Where queries grow,
+    the table of queries stands before that of keys: 4 in place of 2.
 
     It is computed in each forward pass: the cost is negligible, and a table in a buffer would be lost when leaving the
     meta device and rounded by a cast to bfloat16."""
@@ -78,7 +79,17 @@ def rotary_table(model: ModelConfig, positions: Tensor, dtype: torch.dtype, *, w
     magnitude = rotary_magnitude(model, windowed=windowed)
     if magnitude != 1:
         table *= magnitude
+    if model.query_growth.rate and not model.nope_every:
+        table = torch.cat((table * query_growth(model, positions), table))
     return table.to(torch.promote_types(dtype, torch.float32))
+
+
+def query_growth(model: ModelConfig, positions: Tensor) -> Tensor:
+    """Returns the factors of queries at `positions` (seq,) or (batch, seq), in float64: (1, seq, 1, 1), or (1, batch,
+    seq, 1, 1)."""
+    growth = model.query_growth
+    times = ((positions + growth.first) // growth.length).double()
+    return (1 + growth.rate * times.log1p())[None, ..., None, None]
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

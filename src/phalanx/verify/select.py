@@ -267,7 +267,8 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
         return model
     # At least one layer of each kind in turn.
     halves = {half: tuple(dict.fromkeys(getattr(model, half).split(","))) for half in HALVES}
-    n_layers = min(model.n_layers, max(SMALL_LAYERS, *map(len, halves.values())))
+    windows = tuple(dict.fromkeys(model.window_pattern.split(",")))
+    n_layers = min(model.n_layers, max(SMALL_LAYERS, len(windows), *map(len, halves.values())))
     # Of layers with and without a window at least one each.
     full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
     head = min(model.head_size, SMALL_HEAD)
@@ -278,7 +279,9 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
         n_layers=n_layers,
         **{half: ",".join(kinds) for half, kinds in halves.items()},
         full_every=full_every,
+        window_pattern=",".join(windows),
         nope_every=min(model.nope_every, n_layers),
+        query_growth=replace(model.query_growth, length=min(model.query_growth.length, max(1, seq_len // 4))),
         d_model=width,
         # About as large a part of a small head turns, of whole pairs.
         rotary_fraction=1 if turned == 1 else max(2, 2 * round(head * turned / 2)) / head,

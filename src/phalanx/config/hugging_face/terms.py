@@ -244,7 +244,7 @@ def refuse_unknown(source: ConfigReader, harmless: frozenset[str] = frozenset(),
 
 
 _ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -343,8 +343,8 @@ class RopeWithWindows:
         theta = source.take("rope_theta", float, self.theta)
         local = theta if self.one_base else source.take("rope_local_base_freq", float, self.window_theta)
         parameters = source.inside("rope_parameters")
-        full, window = parameters.inside(_FULL), parameters.inside(_SLIDING)
-        if self.one_base and not parameters.holds(_FULL) and parameters.left():
+        full, window = parameters.inside(FULL), parameters.inside(_SLIDING)
+        if self.one_base and not parameters.holds(FULL) and parameters.left():
             full, local = parameters, parameters.take("rope_theta", float, theta)
         elif source.holds("rope_parameters"):
             _refuse_second(source, full)
@@ -361,7 +361,7 @@ class RopeWithWindows:
 
     def write(self, model: ModelConfig) -> Fields:
         window = {"rope_theta": model.window_rope_theta or model.rope_theta, "rope_type": "default"}
-        return {"rope_parameters": {_FULL: rope_values(model), _SLIDING: window}}
+        return {"rope_parameters": {FULL: rope_values(model), _SLIDING: window}}
 
 
 def _refuse_second(source: ConfigReader, rope: ConfigReader) -> None:
@@ -486,19 +486,14 @@ class Windows:
 
     def _read_kinds(self, source: ConfigReader, fields: Fields, kinds: list[Any]) -> None:
         """Finds the rule behind a list of kinds: which layers have no window."""
-        if unknown := [kind for kind in kinds if kind not in (_FULL, _SLIDING)]:
-            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {_FULL}, {_SLIDING}")
+        if unknown := [kind for kind in kinds if kind not in (FULL, _SLIDING)]:
+            source.problem("layer_types", f"holds {shown(unknown[0])}, supported: {FULL}, {_SLIDING}")
         elif _SLIDING not in kinds:
             fields["window"] = fields["full_every"] = 0
         elif not fields["window"]:
             source.problem("sliding_window", f"is missing, and layer_types has {_SLIDING}")
         else:
-            first = kinds.index(_FULL) + 1 if _FULL in kinds else 0
-            # Shorter than its first full layer, a model is as well one of the family's pattern.
-            every = first or (fields["full_every"] if fields["full_every"] > len(kinds) else 0)
-            if kinds != [_FULL if every and (layer + 1) % every == 0 else _SLIDING for layer in range(len(kinds))]:
-                source.problem("layer_types", "has no window in layers that are not every n-th one")
-            fields["full_every"] = every
+            set_windows(fields, [kind == _SLIDING for kind in kinds], fields["full_every"])
 
     def write(self, model: ModelConfig) -> Fields:
         values: Fields = {"sliding_window": model.window or None}
@@ -509,9 +504,35 @@ class Windows:
         return values
 
 
+def set_windows(fields: Fields, windowed: list[bool], usual: int) -> None:
+    """Sets which layers have a window: every n-th has none, or a pattern. A model that is shorter than its first full
+    layer is as well one of the `usual` number."""
+    fields["full_every"], pattern = window_rule(windowed)
+    if not any(windowed):
+        fields["window"] = 0
+    elif all(windowed):
+        fields["full_every"] = usual if usual > len(windowed) else 0
+    elif pattern:
+        fields["window_pattern"] = pattern
+
+
+def window_rule(windowed: list[bool]) -> tuple[int, str]:
+    """Returns the number n of which every n-th layer has no window, 0 for none, or the pattern of the layers."""
+    every = windowed.index(False) + 1 if any(windowed) and False in windowed else 0
+    if not any(windowed) or windowed == [not every or (layer + 1) % every != 0 for layer in range(len(windowed))]:
+        return every, ""
+    return 0, ",".join(shortest(["window" if has else "full" for has in windowed]))
+
+
+def shortest(kinds: list[str]) -> list[str]:
+    """Returns the shortest beginning of a list that repeats to make it."""
+    lengths = (n for n in range(1, len(kinds)) if kinds == (kinds[:n] * (len(kinds) // n + 1))[: len(kinds)])
+    return kinds[: next(lengths, len(kinds))]
+
+
 def layer_types(model: ModelConfig) -> list[str]:
     """Returns the kind of attention of every layer."""
-    return [(_FULL, _SLIDING)[model.window_of(layer) > 0] for layer in range(model.n_layers)]
+    return [(FULL, _SLIDING)[model.window_of(layer) > 0] for layer in range(model.n_layers)]
 
 
 @dataclass(frozen=True)
@@ -569,7 +590,8 @@ class NoRope:
         every = source.take("no_rope_layer_interval", int, 4)
         turns = source.take("no_rope_layers", list, [])[: fields["n_layers"]]
         if turns:
-            every = turns.index(0) + 1 if 0 in turns else 0
+            # A model that is shorter than the interval has it all the same.
+            every = turns.index(0) + 1 if 0 in turns else every * (every > len(turns))
             if turns != _turns(every, fields["n_layers"]):
                 source.problem("no_rope_layers", "is not 0 in every n-th of the num_hidden_layers alone")
         fields["nope_every"] = every
