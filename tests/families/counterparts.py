@@ -111,6 +111,18 @@ COUNTERPARTS: dict[str, Counterpart] = {
     ),
     "granite4-micro": Counterpart("granitemoehybrid", {"positions": "none"}),
     "phi3-mini": Counterpart("phi3", {"window": 7}),
+    "phi4-14b": Counterpart(
+        "phi3",
+        {
+            "rope_scaling": {
+                "kind": "longrope",
+                "factor": 4.0,
+                "original_seq_len": 64,
+                "short": (1.0, 1.1, 1.3, 1.7),
+                "long": (1.0, 3.0, 7.0, 9.0),
+            }
+        },
+    ),
     "minimax-m2": Counterpart("minimax_m2", {"moe": _SMALL_EXPERTS}),
     "qwen3-next-80b-a3b": Counterpart("qwen3_next", {"n_layers": 4, "moe": _SMALL_EXPERTS, "delta": _SMALL_DELTA}),
     "qwen3.5-9b": Counterpart("qwen3_5_text", {"n_layers": 4, "delta": _SMALL_DELTA}),

@@ -83,6 +83,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
             "beta_slow": (0.3,),
             "truncate": SWITCHES,
             "magnitude": (1.3,),
+            "short": ((1.0, 1.5, 2.0, 2.5),),
+            "long": ((1.0, 1.9, 2.9, 3.9),),
         }.items()
     },
     **{
@@ -134,6 +136,7 @@ NAMED_BY: dict[str, tuple[str, ...]] = {
     "mla.q_rank": ("q_lora_rank is 0",),
     "n_heads": ("n_kv_heads",),
     "n_layers": ("moe_layers",),
+    "nope_every": ("query_growth.rate",),
 }
 """The fields that a refusal may name for another: one that depends on it, or theirs."""
 

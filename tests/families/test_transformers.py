@@ -108,7 +108,6 @@ LIKE = {name: name for name in COUNTERPARTS} | {
     **{name: "gpt-neox-20b" for name in PRESETS if name.startswith("pythia")},
     "gpt-oss-120b": "gpt-oss-20b",
     "glm-4.5-air": "glm-4.5",
-    "phi4-14b": "phi3-mini",
     "granite3-2b": "granite3-8b",
     **dict.fromkeys(("ministral3-3b", "ministral3-14b"), "ministral3-8b"),
 }

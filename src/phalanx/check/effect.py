@@ -30,8 +30,10 @@ _SCALED = above("model.rope_scaling.factor", 1, "stretched rotary positions: ")
 _STRETCHED = {
     "low_freq_factor": ("llama3",),
     "high_freq_factor": ("llama3",),
-    "original_seq_len": ("llama3", "yarn"),
-    **dict.fromkeys(("beta_fast", "beta_slow", "truncate", "magnitude"), ("yarn",)),
+    "original_seq_len": ("llama3", "yarn", "longrope"),
+    "magnitude": ("yarn", "longrope"),
+    **dict.fromkeys(("beta_fast", "beta_slow", "truncate"), ("yarn",)),
+    **dict.fromkeys(("short", "long"), ("longrope",)),
 }
 """Fields of model.rope_scaling with the kinds that use them."""
 _ROTARY: Condition = (

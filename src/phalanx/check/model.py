@@ -289,6 +289,23 @@ def _rotary(model: ModelConfig) -> Iterator[tuple[str, str]]:
             f"must be at least beta_slow {scaling.beta_slow:g}, is {scaling.beta_fast:g}; nearest legal: the usual "
             "beta_fast=32, beta_slow=1",
         )
+    if scaling.kind == "llama3" and scaling.factor > 1 and scaling.low_freq_factor > scaling.high_freq_factor:
+        yield (
+            "model.rope_scaling.low_freq_factor",
+            f"must be at most high_freq_factor {scaling.high_freq_factor:g}, is {scaling.low_freq_factor:g}; nearest "
+            f"legal: {scaling.high_freq_factor:g}",
+        )
+    if scaling.kind == "longrope" and scaling.factor > 1:
+        pairs = model.rotary_size // 2
+        for name in ("short", "long"):
+            divisors = getattr(scaling, name)
+            if len(divisors) != pairs or min(divisors) <= 0:
+                yield (
+                    f"model.rope_scaling.{name}",
+                    f"must have a number above 0 for each of {pairs} pairs of a head, has {len(divisors)} numbers",
+                )
+        if scaling.original_seq_len < 2:
+            yield "model.rope_scaling.original_seq_len", "must be at least 2 with longrope, is 1"
     if scaling.kind == "yarn" and scaling.factor > 1 and model.rope_theta <= 1:
         yield (
             "model.rope_theta",

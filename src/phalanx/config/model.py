@@ -19,9 +19,10 @@ from phalanx.hashed import Hashed, hashed_once
 class RopeScaling:
     """Stretching rotary positions beyond the trained context (factor 1 = off)."""
 
-    kind: Literal["linear", "llama3", "yarn"] = "llama3"
+    kind: Literal["linear", "llama3", "yarn", "longrope"] = "llama3"
     """linear: divide positions by the factor (Chen et al. 2023); llama3: by frequency band (Llama 3.1); yarn: by
-    frequency band, with larger queries and keys (Peng et al. 2023, section 3)."""
+    frequency band, with larger queries and keys (Peng et al. 2023, section 3); longrope: each pair's frequency by a
+    number of its own (Ding et al. 2024; Phi-3 and 4)."""
     factor: Annotated[float, Interval(1), Example("8")] = 1.0
     """Factor by which the context becomes longer; 1 switches scaling off."""
     low_freq_factor: Annotated[float, Interval(above=0)] = 1.0
@@ -29,7 +30,7 @@ class RopeScaling:
     high_freq_factor: Annotated[float, Interval(above=0)] = 4.0
     """llama3: wavelengths below original_seq_len / this are left alone."""
     original_seq_len: Annotated[int, Interval(1)] = 8192
-    """llama3, yarn: the context length in tokens before stretching."""
+    """llama3, yarn, longrope: the context length in tokens before stretching."""
     beta_fast: Annotated[float, Interval(above=0)] = 32.0
     """yarn: frequencies that turn at least this often within the original context are left alone."""
     beta_slow: Annotated[float, Interval(above=0)] = 1.0
@@ -37,7 +38,12 @@ class RopeScaling:
     truncate: bool = True
     """yarn: the band between the two begins and ends at whole pairs (gpt-oss: false)."""
     magnitude: Annotated[float, Interval(0)] = 0.0
-    """yarn: multiplies the rotated queries and keys; 0 means 0.1 ln(factor) + 1."""
+    """yarn, longrope: multiplies the rotated queries and keys; 0 means 0.1 ln(factor) + 1, with longrope
+    √(1 + ln(factor) / ln(original_seq_len))."""
+    short: Annotated[tuple[float, ...], Example("[1.0, 1.1]")] = ()
+    """longrope: what divides the frequency of each pair while model.seq_len is at most original_seq_len."""
+    long: Annotated[tuple[float, ...], Example("[1.0, 40.0]")] = ()
+    """longrope: the same for a larger model.seq_len."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The layers of a block: linear layers whose product a layout may replace, norms, the MLP, and rotary positions.
 
-Rotary embedding (Su et al. 2021) has linear, Llama 3.1 and YaRN frequency scaling. Pairs of elements half a head apart
-are rotated together, the convention of Hugging Face's Llama; Meta's own checkpoints pair neighbours and need their
-query and key rows permuted.
+Rotary embedding (Su et al. 2021) has linear, Llama 3.1, YaRN and LongRoPE frequency scaling. Pairs of elements half a
+head apart are rotated together, the convention of Hugging Face's Llama; Meta's own checkpoints pair neighbours and need
+their query and key rows permuted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ def rotary_frequencies(model: ModelConfig, device: torch.device, *, windowed: bo
     scaling = model.rope_scaling
     if scaling.factor == 1:
         return frequencies
+    if scaling.kind == "longrope":
+        divisors = scaling.long if model.seq_len > scaling.original_seq_len else scaling.short
+        return frequencies / torch.tensor(divisors, dtype=torch.float64, device=device)
     stretched = frequencies / scaling.factor
     if scaling.kind == "linear":
         return stretched
@@ -60,10 +63,12 @@ def _kept_by_yarn(model: ModelConfig, device: torch.device) -> Tensor:
 
 def rotary_magnitude(model: ModelConfig, *, windowed: bool = False) -> float:
     """Returns the factor of rotated queries and keys; `windowed`: in layers with a window. YaRN's default is that of
-    Peng et al. 2023, section 3.4."""
+    Peng et al. 2023, section 3.4, LongRoPE's that of Abdin et al. 2024 (Phi-3)."""
     scaling = model.rope_scaling
-    if scaling.kind != "yarn" or scaling.factor == 1 or (windowed and model.window_rope_theta):
+    if scaling.kind not in ("yarn", "longrope") or scaling.factor == 1 or (windowed and model.window_rope_theta):
         return 1.0
+    if scaling.kind == "longrope":
+        return scaling.magnitude or math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_seq_len))
     return scaling.magnitude or 0.1 * math.log(scaling.factor) + 1
 
 

@@ -274,6 +274,8 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     head = min(model.head_size, SMALL_HEAD)
     turned = model.rotary_fraction
     width = min(model.d_model, model.n_heads * head, SMALL_WIDTH)
+    fraction = 1 if turned == 1 else max(2, 2 * round(head * turned / 2)) / head
+    pairs, stretched = int(head * fraction) // 2, model.rope_scaling
     small = replace(
         model,
         n_layers=n_layers,
@@ -284,7 +286,8 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
         query_growth=replace(model.query_growth, length=min(model.query_growth.length, max(1, seq_len // 4))),
         d_model=width,
         # About as large a part of a small head turns, of whole pairs.
-        rotary_fraction=1 if turned == 1 else max(2, 2 * round(head * turned / 2)) / head,
+        rotary_fraction=fraction,
+        rope_scaling=replace(stretched, short=stretched.short[:pairs], long=stretched.long[:pairs]),
         head_dim=head
         if not model.mla.kv_rank and (model.head_dim or width != model.n_heads * head)
         else model.head_dim,

@@ -342,6 +342,7 @@ def _plain_scaling(scaling: RopeScaling) -> RopeScaling:
     used = {
         "linear": {"kind", "factor"},
         "llama3": {"kind", "factor", "low_freq_factor", "high_freq_factor", "original_seq_len"},
+        "longrope": {"kind", "factor", "original_seq_len", "magnitude", "short", "long"},
         "yarn": {"kind", "factor", "original_seq_len", "beta_fast", "beta_slow", "truncate", "magnitude"},
     }[scaling.kind]
     if scaling.factor == 1:

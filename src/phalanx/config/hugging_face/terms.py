@@ -261,8 +261,6 @@ class Rope:
     partial: Literal["used", "ignored", "refused"] = "ignored"
     """What transformers does with a share of a head below 1: kinds that ignore it turn whole heads, and fail if
     positions are stretched, too."""
-    stretches: bool = True
-    """False: a kind with plain positions alone, or stretched in a way that is not computed here."""
     latent: bool = False
     """Latent attention: mscale_all_dim enlarges the scores."""
     stretched: RopeScaling | None = None
@@ -288,9 +286,6 @@ class Rope:
             fields["rope_scaling"] = self.stretched
         else:
             fields["rope_scaling"] = scaling(rope, fields["seq_len"])
-            if not self.stretches and fields["rope_scaling"] != RopeScaling():
-                kind = fields["rope_scaling"].kind
-                rope.problem("rope_type", f"is {kind}, with which transformers computes no positions of this kind")
         fields["rotary_fraction"] = self._share(
             rope if rope.holds("partial_rotary_factor") else source, fraction, fields["rope_scaling"]
         )
@@ -317,8 +312,7 @@ class Rope:
         return 1.0
 
     def write(self, model: ModelConfig) -> Fields:
-        plain = model if self.stretches else replace(model, rope_scaling=RopeScaling())
-        values = rope_values(plain, partial=self.partial == "used")
+        values = rope_values(model, partial=self.partial == "used")
         stretched = model.rope_scaling
         if self.latent and stretched.kind == "yarn" and stretched.factor > 1 and model.attention_scale:
             # (0.1 m ln factor + 1)² is what multiplies the scores; mscale gives rotated parts the size they have.
@@ -328,6 +322,66 @@ class Rope:
             values |= {"mscale": (size * growth - 1) / (0.1 * log(stretched.factor)), "mscale_all_dim": all_dim}
             values.pop("attention_factor", None)
         return {"rope_parameters": values}
+
+
+@dataclass(frozen=True)
+class LongRope(Rope):
+    """Phi-3: positions are plain, or each pair is stretched by itself: one way up to the original length, which the
+    model has then, and another beyond."""
+
+    def read(self, source: ConfigReader, fields: Fields) -> None:
+        original = source.take("original_max_position_embeddings", int, 4096, least=2)
+        rope = source.inside("rope_scaling" if source.holds("rope_scaling") else "rope_parameters")
+        kind = rope.take("rope_type", str, rope.take("type", str, "default"))
+        if kind == "default":
+            super().read(source, fields)
+            return
+        if kind not in ("longrope", "su", "yarn"):  # the last two are older names
+            rope.problem("rope_type", f"is {shown(kind)}, supported for this kind: default, longrope")
+            rope.seen |= set(rope.left())
+            return
+        source.seen |= {"rope_scaling", "rope_parameters"}
+        if source.holds("rope_scaling") and source.holds("rope_parameters"):
+            _refuse_second(source, source.inside("rope_parameters"))
+        if (inner := rope.take("original_max_position_embeddings", int, original, least=2)) != original:
+            rope.problem(
+                "original_max_position_embeddings",
+                f"is {inner:,}, and transformers takes the one beside rope_scaling, {original:,}",
+            )
+        factor = rope.take("factor", float, fields["seq_len"] / original)
+        lists = [tuple(map(_number, rope.take(f"{name}_factor", list))) for name in ("short", "long")]
+        if factor <= 1 or None in (*lists[0], *lists[1]):
+            rope.problem("short_factor", f"is for a factor above 1, which is {factor:g}, and holds numbers")
+            return
+        own = rope.take("attention_factor", float, 0.0)
+        usual = isclose(own, (1 + log(factor) / log(original)) ** 0.5)
+        fields["rope_scaling"] = RopeScaling(
+            *("longrope", factor),
+            original_seq_len=original,
+            magnitude=0.0 if usual else own,
+            short=lists[0],
+            long=lists[1],
+        )
+        fields["rope_theta"] = rope.take("rope_theta", float, source.take("rope_theta", float, self.theta))
+        share = rope.take("partial_rotary_factor", float, source.take("partial_rotary_factor", float, 1.0))
+        fields["rotary_fraction"] = share
+        if fields["seq_len"] > original:
+            fields["seq_len"] = original
+            source.notes.append(
+                f"positions are those for at most {original:,} tokens: a larger model.seq_len takes the others"
+            )
+        refuse_unknown(rope)
+
+    def write(self, model: ModelConfig) -> Fields:
+        stretched = model.rope_scaling
+        known = stretched.kind == "longrope" and stretched.factor > 1
+        more = {"original_max_position_embeddings": stretched.original_seq_len} if known else {}
+        return super().write(model if known else replace(model, rope_scaling=RopeScaling())) | more
+
+
+def _number(value: Any) -> float | None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0
+    return float(value) if is_number else None
 
 
 @dataclass(frozen=True)
@@ -425,10 +479,12 @@ def rope_values(model: ModelConfig, *, partial: bool = False) -> Fields:
         return values
     if stretched.kind == "llama3":
         values |= {"low_freq_factor": stretched.low_freq_factor, "high_freq_factor": stretched.high_freq_factor}
-    if stretched.kind == "yarn":
+    if stretched.kind == "longrope":
+        values |= {"short_factor": list(stretched.short), "long_factor": list(stretched.long)}
+    elif stretched.kind == "yarn":
         values |= {"beta_fast": stretched.beta_fast, "beta_slow": stretched.beta_slow, "truncate": stretched.truncate}
-        if stretched.magnitude:
-            values["attention_factor"] = stretched.magnitude
+    if stretched.magnitude and stretched.kind in ("yarn", "longrope"):
+        values["attention_factor"] = stretched.magnitude
     return values | {"original_max_position_embeddings": stretched.original_seq_len}
 
 
