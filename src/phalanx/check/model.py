@@ -56,7 +56,13 @@ AT_MOST: list[tuple[int, str, list[str]]] = [
         1 << 27,
         "the longest published context has 100 million tokens",
         [
-            *("model.seq_len", "model.window", "model.rope_scaling.original_seq_len", "model.sparse.top_k"),
+            *(
+                "model.seq_len",
+                "model.window",
+                "model.rope_scaling.original_seq_len",
+                "model.query_growth.length",
+                "model.sparse.top_k",
+            ),
             *("layout.loss_chunk", "run.sample_tokens"),
         ],
     ),

@@ -179,7 +179,7 @@ class QueryGrowth:
     """The rate of growth (Llama 4: 0.1); 0 switches it off."""
     length: Annotated[int, Interval(1)] = 8192
     """Tokens after which queries first grow."""
-    first: Annotated[int, Interval(0, 1)] = 1
+    first: Annotated[int, Interval(0, 1), Example("0")] = 1
     """The number of the first position (Llama 4: 1, Ministral 3: 0)."""
 
 
