@@ -31,7 +31,7 @@ INNER_FLOORS = {
 MOST_LINES = {
     "axes": 800,
     "blocks": 2815,
-    "check": 2105,
+    "check": 2110,
     "checkpoint": 3975,
     "cli": 7470,
     "comm": 1800,
