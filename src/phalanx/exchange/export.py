@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.blocks.kinds import block_kinds
 from phalanx.blocks.parameters import parameter_shapes
 from phalanx.bounded import parse_json, read_bytes
 from phalanx.check.start import KEPT
@@ -125,7 +124,6 @@ def export(
     manifest = source.manifest
     model = model_of(manifest)
     family, values = config_json.write(model)
-    _require_plain_kinds(model)
     shapes = parameter_shapes(model)
     source.require(shapes)
     run = manifest.path.parent.parent if os.path.isfile(manifest.path / MANIFEST) else manifest.path
@@ -204,21 +202,6 @@ def model_of(manifest: Manifest) -> ModelConfig:
             f"{manifest.path} has no job, which states the model: give a run, or one of its checkpoints"
         )
     return replace(job_of(manifest).model, vocab_size=vocabulary)
-
-
-def _require_plain_kinds(model: ModelConfig) -> None:
-    """Raises JobError, naming the fields, for kinds of blocks that the project's own fields do not choose."""
-    plain = replace(model, attention="", feed_forward="")
-    pairs = list(zip(block_kinds(model), block_kinds(plain), strict=True))
-    wrong = [
-        f"model.{part}={getattr(model, part)}: transformers has no such layers; a model that is exported has "
-        f"{getattr(plainly, part)}"
-        for part in ("attention", "feed_forward")
-        for plainly in [next((b for a, b in pairs if getattr(a, part) != getattr(b, part)), None)]
-        if plainly is not None
-    ]
-    if wrong:
-        raise JobError(wrong)
 
 
 def _left_out(model: ModelConfig) -> Iterator[str]:
