@@ -349,8 +349,8 @@ class LongRope(Rope):
                 f"is {inner:,}, and transformers takes the one beside rope_scaling, {original:,}",
             )
         factor = rope.take("factor", float, fields["seq_len"] / original)
-        lists = [tuple(map(_number, rope.take(f"{name}_factor", list))) for name in ("short", "long")]
-        if factor <= 1 or None in (*lists[0], *lists[1]):
+        short, long = (rope.take(f"{name}_factor", list) for name in ("short", "long"))
+        if factor <= 1 or not all(map(_is_number, (*short, *long))):
             rope.problem("short_factor", f"is for a factor above 1, which is {factor:g}, and holds numbers")
             return
         own = rope.take("attention_factor", float, 0.0)
@@ -359,8 +359,8 @@ class LongRope(Rope):
             *("longrope", factor),
             original_seq_len=original,
             magnitude=0.0 if usual else own,
-            short=lists[0],
-            long=lists[1],
+            short=tuple(map(float, short)),
+            long=tuple(map(float, long)),
         )
         fields["rope_theta"] = rope.take("rope_theta", float, source.take("rope_theta", float, self.theta))
         share = rope.take("partial_rotary_factor", float, source.take("partial_rotary_factor", float, 1.0))
@@ -379,9 +379,8 @@ class LongRope(Rope):
         return super().write(model if known else replace(model, rope_scaling=RopeScaling())) | more
 
 
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0
-    return float(value) if is_number else None
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value) and value > 0
 
 
 @dataclass(frozen=True)
