@@ -45,6 +45,7 @@ MODELS = {
     ),
     "experts": replace(LLAMA, moe=MoE(n_experts=8, top_k=2, d_ff=128, n_shared=1)),
     "adapters": replace(LLAMA, lora=LoRA(rank=8)),
+    "further tokens": replace(LLAMA, mtp=1),
     "windows": replace(LLAMA, window=32, full_every=2, sinks=True, qk_norm="head"),
     "chunks": replace(
         LLAMA,

@@ -517,7 +517,6 @@ def untrained(model: ModelConfig) -> list[str]:
     fields = [
         (model.activation == "relu2", "activation=relu2"),
         (model.moe.latent, f"moe.latent={model.moe.latent}"),
-        (model.mtp, f"mtp={model.mtp}"),
     ]
     return parts + [text for is_set, text in fields if is_set]
 
@@ -536,7 +535,7 @@ def block_kinds(model: ModelConfig) -> tuple[BlockKind, ...]:
     for layer in range(model.n_layers):
         window = window_within(model.window_of(layer), model.seq_len)
         turns = model.positions != "rope" or model.rotates(layer)
-        kind = BlockKind(core[layer % len(core)], wide[layer % len(wide)], window, turns)
+        kind = BlockKind(model.kind_of(core, layer), model.kind_of(wide, layer), window, turns)
         is_dense = kind.routed and layer < model.moe.n_dense_layers
         kind = kind._replace(predicts=layer >= model.n_layers - model.mtp)
         kinds.append(kind._replace(feed_forward="dense") if is_dense else kind)

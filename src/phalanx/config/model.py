@@ -7,7 +7,8 @@ default. `parameters.py` beside this file derives every parameter's name and sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Annotated, Literal
 
@@ -253,14 +254,16 @@ class ModelConfig(Hashed):
     attention: Annotated[str, Example("latent")] = ""
     """Kind of attention: heads, latent, gated_heads, delta, one that is predicted but not trained (sparse, mamba,
     none), or one that a package adds (docs/reference/extending.md); a list such as latent,heads repeats over the
-    layers; empty: sparse with sparse.top_k, latent with mla.kv_rank, otherwise heads."""
+    layers (modules of mtp have the kind of the layer before them, unless it has n_layers kinds); empty: sparse with
+    sparse.top_k, latent with mla.kv_rank, otherwise heads."""
     feed_forward: Annotated[str, Example("experts")] = ""
     """Kind of feed-forward layer: dense, experts, none, or one that a package adds; a list repeats over the layers;
     empty: experts with moe.n_experts, otherwise dense."""
     mtp: Annotated[int, Interval(0), Example("1")] = 0
     """The last of the n_layers, as many as this, are modules that predict one more token each (DeepSeek-V3, section
-    2.2): a matrix that joins hidden states with embeddings, a block, the head and a loss. They are priced, and not
-    trained. In a pipeline the copy of the embedding beside them is not counted."""
+    2.2): a matrix that joins normalised hidden states with the embeddings of later tokens, a block, a norm, the model's
+    own head, and a loss with the factor train.mtp_weight. In a pipeline all of them belong to the last stage. Text is
+    generated without them."""
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     """Kind of normalisation."""
     norm_place: Literal["before", "after", "both"] = "before"
@@ -370,6 +373,29 @@ class ModelConfig(Hashed):
     def norms_outputs(self) -> bool:
         """Whether the outputs of attention and MLP are normalised before they are added to the residual stream."""
         return self.norm_place != "before"
+
+    @property
+    def main(self) -> ModelConfig:
+        """The model without its modules for further tokens."""
+        return replace(self, n_layers=self.n_layers - self.mtp, mtp=0) if self.mtp else self
+
+    def kind_of(self, kinds: Sequence[str], layer: int) -> str:
+        """Returns the kind of a layer from a list that repeats over the layers. Modules for further tokens have that of
+        the last layer before them, unless the list states every layer."""
+        if len(kinds) != self.n_layers:
+            layer = min(layer, self.n_layers - self.mtp - 1)
+        return kinds[layer % len(kinds)]
+
+    @property
+    def most_stages(self) -> int:
+        """Stages of the longest pipeline: each has a layer, and the last one all modules for further tokens."""
+        return self.n_layers - max(0, self.mtp - 1)
+
+    @property
+    def embeds_at_end(self) -> bool:
+        """Whether the last stage of a pipeline computes with the embedding as well: as its head, or in modules for
+        further tokens."""
+        return self.tied or self.mtp > 0
 
     def rotates(self, layer: int) -> bool:
         """Returns whether rotary positions turn queries and keys of layer `layer`."""

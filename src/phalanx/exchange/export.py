@@ -128,7 +128,8 @@ def export(
     source.require(shapes)
     run = manifest.path.parent.parent if os.path.isfile(manifest.path / MANIFEST) else manifest.path
     work = _Export(source, run, model, _tokenizer_in(run), [])
-    weights = _Weights(source, model, list(links(model, WEIGHTS[family.model_type])), dtype)
+    names = WEIGHTS[family.model_type]
+    weights = _Weights(source, model, [*links(model, names), *names.copies_in(model)], dtype)
     total = sum(tensor.nbytes for tensor in weights.tensors.values())
     config = _config(work, values, weights)
     with written_beside(target, total) as new:
@@ -221,7 +222,7 @@ def _config(work: _Export, values: dict[str, Any], weights: _Weights) -> dict[st
     longest = {_CONTEXT: work.context} if _CONTEXT in values else {}
     own = {"dtype": _TORCH_NAMES[weights.dtype], "use_cache": True}
     config = dict.fromkeys(_TOKEN_IDS) | kept | values | longest | own | _token_ids(work)
-    if wrong := config_json.differences(config_json.read(json.loads(json.dumps(config))).model, work.model):
+    if wrong := config_json.differences(config_json.read(json.loads(json.dumps(config))).model, work.model.main):
         raise JobError(f"the config.json of the export would be read as another model: {'; '.join(wrong)}")
     return config
 

@@ -118,7 +118,17 @@ def _plus_one(matches: Iterable[WeightLink]) -> tuple[WeightLink, ...]:
 _GEMMA = _plus_one((*_ends(), *_ATTENTION, *_MLP, *_NORMS))
 _GEMMA2 = _plus_one((*_ends(), *_ATTENTION, *_MLP, *_NORMS_AROUND))
 _LLAMA = (*_ends(), *_ATTENTION, *_MLP, *_NORMS)
-_DEEPSEEK = (*_ends(), *_LATENT, *_MLP, *_QWEN_EXPERTS, *_SHARED, *_NORMS)
+_MODULES = _block(
+    {
+        "join.hidden_norm": "hnorm",
+        "join.embed_norm": "enorm",
+        "join.proj": "eh_proj",
+        "predict_norm": "shared_head.norm",
+    }
+)
+"""Modules for further tokens as DeepSeek-V3 stores them."""
+_COPIES = (("embed.weight", f"{_LAYER}.embed_tokens.weight"), ("head.weight", f"{_LAYER}.shared_head.head.weight"))
+_DEEPSEEK = (*_ends(), *_LATENT, *_MLP, *_QWEN_EXPERTS, *_SHARED, *_NORMS, *_MODULES)
 
 
 def _gate_and_up(theirs: str) -> WeightLink:
@@ -152,8 +162,17 @@ def _weights(names: str) -> tuple[str, ...]:
     return tuple(f"{name}.weight" for name in names.split())
 
 
+_QWEN_MODULE = _block(
+    {
+        "join.hidden_norm": "pre_fc_norm_hidden",
+        "join.embed_norm": "pre_fc_norm_embedding",
+        "join.proj": "fc",
+        "predict_norm": "norm",
+    },
+    layer="mtp",
+)
 _QWEN_MIXED = (
-    *_plus_one((*_ends(), *_NORMS, *_QK_NORM)),
+    *_plus_one((*_ends(), *_NORMS, *_QK_NORM, *_QWEN_MODULE)),
     *_MLP,
     *_of_kind(
         "gated_heads",
@@ -291,7 +310,8 @@ _IN_IMAGES = (
     (r"^language_model\.lm_head\.", "lm_head."),
 )
 _IMAGES = (r"^(model\.)?vision_(tower|model)\.", r"^(model\.)?multi_modal_projector\.")
-_MTP, _VISUAL = r"^mtp\.", r"^(model\.)?visual\."
+_VISUAL = r"^(model\.)?visual\."
+_MTP_LAYER = "mtp.layers.{}"
 _INVERSE_FREQUENCIES = r"\.rotary_emb\.inv_freq$"
 
 WEIGHTS: Mapping[str, WeightFamily] = {
@@ -346,19 +366,29 @@ WEIGHTS: Mapping[str, WeightFamily] = {
     ),
     "olmo2": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_MLP, *_NORMS_AFTER), (_BASE,)),
     "olmo3": WeightFamily((*_ends(), *_ATTENTION, *_QK_NORM, *_MLP, *_NORMS_AFTER), (_BASE,)),
-    "qwen3_next": WeightFamily(_QWEN3_NEXT, (_BASE,), (_MTP,), fused=_FUSED),
-    "qwen3_5_text": WeightFamily(_QWEN3_5, (_BASE, *_IN_IMAGES), (_MTP, *_IMAGES, _VISUAL)),
+    "qwen3_next": WeightFamily(_QWEN3_NEXT, (_BASE,), fused=_FUSED, module_layer=_MTP_LAYER),
+    "qwen3_5_text": WeightFamily(_QWEN3_5, (_BASE, *_IN_IMAGES), (*_IMAGES, _VISUAL), module_layer=_MTP_LAYER),
     "qwen3_5_moe_text": WeightFamily(
-        (*_QWEN3_5, *_QWEN_EXPERTS, *_QWEN_SHARED), (_BASE, *_IN_IMAGES), (_MTP, *_IMAGES, _VISUAL), fused=_FUSED
+        (*_QWEN3_5, *_QWEN_EXPERTS, *_QWEN_SHARED),
+        (_BASE, *_IN_IMAGES),
+        (*_IMAGES, _VISUAL),
+        fused=_FUSED,
+        module_layer=_MTP_LAYER,
     ),
     "gpt_oss": WeightFamily(_GPT_OSS, (_BASE,)),
-    "deepseek_v3": WeightFamily(_DEEPSEEK, (_BASE,), (_INVERSE_FREQUENCIES,), fused=_FUSED, next_token_layers=True),
+    "deepseek_v3": WeightFamily(
+        _DEEPSEEK, (_BASE,), (_INVERSE_FREQUENCIES,), fused=_FUSED, next_token_layers=True, copies=_COPIES
+    ),
     "glm4_moe": WeightFamily(
-        (*_LLAMA, *_QK_NORM, *_QWEN_EXPERTS, *_SHARED), (_BASE,), fused=_FUSED, next_token_layers=True
+        (*_LLAMA, *_QK_NORM, *_QWEN_EXPERTS, *_SHARED, *_MODULES),
+        (_BASE,),
+        fused=_FUSED,
+        next_token_layers=True,
+        copies=_COPIES,
     ),
     "solar_open": WeightFamily((*_ends(), *_ATTENTION, *_QWEN_EXPERTS, *_SHARED, *_NORMS), (_BASE,), fused=_FUSED),
     "glm_moe_dsa": WeightFamily(
-        _DEEPSEEK, (_BASE,), (r"\.self_attn\.indexer\.",), fused=_FUSED, next_token_layers=True
+        _DEEPSEEK, (_BASE,), (r"\.self_attn\.indexer\.",), fused=_FUSED, next_token_layers=True, copies=_COPIES
     ),
 }
 """By model_type, with the same keys as the families of config/hugging_face."""

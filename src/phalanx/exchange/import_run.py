@@ -317,7 +317,9 @@ def _small_files(folder: HuggingFaceFolder) -> dict[str, bytes]:
 
 
 def first_layers(model: ModelConfig, layers: int, source: Path) -> ModelConfig:
-    """Returns the shape of a model of its first `layers` layers; of all if it is 0. Raises JobError if it has fewer."""
+    """Returns the shape of a model of its first `layers` layers, without modules for further tokens; of all if it is 0.
+    Raises JobError if it has fewer."""
+    model = model.main if layers else model
     if layers > model.n_layers:
         raise JobError(f"--layers {layers}: {source} has {model.n_layers} layers")
     return replace(model, n_layers=layers) if layers else model

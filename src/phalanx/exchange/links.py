@@ -189,7 +189,11 @@ class WeightFamily:
     fused: tuple[WeightLink, ...] = ()
     """Those of experts that some files store in one tensor per layer, in place of those of `matches`."""
     next_token_layers: bool = False
-    """Layers after the last one predict a second token; no parameter needs them."""
+    """Layers after the last one are modules for further tokens; a model without them (model.mtp) does not need them."""
+    module_layer: str = ""
+    """Where the blocks of such modules stand if not among the layers, from 0."""
+    copies: tuple[tuple[str, str], ...] = ()
+    """Parameters of ours that each module has a copy of, and the patterns of the copies. Some files leave them out."""
 
     def name_of(self, stored: str) -> str:
         """Returns the name that the table uses for a tensor of a file."""
@@ -214,8 +218,17 @@ class WeightFamily:
             return False
         if model.tied and name in _HEADS:
             return False  # a copy of the embedding
+        copied = any(name in link.theirs for link in self.copies_in(model))
+        if copied or (self.module_layer and not model.mtp and name.startswith("mtp.")):
+            return False
         layer = re.match(r"model\.layers\.(\d{1,9})\.", name)
         return not (self.next_token_layers and layer and int(layer[1]) >= model.n_layers)
+
+    def copies_in(self, model: ModelConfig) -> Iterator[WeightLink]:
+        """Yields the links of the copies that a model's modules for further tokens have."""
+        for layer in range(model.main.n_layers, model.n_layers):
+            for ours, copy in self.copies:
+                yield equal("embed.weight" if model.tied else ours, copy.format(layer))
 
 
 _HEADS = ("lm_head.weight", "embed_out.weight")
@@ -237,13 +250,15 @@ def links(model: ModelConfig, family: WeightFamily) -> Iterator[WeightLink]:
         found = re.match(r"blocks\.(\d+)\.", name)
         layer, pattern = (found[1], f"blocks.{{}}.{name[found.end() :]}") if found else ("", name)
         kind = kinds[int(layer)].attention if layer else ""
+        apart = family.module_layer if layer and kinds[int(layer)].predicts else ""
+        number = int(layer) - model.main.n_layers if apart else layer
         match = by_pattern.get((pattern, kind)) or by_pattern.get((pattern, ""))
         if match is None:
             missing.append(name)
         elif pattern == match.ours[0]:
             ours = tuple(each.format(layer) for each in match.ours)
             theirs = (
-                each.format(layer).replace("*", str(expert))
+                (each.replace("model.layers.{}", apart) if apart else each).format(number).replace("*", str(expert))
                 for each in match.theirs
                 for expert in range(model.moe.n_experts if "*" in each else 1)
             )

@@ -291,7 +291,9 @@ def _compare_theirs(report: ExchangeReport, first: HuggingFaceFolder, second: Hu
             found = None if a.shape != b.shape else values(left.read(stored), right.read(there[name]))
             if found or (a.shape, a.dtype) != (b.shape, b.dtype):
                 report.problems.append(f"{stored}: {_difference(a, b, found)} in the export")
-        report.problems += [f"{there[name]}: only in the export" for name in there if name not in places]
+        copies = {name for link in family.copies_in(model) for name in link.theirs}
+        added = (name for name in there if name not in places and name not in copies)
+        report.problems += [f"{there[name]}: only in the export" for name in added]
 
 
 def _compare_fused(
@@ -337,7 +339,7 @@ def _compare_files(report: ExchangeReport, first: HuggingFaceFolder, second: Pat
     again, before = config_json.read_file(second / "config.json"), first.described
     if first.own_head:
         report.notes.append("tie_word_embeddings is false in the export: the head is kept")
-    elif wrong := config_json.differences(again.model, before.model):
+    elif wrong := config_json.differences(again.model, before.model.main):
         report.problems += [f"config.json: {each}" for each in wrong]
     folder = first.config.parent
     files = {each.name for each in folder.iterdir() if each.is_file() and not each.name.endswith(".safetensors")}
@@ -401,7 +403,7 @@ def _compare_logits(report: ExchangeReport, source: Reader, folder: Path, ours: 
             f"in float64 they take {gib(need)}, {gib(free)} are free: import some --layers, and verify those"
         )
         return
-    model = model_of(source.manifest)
+    family, model = WEIGHTS[report.model_type], model_of(source.manifest)
     mine = _loaded(source, model)
     tokens = torch.randint(
         model.vocab_size, (SEQUENCES, min(MOST_TOKENS, model.seq_len)), generator=torch.Generator().manual_seed(1)
@@ -420,6 +422,7 @@ def _compare_logits(report: ExchangeReport, source: Reader, folder: Path, ours: 
                 f"{name}: {what.replace('_', ' ')} by transformers"
                 for what, names in info.items()
                 for name in sorted(map(str, names))
+                if family.needs(name, model.main)  # transformers has no modules for further tokens
             ]
         if path == folder:
             with InFloat64():

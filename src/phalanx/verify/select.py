@@ -170,7 +170,7 @@ def deep_enough(job: Job, layout: Layout) -> Job:
         elif layout.pp_cut:
             layers = sum(parse_cut(layout.pp_cut))
         else:
-            layers = max(job.model.n_layers, _schedule(layout).stages + 1)
+            layers = max(job.model.n_layers, _schedule(layout).stages + max(1, job.model.mtp))
     except JobError:
         return job
     return replace(job, model=replace(job.model, n_layers=layers))
@@ -268,7 +268,8 @@ def _small_model(model: ModelConfig, vocab: int, max_ranks: int) -> ModelConfig:
     # At least one layer of each kind in turn.
     halves = {half: tuple(dict.fromkeys(getattr(model, half).split(","))) for half in HALVES}
     windows = tuple(dict.fromkeys(model.window_pattern.split(",")))
-    n_layers = min(model.n_layers, max(SMALL_LAYERS, len(windows), *map(len, halves.values())))
+    kinds = max(SMALL_LAYERS, len(windows), *map(len, halves.values()))
+    n_layers = min(model.n_layers, model.mtp + kinds)
     # Of layers with and without a window at least one each.
     full_every = min(model.full_every, n_layers) if model.full_every <= model.n_layers else 0
     head = min(model.head_size, SMALL_HEAD)

@@ -180,7 +180,7 @@ def test_deepseek_with_stretched_positions():
     """mscale and mscale_all_dim cancel in queries and keys and enlarge the scores."""
     found = config_json.read(DEEPSEEK_V3)
     assert found.quantised
-    assert any("second token" in note for note in found.notes)
+    assert any("further tokens" in note for note in found.notes)
     scaling = found.model.rope_scaling
     assert (scaling.kind, scaling.factor, scaling.magnitude) == ("yarn", 40.0, 1.0)
     plain = replace(found.model, rope_scaling=PRESETS["deepseek-v3"].rope_scaling, attention_scale=0.0)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from phalanx import bounded
-from phalanx.config.hugging_face.families import HARMLESS, OWN_VALUES, REFUSED, ConfigFamily, by_type
+from phalanx.config.hugging_face.families import HARMLESS, NO_MTP, OWN_VALUES, REFUSED, ConfigFamily, by_type
 from phalanx.config.hugging_face.predicted import PREDICTED, TRAINED, TRAINED_FAMILIES
 from phalanx.config.hugging_face.terms import (
     ConfigReader,
@@ -148,6 +148,17 @@ class HuggingFaceModel:
     quantised: bool = False
     """The weights are quantised: the shape is that of the model, but its weights cannot be read as they are."""
 
+    def with_modules(self, names: Iterable[str]) -> HuggingFaceModel:
+        """Returns it with the modules for further tokens whose tensors are among `names`, those of its files."""
+        family, n = self.family, self.model.n_layers
+        found, modules = set(names), 0
+        while family.mtp_join and family.mtp_join.format(n + modules) in found and modules < family.most_modules:
+            modules += 1
+        if not modules:
+            return self
+        notes = tuple(note for note in self.notes if note != NO_MTP)
+        return replace(self, model=replace(self.model, n_layers=n + modules, mtp=modules), notes=notes)
+
     @property
     def note(self) -> str:
         """All notes in one text."""
@@ -255,16 +266,19 @@ def write(model: ModelConfig, model_type: str = "") -> tuple[ConfigFamily, Field
 
     Raises JobError if no family does: it names the fields that the nearest one cannot express."""
     nearest: tuple[bool, list[str], str] | None = None
+    main, modules = model.main, f"mtp {model.mtp} would be 0: it has no names for modules for further tokens"
     for family in (TRAINED[model_type],) if model_type else TRAINED_FAMILIES:
         values = {"architectures": [family.architecture], "model_type": family.model_type}
-        values |= written(family.terms, model)
+        values |= written(family.terms, main)
         refused = False
         try:
-            wrong = differences(read(json.loads(json.dumps(values))).model, model)
+            wrong = differences(read(json.loads(json.dumps(values))).model, main)
         except JobError as error:  # its first problems only, which say less than how shapes differ
             wrong, refused = error.problems, True
+        if model.mtp and not family.mtp_field:
+            wrong.append(modules)
         if not wrong:
-            return family, values
+            return family, values | ({family.mtp_field: model.mtp} if model.mtp else {})
         if nearest is None or (refused, len(wrong)) < (nearest[0], len(nearest[1])):
             nearest = refused, wrong, family.model_type
     assert nearest
@@ -332,7 +346,7 @@ def plain(model: ModelConfig) -> ModelConfig:
 def _of_layers(model: ModelConfig, kinds: str, usual: str) -> str:
     """Returns the kind of each layer; nothing where all have the `usual` one, which other fields say."""
     names = kinds.split(",") if kinds and kinds != "sparse" else [usual]
-    every = [names[layer % len(names)] for layer in range(model.n_layers)]
+    every = [model.kind_of(names, layer) for layer in range(model.n_layers)]
     return "" if set(every) == {usual} else ",".join(every)
 
 

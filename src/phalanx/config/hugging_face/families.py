@@ -57,6 +57,13 @@ class ConfigFamily:
     inside_of: str = ""
     notes: tuple[str, ...] = ()
     """Facts that the shape does not express; reported on import."""
+    mtp_field: str = ""
+    """The number of modules for further tokens, in config.json; empty where they have no names. Whether there are any,
+    files say: transformers ignores their weights, and leaves the number when it writes files without them."""
+    mtp_join: str = ""
+    """The name of the matrix that joins, of the module whose number as a layer is {}."""
+    most_modules: int = MOST_LAYERS
+    """Modules that have names of their own."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +258,9 @@ UNUSED_BALANCING = frozenset(
         "head_dim",
     )
 )
-NO_MTP = "modules that predict a second token are left out"
+NO_MTP = "modules for further tokens are left out (one more of model.n_layers with model.mtp=1 is one)"
+LAYERS_AFTER: dict[str, Any] = {"mtp_field": "num_nextn_predict_layers", "mtp_join": "model.layers.{}.eh_proj.weight"}
+"""Modules for further tokens as DeepSeek-V3 stores them: as layers after the last one."""
 
 GEMMA_KIND = LLAMA_KIND | {"activation": "geglu", "scaled_embedding": True}
 GEMMA_TERMS = (
@@ -635,6 +644,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         harmless=UNUSED_BALANCING,
         also=("kimi_k2",),
         notes=(NO_MTP,),
+        **LAYERS_AFTER,
     ),
     ConfigFamily(
         "glm4_moe",
@@ -651,6 +661,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         ),
         harmless=UNUSED_BALANCING - {"head_dim"},
         notes=(NO_MTP,),
+        **LAYERS_AFTER,
     ),
     ConfigFamily(
         "solar_open",
@@ -683,6 +694,7 @@ FAMILIES: tuple[ConfigFamily, ...] = (
         | {"index_topk", "index_head_dim", "index_n_heads", "indexer_types", "mlp_layer_types", "layer_types"}
         | {"index_topk_freq", "index_topk_pattern", "index_skip_topk_offset", "indexer_rope_interleave"},
         notes=(NO_MTP, "sparse attention is full attention here, and its indexer is left out"),
+        **LAYERS_AFTER,
     ),
 )
 """The model_types that are read and written, whose layers are alike or follow one rule."""

@@ -43,7 +43,6 @@ from phalanx.config.model import ModelConfig
 _LINEAR = "linear_attention"
 UNREAD = frozenset({"mrope_section", "mrope_interleaved"})
 """Fields of rope parameters that concern images: the three positions of a token of text are the same."""
-NO_MTP_HERE = f"{NO_MTP} (one more of model.n_layers with model.mtp=1 prices one)"
 
 
 @dataclass(frozen=True)
@@ -157,9 +156,11 @@ _QWEN_UNUSED = frozenset(
     (
         *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mtp_num_layers"),
         *("use_sliding_window", "max_window_layers", "sliding_window", "intermediate_size", "full_attention_interval"),
-        *("router_aux_loss_coef", "norm_topk_prob"),
+        *("router_aux_loss_coef", "norm_topk_prob", "num_nextn_predict_layers"),
     )
 )
+_MTP: dict[str, Any] = {"mtp_join": "mtp.fc.weight", "most_modules": 1}
+"""Qwen's module for a further token, which stands apart from the layers."""
 _MAMBA_UNUSED = frozenset(
     (
         *("expand", "num_logits_to_keep", "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels"),
@@ -181,7 +182,9 @@ WITH_DELTAS: tuple[ConfigFamily, ...] = (
             Fixed("norm_topk_prob", (True,), True),
         ),
         harmless=_QWEN_UNUSED,
-        notes=(NO_MTP_HERE,),
+        notes=(NO_MTP,),
+        mtp_field="num_nextn_predict_layers",
+        **_MTP,
     ),
     ConfigFamily(
         "qwen3_5_text",
@@ -191,7 +194,9 @@ WITH_DELTAS: tuple[ConfigFamily, ...] = (
         harmless=_QWEN_UNUSED,
         inside="text_config",
         inside_of="qwen3_5",
-        notes=(NO_MTP_HERE,),
+        notes=(NO_MTP,),
+        mtp_field="mtp_num_hidden_layers",
+        **_MTP,
     ),
     ConfigFamily(
         "qwen3_5_moe_text",
@@ -201,7 +206,9 @@ WITH_DELTAS: tuple[ConfigFamily, ...] = (
         harmless=_QWEN_UNUSED,
         inside="text_config",
         inside_of="qwen3_5_moe",
-        notes=(NO_MTP_HERE,),
+        notes=(NO_MTP,),
+        mtp_field="mtp_num_hidden_layers",
+        **_MTP,
     ),
 )
 """The model types with gated delta nets, which are trained and written as those of families.py."""
@@ -223,7 +230,7 @@ PREDICTED: tuple[ConfigFamily, ...] = (
         ),
         harmless=UNUSED_BALANCING | {"mlp_layer_types", "layer_types", "mlp_bias"},
         also=(),
-        notes=(NO_MTP_HERE,),
+        notes=(NO_MTP,),
     ),
     ConfigFamily(
         "nemotron_h",
@@ -263,7 +270,7 @@ PREDICTED: tuple[ConfigFamily, ...] = (
             HybridLayers(),
         ),
         harmless=_MAMBA_UNUSED,
-        notes=(NO_MTP_HERE,),
+        notes=(NO_MTP,),
     ),
 )
 """The model types that are read only."""
